@@ -1,0 +1,83 @@
+"""headway takes a PyTorch training script from a laptop to a SLURM cluster and does not lose a step on the way.
+
+    import headway as hw
+
+    world = hw.init()            # torchrun, srun, mpirun, headway run, or nothing: the same script
+    hw.print_root(f"{world.world_size} ranks")
+
+Importing headway does no work and does not import torch; each name below is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headway import dist as dist, errors as errors, plan as plan, record as record, testing as testing
+    from headway.dist import (
+        World as World,
+        all_gather_object as all_gather_object,
+        barrier as barrier,
+        broadcast_object as broadcast_object,
+        gather_object as gather_object,
+        init as init,
+        is_root as is_root,
+        local_rank as local_rank,
+        local_root_first as local_root_first,
+        local_world_size as local_world_size,
+        node_rank as node_rank,
+        print_rank as print_rank,
+        print_root as print_root,
+        rank as rank,
+        root_first as root_first,
+        root_only as root_only,
+        seed as seed,
+        world_size as world_size,
+    )
+    from headway.run import Run as Run, find_latest as find_latest
+
+__version__ = "0.1.0"
+
+# public name -> the module it comes from; a room stands for itself
+_HOME = {
+    "Run": "headway.run",
+    "World": "headway.dist",
+    "all_gather_object": "headway.dist",
+    "barrier": "headway.dist",
+    "broadcast_object": "headway.dist",
+    "dist": "headway.dist",
+    "errors": "headway.errors",
+    "find_latest": "headway.run",
+    "gather_object": "headway.dist",
+    "init": "headway.dist",
+    "is_root": "headway.dist",
+    "local_rank": "headway.dist",
+    "local_root_first": "headway.dist",
+    "local_world_size": "headway.dist",
+    "node_rank": "headway.dist",
+    "plan": "headway.plan",
+    "print_rank": "headway.dist",
+    "print_root": "headway.dist",
+    "rank": "headway.dist",
+    "record": "headway.record",
+    "root_first": "headway.dist",
+    "root_only": "headway.dist",
+    "seed": "headway.dist",
+    "testing": "headway.testing",
+    "world_size": "headway.dist",
+}
+
+__all__ = [*_HOME]  # noqa: PLE0604 - sorted and complete by test
+
+
+def __getattr__(name: str) -> object:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'headway' has no attribute {name!r}")
+    module = import_module(home)
+    return module if home == f"headway.{name}" else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*_HOME, "__version__"])

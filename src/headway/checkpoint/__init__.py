@@ -1,0 +1,1 @@
+"""Keep: state that survives. Storage, retention, stop requests, export."""

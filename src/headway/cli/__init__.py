@@ -1,0 +1,67 @@
+"""The `headway` command. One file per verb: parse, call one room, print; no logic.
+
+A verb's module is imported only when it is called, so `headway --help` answers without torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import headway
+from headway.errors import INTERRUPTED, HeadwayError
+
+VERBS = {
+    "doctor": "what this machine is and whether it is fit to train: a verdict per line",
+    "run": "run a script here, on N processes that live and die together",
+}
+
+_HELP = """\
+headway {version}: from a training script to a cluster, without losing a step
+
+usage: headway VERB [OPTIONS] ...
+
+{verbs}
+
+examples:
+  headway run --nproc 2 train.py --lr 3e-4
+  headway doctor --json
+
+`headway VERB --help` explains a verb.
+"""
+
+
+def help_text() -> str:
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {verb:<{width}}  {does}" for verb, does in sorted(VERBS.items()))
+    return _HELP.format(version=headway.__version__, verbs=verbs)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one verb and returns its exit code; errors that headway raises on purpose become one sentence."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(help_text(), end="")
+        return 0
+    if args[0] in ("-V", "--version"):
+        print(f"headway {headway.__version__}")
+        return 0
+    if args[0] not in VERBS:
+        print(f"headway: there is no verb {args[0]!r}{_nearest(args[0])}; see: headway --help", file=sys.stderr)
+        return 2
+    verb = import_module(f"headway.cli.{args[0].replace('-', '_')}")
+    try:
+        return int(verb.main(args[1:]))
+    except HeadwayError as error:
+        print(f"headway: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _nearest(word: str) -> str:
+    from difflib import get_close_matches
+
+    close = get_close_matches(word, VERBS, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,0 +1,1 @@
+"""Feed: samples from storage to the device, in an order that is a pure function of (seed, epoch, position)."""

@@ -1,0 +1,88 @@
+"""Every error headway raises on purpose, and the exit code each one ends the process with.
+
+    HeadwayError                  1    something failed; the message says what, what was expected, what to do
+    ├── UsageError                2    a bad setting, argument or environment; nothing was started or created
+    │   └── MissingExtra          2    an optional package is needed; the message holds the pip command
+    ├── RankFailure               1    another rank failed, and this one stops because of it
+    │   └── BarrierTimeout        1    some ranks never arrived at a barrier; the message names them
+    ├── DoesNotFit                3    the plan says the run needs more memory than the device has
+    ├── StorageError             74    the run's storage failed: disk full, read-only, input/output error
+    │   └── RunLocked            74    another process is training in this run directory
+    ├── Stopped                  75    stopped on request, with a checkpoint: run the same command to go on
+    ├── NoValidCheckpoint        86    checkpoints exist, but none of them is whole; never start over silently
+    └── NoProgress               93    three attempts without a new step: do not requeue
+
+Ctrl-C ends a process with 130, SIGTERM without a save with 143 (`INTERRUPTED`, `TERMINATED`).
+"""
+
+from __future__ import annotations
+
+DONE = 0
+INTERRUPTED = 130
+TERMINATED = 143
+
+
+class HeadwayError(Exception):
+    """Base of all errors that headway raises on purpose: one sentence for people, one code for schedulers."""
+
+    exit_code = 1
+
+
+class UsageError(HeadwayError, ValueError):
+    """Raised when a setting, an argument or the environment is wrong, before anything was started."""
+
+    exit_code = 2
+
+
+class MissingExtra(UsageError):
+    """Raised when a feature needs a package that is not installed.
+
+    >>> raise MissingExtra("mpi4py", extra="mpi", purpose="to find the other ranks under this mpiexec")
+    Traceback (most recent call last):
+    headway.errors.MissingExtra: mpi4py is needed to find the other ranks under this mpiexec: pip install 'headway[mpi]'
+    """
+
+    def __init__(self, package: str, *, extra: str, purpose: str) -> None:
+        super().__init__(f"{package} is needed {purpose}: pip install 'headway[{extra}]'")
+
+
+class RankFailure(HeadwayError):
+    """Raised on a healthy rank when another one failed; the message names the rank and the record."""
+
+
+class BarrierTimeout(RankFailure):
+    """Raised when some ranks did not reach a barrier in time; the message names them."""
+
+
+class DoesNotFit(HeadwayError):
+    """Raised when a plan needs more memory than the device has."""
+
+    exit_code = 3
+
+
+class StorageError(HeadwayError):
+    """Raised when the run's storage fails: no space, read-only, input/output error."""
+
+    exit_code = 74
+
+
+class RunLocked(StorageError):
+    """Raised when another live process owns the run directory."""
+
+
+class Stopped(HeadwayError):
+    """Raised when a run stopped on request and left a checkpoint: the same command goes on from there."""
+
+    exit_code = 75
+
+
+class NoValidCheckpoint(HeadwayError):
+    """Raised when checkpoints exist but none is whole. Starting over would throw work away, so headway refuses."""
+
+    exit_code = 86
+
+
+class NoProgress(HeadwayError):
+    """Raised when three attempts in a row made no new step; requeueing would only burn the allocation."""
+
+    exit_code = 93

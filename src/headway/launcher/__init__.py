@@ -1,0 +1,1 @@
+"""Start: get N processes going, here, under SLURM or under MPI, and bring them all down together. No torch at import."""

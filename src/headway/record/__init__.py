@@ -1,0 +1,1 @@
+"""Tell: what a run writes. Rank logs, diagnostics, metric rows."""

@@ -1,0 +1,1 @@
+"""Prove: tools for our tests and for those of our users."""

@@ -1,0 +1,1 @@
+"""Learn: the loop. Pipeline, stages, metrics, precision, parallelism."""
