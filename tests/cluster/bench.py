@@ -1,0 +1,360 @@
+"""A real Slurm cluster on this machine, as a Python object: start it, run commands, hurt its nodes, end it.
+
+    cluster = Cluster.up()
+    cluster.srun("-N2", "hostname").stdout      # 'n1\\nn2\\n'
+    job = cluster.sbatch("srun -N4 hostname", "-N4")
+    cluster.wait(job)                           # 'COMPLETED'
+    cluster.output(job)                         # 'n1\\nn2\\n...'
+    cluster.down()
+
+The work is done by up.sh, node.sh and down.sh beside this file. Every command has a time limit, after which its whole
+process group is killed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+HERE = Path(__file__).resolve().parent
+ROOT = Path(f"/tmp/hw-bench-{os.getuid()}")  # short, as sockets live below it
+PORTS = range(17000, 27000, 100)
+FINISHED = frozenset(
+    {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE"}
+)
+# States that a requeued job never passes through: waiting longer for another one is useless.
+FINAL = FINISHED - {"NODE_FAIL", "PREEMPTED"}
+
+
+def why_not(proctrack: str = "linuxproc") -> str | None:
+    """Why no cluster can be started here, in one line; None if it can."""
+    path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+    needed = ("slurmctld", "slurmd", "srun", "munged", "ip", "unshare", "nsenter")
+    if missing := [name for name in needed if not shutil.which(name, path=path)]:
+        return f"not installed: {' '.join(missing)} (scripts/install-services.sh installs them)"
+    probe = "unshare --net --uts --mount --ipc --pid --fork --mount-proc ip link add probe type bridge"
+    if subprocess.run(probe.split(), env={"PATH": path}, capture_output=True, timeout=20).returncode:
+        return (
+            "namespaces are not allowed for this user (try: tests/cluster/rootless.sh python -m pytest ...)"
+        )
+    if proctrack == "cgroup" and not os.access("/sys/fs/cgroup/freezer", os.W_OK):
+        return "no cgroup v1 freezer to write to at /sys/fs/cgroup/freezer"
+    return None
+
+
+def run(
+    argv: Sequence[str | Path],
+    *,
+    timeout: float = 60,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    stdin: str = "",
+    check: bool = False,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end; after `timeout` seconds kill its process group and fail, showing what it had said."""
+    command = [str(word) for word in argv]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+        cwd=cwd,
+        start_new_session=True,
+    ) as process:
+        try:
+            stdout, stderr = process.communicate(stdin, timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            stdout, stderr = process.communicate()
+            raise AssertionError(_told(command, f"still ran after {timeout} s", stdout, stderr)) from None
+        except BaseException:  # the test's own time limit, Ctrl-C: leave nothing behind
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if check and process.returncode:
+        raise AssertionError(_told(command, f"exit status {process.returncode}", stdout, stderr))
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def _told(command: Sequence[str], what: str, stdout: str, stderr: str) -> str:
+    return f"{' '.join(command)}: {what}\n--- stdout\n{stdout}\n--- stderr\n{stderr}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One node of a cluster; `crash` and `cut` stay until `start` and `mend` (or the end of the test)."""
+
+    name: str
+    address: str
+    port: int
+    cluster: Cluster = field(repr=False)
+
+    def crash(self) -> None:
+        """Kill every process on the node at once, as a power cut would. Slurm takes 25 s to notice."""
+        self._do("crash")
+
+    def start(self) -> None:
+        """Start the node after a crash; return when it takes jobs."""
+        self._do("start")
+        self._until_ready()
+
+    def cut(self) -> None:
+        """Take the node's network away; its processes go on running."""
+        self._do("cut")
+
+    def mend(self) -> None:
+        """Give the network back; return when the node takes jobs."""
+        self._do("mend")
+        self._until_ready()
+
+    def down(self) -> None:
+        """Tell Slurm that the node is lost: the fast way to a node failure."""
+        self._update("state=down", "reason=test")
+
+    def up(self) -> None:
+        """Take `down` back; return when the node takes jobs."""
+        self._update("state=resume")
+        self._until_ready()
+
+    def state(self) -> str:
+        """As sinfo says: idle, mixed, alloc, down, ...; with a `*` if the node does not answer."""
+        return self.cluster.run(
+            ["sinfo", "-hN", "-p", "low", "-n", self.name, "-o", "%T"], check=True
+        ).stdout.strip()
+
+    def run(self, *argv: str | Path, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+        """Run a command on the node, outside Slurm."""
+        return self.cluster.run([HERE / "node.sh", "enter", self.name, *argv], timeout=timeout)
+
+    def is_crashed(self) -> bool:
+        return not (self.cluster.lab / "pids" / f"node-{self.name}.pid").exists()
+
+    def _do(self, action: str) -> None:
+        self.cluster.run([HERE / "node.sh", action, self.name], check=True)
+
+    def _update(self, *settings: str) -> None:
+        self.cluster.run(["scontrol", "update", f"nodename={self.name}", *settings], check=True)
+
+    def _until_ready(self, timeout: float = 40) -> None:
+        limit = time.monotonic() + timeout
+        while not (self.state() in {"idle", "mixed", "allocated"} and self._answers()):
+            assert time.monotonic() < limit, f"{self.name} is still {self.state()!r} after {timeout} s"
+            time.sleep(0.1)
+
+    def _answers(self) -> bool:
+        try:
+            socket.create_connection((self.address, self.port), timeout=1).close()
+        except OSError:
+            return False
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """A running cluster of nodes n1, n2, ...: 4 CPUs and 2 fake GPUs each, partitions `low` (default) and `high`."""
+
+    lab: Path
+    port: int
+    names: tuple[str, ...]
+    proctrack: str
+    mode: str
+    _owner: TextIO = field(repr=False)
+
+    @classmethod
+    def up(cls, *, nodes: int = 4, proctrack: str = "linuxproc", mode: str = "net", gpus: int = 2) -> Cluster:
+        """Start a cluster on a free block of ports; first end what suites that were killed have left behind."""
+        with _registry():
+            _reap()
+            port, owner = _claim()
+        lab = ROOT / str(port)
+        settings = {
+            "LAB": lab, "PORT": port, "NODES": nodes, "MODE": mode, "PROCTRACK": proctrack, "GPUS": gpus
+        }  # fmt: skip
+        names = tuple(f"n{i + 1}" for i in range(nodes))
+        cluster = cls(lab=lab, port=port, names=names, proctrack=proctrack, mode=mode, _owner=owner)
+        started = run([HERE / "up.sh"], env=cluster.environment({k: str(v) for k, v in settings.items()}))
+        if started.returncode:
+            logs = cluster.logs()
+            cluster.down()
+            raise AssertionError(f"the cluster did not start: {started.stderr}\n{logs}")
+        (lab / "work").mkdir()
+        return cluster
+
+    def down(self) -> None:
+        """End every process of the cluster and remove all that belongs to it."""
+        run([HERE / "down.sh"], env=self.environment(), check=True)
+        shutil.rmtree(self.lab, ignore_errors=True)
+        self._owner.close()
+
+    @property
+    def work(self) -> Path:
+        """A directory that all nodes see; commands and jobs run there unless told otherwise."""
+        return self.lab / "work"
+
+    def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+        """This process's environment for use with the cluster, without what an outer Slurm job may have put in."""
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_", "SRUN_"))}
+        kept["PATH"] = f"{kept.get('PATH', '')}:/usr/sbin:/sbin"
+        return kept | {"LAB": str(self.lab), "SLURM_CONF": str(self.lab / "slurm.conf")} | dict(extra or {})
+
+    def run(
+        self,
+        argv: Sequence[str | Path],
+        *,
+        timeout: float = 60,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        stdin: str = "",
+        check: bool = False,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run any command (srun, mpirun, python ...) against this cluster; `env` adds to the environment.
+
+        Fails when it takes longer than `timeout` seconds, and, with `check`, when its exit status is not 0.
+        """
+        environment = self.environment(env)
+        return run(argv, timeout=timeout, env=environment, cwd=cwd or self.work, stdin=stdin, check=check)
+
+    def srun(
+        self,
+        *args: str | Path,
+        timeout: float = 60,
+        env: Mapping[str, str] | None = None,
+        check: bool = False,
+    ) -> subprocess.CompletedProcess[str]:
+        """`srun ARGS`, for example `cluster.srun("-N2", "-n4", sys.executable, script)`."""
+        return self.run(["srun", *args], timeout=timeout, env=env, check=check)
+
+    def sbatch(self, script: str, *options: str, env: Mapping[str, str] | None = None) -> int:
+        """Submit a batch script (its `#!` line may be left out) and return the job's number."""
+        text = script if script.startswith("#!") else f"#!/bin/bash\n{script}\n"
+        command = ["sbatch", "--parsable", f"--output={self.work}/job-%j.txt", *options]
+        return int(self.run(command, stdin=text, env=env, check=True).stdout)
+
+    def state(self, job: int) -> str:
+        """The job's state, in capitals as Slurm writes it; also of a job that has ended."""
+        return self.run(["squeue", "-h", "-t", "all", "-j", str(job), "-o", "%T"], check=True).stdout.strip()
+
+    def wait(self, job: int, states: str | Collection[str] = FINISHED, timeout: float = 60) -> str:
+        """Wait until the job is in one of the states (default: it has ended) and return the state."""
+        wanted = {states} if isinstance(states, str) else set(states)
+        limit = time.monotonic() + timeout
+        while (state := self.state(job)) not in wanted:
+            if state in FINAL or time.monotonic() > limit:
+                aim = " or ".join(sorted(wanted))
+                raise AssertionError(f"job {job} is {state}, not {aim}; its output:\n{self.output(job)}")
+            time.sleep(0.1)
+        return state
+
+    def output(self, job: int) -> str:
+        """What the job has written so far, stdout and stderr together."""
+        path = self.work / f"job-{job}.txt"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def restarts(self, job: int) -> int:
+        """How often the job has been requeued."""
+        shown = self.run(["scontrol", "-o", "show", "job", str(job)], check=True).stdout
+        return int(shown.partition("Restarts=")[2].split()[0])
+
+    def cancel(self, job: int, *options: str) -> None:
+        """`scancel OPTIONS JOB`, for example `cluster.cancel(job, "--signal=USR1")`."""
+        self.run(["scancel", *options, str(job)], check=True)
+
+    def node(self, name: str) -> Node:
+        """The node of that name."""
+        number = self.names.index(name) + 1
+        host = f"10.213.{self.port // 100 % 250}.{number}" if self.mode == "net" else f"127.0.0.{10 + number}"
+        return Node(name=name, address=host, port=self.port + number, cluster=self)
+
+    def reset(self, timeout: float = 60) -> None:
+        """Undo what a test may have left: cancel all jobs, start, mend and resume all nodes. Cheap if there is nothing."""
+        limit = time.monotonic() + timeout
+        while not self._is_idle():
+            assert time.monotonic() < limit, (
+                f"the cluster is not idle {timeout} s after the test\n{self.logs()}"
+            )
+            self.run(["scancel", "--quiet", "--me"])
+            for node in map(self.node, self.names):
+                if node.is_crashed() and self.mode != "plain":
+                    node._do("start")
+                if self.mode == "net":
+                    node._do("mend")
+                if node.state().startswith(("down", "drain", "fail")):
+                    self.run(["scontrol", "update", f"nodename={node.name}", "state=resume"])
+            time.sleep(0.2)
+
+    def _is_idle(self) -> bool:
+        jobs = self.run(["squeue", "-h"], check=True).stdout.split()
+        states = self.run(["sinfo", "-hN", "-p", "low", "-o", "%T"], check=True).stdout.split()
+        crashed = self.mode != "plain" and any(self.node(name).is_crashed() for name in self.names)
+        return not jobs and not crashed and set(states) == {"idle"}
+
+    def logs(self, lines: int = 30) -> str:
+        """The ends of all daemons' logs."""
+        parts = []
+        for path in sorted((self.lab / "log").glob("*")):
+            tail = path.read_text(errors="replace").splitlines()[-lines:]
+            parts += [f"--- {path.name}", *tail] if tail else []
+        return "\n".join(parts)
+
+
+@contextmanager
+def _registry() -> Iterator[None]:
+    """Hold the one lock under which suites on this machine claim and free blocks of ports."""
+    ROOT.mkdir(mode=0o755, exist_ok=True)
+    assert ROOT.stat().st_uid == os.getuid(), f"{ROOT} belongs to somebody else"
+    descriptor = os.open(ROOT, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _reap() -> None:
+    """End clusters whose suite was killed: nobody holds the lock on their `owner` file any more.
+
+    A lock, not a pid: it says the truth across PID namespaces, and no other process can inherit it by chance.
+    """
+    for lab in ROOT.iterdir():
+        with (lab / "owner").open("a") as owner:
+            try:
+                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            run([HERE / "down.sh"], env={**os.environ, "LAB": str(lab)})
+            shutil.rmtree(lab, ignore_errors=True)
+
+
+def _claim() -> tuple[int, TextIO]:
+    """A block of ports that nobody uses, and the open, locked `owner` file that makes it ours."""
+    for port in PORTS:
+        lab = ROOT / str(port)
+        if lab.exists() or Path(f"/sys/class/net/hw{port}").exists() or not _is_free(port):
+            continue
+        lab.mkdir()
+        owner = (lab / "owner").open("w")
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        owner.write(f"{os.getpid()}\n")
+        owner.flush()
+        return port, owner
+    raise AssertionError(f"no free block of ports between {PORTS.start} and {PORTS.stop}")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as listener:
+        try:
+            listener.bind(("", port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,69 @@
+"""Fixtures that give tests a real Slurm cluster; see README.md and bench.py.
+
+`cluster` has four nodes, and a signal to a step reaches all its processes (proctrack/linuxproc). `cgroup_cluster` delivers
+signals to task leaders only, as most sites do. `any_cluster` runs the test on both. They live as long as the session; after
+each test all jobs are cancelled and all nodes repaired.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+
+import pytest
+
+from .bench import Cluster, why_not
+
+_running = pytest.StashKey[list[Cluster]]()
+
+
+def _session_cluster(request: pytest.FixtureRequest, proctrack: str) -> Iterator[Cluster]:
+    if reason := why_not(proctrack):
+        if os.environ.get("CI") == "true" or os.environ.get("HEADWAY_REQUIRE_CLUSTER") == "1":
+            pytest.fail(f"the cluster tests must run here, but: {reason}", pytrace=False)
+        pytest.skip(f"no cluster: {reason}")
+    running = request.config.stash.setdefault(_running, [])
+    cluster = Cluster.up(proctrack=proctrack)
+    running.append(cluster)
+    yield cluster
+    running.remove(cluster)
+    if request.session.testsfailed:
+        kept = request.getfixturevalue("tmp_path_factory").mktemp(f"cluster-{proctrack}") / "log"
+        shutil.copytree(cluster.lab / "log", kept)
+    cluster.down()
+
+
+@pytest.fixture(scope="session")
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """Four nodes; a signal to a step reaches every process in it."""
+    yield from _session_cluster(request, "linuxproc")
+
+
+@pytest.fixture(scope="session")
+def cgroup_cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """Four nodes; a signal to a step reaches the task leaders only, as on most clusters."""
+    yield from _session_cluster(request, "cgroup")
+
+
+@pytest.fixture(scope="session", params=["cluster", "cgroup_cluster"])
+def any_cluster(request: pytest.FixtureRequest) -> Cluster:
+    """The test runs twice, once on each kind of cluster."""
+    cluster: Cluster = request.getfixturevalue(request.param)
+    return cluster
+
+
+@pytest.fixture(autouse=True)
+def _leave_clusters_idle(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    for cluster in request.config.stash.get(_running, []):
+        cluster.reset()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    report = yield
+    if report.failed:
+        for cluster in item.config.stash.get(_running, []):
+            report.sections.append((f"logs of the {cluster.proctrack} cluster", cluster.logs()))
+    return report
