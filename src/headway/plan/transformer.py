@@ -1,0 +1,242 @@
+"""A transformer as a handful of numbers, and its exact parameter count.
+
+Counts are exact for the models people train (tests compare 30 published ones); they are sums of
+weight shapes, so each term below can be read off the model's own source.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from headway.errors import UsageError
+from headway.plan import checks
+
+Bias = Literal["all", "qkv", "none"]
+Norm = Literal["layernorm", "rmsnorm"]
+Position = Literal["learned", "rope", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moe:
+    """Mixture-of-experts feed-forward: in all layers after the first `dense_layers`."""
+
+    experts: int
+    top_k: int
+    ffn: int
+    """Width of one expert."""
+    shared_ffn: int = 0
+    """Total width of the experts that every token passes."""
+    dense_layers: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("experts", "top_k", "ffn"):
+            checks.whole(f"model.moe.{name}", getattr(self, name))
+        for name in ("shared_ffn", "dense_layers"):
+            checks.whole(f"model.moe.{name}", getattr(self, name), at_least=0)
+        if self.top_k > self.experts:
+            raise UsageError(
+                f"model.moe.top_k is {self.top_k}; valid: 1 to model.moe.experts ({self.experts})"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mla:
+    """Multi-head latent attention (DeepSeek): low-rank queries, keys and values."""
+
+    q_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+
+    def __post_init__(self) -> None:
+        for name in ("q_rank", "kv_rank", "nope_dim", "rope_dim", "v_dim"):
+            checks.whole(f"model.mla.{name}", getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Image:
+    """Patches in, classes out: what makes a transformer a ViT."""
+
+    size: int = 224
+    patch: int = 16
+    classes: int = 1000
+    """0 for a backbone without a head."""
+    channels: int = 3
+    mask_token: bool = False
+    layer_scale: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("size", "patch", "channels"):
+            checks.whole(f"model.image.{name}", getattr(self, name))
+        checks.whole("model.image.classes", self.classes, at_least=0)
+        checks.divides("model.image.patch", self.patch, "model.image.size", self.size)
+
+    @property
+    def tokens(self) -> int:
+        return (self.size // self.patch) ** 2 + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transformer:
+    """A decoder, encoder or vision transformer.
+
+    >>> Transformer(layers=12, hidden=768, heads=12, vocab=50257).parameters
+    124439808
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int = 0
+    kv_heads: int | None = None
+    """Fewer than `heads` is grouped-query attention."""
+    head_dim: int | None = None
+    ffn: int | None = None
+    """Width of the feed-forward; 4 x hidden if not given."""
+    gated: bool = False
+    """SwiGLU and its kin: three matrices instead of two."""
+    tied: bool = True
+    position: Position = "learned"
+    norm: Norm = "layernorm"
+    bias: Bias = "all"
+    qk_norm: bool = False
+    context: int = 1024
+    """Sequence length of a sample, and the size of the learned position table."""
+    dropout: bool = False
+    causal: bool = True
+    moe: Moe | None = None
+    mla: Mla | None = None
+    image: Image | None = None
+    extra_parameters: int = 0
+    """Weights outside the pattern, such as BERT's pooler and segment table."""
+    name: str = field(default="transformer", compare=False)
+
+    def __post_init__(self) -> None:
+        for key in ("layers", "hidden", "heads", "context"):
+            checks.whole(f"model.{key}", getattr(self, key))
+        for key in ("kv_heads", "head_dim", "ffn"):
+            if getattr(self, key) is not None:
+                checks.whole(f"model.{key}", getattr(self, key))
+        checks.whole("model.vocab", self.vocab, at_least=1 if self.image is None else 0)
+        checks.whole("model.extra_parameters", self.extra_parameters, at_least=0)
+        checks.one_of("model.position", self.position, ("learned", "rope", "none"))
+        checks.one_of("model.norm", self.norm, ("layernorm", "rmsnorm"))
+        checks.one_of("model.bias", self.bias, ("all", "qkv", "none"))
+        if self.head_dim is None and self.mla is None:
+            checks.divides("model.heads", self.heads, "model.hidden", self.hidden)
+        checks.divides("model.kv_heads", self.kv, "model.heads", self.heads)
+        if self.moe and self.moe.dense_layers > self.layers:
+            raise UsageError(f"model.moe.dense_layers is {self.moe.dense_layers}; valid: 0 to {self.layers}")
+
+    @property
+    def kv(self) -> int:
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def dim(self) -> int:
+        """Width of one head; for MLA, of a query."""
+        if self.mla:
+            return self.mla.nope_dim + self.mla.rope_dim
+        return self.hidden // self.heads if self.head_dim is None else self.head_dim
+
+    @property
+    def width(self) -> int:
+        """Width of the dense feed-forward."""
+        return 4 * self.hidden if self.ffn is None else self.ffn
+
+    @property
+    def attention_width(self) -> int:
+        """Query width times heads, as it enters the score FLOPs; for MLA the mean of query and value."""
+        if self.mla:
+            return self.heads * (self.dim + self.mla.v_dim) // 2
+        return self.heads * self.dim
+
+    @property
+    def tokens_per_sample(self) -> int:
+        return self.image.tokens if self.image else self.context
+
+    # --- parameters, by part -------------------------------------------------------------------------------
+
+    @cached_property
+    def attention_parameters(self) -> int:
+        h = self.hidden
+        if self.mla:
+            m, a = self.mla, self.heads
+            query = h * m.q_rank + m.q_rank + m.q_rank * a * (m.nope_dim + m.rope_dim)
+            key_value = h * (m.kv_rank + m.rope_dim) + m.kv_rank + m.kv_rank * a * (m.nope_dim + m.v_dim)
+            return query + key_value + a * m.v_dim * h
+        queries, keys = self.heads * self.dim, self.kv * self.dim
+        weights = h * (queries + 2 * keys) + queries * h
+        qkv_bias = (queries + 2 * keys) if self.bias != "none" else 0
+        out_bias = h if self.bias == "all" else 0
+        return weights + qkv_bias + out_bias + (2 * self.dim if self.qk_norm else 0)
+
+    def feedforward_parameters(self, width: int) -> int:
+        matrices = 3 if self.gated else 2
+        biases = (matrices - 1) * width + self.hidden if self.bias == "all" else 0
+        return matrices * self.hidden * width + biases
+
+    @cached_property
+    def norm_parameters(self) -> int:
+        """Of one norm."""
+        return (2 if self.norm == "layernorm" else 1) * self.hidden
+
+    @cached_property
+    def layer_parameters(self) -> int:
+        """Of a dense layer."""
+        scale = 2 * self.hidden if self.image and self.image.layer_scale else 0
+        feedforward = self.feedforward_parameters(self.width)
+        return self.attention_parameters + feedforward + 2 * self.norm_parameters + scale
+
+    @cached_property
+    def expert_parameters(self) -> int:
+        """Of all routed experts of one layer: the part that expert parallelism splits."""
+        return self.moe.experts * self.feedforward_parameters(self.moe.ffn) if self.moe else 0
+
+    @cached_property
+    def moe_layer_shared_parameters(self) -> int:
+        """Of a mixture layer, without its routed experts."""
+        if not self.moe:
+            return 0
+        shared = self.feedforward_parameters(self.moe.shared_ffn) if self.moe.shared_ffn else 0
+        router = self.hidden * self.moe.experts
+        return self.attention_parameters + shared + router + 2 * self.norm_parameters
+
+    @property
+    def moe_layers(self) -> int:
+        return self.layers - self.moe.dense_layers if self.moe else 0
+
+    @cached_property
+    def embedding_parameters(self) -> int:
+        """What turns tokens or patches into vectors, positions included."""
+        h = self.hidden
+        if self.image:
+            patches = self.image.channels * self.image.patch**2 * h + h
+            return patches + h + self.image.tokens * h + (h if self.image.mask_token else 0)
+        return self.vocab * h + (self.context * h if self.position == "learned" else 0)
+
+    @cached_property
+    def head_parameters(self) -> int:
+        """What the output layer adds: nothing if it is tied to the embedding."""
+        if self.image:
+            return (self.hidden + 1) * self.image.classes if self.image.classes else 0
+        return 0 if self.tied else self.vocab * self.hidden
+
+    @cached_property
+    def parameters(self) -> int:
+        """All trainable parameters, exactly."""
+        dense = (self.layers - self.moe_layers) * self.layer_parameters
+        mixture = self.moe_layers * (self.moe_layer_shared_parameters + self.expert_parameters)
+        outside = self.embedding_parameters + self.norm_parameters + self.head_parameters
+        return dense + mixture + outside + self.extra_parameters
+
+    @cached_property
+    def active_parameters(self) -> int:
+        """Parameters that one token passes: a mixture uses `top_k` of its experts."""
+        if not self.moe:
+            return self.parameters
+        idle = self.moe.experts - self.moe.top_k
+        return self.parameters - self.moe_layers * idle * self.feedforward_parameters(self.moe.ffn)

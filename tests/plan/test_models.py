@@ -1,0 +1,246 @@
+"""Parameter counts: exact, against what the authors' own classes count."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, strategies as st
+
+from headway.errors import UsageError
+from headway.plan.hf import from_hf_config
+from headway.plan.presets import names, preset
+from headway.plan.resnet import ResNet
+from headway.plan.transformer import Transformer
+
+# transformers 5.22 / torchvision classes on the meta device, and published weight metadata
+EXACT = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "gpt3-175b": 174_604_259_328,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "mistral-7b-v0.1": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "deepseek-v3": 671_026_404_352,
+    "bert-base-uncased": 109_482_240,
+    "vit-b-16": 86_567_656,
+    "vit-l-16": 304_326_632,
+    "vit-h-14": 632_045_800,
+    "dinov2-small": 22_056_576,
+    "dinov2-base": 86_580_480,
+    "dinov2-large": 304_368_640,
+    "dinov2-giant": 1_136_480_768,
+}
+
+
+@pytest.mark.parametrize(("name", "count"), EXACT.items(), ids=EXACT.keys())
+def test_presets_are_exact(name: str, count: int) -> None:
+    assert preset(name).parameters == count
+
+
+# parameters and multiply-adds from torchvision's weight metadata
+@pytest.mark.parametrize(
+    ("depth", "count", "gmacs"),
+    [(18, 11_689_512, 1.814), (50, 25_557_032, 4.089), (101, 44_549_160, 7.801), (152, 60_192_808, 11.514)],
+)
+def test_resnets_are_exact(depth: int, count: int, gmacs: float) -> None:
+    net = ResNet(depth=depth)
+    assert net.parameters == count
+    assert round(net.forward_macs / 1e9, 3) == gmacs
+
+
+def test_sc21_equation_2_is_the_same_count() -> None:
+    """Narayanan et al. 2021, eq. 2, for every row of their table 1 (vocabulary 51200, sequence 2048)."""
+    rows = [
+        (2304, 24, 1.7),
+        (3072, 30, 3.6),
+        (4096, 36, 7.5),
+        (6144, 40, 18.4),
+        (8192, 48, 39.1),
+        (10240, 60, 76.1),
+        (12288, 80, 145.6),
+        (16384, 96, 310.1),
+        (20480, 105, 529.6),
+        (25600, 128, 1008.0),
+    ]
+    for h, layers, billions in rows:
+        model = Transformer(layers=layers, hidden=h, heads=h // 128, vocab=51200, context=2048)
+        paper = 12 * layers * h * h * (1 + 13 / (12 * h) + (51200 + 2048) / (12 * layers * h))
+        assert model.parameters - model.norm_parameters == pytest.approx(
+            paper, rel=1e-9
+        )  # no final norm in eq. 2
+        assert round(model.parameters / 1e9, 1) == billions
+
+
+def test_active_parameters_of_mixtures() -> None:
+    assert preset("mixtral-8x7b").active_parameters == 12_879_925_248
+    assert 3.3e9 < preset("qwen3-30b-a3b").active_parameters < 3.4e9
+    assert 37e9 < preset("deepseek-v3").active_parameters < 38e9
+    assert preset("gpt2").active_parameters == EXACT["gpt2"]
+
+
+_HF = {
+    "llama-3.1-8b": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "tie_word_embeddings": False,
+    },
+    "gpt2": {
+        "model_type": "gpt2",
+        "n_layer": 12,
+        "n_embd": 768,
+        "n_head": 12,
+        "vocab_size": 50257,
+        "n_positions": 1024,
+        "n_inner": None,
+    },
+    "qwen2.5-7b": {
+        "model_type": "qwen2",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "vocab_size": 151936,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
+    "mixtral-8x7b": {
+        "model_type": "mixtral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "deepseek-v3": {
+        "model_type": "deepseek_v3",
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "vocab_size": 129280,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+    },
+    "bert-base-uncased": {
+        "model_type": "bert",
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "vocab_size": 30522,
+        "max_position_embeddings": 512,
+    },
+    "dinov2-giant": {
+        "model_type": "dinov2",
+        "hidden_size": 1536,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 24,
+        "image_size": 518,
+        "patch_size": 14,
+        "use_swiglu_ffn": True,
+        "mlp_ratio": 4,
+    },
+}
+
+
+@pytest.mark.parametrize("name", _HF)
+def test_hf_configs_are_exact(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(_HF[name]))
+    assert from_hf_config(tmp_path).parameters == EXACT[name]
+
+
+def test_hf_config_mistakes_are_sentences(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    with pytest.raises(UsageError, match="cannot read"):
+        from_hf_config(file)
+    file.write_text("{")
+    with pytest.raises(UsageError, match="is not JSON"):
+        from_hf_config(file)
+    file.write_text('{"model_type": "lama"}')
+    with pytest.raises(UsageError, match="did you mean 'llama'"):
+        from_hf_config(file)
+    file.write_text('{"model_type": "llama", "num_attention_heads": 8}')
+    with pytest.raises(UsageError, match="has no 'hidden_size'"):
+        from_hf_config(file)
+
+
+def test_unknown_preset_offers_the_nearest() -> None:
+    with pytest.raises(UsageError, match=r"no preset 'llama-3.1-7b' \(did you mean .*'llama-3.1-8b'"):
+        preset("llama-3.1-7b")
+    assert "gpt2" in names()
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"layers": 0}, "model.layers is 0; expected a whole number of at least 1"),
+        ({"hidden": -8}, "model.hidden is -8"),
+        ({"heads": 5}, r"model.heads is 5, which does not divide model.hidden \(64\); valid: 1, 2, 4"),
+        ({"kv_heads": 3}, r"model.kv_heads is 3, which does not divide model.heads \(4\)"),
+        ({"norm": "rms"}, "model.norm is 'rms'.*valid: layernorm, rmsnorm"),
+        ({"vocab": 0}, "model.vocab is 0"),
+        ({"layers": True}, "model.layers is True"),
+    ],
+)
+def test_bad_models_name_the_key(keys: dict[str, object], sentence: str) -> None:
+    good: dict[str, object] = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 100}
+    with pytest.raises(UsageError, match=sentence):
+        Transformer(**{**good, **keys})  # type: ignore[arg-type]
+
+
+@given(
+    layers=st.integers(1, 64), heads=st.integers(1, 32), dim=st.integers(1, 64), vocab=st.integers(1, 10_000)
+)
+def test_parts_add_up(layers: int, heads: int, dim: int, vocab: int) -> None:
+    model = Transformer(layers=layers, hidden=heads * dim, heads=heads, vocab=vocab, tied=False)
+    parts = (
+        model.embedding_parameters
+        + layers * model.layer_parameters
+        + model.norm_parameters
+        + model.head_parameters
+    )
+    assert model.parameters == parts
