@@ -1,1 +1,58 @@
-"""Join: who am I, who are we? Launcher detection, process group, safe root-only work, topology."""
+"""Join: who am I, who are we?
+
+Launcher detection, the process group, safe root-only work, topology. `init` is the door; everything else may be
+called after it.
+"""
+
+from headway.dist.averaging import average_gradients, average_parameters, optimizer_to
+from headway.dist.failing import set_phase
+from headway.dist.group import World, init, is_initialized, leave, world
+from headway.dist.guard import barrier, from_root, local_root_first, root_first, root_only
+from headway.dist.objects import (
+    all_gather_object,
+    broadcast_object,
+    gather_object,
+    is_root,
+    local_rank,
+    local_world_size,
+    node_rank,
+    print_rank,
+    print_root,
+    rank,
+    store,
+    world_size,
+)
+from headway.dist.seeding import seed
+from headway.dist.shared_run import open_run, terminal
+
+__all__ = [
+    "World",
+    "all_gather_object",
+    "average_gradients",
+    "average_parameters",
+    "barrier",
+    "broadcast_object",
+    "from_root",
+    "gather_object",
+    "init",
+    "is_initialized",
+    "is_root",
+    "leave",
+    "local_rank",
+    "local_root_first",
+    "local_world_size",
+    "node_rank",
+    "open_run",
+    "optimizer_to",
+    "print_rank",
+    "print_root",
+    "rank",
+    "root_first",
+    "root_only",
+    "seed",
+    "set_phase",
+    "store",
+    "terminal",
+    "world",
+    "world_size",
+]

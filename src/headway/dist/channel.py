@@ -1,0 +1,131 @@
+"""JSON messages over a socket, each signed with the key of the run.
+
+TCP on a cluster is open to every user of its nodes. A line without a valid signature is not a message, and ends the
+connection. Each side opens with a random number that goes into the signatures, so nothing recorded can be replayed.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, final
+
+Message = dict[str, Any]
+
+_NONCE = 16
+_LINE_MAX = 4 << 20  # a long traceback fits; a stranger's endless line does not fill the memory
+
+
+class Forged(Exception):
+    """Raised when the other side does not know the key."""
+
+
+@final
+class Channel:
+    """One end of a connection between a rank and the hub.
+
+    Sending blocks until the message is out. Receiving is either by `receive`, which waits, or by `feed` and `take`
+    for a loop that waits on many sockets.
+    """
+
+    def __init__(self, sock: socket.socket, key: bytes, *, calling: bool) -> None:
+        self.socket = sock
+        self._key = key
+        self._calling = calling
+        self._nonce = secrets.token_bytes(_NONCE)
+        self._secret: bytes | None = None  # known once the other side's number is here
+        self._sent = self._received = 0
+        self._buffer = bytearray()
+        _keep_alive(sock)
+        sock.sendall(self._nonce)
+
+    def send(self, message: Mapping[str, object]) -> None:
+        body = json.dumps(message, separators=(",", ":"))
+        self.socket.sendall(f"{self._sign(self._calling, self._sent, body)} {body}\n".encode())
+        self._sent += 1
+
+    def receive(self, timeout: float | None = None) -> Message | None:
+        """Waits for the next message; None when the other side is gone; TimeoutError when time is up."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            for message in self.take():
+                return message
+            if not self._wait(deadline):
+                return None
+
+    def greet(self, timeout: float) -> None:
+        """Waits for the other side's number, without which nothing can be signed."""
+        deadline = time.monotonic() + timeout
+        while self._secret is None:
+            if not self._wait(deadline):
+                raise Forged("the other side hung up before it said a word")
+
+    def feed(self, chunk: bytes) -> None:
+        """Takes bytes that a caller has read from the socket."""
+        self._buffer += chunk
+        if self._secret is None and len(self._buffer) >= _NONCE:
+            theirs = bytes(self._buffer[:_NONCE])
+            del self._buffer[:_NONCE]
+            both = self._nonce + theirs if self._calling else theirs + self._nonce
+            self._secret = hmac.digest(self._key, both, "sha256")
+
+    def take(self) -> Iterator[Message]:
+        """Yields the messages that are here in full."""
+        while self._secret is not None and (end := self._buffer.find(b"\n")) >= 0:
+            line = bytes(self._buffer[:end])
+            del self._buffer[: end + 1]
+            yield self._open(line)
+        if len(self._buffer) > _LINE_MAX:
+            raise Forged("a line longer than any message")
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def _wait(self, deadline: float | None) -> bool:
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            raise TimeoutError
+        self.socket.settimeout(left)
+        chunk = self.socket.recv(65536)
+        self.feed(chunk)
+        return bool(chunk)
+
+    def _open(self, line: bytes) -> Message:
+        signature, _, body = line.decode(errors="replace").partition(" ")
+        expected = self._sign(not self._calling, self._received, body)
+        if not hmac.compare_digest(signature.encode(), expected.encode()):
+            raise Forged("wrong signature")
+        self._received += 1
+        message = json.loads(body)
+        assert isinstance(message, dict), message  # whoever knows the key sends objects
+        return message
+
+    def _sign(self, by_caller: bool, number: int, body: str) -> str:
+        assert self._secret is not None, "nothing can be signed before the greeting"
+        return hmac.digest(self._secret, f"{by_caller} {number} {body}".encode(), "sha256").hex()
+
+
+def call(host: str, port: int, key: bytes, timeout: float) -> Channel:
+    """Opens a channel to the hub. A hub with another key shows it by never answering a signed message."""
+    sock = socket.create_connection((host, port), timeout)
+    try:
+        channel = Channel(sock, key, calling=True)
+        channel.greet(timeout)
+    except BaseException:
+        sock.close()
+        raise
+    return channel
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    """A node that loses its power or network sends no farewell: ask after it, and give up after about a minute."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if "TCP_KEEPIDLE" in vars(socket):  # Linux; elsewhere the system's own times apply
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)

@@ -1,0 +1,402 @@
+"""Joining: from a lone process to one of a group that lives and dies together.
+
+`init` finds out who launched us, meets the other ranks, and makes torch's process group. From then on a failure of
+any rank ends all of them, with the first cause on the screen and in the run directory.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import socket
+import sys
+import threading
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, final
+
+import psutil
+import torch
+import torch.distributed as c10d
+
+from headway.dist import failing
+from headway.dist.control import Hub, Peer, Record, join, vanished
+from headway.dist.devices import choose_device
+from headway.dist.launchers import Place, detect
+from headway.dist.meeting import Address, FileMeeting, Meeting, StoreMeeting, file_meeting, listen
+from headway.dist.roster import Member, Seat, seat, spread
+from headway.errors import RankFailure, StorageError, UsageError
+
+if TYPE_CHECKING:
+    from headway.run import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """Who I am and who we are. Equal on all ranks but for this rank's own place and device."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    nodes: int
+    host: str
+    launcher: str
+    """headway, torchrun, mpi, srun or none"""
+    device: torch.device
+
+    @property
+    def is_root(self) -> bool:
+        return self.rank == 0
+
+
+@final
+class Group:
+    """The process group of this process, and what must be put back when it leaves."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.pid = os.getpid()
+        self.world: World | None = None
+        self.store: c10d.Store = c10d.HashStore()
+        self.members: list[Member] = []
+        self.hub: Hub | None = None
+        self.peer: Peer | None = None
+        self.run: Run | None = None
+        self.calls: dict[str, int] = {}
+        self.terminal: int | None = None
+        self.previous_hook = sys.excepthook
+        self.environ: dict[str, str | None] = {}
+
+    def export(self, name: str, value: str, *, override: bool = True) -> None:
+        """Sets an environment variable for this process and its children, to be put back on leaving."""
+        if name not in os.environ or override:
+            self.environ.setdefault(name, os.environ.get(name))
+            os.environ[name] = value
+
+    # --- what happens when a rank fails
+
+    def failed(self, error: BaseException, trace: TracebackType | None) -> None:
+        """This rank's main thread is about to die of an exception."""
+        record = failing.record_of(error, trace, self.place.rank)
+        if self.peer is None:
+            self._failed_alone(record, error, trace)
+            return
+        if self.terminal is not None:  # our stderr is a log file: it keeps this rank's own story
+            sys.stderr.write(record["traceback"])
+        # from here on the answer of the hub ends this process, in `others_failed` or `everybody_is_down`
+        self.peer.report(record, timeout=5.0)
+        failing.hard_exit(record["exit_code"])
+
+    def _failed_alone(self, record: Record, error: BaseException, trace: TracebackType | None) -> None:
+        where = self.keep(record)
+        if record["sentence"] is None and record["kind"] != "interrupted":
+            self.previous_hook(type(error), error, trace)
+            sys.stderr.write(f"record: {where}\n" if where else "")
+        else:
+            sys.stderr.write(failing.cause(record, self.place.world_size, where))
+        raise SystemExit(record["exit_code"])
+
+    def keep(self, record: Record) -> Path | None:
+        """Writes failure.json, if nobody has yet. Returns where people find it."""
+        if "HEADWAY_RENDEZVOUS" in os.environ:
+            failing.write_beside(os.environ["HEADWAY_RENDEZVOUS"], record | {"run": self.run and str(self.run.path)})
+        if self.run is None:
+            return None
+        try:
+            self.run.write_failure(record)
+        except (OSError, StorageError) as error:  # the disk may be the very thing that failed
+            sys.stderr.write(f"headway: the failure could not be recorded: {error}\n")
+            return None
+        return self.run.failure_file
+
+    def others_failed(self, record: Record) -> None:
+        """The hub says that some rank, perhaps this one, failed first."""
+        if record["rank"] != self.place.rank:
+            where = self.run.failure_file if self.run else None
+            sys.stderr.write(failing.pointer(self.place.rank, record, where))
+        failing.hard_exit(record["exit_code"])
+
+    def everybody_is_down(self, record: Record) -> None:
+        """Rank 0 only: the others are gone, so what is printed now is the last thing on the screen."""
+        where = self.run.failure_file if self.run else None
+        if "HEADWAY_RENDEZVOUS" not in os.environ:  # else the agent prints it
+            sys.stderr.write(failing.cause(record, self.place.world_size, where))
+        failing.hard_exit(record["exit_code"])
+
+    def hub_lost(self) -> None:
+        """Rank 0 is gone, and with it the one who would have told us: every rank acts alone."""
+        record = vanished(self.members[0])
+        where = self.keep(record)
+        text = failing.cause(record, self.place.world_size, where)
+        first = min(member.rank for member in self.members if member.rank != 0)
+        if self.place.rank == first and "HEADWAY_RENDEZVOUS" not in os.environ:
+            os.write(self.terminal if self.terminal is not None else 2, text.encode())
+        else:
+            sys.stderr.write(failing.pointer(self.place.rank, record, where))
+        failing.hard_exit(record["exit_code"])
+
+
+_group: Group | None = None
+
+
+def current() -> Group:
+    """The group of this process. Everything in this room asks here."""
+    if _group is None or _group.world is None:
+        raise UsageError("this process has not joined a group yet: call headway.init() first")
+    return _group
+
+
+def is_initialized() -> bool:
+    """Whether `init` was called, and `leave` was not."""
+    return _group is not None and _group.world is not None
+
+
+def world() -> World:
+    """This process's place among all ranks. Raises UsageError before `init`."""
+    found = current().world
+    assert found is not None
+    return found
+
+
+def init(*, device: str = "auto", setup_timeout: float = 300.0, step_timeout: float = 1800.0) -> World:
+    """Joins the ranks that were launched together, whoever launched them, and returns this rank's place.
+
+    Works under `headway run`, torchrun, `srun`, `mpirun` and nothing at all. Calling it again returns the same world.
+
+    `device` is "auto", "cpu", "cuda" or "mps". `setup_timeout` bounds how long ranks wait for each other to come;
+    `step_timeout` how long a collective may take afterwards.
+
+    >>> world = headway.init()
+    >>> model.to(world.device)
+    """
+    global _group
+    if is_initialized():
+        return world()
+    if c10d.is_initialized():
+        raise UsageError("torch.distributed is initialised already: call headway.init() instead of init_process_group()")
+    group = Group(detect())
+    _group = group
+    sys.excepthook = _excepthook
+    try:
+        found = _meet(group, setup_timeout)
+        group.world = _sit_down(group, found, device)
+        _make_process_group(group, step_timeout)
+    except BaseException:
+        if group.peer is None:  # nobody knows us yet: leave no trace. Else the hook must still tell the others
+            _restore(group)
+        raise
+    atexit.register(leave)
+    _watch_forks()
+    if group.place.rank == 0:
+        print(f"headway: launched by: {_launched_by(group.world, found)}", file=sys.stderr, flush=True)
+    return group.world
+
+
+def _launched_by(world: World, seat: Seat) -> str:
+    if world.launcher == "none":
+        return f"python alone, 1 process on {world.device}"
+    return f"{world.launcher}, {spread(seat.ranks_per_node)} on {world.device.type}"
+
+
+def _meet(group: Group, timeout: float) -> Seat:
+    """Finds the other ranks. Afterwards the group has its members, a store, and a line to the hub."""
+    place = group.place
+    me = Member(
+        rank=place.rank,
+        host=socket.gethostname(),
+        node=place.node,
+        pid=os.getpid(),
+        local_rank=place.local_rank,
+        visible_gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
+    )
+    if place.world_size == 1:
+        group.members = [me]
+        return seat(group.members, 0)
+    meeting: Meeting
+    if place.store_address is None:
+        meeting = file_meeting(place)
+        meeting.check()
+    else:
+        group.store = _launchers_store(place, timeout)
+        meeting = StoreMeeting(group.store)
+    if place.rank == 0:
+        _open_hub(group, meeting, timeout)
+    try:
+        group.peer, welcome, host = join(meeting, me, timeout)
+    except RankFailure as error:
+        absent = group.hub.missing() if group.hub else []
+        if absent:
+            raise RankFailure(
+                f"{len(absent)} of {place.world_size} ranks did not come within {timeout:.0f} s: "
+                f"{', '.join(map(str, absent[:16]))}; look at the start of their output, or raise setup_timeout"
+            ) from error
+        raise
+    finally:
+        if group.hub:
+            meeting.close()
+    group.members = [Member(**member) for member in welcome["roster"]]
+    group.peer.watch(group.others_failed, group.hub_lost)
+    if isinstance(meeting, FileMeeting):
+        _export_address(group, host, int(welcome["store_port"]))
+        if place.rank != 0:
+            group.store = c10d.TCPStore(host, int(welcome["store_port"]), timeout=timedelta(seconds=timeout))
+    return seat(group.members, place.rank)
+
+
+def _launchers_store(place: Place, timeout: float) -> c10d.Store:
+    """The store behind MASTER_ADDR: torchrun's own, or one that rank 0 opens at the address the user chose."""
+    os.environ.setdefault("RANK", str(place.rank))
+    os.environ.setdefault("WORLD_SIZE", str(place.world_size))
+    store, _, _ = next(
+        c10d.rendezvous("env://", place.rank, place.world_size, timeout=timedelta(seconds=timeout))
+    )
+    return store
+
+
+def _open_hub(group: Group, meeting: Meeting, timeout: float) -> None:
+    """Rank 0 listens, and says where. The store's port, too, is the kernel's choice."""
+    listener, hosts = listen(group.place)
+    key = secrets.token_bytes(32)
+    welcome = {}
+    if isinstance(meeting, FileMeeting):
+        server, _ = listen(group.place)
+        welcome["store_port"] = server.getsockname()[1]
+        group.store = c10d.TCPStore(
+            "127.0.0.1",
+            welcome["store_port"],
+            is_master=True,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+            master_listen_fd=server.detach(),
+        )
+    group.hub = Hub(
+        listener,
+        key,
+        group.place.world_size,
+        welcome=welcome,
+        on_verdict=group.keep,
+        on_end=group.everybody_is_down,
+    )
+    group.hub.start()
+    meeting.publish(Address(hosts=hosts, port=listener.getsockname()[1], key=key))
+
+
+def _export_address(group: Group, host: str, port: int) -> None:
+    group.export("MASTER_ADDR", host)
+    group.export("MASTER_PORT", str(port))
+
+
+def _sit_down(group: Group, found: Seat, device: str) -> World:
+    """Takes this rank's device and tells the rest of the process, in torchrun's words, who it is."""
+    place = group.place
+    chosen = choose_device(device, found, place.world_size)
+    for name, value in {
+        "RANK": place.rank,
+        "WORLD_SIZE": place.world_size,
+        "LOCAL_RANK": found.local_rank,
+        "LOCAL_WORLD_SIZE": found.local_world_size,
+        "GROUP_RANK": found.node_rank,
+        "GROUP_WORLD_SIZE": found.nodes,
+    }.items():
+        group.export(name, str(value))
+    if found.nodes == 1:
+        # without this gloo asks the host's name for an address, which many a laptop and container cannot answer
+        group.export("GLOO_SOCKET_IFNAME", _loopback(), override=False)
+    return World(
+        rank=place.rank,
+        world_size=place.world_size,
+        local_rank=found.local_rank,
+        local_world_size=found.local_world_size,
+        node_rank=found.node_rank,
+        nodes=found.nodes,
+        host=socket.gethostname(),
+        launcher=place.launcher,
+        device=chosen,
+    )
+
+
+def _loopback() -> str:
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == "127.0.0.1" for address in addresses):
+            return name
+    return "lo"
+
+
+def _make_process_group(group: Group, step_timeout: float) -> None:
+    world = group.world
+    assert world is not None
+    cuda = world.device.type == "cuda"
+    c10d.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        store=c10d.PrefixStore("headway/c10d", group.store),
+        rank=world.rank,
+        world_size=world.world_size,
+        timeout=timedelta(seconds=step_timeout),
+        device_id=world.device if cuda else None,
+    )
+
+
+def leave() -> None:
+    """Leaves the group and puts back what `init` set. Called at exit; rank 0 stays until all others have left."""
+    group = _group
+    if group is None or group.pid != os.getpid():
+        return
+    if group.peer is not None:
+        group.peer.leave()
+    if group.hub is not None:
+        group.hub.everybody_left.wait()
+    if c10d.is_initialized():
+        c10d.destroy_process_group()
+    if group.peer is not None:
+        group.peer.close()
+    _restore(group)
+    atexit.unregister(leave)
+
+
+def _restore(group: Group) -> None:
+    global _group
+    for name, value in group.environ.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    sys.excepthook = group.previous_hook
+    _group = None
+
+
+def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    group = _group
+    if group is None or group.pid != os.getpid():
+        sys.__excepthook__(kind, error, trace)
+    else:
+        group.failed(error, trace)
+
+
+# --- forked children
+
+_fork_watch = threading.Lock()
+_watching_forks = False
+
+
+def _watch_forks() -> None:
+    """Registers once: such hooks cannot be taken back, so the hook itself looks whether there is a group."""
+    global _watching_forks
+    with _fork_watch:
+        if not _watching_forks:
+            os.register_at_fork(after_in_child=_forget_group_in_child)
+            _watching_forks = True
+
+
+def _forget_group_in_child() -> None:
+    """A forked data worker is not the rank: open copies of the rank's connections would hide the rank's death."""
+    if _group is not None:
+        if _group.peer is not None:
+            _group.peer.close()
+        if _group.hub is not None:
+            _group.hub.close()
+

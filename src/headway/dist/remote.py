@@ -1,0 +1,47 @@
+"""An exception on its way from one rank to another: JSON, never pickle."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from typing import Any
+
+from headway.errors import RankFailure
+
+
+class RemoteTraceback(Exception):
+    """Carries the other rank's traceback, so that it is printed with the exception it belongs to."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(f"\n\non rank {rank}:\n{text}")
+
+
+def pack(error: BaseException, rank: int) -> dict[str, Any]:
+    """Turns an exception into JSON."""
+    return {
+        "rank": rank,
+        "module": type(error).__module__,
+        "name": type(error).__qualname__,
+        "args": [arg if isinstance(arg, (str, int, float, bool, type(None))) else repr(arg) for arg in error.args],
+        "text": str(error),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+
+
+def unpack(packed: dict[str, Any]) -> BaseException:
+    """Makes the exception again, of the same class if this process knows it, with the original traceback as its cause.
+
+    Only classes that are already imported here are looked up, and their __init__ is not run: what comes over the wire
+    can name an exception, but not execute anything.
+    """
+    found: Any = sys.modules.get(packed["module"])
+    for part in packed["name"].split("."):
+        found = getattr(found, part, None)
+    error: BaseException
+    if isinstance(found, type) and issubclass(found, Exception):
+        error = found.__new__(found, *packed["args"])
+        error.args = tuple(packed["args"])
+    else:
+        error = RankFailure(f"rank {packed['rank']} raised {packed['name']}: {packed['text']}")
+    error.__cause__ = RemoteTraceback(packed["rank"], packed["traceback"])
+    return error

@@ -1,0 +1,41 @@
+"""One run directory for all ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from headway.dist.group import current, world
+from headway.dist.guard import from_root
+
+
+def open_run(root: str | Path = "runs", *, name: str = "run", config: object = None) -> "Run":
+    """Makes a run directory on rank 0 and opens it on all ranks; failures are recorded there from now on.
+
+    >>> run = headway.dist.open_run("runs", name="digits", config={"lr": 3e-4})
+    """
+
+    from headway.run import Run
+
+    def create() -> str:
+        facts = asdict(world()) | {"device": str(world().device)}
+        shared = {key: facts[key] for key in ("world_size", "nodes", "launcher", "device")}
+        return str(Run.create(root, name=name, config=config, command=sys.argv, world=shared).path)
+
+    run = Run.open(from_root(create))
+    current().run = run
+    return run
+
+
+@contextmanager
+def terminal(fd: int) -> Iterator[None]:
+    """While this rank's stderr goes to its log file, words for people go to `fd`."""
+    group = current()
+    before, group.terminal = group.terminal, fd
+    try:
+        yield
+    finally:
+        group.terminal = before
