@@ -1,0 +1,106 @@
+"""Files that survive a crash and belong to one user: explicit modes, exclusive names, replacement by rename.
+
+Modes do not depend on the umask: directories 0700, files 0600. Nothing here follows a link at the last name of
+a path. Data is on disk before a name points to it, so a reader sees the old contents or the new, never a part.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from headway.errors import StorageError
+
+_NO_LINKS_HERE = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL)
+
+
+@contextmanager
+def storage(doing: str) -> Iterator[None]:
+    """Turns an `OSError` into a `StorageError` that says what could not be done, and why."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"could not {doing}: {error.strerror or error}; check space, quota and mount of that file system"
+        ) from error
+
+
+def make_dir(path: Path) -> None:
+    """Makes a directory that only its owner may use; an existing one is an error."""
+    path.mkdir(mode=0o700)
+    path.chmod(0o700)  # the umask may have taken bits of the owner's
+
+
+def open_private(path: Path, flags: int) -> int:
+    """`os.open` for a file that only its owner may use, and never through a link."""
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    if flags & os.O_CREAT:
+        os.fchmod(fd, 0o600)
+    return fd
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Writes a file that must not exist yet, down to the disk."""
+    fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replaces a file as a whole: after a crash at any moment it holds the old contents or the new."""
+    with _staged(path, data) as staged:
+        staged.replace(path)
+        sync_dir(path.parent)
+
+
+def publish(path: Path, data: bytes) -> bool:
+    """Writes a file unless it exists; of several writers, on any host, exactly one gets True."""
+    with _staged(path, data) as staged:
+        try:
+            path.hardlink_to(staged)
+        except FileExistsError:
+            if (
+                staged.stat().st_nlink < 2
+            ):  # two: the link is ours, and only the server's first answer was lost
+                return False
+        except OSError as error:
+            if error.errno not in _NO_LINKS_HERE:
+                raise
+            try:
+                write_new(path, data)  # as exclusive; only a crash just here would leave a partial file
+            except FileExistsError:
+                return False
+        sync_dir(path.parent)
+    return True
+
+
+def sync_dir(path: Path) -> None:
+    """Makes the names in a directory survive a power cut."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems cannot sync directories, and need not
+            raise
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _staged(path: Path, data: bytes) -> Iterator[Path]:
+    """The data, on disk, under a hidden name beside `path`; the name is gone afterwards."""
+    staged = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        write_new(staged, data)
+        yield staged
+    finally:
+        staged.unlink(missing_ok=True)
