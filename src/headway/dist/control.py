@@ -17,15 +17,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any, final
+from typing import final
 
 from headway.dist.channel import Channel, Forged, Message, call
 from headway.dist.meeting import Meeting
 from headway.dist.roster import Member
 from headway.errors import RankFailure, UsageError
-
-Record = dict[str, Any]
-"""what is known about a failure; becomes failure.json"""
+from headway.failure import Record
 
 _ECHO_GRACE = 1.0
 """A rank that lost its peer reports "connection closed" in the same moment in which the real cause is on its way."""

@@ -1,4 +1,4 @@
-"""Failing well: what is recorded when a rank fails, and what people read.
+"""Failing well: what is known about an exception that nobody caught, and the way out of a process that may be stuck.
 
 One cause, printed once, as the last thing on the screen. The other ranks say whom they stop for and where the record
 is; "connection reset by peer" is never the cause.
@@ -7,23 +7,18 @@ is; "connection reset by peer" is never the cause.
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
 import re
 import socket
 import sys
 import traceback
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from headway.errors import INTERRUPTED, HeadwayError
+from headway.failure import Record
 from headway.redact import redact
-
-Record = dict[str, Any]
 
 _LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket (timeout|closed)|timed out (after )?waiting|"
@@ -77,43 +72,6 @@ def is_echo(error: BaseException) -> bool:
     """Is this the sound of another rank's death rather than a cause of its own?"""
     network = isinstance(error, (RuntimeError, ConnectionError, TimeoutError)) and not isinstance(error, HeadwayError)
     return network and (isinstance(error, ConnectionError) or _LOST_PEER.search(str(error)) is not None)
-
-
-def cause(record: Mapping[str, Any], world_size: int, where: Path | None) -> str:
-    """The last block on the screen."""
-    if record["kind"] == "interrupted":
-        return "headway: interrupted by Ctrl-C\n"
-    who = f"rank {record['rank']} of {world_size} on {record['host']} (pid {record['pid']})"
-    doing = f", in {record['phase']}" if record.get("phase") else ""
-    doing += f" at step {record['step']}" if record.get("step") is not None else ""
-    if record.get("sentence"):
-        lines = [f"headway: {record['sentence']}", f"         (said by {who})" if world_size > 1 else ""]
-    elif record["kind"] == "exception":
-        lines = [f"headway: {who} failed{doing}", "", str(record["traceback"]).rstrip()]
-    else:
-        lines = [f"headway: {who} failed{doing}: {record['error']}"]
-    if where is not None:
-        lines += [f"record: {where}"]
-    return "\n".join(line for line in lines if line or record["kind"] == "exception") + "\n"
-
-
-def pointer(rank: int, record: Mapping[str, Any], where: Path | None) -> str:
-    """What a healthy rank says when it stops for another."""
-    place = f"see {where}" if where is not None else "the cause is at the end of this output"
-    return f"headway: rank {rank} stops because rank {record['rank']} failed ({record['error']}); {place}\n"
-
-
-def write_beside(rendezvous: str, record: Mapping[str, Any]) -> None:
-    """Leaves the record where the agent that started us looks for it. The first one stays."""
-    path = Path(rendezvous).with_name("failure.json")
-    draft = path.with_name(f".failure-{os.getpid()}")
-    draft.write_text(json.dumps(record, indent=2))
-    try:
-        os.link(draft, path)
-    except FileExistsError:
-        pass  # somebody was first
-    finally:
-        draft.unlink()
 
 
 def hard_exit(code: int) -> None:

@@ -23,12 +23,13 @@ import torch
 import torch.distributed as c10d
 
 from headway.dist import failing
-from headway.dist.control import Hub, Peer, Record, join, vanished
+from headway.dist.control import Hub, Peer, join, vanished
 from headway.dist.devices import choose_device
 from headway.dist.launchers import Place, detect
 from headway.dist.meeting import Address, FileMeeting, Meeting, StoreMeeting, file_meeting, listen
 from headway.dist.roster import Member, Seat, seat, spread
 from headway.errors import RankFailure, StorageError, UsageError
+from headway.failure import Record, cause, pointer, write_first
 
 if TYPE_CHECKING:
     from headway.run import Run
@@ -98,13 +99,14 @@ class Group:
             self.previous_hook(type(error), error, trace)
             sys.stderr.write(f"record: {where}\n" if where else "")
         else:
-            sys.stderr.write(failing.cause(record, self.place.world_size, where))
+            sys.stderr.write(cause(record, self.place.world_size, where))
         raise SystemExit(record["exit_code"])
 
     def keep(self, record: Record) -> Path | None:
         """Writes failure.json, if nobody has yet. Returns where people find it."""
         if "HEADWAY_RENDEZVOUS" in os.environ:
-            failing.write_beside(os.environ["HEADWAY_RENDEZVOUS"], record | {"run": self.run and str(self.run.path)})
+            beside = Path(os.environ["HEADWAY_RENDEZVOUS"]).with_name("failure.json")
+            write_first(beside, record | {"failure_file": str(self.run.failure_file) if self.run else None})
         if self.run is None:
             return None
         try:
@@ -118,26 +120,26 @@ class Group:
         """The hub says that some rank, perhaps this one, failed first."""
         if record["rank"] != self.place.rank:
             where = self.run.failure_file if self.run else None
-            sys.stderr.write(failing.pointer(self.place.rank, record, where))
+            sys.stderr.write(pointer(self.place.rank, record, where))
         failing.hard_exit(record["exit_code"])
 
     def everybody_is_down(self, record: Record) -> None:
         """Rank 0 only: the others are gone, so what is printed now is the last thing on the screen."""
         where = self.run.failure_file if self.run else None
         if "HEADWAY_RENDEZVOUS" not in os.environ:  # else the agent prints it
-            sys.stderr.write(failing.cause(record, self.place.world_size, where))
+            sys.stderr.write(cause(record, self.place.world_size, where))
         failing.hard_exit(record["exit_code"])
 
     def hub_lost(self) -> None:
         """Rank 0 is gone, and with it the one who would have told us: every rank acts alone."""
         record = vanished(self.members[0])
         where = self.keep(record)
-        text = failing.cause(record, self.place.world_size, where)
+        text = cause(record, self.place.world_size, where)
         first = min(member.rank for member in self.members if member.rank != 0)
         if self.place.rank == first and "HEADWAY_RENDEZVOUS" not in os.environ:
             os.write(self.terminal if self.terminal is not None else 2, text.encode())
         else:
-            sys.stderr.write(failing.pointer(self.place.rank, record, where))
+            sys.stderr.write(pointer(self.place.rank, record, where))
         failing.hard_exit(record["exit_code"])
 
 

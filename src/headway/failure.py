@@ -1,0 +1,64 @@
+"""The record of a failure, and the words in which people read it. No torch: the agent reads it, too."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+"""kind (exception, interrupted, vanished, left), rank, host, pid, phase, step, error, traceback, sentence, exit_code"""
+
+
+def cause(record: Mapping[str, Any], world_size: int, where: Path | str | None) -> str:
+    """The last block on the screen: which rank failed first, of what, and where the record is."""
+    if record["kind"] == "interrupted":
+        return "headway: interrupted by Ctrl-C\n"
+    who = f"rank {record['rank']} of {world_size} on {record['host']} (pid {record['pid']})"
+    doing = f", in {record['phase']}" if record.get("phase") else ""
+    doing += f" at step {record['step']}" if record.get("step") is not None else ""
+    if record.get("sentence"):
+        text = f"headway: {record['sentence']}\n" + (f"  said by {who}\n" if world_size > 1 else "")
+    elif record["kind"] == "exception":
+        text = f"headway: {who} failed{doing}\n\n{str(record['traceback']).rstrip()}\n"
+    else:
+        text = f"headway: {who} {record['error']}{doing}\n"
+    return text + (f"record: {where}\n" if where is not None else "")
+
+
+def pointer(rank: int, record: Mapping[str, Any], where: Path | str | None) -> str:
+    """What a healthy rank says when it stops for another."""
+    place = f"see {where}" if where is not None else "the cause is at the end of this output"
+    return f"headway: rank {rank} stops because rank {record['rank']} failed ({record['error']}); {place}\n"
+
+
+def write_first(path: Path, record: Mapping[str, Any]) -> bool:
+    """Writes a record unless there is one already. Returns whether it was ours."""
+    draft = path.with_name(f".{path.name}-{os.getpid()}")
+    draft.write_text(json.dumps(record, indent=2))
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        return False
+    finally:
+        draft.unlink()
+    return True
+
+
+def status_in_words(status: int) -> str:
+    """How a process ended, from its return code as `subprocess` gives it.
+
+    >>> status_in_words(-9)
+    'was killed by SIGKILL (kill -9, or the out-of-memory killer: see dmesg)'
+    """
+    if status >= 0:
+        return f"left with exit code {status}"
+    name = signal.Signals(-status).name
+    if name == "SIGKILL":
+        return "was killed by SIGKILL (kill -9, or the out-of-memory killer: see dmesg)"
+    if name in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL"):
+        return f"crashed in native code ({name})"
+    return f"was ended by {name}"
