@@ -1,7 +1,7 @@
 """Files that survive a crash and belong to one user: explicit modes, exclusive names, replacement by rename.
 
-Modes do not depend on the umask: directories 0700, files 0600. Nothing here follows a link at the last name of
-a path. Data is on disk before a name points to it, so a reader sees the old contents or the new, never a part.
+Modes do not depend on the umask: directories 0700, files 0600. Nothing here follows a link at the last name
+of a path. Data is on disk before a name points to it: a reader sees the old contents or the new, never a part.
 """
 
 from __future__ import annotations

@@ -1,0 +1,156 @@
+"""Settings as a run records them: a plain tree of dicts, lists, text, numbers, booleans and None.
+
+    to_plain({"lr": 3e-4, "dtype": torch.bfloat16})  ->  {"lr": 0.0003, "dtype": "torch.bfloat16"}
+
+Knows numpy, torch and OmegaConf when the settings hold their objects; imports none of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import decimal
+import functools
+import sys
+import types
+import uuid
+from collections.abc import Iterable, Mapping, Sequence, Set as AbstractSet
+from enum import Enum
+from pathlib import PurePath
+
+import yaml
+
+from headway.errors import UsageError
+
+_AS_TEXT = (
+    PurePath,
+    datetime.date,
+    datetime.time,
+    datetime.timedelta,
+    uuid.UUID,
+    decimal.Decimal,
+    complex,
+    range,
+)
+_CALLABLE = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+_NAMESPACE = (argparse.Namespace, types.SimpleNamespace)
+_LARGEST_ARRAY = 1000  # values; a larger array is data, not a setting
+
+
+def to_plain(config: object) -> dict[str, object]:
+    """The settings as a plain tree, with every reference resolved; `None` gives an empty one.
+
+    Takes a dict, a dataclass, an OmegaConf config or an argparse namespace. Paths, enum members and dtypes
+    become text, sets sorted lists, functions and classes "module:qualname". Anything else is a `UsageError`
+    that says where it stands.
+
+    >>> to_plain({"data": {"root": PurePath("/data"), "sizes": (224, 96)}, "loss": max})
+    {'data': {'root': '/data', 'sizes': [224, 96]}, 'loss': 'builtins:max'}
+    """
+    tree = {} if config is None else _simpler(config, at="config")
+    if not isinstance(tree, Mapping):
+        kind = type(config).__name__
+        raise UsageError(
+            f"config must be a dict, a dataclass or an OmegaConf config, not {kind}: {config!r:.80}"
+        )
+    return _plain_mapping(tree, at="config", inside=(id(config),))
+
+
+def to_yaml(plain: Mapping[str, object]) -> str:
+    """The tree as YAML, in the order it was given.
+
+    >>> print(to_yaml({"lr": 0.001, "layers": [2, 4]}), end="")
+    lr: 0.001
+    layers:
+    - 2
+    - 4
+    """
+    return str(yaml.safe_dump(dict(plain), sort_keys=False, allow_unicode=True, width=110))
+
+
+def _plain(value: object, *, at: str, inside: tuple[int, ...]) -> object:
+    """One node of the tree: `at` is its place in words, `inside` the ids of the objects around it."""
+    if id(value) in inside:
+        raise UsageError(f"{at} contains itself; settings are a tree: break the loop")
+    inside = (*inside, id(value))
+    value = _simpler(value, at=at)
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)  # numpy's float64 is a float, but YAML knows only the real one
+    if isinstance(value, Mapping):
+        return _plain_mapping(value, at=at, inside=inside)
+    if isinstance(value, AbstractSet):
+        return _in_order(_plain(item, at=f"{at}{{{item!r:.40}}}", inside=inside) for item in value)
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
+        return [_plain(item, at=f"{at}[{index}]", inside=inside) for index, item in enumerate(value)]
+    raise UsageError(
+        f"{at} is a {type(value).__name__}, which has no place in a settings file; "
+        "give text, numbers, lists, dicts or dataclasses"
+    )
+
+
+def _plain_mapping(
+    mapping: Mapping[object, object], *, at: str, inside: tuple[int, ...]
+) -> dict[str, object]:
+    plain: dict[str, object] = {}
+    for key, item in mapping.items():
+        name = _simpler(key, at=at)
+        if name is not None and not isinstance(name, str | bool | int | float):
+            raise UsageError(f"{at} has the key {key!r:.80}; keys must be text or numbers")
+        if str(name) in plain:
+            raise UsageError(f"{at} has two keys that read {str(name)!r}; rename one")
+        plain[str(name)] = _plain(item, at=f"{at}.{name}", inside=inside)
+    return plain
+
+
+def _simpler(value: object, *, at: str) -> object:
+    """The value as builtin types, one level deep; returned as it is when there is no simpler form."""
+    if isinstance(value, Enum):
+        return value.name or str(value.value)
+    if isinstance(value, _AS_TEXT):
+        return str(value)
+    if isinstance(value, _CALLABLE):
+        return f"{value.__module__}:{value.__qualname__}"
+    if isinstance(value, _NAMESPACE):
+        return vars(value)
+    if isinstance(value, functools.partial):
+        return {"call": value.func, "args": value.args, "kwargs": value.keywords}
+    if dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return _foreign(value, at=at)
+
+
+def _foreign(value: object, *, at: str) -> object:
+    """Objects of libraries that are loaded already if there are such objects."""
+    omegaconf = sys.modules.get("omegaconf")
+    if omegaconf and isinstance(value, omegaconf.DictConfig | omegaconf.ListConfig):
+        try:
+            return omegaconf.OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+        except omegaconf.errors.OmegaConfBaseException as error:
+            raise UsageError(f"{at} cannot be resolved: {str(error).splitlines()[0]}") from error
+    if torch := sys.modules.get("torch"):
+        if isinstance(value, torch.dtype | torch.device | torch.layout | torch.memory_format):
+            return str(value)
+        if isinstance(value, torch.Tensor) and value.numel() <= _LARGEST_ARRAY:
+            return value.tolist()
+    if numpy := sys.modules.get("numpy"):
+        if isinstance(value, numpy.dtype):
+            return str(value)
+        if isinstance(value, numpy.generic | numpy.ndarray) and value.size <= _LARGEST_ARRAY:
+            return value.tolist()
+    return value
+
+
+def _in_order(items: Iterable[object]) -> list[object]:
+    """Sets have no order of their own, and a settings file must not change from run to run."""
+    return sorted(
+        items,
+        key=lambda item: (
+            isinstance(item, str),
+            item if isinstance(item, int | float | str) else 0,
+            repr(item),
+        ),
+    )
