@@ -70,7 +70,9 @@ def test_a_line_is_out_as_soon_as_it_is_complete() -> None:
 def test_nested_bars_leave_a_handful_of_lines() -> None:
     stream = io.StringIO()
     for _ in tqdm(range(30), desc="epochs", file=stream, mininterval=0, miniters=1, ncols=60):
-        for _ in tqdm(range(30), desc="batches", file=stream, mininterval=0, miniters=1, ncols=60, leave=False):
+        for _ in tqdm(
+            range(30), desc="batches", file=stream, mininterval=0, miniters=1, ncols=60, leave=False
+        ):
             pass
         tqdm.write("said", file=stream)
     written = stream.getvalue()

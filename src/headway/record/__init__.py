@@ -1,1 +1,33 @@
-"""Tell: what a run writes. Rank logs, diagnostics, metric rows."""
+"""Tell: what a run writes. Rank logs, diagnostics, the start-up screen.
+
+    with record.recording(run, world, config=config):
+        train()
+
+Names are loaded when they are first used: readers of run directories need no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headway.record.attempt import Recording as Recording, recording as recording
+    from headway.record.diagnostics import collect as collect
+    from headway.record.logs import RankLog as RankLog, rank_log as rank_log
+
+_HOME = {
+    "RankLog": "headway.record.logs",
+    "Recording": "headway.record.attempt",
+    "collect": "headway.record.diagnostics",
+    "rank_log": "headway.record.logs",
+    "recording": "headway.record.attempt",
+}
+
+__all__ = [*_HOME]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'headway.record' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

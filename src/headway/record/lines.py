@@ -120,7 +120,7 @@ class Lines:
             self._row = row
 
     def _take(self) -> list[str]:
-        taken = [self._rows[row] for row in sorted(self._rows, reverse=True) if self._rows[row]]
+        taken = [self._rows[row] for row in sorted(self._rows, reverse=True) if self._rows[row].strip()]
         self._rows, self._row, self._last = {0: ""}, 0, self._clock()
         return taken
 

@@ -1,0 +1,152 @@
+"""The start-up screen: where am I, what will happen, where are the files. About ten calm lines from the root.
+
+`render` is a pure function of what the screen says and the width. Descriptions are cut to fit; paths and the
+command that follows the log never are, because people copy them.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console
+from rich.text import Text
+
+from headway import __version__
+from headway.dist import World
+from headway.record.lines import plain
+from headway.redact import redact_tree
+from headway.run import Run
+from headway.settings import to_plain
+
+_MARGIN = 12  # for the labels
+_CONFIG_LINES = 2
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Screen:
+    """What the start-up screen says."""
+
+    name: str
+    attempt: int
+    where: str
+    command: str
+    files: str
+    log: str
+    versions: str
+    code: str
+    config: Sequence[str]
+
+
+def describe(run: Run, world: World, facts: Mapping[str, Any], *, config: object = None) -> Screen:
+    """Chooses from an attempt's diagnostics what belongs on the screen."""
+    return Screen(
+        name=run.name,
+        attempt=facts["attempt"],
+        where=_where(world, facts["device"] or world.device.type),
+        command=shlex.join([Path(facts["argv"][0]).name, *facts["argv"][1:]]),
+        files=shlex.quote(_near(run.path)),
+        log=f"tail -f {shlex.quote(_near(run.log_file(0)))}",
+        versions=_versions(facts),
+        code=_code(facts["code"]),
+        config=list(_settings(redact_tree(to_plain(config)))),
+    )
+
+
+def render(screen: Screen, width: int = 80) -> Text:
+    """The screen as styled text; only lines with a path may be wider than `width`.
+
+    print(render(screen, width=80).plain)
+    """
+    room = width - _MARGIN
+    rows = [
+        ("where", _cut(screen.where, room), ""),
+        ("command", _cut(screen.command, room), ""),
+        ("files", plain(screen.files), "cyan"),
+        ("log", plain(screen.log), "cyan"),
+        ("versions", _cut(screen.versions, room), ""),
+        ("code", _cut(screen.code, room), ""),
+        *(
+            ("config" if not number else "", line, "")
+            for number, line in enumerate(_packed(screen.config, room))
+        ),
+    ]
+    text = Text.assemble(
+        (plain(screen.name), "bold"), (f"  attempt {screen.attempt}, headway {__version__}\n\n", "dim")
+    )
+    for label, value, style in rows:
+        text.append(f"  {label}".ljust(_MARGIN), "dim").append(value, style).append("\n")
+    return text
+
+
+def show(screen: Screen) -> None:
+    """Prints the screen on stderr: in colours on a terminal, as plain text elsewhere."""
+    console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+    console.print(render(screen, console.width))
+
+
+def _where(world: World, device: str) -> str:
+    """Host, launcher, nodes and ranks, device; without the parts that say nothing."""
+    ranks = f"{world.world_size} {'rank' if world.world_size == 1 else 'ranks'}"
+    if world.nodes > 1:
+        even, rest = divmod(world.world_size, world.nodes)
+        ranks = f"{world.nodes} nodes, {ranks}" if rest else f"{world.nodes} nodes x {even} ranks"
+    launcher = "" if world.launcher == "none" else f"{world.launcher}, "
+    return f"{world.host}, {launcher}{ranks} on {device}"
+
+
+def _versions(facts: Mapping[str, Any]) -> str:
+    torch, driver = facts["torch"], facts["driver"]
+    named = [("python", facts["python"]["version"]), ("torch", torch["version"])]
+    named += [("CUDA", torch["cuda"]), ("ROCm", torch["hip"]), ("driver", driver and driver["version"])]
+    return ", ".join(f"{name} {version}" for name, version in named if version)
+
+
+def _code(code: Mapping[str, Any]) -> str:
+    if not code["commit"]:
+        return code["note"] or "a git repository without a commit"
+    branch = f" on {code['branch']}" if code["branch"] else ""
+    changes = ", uncommitted changes in code/" if code["dirty"] else ""
+    return f"{code['commit'][:10]}{branch}{changes}"
+
+
+def _settings(tree: object, prefix: str = "") -> Iterator[str]:
+    """The leaves of a settings tree as `a.b=value`."""
+    if isinstance(tree, Mapping) and tree:
+        for key, value in tree.items():
+            yield from _settings(value, f"{prefix}.{key}" if prefix else str(key))
+    elif prefix:
+        yield f"{prefix}={tree}"
+
+
+def _packed(settings: Sequence[str], room: int) -> list[str]:
+    """As many settings as a few lines hold, and how many more there are."""
+    for shown in range(min(len(settings), 40), -1, -1):
+        rest = len(settings) - shown
+        lines: list[str] = []
+        for item in [*settings[:shown], *([f"+{rest} in config.yaml"] if rest else [])]:
+            item = _cut(item, min(room, 48))
+            if lines and cell_len(lines[-1]) + 2 + cell_len(item) <= room:
+                lines[-1] += f"  {item}"
+            else:
+                lines.append(item)
+        if len(lines) <= _CONFIG_LINES:
+            break
+    return lines
+
+
+def _cut(text: str, room: int) -> str:
+    text = plain(text)
+    return text if cell_len(text) <= room else set_cell_size(text, max(room - 3, 0)).rstrip(" ,") + "..."
+
+
+def _near(path: Path) -> str:
+    """A path that works from here, and is short where it can be."""
+    path, here = path.absolute(), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
