@@ -25,7 +25,8 @@ def cause(record: Mapping[str, Any], world_size: int, where: Path | str | None) 
     elif record["kind"] == "exception":
         text = f"headway: {who} failed{doing}\n\n{str(record['traceback']).rstrip()}\n"
     else:
-        text = f"headway: {who} {record['error']}{doing}\n"
+        hint = f": {record['hint']}" if record.get("hint") else ""
+        text = f"headway: {who} {record['error']}{doing}{hint}\n"
     return text + (f"record: {where}\n" if where is not None else "")
 
 
@@ -55,7 +56,7 @@ def status_in_words(status: int) -> str:
     'was killed by SIGKILL (kill -9, or the out-of-memory killer: see dmesg)'
     """
     if status >= 0:
-        return f"left with exit code {status}"
+        return f"left with exit code {status} while the others still worked"
     name = signal.Signals(-status).name
     if name == "SIGKILL":
         return "was killed by SIGKILL (kill -9, or the out-of-memory killer: see dmesg)"

@@ -5,7 +5,7 @@ that is killed, even with SIGKILL, is noticed in milliseconds, whatever the othe
 The hub hears all reports, so the first cause is a fact and not a race: it tells everybody the same verdict.
 
     rank -> hub    hello, failed, goodbye
-    hub -> rank    noted | refused, welcome, abort
+    hub -> rank    noted or refused, welcome, abort or farewell
 """
 
 from __future__ import annotations
@@ -137,6 +137,8 @@ class Hub(threading.Thread):
             assert caller.rank is not None
             self._left.add(caller.rank)
             if len(self._left) == self._world_size:
+                for channel in self._channels.values():
+                    _send_if_there(channel, {"type": "farewell"})
                 self.everybody_left.set()
 
     def _enter(self, caller: _Caller, member: Member) -> None:
@@ -175,14 +177,15 @@ class Hub(threading.Thread):
             self._echo_deadline = time.monotonic() + _ECHO_GRACE
 
     def _blame_those_who_left(self, record: Record) -> Record:
-        """A lost connection and nobody dead: somebody's script ended while others still needed it."""
-        early = sorted(self._left)
-        if not early:
+        """A lost connection, and nobody died: somebody's script ended while others still needed it."""
+        if not self._left:
             return record
-        return record | {
+        early = self._members[min(self._left)]
+        waiting = f"rank {record['rank']} still needed it in {record['phase']}"
+        return vanished(early) | {
             "kind": "left",
-            "error": f"rank{'s' * (len(early) > 1)} {', '.join(map(str, early))} ended early (return or sys.exit) "
-            f"while rank {record['rank']} still waited for {'them' if len(early) > 1 else 'it'}",
+            "error": f"ended early (it returned, or called sys.exit) while {waiting}",
+            "hint": None,
         }
 
     def _pronounce(self, record: Record) -> None:
@@ -212,7 +215,6 @@ class Peer:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._verdict: Record | None = None
         self._heard = threading.Event()
         self._leaving = False
 
@@ -236,17 +238,18 @@ class Peer:
         self._channel.socket.settimeout(None)
         threading.Thread(target=self._listen, args=(on_abort, on_hub_lost), name="headway peer", daemon=True).start()
 
-    def report(self, record: Record, timeout: float) -> Record | None:
-        """Tells the hub that this rank failed. Returns what the hub holds for the cause, or None if it is gone."""
-        if not _send_if_there(self._channel, {"type": "failed", "record": record}):
-            return None
-        self._heard.wait(timeout)
-        return self._verdict
+    def report(self, record: Record) -> None:
+        """Tells the hub that this rank failed. The answer, or the hub's end, comes to those whom `watch` was given."""
+        _send_if_there(self._channel, {"type": "failed", "record": record})
 
-    def leave(self) -> None:
-        """Says goodbye: from here on, the end of this connection is not a failure."""
+    def leave(self, patience: float) -> None:
+        """Says goodbye, so that the end of this connection is no failure, and waits a moment for the others to say so.
+
+        When all have, nobody's connections are torn while somebody still reads from them.
+        """
         self._leaving = True
         _send_if_there(self._channel, {"type": "goodbye"})
+        self._heard.wait(patience)
 
     def close(self) -> None:
         self._channel.close()
@@ -256,12 +259,10 @@ class Peer:
             message = self._channel.receive()
         except (OSError, Forged):
             message = None
-        if message is not None:
-            self._verdict = message["record"]
         self._heard.set()
-        if message is not None:
+        if message is not None and message["type"] == "abort":
             on_abort(message["record"])
-        elif not self._leaving:
+        elif message is None and not self._leaving:
             on_hub_lost()
 
 
@@ -272,7 +273,8 @@ def vanished(member: Member) -> Record:
         "rank": member.rank,
         "host": member.host,
         "pid": member.pid,
-        "error": "died without a word: killed (out of memory, kill -9), crashed in native code, or left by os._exit",
+        "error": "died without a word",
+        "hint": "killed (kill -9, out of memory), crashed in native code, or left by os._exit",
         "traceback": None,
         "exit_code": 1,
         "echo": False,

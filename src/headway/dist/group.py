@@ -12,6 +12,7 @@ import secrets
 import socket
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +34,11 @@ from headway.failure import Record, cause, pointer, write_first
 
 if TYPE_CHECKING:
     from headway.run import Run
+
+_VERDICT_TIMEOUT = 4.0
+"""seconds a failing rank gives the hub to say who was first; the hub itself takes at most two"""
+_LEAVE_TOGETHER = 2.0
+"""seconds a rank waits at its end for the others to end, too"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +95,8 @@ class Group:
             return
         if self.terminal is not None:  # our stderr is a log file: it keeps this rank's own story
             sys.stderr.write(record["traceback"])
-        # from here on the answer of the hub ends this process, in `others_failed` or `everybody_is_down`
-        self.peer.report(record, timeout=5.0)
+        self.peer.report(record)
+        time.sleep(_VERDICT_TIMEOUT)  # the answer ends this process from another thread: see the functions below
         failing.hard_exit(record["exit_code"])
 
     def _failed_alone(self, record: Record, error: BaseException, trace: TracebackType | None) -> None:
@@ -118,7 +124,7 @@ class Group:
 
     def others_failed(self, record: Record) -> None:
         """The hub says that some rank, perhaps this one, failed first."""
-        if record["rank"] != self.place.rank:
+        if record["rank"] != self.place.rank and record["kind"] != "interrupted":
             where = self.run.failure_file if self.run else None
             sys.stderr.write(pointer(self.place.rank, record, where))
         failing.hard_exit(record["exit_code"])
@@ -341,6 +347,7 @@ def _make_process_group(group: Group, step_timeout: float) -> None:
         timeout=timedelta(seconds=step_timeout),
         device_id=world.device if cuda else None,
     )
+    sys.excepthook = _excepthook  # torch has put its own in front, which holds back what is written to stderr
 
 
 def leave() -> None:
@@ -349,11 +356,11 @@ def leave() -> None:
     if group is None or group.pid != os.getpid():
         return
     if group.peer is not None:
-        group.peer.leave()
-    if group.hub is not None:
-        group.hub.everybody_left.wait()
+        group.peer.leave(_LEAVE_TOGETHER)
     if c10d.is_initialized():
         c10d.destroy_process_group()
+    if group.hub is not None:
+        group.hub.everybody_left.wait()
     if group.peer is not None:
         group.peer.close()
     _restore(group)

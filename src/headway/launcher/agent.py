@@ -136,8 +136,7 @@ class Agent:
         if path.exists():
             record: Record = json.loads(path.read_text())
             if record["kind"] == "vanished" and record["rank"] in self._ended:
-                status = self._ended[record["rank"]]
-                record["error"] = status_in_words(status) + (" without a word (os._exit?)" if status >= 0 else "")
+                record |= {"error": status_in_words(self._ended[record["rank"]]), "hint": None}
                 _complete(record)
             return record
         rank, status = next((rank, status) for rank, status in self._ended.items() if status)
