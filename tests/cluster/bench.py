@@ -7,8 +7,8 @@
     cluster.output(job)                         # 'n1\\nn2\\n...'
     cluster.down()
 
-The work is done by up.sh, node.sh and down.sh beside this file. Every command has a time limit, after which its whole
-process group is killed.
+The work is done by up.sh, node.sh and down.sh beside this file. Every command has a time limit, after which
+its whole process group is killed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,9 @@ from typing import TextIO
 HERE = Path(__file__).resolve().parent
 ROOT = Path(f"/tmp/hw-bench-{os.getuid()}")  # short, as sockets live below it
 PORTS = range(17000, 27000, 100)
+# By names that mean one thing only: both bring a `mpirun`.
+OPEN_MPI = ("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe")
+MPICH = (str(Path(sys.executable).with_name("mpiexec")),)
 FINISHED = frozenset(
     {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE"}
 )
@@ -39,7 +43,7 @@ FINAL = FINISHED - {"NODE_FAIL", "PREEMPTED"}
 def why_not(proctrack: str = "linuxproc") -> str | None:
     """Why no cluster can be started here, in one line; None if it can."""
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-    needed = ("slurmctld", "slurmd", "srun", "munged", "ip", "unshare", "nsenter")
+    needed = ("slurmctld", "slurmd", "srun", "munged", "ip", "unshare", "nsenter", OPEN_MPI[0])
     if missing := [name for name in needed if not shutil.which(name, path=path)]:
         return f"not installed: {' '.join(missing)} (scripts/install-services.sh installs them)"
     probe = "unshare --net --uts --mount --ipc --pid --fork --mount-proc ip link add probe type bridge"
@@ -47,8 +51,9 @@ def why_not(proctrack: str = "linuxproc") -> str | None:
         return (
             "namespaces are not allowed for this user (try: tests/cluster/rootless.sh python -m pytest ...)"
         )
-    if proctrack == "cgroup" and not os.access("/sys/fs/cgroup/freezer", os.W_OK):
-        return "no cgroup v1 freezer to write to at /sys/fs/cgroup/freezer"
+    probe = "unshare --mount mount -t cgroup -o freezer none /mnt"
+    if proctrack == "cgroup" and subprocess.run(probe.split(), capture_output=True, timeout=20).returncode:
+        return "the freezer of cgroup v1 cannot be mounted by this user on this kernel"
     return None
 
 
@@ -61,7 +66,7 @@ def run(
     stdin: str = "",
     check: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end; after `timeout` seconds kill its process group and fail, showing what it had said."""
+    """Run a command; after `timeout` seconds kill its whole process group and fail, quoting its output."""
     command = [str(word) for word in argv]
     with subprocess.Popen(
         command,
@@ -119,7 +124,9 @@ class Node:
         self._until_ready()
 
     def down(self) -> None:
-        """Tell Slurm that the node is lost: the fast way to a node failure."""
+        """Tell Slurm that the node is lost, the fast way to a node failure; no job gets it until `up`."""
+        # drained too, as a node that is only down comes back with its next sign of life, which is at once
+        self._update("state=drain", "reason=test")
         self._update("state=down", "reason=test")
 
     def up(self) -> None:
@@ -162,40 +169,39 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A running cluster of nodes n1, n2, ...: 4 CPUs and 2 fake GPUs each, partitions `low` (default) and `high`."""
+    """A running cluster: nodes n1, n2, ... of 4 CPUs and 2 fake GPUs; partitions `low` (default), `high`."""
 
     lab: Path
     port: int
     names: tuple[str, ...]
     proctrack: str
     mode: str
-    _owner: TextIO = field(repr=False)
+    owner: TextIO = field(repr=False)
 
     @classmethod
-    def up(cls, *, nodes: int = 4, proctrack: str = "linuxproc", mode: str = "net", gpus: int = 2) -> Cluster:
-        """Start a cluster on a free block of ports; first end what suites that were killed have left behind."""
+    def up(cls, *, nodes: int = 4, proctrack: str = "linuxproc", mode: str = "net") -> Cluster:
+        """Start a cluster on a free block of ports; first end what killed suites have left behind."""
         with _registry():
             _reap()
             port, owner = _claim()
+        names = tuple(f"n{number}" for number in range(1, nodes + 1))
         lab = ROOT / str(port)
-        settings = {
-            "LAB": lab, "PORT": port, "NODES": nodes, "MODE": mode, "PROCTRACK": proctrack, "GPUS": gpus
-        }  # fmt: skip
-        names = tuple(f"n{i + 1}" for i in range(nodes))
-        cluster = cls(lab=lab, port=port, names=names, proctrack=proctrack, mode=mode, _owner=owner)
-        started = run([HERE / "up.sh"], env=cluster.environment({k: str(v) for k, v in settings.items()}))
-        if started.returncode:
-            logs = cluster.logs()
+        cluster = cls(lab=lab, port=port, names=names, proctrack=proctrack, mode=mode, owner=owner)
+        settings = {"PORT": str(port), "NODES": str(nodes), "MODE": mode, "PROCTRACK": proctrack}
+        try:
+            run([HERE / "up.sh"], env=cluster.environment(settings), check=True)
+            cluster.work.mkdir()
+        except BaseException as error:
+            error.add_note(cluster.logs())
             cluster.down()
-            raise AssertionError(f"the cluster did not start: {started.stderr}\n{logs}")
-        (lab / "work").mkdir()
+            raise
         return cluster
 
     def down(self) -> None:
         """End every process of the cluster and remove all that belongs to it."""
         run([HERE / "down.sh"], env=self.environment(), check=True)
         shutil.rmtree(self.lab, ignore_errors=True)
-        self._owner.close()
+        self.owner.close()
 
     @property
     def work(self) -> Path:
@@ -203,7 +209,7 @@ class Cluster:
         return self.lab / "work"
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-        """This process's environment for use with the cluster, without what an outer Slurm job may have put in."""
+        """This process's environment, aimed at the cluster and rid of any outer Slurm job's variables."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_", "SRUN_"))}
         kept["PATH"] = f"{kept.get('PATH', '')}:/usr/sbin:/sbin"
         return kept | {"LAB": str(self.lab), "SLURM_CONF": str(self.lab / "slurm.conf")} | dict(extra or {})
@@ -277,7 +283,7 @@ class Cluster:
         return Node(name=name, address=host, port=self.port + number, cluster=self)
 
     def reset(self, timeout: float = 60) -> None:
-        """Undo what a test may have left: cancel all jobs, start, mend and resume all nodes. Cheap if there is nothing."""
+        """Undo what a test may have left: cancel all jobs; start, mend and resume all nodes."""
         limit = time.monotonic() + timeout
         while not self._is_idle():
             assert time.monotonic() < limit, (

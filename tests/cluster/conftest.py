@@ -1,15 +1,16 @@
 """Fixtures that give tests a real Slurm cluster; see README.md and bench.py.
 
-`cluster` has four nodes, and a signal to a step reaches all its processes (proctrack/linuxproc). `cgroup_cluster` delivers
-signals to task leaders only, as most sites do. `any_cluster` runs the test on both. They live as long as the session; after
-each test all jobs are cancelled and all nodes repaired.
+`cluster` has four nodes, and a signal to a step reaches all its processes (proctrack/linuxproc).
+`cgroup_cluster` delivers signals to task leaders only, as most sites do. `any_cluster` runs the test on both.
+They live as long as the session; after each test all jobs are cancelled and all nodes repaired.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +19,7 @@ from .bench import Cluster, why_not
 _running = pytest.StashKey[list[Cluster]]()
 
 
-def _session_cluster(request: pytest.FixtureRequest, proctrack: str) -> Iterator[Cluster]:
+def _session_cluster(request: pytest.FixtureRequest, proctrack: str, kept: Path) -> Iterator[Cluster]:
     if reason := why_not(proctrack):
         if os.environ.get("CI") == "true" or os.environ.get("HEADWAY_REQUIRE_CLUSTER") == "1":
             pytest.fail(f"the cluster tests must run here, but: {reason}", pytrace=False)
@@ -26,24 +27,27 @@ def _session_cluster(request: pytest.FixtureRequest, proctrack: str) -> Iterator
     running = request.config.stash.setdefault(_running, [])
     cluster = Cluster.up(proctrack=proctrack)
     running.append(cluster)
-    yield cluster
-    running.remove(cluster)
-    if request.session.testsfailed:
-        kept = request.getfixturevalue("tmp_path_factory").mktemp(f"cluster-{proctrack}") / "log"
-        shutil.copytree(cluster.lab / "log", kept)
-    cluster.down()
+    try:
+        yield cluster
+        if request.session.testsfailed:
+            shutil.copytree(cluster.lab / "log", kept, dirs_exist_ok=True)
+    finally:
+        running.remove(cluster)
+        cluster.down()
 
 
 @pytest.fixture(scope="session")
-def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Four nodes; a signal to a step reaches every process in it."""
-    yield from _session_cluster(request, "linuxproc")
+    yield from _session_cluster(request, "linuxproc", tmp_path_factory.mktemp("linuxproc-log"))
 
 
 @pytest.fixture(scope="session")
-def cgroup_cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+def cgroup_cluster(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
     """Four nodes; a signal to a step reaches the task leaders only, as on most clusters."""
-    yield from _session_cluster(request, "cgroup")
+    yield from _session_cluster(request, "cgroup", tmp_path_factory.mktemp("cgroup-log"))
 
 
 @pytest.fixture(scope="session", params=["cluster", "cgroup_cluster"])
@@ -61,7 +65,7 @@ def _leave_clusters_idle(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if report.failed:
         for cluster in item.config.stash.get(_running, []):

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Tear down the cluster in LAB (${TMPDIR:-/tmp}/hw-lab unless set), however far up.sh got. Ends only processes that are named
-# in LAB's pid files and name LAB themselves: a stale pid file can never hit a stranger.
+# Tear down the cluster in LAB (${TMPDIR:-/tmp}/hw-lab unless set), however far up.sh got.
+# Only processes that name LAB in their environment or arguments are ended: a stale pid file can never hit a stranger.
 # KEEP=1 leaves the directory, and so the logs, in place.
 set -uo pipefail
 PATH=$PATH:/usr/sbin:/sbin
@@ -8,33 +8,42 @@ LAB=${LAB:-${TMPDIR:-/tmp}/hw-lab}
 [ -e "$LAB/env.sh" ] || { echo "nothing at $LAB"; exit 0; }
 . "$LAB/env.sh"
 
-alive() {  # ours, and no zombie: an init that polls may take seconds to reap one
-  local state
-  [ -r "/proc/$1/stat" ] && cat "/proc/$1/environ" "/proc/$1/cmdline" 2>/dev/null | grep -qzF "$LAB/" || return 1
-  state=$(sed 's/.*) //; s/ .*//' "/proc/$1/stat" 2>/dev/null)
-  [ -n "$state" ] && [ "$state" != Z ]
+ours() {  # which of these processes name LAB in their environment or arguments
+  local pid
+  for pid in "$@"; do
+    grep -qszF "$LAB/" "/proc/$pid/environ" "/proc/$pid/cmdline" && echo "$pid"
+  done
 }
 
-any_alive() { local pid; for pid in "$@"; do alive "$pid" && return 0; done; return 1; }
+running() {  # a zombie does not run: an init that polls may take seconds to reap it
+  local pid
+  for pid in "$@"; do
+    grep -qs '^State:.[^ZX]' "/proc/$pid/status" && return 0
+  done
+  return 1
+}
 
-signal() { local name=$1 pid; shift; for pid in "$@"; do alive "$pid" && kill "-$name" "$pid" 2>/dev/null; done; }
-
-stop() {  # SIGNAL SECONDS PID...: signal them all, wait for all, KILL what is left
-  local name=$1 seconds=$2
+stop() {  # SIGNAL SECONDS PID...: signal those that are ours, wait for all of them, KILL what is left
+  local name=$1 seconds=$2 found
   shift 2
-  signal "$name" "$@"
-  for _ in $(seq $((seconds * 20))); do any_alive "$@" || return 0; sleep 0.05; done
-  signal KILL "$@"
-  sleep 0.1
+  found=$(ours "$@")
+  [ -n "$found" ] || return 0
+  kill "-$name" $found 2>/dev/null
+  for _ in $(seq $((seconds * 20))); do running $found || return 0; sleep 0.05; done
+  found=$(ours $found)
+  [ -z "$found" ] || kill -KILL $found 2>/dev/null
 }
 
 pids() { cat "$LAB"/pids/$1.pid 2>/dev/null; }  # $1 may be a pattern
 
-steps() {  # plain mode has no PID namespace that would end the steps with their node
-  local dir
-  for dir in /proc/[0-9]*; do
-    [ "$(cat "$dir/comm" 2>/dev/null)" = slurmstepd ] && alive "${dir#/proc/}" && echo "${dir#/proc/}"
-  done
+first_processes() {  # PID 1 of each node: a PID namespace is empty once that one has gone
+  local pid
+  for pid in $(pids 'node-*'); do cat "/proc/$pid/task/$pid/children" 2>/dev/null; done
+}
+
+steps() {  # plain mode has no PID namespaces that would end the steps, and their tasks, with their node
+  grep -lsx slurmstepd /proc/[0-9]*/comm | cut -d/ -f3
+  grep -lsz '^SLURMD_NODENAME=' /proc/[0-9]*/environ | cut -d/ -f3
 }
 
 cancel_jobs() {
@@ -45,19 +54,19 @@ cancel_jobs() {
   done
 }
 
-if [ "$MODE" = plain ] && any_alive $(pids slurmctld); then cancel_jobs; fi  # while the daemons still can
-stop TERM 5 $(pids slurmctld)                                                # first: it is slow to stop once its nodes are gone
+if [ "$MODE" = plain ] && [ -n "$(ours $(pids slurmctld))" ]; then cancel_jobs; fi  # while the daemons still can
+stop TERM 5 $(pids slurmctld)  # before the nodes: without them it is slow to stop
 if [ "$MODE" = plain ]; then
   stop TERM 5 $(pids 'slurmd-*')
-  stop TERM 2 $(steps)
+  stop KILL 2 $(steps)
 else
-  stop KILL 5 $(pids 'node-*')                                               # a node's whole PID namespace goes with it
+  stop KILL 5 $(pids 'node-*') $(first_processes)
 fi
 stop TERM 5 $(pids munged)
 
 if [ "$MODE" = net ]; then
   for name in $(ip netns list | awk -v prefix="$BRIDGE-" 'index($1, prefix) == 1 { print $1 }'); do
-    ip link del "$BRIDGE${name#"$BRIDGE-"}" 2>/dev/null                      # itself too: `netns del` frees its name late
+    ip link del "$BRIDGE${name#"$BRIDGE-"}" 2>/dev/null  # by itself: `netns del` frees its name late
     ip netns del "$name"
   done
   ip link del "$BRIDGE" 2>/dev/null
@@ -66,7 +75,8 @@ if [ -n "$FREEZER" ]; then
   for dir in "$FREEZER/$BRIDGE"-n*; do
     [ -d "$dir" ] && find "$dir" -depth -type d -exec rmdir {} + 2>/dev/null
   done
+  umount "$FREEZER" || umount --lazy "$FREEZER"
 fi
 rm -rf "$LAB"/pids "$LAB"/env.sh
-[ "${KEEP:-0}" = 1 ] || rm -rf "$LAB"
+[ "${KEEP:-0}" = 1 ] || rm -rf --one-file-system "$LAB"
 echo "cluster down"

@@ -40,6 +40,14 @@ start() {
   echo $! > "$PID_FILE"
 }
 
+crash() {
+  local first
+  first=$(first_process)
+  kill -KILL "$(cat "$PID_FILE")" "$first"
+  rm "$PID_FILE"
+  while grep -qs '^State:.[^ZX]' "/proc/$first/status"; do sleep 0.02; done  # with PID 1 all others have gone
+}
+
 signal_slurmd() {
   local pid
   if [ "$MODE" = plain ]; then kill "-$1" "$(cat "pids/slurmd-$NAME.pid")"; return; fi
@@ -50,7 +58,7 @@ signal_slurmd() {
 
 case $ACTION in
   start) start ;;
-  crash) kill -KILL "$(cat "$PID_FILE")"; rm "$PID_FILE" ;;
+  crash) crash ;;
   slurmd) signal_slurmd "${1:-TERM}" ;;
   cut) ip link set "$BRIDGE$NAME" down ;;
   mend) ip link set "$BRIDGE$NAME" up ;;

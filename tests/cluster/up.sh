@@ -73,7 +73,7 @@ write_gres() {  # Slurm wants character devices whose names end in a number: lin
 }
 
 write_cgroup() {
-  printf '%s\n' CgroupPlugin=cgroup/v1 CgroupMountpoint=/sys/fs/cgroup ConstrainCores=no ConstrainDevices=no ConstrainRAMSpace=no
+  printf '%s\n' CgroupPlugin=cgroup/v1 "CgroupMountpoint=$LAB/cgroup" ConstrainCores=no ConstrainDevices=no ConstrainRAMSpace=no
 }
 
 write_slurm() {
@@ -134,8 +134,9 @@ CONF
 }
 
 wait_for_nodes() {
-  for _ in $(seq 150); do
-    [ "$(timeout 5 sinfo -h -p low -t idle -o %D 2>/dev/null)" = "$NODES" ] && return 0
+  local limit=$((SECONDS + 20))
+  while [ $SECONDS -lt $limit ]; do
+    [ "$(timeout 2 sinfo -h -p low -t idle -o %D 2>/dev/null)" = "$NODES" ] && return 0
     sleep 0.1
   done
   return 1
@@ -149,7 +150,7 @@ case $MODE in
 esac
 case $PROCTRACK in
   linuxproc) FREEZER= ;;
-  cgroup) FREEZER=/sys/fs/cgroup/freezer; [ "$MODE" != plain ] || die "PROCTRACK=cgroup needs MODE net or ns" ;;
+  cgroup) FREEZER=$LAB/cgroup/freezer; [ "$MODE" != plain ] || die "PROCTRACK=cgroup needs MODE net or ns" ;;
   *) die "PROCTRACK is linuxproc or cgroup, not '$PROCTRACK'" ;;
 esac
 [ ${#LAB} -le 60 ] || die "LAB is too long for the sockets in it: $LAB"
@@ -165,9 +166,14 @@ write_hosts > hosts
 write_gres > gres.conf
 write_slurm > slurm.conf
 if [ "$MODE" = net ]; then make_network; fi
-if [ -n "$FREEZER" ]; then write_cgroup > cgroup.conf; fi
+if [ -n "$FREEZER" ]; then
+  # a mount of our own: machines with cgroup v2 have none, yet let one be made
+  mkdir -p "$FREEZER"
+  mount -t cgroup -o freezer none "$FREEZER"
+  write_cgroup > cgroup.conf
+fi
 start_munge
 slurmctld -c >> log/slurmctld.out 2>&1
 for i in $(seq "$NODES"); do "$HERE/node.sh" start "n$i"; done
-wait_for_nodes || { sinfo -N -l >&2 || true; die "the nodes did not come up; see $LAB/log"; }
+wait_for_nodes || { timeout 2 sinfo -N -l >&2 || true; die "the nodes did not come up; see $LAB/log"; }
 echo "cluster up: $NODES nodes ($MODE, $PROCTRACK)"
