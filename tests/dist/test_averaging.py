@@ -1,4 +1,4 @@
-"""Averages over ranks against a hand-written loop, in few collectives; optimizer state on the right device."""
+"""Averages over ranks against a hand-written loop, in few collectives; optimizer state where it belongs."""
 
 from __future__ import annotations
 

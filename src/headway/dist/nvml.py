@@ -1,0 +1,143 @@
+"""NVIDIA's management library, asked for facts: which GPUs, what links, which driver. No CUDA, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from ctypes import byref
+from dataclasses import dataclass, field
+
+import pynvml as nv
+
+SWITCH = "switch"
+
+_ABSENT = (nv.NVMLError_LibraryNotFound, nv.NVMLError_DriverNotLoaded)
+_UNKNOWN = (nv.NVMLError_NotSupported, nv.NVMLError_InvalidArgument, nv.NVMLError_FunctionNotFound)
+_ANCESTORS = {
+    nv.NVML_TOPOLOGY_INTERNAL: "same board",
+    nv.NVML_TOPOLOGY_SINGLE: "one PCIe switch",
+    nv.NVML_TOPOLOGY_MULTIPLE: "several PCIe switches",
+    nv.NVML_TOPOLOGY_HOSTBRIDGE: "host bridge",
+    nv.NVML_TOPOLOGY_NODE: "same CPU socket",
+    nv.NVML_TOPOLOGY_SYSTEM: "between CPU sockets",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU. `nvlinks` counts its NVLinks by their far end, a PCI address or "switch"; `pcie` says what is
+    between it and each other GPU; `fabric` names the NVLink domain that it shares with other machines."""
+
+    index: int
+    name: str
+    memory: int
+    uuid: str
+    pci: str
+    numa: int | None = None
+    fabric: str | None = None
+    nvlinks: Mapping[str, int] = field(default_factory=dict)
+    pcie: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Driver:
+    """The NVIDIA driver, and the newest CUDA it can run: (13, 0)."""
+
+    version: str
+    cuda: tuple[int, int]
+
+
+def read_gpus() -> list[Gpu]:
+    """The GPUs of this machine; none where there is no driver."""
+    with _session() as there:
+        if not there:
+            return []
+        handles = {}
+        for index in range(nv.nvmlDeviceGetCount()):
+            handle = nv.nvmlDeviceGetHandleByIndex(index)
+            handles[pci_address(nv.nvmlDeviceGetPciInfo(handle).busId)] = handle
+        return [_gpu(index, pci, handles) for index, pci in enumerate(handles)]
+
+
+def read_driver() -> Driver | None:
+    """The driver of this machine, None where there is none."""
+    with _session() as there:
+        if not there:
+            return None
+        cuda = nv.nvmlSystemGetCudaDriverVersion_v2()
+        return Driver(version=nv.nvmlSystemGetDriverVersion(), cuda=(cuda // 1000, cuda % 1000 // 10))
+
+
+def pci_address(bus_id: str) -> str:
+    """NVML's way to write a PCI address, turned into sysfs' way.
+
+    >>> pci_address("00000000:1B:00.0")
+    '0000:1b:00.0'
+    """
+    domain, rest = bus_id.lower().split(":", 1)
+    return f"{domain[-4:]}:{rest}"
+
+
+@contextmanager
+def _session() -> Iterator[bool]:
+    try:
+        nv.nvmlInit()
+    except _ABSENT:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        nv.nvmlShutdown()
+
+
+def _gpu(index: int, pci: str, handles: Mapping[str, object]) -> Gpu:
+    handle = handles[pci]
+    return Gpu(
+        index=index,
+        name=nv.nvmlDeviceGetName(handle),
+        memory=nv.nvmlDeviceGetMemoryInfo(handle).total,
+        uuid=nv.nvmlDeviceGetUUID(handle),
+        pci=pci,
+        fabric=_fabric(handle),
+        nvlinks=_nvlinks(handle),
+        pcie={address: _between(handle, other) for address, other in handles.items() if address != pci},
+    )
+
+
+def _nvlinks(handle: object) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for number in range(nv.NVML_NVLINK_MAX_LINKS):
+        try:
+            if not nv.nvmlDeviceGetNvLinkState(handle, number):
+                continue
+            end = _far_end(handle, number)
+        except _UNKNOWN:  # this GPU has fewer links, or none
+            continue
+        counts[end] = counts.get(end, 0) + 1
+    return counts
+
+
+def _far_end(handle: object, number: int) -> str:
+    if nv.nvmlDeviceGetNvLinkRemoteDeviceType(handle, number) == nv.NVML_NVLINK_DEVICE_TYPE_SWITCH:
+        return SWITCH
+    return pci_address(nv.nvmlDeviceGetNvLinkRemotePciInfo(handle, number).busId)
+
+
+def _fabric(handle: object) -> str | None:
+    info = nv.c_nvmlGpuFabricInfoV_t()
+    try:
+        nv.nvmlDeviceGetGpuFabricInfoV(handle, byref(info))
+    except _UNKNOWN:
+        return None
+    cluster = bytes(info.clusterUuid)  # all zero on machines whose NVLinks end at their own switches
+    if info.state != nv.NVML_GPU_FABRIC_STATE_COMPLETED or not any(cluster):
+        return None
+    return f"{cluster.hex()}.{info.cliqueId}"
+
+
+def _between(handle: object, other: object) -> str:
+    try:
+        return _ANCESTORS.get(nv.nvmlDeviceGetTopologyCommonAncestor(handle, other), "unknown")
+    except _UNKNOWN:
+        return "unknown"
