@@ -79,20 +79,24 @@ class Layout:
     optimizer: OptimizerName = "adamw"
     flash: bool = True
     """Fused attention: no score matrix in memory."""
+    loss_chunks: int = 1
+    """Pieces in which the logits and the loss are computed; more pieces, less memory."""
     bucket_MB: float = 25
     """Gradient bucket, decimal megabytes."""
+    overlap: bool = True
+    """Data-parallel communication runs behind the backward pass."""
     offload: bool = False
     """Optimizer state in host memory."""
     compiled: bool = False
     """torch.compile: fewer kernels and fewer saved intermediates."""
 
     def __post_init__(self) -> None:
-        for key in ("dp", "tp", "pp", "vpp", "cp", "ep", "microbatch", "global_batch"):
+        for key in ("dp", "tp", "pp", "vpp", "cp", "ep", "microbatch", "global_batch", "loss_chunks"):
             checks.whole(f"layout.{key}", getattr(self, key))
         for key in ("shard", "sequence"):
             if getattr(self, key) is not None:
                 checks.whole(f"layout.{key}", getattr(self, key))
-        for key in ("sequence_parallel", "reshard", "flash", "offload", "compiled"):
+        for key in ("sequence_parallel", "reshard", "flash", "overlap", "offload", "compiled"):
             checks.one_of(f"layout.{key}", getattr(self, key), (True, False))
         checks.real("layout.bucket_MB", self.bucket_MB)
         checks.one_of("layout.zero", self.zero, (0, 1, 2, 3))
@@ -127,12 +131,17 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """Ranks over which ZeRO spreads one copy; context-parallel ranks hold the same weights and share too."""
+        """Ranks over which ZeRO spreads one copy; context-parallel ranks hold the same weights, and share."""
         return (self.shard or self.dp) * self.cp
 
     @property
     def numbers(self) -> Precision:
         return PRECISIONS[self.precision]
+
+    @property
+    def residual_bytes(self) -> int:
+        """Of one element of the residual stream: fp32 under autocast, 16 bits under FSDP."""
+        return self.numbers.activation if self.zero == 3 else self.numbers.residual
 
     def check_model(self, model: Transformer) -> None:
         """Refuses a layout that the model cannot be cut into."""

@@ -57,7 +57,7 @@ class ResNet:
         return 1 if self.depth < 50 else 4
 
     def _convolutions(self) -> list[tuple[int, int, int, int]]:
-        """(channels in, out, kernel, side of the output) of every convolution; each has a norm (2 per channel)."""
+        """(channels in, out, kernel, output side) of every convolution; each has a norm (2 per channel)."""
         side = -(-self.size // 2)
         found = [(3, 64, 7, side)]
         inp, side = 64, -(-side // 2)

@@ -1,0 +1,58 @@
+"""The pipeline: which layers a rank holds, how many microbatches it keeps in flight, how long it idles.
+
+The schedule is 1F1B, interleaved when a rank holds several chunks. Tests rebuild it event by event.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+
+def in_flight(pp: int, microbatches: int, stage: int, vpp: int = 1) -> int:
+    """Most chunk activations a rank holds at once (of `vpp` chunks and `microbatches` each).
+
+    1F1B warms up with p - stage forwards, never more than there are microbatches: a minimum, not a maximum.
+    Interleaved: Narayanan et al. 2021, section 2.2; on stage 0 that is Korthikanti's L(1 + (p-1)/(pv)).
+
+    >>> in_flight(4, 8, 0), in_flight(4, 8, 3), in_flight(4, 2, 0), in_flight(4, 8, 0, vpp=2)
+    (4, 1, 2, 11)
+    """
+    if vpp == 1:
+        return min(microbatches, pp - stage)
+    warmup = 2 * (pp - stage - 1) + (vpp - 1) * pp
+    return min(warmup + 1, microbatches * vpp)
+
+
+def bubble_fraction(pp: int, microbatches: int, vpp: int = 1) -> float:
+    """Idle time over ideal time (SC21, section 2.2): (p - 1) / (v m).
+
+    >>> bubble_fraction(1, 8), bubble_fraction(4, 8), bubble_fraction(4, 8, 2)
+    (0.0, 0.375, 0.1875)
+    """
+    return (pp - 1) / (vpp * microbatches)
+
+
+@lru_cache(maxsize=4096)
+def chunk_layers(layers: int, pp: int, vpp: int = 1) -> tuple[tuple[int, ...], ...]:
+    """Layers of each chunk of each stage. A remainder goes to the middle: the ends hold more besides.
+
+    >>> chunk_layers(8, 2, 2)
+    ((2, 2), (2, 2))
+    >>> chunk_layers(10, 4)
+    ((2,), (3,), (3,), (2,))
+    """
+    chunks = pp * vpp
+    base, rest = divmod(layers, chunks)
+    middle_first = sorted(range(chunks), key=lambda chunk: abs(2 * chunk - (chunks - 1)))
+    counts = [base + 1 if chunk in middle_first[:rest] else base for chunk in range(chunks)]
+    return tuple(tuple(counts[stage + pp * turn] for turn in range(vpp)) for stage in range(pp))
+
+
+def stage_layers(layers: int, pp: int, vpp: int, stage: int) -> int:
+    return sum(chunk_layers(layers, pp, vpp)[stage])
+
+
+def layers_in_flight(layers: int, pp: int, vpp: int, stage: int, microbatches: int) -> float:
+    """Layer activations a rank holds at its peak."""
+    chunks = chunk_layers(layers, pp, vpp)[stage]
+    return in_flight(pp, microbatches, stage, vpp) * sum(chunks) / vpp

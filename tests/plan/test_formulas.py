@@ -1,0 +1,138 @@
+"""Closed forms from the papers come out of the tables of tensors and products, to 1e-6."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, strategies as st
+from truth import KORTHIKANTI, VOCAB, gpt, korthikanti_model
+
+from headway.plan.activations import layer_bytes
+from headway.plan.compute import attention_gemms, head_gemm, layer_gemms
+from headway.plan.flops import hardware_flops_per_token, model_flops_per_token, utilisation
+from headway.plan.layout import Layout
+from headway.plan.memory import rank_memory
+from headway.plan.pipeline import layers_in_flight
+from headway.plan.presets import preset
+from headway.plan.states import bytes_per_parameter
+from headway.plan.transformer import Transformer
+
+GIB = 2**30
+
+
+@given(
+    t=st.sampled_from([1, 2, 4, 8]),
+    b=st.integers(1, 8),
+    h=st.sampled_from([1024, 2048, 6144]),
+    a=st.sampled_from([8, 16, 64]),
+)
+def test_korthikanti_table_2(t: int, b: int, h: int, a: int) -> None:
+    """Activation bytes per layer: equations 1 to 6."""
+    model, s = gpt(4, h, a), 2048
+    sbh, core = s * b * h, 5 * a * s / h
+
+    def layer(recompute: str, sequence_parallel: bool) -> float:
+        keys = {"recompute": recompute, "sequence_parallel": sequence_parallel}
+        return layer_bytes(model, Layout(tp=t, microbatch=b, global_batch=b, flash=False, **keys))  # type: ignore[arg-type]
+
+    assert layer("none", False) == pytest.approx(
+        sbh * (10 + 24 / t + core / t), rel=1e-6
+    )  # eq. 2 (eq. 1 at t=1)
+    assert layer("none", True) == pytest.approx(sbh / t * (34 + core), rel=1e-6)  # eq. 4
+    assert layer("selective", False) == pytest.approx(sbh * (10 + 24 / t), rel=1e-6)
+    assert layer("selective", True) == pytest.approx(34 * sbh / t, rel=1e-6)  # eq. 6
+    assert layer("full", False) == pytest.approx(2 * sbh, rel=1e-6)
+
+
+def test_korthikanti_figures_1_and_7() -> None:
+    """GiB of the first stage; their plots equal their formulas to the last digit."""
+    none = {"22B": 59.25, "175B": 66.84375, "530B": 114.0234375, "1T": 131.25}
+    both = {"22B": 9.5625, "175B": 12.3515625, "530B": 23.076171875, "1T": 26.5625}
+    states = {"22B": 45.5625, "175B": 45.5625, "530B": 31.640625, "1T": 32.958984375}
+    for name, *_ in KORTHIKANTI:
+        model, keys = korthikanti_model(name)
+        layout = Layout(flash=False, recompute="selective", sequence_parallel=True, **keys)  # type: ignore[arg-type]
+        held = layers_in_flight(model.layers, layout.pp, layout.vpp, 0, layout.microbatches)
+        assert held * _layer(model, layout) / GIB == pytest.approx(both[name], rel=1e-6)
+        plain = Layout(flash=False, **keys)  # type: ignore[arg-type]
+        assert held * _layer(model, plain) / GIB == pytest.approx(none[name], rel=1e-6)
+        weights = 12 * model.layers * model.hidden**2 / (layout.tp * layout.pp)
+        assert weights * bytes_per_parameter(layout) / GIB == pytest.approx(states[name], rel=1e-6)
+
+
+def _layer(model: Transformer, layout: Layout) -> float:
+    return layer_bytes(model, layout)
+
+
+@pytest.mark.parametrize(("name", "percent"), [
+    ("22B", (66.84, 49.42, 16.18, 7.64)), ("175B", (62.04, 56.53, 18.49, 8.71)),
+    ("530B", (58.31, 62.04, 20.27, 9.42)), ("1T", (58.31, 62.04, 20.27, 9.42)),
+])  # fmt: skip
+def test_korthikanti_figure_7_percentages(name: str, percent: tuple[float, ...]) -> None:
+    model, keys = korthikanti_model(name)
+
+    def layer(recompute: str, sequence: bool) -> float:
+        layout = Layout(flash=False, recompute=recompute, sequence_parallel=sequence, **keys)  # type: ignore[arg-type]
+        return layer_bytes(model, layout)
+
+    base = layer("none", False)
+    seen = [
+        layer(*way) / base
+        for way in (("none", True), ("selective", False), ("selective", True), ("full", False))
+    ]
+    assert [100 * share for share in seen] == pytest.approx(list(percent), abs=0.15)
+
+
+def _rank_flops(model: Transformer, layout: Layout) -> tuple[float, float, float]:
+    weights = sum(gemm.flops for gemm in layer_gemms(model, layout))
+    scores = sum(gemm.flops for gemm in attention_gemms(model, layout))
+    return model.layers * weights, model.layers * scores, head_gemm(model, layout).flops
+
+
+@pytest.mark.parametrize("name", [row[0] for row in KORTHIKANTI])
+def test_korthikanti_equations_7_and_8_and_sc21_equation_3(name: str) -> None:
+    model, keys = korthikanti_model(name)
+    big_b, h, layers, s = keys["global_batch"], model.hidden, model.layers, 2048
+    head, unit, tokens = VOCAB / (12 * h * layers), 72 * big_b * layers * s * h * h, big_b * s
+    assert model_flops_per_token(model, s, "full") * tokens == pytest.approx(
+        unit * (1 + s / (6 * h) + head), rel=1e-6
+    )
+    selective = Layout(recompute="selective", flash=False)
+    hardware = hardware_flops_per_token(model, s, selective, "full") * tokens
+    assert hardware == pytest.approx(unit * (1 + s / (3 * h) + head), rel=1e-6)
+    sc21 = 96 * big_b * s * layers * h * h * (1 + s / (6 * h) + VOCAB / (16 * layers * h))
+    full = hardware_flops_per_token(model, s, Layout(recompute="full", flash=False), "full") * tokens
+    assert full == pytest.approx(sc21, rel=1e-6)
+
+
+def test_flops_are_shared_out_by_tensor_parallelism() -> None:
+    model = gpt(4, 2048, 16)
+    one = _rank_flops(model, Layout(microbatch=2, global_batch=2, flash=False))
+    four = _rank_flops(model, Layout(tp=4, microbatch=2, global_batch=2, flash=False))
+    assert [4 * part for part in four] == pytest.approx(list(one))
+
+
+def test_mfu_conventions() -> None:
+    """torchtitan counts attention whole: 33.7, 39.0 %. Megatron-Bridge half: 51.48 GFLOP a token."""
+    model = preset("llama-3.1-8b")
+    full = model_flops_per_token(model, 8192, "full")
+    assert [round(100 * utilisation(full, rate, 989e12), 1) for rate in (5762, 6667)] == [33.7, 39.0]
+    assert model_flops_per_token(model, 8192, "causal") / 1e9 == pytest.approx(744e3 / 14451, rel=5e-4)
+    big = preset("llama-3.1-405b")
+    assert model_flops_per_token(big, 8192, "causal") / 1e9 == pytest.approx(737e3 / 292, rel=1e-4)
+
+
+def test_korthikanti_table_5_mfu() -> None:
+    """Their MFU from their own seconds, with our count of FLOPs."""
+    for (name, *_, seconds), published in zip(KORTHIKANTI, (41.5, 51.4, 56.0, 56.3), strict=True):
+        model, keys = korthikanti_model(name)
+        flops = model_flops_per_token(model, 2048, "full") * keys["global_batch"] * 2048
+        mfu = flops / (seconds * keys["tp"] * keys["pp"] * 312e12)
+        assert 100 * mfu == pytest.approx(published, abs=0.2)
+
+
+def test_output_head_sits_on_the_last_stage_only() -> None:
+    model, keys = korthikanti_model("175B")
+    layout = Layout(flash=False, recompute="selective", sequence_parallel=True, **keys)  # type: ignore[arg-type]
+    assert "logits and loss" not in rank_memory(model, layout, 0).parts
+    no_recompute = Layout(**{**vars(layout), "recompute": "none"})
+    assert rank_memory(model, no_recompute, 7).parts["logits and loss"] > 2048 * VOCAB * 4 / 8

@@ -1,0 +1,146 @@
+"""Memory: published peaks, and the properties that must hold for any layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings, strategies as st
+
+from headway.plan.layout import Layout
+from headway.plan.memory import RESERVE, peak, rank_memory, ranks_to_look_at
+from headway.plan.presets import preset
+from headway.plan.states import on_rank, states
+from headway.plan.transformer import Transformer
+
+GIB = 2**30
+LLAMA = preset("llama-3.1-8b")
+
+
+# torchtitan, Llama 3.1 8B, H100, sequence 8192, local batch 2, selective checkpointing; GiB reserved
+@pytest.mark.parametrize(
+    ("gpus", "compiled", "published"),
+    [(8, False, 82.4), (128, False, 67.0), (8, True, 77.0), (128, True, 62.0)],
+)
+def test_torchtitan_fsdp_memory(gpus: int, compiled: bool, published: float) -> None:
+    layout = Layout(
+        dp=gpus,
+        zero=3,
+        microbatch=2,
+        global_batch=2 * gpus,
+        sequence=8192,
+        recompute="sac",
+        precision="amp",
+        compiled=compiled,
+    )
+    assert peak(LLAMA, layout).allocated * RESERVE / GIB == pytest.approx(published, rel=0.10)
+
+
+# one H200, eager, AMP: the closed forms, without tracing anything
+@pytest.mark.parametrize(
+    ("name", "keys", "measured"),
+    [
+        ("gpt2", {"microbatch": 8}, 9_884_334_080),
+        ("gpt2-medium", {"microbatch": 8, "recompute": "full"}, 10_158_294_016),
+        ("gpt2-xl", {"microbatch": 4}, 37_414_910_976),
+        ("llama-3.2-1b", {"microbatch": 2, "sequence": 4096}, 44_859_082_752),
+        ("llama-3.2-1b", {"microbatch": 2, "sequence": 4096, "precision": "pure-bf16"}, 32_188_733_440),
+        ("vit-b-16", {"microbatch": 256}, 18_932_696_576),
+    ],
+)
+def test_closed_forms_against_an_h200(name: str, keys: dict[str, object], measured: int) -> None:
+    layout = Layout(**{"precision": "amp", "global_batch": keys["microbatch"], **keys})  # type: ignore[arg-type]
+    model = replace(preset(name), dropout=False)
+    assert peak(model, layout).allocated == pytest.approx(measured, rel=0.06)
+
+
+def layouts() -> st.SearchStrategy[Layout]:
+    def build(tp: int, pp: int, dp: int, zero: int, mb: int, m: int, recompute: str, sp: bool) -> Layout:
+        return Layout(
+            tp=tp, pp=pp, dp=dp, zero=zero, microbatch=mb, global_batch=mb * dp * m, recompute=recompute,  # type: ignore[arg-type]
+            sequence_parallel=sp, sequence=1024,
+        )  # fmt: skip
+
+    powers = st.sampled_from([1, 2, 4, 8])
+    ways = st.sampled_from(["none", "selective", "sac", "full"])
+    return st.builds(
+        build, powers, powers, powers, st.integers(0, 3), powers, st.integers(1, 8), ways, st.booleans()
+    )
+
+
+MODEL = Transformer(layers=16, hidden=1024, heads=16, kv_heads=8, vocab=32000, gated=True, position="rope")
+
+
+@given(layout=layouts())
+def test_parts_add_up(layout: Layout) -> None:
+    for stage in ranks_to_look_at(layout):
+        rank = rank_memory(MODEL, layout, stage)
+        assert rank.allocated == pytest.approx(sum(rank.parts.values()))
+        assert all(size > 0 for size in rank.parts.values())
+
+
+@given(layout=layouts())
+def test_more_tensor_parallelism_never_raises_parameter_memory(layout: Layout) -> None:
+    assume(layout.tp < 8)
+    wider = replace(layout, tp=layout.tp * 2)
+    for stage in ranks_to_look_at(layout):
+        less = on_rank(MODEL, wider, stage)
+        assert less.shared <= on_rank(MODEL, layout, stage).shared
+        assert states(less, wider).total <= states(on_rank(MODEL, layout, stage), layout).total
+
+
+@given(layout=layouts())
+def test_zero_stages_are_ordered(layout: Layout) -> None:
+    rank = on_rank(MODEL, layout, 0)
+    totals = [states(rank, replace(layout, zero=stage)).total for stage in range(4)]
+    assert totals == sorted(totals, reverse=True)
+    if layout.dp > 1:
+        assert len(set(totals)) == 4
+
+
+@given(layout=layouts())
+def test_recomputing_more_never_keeps_more(layout: Layout) -> None:
+    kept = [
+        rank_memory(MODEL, replace(layout, recompute=way), 0).parts.get("activations", 0.0)  # type: ignore[arg-type]
+        for way in ("none", "sac", "full")
+    ]
+    if all(kept):
+        assert kept == sorted(kept, reverse=True)
+
+
+@given(layout=layouts())
+def test_doubling_dp_at_fixed_global_batch_halves_samples_per_rank(layout: Layout) -> None:
+    assume(layout.microbatches % 2 == 0)
+    wider = replace(layout, dp=layout.dp * 2)
+    assert wider.microbatches * wider.microbatch * 2 == layout.microbatches * layout.microbatch
+
+
+@settings(max_examples=50)
+@given(layout=layouts(), stage=st.integers(0, 7))
+def test_no_stage_beats_the_reported_peak(layout: Layout, stage: int) -> None:
+    """First, middle and last are enough to look at, when layers divide evenly."""
+    assume(stage < layout.pp)
+    assert rank_memory(MODEL, layout, stage).allocated <= peak(MODEL, layout).allocated * (1 + 1e-9)
+
+
+def test_experts_are_sharded_by_their_own_group() -> None:
+    model = preset("mixtral-8x7b")
+    plain = Layout(dp=8, zero=1, global_batch=8)
+    split = replace(plain, ep=8)
+    all_experts = model.moe_layers * model.expert_parameters
+    assert on_rank(model, plain, 0).experts == all_experts
+    assert on_rank(model, split, 0).experts == all_experts / 8
+    # with ep = dp there is nobody left to shard the experts' optimizer with
+    shared, experts = on_rank(model, split, 0).shared, all_experts / 8
+    assert states(on_rank(model, split, 0), split).optimizer == pytest.approx(12 * (shared / 8 + experts))
+
+
+def test_all_parameters_are_somewhere() -> None:
+    for name in ("gpt2", "llama-3.1-8b", "deepseek-v3", "vit-b-16", "bert-base-uncased"):
+        model = preset(name)
+        whole = on_rank(model, Layout(), 0)
+        assert whole.shared + whole.experts == pytest.approx(model.parameters, rel=1e-9)
+        layout = Layout(pp=4, global_batch=4)
+        spread = [on_rank(model, layout, stage) for stage in range(4)]
+        copy = model.vocab * model.hidden if model.tied and not model.image else 0
+        assert sum(r.shared + r.experts for r in spread) == pytest.approx(model.parameters + copy, rel=1e-9)

@@ -1,0 +1,109 @@
+"""In-flight microbatches and the bubble, against a schedule that is played event by event."""
+
+from __future__ import annotations
+
+import pytest
+
+from headway.plan.pipeline import bubble_fraction, chunk_layers, in_flight, layers_in_flight
+
+Event = tuple[str, int, int]  # forward or backward, microbatch, chunk on this rank
+
+
+def one_f_one_b(p: int, m: int, rank: int, v: int) -> list[Event]:
+    """The order in which a rank works: Megatron's schedule, interleaved when v > 1."""
+    total = m * v
+    warmup = p - rank - 1 if v == 1 else 2 * (p - rank - 1) + (v - 1) * p
+    warmup = min(warmup, total)
+
+    def item(kind: str, turn: int) -> Event:
+        group, inside = divmod(turn, p * v)
+        chunk = inside // p
+        return kind, group * p + inside % p, chunk if kind == "F" else v - 1 - chunk
+
+    if v == 1:
+        forwards = [("F", i, 0) for i in range(m)]
+        backwards = [("B", i, 0) for i in range(m)]
+    else:
+        forwards = [item("F", i) for i in range(total)]
+        backwards = [item("B", i) for i in range(total)]
+    order = forwards[:warmup]
+    for i in range(total - warmup):
+        order += [forwards[warmup + i], backwards[i]]
+    return order + backwards[total - warmup :]
+
+
+def play(p: int, m: int, v: int, forward: int = 1, backward: int = 2) -> tuple[int, list[int]]:
+    """Plays all ranks, each event as soon as what it needs is there: makespan, most alive per rank."""
+    orders = [one_f_one_b(p, m, rank, v) for rank in range(p)]
+    done: dict[tuple[str, int, int], int] = {}  # kind, microbatch, stage of all p*v -> end
+    clock, position, alive, most = [0] * p, [0] * p, [0] * p, [0] * p
+    while any(position[rank] < len(orders[rank]) for rank in range(p)):
+        moved = False
+        for rank in range(p):
+            if position[rank] == len(orders[rank]):
+                continue
+            kind, micro, chunk = orders[rank][position[rank]]
+            stage = chunk * p + rank
+            needs = _needs(kind, micro, stage, p * v)
+            if any(need not in done for need in needs):
+                continue
+            start = max([clock[rank], *(done[need] for need in needs)])
+            clock[rank] = start + (forward if kind == "F" else backward)
+            done[kind, micro, stage] = clock[rank]
+            alive[rank] += 1 if kind == "F" else 0
+            most[rank] = max(most[rank], alive[rank])
+            alive[rank] -= 1 if kind == "B" else 0
+            position[rank] += 1
+            moved = True
+        assert moved, "the schedule deadlocks"
+    return max(clock), most
+
+
+def _needs(kind: str, micro: int, stage: int, stages: int) -> list[tuple[str, int, int]]:
+    if kind == "F":
+        return [("F", micro, stage - 1)] if stage else []
+    needs = [("F", micro, stage)]
+    return [*needs, ("B", micro, stage + 1)] if stage < stages - 1 else needs
+
+
+@pytest.mark.parametrize("p", range(1, 9))
+def test_1f1b_equals_the_played_schedule(p: int) -> None:
+    for m in range(1, 33):
+        makespan, most = play(p, m, 1)
+        assert makespan == pytest.approx(3 * m * (1 + bubble_fraction(p, m)), rel=1e-12)
+        assert most == [in_flight(p, m, stage) for stage in range(p)]
+
+
+@pytest.mark.parametrize("v", [2, 3, 4])
+@pytest.mark.parametrize("p", range(2, 9))
+def test_interleaved_equals_the_played_schedule(p: int, v: int) -> None:
+    for m in range(p, 33, p):
+        makespan, most = play(p, m, v)  # one time unit is a chunk: 1/v of a stage
+        assert makespan == pytest.approx(3 * m * v * (1 + bubble_fraction(p, m, v)), rel=1e-12)
+        assert most == [in_flight(p, m, stage, v) for stage in range(p)]
+
+
+def test_in_flight_is_the_minimum_not_the_maximum() -> None:
+    """dlcalc 0.1.3 took max(m, p): its Llama 70B example then needed 16 times the activations."""
+    assert in_flight(2, 32, 0) == 2
+    assert in_flight(32, 2, 0) == 2
+
+
+def test_korthikanti_interleaving_factor() -> None:
+    """Section 4.2.3: stage 0 holds L(1 + (p-1)/(pv)) layers."""
+    for layers, p, v in [(96, 8, 3), (105, 35, 3)]:
+        assert layers_in_flight(layers, p, v, 0, 10 * p) == pytest.approx(layers * (1 + (p - 1) / (p * v)))
+
+
+def test_layers_are_all_placed() -> None:
+    for layers in range(1, 130, 7):
+        for p in range(1, 9):
+            for v in range(1, 4):
+                if p * v <= layers:
+                    chunks = chunk_layers(layers, p, v)
+                    assert sum(map(sum, chunks)) == layers
+                    assert max(map(max, chunks)) - min(map(min, chunks)) <= 1
+
+
+def test_no_bubble_without_a_pipeline() -> None:
+    assert bubble_fraction(1, 5) == 0

@@ -1,0 +1,77 @@
+"""Published measurements, as models and layouts. Shared by the tests and by benchmarks/plan.py."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import NamedTuple
+
+from headway.plan.layout import Layout
+from headway.plan.transformer import Transformer
+
+VOCAB = 51200
+
+
+class Measured(NamedTuple):
+    name: str
+    model: Transformer
+    layout: Layout
+    seconds: float
+
+
+def gpt(layers: int, hidden: int, heads: int) -> Transformer:
+    return Transformer(layers=layers, hidden=hidden, heads=heads, vocab=VOCAB, context=2048, dropout=True)
+
+
+def vtrain() -> list[Measured]:
+    """109 Megatron-DeepSpeed steps on A100, 800 Gb/s a node (VIA-Research/vTrain, MIT)."""
+    found = []
+    lines = (Path(__file__).parent / "data" / "vtrain_multi.csv").read_text().splitlines()
+    for row in csv.DictReader(line for line in lines if not line.startswith("#")):
+        number = {key: int(row[key]) for key in row if key not in ("params_b", "iteration_ms")}
+        model = gpt(number["layers"], number["hidden"], number["heads"])
+        layout = Layout(
+            dp=number["dp"],
+            tp=number["tp"],
+            pp=number["pp"],
+            microbatch=number["micro_batch"],
+            global_batch=number["global_batch"],
+            recompute="full",
+            precision="zero16",
+            flash=False,
+            overlap=False,
+        )
+        found.append(Measured(row["params_b"], model, layout, float(row["iteration_ms"]) / 1e3))
+    return found
+
+
+FITTED_ROWS = range(0, 110, 11)
+"""The ten rows that the default calibration was fitted on: every eleventh, a rule that looks at nothing."""
+
+# name, heads, hidden, layers, tp, pp, vpp, global batch, microbatch, full recompute s, selective + sequence s
+KORTHIKANTI = [
+    ("22B", 64, 6144, 48, 8, 1, 1, 4, 4, 1.42, 1.10),
+    ("175B", 96, 12288, 96, 8, 8, 3, 64, 1, 18.13, 13.75),
+    ("530B", 128, 20480, 105, 8, 35, 3, 280, 1, 49.05, 37.83),
+    ("1T", 160, 25600, 128, 8, 64, 1, 512, 1, 94.42, 71.49),
+]
+
+
+def korthikanti_model(name: str) -> tuple[Transformer, dict[str, int]]:
+    row = next(row for row in KORTHIKANTI if row[0] == name)
+    _, heads, hidden, layers, tp, pp, vpp, batch, micro, *_ = row
+    keys = {"tp": tp, "pp": pp, "vpp": vpp, "global_batch": batch, "microbatch": micro}
+    return gpt(layers, hidden, heads), keys
+
+
+def korthikanti() -> list[Measured]:
+    """Table 5: DGX A100, no data parallelism."""
+    found = []
+    for row in KORTHIKANTI:
+        model, keys = korthikanti_model(row[0])
+        common = Layout(flash=False, overlap=False, **keys)
+        full = Layout(**{**vars(common), "recompute": "full"})
+        both = Layout(**{**vars(common), "recompute": "selective", "sequence_parallel": True})
+        found.append(Measured(f"{row[0]} full", model, full, row[9]))
+        found.append(Measured(f"{row[0]} selective+sequence", model, both, row[10]))
+    return found
