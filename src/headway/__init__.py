@@ -68,7 +68,7 @@ _HOME = {
     "world_size": "headway.dist",
 }
 
-__all__ = [*_HOME]  # noqa: PLE0604 - sorted and complete by test
+__all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> object:

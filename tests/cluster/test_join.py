@@ -22,7 +22,7 @@ LINE = re.compile(
 
 
 def ranks(text: str) -> list[tuple[str, int, int, int, int, int]]:
-    """(launcher, rank, local rank, ranks on the node, node, sum) of each rank; sizes and hosts are checked here."""
+    """(launcher, rank, local rank, ranks on the node, node, sum) of each rank; sizes and hosts are checked."""
     found = sorted(
         (launcher, int(rank), int(local), int(local_size), int(node), int(total), int(size), int(nodes), host)
         for launcher, rank, size, local, local_size, node, nodes, total, host in LINE.findall(text)

@@ -48,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"headway {headway.__version__}")
         return 0
     if args[0] not in VERBS:
-        print(f"headway: there is no verb {args[0]!r}{_nearest(args[0])}; see: headway --help", file=sys.stderr)
+        print(
+            f"headway: there is no verb {args[0]!r}{_nearest(args[0])}; see: headway --help", file=sys.stderr
+        )
         return 2
     verb = import_module(f"headway.cli.{args[0].replace('-', '_')}")
     try:

@@ -27,7 +27,9 @@ def main(argv: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="number of processes (default: 1)")
-    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT names a module, as for python -m")
+    parser.add_argument(
+        "-m", dest="module", action="store_true", help="SCRIPT names a module, as for python -m"
+    )
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="passed on to the script")
     options = parser.parse_args(argv)
@@ -36,5 +38,7 @@ def main(argv: list[str]) -> int:
     elif Path(options.script).is_file():
         command = [sys.executable, options.script, *options.args]
     else:
-        raise UsageError(f"there is no file {options.script!r} in {Path.cwd()}; for a module write: headway run -m NAME")
+        raise UsageError(
+            f"there is no file {options.script!r} in {Path.cwd()}; for a module write: headway run -m NAME"
+        )
     return Agent(command, processes=options.nproc).run()

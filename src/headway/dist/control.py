@@ -48,7 +48,7 @@ class Hub(threading.Thread):
         world_size: int,
         *,
         welcome: Mapping[str, object],
-        on_verdict: Callable[[Record], None],
+        on_verdict: Callable[[Record], object],
         on_end: Callable[[Record], None],
     ) -> None:
         super().__init__(name="headway hub", daemon=True)
@@ -97,7 +97,11 @@ class Hub(threading.Thread):
             self._next_word = time.monotonic() + _WORD_EVERY
             shown = ", ".join(map(str, absent[:16])) + (", ..." if len(absent) > 16 else "")
             here = self._world_size - len(absent)
-            print(f"headway: {here} of {self._world_size} ranks are here; waiting for {shown}", file=sys.stderr, flush=True)
+            print(
+                f"headway: {here} of {self._world_size} ranks are here; waiting for {shown}",
+                file=sys.stderr,
+                flush=True,
+            )
         return self._next_word - time.monotonic()
 
     def close(self) -> None:
@@ -144,7 +148,8 @@ class Hub(threading.Thread):
     def _enter(self, caller: _Caller, member: Member) -> None:
         twin = self._members.get(member.rank)
         if twin is not None:
-            why = f"two processes say they are rank {member.rank}: {twin.host} pid {twin.pid}, {member.host} pid {member.pid}"
+            both = f"{twin.host} pid {twin.pid} and {member.host} pid {member.pid}"
+            why = f"two processes say they are rank {member.rank}: {both}"
             caller.channel.send({"type": "refused", "why": why})
             return
         caller.rank = member.rank
@@ -230,13 +235,17 @@ class Peer:
         if answer is None:
             raise RankFailure("rank 0 died while the ranks were joining; its own output says why")
         if answer["type"] == "abort":
-            raise RankFailure(f"rank {answer['record']['rank']} failed while joining: {answer['record']['error']}")
+            raise RankFailure(
+                f"rank {answer['record']['rank']} failed while joining: {answer['record']['error']}"
+            )
         return answer
 
     def watch(self, on_abort: Callable[[Record], None], on_hub_lost: Callable[[], None]) -> None:
         """Listens in the background for the rest of the run."""
         self._channel.socket.settimeout(None)
-        threading.Thread(target=self._listen, args=(on_abort, on_hub_lost), name="headway peer", daemon=True).start()
+        threading.Thread(
+            target=self._listen, args=(on_abort, on_hub_lost), name="headway peer", daemon=True
+        ).start()
 
     def report(self, record: Record) -> None:
         """Tells the hub that this rank failed. The answer, or the hub's end, comes to those whom `watch` was given."""

@@ -26,9 +26,13 @@ def choose_device(kind: str, seat: Seat, world_size: int) -> torch.device:
         return device
     if kind == "mps":
         if world_size > 1:
-            raise UsageError(f"device='mps' works for one process, but there are {world_size} ranks; use device='cpu'")
+            raise UsageError(
+                f"device='mps' works for one process, but there are {world_size} ranks; use device='cpu'"
+            )
         if not torch.backends.mps.is_available():
-            raise UsageError("device='mps' was asked for, but this machine has none; use device='auto' or 'cpu'")
+            raise UsageError(
+                "device='mps' was asked for, but this machine has none; use device='auto' or 'cpu'"
+            )
     return torch.device(kind)
 
 

@@ -12,6 +12,7 @@ import re
 import socket
 import sys
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import TracebackType
@@ -62,7 +63,11 @@ def record_of(error: BaseException, trace: TracebackType | None, rank: int) -> R
         "error": redact(f"{name}: {error}" if str(error) else name),
         "traceback": redact("".join(traceback.format_exception(type(error), error, trace))),
         "sentence": redact(str(error)) if isinstance(error, HeadwayError) else None,
-        "exit_code": INTERRUPTED if interrupted else error.exit_code if isinstance(error, HeadwayError) else 1,
+        "exit_code": INTERRUPTED
+        if interrupted
+        else error.exit_code
+        if isinstance(error, HeadwayError)
+        else 1,
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "echo": is_echo(error),
     }
@@ -70,7 +75,9 @@ def record_of(error: BaseException, trace: TracebackType | None, rank: int) -> R
 
 def is_echo(error: BaseException) -> bool:
     """Is this the sound of another rank's death rather than a cause of its own?"""
-    network = isinstance(error, (RuntimeError, ConnectionError, TimeoutError)) and not isinstance(error, HeadwayError)
+    network = isinstance(error, (RuntimeError, ConnectionError, TimeoutError)) and not isinstance(
+        error, HeadwayError
+    )
     return network and (isinstance(error, ConnectionError) or _LOST_PEER.search(str(error)) is not None)
 
 
@@ -79,8 +86,6 @@ def hard_exit(code: int) -> None:
     # a C thread that ends the process by itself: flushing below may block for ever
     faulthandler.dump_traceback_later(2, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with suppress(OSError, ValueError):  # a closed pipe or stream: nobody is there to read it
             stream.flush()
-        except (OSError, ValueError):  # a closed pipe or stream: nobody is there to read it
-            pass
     os._exit(code)

@@ -17,23 +17,22 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import psutil
 import torch
 import torch.distributed as c10d
 
-from headway.dist import failing
+from headway.dist import failing, topology
 from headway.dist.control import Hub, Peer, join, vanished
 from headway.dist.devices import choose_device
 from headway.dist.launchers import Place, detect
 from headway.dist.meeting import Address, FileMeeting, Meeting, StoreMeeting, file_meeting, listen
+from headway.dist.nccl import nccl_settings, read_conf
 from headway.dist.roster import Member, Seat, seat, spread
 from headway.errors import RankFailure, StorageError, UsageError
 from headway.failure import Record, cause, pointer, write_first
-
-if TYPE_CHECKING:
-    from headway.run import Run
+from headway.run import Run
 
 _VERDICT_TIMEOUT = 4.0
 """seconds a failing rank gives the hub to say who was first; the hub itself takes at most two"""
@@ -96,7 +95,9 @@ class Group:
         if self.terminal is not None:  # our stderr is a log file: it keeps this rank's own story
             sys.stderr.write(record["traceback"])
         self.peer.report(record)
-        time.sleep(_VERDICT_TIMEOUT)  # the answer ends this process from another thread: see the functions below
+        time.sleep(
+            _VERDICT_TIMEOUT
+        )  # the answer ends this process from another thread: see the functions below
         failing.hard_exit(record["exit_code"])
 
     def _failed_alone(self, record: Record, error: BaseException, trace: TracebackType | None) -> None:
@@ -186,7 +187,9 @@ def init(*, device: str = "auto", setup_timeout: float = 300.0, step_timeout: fl
     if is_initialized():
         return world()
     if c10d.is_initialized():
-        raise UsageError("torch.distributed is initialised already: call headway.init() instead of init_process_group()")
+        raise UsageError(
+            "torch.distributed is initialised already: call headway.init() instead of init_process_group()"
+        )
     group = Group(detect())
     _group = group
     sys.excepthook = _excepthook
@@ -195,7 +198,9 @@ def init(*, device: str = "auto", setup_timeout: float = 300.0, step_timeout: fl
         group.world = _sit_down(group, found, device)
         _make_process_group(group, step_timeout)
     except BaseException:
-        if group.peer is None:  # nobody knows us yet: leave no trace. Else the hook must still tell the others
+        if (
+            group.peer is None
+        ):  # nobody knows us yet: leave no trace. Else the hook must still tell the others
             _restore(group)
         raise
     atexit.register(leave)
@@ -315,6 +320,8 @@ def _sit_down(group: Group, found: Seat, device: str) -> World:
     if found.nodes == 1:
         # without this gloo asks the host's name for an address, which many a laptop and container cannot answer
         group.export("GLOO_SOCKET_IFNAME", _loopback(), override=False)
+    if place.world_size > 1 and (found.nodes > 1 or chosen.type == "cuda"):
+        _tune_network(group, found.nodes)
     return World(
         rank=place.rank,
         world_size=place.world_size,
@@ -326,6 +333,16 @@ def _sit_down(group: Group, found: Seat, device: str) -> World:
         launcher=place.launcher,
         device=chosen,
     )
+
+
+def _tune_network(group: Group, nodes: int) -> None:
+    """Makes the few settings that this machine needs and nobody has made, and says which and why."""
+    settings = nccl_settings(topology.detect(), nodes, {**read_conf(os.environ, Path("/")), **os.environ})
+    for setting in settings:
+        if setting.value is not None:
+            group.export(setting.name, setting.value, override=False)
+        if group.place.rank == 0:
+            print(f"headway: {setting}", file=sys.stderr)
 
 
 def _loopback() -> str:
@@ -408,4 +425,3 @@ def _forget_group_in_child() -> None:
             _group.peer.close()
         if _group.hub is not None:
             _group.hub.close()
-

@@ -62,4 +62,6 @@ def _choices(part: str, hostlist: str) -> list[str]:
 
 
 def _bad(hostlist: str, why: str) -> UsageError:
-    return UsageError(f"the host list {hostlist[:200]!r} cannot be read: {why}; expected a form like 'n[01-04],gpu7'")
+    return UsageError(
+        f"the host list {hostlist[:200]!r} cannot be read: {why}; expected a form like 'n[01-04],gpu7'"
+    )

@@ -127,7 +127,9 @@ def _place(names: _Variables, environ: Mapping[str, str]) -> Place:
         launcher=names.launcher,
         rank=rank,
         world_size=world_size,
-        local_rank=_number(environ, names.local_rank, names.launcher) if names.local_rank in environ else None,
+        local_rank=_number(environ, names.local_rank, names.launcher)
+        if names.local_rank in environ
+        else None,
         local_world_size=_local_world_size(names, environ),
         node=host if node is None else f"node {node}",
         master=_master(names, environ),
@@ -141,7 +143,9 @@ def _number(environ: Mapping[str, str], name: str, launcher: str) -> int:
     if text is None:
         raise UsageError(f"this process looks like it was started by {launcher}, but {name} is not set")
     if not text.isdecimal():
-        raise UsageError(f"{name}={text[:40]!r} is not a whole number; it is set by {launcher}, do not set it by hand")
+        raise UsageError(
+            f"{name}={text[:40]!r} is not a whole number; it is set by {launcher}, do not set it by hand"
+        )
     return int(text)
 
 
@@ -159,7 +163,9 @@ def _tasks_per_node(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
-            raise UsageError(f"SLURM_STEP_TASKS_PER_NODE={text[:200]!r} cannot be read; expected a form like '2(x3),1'")
+            raise UsageError(
+                f"SLURM_STEP_TASKS_PER_NODE={text[:200]!r} cannot be read; expected a form like '2(x3),1'"
+            )
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
@@ -174,7 +180,13 @@ def _master(names: _Variables, environ: Mapping[str, str]) -> str | None:
 def _launch_id(names: _Variables, environ: Mapping[str, str]) -> str | None:
     if names is _SRUN:
         # job and step numbers start again with a new cluster, srun's own address does not
-        parts = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "SLURM_SRUN_COMM_HOST", "SLURM_SRUN_COMM_PORT")
+        parts = (
+            "SLURM_JOB_ID",
+            "SLURM_STEP_ID",
+            "SLURM_RESTART_COUNT",
+            "SLURM_SRUN_COMM_HOST",
+            "SLURM_SRUN_COMM_PORT",
+        )
         return "srun-" + "-".join(environ.get(part, "0") for part in parts)
     if names is _OPEN_MPI:
         space = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")

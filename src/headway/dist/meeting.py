@@ -70,7 +70,9 @@ class FileMeeting(Meeting):
             if not self.path.parent.is_dir():
                 self.path.parent.mkdir(mode=0o700)
                 self._made_folder = True
-            with os.fdopen(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600), "w") as file:
+            with os.fdopen(
+                os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600), "w"
+            ) as file:
                 file.write(address.to_json())
             draft.replace(self.path)
         except OSError as error:
@@ -92,10 +94,12 @@ class FileMeeting(Meeting):
     def look(self) -> Address | None:
         try:
             # reading the folder makes a network file system forget that the file was not there a moment ago
-            os.listdir(self.path.parent)
+            list(self.path.parent.iterdir())
             with os.fdopen(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW)) as file:
                 if os.fstat(file.fileno()).st_uid != os.geteuid():
-                    raise UsageError(f"{self.path} belongs to another user: it is not our meeting point; remove it")
+                    raise UsageError(
+                        f"{self.path} belongs to another user: it is not our meeting point; remove it"
+                    )
                 return Address.from_json(file.read())
         except FileNotFoundError:
             return None
@@ -138,7 +142,9 @@ def _mpi_launch_id() -> str:
     try:
         from mpi4py import MPI
     except ImportError:
-        raise MissingExtra("mpi4py", extra="mpi", purpose="to find the other ranks under this mpiexec") from None
+        raise MissingExtra(
+            "mpi4py", extra="mpi", purpose="to find the other ranks under this mpiexec"
+        ) from None
     return f"mpi-{MPI.COMM_WORLD.bcast(secrets.token_hex(8))}"
 
 

@@ -22,7 +22,9 @@ def pack(error: BaseException, rank: int) -> dict[str, Any]:
         "rank": rank,
         "module": type(error).__module__,
         "name": type(error).__qualname__,
-        "args": [arg if isinstance(arg, (str, int, float, bool, type(None))) else repr(arg) for arg in error.args],
+        "args": [
+            arg if isinstance(arg, (str, int, float, bool, type(None))) else repr(arg) for arg in error.args
+        ],
         "text": str(error),
         "traceback": "".join(traceback.format_exception(error)),
     }

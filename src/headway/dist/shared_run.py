@@ -10,15 +10,14 @@ from pathlib import Path
 
 from headway.dist.group import current, world
 from headway.dist.guard import from_root
+from headway.run import Run
 
 
-def open_run(root: str | Path = "runs", *, name: str = "run", config: object = None) -> "Run":
+def open_run(root: str | Path = "runs", *, name: str = "run", config: object = None) -> Run:
     """Makes a run directory on rank 0 and opens it on all ranks; failures are recorded there from now on.
 
     >>> run = headway.dist.open_run("runs", name="digits", config={"lr": 3e-4})
     """
-
-    from headway.run import Run
 
     def create() -> str:
         facts = asdict(world()) | {"device": str(world().device)}

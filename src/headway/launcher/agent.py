@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -52,7 +53,9 @@ class Agent:
     0
     """
 
-    def __init__(self, command: Sequence[str], *, processes: int, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self, command: Sequence[str], *, processes: int, environ: Mapping[str, str] = os.environ
+    ) -> None:
         check_processes(processes)
         self._command = list(command)
         self._processes = processes
@@ -181,7 +184,7 @@ def check_processes(processes: int) -> None:
     room = max(1, psutil.virtual_memory().available // _RANK_MEMORY)
     if processes > room:
         raise UsageError(
-            f"--nproc {processes}: this machine's free memory holds about {room} processes that use torch; ask for fewer"
+            f"--nproc {processes}: this machine's free memory holds about {room} processes with torch; ask for fewer"
         )
 
 
@@ -200,7 +203,5 @@ def _has_ended(process: subprocess.Popen[Any]) -> bool:
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:
-    try:
+    with suppress(ProcessLookupError):  # all of it is gone already
         os.killpg(group, number)
-    except ProcessLookupError:
-        pass  # all of it is gone already
