@@ -57,7 +57,7 @@ def to_plain(config: object) -> dict[str, object]:
     return _plain_mapping(tree, at="config", inside=(id(config),))
 
 
-def to_yaml(plain: Mapping[str, object]) -> str:
+def to_yaml(plain: object) -> str:
     """The tree as YAML, in the order it was given.
 
     >>> print(to_yaml({"lr": 0.001, "layers": [2, 4]}), end="")
@@ -66,7 +66,7 @@ def to_yaml(plain: Mapping[str, object]) -> str:
     - 2
     - 4
     """
-    return str(yaml.safe_dump(dict(plain), sort_keys=False, allow_unicode=True, width=110))
+    return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=110))
 
 
 def _plain(value: object, *, at: str, inside: tuple[int, ...]) -> object:
