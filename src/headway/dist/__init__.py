@@ -6,8 +6,9 @@ called after it.
 
 from headway.dist.averaging import average_gradients, average_parameters, optimizer_to
 from headway.dist.failing import set_phase
-from headway.dist.group import World, init, is_initialized, leave, world
+from headway.dist.group import World, is_initialized, world
 from headway.dist.guard import barrier, from_root, local_root_first, root_first, root_only
+from headway.dist.joining import init, leave
 from headway.dist.objects import (
     all_gather_object,
     broadcast_object,
@@ -24,6 +25,7 @@ from headway.dist.objects import (
 )
 from headway.dist.seeding import seed
 from headway.dist.shared_run import open_run, terminal
+from headway.dist.signals import ignore_signals, shielded
 
 __all__ = [
     "World",
@@ -34,6 +36,7 @@ __all__ = [
     "broadcast_object",
     "from_root",
     "gather_object",
+    "ignore_signals",
     "init",
     "is_initialized",
     "is_root",
@@ -51,6 +54,7 @@ __all__ = [
     "root_only",
     "seed",
     "set_phase",
+    "shielded",
     "store",
     "terminal",
     "world",

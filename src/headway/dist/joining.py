@@ -1,0 +1,239 @@
+"""Joining: from a lone process to one of a group that lives and dies together.
+
+`init` finds out who launched us, meets the other ranks, and makes torch's process group. From then on a failure of
+any rank ends all of them, with the first cause on the screen and in the run directory.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import socket
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import torch.distributed as c10d
+
+from headway.dist import topology
+from headway.dist.control import Hub, join
+from headway.dist.devices import choose_device
+from headway.dist.group import Group, World, enter, exit_group, hook_exceptions, is_initialized, mine, world
+from headway.dist.launchers import Place, detect
+from headway.dist.meeting import Address, FileMeeting, Meeting, StoreMeeting, file_meeting, listen
+from headway.dist.nccl import nccl_settings, read_conf
+from headway.dist.roster import Member, Seat, seat, spread
+from headway.errors import RankFailure, UsageError
+
+_LEAVE_TOGETHER = 2.0
+"""seconds a rank waits at its end for the others to end, too"""
+
+
+def init(*, device: str = "auto", setup_timeout: float = 300.0, step_timeout: float = 1800.0) -> World:
+    """Joins the ranks that were launched together, whoever launched them, and returns this rank's place.
+
+    Works under `headway run`, torchrun, `srun`, `mpirun` and nothing at all. Calling it again returns the same world.
+
+    `device` is "auto", "cpu", "cuda" or "mps". `setup_timeout` bounds how long ranks wait for each other to come;
+    `step_timeout` how long a collective may take afterwards.
+
+    >>> world = headway.init()
+    >>> model.to(world.device)
+    """
+    if is_initialized():
+        return world()
+    if c10d.is_initialized():
+        raise UsageError(
+            "torch.distributed is initialised already: call headway.init() instead of init_process_group()"
+        )
+    group = Group(detect())
+    enter(group)
+    try:
+        found = _meet(group, setup_timeout)
+        group.world = _sit_down(group, found, device)
+        _make_process_group(group, step_timeout)
+    except BaseException:
+        if (
+            group.peer is None
+        ):  # nobody knows us yet: leave no trace. Else the hook must still tell the others
+            exit_group(group)
+        raise
+    atexit.register(leave)
+    if group.place.rank == 0:
+        print(f"headway: launched by: {_launched_by(group.world, found)}", file=sys.stderr, flush=True)
+    return group.world
+
+
+def _launched_by(world: World, seat: Seat) -> str:
+    if world.launcher == "none":
+        return f"python alone, 1 process on {world.device}"
+    return f"{world.launcher}, {spread(seat.ranks_per_node)} on {world.device.type}"
+
+
+def _meet(group: Group, timeout: float) -> Seat:
+    """Finds the other ranks. Afterwards the group has its members, a store, and a line to the hub."""
+    place = group.place
+    me = Member(
+        rank=place.rank,
+        host=socket.gethostname(),
+        node=place.node,
+        pid=os.getpid(),
+        local_rank=place.local_rank,
+        visible_gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
+    )
+    if place.world_size == 1:
+        group.members = [me]
+        return seat(group.members, 0)
+    meeting: Meeting
+    if place.store_address is None:
+        meeting = file_meeting(place)
+        meeting.check()
+    else:
+        group.store = _launchers_store(place, timeout)
+        meeting = StoreMeeting(group.store)
+    if place.rank == 0:
+        _open_hub(group, meeting, timeout)
+    try:
+        group.peer, welcome, host = join(meeting, me, timeout)
+    except RankFailure as error:
+        absent = group.hub.missing() if group.hub else []
+        if absent:
+            raise RankFailure(
+                f"{len(absent)} of {place.world_size} ranks did not come within {timeout:.0f} s: "
+                f"{', '.join(map(str, absent[:16]))}; look at the start of their output, or raise setup_timeout"
+            ) from error
+        raise
+    finally:
+        if group.hub:
+            meeting.close()
+    group.members = [Member(**member) for member in welcome["roster"]]
+    group.peer.watch(group.others_failed, group.hub_lost)
+    if isinstance(meeting, FileMeeting):
+        _export_address(group, host, int(welcome["store_port"]))
+        if place.rank != 0:
+            group.store = c10d.TCPStore(host, int(welcome["store_port"]), timeout=timedelta(seconds=timeout))
+    return seat(group.members, place.rank)
+
+
+def _launchers_store(place: Place, timeout: float) -> c10d.Store:
+    """The store behind MASTER_ADDR: torchrun's own, or one that rank 0 opens at the address the user chose."""
+    os.environ.setdefault("RANK", str(place.rank))
+    os.environ.setdefault("WORLD_SIZE", str(place.world_size))
+    address = c10d.rendezvous("env://", place.rank, place.world_size, timeout=timedelta(seconds=timeout))
+    store: c10d.Store = next(address)[0]
+    return store
+
+
+def _open_hub(group: Group, meeting: Meeting, timeout: float) -> None:
+    """Rank 0 listens, and says where. The store's port, too, is the kernel's choice."""
+    listener, hosts = listen(group.place)
+    key = secrets.token_bytes(32)
+    welcome = {}
+    if isinstance(meeting, FileMeeting):
+        server, _ = listen(group.place)
+        welcome["store_port"] = server.getsockname()[1]
+        group.store = c10d.TCPStore(
+            "127.0.0.1",
+            welcome["store_port"],
+            is_master=True,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+            master_listen_fd=server.detach(),
+        )
+    group.hub = Hub(
+        listener,
+        key,
+        group.place.world_size,
+        welcome=welcome,
+        on_verdict=group.keep,
+        on_end=group.everybody_is_down,
+    )
+    group.hub.start()
+    meeting.publish(Address(hosts=hosts, port=listener.getsockname()[1], key=key))
+
+
+def _export_address(group: Group, host: str, port: int) -> None:
+    group.export("MASTER_ADDR", host)
+    group.export("MASTER_PORT", str(port))
+
+
+def _sit_down(group: Group, found: Seat, device: str) -> World:
+    """Takes this rank's device and tells the rest of the process, in torchrun's words, who it is."""
+    place = group.place
+    chosen = choose_device(device, found, place.world_size)
+    for name, value in {
+        "RANK": place.rank,
+        "WORLD_SIZE": place.world_size,
+        "LOCAL_RANK": found.local_rank,
+        "LOCAL_WORLD_SIZE": found.local_world_size,
+        "GROUP_RANK": found.node_rank,
+        "GROUP_WORLD_SIZE": found.nodes,
+    }.items():
+        group.export(name, str(value))
+    if found.nodes == 1:
+        # without this gloo asks the host's name for an address, which many a laptop and container cannot answer
+        group.export("GLOO_SOCKET_IFNAME", _loopback(), override=False)
+    if place.world_size > 1 and (found.nodes > 1 or chosen.type == "cuda"):
+        _tune_network(group, found.nodes)
+    return World(
+        rank=place.rank,
+        world_size=place.world_size,
+        local_rank=found.local_rank,
+        local_world_size=found.local_world_size,
+        node_rank=found.node_rank,
+        nodes=found.nodes,
+        host=socket.gethostname(),
+        launcher=place.launcher,
+        device=chosen,
+    )
+
+
+def _tune_network(group: Group, nodes: int) -> None:
+    """Makes the few settings that this machine needs and nobody has made, and says which and why."""
+    settings = nccl_settings(topology.detect(), nodes, {**read_conf(os.environ, Path("/")), **os.environ})
+    for setting in settings:
+        if setting.value is not None:
+            group.export(setting.name, setting.value, override=False)
+        if group.place.rank == 0:
+            print(f"headway: {setting}", file=sys.stderr)
+
+
+def _loopback() -> str:
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == "127.0.0.1" for address in addresses):
+            return name
+    return "lo"
+
+
+def _make_process_group(group: Group, step_timeout: float) -> None:
+    world = group.world
+    assert world is not None
+    cuda = world.device.type == "cuda"
+    c10d.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        store=c10d.PrefixStore("headway/c10d", group.store),
+        rank=world.rank,
+        world_size=world.world_size,
+        timeout=timedelta(seconds=step_timeout),
+        device_id=world.device if cuda else None,
+    )
+    hook_exceptions()
+
+
+def leave() -> None:
+    """Leaves the group and puts back what `init` set. Called at exit; rank 0 stays until all others have left."""
+    group = mine()
+    if group is None:
+        return
+    if group.peer is not None:
+        group.peer.leave(_LEAVE_TOGETHER)
+    if c10d.is_initialized():
+        c10d.destroy_process_group()
+    if group.hub is not None:
+        group.hub.everybody_left.wait()
+    if group.peer is not None:
+        group.peer.close()
+    exit_group(group)
+    atexit.unregister(leave)

@@ -1,0 +1,51 @@
+"""Signals that mean the run, not its helpers.
+
+SLURM may send a stop signal to every process of a step, data workers included: a worker that dies of it takes the
+rank down before it can save, and a forked worker that inherits the rank's handler acts twice. Workers ignore such
+signals, from their first moment on.
+
+    with dist.shielded():
+        batches = iter(DataLoader(..., worker_init_fn=dist.ignore_signals))
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+STOP_REQUESTS = (signal.SIGUSR1, signal.SIGUSR2)
+"""what schedulers and `headway` send to ask a run to save and stop"""
+_SHIELDED = (*STOP_REQUESTS, signal.SIGTERM, signal.SIGINT)
+
+
+@contextmanager
+def shielded() -> Iterator[None]:
+    """Processes started in here begin life with stop signals blocked; this process gets them a moment later.
+
+    A fresh interpreter needs a second until it can ignore a signal; until then the kernel holds it back.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SHIELDED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_signals(worker: int = 0) -> None:  # noqa: ARG001 - torch's worker_init_fn is called with the worker's number
+    """Makes a worker process deaf to stop signals, and lets it die with its parent. For `worker_init_fn`."""
+    for number in _SHIELDED:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SHIELDED)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(
+            1, signal.SIGKILL
+        )  # 1 is PR_SET_PDEATHSIG: nobody else ends a worker that is deaf
+
+
+def ignore_stop_requests() -> None:
+    """What every forked child does by itself: a handler it inherited would act on the rank's behalf."""
+    for number in STOP_REQUESTS:
+        signal.signal(number, signal.SIG_IGN)
