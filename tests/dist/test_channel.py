@@ -1,0 +1,101 @@
+"""A stranger on the node can connect, but not speak."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from headway.dist.channel import Channel, Forged, Message
+
+KEY = b"k" * 32
+
+
+@pytest.fixture
+def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as caller:
+        answering, _ = server.accept()
+        with answering:
+            yield caller, answering
+
+
+Pair = tuple[Channel, Channel]
+
+
+@pytest.fixture
+def pair(sockets: tuple[socket.socket, socket.socket]) -> Pair:
+    caller = Channel(sockets[0], KEY, calling=True)
+    hub = Channel(sockets[1], KEY, calling=False)
+    caller.greet(1)
+    hub.greet(1)
+    return caller, hub
+
+
+def raw(channel: Channel) -> bytes:
+    channel.socket.settimeout(1)
+    return channel.socket.recv(1 << 16)
+
+
+def test_messages_arrive_both_ways_in_order(pair: Pair) -> None:
+    caller, hub = pair
+    sent: list[Message] = [{"n": n, "text": "ü\n\x00" * n} for n in range(5)]
+    for message in sent:
+        caller.send(message)
+        hub.send(message)
+    assert [hub.receive(1) for _ in sent] == sent
+    assert [caller.receive(1) for _ in sent] == sent
+
+
+def test_the_end_of_the_connection_is_none(pair: Pair) -> None:
+    caller, hub = pair
+    caller.close()
+    assert hub.receive(1) is None
+
+
+def test_silence_is_a_timeout(pair: Pair) -> None:
+    with pytest.raises(TimeoutError):
+        pair[1].receive(0.05)
+
+
+def test_another_key_is_no_key(sockets: tuple[socket.socket, socket.socket]) -> None:
+    caller = Channel(sockets[0], b"x" * 32, calling=True)
+    hub = Channel(sockets[1], KEY, calling=False)
+    caller.greet(1)
+    caller.send({"type": "abort"})
+    with pytest.raises(Forged):
+        hub.receive(1)
+
+
+def test_a_message_cannot_be_played_twice(pair: Pair) -> None:
+    caller, hub = pair
+    caller.send({"type": "failed"})
+    line = raw(hub)
+    hub.feed(line + line)
+    messages = hub.take()
+    assert next(messages) == {"type": "failed"}
+    with pytest.raises(Forged):
+        next(messages)
+
+
+def test_a_message_cannot_be_sent_back(pair: Pair) -> None:
+    caller, hub = pair
+    caller.send({"type": "failed"})
+    caller.feed(raw(hub))
+    with pytest.raises(Forged):
+        next(caller.take())
+
+
+def test_a_changed_message_is_no_message(pair: Pair) -> None:
+    caller, hub = pair
+    caller.send({"rank": 1})
+    hub.feed(raw(hub).replace(b'{"rank":1}', b'{"rank":2}'))
+    with pytest.raises(Forged):
+        next(hub.take())
+
+
+def test_garbage_does_not_fill_the_memory(pair: Pair) -> None:
+    _, hub = pair
+    hub.feed(b"x" * (5 << 20))
+    with pytest.raises(Forged):
+        next(hub.take())
