@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from typing import final
 
 from headway import dist
@@ -15,15 +15,17 @@ from headway.errors import DONE, INTERRUPTED, HeadwayError, Stopped
 from headway.record import diagnostics, screen
 from headway.record.logs import RankLog, rank_log
 from headway.run import Run
+from headway.runlock import RunLock
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """An attempt under way: its number, from 1, and this rank's log."""
+    """An attempt under way: its number, from 1; this rank's log; and the run's lock, which the root holds."""
 
     attempt: int
     log: RankLog
+    lock: RunLock | None
 
 
 @contextmanager
@@ -36,24 +38,27 @@ def recording(run: Run, world: World, *, config: object = None) -> Iterator[Reco
         with recording(run, world, config={"lr": 3e-4}):
             train()
     """
+    lock: RunLock | None = None
     facts: diagnostics.Facts = {}
     with ExitStack() as stack:
 
         def begin() -> int:
-            stack.enter_context(run.lock())
-            number = run.begin_attempt(world={**asdict(world), "device": str(world.device)})
-            stack.push(partial(_end, run, number, os.getpid()))
+            nonlocal lock
+            lock = stack.enter_context(run.lock())
+            number = stack.enter_context(_numbered(run, world))
             facts.update(attempt=number, **diagnostics.collect(world, run))
             diagnostics.write(run, facts)
             return number
 
-        number = dist.from_root(begin)
+        number = dist.from_root(begin)  # if the root cannot begin, all ranks raise its error
         log = stack.enter_context(rank_log(run, rank=world.rank, attempt=number))
         if world.rank == 0:
             screen.show(screen.describe(run, world, facts, config=config))
         else:
             stack.enter_context(dist.terminal(log.original_stderr_fd))
-        yield Recording(attempt=number, log=log)
+        if lock is not None and lock.note:
+            print(f"headway: {lock.note}", file=sys.stderr)
+        yield Recording(attempt=number, log=log, lock=lock)
 
 
 def ending(error: BaseException | None) -> tuple[str, int]:
@@ -76,7 +81,17 @@ def ending(error: BaseException | None) -> tuple[str, int]:
     return "failed", 1
 
 
-def _end(run: Run, number: int, pid: int, _kind: object, error: BaseException | None, _trace: object) -> None:
-    if os.getpid() == pid:  # a forked child that unwinds this stack ends itself, not the attempt
-        status, code = ending(error)
-        run.end_attempt(number, status=status, exit_code=code)
+@contextmanager
+def _numbered(run: Run, world: World) -> Iterator[int]:
+    """Begins the next attempt, and ends it in the way that the block ends."""
+    number, pid = run.begin_attempt(world=world), os.getpid()
+    error: BaseException | None = None
+    try:
+        yield number
+    except BaseException as caught:
+        error = caught
+        raise
+    finally:
+        if os.getpid() == pid:  # a forked child that comes this way ends itself, not the attempt
+            status, code = ending(error)
+            run.end_attempt(number, status=status, exit_code=code)

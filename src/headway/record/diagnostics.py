@@ -25,10 +25,10 @@ from typing import Any, cast
 import psutil
 import torch
 
-from headway import redact, source
+from headway import files, redact, source
 from headway.dist import World, nvml
-from headway.errors import StorageError
 from headway.run import Run
+from headway.settings import to_plain
 
 Facts = dict[str, Any]
 
@@ -73,7 +73,7 @@ def collect(world: World | None = None, run: Run | None = None) -> Facts:
         "cwd": str(Path.cwd()),
         "argv": redact.redact_argv(sys.orig_argv),
         "run": None if run is None else str(run.path),
-        "world": None if world is None else {**asdict(world), "device": str(world.device)},
+        "world": None if world is None else to_plain(world),
         "device": None if world is None else _device(world),
         "python": {"version": platform.python_version(), "executable": sys.executable, **_virtual()},
         "packages": dict(_packages()),
@@ -96,17 +96,10 @@ def write(run: Run, facts: Facts) -> None:
     write(run, {"attempt": 1, **collect(world, run)})
     """
     line = json.dumps(redact.redact_tree(facts), default=str) + "\n"
-    path = run.diagnostics_file
-    try:
-        descriptor = os.open(
-            path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-        )
+    with files.storage(f"write {run.diagnostics_file}"):
+        descriptor = files.open_private(run.diagnostics_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         with os.fdopen(descriptor, "ab") as file:
-            file.write(line.encode())
-    except OSError as error:
-        raise StorageError(
-            f"cannot write {path}: {error.strerror}; is there space in the run directory?"
-        ) from error
+            file.write(line.encode("utf-8", "backslashreplace"))
 
 
 def _user() -> str:

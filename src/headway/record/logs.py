@@ -24,7 +24,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, AnyStr, Generic, TextIO, final
 
-from headway.errors import Stopped, StorageError
+from headway import files
+from headway.errors import Stopped
 from headway.record.lines import Lines, plain
 from headway.redact import redact
 from headway.run import Run
@@ -87,13 +88,8 @@ class LogFile:
     """A file of lines that never stops its writer: a full disk costs lines, and they are counted."""
 
     def __init__(self, path: Path, *, terminal: int) -> None:
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        try:
-            self.descriptor = os.open(path, flags, 0o600)
-        except OSError as error:
-            raise StorageError(
-                f"cannot write the log {path}: {error.strerror}; is the run directory yours?"
-            ) from error
+        with files.storage(f"open the log {path}"):
+            self.descriptor = files.open_private(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         self.path = path
         self.lost = 0
         self._unsaid = 0  # lost lines that the file does not mention yet

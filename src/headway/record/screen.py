@@ -77,9 +77,8 @@ def render(screen: Screen, width: int = 80) -> Text:
             for number, line in enumerate(_packed(screen.config, room))
         ),
     ]
-    text = Text.assemble(
-        (plain(screen.name), "bold"), (f"  attempt {screen.attempt}, headway {__version__}\n\n", "dim")
-    )
+    tail = f"  attempt {screen.attempt}, headway {__version__}"
+    text = Text.assemble((_cut(screen.name, width - len(tail)), "bold"), (f"{tail}\n\n", "dim"))
     for label, value, style in rows:
         text.append(f"  {label}".ljust(_MARGIN), "dim").append(value, style).append("\n")
     return text

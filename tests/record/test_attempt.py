@@ -1,0 +1,155 @@
+"""One door: an attempt is numbered, recorded and ended with the right word, on one rank and on several."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from headway import dist
+from headway.dist import World
+from headway.errors import NoValidCheckpoint, RunLocked, Stopped, StorageError
+from headway.record import recording
+from headway.run import Run
+
+Lines = Callable[..., list[str]]
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    yield dist.init(device="cpu")
+    dist.leave()
+
+
+def test_an_attempt_that_is_done(
+    run: Run, world: World, lines: Lines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    streams = (sys.stdout, sys.stderr)
+    for number in (1, 2):
+        with recording(run, world, config={"lr": 3e-4}) as attempt:
+            assert attempt.attempt == number
+            assert attempt.log.path == run.log_file(0)
+            print("training", number)
+    assert (sys.stdout, sys.stderr) == streams
+    assert [(each["status"], each["exit_code"]) for each in run.info()["attempts"]] == [("done", 0)] * 2
+    shown = capsys.readouterr()
+    assert shown.out == "training 1\ntraining 2\n"
+    assert "log/rank-00000.txt" in shown.err and "lr=0.0003" in shown.err
+    assert "digits  attempt 1" in lines()[0] and "training 2" in lines(), "the screen is in the log as well"
+    rows = [json.loads(line) for line in run.diagnostics_file.read_text().splitlines()]
+    assert [row["attempt"] for row in rows] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (SystemExit(), "done", 0),
+        (SystemExit(0), "done", 0),
+        (SystemExit(3), "failed", 3),
+        (SystemExit("a sentence"), "failed", 1),
+        (ValueError("loss is nan"), "failed", 1),
+        (KeyboardInterrupt(), "interrupted", 130),
+        (Stopped("time is up"), "stopped", 75),
+        (NoValidCheckpoint("all torn"), "failed", 86),
+    ],
+)
+def test_how_it_ended(run: Run, world: World, error: BaseException, status: str, code: int) -> None:
+    with pytest.raises(type(error)) as caught, recording(run, world):
+        raise error
+    assert caught.value is error
+    attempt = run.info()["attempts"][0]
+    assert (attempt["status"], attempt["exit_code"]) == (status, code)
+
+
+def test_a_forked_child_does_not_end_the_attempt(run: Run, world: World) -> None:
+    class InTheChild(Exception):
+        pass
+
+    try:
+        with recording(run, world):
+            if (pid := os.fork()) == 0:
+                raise InTheChild
+            assert os.waitpid(pid, 0)[1] == 0
+            assert run.info()["attempts"][0]["status"] == "running"
+            with pytest.raises(RunLocked), run.lock():
+                pass
+    except InTheChild:
+        os._exit(0)
+    assert run.info()["attempts"][0]["status"] == "done"
+
+
+def test_the_root_holds_the_lock(run: Run, world: World) -> None:
+    with recording(run, world) as attempt:
+        assert attempt.lock is not None
+        attempt.lock.check()
+        with pytest.raises(RunLocked), recording(run, world):
+            raise AssertionError("not reached")
+    assert [each["status"] for each in run.info()["attempts"]] == ["done"]
+    with run.lock():
+        pass
+
+
+def test_storage_that_fails_at_the_start_is_an_attempt_that_failed(run: Run, world: World) -> None:
+    run.diagnostics_file.mkdir()
+    with pytest.raises(StorageError), recording(run, world):
+        raise AssertionError("not reached")
+    assert [(each["status"], each["exit_code"]) for each in run.info()["attempts"]] == [("failed", 74)]
+
+
+SCRIPT = """
+import sys
+import headway as hw
+from headway import record
+from headway.run import Run
+world = hw.init(device="cpu")
+run = Run.open(sys.argv[1])
+with record.recording(run, world, config={"tracker": {"api_key": "canary-config", "url": "https://me:canary-url@host"}}):
+    print("hello from", world.rank)
+    if len(sys.argv) > 2 and sys.argv[2] == "fail" and world.rank == 1:
+        raise RuntimeError("canary-environment at https://me:canary-url@host")
+    hw.barrier()
+"""
+
+
+def launch(run: Run, *arguments: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    script = run.path.parent / "train.py"
+    script.write_text(SCRIPT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return subprocess.run(
+        [*torchrun, str(script), str(run.path), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "MY_TOKEN": "canary-environment", "OMP_NUM_THREADS": "1"},
+    )
+
+
+def every_file(run: Run) -> str:
+    return "\n".join(path.read_text(errors="replace") for path in run.path.rglob("*") if path.is_file())
+
+
+def test_two_ranks_and_no_secret_anywhere(run: Run, lines: Lines) -> None:
+    done = launch(run, "train", "--api-key", "canary-argv", "https://me:canary-url@host")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "hello from 0\n"
+    assert "hello from 0" in lines(0)
+    assert lines(1) == ["hello from 1"]
+    assert done.stderr.count("attempt 1, headway") == 1, "one screen"
+    assert "torchrun, 2 ranks on cpu" in done.stderr
+    assert [(each["status"], each["exit_code"]) for each in run.info()["attempts"]] == [("done", 0)]
+    for secret in ("canary-environment", "canary-argv", "canary-url", "canary-config"):
+        assert secret not in done.stderr + done.stdout
+        assert secret not in every_file(run)
+
+
+def test_a_rank_that_fails_ends_its_log_with_the_cause(run: Run, lines: Lines) -> None:
+    done = launch(run, "fail")
+    assert done.returncode != 0
+    assert lines(1)[0] == "hello from 1"
+    assert any(line.startswith("RuntimeError: [redacted] at https://[redacted]@host") for line in lines(1))
+    assert "RuntimeError" in done.stderr, "the cause reaches the terminal"
+    assert "canary" not in every_file(run)
