@@ -8,7 +8,7 @@
     cluster.down()
 
 The work is done by up.sh, node.sh and down.sh beside this file. Every command has a time limit, after which
-its whole process group is killed.
+it is killed with all its children.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
+
+import psutil
 
 HERE = Path(__file__).resolve().parent
 ROOT = Path(f"/tmp/hw-bench-{os.getuid()}")  # short, as sockets live below it
@@ -48,10 +50,8 @@ def why_not(proctrack: str = "linuxproc") -> str | None:
         return f"not installed: {' '.join(missing)} (scripts/install-services.sh installs them)"
     probe = "unshare --net --uts --mount --ipc --pid --fork --mount-proc ip link add probe type bridge"
     if subprocess.run(probe.split(), env={"PATH": path}, capture_output=True, timeout=20).returncode:
-        return (
-            "namespaces are not allowed for this user (try: tests/cluster/rootless.sh python -m pytest ...)"
-        )
-    probe = "unshare --mount mount -t cgroup -o freezer none /mnt"
+        return "namespaces are not allowed for this user (try tests/cluster/rootless.sh python -m pytest ...)"
+    probe = "unshare --mount mount -t cgroup -o freezer none /tmp"
     if proctrack == "cgroup" and subprocess.run(probe.split(), capture_output=True, timeout=20).returncode:
         return "the freezer of cgroup v1 cannot be mounted by this user on this kernel"
     return None
@@ -66,7 +66,7 @@ def run(
     stdin: str = "",
     check: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command; after `timeout` seconds kill its whole process group and fail, quoting its output."""
+    """Run a command; after `timeout` seconds kill it with all its children and fail, quoting its output."""
     command = [str(word) for word in argv]
     with subprocess.Popen(
         command,
@@ -81,15 +81,23 @@ def run(
         try:
             stdout, stderr = process.communicate(stdin, timeout)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            stdout, stderr = process.communicate()
+            _kill(process.pid)
+            stdout, stderr = process.communicate(timeout=10)
             raise AssertionError(_told(command, f"still ran after {timeout} s", stdout, stderr)) from None
         except BaseException:  # the test's own time limit, Ctrl-C: leave nothing behind
-            os.killpg(process.pid, signal.SIGKILL)
+            _kill(process.pid)
             raise
     if check and process.returncode:
         raise AssertionError(_told(command, f"exit status {process.returncode}", stdout, stderr))
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def _kill(pid: int) -> None:
+    """Kill a process, its group, and all below it: launchers put their ranks into groups of their own."""
+    for process in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    os.killpg(pid, signal.SIGKILL)
 
 
 def _told(command: Sequence[str], what: str, stdout: str, stderr: str) -> str:
@@ -145,7 +153,16 @@ class Node:
         return self.cluster.run([HERE / "node.sh", "enter", self.name, *argv], timeout=timeout)
 
     def is_crashed(self) -> bool:
-        return not (self.cluster.lab / "pids" / f"node-{self.name}.pid").exists()
+        """Whether it has crashed and was not started since."""
+        return (
+            self.cluster.mode != "plain"
+            and not self.cluster.lab.joinpath(f"pids/node-{self.name}.pid").exists()
+        )
+
+    def is_cut(self) -> bool:
+        """Whether its network is taken away."""
+        flags = Path(f"/sys/class/net/hw{self.cluster.port}{self.name}/flags")
+        return self.cluster.mode == "net" and not int(flags.read_text(), 16) & 1  # IFF_UP
 
     def _do(self, action: str) -> None:
         self.cluster.run([HERE / "node.sh", action, self.name], check=True)
@@ -183,7 +200,7 @@ class Cluster:
         """Start a cluster on a free block of ports; first end what killed suites have left behind."""
         with _registry():
             _reap()
-            port, owner = _claim()
+            port, owner = _claim(nodes)
         names = tuple(f"n{number}" for number in range(1, nodes + 1))
         lab = ROOT / str(port)
         cluster = cls(lab=lab, port=port, names=names, proctrack=proctrack, mode=mode, owner=owner)
@@ -199,9 +216,8 @@ class Cluster:
 
     def down(self) -> None:
         """End every process of the cluster and remove all that belongs to it."""
-        run([HERE / "down.sh"], env=self.environment(), check=True)
-        shutil.rmtree(self.lab, ignore_errors=True)
-        self.owner.close()
+        with _registry(), self.owner:
+            _down(self.lab)
 
     @property
     def work(self) -> Path:
@@ -283,29 +299,28 @@ class Cluster:
         return Node(name=name, address=host, port=self.port + number, cluster=self)
 
     def reset(self, timeout: float = 60) -> None:
-        """Undo what a test may have left: cancel all jobs; start, mend and resume all nodes."""
+        """Undo what a test may have left: start, mend and resume all nodes; cancel all jobs."""
+        nodes = [self.node(name) for name in self.names]
+        for node in nodes:
+            if node.is_crashed():
+                node._do("start")
+            if node.is_cut():
+                node._do("mend")
         limit = time.monotonic() + timeout
         while not self._is_idle():
-            assert time.monotonic() < limit, (
-                f"the cluster is not idle {timeout} s after the test\n{self.logs()}"
-            )
+            assert time.monotonic() < limit, f"not idle {timeout} s after the test\n{self.logs()}"
             self.run(["scancel", "--quiet", "--me"])
-            for node in map(self.node, self.names):
-                if node.is_crashed() and self.mode != "plain":
-                    node._do("start")
-                if self.mode == "net":
-                    node._do("mend")
-                if node.state().startswith(("down", "drain", "fail")):
+            for node in nodes:
+                if node.state().startswith(("down", "drain")):
                     self.run(["scontrol", "update", f"nodename={node.name}", "state=resume"])
             time.sleep(0.2)
 
     def _is_idle(self) -> bool:
         jobs = self.run(["squeue", "-h"], check=True).stdout.split()
         states = self.run(["sinfo", "-hN", "-p", "low", "-o", "%T"], check=True).stdout.split()
-        crashed = self.mode != "plain" and any(self.node(name).is_crashed() for name in self.names)
-        return not jobs and not crashed and set(states) == {"idle"}
+        return not jobs and set(states) == {"idle"}
 
-    def logs(self, lines: int = 30) -> str:
+    def logs(self, lines: int = 15) -> str:
         """The ends of all daemons' logs."""
         parts = []
         for path in sorted((self.lab / "log").glob("*")):
@@ -318,7 +333,7 @@ class Cluster:
 def _registry() -> Iterator[None]:
     """Hold the one lock under which suites on this machine claim and free blocks of ports."""
     ROOT.mkdir(mode=0o755, exist_ok=True)
-    assert ROOT.stat().st_uid == os.getuid(), f"{ROOT} belongs to somebody else"
+    assert ROOT.lstat().st_uid == os.getuid(), f"{ROOT} belongs to somebody else"
     descriptor = os.open(ROOT, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -330,7 +345,7 @@ def _registry() -> Iterator[None]:
 def _reap() -> None:
     """End clusters whose suite was killed: nobody holds the lock on their `owner` file any more.
 
-    A lock, not a pid: it says the truth across PID namespaces, and no other process can inherit it by chance.
+    A lock, not a pid: it is true across PID namespaces, and no stranger can come to bear it.
     """
     for lab in ROOT.iterdir():
         with (lab / "owner").open("a") as owner:
@@ -338,15 +353,21 @@ def _reap() -> None:
                 fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 continue
-            run([HERE / "down.sh"], env={**os.environ, "LAB": str(lab)})
-            shutil.rmtree(lab, ignore_errors=True)
+            _down(lab)
 
 
-def _claim() -> tuple[int, TextIO]:
+def _down(lab: Path) -> None:
+    run([HERE / "down.sh"], env={**os.environ, "LAB": str(lab)}, check=True)
+    shutil.rmtree(lab, ignore_errors=True)  # down.sh leaves a directory in which nothing was started
+
+
+def _claim(nodes: int) -> tuple[int, TextIO]:
     """A block of ports that nobody uses, and the open, locked `owner` file that makes it ours."""
     for port in PORTS:
         lab = ROOT / str(port)
-        if lab.exists() or Path(f"/sys/class/net/hw{port}").exists() or not _is_free(port):
+        if lab.exists() or Path(f"/sys/class/net/hw{port}").exists():
+            continue
+        if not all(_is_free(port + offset) for offset in range(nodes + 1)):
             continue
         lab.mkdir()
         owner = (lab / "owner").open("w")
