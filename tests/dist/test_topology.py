@@ -128,6 +128,18 @@ def test_a_name_that_resolves_to_nothing_is_no_error(tmp_path: Path) -> None:
     )
 
 
+def test_the_default_interface_is_that_of_the_best_default_route(tmp_path: Path) -> None:
+    """A VPN takes half of all addresses, 0.0.0.0/1, and a second default route has a worse metric."""
+    routes = ["tun0 00000000 0 1 0 0 0 00000080", "wlan0 00000000 0 3 0 0 600 00000000"]
+    routes += ["eth0 00000000 0 3 0 0 100 00000000", "eth1 0000A8C0 0 1 0 0 0 0000FFFF"]
+    (tmp_path / "proc/net").mkdir(parents=True)
+    (tmp_path / "proc/net/route").write_text("\n".join(["Iface Destination ...", *routes]))
+    for name in ("tun0", "wlan0", "eth0", "eth1"):
+        (tmp_path / "sys/class/net" / name).mkdir(parents=True)
+        (tmp_path / "sys/class/net" / name / "operstate").write_text("up\n")
+    assert [nic.name for nic in detect(root=tmp_path, gpus=list).nics if nic.default] == ["eth0"]
+
+
 @pytest.mark.parametrize(
     "name", ["lo", "docker0", "veth12", "br-0123456789ab", "virbr0", "cni0", "tun0", "wg0"]
 )
