@@ -29,7 +29,8 @@ HEADLINE = re.compile(
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.chdir(tmp_path)  # a run keeps the changes of the repository it is started from
     return Run.create(tmp_path / "runs", name="digits")
 
 

@@ -149,7 +149,8 @@ def test_two_ranks_and_no_secret_anywhere(run: Run, lines: Lines) -> None:
 def test_a_rank_that_fails_ends_its_log_with_the_cause(run: Run, lines: Lines) -> None:
     done = launch(run, "fail")
     assert done.returncode != 0
-    assert lines(1)[0] == "hello from 1"
+    assert lines(1)[:2] == ["hello from 1", "Traceback (most recent call last):"]
+    assert "train.py" in lines(1)[2], "the traceback begins with the user's code"
     assert any(line.startswith("RuntimeError: [redacted] at https://[redacted]@host") for line in lines(1))
     assert "RuntimeError" in done.stderr, "the cause reaches the terminal"
     assert "canary" not in every_file(run)

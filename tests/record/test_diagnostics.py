@@ -55,6 +55,15 @@ def test_the_facts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (facts["driver"] is None) == (nvml.read_driver() is None)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_gpus(run: Run) -> None:
+    facts = collect(replace(WORLD, device=torch.device("cuda:0")), run)
+    assert facts["device"] == torch.cuda.get_device_name(0)
+    assert facts["device"] in [gpu["name"] for gpu in facts["gpus"]]
+    assert facts["driver"]["version"] and facts["torch"]["cuda"]
+
+
 def test_without_world_and_run() -> None:
     facts = collect()
     assert facts["world"] is facts["run"] is facts["device"] is None

@@ -201,6 +201,21 @@ with rank_log(run, rank=1, attempt=1):
     assert {line for line in lines(1) if "chatter" not in line} == {f"child {n}" for n in range(100)}
 
 
+def test_a_signal_handler_may_print(program: Program, lines: Lines) -> None:
+    done = program("""
+import signal
+signal.signal(signal.SIGALRM, lambda *_: print('alarm', file=sys.stderr))
+with rank_log(run, rank=1, attempt=1):
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+    for number in range(3000): print('line', number, file=sys.stderr)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    print('end')
+""")
+    assert done.returncode == 0, done.stderr
+    assert lines(1)[-1] == "end"
+    assert "alarm" in "".join(lines(1))
+
+
 def test_threads_do_not_mix_their_lines(program: Program, lines: Lines) -> None:
     program("""
 import threading

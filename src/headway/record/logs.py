@@ -120,8 +120,13 @@ class LogFile:
 
     def last_words(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Notes the traceback of a failure; the terminal gets it later, when the streams are restored."""
-        if isinstance(error, Exception) and not isinstance(error, Stopped):
-            self.write([plain(line) for line in "".join(traceback.format_exception(error)).splitlines()])
+        if not isinstance(error, Exception) or isinstance(error, Stopped):
+            return
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_globals.get("__package__") == __package__:
+            trace = trace.tb_next  # begin with the user's code
+        text = "".join(traceback.format_exception(type(error), error, trace))
+        self.write([plain(line) for line in text.splitlines()])
 
     def _lose(self, count: int, why: str) -> None:
         if not self.lost:

@@ -109,7 +109,7 @@ def _versions(facts: Mapping[str, Any]) -> str:
 
 def _code(code: Mapping[str, Any]) -> str:
     if not code["commit"]:
-        return code["note"] or "a git repository without a commit"
+        return str(code["note"] or "a git repository without a commit").partition(" (")[0]
     branch = f" on {code['branch']}" if code["branch"] else ""
     changes = ", uncommitted changes in code/" if code["dirty"] else ""
     return f"{code['commit'][:10]}{branch}{changes}"
