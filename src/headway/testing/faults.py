@@ -1,0 +1,61 @@
+"""Making a process fail on purpose, at a place that the code has named with `failpoint("...")`.
+
+with faults.at("checkpoint.after_manifest", rank=1, nth=2, action="raise"):
+    ...                                                     # this process, and what it starts
+
+subprocess.run(command, env={**os.environ, **faults.at("dist.join", action="kill9").environ})
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import final
+
+from headway import failpoints
+
+
+@final
+@dataclass(frozen=True)
+class Faults:
+    """Faults to inject: `environ` for other processes, or a `with` block in this one. Add them with `+`."""
+
+    text: str
+    _outer: list[str | None] = field(default_factory=list, repr=False, compare=False)
+
+    @property
+    def environ(self) -> dict[str, str]:
+        return {failpoints.VARIABLE: self.text}
+
+    def __add__(self, other: Faults) -> Faults:
+        return Faults(f"{self.text},{other.text}")
+
+    def __enter__(self) -> Faults:
+        self._outer.append(os.environ.get(failpoints.VARIABLE))
+        failpoints.forget_calls()
+        os.environ.update(self.environ)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        outer = self._outer.pop()
+        if outer is None:
+            del os.environ[failpoints.VARIABLE]
+        else:
+            os.environ[failpoints.VARIABLE] = outer
+
+
+def at(name: str, *, action: str, rank: int | None = None, nth: int = 1) -> Faults:
+    """A fault at the `nth` call of `failpoint(name)`, on one rank or, if none is given, on all.
+
+    `action` is kill9, raise, stop, exit=CODE, sleep=SECONDS or errno=NAME.
+
+    >>> at("checkpoint.after_manifest", rank=1, nth=2, action="kill9").environ
+    {'HEADWAY_FAILPOINT': 'checkpoint.after_manifest:rank=1:nth=2:kill9'}
+    """
+    place = [name] if rank is None else [name, f"rank={rank}"]
+    text = ":".join([*place, f"nth={nth}", action] if nth != 1 else [*place, action])
+    failpoints.parse(text)
+    return Faults(text)

@@ -1,0 +1,184 @@
+"""What a test left behind: processes, sockets, files, shared memory, variables, signal handlers, streams, threads.
+
+    before = snapshot()
+    ...
+    assert since(before) == []
+
+Where the system has no /proc (macOS), open files and shared memory are not seen.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_SHARED_MEMORY = Path("/dev/shm")
+_SETTLE = 2.0
+"""seconds that children and sockets get to be gone: they may be dying already"""
+_NOT_OURS = frozenset({"PYTEST_CURRENT_TEST"})
+_ABSENT = object()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """What this process owns at one moment: identities, with what is needed to describe them."""
+
+    processes: Mapping[Hashable, str]
+    files: Mapping[Hashable, int]
+    shared_memory: frozenset[Path] | None
+    threads: Mapping[Hashable, str]
+    variables: Mapping[str, object]
+    handlers: Mapping[str, object]
+    streams: Mapping[str, object]
+
+
+def snapshot(*, shared_memory: bool = True) -> Snapshot:
+    """What this process owns now. Shared memory is the user's, not the process's: of several ranks, none may ask."""
+    children = psutil.Process().children(recursive=True)
+    trackers = [child for child in children if _is_resource_tracker(child)]
+    threads = [thread for thread in threading.enumerate() if not thread.daemon]
+    return Snapshot(
+        processes={(c.pid, c.create_time()): _describe_process(c) for c in children if c not in trackers},
+        files=_open_files(except_those_of=trackers),
+        shared_memory=own_shared_memory() if shared_memory else None,
+        threads={thread.ident: thread.name for thread in threads},
+        variables={name: value for name, value in os.environ.items() if name not in _NOT_OURS},
+        handlers={_signal_name(number): signal.getsignal(number) for number in signal.valid_signals()},
+        streams={"sys.stdout": sys.stdout, "sys.stderr": sys.stderr},
+    )
+
+
+def since(before: Snapshot) -> list[str]:
+    """One line for each thing that is here now and was not here before, once everything had time to go."""
+    return _once_settled(lambda: _compare(before, snapshot(shared_memory=before.shared_memory is not None)))
+
+
+def shared_memory_since(before: frozenset[Path]) -> list[str]:
+    """One line for each piece of shared memory that is new and that no process outside this family uses."""
+    return _once_settled(lambda: _compare_memory(before, own_shared_memory()))
+
+
+def describe(found: Iterable[str]) -> str:
+    """The message of a test that fails for what it left behind.
+
+    >>> print(describe(["process 4711: sleep 100"]))
+    the test left something behind:
+      process 4711: sleep 100
+    """
+    return "the test left something behind:\n" + "\n".join(f"  {line}" for line in found)
+
+
+def _once_settled(look: Callable[[], list[str]]) -> list[str]:
+    deadline = time.monotonic() + _SETTLE
+    while found := look():
+        if time.monotonic() > deadline:
+            return found
+        gc.collect()
+        time.sleep(0.05)
+    return []
+
+
+def _compare_memory(before: frozenset[Path], after: frozenset[Path]) -> list[str]:
+    return [f"shared memory {path}" for path in sorted(after - before) if not _in_use_elsewhere(path)]
+
+
+def _compare(before: Snapshot, after: Snapshot) -> list[str]:
+    return [
+        *(f"process {after.processes[key]}" for key in after.processes.keys() - before.processes.keys()),
+        *(_describe_file(after.files[key]) for key in after.files.keys() - before.files.keys()),
+        *_compare_memory(before.shared_memory or frozenset(), after.shared_memory or frozenset()),
+        *(f"thread {after.threads[key]}" for key in after.threads.keys() - before.threads.keys()),
+        *(f"environment variable {name}" for name in _changed(before.variables, after.variables)),
+        *(f"handler of {name}" for name in _changed(before.handlers, after.handlers)),
+        *(f"{name}, which was replaced" for name in _changed(before.streams, after.streams)),
+    ]
+
+
+def _changed(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
+    names = sorted(before.keys() | after.keys())
+    return [name for name in names if before.get(name, _ABSENT) != after.get(name, _ABSENT)]
+
+
+def _is_resource_tracker(child: psutil.Process) -> bool:
+    """multiprocessing starts one on first use, for the life of the process."""
+    try:
+        return any("multiprocessing.resource_tracker" in part for part in child.cmdline())
+    except psutil.Error:  # gone, or a zombie
+        return False
+
+
+def _describe_process(child: psutil.Process) -> str:
+    try:
+        return f"{child.pid}: {' '.join(child.cmdline()) or child.name()} ({child.status()})"
+    except psutil.Error:
+        return f"{child.pid}: (gone)"
+
+
+def _open_files(except_those_of: Iterable[psutil.Process]) -> Mapping[Hashable, int]:
+    """(what it leads to, how often before) -> descriptor: reopening a file under another number is no growth."""
+    shared = {
+        target for child in except_those_of for target in _targets(Path(f"/proc/{child.pid}/fd")).values()
+    }
+    seen: Counter[str] = Counter()
+    files: dict[Hashable, int] = {}
+    for fd, target in sorted(_targets(Path("/proc/self/fd")).items()):
+        if not (target in shared and target.startswith("pipe:")):
+            seen[target] += 1
+            files[target, seen[target]] = fd
+    return files
+
+
+def _targets(folder: Path) -> dict[int, str]:
+    found = {}
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        with suppress(FileNotFoundError):  # the descriptor of this very listing
+            found[int(entry.name)] = str(entry.readlink())
+    return found
+
+
+def _describe_file(fd: int) -> str:
+    for connection in psutil.Process().net_connections(kind="inet"):
+        if connection.fd == fd:
+            ends = [
+                f"{address.ip}:{address.port}" for address in (connection.laddr, connection.raddr) if address
+            ]
+            return f"socket {' to '.join(ends)} ({connection.status.lower()})"
+    return f"open file {fd}: {_targets(Path('/proc/self/fd')).get(fd, 'closed meanwhile')}"
+
+
+def own_shared_memory() -> frozenset[Path]:
+    """The shared memory of this user, whichever process made it."""
+    found = set()
+    for path in _SHARED_MEMORY.iterdir() if _SHARED_MEMORY.is_dir() else ():
+        with suppress(FileNotFoundError):
+            if path.lstat().st_uid == os.getuid():
+                found.add(path)
+    return frozenset(found)
+
+
+def _in_use_elsewhere(path: Path) -> bool:
+    """Does a process that is neither this one nor a child of it use the memory? Then it is not this test's."""
+    family = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    for process in psutil.process_iter():
+        if process.pid not in family:
+            with suppress(psutil.Error, OSError):
+                if str(path) in Path(f"/proc/{process.pid}/maps").read_text():
+                    return True
+                if str(path) in _targets(Path(f"/proc/{process.pid}/fd")).values():
+                    return True
+    return False
+
+
+def _signal_name(number: int) -> str:
+    return number.name if isinstance(number, signal.Signals) else f"signal {number}"

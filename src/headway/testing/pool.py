@@ -1,0 +1,283 @@
+"""Groups of processes that run tests as ranks: started once per size, reused by test after test, replaced if spoilt."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any, final
+
+from headway.errors import RankFailure
+from headway.failpoints import VARIABLE as FAILPOINT
+from headway.failure import status_in_words
+from headway.testing.protocol import Report, Start, Task
+
+_MAX_POOLS = 3
+"""groups kept alive at the same time: an idle rank costs a quarter of a gigabyte"""
+_START_TIMEOUT = 120.0
+_CLOSE_TIMEOUT = 5.0
+_GRACE = 2.0
+"""seconds the others get to end by themselves once a rank did not pass: they may be waiting for it in vain"""
+_ABORT_TIMEOUT = 2.0
+_CLEAN_UP = 0.1
+"""seconds that helpers of a dead rank get, such as the one that removes its shared memory"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What is known about one rank when a test is over."""
+
+    rank: int
+    report: Report | None
+    problem: str
+    """why there is no report"""
+    released: bool
+    """it did nothing wrong, but was ended because another rank had ended"""
+    stack: str
+    """where the rank was when it crashed or was ended"""
+    stdout: str
+    stderr: str
+
+    @property
+    def passed(self) -> bool:
+        return self.report is not None and self.report.outcome == "passed"
+
+
+@final
+class _Capture:
+    """A file without a name, which vanishes with the last process that has it open."""
+
+    def __init__(self) -> None:
+        self.file = tempfile.TemporaryFile()  # noqa: SIM115 - open for as long as the rank may write
+        self._read = 0
+
+    def news(self) -> str:
+        """What was written since the last call. `pread` leaves the position alone: it is the writer's, too."""
+        data = os.pread(self.file.fileno(), os.fstat(self.file.fileno()).st_size - self._read, self._read)
+        self._read += len(data)
+        return data.decode(errors="replace")
+
+
+@final
+class _Process:
+    """One rank, seen from pytest's process."""
+
+    def __init__(self, rank: int, cwd: Path) -> None:
+        self.rank = rank
+        self.stdout, self.stderr, self.stack = _Capture(), _Capture(), _Capture()
+        self.connection: Connection[Any, Any]
+        self.connection, far_end = Pipe()
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}; "
+            f"from headway.testing.worker import main; main({far_end.fileno()})"
+        )
+        with far_end:
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", "-c", code],
+                stdin=subprocess.DEVNULL,
+                stdout=self.stdout.file,
+                stderr=self.stderr.file,
+                pass_fds=(far_end.fileno(), self.stack.file.fileno()),
+                env=_environ(),
+                cwd=cwd,
+                start_new_session=True,  # Ctrl-C is pytest's to handle; and a rank's children can be ended with it
+            )
+
+    def send(self, message: object) -> None:
+        with suppress(BrokenPipeError):  # it is dead: whoever waits for its answer will see
+            self.connection.send(message)
+
+    def signal(self, *numbers: int) -> None:
+        if self.process.returncode is None:  # not reaped yet, so the number is still its own
+            for number in numbers:
+                os.kill(self.process.pid, number)
+
+    def reap(self) -> int:
+        """Ends what is left of the process and its children, and returns how the process ended."""
+        if self.process.returncode is None:
+            with suppress(
+                ProcessLookupError, PermissionError
+            ):  # nobody left; macOS says so in the second way
+                os.killpg(self.process.pid, signal.SIGKILL)
+        return self.process.wait()
+
+    def hear(self, first: Result | None) -> Result:
+        """What has come through the connection: a report, or the end. `first` is the rank that ended too early."""
+        try:
+            return self.result(report=self.connection.recv())
+        except (EOFError, ConnectionResetError):
+            time.sleep(_CLEAN_UP)
+        status = self.reap()
+        if (
+            status >= 0 and first is not None and first.report is None
+        ):  # headway.dist ends the peers of a dead rank
+            problem = f"was ended, with exit code {status}, because rank {first.rank} was gone"
+            return self.result(problem=problem, released=True)
+        return self.result(problem=status_in_words(status))
+
+    def result(self, *, report: Report | None = None, problem: str = "", released: bool = False) -> Result:
+        return Result(
+            rank=self.rank,
+            report=report,
+            problem=problem,
+            released=released,
+            stack=self.stack.news(),
+            stdout=self.stdout.news(),
+            stderr=self.stderr.news(),
+        )
+
+    def close(self) -> None:
+        self.reap()
+        self.connection.close()
+        for capture in (self.stdout, self.stderr, self.stack):
+            capture.file.close()
+
+
+@final
+class Pool:
+    """`n` processes in one group. After `run`, ask `spoilt` whether they may be used again."""
+
+    def __init__(self, n: int, pytest_args: Sequence[str], cwd: Path) -> None:
+        self.spoilt = False
+        self._members: list[_Process] = []
+        meeting = Path(tempfile.mkdtemp(prefix="headway-ranks-"))
+        try:
+            for rank in range(n):
+                member = _Process(rank, cwd)
+                self._members.append(member)
+                member.send(
+                    Start(
+                        variables=_variables(rank, n, meeting),
+                        pytest_args=pytest_args,
+                        stack_fd=member.stack.file.fileno(),
+                    )
+                )
+            self._check_started(self._collect(_START_TIMEOUT))
+        except BaseException:
+            self.kill()
+            raise
+        finally:
+            shutil.rmtree(meeting)
+
+    def run(self, task: Task, timeout: float) -> list[Result]:
+        """Runs one test on all ranks. Returns at most a few seconds after `timeout`, with a result for each."""
+        self.spoilt = True  # until all is known to be well
+        for member in self._members:
+            member.send(task)
+        results = self._collect(timeout)
+        self.spoilt = not _in_step(results)
+        return results
+
+    def close(self) -> None:
+        """Lets the ranks leave in good order, as far as they do."""
+        for member in self._members:
+            member.send(None)
+        deadline = time.monotonic() + _CLOSE_TIMEOUT
+        for member in self._members:
+            with suppress(subprocess.TimeoutExpired):
+                member.process.wait(max(0.0, deadline - time.monotonic()))
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends all ranks now, with all that they started."""
+        for member in self._members:
+            member.signal(signal.SIGKILL)
+        time.sleep(_CLEAN_UP)
+        for member in self._members:
+            member.close()
+
+    def _collect(self, timeout: float) -> list[Result]:
+        """Waits for a report of each rank, or for its end; but not long once one of them did not pass."""
+        results: dict[int, Result] = {}
+        first: Result | None = None
+        deadline = time.monotonic() + timeout
+        waiting = {member.connection: member for member in self._members}
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for connection in wait(list(waiting), left):
+                member = waiting.pop(connection)  # type: ignore[call-overload]
+                result = results[member.rank] = member.hear(first)
+                if first is None and not result.passed:
+                    first = result
+                    deadline = min(deadline, time.monotonic() + _GRACE)
+        self._abort(list(waiting.values()))
+        late = f"did not end within {timeout:g} s"
+        if first is not None:
+            late = f"was still at work {_GRACE:g} s after rank {first.rank} had ended, and was stopped"
+        for member in waiting.values():
+            results[member.rank] = member.result(problem=late, released=first is not None)
+        return [results[member.rank] for member in self._members]
+
+    def _abort(self, stuck: list[_Process]) -> None:
+        """Ends ranks in a way that makes them write their stack first, even if they are stopped."""
+        for member in stuck:
+            member.signal(signal.SIGABRT, signal.SIGCONT)
+        deadline = time.monotonic() + _ABORT_TIMEOUT
+        for member in stuck:
+            wait([member.connection], max(0.0, deadline - time.monotonic()))
+            member.reap()
+
+    def _check_started(self, results: list[Result]) -> None:
+        failed = [result for result in results if result.report is None]
+        if failed:
+            words = (f"rank {r.rank} {r.problem}\n{r.stdout}{r.stderr}{r.stack}" for r in failed)
+            raise RankFailure("the processes of this test could not be started\n" + "\n".join(words))
+
+
+def _in_step(results: list[Result]) -> bool:
+    """Did all ranks come to the same end, after the same collectives? If not, one may still owe another an answer."""
+    reports = [result.report for result in results]
+    return len(set(reports)) == 1 and reports[0] is not None and reports[0].reusable
+
+
+def _environ() -> dict[str, str]:
+    """The ranks inherit all but what is meant for pytest itself, and a fault that is meant for a test."""
+    for_pytest = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", FAILPOINT)
+    kept = {name: value for name, value in os.environ.items() if name not in for_pytest}
+    return kept | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+
+
+def _variables(rank: int, n: int, meeting: Path) -> Mapping[str, str]:
+    """A place in the group, as the node agent would give it."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(n),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(n),
+        "GROUP_RANK": "0",
+        "HEADWAY_RENDEZVOUS": str(meeting / "address"),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }
+
+
+@final
+class Pools:
+    """The groups of one pytest session, by size; the one unused for longest goes when there are too many."""
+
+    def __init__(self) -> None:
+        self._by_size: dict[int, Pool] = {}
+
+    def get(self, n: int, pytest_args: Sequence[str], cwd: Path) -> Pool:
+        pool = self._by_size.pop(n, None)
+        if pool is None:
+            if len(self._by_size) == _MAX_POOLS:
+                self._by_size.pop(next(iter(self._by_size))).close()
+            pool = Pool(n, pytest_args, cwd)
+        self._by_size[n] = pool  # last: used most recently
+        return pool
+
+    def discard(self, pool: Pool) -> None:
+        self._by_size = {n: kept for n, kept in self._by_size.items() if kept is not pool}
+        pool.kill()
+
+    def close(self) -> None:
+        while self._by_size:
+            self._by_size.popitem()[1].close()

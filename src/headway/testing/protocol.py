@@ -1,0 +1,55 @@
+"""What pytest's process and its ranks say to each other: one `Start`, then a `Task` and a `Report` per test."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Outcome = Literal["passed", "failed", "skip", "xfail", "exit"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What a new process needs to become a rank that imports tests as pytest does."""
+
+    variables: Mapping[str, str]
+    pytest_args: Sequence[str]
+    stack_fd: int
+    """where the stack of this process goes if it crashes or is told to abort"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One test: where its function is, what it is called with, and the surroundings pytest made for it."""
+
+    module_file: str
+    module_name: str
+    qualname: str
+    arguments: Mapping[str, bytes]
+    attributes: Mapping[str, bytes] | None
+    """what fixtures and setup methods wrote on the instance of a test class; None for a plain function"""
+    conftests: Mapping[str, str]
+    """module name -> file, for arguments whose class is defined in a conftest.py"""
+    environ: Mapping[str, str]
+    cwd: str
+    path: Sequence[str]
+    rewrite: frozenset[str]
+    warnings: bytes
+    """pickled filters: a category may be a class of the test module"""
+    leaks: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """How one rank fared."""
+
+    outcome: Outcome
+    reason: str
+    """in a line"""
+    text: str
+    """the same with traceback"""
+    collectives: int
+    """how many this rank took part in: if ranks differ, one of them is owed an answer"""
+    reusable: bool
+    """False if the rank left the group or something leaked"""

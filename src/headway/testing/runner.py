@@ -1,0 +1,203 @@
+"""From a pytest item to a task for ranks, and from their results to one report."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+import re
+import sys
+import unittest
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+import pytest
+
+from headway.errors import RankFailure, UsageError
+from headway.testing import leaks, marks
+from headway.testing.pool import Pools, Result
+from headway.testing.protocol import Task
+
+_UNPICKLABLE = (pickle.PicklingError, TypeError, AttributeError, RuntimeError, ValueError)
+_OUR_THREADS = re.compile(
+    r"testing/worker\.py\", line \d+ in _listen|dist/control\.py\", line \d+ in (run|_listen)"
+)
+
+
+def _skip(reason: str) -> NoReturn:
+    raise pytest.skip.Exception(reason, _use_item_location=True)  # the line to blame is the test's, not ours
+
+
+_ENDS: Mapping[str, Callable[[str], NoReturn]] = {
+    "exit": pytest.exit,
+    "xfail": pytest.xfail,
+    "skip": _skip,
+}
+
+
+def check(item: pytest.Item) -> None:
+    """Refuses tests that would silently run in pytest's own process instead of on ranks."""
+    if not isinstance(item, pytest.Function) or (item.cls and issubclass(item.cls, unittest.TestCase)):
+        pytest.fail(
+            "@ranks works on plain test functions and methods, not on unittest.TestCase", pytrace=False
+        )
+    if inspect.iscoroutinefunction(item.obj):
+        pytest.fail("@ranks works on plain functions: call asyncio.run() inside the test", pytrace=False)
+
+
+def run(item: pytest.Function, pools: Pools) -> None:
+    """Runs the test on its ranks and ends as they did."""
+    __tracebackhide__ = True
+    settings = marks.find(item)
+    assert settings is not None
+    before = leaks.own_shared_memory()
+    try:
+        task = _task(item, settings)
+        pool = pools.get(settings.n, _pytest_args(item.config), item.config.invocation_params.dir)
+    except (UsageError, RankFailure) as error:
+        raise pytest.fail.Exception(str(error), pytrace=False) from None
+    try:
+        results = pool.run(task, settings.timeout)
+    finally:
+        if pool.spoilt:
+            pools.discard(pool)
+    _show_output(item, results)
+    _conclude(results)
+    if settings.leaks and (left := leaks.shared_memory_since(before)):
+        pytest.fail(leaks.describe(left), pytrace=False)
+
+
+def _task(item: pytest.Function, settings: marks.Ranks) -> Task:
+    module = item.module
+    name = item.originalname
+    arguments = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}
+    if "monkeypatch" in arguments:
+        arguments["monkeypatch"] = None  # each rank makes its own
+    attributes = vars(item.instance) if item.cls else None
+    hook = item.config.pluginmanager.rewrite_hook
+    return Task(
+        module_file=str(item.path),
+        module_name=module.__name__,
+        qualname=f"{item.cls.__qualname__}.{name}" if item.cls else name,
+        arguments=_pickled("fixture or parameter", arguments),
+        attributes=_pickled("attribute", attributes) if attributes is not None else None,
+        conftests=_conftests(item.config),
+        environ=dict(os.environ),
+        cwd=str(Path.cwd()),
+        path=list(sys.path),
+        rewrite=frozenset({module.__name__, *getattr(hook, "_must_rewrite", ())}),
+        warnings=pickle.dumps(list(warnings.filters)),
+        leaks=settings.leaks,
+    )
+
+
+def _pickled(kind: str, values: Mapping[str, Any]) -> dict[str, bytes]:
+    """Each value by itself, so that the one that cannot be sent is named."""
+    sent = {}
+    for name, value in values.items():
+        try:
+            sent[name] = pickle.dumps(value)
+        except _UNPICKLABLE as error:
+            raise UsageError(
+                f"{kind} {name!r} cannot be handed to the ranks, because its value, a {type(value).__name__}, "
+                f"cannot be pickled ({error}): make it inside the test, or hand over plain data"
+            ) from None
+    return sent
+
+
+def _conftests(config: pytest.Config) -> dict[str, str]:
+    plugins = (plugin for plugin in config.pluginmanager.get_plugins() if isinstance(plugin, ModuleType))
+    files = {plugin.__name__: plugin.__file__ or "" for plugin in plugins}
+    return {name: file for name, file in files.items() if Path(file).name == "conftest.py"}
+
+
+def _pytest_args(config: pytest.Config) -> list[str]:
+    """What a rank's pytest must share with ours to import tests, and tell of their failures, in the same way."""
+    option = config.option
+    ini = [f"python_files={' '.join(config.getini('python_files'))}"]
+    ini.append(f"consider_namespace_packages={config.getini('consider_namespace_packages')}")
+    args = ["-c", os.devnull, "--rootdir", str(config.rootpath), "--noconftest"]
+    args += ["--import-mode", option.importmode, "--assert", option.assertmode, "--tb", option.tbstyle]
+    args += [part for setting in ini for part in ("-o", setting)]
+    args += ["--showlocals"] if option.showlocals else []
+    args += ["--full-trace"] if option.fulltrace else []
+    return [*args, "--verbosity", str(option.verbose)]
+
+
+def _show_output(item: pytest.Item, results: list[Result]) -> None:
+    for stream in ("stdout", "stderr"):
+        for names, text in _fold((result.rank, getattr(result, stream)) for result in results):
+            if not text:
+                continue
+            if item.config.getoption("capture") == "no":
+                print(f"--- {stream} of {names}\n{text}", end="", file=getattr(sys, stream))
+            else:
+                item.add_report_section("call", f"{stream} of {names}", text)
+
+
+def _conclude(results: list[Result]) -> None:
+    """Ends as the ranks did: failed if one of them failed by itself; else exited, failed as expected, or skipped."""
+    __tracebackhide__ = True
+    failed = [r for r in results if not r.released and (r.report is None or r.report.outcome == "failed")]
+    if failed:
+        released = [result for result in results if result.released]
+        pytest.fail(_tell(failed, released, len(results)), pytrace=False)
+    for outcome, end in _ENDS.items():
+        told = ((r.rank, r.report.reason) for r in results if r.report and r.report.outcome == outcome)
+        for names, reason in _fold(told):
+            end(reason if names == _names(range(len(results))) else f"{reason} (said by {names})")
+
+
+def _tell(failed: list[Result], released: list[Result], n: int) -> str:
+    """One report for all ranks; those that say the same say it together."""
+    names, reason = _fold((r.rank, r.report.reason if r.report else r.problem) for r in failed)[0]
+    parts = [f"{names} of {n}: {reason}"]
+    for results in (failed, released):
+        for names, text in _fold((result.rank, _story(result)) for result in results):
+            parts.append(f"{names}:{text}")
+    return "\n\n".join(parts)
+
+
+def _story(result: Result) -> str:
+    if result.report is not None:
+        return "\n" + result.report.text.strip("\n")
+    stack = _readable(result.stack)
+    return f" {result.problem}" + (f"; it was here, most recent call first:\n{stack}" if stack else "")
+
+
+def _readable(stack: str) -> str:
+    """A dump of faulthandler without what differs between ranks, and without the threads and frames that are ours."""
+    threads = []
+    for block in stack.split("\n\n"):
+        heading, _, frames = block.partition("\n")
+        if "most recent call first" in heading and not _OUR_THREADS.search(frames):
+            kept = frames.split("\n")
+            ends = [i for i, line in enumerate(kept) if "headway/testing/worker.py" in line]
+            threads.append("\n".join(kept[: ends[0]] if ends else kept))
+    return "\n  in another thread:\n".join(reversed(threads))  # the main thread comes last in the dump
+
+
+def _fold(texts: Iterable[tuple[int, str]]) -> list[tuple[str, str]]:
+    """[("ranks 0-2, 4", text), ...]: equal texts once, in the order of their first rank."""
+    ranks_by_text: dict[str, list[int]] = {}
+    for rank, text in texts:
+        ranks_by_text.setdefault(text, []).append(rank)
+    return [(_names(ranks), text) for text, ranks in ranks_by_text.items()]
+
+
+def _names(ranks: Iterable[int]) -> str:
+    """
+    >>> _names([0, 1, 2, 4])
+    'ranks 0-2, 4'
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
+    return f"rank{'s' if len(runs) > 1 or len(runs[0]) > 1 else ''} {', '.join(words)}"
