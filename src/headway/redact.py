@@ -55,7 +55,7 @@ _RECORDED = re.compile(
 _KNOWN_SHAPE = re.compile(
     r"""
     -----BEGIN[ ][A-Z0-9 ]*PRIVATE[ ]KEY-----.*?(?:-----END[ ][A-Z0-9 ]*PRIVATE[ ]KEY-----|\Z)
-    | https://hooks\.slack\.com/services/[^\s"']+
+    | https://hooks\.slack\.com/services/[\w/]+
     | (?<![A-Za-z0-9]) (?:
           hf_[A-Za-z0-9]{20,}
         | sk-[\w-]{20,}

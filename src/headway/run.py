@@ -259,7 +259,8 @@ def find_latest(root: str | os.PathLike[str] = "runs", *, name: str | None = Non
         check_name(name)
     try:
         with os.scandir(root) as entries:
-            paths = [Path(entry).absolute() for entry in entries if entry.is_dir(follow_symlinks=False)]
+            shown = (entry for entry in entries if not entry.name.startswith("."))
+            paths = [Path(entry) for entry in shown if entry.is_dir(follow_symlinks=False)]
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -12,6 +12,7 @@ import dataclasses
 import datetime
 import decimal
 import functools
+import re
 import sys
 import types
 import uuid
@@ -66,7 +67,12 @@ def to_yaml(plain: object) -> str:
     - 2
     - 4
     """
-    return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=110))
+    text = str(yaml.safe_dump(plain, sort_keys=False, width=110, allow_unicode=True))
+    if re.search(
+        "[\x85\u2028\u2029]", text
+    ):  # rare line breaks that PyYAML reads back right only when escaped
+        text = str(yaml.safe_dump(plain, sort_keys=False, width=110))
+    return text
 
 
 def _plain(value: object, *, at: str, inside: tuple[int, ...]) -> object:
@@ -130,7 +136,7 @@ def _foreign(value: object, *, at: str) -> object:
         try:
             return omegaconf.OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
         except omegaconf.errors.OmegaConfBaseException as error:
-            raise UsageError(f"{at} cannot be resolved: {str(error).splitlines()[0]}") from error
+            raise UsageError(f"{at}.{error.full_key} has no value: {str(error).splitlines()[0]}") from error
     if torch := sys.modules.get("torch"):
         if isinstance(value, torch.dtype | torch.device | torch.layout | torch.memory_format):
             return str(value)
