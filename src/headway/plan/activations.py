@@ -6,7 +6,6 @@ forms of Korthikanti et al. 2022 (equations 1 to 6) come out as sums; the tests 
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 from headway.plan.layout import Layout
@@ -24,7 +23,6 @@ class Saved(NamedTuple):
     """Part of the attention core, which selective recomputation drops."""
 
 
-@lru_cache(maxsize=1024)
 def saved_tensors(model: Transformer, layout: Layout, *, moe: bool = False) -> tuple[Saved, ...]:
     """The tensors that one layer keeps, in the order they are made."""
     act, res, h = layout.numbers.activation, layout.residual_bytes, model.hidden
@@ -89,19 +87,28 @@ def working_set(model: Transformer, layout: Layout, *, moe: bool = False) -> flo
     return _layer_bytes(model, layout, "none", moe) - layer_bytes(model, layout, moe=moe)
 
 
-@lru_cache(maxsize=4096)
+_per_token: dict[tuple[object, ...], tuple[float, float]] = {}
+"""Bytes per token that stay whole and that tensor parallelism splits; few, whatever the number of layouts."""
+
+
 def _layer_bytes(model: Transformer, layout: Layout, recompute: str, moe: bool) -> float:
-    tokens = layout.microbatch * layout.tokens(model) / layout.cp
-    sequence_split = layout.tp if layout.sequence_parallel else 1
+    sequence = layout.tokens(model)
+    key = (model, recompute, moe, layout.tp > model.kv and layout.tp, sequence, layout.precision, layout.flash,
+           layout.zero == 3)  # fmt: skip
+    if key not in _per_token:
+        _per_token[key] = _kept_per_token(model, layout, recompute, moe)
+    whole, split = _per_token[key]
+    tokens = layout.microbatch * sequence / layout.cp
+    return tokens * (whole / (layout.tp if layout.sequence_parallel else 1) + split / layout.tp)
+
+
+def _kept_per_token(model: Transformer, layout: Layout, recompute: str, moe: bool) -> tuple[float, float]:
     if recompute == "full":
-        return tokens * layout.residual_bytes * model.hidden / sequence_split
+        return float(layout.residual_bytes * model.hidden), 0.0
     if recompute == "sac":
-        whole, split = _sac(model, layout)
-        return tokens * (whole / sequence_split + split / layout.tp)
+        return _sac(model, layout)
     kept = [e for e in saved_tensors(model, layout, moe=moe) if not (e.core and recompute == "selective")]
-    whole = sum(entry.bytes for entry in kept if entry.whole)
-    split = sum(entry.bytes for entry in kept if not entry.whole)
-    return tokens * (whole / sequence_split + split / layout.tp)
+    return sum(e.bytes for e in kept if e.whole), sum(e.bytes for e in kept if not e.whole)
 
 
 def _sac(model: Transformer, layout: Layout) -> tuple[float, float]:

@@ -26,9 +26,11 @@ def real(key: str, value: object, *, above: float = 0.0, at_most: float = float(
 
 def one_of(key: str, value: object, valid: Collection[object]) -> None:
     """Refuses a value that is not on the list, offering the nearest names."""
-    # `True == 1` would let `zero: true` pass as stage 1
-    if not any(value == choice and type(value) is type(choice) for choice in valid):
-        raise UsageError(f"{key} is {value!r}{nearest(value, valid)}; valid: {listed(valid)}")
+    for choice in valid:
+        # `True == 1` would let `zero: true` pass as stage 1
+        if value == choice and type(value) is type(choice):
+            return
+    raise UsageError(f"{key} is {value!r}{nearest(value, valid)}; valid: {listed(valid)}")
 
 
 def known_keys(where: str, given: Iterable[object], valid: Collection[str]) -> None:

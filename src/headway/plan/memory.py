@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from headway.plan import activations, pipeline
 from headway.plan.hardware import GIB
 from headway.plan.layout import Layout
-from headway.plan.states import States, on_rank, states
+from headway.plan.states import RankParameters, States, on_rank, states
 from headway.plan.transformer import Transformer
 
 # Bytes alive per logit while the loss is differentiated: fp32 log-probabilities, their gradient, the gradient
@@ -42,7 +42,8 @@ def ranks_to_look_at(layout: Layout) -> tuple[int, ...]:
 
 def peak(model: Transformer, layout: Layout) -> RankMemory:
     """The fullest rank."""
-    stages = ranks_to_look_at(layout)
+    even = model.layers % (layout.pp * layout.vpp) == 0
+    stages = {0, layout.pp - 1} if even else ranks_to_look_at(layout)
     return max((rank_memory(model, layout, stage) for stage in stages), key=lambda rank: rank.allocated)
 
 
@@ -50,12 +51,15 @@ def rank_memory(model: Transformer, layout: Layout, stage: int) -> RankMemory:
     """Peak of a rank: the loss or the first backward on one hand, the optimizer step on the other."""
     parameters = on_rank(model, layout, stage)
     kept = states(parameters, layout)
+    whole = parameters.shared + parameters.experts
     always = {"weights": kept.weights, "optimizer": kept.optimizer}
     gradients = {"gradients": kept.gradients}
     if layout.zero == 3 and not layout.reshard and layout.microbatches > 1:
         # whole gradients pile up over the microbatches and are scattered once, after the last
-        gradients = {"gradients": layout.numbers.gradient * (parameters.shared + parameters.experts)}
-    training = _training_parts(model, layout, stage) | (gradients if gradients_stay(layout) else {})
+        gradients = {"gradients": layout.numbers.gradient * whole}
+    training = _training_parts(model, layout, stage, parameters) | (
+        gradients if gradients_stay(layout) else {}
+    )
     stepping = gradients | {"optimizer temporaries": _step_temporaries(kept, layout)}
     fuller = max(training, stepping, key=lambda parts: sum(parts.values()))
     return RankMemory(stage=stage, parts=always | {name: size for name, size in fuller.items() if size})
@@ -75,7 +79,9 @@ def reserved(allocated: float, layout: Layout, *, factor: float = RESERVE) -> fl
     return allocated * factor + CONTEXT_BYTES + (COLLECTIVE_BYTES if layout.gpus > 1 else 0.0)
 
 
-def _training_parts(model: Transformer, layout: Layout, stage: int) -> dict[str, float]:
+def _training_parts(
+    model: Transformer, layout: Layout, stage: int, parameters: RankParameters
+) -> dict[str, float]:
     layers = pipeline.layers_in_flight(model.layers, layout.pp, layout.vpp, stage, layout.microbatches)
     share = model.moe_layers / model.layers
     per_layer = (1 - share) * activations.layer_bytes(model, layout)
@@ -91,9 +97,9 @@ def _training_parts(model: Transformer, layout: Layout, stage: int) -> dict[str,
         "activations": layers * per_layer * compiled,
         "embedding": _embedding(model, layout, stage),
         **late,
-        "16-bit weight copies": _casts(model, layout, stage),
-        "gathered weights": _gathered(model, layout, stage),
-        "buckets": _buckets(model, layout, stage),
+        "16-bit weight copies": _casts(layout, parameters),
+        "gathered weights": _gathered(layout, parameters),
+        "buckets": _buckets(layout, parameters),
     }
 
 
@@ -118,19 +124,17 @@ def _logits(model: Transformer, layout: Layout) -> float:
     return inputs + tokens * model.vocab * each / (layout.tp * layout.loss_chunks)
 
 
-def _casts(model: Transformer, layout: Layout, stage: int) -> float:
+def _casts(layout: Layout, parameters: RankParameters) -> float:
     """Autocast keeps 16-bit copies of the weights until the backward pass has used them."""
     if layout.precision != "amp" or layout.zero == 3 or layout.recompute == "full":
         return 0.0
-    parameters = on_rank(model, layout, stage)
     return 2 * (parameters.shared + parameters.experts)
 
 
-def _gathered(model: Transformer, layout: Layout, stage: int) -> float:
+def _gathered(layout: Layout, parameters: RankParameters) -> float:
     """FSDP: two layers of whole weights (one in use, one on its way), the largest unit, and its gradient."""
     if layout.zero < 3 or layout.shards == 1:
         return 0.0
-    parameters = on_rank(model, layout, stage)
     width = layout.numbers.activation
     gradient = parameters.largest_unit * (width + layout.numbers.gradient)
     if not layout.reshard:
@@ -138,11 +142,10 @@ def _gathered(model: Transformer, layout: Layout, stage: int) -> float:
     return width * (2 * parameters.layer + parameters.largest_unit) + gradient
 
 
-def _buckets(model: Transformer, layout: Layout, stage: int) -> float:
+def _buckets(layout: Layout, parameters: RankParameters) -> float:
     """DDP reduces through a second copy of the gradients; sharded optimizers through two buckets."""
     if layout.dp == 1 or layout.zero == 3:
         return 0.0
-    parameters = on_rank(model, layout, stage)
     copy = layout.numbers.gradient * (parameters.shared + parameters.experts)
     if layout.zero == 0 and layout.precision in ("amp", "fp32", "pure-bf16"):
         return copy

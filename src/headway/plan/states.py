@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from headway.plan.layout import OPTIMIZER_MOMENTS, Layout
 from headway.plan.pipeline import chunk_layers
@@ -49,13 +50,18 @@ def layer_on_rank(model: Transformer, tp: int, *, moe: bool) -> float:
 
 def on_rank(model: Transformer, layout: Layout, stage: int) -> RankParameters:
     """Parameters that a rank of this pipeline stage holds."""
-    layers = sum(chunk_layers(model.layers, layout.pp, layout.vpp)[stage])
+    return _on_rank(model, layout.tp, layout.pp, layout.vpp, layout.ep, stage)
+
+
+@lru_cache(maxsize=4096)
+def _on_rank(model: Transformer, tp: int, pp: int, vpp: int, ep: int, stage: int) -> RankParameters:
+    layers = sum(chunk_layers(model.layers, pp, vpp)[stage])
     moe_layers = layers * model.moe_layers / model.layers
-    dense = layer_on_rank(model, layout.tp, moe=False) if moe_layers < layers else 0.0
-    mixture = layer_on_rank(model, layout.tp, moe=True) if moe_layers else 0.0
-    experts = model.expert_parameters / (layout.ep * layout.tp)
-    embedding = _embedding_on_rank(model, layout.tp) if stage == 0 else 0.0
-    head = _head_on_rank(model, layout) if stage == layout.pp - 1 else 0.0
+    dense = layer_on_rank(model, tp, moe=False) if moe_layers < layers else 0.0
+    mixture = layer_on_rank(model, tp, moe=True) if moe_layers else 0.0
+    experts = model.expert_parameters / (ep * tp)
+    embedding = _embedding_on_rank(model, tp) if stage == 0 else 0.0
+    head = _head_on_rank(model, tp, pp) if stage == pp - 1 else 0.0
     shared = dense * (layers - moe_layers) + mixture * moe_layers + embedding + head
     layer = max(dense, mixture + (experts if moe_layers else 0.0))
     return RankParameters(
@@ -70,12 +76,12 @@ def _embedding_on_rank(model: Transformer, tp: int) -> float:
     return table / tp + (model.embedding_parameters - table) + model.extra_parameters
 
 
-def _head_on_rank(model: Transformer, layout: Layout) -> float:
+def _head_on_rank(model: Transformer, tp: int, pp: int) -> float:
     if model.image:
         return float(model.norm_parameters + model.head_parameters)
     # a tied head needs its own copy when the embedding lives on another rank
-    copy = model.vocab * model.hidden if model.tied and layout.pp > 1 else model.head_parameters
-    return copy / layout.tp + model.norm_parameters
+    copy = model.vocab * model.hidden if model.tied and pp > 1 else model.head_parameters
+    return copy / tp + model.norm_parameters
 
 
 def states(parameters: RankParameters, layout: Layout) -> States:

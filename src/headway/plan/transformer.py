@@ -6,7 +6,7 @@ weight shapes, so each term below can be read off the model's own source.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Literal
 
@@ -130,6 +130,14 @@ class Transformer:
         checks.divides("model.kv_heads", self.kv, "model.heads", self.heads)
         if self.moe and self.moe.dense_layers > self.layers:
             raise UsageError(f"model.moe.dense_layers is {self.moe.dense_layers}; valid: 0 to {self.layers}")
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        # the search asks caches about one model a hundred thousand times
+        return hash(tuple(getattr(self, field.name) for field in fields(self) if field.compare))
 
     @property
     def kv(self) -> int:

@@ -1,0 +1,83 @@
+"""Around the step: checkpoints, failures, loader, energy, money. One short function per formula."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+
+from headway.plan import checks
+
+LLAMA3_MTBF_GPU_HOURS = 50_700
+"""Llama 3: 419 unexpected interruptions in 54 days on 16,384 GPUs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What surrounds the steps. Everything has a default except what only the user can know."""
+
+    tokens: float | None = None
+    """Tokens to train on; for images, `samples`."""
+    samples: float | None = None
+    mtbf_gpu_hours: float = LLAMA3_MTBF_GPU_HOURS
+    restart_s: float = 300
+    """From a failure to the next useful step."""
+    storage_GBps: float = 10
+    """What the file system takes from all writers together, decimal gigabytes."""
+    writer_GBps: float = 2
+    """What one node can write."""
+    async_checkpoint: bool = True
+    """Only the copy to host memory stops the training."""
+    sample_bytes: float | None = None
+    """On disk, per sample; 2 per token if not given."""
+    loader_MBps: float | None = None
+    """What the loader delivers to one node, decimal megabytes, if it was measured."""
+    pue: float = 1.2
+    """Facility power over machine power."""
+    power_share: float = 0.9
+    """Of the device's power limit, while training."""
+
+    def __post_init__(self) -> None:
+        for key in ("mtbf_gpu_hours", "restart_s", "storage_GBps", "writer_GBps", "power_share"):
+            checks.real(f"job.{key}", getattr(self, key))
+        for key in ("tokens", "samples", "sample_bytes", "loader_MBps"):
+            if getattr(self, key) is not None:
+                checks.real(f"job.{key}", getattr(self, key))
+        checks.real("job.pue", self.pue, above=0.999)
+        checks.one_of("job.async_checkpoint", self.async_checkpoint, (True, False))
+
+
+def checkpoint_bytes(parameters: float, state_bytes_per_parameter: float, gradient_bytes: float) -> float:
+    """Weights and optimizer state: everything but gradients."""
+    return parameters * (state_bytes_per_parameter - gradient_bytes)
+
+
+def write_seconds(size: float, nodes: int, job: Job) -> float:
+    """bytes / min(writers x writer bandwidth, storage bandwidth)."""
+    return size / (min(nodes * job.writer_GBps, job.storage_GBps) * 1e9)
+
+
+def blocking_seconds(size: float, gpus: int, pcie_GBps: float, written: float, job: Job) -> float:
+    """What training waits for: the copy to the host, or the whole write."""
+    return size / gpus / (pcie_GBps * 1e9) if job.async_checkpoint else written
+
+
+def young_daly(blocking_s: float, mtbf_s: float) -> float:
+    """The best time between checkpoints (Daly 2006): sqrt(2 d M)(1 + sqrt(d/2M)/3 + (d/2M)/9) - d.
+
+    >>> round(young_daly(30, 49.5 * 3600) / 60)
+    54
+    """
+    if blocking_s >= 2 * mtbf_s:
+        return mtbf_s
+    ratio = blocking_s / (2 * mtbf_s)
+    return sqrt(2 * blocking_s * mtbf_s) * (1 + sqrt(ratio) / 3 + ratio / 9) - blocking_s
+
+
+def goodput(blocking_s: float, interval_s: float, restart_s: float, mtbf_s: float) -> float:
+    """Share of the time that makes progress: 1 - d/t - (t/2 + R)/M."""
+    return max(0.0, 1 - blocking_s / interval_s - (interval_s / 2 + restart_s) / mtbf_s)
+
+
+def energy_kwh(gpus: int, watts: float, hours: float) -> float:
+    """Of the accelerators alone; multiply by PUE for the facility."""
+    return gpus * watts * hours / 1000

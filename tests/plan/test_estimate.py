@@ -1,0 +1,185 @@
+"""Answers, verdicts, remedies and the search."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+import headway.plan as plan_room
+from headway.errors import UsageError
+from headway.plan import Job, Layout, Node, estimate, preset, search
+from headway.plan.calibration import Calibration
+from headway.plan.economy import goodput, young_daly
+from headway.plan.memory import peak, reserved
+from headway.plan.quantity import Quantity, show
+from headway.plan.searching import layouts
+from headway.plan.steptime import step_time
+
+LLAMA = preset("llama-3.1-8b")
+FSDP = Layout(dp=8, zero=3, microbatch=1, global_batch=8, sequence=8192, precision="amp")
+H200 = Node("h200-sxm8")
+
+
+def test_every_answer_has_an_interval_a_formula_and_a_source() -> None:
+    plan = estimate(LLAMA, FSDP, Node("h200-sxm8", price_per_hour=30), job=Job(tokens=1e9))
+    assert len(plan.answers) > 40
+    for key, answer in plan.answers.items():
+        assert answer.low <= answer.value <= answer.high, key
+        assert answer.formula and answer.source, key
+        assert key in plan.explain(key) and answer.formula in plan.explain(key)
+    assert {"parameters", "memory.needed", "time.step", "mfu.full", "mfu.causal", "hfu", "run.cost"} <= set(
+        plan.answers
+    )
+
+
+def test_parts_add_up_to_the_totals() -> None:
+    plan = estimate(LLAMA, replace(FSDP, tp=2, pp=2, global_batch=32), H200)
+    for total, prefix in (("memory.allocated", "memory.part."), ("time.step", "time.part.")):
+        parts = sum(answer.value for key, answer in plan.answers.items() if key.startswith(prefix))
+        assert parts == pytest.approx(plan.answers[total].value)
+
+
+def test_a_plan_that_fits() -> None:
+    plan = estimate(LLAMA, FSDP, H200)
+    assert plan.fits and plan.exit_code == 0 and not plan.remedies
+    assert plan.verdict.startswith("fits: needs ") and plan.verdict.endswith(" of 139.8")
+
+
+def test_a_plan_that_does_not_fit_names_what_would() -> None:
+    plan = estimate(LLAMA, replace(FSDP, microbatch=2, global_batch=16), Node("dgx-h100"))
+    assert not plan.fits and plan.exit_code == 3
+    assert plan.verdict.startswith("does not fit: needs ") and " -> " in plan.verdict
+    fitting = [way for way in plan.remedies if way.fits]
+    assert (
+        fitting and plan.remedies[: len(fitting)] == fitting
+    )  # those that fit come first, the cheapest at the front
+    assert [way.slowdown for way in fitting] == sorted(way.slowdown for way in fitting)
+    for way in fitting:
+        assert estimate(LLAMA, way.layout, Node("dgx-h100")).fits, way.change
+
+
+def test_two_changes_when_one_is_not_enough() -> None:
+    plan = estimate(
+        LLAMA, Layout(dp=8, microbatch=4, global_batch=32, sequence=8192, precision="amp"), Node("dgx-h100")
+    )
+    first = plan.remedies[0]
+    assert first.fits and " and " in first.change
+
+
+def test_little_room_is_said() -> None:
+    layout = replace(FSDP, microbatch=2, global_batch=16, recompute="sac")
+    plan = estimate(LLAMA, layout, Node("h100-96gb-sxm8"))
+    assert plan.fits and "little room" in plan.verdict
+
+
+def test_unknown_answer_offers_the_nearest() -> None:
+    with pytest.raises(UsageError, match=r"no answer 'time.stop' \(did you mean 'time.step'"):
+        estimate(LLAMA, FSDP, H200).explain("time.stop")
+
+
+def test_plan_json_reads_back() -> None:
+    plain = json.loads(json.dumps(estimate(LLAMA, FSDP, H200).plain()))
+    assert plain["fits"] is True
+    assert plain["answers"]["parameters"]["value"] == LLAMA.parameters
+
+
+def test_calibration_moves_the_step_and_narrows_the_interval() -> None:
+    measured = Calibration(scale=1.3, source="measured on this machine")
+    before, after = estimate(LLAMA, FSDP, H200), estimate(LLAMA, FSDP, H200, calibration=measured)
+    old, new = before.answers["time.step"], after.answers["time.step"]
+    assert new.value == pytest.approx(1.3 * old.value)
+    assert new.high / new.value < old.high / old.value
+    assert any("uncalibrated" in note for note in before.notes) and not after.notes
+
+
+def test_loader_and_node_notes() -> None:
+    model = preset("vit-b-16")
+    layout = Layout(dp=12, microbatch=64, global_batch=768, precision="amp")
+    plan = estimate(model, layout, H200, job=Job(sample_bytes=110e3, loader_MBps=50))
+    assert any("wait for data" in note for note in plan.notes)
+    assert any("whole nodes" in note for note in plan.notes)
+    assert plan.answers["loader.needed_per_node"].value == pytest.approx(
+        plan.answers["rate.samples"].value * 110e3 / 2
+    )
+
+
+def test_goodput_of_a_thousand_gpus() -> None:
+    """1,024 GPUs, 30 s of blocking: checkpoint every 54 minutes, 1.8 % lost besides restarts."""
+    mtbf = 50_700 * 3600 / 1024
+    interval = young_daly(30, mtbf)
+    assert interval / 60 == pytest.approx(54, abs=0.5)
+    assert 1 - goodput(30, interval, 0, mtbf) == pytest.approx(0.018, abs=0.0005)
+
+
+def test_young_daly_is_the_best_interval() -> None:
+    for blocking in (1.0, 30.0, 600.0):
+        best = young_daly(blocking, 1e5)
+        at = goodput(blocking, best, 300, 1e5)
+        assert at >= goodput(blocking, best * 1.5, 300, 1e5)
+        assert at >= goodput(blocking, best / 1.5, 300, 1e5)
+
+
+def test_units_do_not_mix() -> None:
+    assert show(80e9, "bytes") == "74.51 GiB"
+    assert show(80e9, "bytes/s") == "80.00 GB/s"
+    assert show(0.02795, "s") == "27.95 ms"
+    assert show(124_439_808, "") == "124.44 M"
+    assert str(Quantity(value=0.5, low=0.4, high=0.7, unit="share")) == "50.0 % (40.0 to 70.0)"
+
+
+def test_search_counts_its_work_and_ranks_by_time() -> None:
+    node = Node("dgx-h100")
+    found = search(LLAMA, node, gpus=16, global_batch=128, base=Layout(sequence=8192))
+    assert found.tried == len(list(layouts(LLAMA, node, 16, 128, Layout(sequence=8192)))) > 500
+    assert 0 < found.fitting < found.tried
+    assert [row.seconds for row in found.ranked] == sorted(row.seconds for row in found.ranked)
+    assert all(row.needed <= node.device.memory_bytes and row.layout.gpus == 16 for row in found.ranked)
+    for row in found.ranked[:3]:
+        assert row.needed == pytest.approx(reserved(peak(LLAMA, row.layout).allocated, row.layout))
+
+
+def test_no_layout_beats_the_pareto_set() -> None:
+    node = Node("dgx-a100")
+    model = preset("gpt2-xl")
+    found = search(model, node, gpus=8, global_batch=32)
+    assert len(found.pareto) > 2
+    memories = [row.needed for row in found.pareto]
+    assert memories == sorted(memories, reverse=True)
+    for layout in layouts(model, node, 8, 32, Layout()):
+        needed = reserved(peak(model, layout).allocated, layout)
+        seconds = step_time(model, layout, node, Calibration()).total
+        assert not any(
+            needed < 0.97 * row.needed and seconds < 0.999 * row.seconds for row in found.pareto[:1]
+        )
+    best = found.best
+    assert best is not None and best.seconds == min(row.seconds for row in found.ranked)
+
+
+def test_search_says_why() -> None:
+    found = search(
+        preset("llama-3.1-70b"), Node("dgx-h100"), gpus=64, global_batch=512, base=Layout(sequence=8192)
+    )
+    assert "is the fastest of" in found.reasons[0]
+    assert any(reason.startswith("plain data parallel (DDP): needs ") for reason in found.reasons)
+    assert any(reason.startswith("fully sharded (FSDP)") for reason in found.reasons)
+
+
+def test_search_when_nothing_fits() -> None:
+    found = search(preset("llama-3.1-405b"), Node("rtx-4090-1"), gpus=2, global_batch=8)
+    assert found.best is None and not found.ranked
+    assert found.smallest > found.capacity
+
+
+def test_search_covers_ten_thousand_layouts() -> None:
+    node = Node("dgx-a100")
+    many = layouts(preset("gpt3-175b"), node, 1536, 9216, Layout(flash=False))
+    assert sum(1 for _ in many) > 10_000
+
+
+def test_public_names_are_sorted_and_complete() -> None:
+    names = list(plan_room._HOME)
+    assert names == sorted(names)
+    for name in names:
+        assert getattr(plan_room, name).__name__.lower().endswith(name.lower())

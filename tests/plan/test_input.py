@@ -1,0 +1,188 @@
+"""Bad input is one sentence with the key and the valid values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from headway.errors import UsageError
+from headway.plan import Layout, Node, preset
+from headway.plan.calibration import Calibration, load, save
+from headway.plan.dlcalc import import_dlcalc
+from headway.plan.document import document, read_document
+from headway.plan.estimating import estimate
+
+GOOD = {"model": "gpt2", "node": "h200-sxm8", "layout": {"global_batch": 8}}
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"node": "h200-sxm9"}, r"no node 'h200-sxm9' \(did you mean 'h200-sxm8'.*valid: aws-p4d"),
+        ({"node": 5}, "node is 5; expected a mapping"),
+        ({"node": {"gpus": 8}}, "node has no device"),
+        ({"node": {"device": "a100-sxm-81"}}, r"node.device is 'a100-sxm-81' \(did you mean 'a100-sxm-80'"),
+        ({"node": {"device": {"memory_GB": 80}}}, "node.device has no hbm_GBps"),
+        ({"node": {"device": "a100-sxm-80", "gpus": -8}}, "node.gpus is -8"),
+        ({"node": {"device": "a100-sxm-80", "inter_Gbps": -8}}, "node.inter_Gbps is -8"),
+        ({"model": "gpt5"}, "no preset 'gpt5'"),
+        ({"model": {"layers": 2, "hidden": 64}}, "model has no 'heads'; it needs layers, hidden, heads"),
+        (
+            {"model": {"preset": "gpt2", "layer": 2}},
+            r"model has the unknown key 'layer' \(did you mean 'layers'",
+        ),
+        ({"model": {"preset": "gpt2", "tied": "maybe"}}, "model.tied is 'maybe'; valid: True, False"),
+        (
+            {"layout": {"tp": 5}},
+            r"layout.tp is 5, which does not divide model.heads \(12\); valid: 1, 2, 3, 4, 6, 12",
+        ),
+        (
+            {"layout": {"dp": 3, "global_batch": 8}},
+            r"not a multiple of dp x microbatch \(3 x 1\); valid: multiples of 3",
+        ),
+        ({"layout": {"dp": -1}}, "layout.dp is -1; expected a whole number of at least 1"),
+        ({"layout": {"dp": 1.5}}, "layout.dp is 1.5"),
+        ({"layout": {"zero": 4}}, "layout.zero is 4; valid: 0, 1, 2, 3"),
+        ({"layout": {"zero": True}}, "layout.zero is True"),
+        ({"layout": {"precision": "bf17"}}, r"layout.precision is 'bf17' \(did you mean 'bf16'"),
+        ({"layout": {"vpp": 2, "pp": 2, "global_batch": 3}}, "interleaved schedule needs"),
+        ({"layout": {"pp": 13, "global_batch": 13}}, r"layout.pp x vpp is 13, more than model.layers \(12\)"),
+        ({"layout": {"ep": 2, "dp": 2, "global_batch": 2}}, "the model has no experts; valid: 1"),
+        ({"layout": {"cp": 3}}, r"layout.cp is 3, which does not divide layout.sequence \(1024\)"),
+        ({"layout": []}, r"layout is \[\]; expected a mapping"),
+        ({"job": {"tokens": -1}}, "job.tokens is -1; expected a number above 0"),
+        ({"job": {"tokens": "many"}}, "job.tokens is 'many'"),
+        ({"jobs": {}}, r"unknown key 'jobs' \(did you mean 'job'"),
+        ({"search": {"gpus": 8}}, "search has no 'global_batch'"),
+        ({"calibration": {"matrix": -1}}, "calibration.matrix is -1"),
+    ],
+)
+def test_mistakes_are_sentences(change: dict[str, object], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence) as caught:
+        plan = document({**GOOD, **change})
+        estimate(plan.model, plan.layout, plan.node)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["model", "node"])
+def test_missing_keys_are_named(key: str) -> None:
+    with pytest.raises(UsageError, match=f"has no '{key}'"):
+        document({name: value for name, value in GOOD.items() if name != key})
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("model: !!python/object/apply:os.system [echo]", "has the tag tag:yaml.org,2002:python"),
+        ("a: &x [1]\nb: *x", "has an alias"),
+        ("[1, 2]", "expected a mapping"),
+        ("a: [", "is not YAML"),
+        ("a: 1\n--- \nb: 2", "is not YAML"),
+        ("x: " + "[" * 5000, "nested too deeply|not YAML"),
+        ("a: [" + "1, " * 30_000 + "1]", "more than 20,000 entries"),
+        ("1: 2", "expected a mapping of names"),
+        ("", "expected a mapping"),
+    ],
+)
+def test_strange_yaml_is_refused(text: str, sentence: str, tmp_path: Path) -> None:
+    file = tmp_path / "plan.yaml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=sentence):
+        read_document(file)
+
+
+def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "plan.yaml"
+    file.write_bytes(b"a" * (10 << 20))
+    with pytest.raises(UsageError, match=r"10,485,760 bytes; a plan file has at most 1,048,576"):
+        read_document(file)
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="No such file"):
+        read_document(tmp_path / "none.yaml")
+    with pytest.raises(UsageError, match="Is a directory"):
+        read_document(tmp_path)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match="is not text"):
+        read_document(tmp_path / "binary.yaml")
+
+
+def test_numbers_in_scientific_notation_are_numbers(tmp_path: Path) -> None:
+    file = tmp_path / "plan.yaml"
+    file.write_text("model: gpt2\nnode: h200-sxm8\njob: {tokens: 1e12}\n")
+    assert read_document(file).job.tokens == 1e12
+
+
+def test_own_node_and_model() -> None:
+    plan = document(
+        {
+            "model": {
+                "layers": 2,
+                "hidden": 64,
+                "heads": 4,
+                "vocab": 100,
+                "moe": {"experts": 4, "top_k": 2, "ffn": 64},
+            },
+            "node": {
+                "device": {"memory_GB": 48, "hbm_GBps": 900, "bf16": 180},
+                "gpus": 4,
+                "price_per_hour": 3,
+            },
+        }
+    )
+    assert plan.node.gpus == 4 and plan.node.price_per_hour == 3
+    assert plan.model.moe is not None and plan.model.moe.experts == 4
+    assert estimate(plan.model, Layout(), plan.node).fits
+
+
+def test_four_gpus_of_an_eight_gpu_node_can_be_planned() -> None:
+    """dlcalc raised ValueError here."""
+    assert estimate(preset("gpt2"), Layout(dp=4, global_batch=4), Node("dgx-a100")).fits
+
+
+def test_calibration_files_read_back(tmp_path: Path) -> None:
+    file = tmp_path / "machine.yaml"
+    wanted = Calibration(matrix=0.7, source="measured on a test machine")
+    save(file, wanted, facts={"gemm": 1.0})
+    assert load(file) == wanted
+    assert yaml.safe_load(file.read_text())["measured"] == {"gemm": 1.0}
+
+
+DLCALC = """
+model: {n_layers: 80, hidden_sz: 8192, inter_sz: 28672, n_q_heads: 64, n_kv_heads: 8, head_dim: 128,
+  vocab_sz: 128256, glu: true, rotary_embeds: true, dropout: false, tie_embeddings: true}
+parallelism: {tp: 8, pp: 2, dp: 64, vpp: 1, sp: true, zero_level: 1, bucket_size_mb: 250}
+performance: {activation_checkpointing_type: selective}
+data: {gbs: 2048, seqlen: 2048, microbatch_sz: 1}
+hardware: {node_type: p4d.24xlarge}
+"""
+
+
+def test_dlcalc_sample_is_imported() -> None:
+    """Their README's example: dlcalc 0.1.3 said 132 GiB because it held max(m, p) microbatches instead of min."""
+    plan = document(import_dlcalc(yaml.safe_load(DLCALC)))
+    assert (
+        plan.model.parameters == preset("llama-3.1-70b").parameters - 128256 * 8192
+    )  # the sample ties embeddings
+    assert (plan.layout.gpus, plan.layout.microbatches, plan.node.name) == (1024, 32, "aws-p4d")
+    found = estimate(plan.model, plan.layout, plan.node)
+    assert found.answers["memory.in_flight"].value == 2
+    assert 25 < found.answers["memory.allocated"].value / 2**30 < 45
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("n_layers: 80, ", "", "model has no 'n_layers'"),
+        ("selective", "some", "valid: none, no, selective"),
+        ("p4d.24xlarge", "trn1n.32xlarge", "hardware.node_type is 'trn1n.32xlarge'"),
+        ("tp: 8", "tp: 7", "does not divide model.heads"),
+    ],
+)
+def test_dlcalc_mistakes(old: str, new: str, sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        plan = document(import_dlcalc(yaml.safe_load(DLCALC.replace(old, new))))
+        estimate(plan.model, plan.layout, plan.node)
