@@ -11,7 +11,7 @@ def member(rank: int, node: str, local_rank: int | None = None, gpus: str | None
 
 @given(st.lists(st.sampled_from(["a", "b", "c"]), min_size=1, max_size=12))
 def test_every_rank_has_a_seat_of_its_own(nodes: list[str]) -> None:
-    """However ranks lie across nodes, local ranks count each node's ranks from 0, and nodes count by their first rank."""
+    """However ranks lie across nodes, local ranks count from 0 on each, and nodes count by their first rank."""
     members = [member(rank, node) for rank, node in enumerate(nodes)]
     seats = [seat(members, rank) for rank in range(len(nodes))]
     assert len({(s.node_rank, s.local_rank) for s in seats}) == len(nodes)

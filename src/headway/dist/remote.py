@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import traceback
+from contextlib import suppress
+from types import NoneType
 from typing import Any
 
 from headway.errors import RankFailure
@@ -22,12 +24,16 @@ def pack(error: BaseException, rank: int) -> dict[str, Any]:
         "rank": rank,
         "module": type(error).__module__,
         "name": type(error).__qualname__,
-        "args": [
-            arg if isinstance(arg, (str, int, float, bool, type(None))) else repr(arg) for arg in error.args
-        ],
+        "args": [arg if isinstance(arg, (str, int, float, NoneType)) else repr(arg) for arg in _args(error)],
         "text": str(error),
         "traceback": "".join(traceback.format_exception(error)),
     }
+
+
+def _args(error: BaseException) -> tuple[object, ...]:
+    if isinstance(error, OSError) and error.filename is not None:
+        return (*error.args, error.filename)  # Python keeps the name of the file out of the arguments
+    return error.args
 
 
 def unpack(packed: dict[str, Any]) -> BaseException:
@@ -39,11 +45,9 @@ def unpack(packed: dict[str, Any]) -> BaseException:
     found: Any = sys.modules.get(packed["module"])
     for part in packed["name"].split("."):
         found = getattr(found, part, None)
-    error: BaseException
+    error: BaseException = RankFailure(f"rank {packed['rank']} raised {packed['name']}: {packed['text']}")
     if isinstance(found, type) and issubclass(found, Exception):
-        error = found.__new__(found, *packed["args"])
-        error.args = tuple(packed["args"])
-    else:
-        error = RankFailure(f"rank {packed['rank']} raised {packed['name']}: {packed['text']}")
+        with suppress(TypeError):  # its __new__ wants something else: then the words must do
+            error = found.__new__(found, *packed["args"])
     error.__cause__ = RemoteTraceback(packed["rank"], packed["traceback"])
     return error

@@ -1,0 +1,171 @@
+"""One rank comes to grief: all are down, the first cause is named once and last, the exit code is right."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+FAIL = str(SCRIPTS / "fail.py")
+BIN = Path(sys.executable).parent
+RUN = [str(BIN / "headway"), "run", "--nproc", "4"]
+TORCHRUN = [str(BIN / "torchrun"), "--nproc-per-node", "4"]
+
+
+def run(command: list[str], *args: str, how: str, rank: int = 2) -> tuple[int, str]:
+    environ = os.environ | {"FAIL": how, "FAIL_RANK": str(rank)}
+    done = subprocess.run([*command, FAIL, *args], env=environ, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stderr
+
+
+CAUSES = {
+    "raise": (1, "ValueError: the third step is cursed"),
+    "usage": (2, "headway: lr=-1 is negative; set lr to a positive number"),
+    "kill9": (1, "was killed by SIGKILL"),
+    "exit0": (1, "left with exit code 0 while the others still worked"),
+    "segfault": (1, "crashed in native code (SIGSEGV)"),
+    "ctrl-c": (130, "interrupted by Ctrl-C"),
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "rank"), [(how, 2) for how in CAUSES] + [(how, 0) for how in ("raise", "kill9", "exit0")]
+)
+def test_headway_run_names_the_cause_last(how: str, rank: int) -> None:
+    code, words = CAUSES[how]
+    status, text = run(RUN, how=how, rank=rank)
+    assert status == code, text
+    last = text.rindex("headway: ")  # the last block
+    assert words in text[last:], text
+    if how != "ctrl-c":
+        assert f"rank {rank} of 4" in text[last:], text
+        for other in {0, 1, 2, 3} - {0, rank}:
+            assert f"rank {other} stops because rank {rank} failed" in text[:last], text
+    assert text.count("Traceback") == (1 if how == "raise" else 0), "printed once, and nobody else's"
+    assert "onnection" not in text, "a lost connection is not a cause"
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_sys_exit_of_one_rank_is_told(rank: int) -> None:
+    status, text = run(RUN, how="sysexit", rank=rank)
+    assert status == 1
+    assert f"rank {rank} of 4" in text[text.rindex("headway: ") :], text
+    assert "ended early" in text
+
+
+@pytest.mark.parametrize("how", ["raise", "kill9", "exit0"])
+def test_ranks_that_never_meet_in_a_collective_notice_too(how: str) -> None:
+    """The others sleep: no gloo error tells them, the wire does. Alone they would go on for a minute."""
+    began = time.monotonic()
+    status, text = run(RUN, "--busy", how=how)
+    assert status == 1
+    assert "rank 2 of 4" in text[text.rindex("headway: ") :]
+    assert time.monotonic() - began < 40
+
+
+@pytest.mark.parametrize("how", ["raise", "exit0"])
+def test_under_torchrun(how: str) -> None:
+    status, text = run(TORCHRUN, how=how)
+    assert status == 1
+    assert "rank 2 of 4" in text
+    assert ("ValueError: the third step is cursed" in text) == (how == "raise")
+
+
+def test_the_record_in_the_run_directory(tmp_path: Path) -> None:
+    _, text = run(RUN, "--run", str(tmp_path / "runs"), how="raise")
+    (path,) = tmp_path.glob("runs/fail-*/failure.json")
+    record = json.loads(path.read_text())
+    assert (record["rank"], record["step"], record["phase"], record["exit_code"]) == (2, 3, "train", 1)
+    assert record["error"] == "ValueError: the third step is cursed"
+    assert "in grief" in record["traceback"]
+    assert f"record: {path}" in text
+    assert f"rank 1 stops because rank 2 failed (ValueError: the third step is cursed); see {path}" in text
+
+
+def test_the_record_of_a_killed_rank_says_how_it_died(tmp_path: Path) -> None:
+    run(RUN, "--run", str(tmp_path / "runs"), how="kill9")
+    (path,) = tmp_path.glob("runs/fail-*/failure.json")
+    record = json.loads(path.read_text())
+    assert (record["rank"], record["kind"]) == (2, "vanished")
+    assert "SIGKILL" in record["error"]
+
+
+def test_one_process_fails_as_python_does_but_with_the_right_code(tmp_path: Path) -> None:
+    status, text = run([sys.executable], "--run", str(tmp_path / "runs"), how="raise", rank=0)
+    assert status == 1
+    assert text.count("ValueError: the third step is cursed") == 1
+    assert list(tmp_path.glob("runs/fail-*/failure.json"))
+    status, text = run([sys.executable], how="usage", rank=0)
+    assert status == 2
+    assert "Traceback" not in text
+
+
+def test_ctrl_c_reaches_the_ranks_and_a_second_one_ends_them() -> None:
+    environ = os.environ | {"FAIL": "never"}
+    with subprocess.Popen(
+        [*RUN[:-1], "2", FAIL, "--busy"], env=environ, stderr=subprocess.PIPE, text=True
+    ) as agent:
+        assert agent.stderr is not None
+        assert "launched by: headway" in agent.stderr.readline()
+        agent.send_signal(signal.SIGINT)
+        assert agent.wait(20) == 130
+        assert agent.stderr.read().splitlines()[-1] == "headway: interrupted by Ctrl-C"
+
+
+PIDS = """
+import os, sys, time
+import headway as hw
+hw.init()
+pids = hw.gather_object(os.getpid())
+if pids:
+    print(pids, flush=True)
+time.sleep(60)
+"""
+
+
+def test_ranks_die_with_a_killed_agent(tmp_path: Path) -> None:
+    (tmp_path / "pids.py").write_text(PIDS)
+    with subprocess.Popen(
+        [*RUN[:-1], "2", str(tmp_path / "pids.py")], stdout=subprocess.PIPE, text=True
+    ) as agent:
+        assert agent.stdout is not None
+        pids = json.loads(agent.stdout.readline())
+        agent.kill()
+        agent.wait(10)
+        deadline = time.monotonic() + 10
+        while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
+            assert time.monotonic() < deadline, "orphans"
+            time.sleep(0.05)
+
+
+FORKS = """
+import os, signal, time
+import headway as hw
+if hw.init().rank == 1:
+    if os.fork() == 0:
+        time.sleep(12)  # a data worker that outlives its rank, with copies of all of the rank's sockets
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(10)
+"""
+
+
+def test_a_forked_child_does_not_hide_its_parents_death(tmp_path: Path) -> None:
+    """Without an agent, who would see it by other means."""
+    (tmp_path / "forks.py").write_text(FORKS)
+    processes = []
+    for rank in range(2):
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+        environ = os.environ | place | {"HEADWAY_RENDEZVOUS": str(tmp_path / "rendezvous.json")}
+        processes.append(subprocess.Popen([sys.executable, str(tmp_path / "forks.py")], env=environ))
+    assert processes[0].wait(30) == 1, "rank 0 would have slept well and ended with 0"
+    assert processes[1].wait(30) == -signal.SIGKILL
+    assert json.loads((tmp_path / "failure.json").read_text())["rank"] == 1
