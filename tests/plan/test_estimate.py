@@ -62,7 +62,7 @@ def test_a_plan_that_does_not_fit_names_what_would() -> None:
 
 def test_two_changes_when_one_is_not_enough() -> None:
     plan = estimate(
-        LLAMA, Layout(dp=8, microbatch=4, global_batch=32, sequence=8192, precision="amp"), Node("dgx-h100")
+        LLAMA, Layout(dp=8, microbatch=2, global_batch=16, sequence=8192, precision="amp"), Node("dgx-h100")
     )
     first = plan.remedies[0]
     assert first.fits and " and " in first.change
@@ -70,7 +70,8 @@ def test_two_changes_when_one_is_not_enough() -> None:
 
 def test_little_room_is_said() -> None:
     layout = replace(FSDP, microbatch=2, global_batch=16, recompute="sac")
-    plan = estimate(LLAMA, layout, Node("h100-96gb-sxm8"))
+    tight = Node.of(device={"memory_GB": 90, "hbm_GBps": 3350, "bf16": 989}, gpus=8)
+    plan = estimate(LLAMA, layout, tight)
     assert plan.fits and "little room" in plan.verdict
 
 

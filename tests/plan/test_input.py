@@ -40,7 +40,7 @@ GOOD = {"model": "gpt2", "node": "h200-sxm8", "layout": {"global_batch": 8}}
         ),
         (
             {"layout": {"dp": 3, "global_batch": 8}},
-            r"not a multiple of dp x microbatch \(3 x 1\); valid: multiples of 3",
+            r"multiple of dp x microbatch \(3 x 1\); valid: multiples of 3",
         ),
         ({"layout": {"dp": -1}}, "layout.dp is -1; expected a whole number of at least 1"),
         ({"layout": {"dp": 1.5}}, "layout.dp is 1.5"),
