@@ -299,7 +299,7 @@ class Cluster:
         return Node(name=name, address=host, port=self.port + number, cluster=self)
 
     def reset(self, timeout: float = 60) -> None:
-        """Undo what a test may have left: start, mend and resume all nodes; cancel all jobs."""
+        """Undo what a test may have left: repair all nodes, cancel all jobs, empty `work`."""
         nodes = [self.node(name) for name in self.names]
         for node in nodes:
             if node.is_crashed():
@@ -314,6 +314,7 @@ class Cluster:
                 if node.state().startswith(("down", "drain")):
                     self.run(["scontrol", "update", f"nodename={node.name}", "state=resume"])
             time.sleep(0.2)
+        run(["find", self.work, "-mindepth", "1", "-delete"], check=True)
 
     def _is_idle(self) -> bool:
         jobs = self.run(["squeue", "-h"], check=True).stdout.split()

@@ -197,6 +197,7 @@ def test_reset_repairs_everything(cluster: Cluster) -> None:
     cluster.node("n3").down()
     cluster.reset()
     assert cluster.state(job) == "CANCELLED"
+    assert list(cluster.work.iterdir()) == []
     assert len(cluster.srun("-N4", "hostname", check=True, timeout=10).stdout.split()) == 4
     cluster.node("n2").cut()  # alone: Slurm has not noticed it yet
     cluster.reset()
