@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from ctypes import byref
 from dataclasses import dataclass, field
 
@@ -11,7 +11,13 @@ import pynvml as nv
 
 SWITCH = "switch"
 
-_ABSENT = (nv.NVMLError_LibraryNotFound, nv.NVMLError_DriverNotLoaded)
+# no driver, or one that cannot be used: not loaded, of another version than its library, or forbidden to us
+_ABSENT = (
+    nv.NVMLError_LibraryNotFound,
+    nv.NVMLError_DriverNotLoaded,
+    nv.NVMLError_LibRmVersionMismatch,
+    nv.NVMLError_NoPermission,
+)
 _UNKNOWN = (nv.NVMLError_NotSupported, nv.NVMLError_InvalidArgument, nv.NVMLError_FunctionNotFound)
 _ANCESTORS = {
     nv.NVML_TOPOLOGY_INTERNAL: "same board",
@@ -25,8 +31,9 @@ _ANCESTORS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU. `nvlinks` counts its NVLinks by their far end, a PCI address or "switch"; `pcie` says what is
-    between it and each other GPU; `fabric` names the NVLink domain that it shares with other machines."""
+    """One GPU. `memory` is in bytes, 0 if it has none of its own; `nvlinks` counts its NVLinks by their far end, a PCI
+    address or "switch"; `pcie` says what is between it and each other GPU; `fabric` names the NVLink domain that it
+    shares with other machines."""
 
     index: int
     name: str
@@ -48,14 +55,15 @@ class Driver:
 
 
 def read_gpus() -> list[Gpu]:
-    """The GPUs of this machine; none where there is no driver."""
+    """The GPUs of this machine that answer; none where there is no driver."""
     with _session() as there:
         if not there:
             return []
         handles = {}
         for index in range(nv.nvmlDeviceGetCount()):
-            handle = nv.nvmlDeviceGetHandleByIndex(index)
-            handles[pci_address(nv.nvmlDeviceGetPciInfo(handle).busId)] = handle
+            with suppress(nv.NVMLError_GpuIsLost, nv.NVMLError_NoPermission):  # dead, or another job's
+                handle = nv.nvmlDeviceGetHandleByIndex(index)
+                handles[pci_address(nv.nvmlDeviceGetPciInfo(handle).busId)] = handle
         return [_gpu(index, pci, handles) for index, pci in enumerate(handles)]
 
 
@@ -96,13 +104,20 @@ def _gpu(index: int, pci: str, handles: Mapping[str, object]) -> Gpu:
     return Gpu(
         index=index,
         name=nv.nvmlDeviceGetName(handle),
-        memory=nv.nvmlDeviceGetMemoryInfo(handle).total,
+        memory=_memory(handle),
         uuid=nv.nvmlDeviceGetUUID(handle),
         pci=pci,
         fabric=_fabric(handle),
         nvlinks=_nvlinks(handle),
         pcie={address: _between(handle, other) for address, other in handles.items() if address != pci},
     )
+
+
+def _memory(handle: object) -> int:
+    try:
+        return int(nv.nvmlDeviceGetMemoryInfo(handle).total)
+    except _UNKNOWN:  # a GPU that shares the memory of its host
+        return 0
 
 
 def _nvlinks(handle: object) -> dict[str, int]:
