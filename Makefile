@@ -1,0 +1,39 @@
+# headway: two commands suffice on a fresh machine, `make demo` and `make test`.
+.PHONY: install services demo test check bench docs clean help
+SHELL := /bin/bash
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+help:  ## list the commands
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(STAMP)  ## make .venv with headway and all it needs, at the versions of constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt scripts/make-venv.sh
+	@scripts/make-venv.sh $(PYTHON)
+	@touch $@
+
+services:  ## install SLURM and MPI for the cluster tests, where this user may
+	@scripts/install-services.sh
+
+demo: install  ## a short tour on this machine
+	@$(BIN)/headway run --nproc 2 examples/hello.py
+
+test: install services check  ## everything that must hold: checks, then all tests
+	$(BIN)/python -m pytest
+
+check: install  ## style, types, and who may import whom
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+bench: install  ## measurements beside peers, printed as ratios
+	$(BIN)/python benchmarks/startup.py
+
+docs: install  ## check that every link and example in the documentation holds
+	$(BIN)/python -m pytest -q tests/docs
+
+clean:  ## remove what was installed and cached here
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
