@@ -104,10 +104,14 @@ SCRIPT = """
 import sys
 import headway as hw
 from headway import record
+from headway.dist.group import current
 from headway.run import Run
 world = hw.init(device="cpu")
 run = Run.open(sys.argv[1])
-with record.recording(run, world, config={"tracker": {"api_key": "canary-config", "url": "https://me:canary-url@host"}}):
+config = {"tracker": {"api_key": "canary-config", "url": "https://me:canary-url@host"}}
+with record.recording(run, world, config=config) as attempt:
+    if world.rank:
+        assert current().terminal == attempt.log.original_stderr_fd, "a rank that must speak knows where"
     print("hello from", world.rank)
     if len(sys.argv) > 2 and sys.argv[2] == "fail" and world.rank == 1:
         raise RuntimeError("canary-environment at https://me:canary-url@host")

@@ -100,7 +100,9 @@ def test_no_secret_is_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None
         "canary-in-the-environment",
     ]
     monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", *arguments])
-    diagnostics.write(run, {"attempt": 1, **collect(replace(WORLD, host="canary-in-the-environment"), run)})
+    facts = collect(replace(WORLD, host="canary-in-the-environment"), run)
+    assert "canary" not in json.dumps(facts)
+    diagnostics.write(run, {"attempt": 1, **facts, "note": "canary-in-the-environment"})
     assert run.diagnostics_file.read_text().count("canary") == 0
     assert "[redacted]" in run.diagnostics_file.read_text(), "the arguments themselves are there"
 

@@ -39,6 +39,7 @@ def read(*pieces: str) -> list[str]:
         ("\x1b]52;c;Y2xpcA==\x07\x1bP1$r\x1b\\\x1b(B\x1bc\x9b31m clip\n", ["31m clip"]),
         ("bell\x07 null\x00 tab\tkept\n", ["bell null tab\tkept"]),
         ("an OSC without end \x1b]0;abc\nnext\n", ["an OSC without end ]0;abc", "next"]),
+        ("\x1b]0;abc\nnext\x07\n", ["]0;abc", "next"]),
         ("ümlaut 🚀 \udcff\n", ["ümlaut 🚀 \udcff"]),
         ("\x1b[" + "9" * 99 + "Aup\n", ["up"]),
     ],

@@ -92,6 +92,7 @@ def test_plain_text_in_a_file_and_colours_on_a_terminal(monkeypatch: pytest.Monk
             return True
 
     monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.delenv("NO_COLOR", raising=False)
     for file, coloured in ((io.StringIO(), False), (Terminal(), True)):
         monkeypatch.setattr(sys, "stderr", file)

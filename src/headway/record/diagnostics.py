@@ -71,7 +71,7 @@ def collect(world: World | None = None, run: Run | None = None) -> Facts:
         "user": _user(),
         "pid": os.getpid(),
         "cwd": str(Path.cwd()),
-        "argv": redact.redact_argv(sys.orig_argv),
+        "argv": sys.orig_argv,
         "run": None if run is None else str(run.path),
         "world": None if world is None else to_plain(world),
         "device": None if world is None else _device(world),
