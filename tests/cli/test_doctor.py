@@ -308,7 +308,7 @@ def test_a_broken_torch_is_one_bad_line_among_the_others(tmp_path: Path) -> None
     )
     done = subprocess.run(
         [sys.executable, "-m", "headway", "doctor", "--root", str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,
         check=False,
