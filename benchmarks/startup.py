@@ -1,0 +1,68 @@
+"""How long until something happens: `headway --help`, and a script on two ranks under headway and under torchrun.
+
+    python benchmarks/startup.py [--repeat 5]
+
+Runs are interleaved and medians printed, because the machine is shared; ratios are safer than seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+BIN = Path(sys.executable).parent
+SCRIPT = """
+import torch, torch.distributed as dist
+{join}
+total = torch.ones(1)
+dist.all_reduce(total)
+assert total.item() == 2
+dist.destroy_process_group()
+"""
+
+
+def seconds(command: list[str]) -> float:
+    began = time.perf_counter()
+    subprocess.run(command, check=True, capture_output=True)
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeat", type=int, default=5)
+    repeat = parser.parse_args().repeat
+    with tempfile.TemporaryDirectory() as folder:
+        plain, ours = Path(folder, "plain.py"), Path(folder, "ours.py")
+        plain.write_text(SCRIPT.format(join="dist.init_process_group('gloo')"))
+        ours.write_text(
+            SCRIPT.format(join="import headway; headway.init(device='cpu')").replace(
+                "dist.destroy_process_group()", ""
+            )
+        )
+        commands = {
+            "python -c pass": [sys.executable, "-c", "pass"],
+            "headway --help": [str(BIN / "headway"), "--help"],
+            "python -c 'import torch'": [sys.executable, "-c", "import torch"],
+            "torchrun, 2 ranks": [str(BIN / "torchrun"), "--standalone", "--nproc-per-node=2", str(plain)],
+            "headway run, 2 ranks": [str(BIN / "headway"), "run", "--nproc=2", str(ours)],
+        }
+        times: dict[str, list[float]] = {name: [] for name in commands}
+        for _ in range(repeat):
+            for name, command in commands.items():
+                times[name].append(seconds(command))
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    for name, median in medians.items():
+        print(f"{name:26} {median:7.3f} s")
+    ratio = medians["headway run, 2 ranks"] / medians["torchrun, 2 ranks"]
+    print(f"headway run takes {ratio:.2f} x the time of torchrun, joining included")
+
+
+if __name__ == "__main__":
+    main()
