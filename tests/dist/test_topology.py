@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.dist.nccl import Setting, configure, nccl_settings, read_conf
+from headway.dist.nccl import Setting, nccl_settings, read_conf
 from headway.dist.nvml import Gpu, pci_address, read_driver, read_gpus
 from headway.dist.topology import GpuLink, Nic, Port, Topology, describe_gpus, detect, virtual_prefix
 
@@ -252,10 +252,10 @@ def test_states_of_ports_are_read_as_the_kernel_writes_them(tmp_path: Path) -> N
 def test_harmful_choices_of_others_are_left_alone_but_named(
     load: Load, machine: str, nodes: int, choice: dict[str, str], said: str
 ) -> None:
-    environ = {**choice, "NCCL_DEBUG": "WARN"}
-    [line] = configure(load(machine), nodes, environ=environ, root=Path("/nowhere"))
-    assert said in line
-    assert environ == {**choice, "NCCL_DEBUG": "WARN"}
+    [setting] = nccl_settings(load(machine), nodes, {**choice, "NCCL_DEBUG": "WARN"})
+    assert setting.value is None
+    assert str(setting).startswith(f"{[*choice][0]} left as it is: ")
+    assert said in setting.why
 
 
 @pytest.mark.parametrize(
@@ -279,27 +279,23 @@ def test_nothing_harmful_is_ever_set(load: Load, machine: str, nodes: int) -> No
     assert made <= {"NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
 
 
-# ---- setting it
+def test_settings_are_told_with_their_reason(load: Load) -> None:
+    [setting] = nccl_settings(load("dgx-h100"), 1, {})
+    assert str(setting) == "NCCL_DEBUG=WARN: when NCCL fails, its warning names the cause"
 
 
-def test_configure_sets_and_tells(load: Load) -> None:
-    environ = {"HOME": "/nowhere"}
-    lines = configure(load("dgx-h100"), 1, environ=environ, root=Path("/nowhere"))
-    assert environ == {"HOME": "/nowhere", "NCCL_DEBUG": "WARN"}
-    assert lines == ["NCCL_DEBUG=WARN: when NCCL fails, its warning names the cause"]
+# ---- what NCCL's own files say
 
 
-def test_the_sites_and_the_users_nccl_files_win(load: Load, tmp_path: Path) -> None:
-    """NCCL reads them after the environment, so a variable set here would silently override them."""
+def test_the_users_file_comes_before_the_sites(tmp_path: Path) -> None:
     (tmp_path / "etc").mkdir()
     (tmp_path / "etc/nccl.conf").write_text(
         "# the site's\nNCCL_SOCKET_IFNAME=hsn\nNCCL_DEBUG=INFO\nnonsense\n"
     )
     (tmp_path / ".nccl.conf").write_text("NCCL_DEBUG=TRACE\n#NCCL_PROTO=LL128\n")
-    environ = {"HOME": str(tmp_path)}
-    assert read_conf(environ, tmp_path) == {"NCCL_DEBUG": "TRACE", "NCCL_SOCKET_IFNAME": "hsn"}
-    configure(replace(load("pcie-4x4090"), address="10.0.0.5"), 2, environ=environ, root=tmp_path)
-    assert environ == {"HOME": str(tmp_path)}
+    found = read_conf({"HOME": str(tmp_path)}, tmp_path)
+    assert found == {"NCCL_DEBUG": "TRACE", "NCCL_SOCKET_IFNAME": "hsn"}
+    assert read_conf({}, tmp_path / "nowhere") == {}
 
 
 def test_a_named_nccl_file_replaces_the_one_at_home(tmp_path: Path) -> None:

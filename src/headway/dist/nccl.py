@@ -8,8 +8,7 @@ is not supported: headway never sets either, and says so when somebody else did.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -34,23 +33,14 @@ class Setting:
         return f"{self.name}={self.value}: {self.why}"
 
 
-def configure(
-    topology: Topology, nodes: int, *, environ: MutableMapping[str, str] = os.environ, root: Path = Path("/")
-) -> list[str]:
-    """Makes the settings for a job of `nodes` machines like this one, and returns the lines to print.
+def nccl_settings(topology: Topology, nodes: int, environ: Mapping[str, str]) -> list[Setting]:
+    """What to set and what to say for a job of `nodes` machines like this one, before its process group is made.
 
-    Must run before the process group exists. What the environment, ~/.nccl.conf or /etc/nccl.conf say stays.
+    `environ` holds what has been chosen already, by variables and by NCCL's files (`read_conf`): that stays.
 
-    >>> configure(Topology(host="laptop"), nodes=1, environ={})
+    >>> nccl_settings(Topology(host="laptop"), nodes=1, environ={})
     []
     """
-    settings = nccl_settings(topology, nodes, {**read_conf(environ, root), **environ})
-    environ.update({setting.name: setting.value for setting in settings if setting.value is not None})
-    return [str(setting) for setting in settings]
-
-
-def nccl_settings(topology: Topology, nodes: int, environ: Mapping[str, str]) -> list[Setting]:
-    """What to set, and what to say: a pure function of the machine, the number of nodes and the variables."""
     settings: list[Setting] = []
     if nodes > 1 and "GLOO_SOCKET_IFNAME" not in environ:
         settings += _gloo_interface(topology)
