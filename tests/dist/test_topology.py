@@ -254,7 +254,7 @@ def test_harmful_choices_of_others_are_left_alone_but_named(
 ) -> None:
     [setting] = nccl_settings(load(machine), nodes, {**choice, "NCCL_DEBUG": "WARN"})
     assert setting.value is None
-    assert str(setting).startswith(f"{[*choice][0]} left as it is: ")
+    assert str(setting).startswith(f"{next(iter(choice))} left as it is: ")
     assert said in setting.why
 
 
