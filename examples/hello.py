@@ -1,9 +1,9 @@
 """The smallest run: join, do something together, and leave a run directory that explains itself.
 
-    python examples/hello.py
-    headway run --nproc 2 examples/hello.py
-    srun -N2 -n4 python examples/hello.py
-    mpirun -n 4 python examples/hello.py
+python examples/hello.py
+headway run --nproc 2 examples/hello.py
+srun -N2 -n4 python examples/hello.py
+mpirun -n 4 python examples/hello.py
 """
 
 import torch

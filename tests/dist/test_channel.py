@@ -14,7 +14,10 @@ KEY = b"k" * 32
 
 @pytest.fixture
 def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as caller:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as caller,
+    ):
         answering, _ = server.accept()
         with answering:
             yield caller, answering

@@ -155,6 +155,7 @@ if hw.init().rank == 1:
         os._exit(0)
     os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(10)
+open("slept-well", "w")
 """
 
 
@@ -165,7 +166,8 @@ def test_a_forked_child_does_not_hide_its_parents_death(tmp_path: Path) -> None:
     for rank in range(2):
         place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
         environ = os.environ | place | {"HEADWAY_RENDEZVOUS": str(tmp_path / "rendezvous.json")}
-        processes.append(subprocess.Popen([sys.executable, str(tmp_path / "forks.py")], env=environ))
-    assert processes[0].wait(30) == 1, "rank 0 would have slept well and ended with 0"
+        processes.append(subprocess.Popen([sys.executable, "forks.py"], env=environ, cwd=tmp_path))
+    assert processes[0].wait(30) == 1
+    assert not (tmp_path / "slept-well").exists(), "it was woken at once"
     assert processes[1].wait(30) == -signal.SIGKILL
     assert json.loads((tmp_path / "failure.json").read_text())["rank"] == 1

@@ -58,7 +58,9 @@ def test_nothing_is_one_process() -> None:
     "environ",
     [
         pytest.param({"SLURM_JOB_ID": "17", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, id="batch script"),
-        pytest.param({"SLURM_JOB_ID": "17", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "n[1-2]"}, id="salloc shell"),
+        pytest.param(
+            {"SLURM_JOB_ID": "17", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "n[1-2]"}, id="salloc shell"
+        ),
     ],
 )
 def test_an_allocation_without_a_step_is_one_process(environ: dict[str, str]) -> None:
@@ -75,7 +77,12 @@ def test_a_step_of_srun() -> None:
 def test_steps_have_different_names_and_restarts_too() -> None:
     names = {
         detect(SRUN_STEP | change).launch_id
-        for change in ({}, {"SLURM_STEP_ID": "1"}, {"SLURM_RESTART_COUNT": "1"}, {"SLURM_SRUN_COMM_PORT": "1"})
+        for change in (
+            {},
+            {"SLURM_STEP_ID": "1"},
+            {"SLURM_RESTART_COUNT": "1"},
+            {"SLURM_SRUN_COMM_PORT": "1"},
+        )
     }
     assert len(names) == 4
 
@@ -86,13 +93,17 @@ def test_steps_have_different_names_and_restarts_too() -> None:
         pytest.param(TORCHRUN, ("torchrun", 5, 8, 1, 4), id="torchrun"),
         pytest.param(SRUN_STEP | TORCHRUN, ("torchrun", 5, 8, 1, 4), id="torchrun under srun"),
         pytest.param(OPEN_MPI, ("mpi", 2, 4, 0, 2), id="Open MPI"),
-        pytest.param(SRUN_STEP | {"SLURM_PROCID": "0"} | OPEN_MPI, ("mpi", 2, 4, 0, 2), id="mpirun under SLURM"),
+        pytest.param(
+            SRUN_STEP | {"SLURM_PROCID": "0"} | OPEN_MPI, ("mpi", 2, 4, 0, 2), id="mpirun under SLURM"
+        ),
         pytest.param(MPICH, ("mpi", 1, 2, 1, 2), id="MPICH"),
         pytest.param(TORCHRUN | {"HEADWAY_RENDEZVOUS": "/x"}, ("headway", 5, 8, 1, 4), id="headway"),
         pytest.param(SRUN_STEP | {"PMIX_RANK": "3"}, ("srun", 3, 4, 0, 1), id="srun --mpi=pmix"),
     ],
 )
-def test_the_innermost_launcher_counts(environ: dict[str, str], expected: tuple[str, int, int, int, int]) -> None:
+def test_the_innermost_launcher_counts(
+    environ: dict[str, str], expected: tuple[str, int, int, int, int]
+) -> None:
     assert place(environ) == expected
 
 
@@ -110,8 +121,14 @@ def test_where_ranks_meet() -> None:
     [
         ({"RANK": "0"}, "WORLD_SIZE is not set"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' is not a whole number"),
-        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "RANK=2 is not a rank of WORLD_SIZE=2"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT are not: start the script with torchrun"),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"},
+            "RANK=2 is not a rank of WORLD_SIZE=2",
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "MASTER_ADDR and MASTER_PORT are not: start the script with torchrun",
+        ),
         (SRUN_STEP | {"SLURM_STEP_TASKS_PER_NODE": "3;1"}, "expected a form like '2\\(x3\\),1'"),
     ],
 )

@@ -313,6 +313,9 @@ def join(meeting: Meeting, member: Member, timeout: float) -> tuple[Peer, Messag
             except (OSError, Forged) as error:
                 trouble = f"{host}:{address.port} did not let us in ({error or 'some ranks never came'})"
                 channel.close()
+            except BaseException:
+                channel.close()
+                raise
         time.sleep(pause)
         pause = min(pause * 1.5, 0.5)
     raise RankFailure(

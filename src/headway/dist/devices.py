@@ -10,14 +10,18 @@ from headway.errors import UsageError
 KINDS = ("auto", "cpu", "cuda", "mps")
 
 
+def check_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise UsageError(f"device={kind!r} is not known; expected one of {', '.join(KINDS)}")
+
+
 def choose_device(kind: str, seat: Seat, world_size: int) -> torch.device:
     """Picks the rank's device, and makes it the current one.
 
     A scheduler that has dealt the GPUs out, one or more to each task, shows a task only its own: then the first that
     is visible is right. Otherwise all ranks of the node see all GPUs, and the local rank counts.
     """
-    if kind not in KINDS:
-        raise UsageError(f"device={kind!r} is not known; expected one of {', '.join(KINDS)}")
+    check_kind(kind)
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "mps" if _mps(world_size) else "cpu"
     if kind == "cuda":

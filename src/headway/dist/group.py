@@ -21,7 +21,7 @@ from headway.dist import failing, signals
 from headway.dist.control import Hub, Peer, vanished
 from headway.dist.launchers import Place
 from headway.dist.roster import Member
-from headway.errors import StorageError, UsageError
+from headway.errors import HeadwayError, StorageError, UsageError
 from headway.failure import Record, cause, pointer, write_first
 from headway.run import Run
 
@@ -64,7 +64,7 @@ class Group:
         self.run: Run | None = None
         self.calls: dict[str, int] = {}
         self.terminal: int | None = None
-        self.previous_hook = sys.excepthook
+        self.previous_hook = sys.__excepthook__ if sys.excepthook is _excepthook else sys.excepthook
         self.environ: dict[str, str | None] = {}
 
     def export(self, name: str, value: str, *, override: bool = True) -> None:
@@ -176,13 +176,18 @@ def hook_exceptions() -> None:
 
 def exit_group(group: Group) -> None:
     """Puts back what joining has changed in this process."""
+    forget(group)
+    sys.excepthook = group.previous_hook
+
+
+def forget(group: Group) -> None:
+    """Ends a group that nobody knows of yet. The hook stays: it turns the error into its sentence and exit code."""
     global _group
     for name, value in group.environ.items():
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    sys.excepthook = group.previous_hook
     _group = None
 
 
@@ -193,10 +198,13 @@ def mine() -> Group | None:
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     group = mine()
-    if group is None:
-        sys.__excepthook__(kind, error, trace)
-    else:
+    if group is not None:
         group.failed(error, trace)
+    elif isinstance(error, HeadwayError):  # joining failed before anybody knew of this rank
+        sys.stderr.write(f"headway: {error}\n")
+        raise SystemExit(error.exit_code)
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 _fork_watch = threading.Lock()

@@ -19,8 +19,18 @@ import torch.distributed as c10d
 
 from headway.dist import topology
 from headway.dist.control import Hub, join
-from headway.dist.devices import choose_device
-from headway.dist.group import Group, World, enter, exit_group, hook_exceptions, is_initialized, mine, world
+from headway.dist.devices import check_kind, choose_device
+from headway.dist.group import (
+    Group,
+    World,
+    enter,
+    exit_group,
+    forget,
+    hook_exceptions,
+    is_initialized,
+    mine,
+    world,
+)
 from headway.dist.launchers import Place, detect
 from headway.dist.meeting import Address, FileMeeting, Meeting, StoreMeeting, file_meeting, listen
 from headway.dist.nccl import nccl_settings, read_conf
@@ -48,6 +58,8 @@ def init(*, device: str = "auto", setup_timeout: float = 300.0, step_timeout: fl
         raise UsageError(
             "torch.distributed is initialised already: call headway.init() instead of init_process_group()"
         )
+    hook_exceptions()
+    check_kind(device)
     group = Group(detect())
     enter(group)
     try:
@@ -55,10 +67,9 @@ def init(*, device: str = "auto", setup_timeout: float = 300.0, step_timeout: fl
         group.world = _sit_down(group, found, device)
         _make_process_group(group, step_timeout)
     except BaseException:
-        if (
-            group.peer is None
-        ):  # nobody knows us yet: leave no trace. Else the hook must still tell the others
-            exit_group(group)
+        # those who know us must hear of it, from the hook; if nobody does, leave no trace
+        if group.peer is None:
+            forget(group)
         raise
     atexit.register(leave)
     if group.place.rank == 0:

@@ -1,0 +1,293 @@
+"""Meeting without fixed ports, among strangers and leftovers, and leaving nothing behind."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed
+
+import headway as hw
+from headway.dist.control import Hub, join
+from headway.dist.devices import choose_device
+from headway.dist.failing import is_echo
+from headway.dist.launchers import Place
+from headway.dist.meeting import Address, FileMeeting, listen
+from headway.dist.roster import Member, Seat
+from headway.errors import RankFailure, UsageError
+from headway.failure import Record
+from headway.testing import ranks
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+KEY = b"k" * 32
+
+
+def member(rank: int) -> Member:
+    return Member(rank=rank, host="here", node="here", pid=1, local_rank=None, visible_gpus=None)
+
+
+def unexpected(record: Record) -> None:
+    raise AssertionError(record)
+
+
+@pytest.fixture
+def meeting(tmp_path: Path) -> FileMeeting:
+    return FileMeeting(tmp_path / "meeting")
+
+
+def open_hub(meeting: FileMeeting, world_size: int) -> Hub:
+    listener, hosts = listen(Place(launcher="mpi", rank=0, world_size=2, local_world_size=2, node="here"))
+    hub = Hub(listener, KEY, world_size, welcome={"store_port": 1}, on_verdict=unexpected, on_end=unexpected)
+    hub.start()
+    meeting.publish(Address(hosts=hosts, port=listener.getsockname()[1], key=KEY))
+    return hub
+
+
+def come(meeting: FileMeeting, rank: int, timeout: float = 10) -> list[int]:
+    """Joins, leaves again, and returns whom it met."""
+    peer, welcome, _ = join(meeting, member(rank), timeout)
+    peer.leave(0)
+    peer.close()
+    return [met["rank"] for met in welcome["roster"]]
+
+
+def test_ranks_meet_in_any_order(meeting: FileMeeting) -> None:
+    met: dict[int, list[int]] = {}
+    early = threading.Thread(target=lambda: met.update({1: come(meeting, 1)}))
+    early.start()  # before rank 0 has said where it is
+    time.sleep(0.1)
+    hub = open_hub(meeting, 2)
+    met[0] = come(meeting, 0)
+    early.join(10)
+    hub.join(10)
+    assert met == {0: [0, 1], 1: [0, 1]}
+    assert (meeting.path.stat().st_mode & 0o777) == 0o600
+
+
+def test_an_address_left_over_from_a_dead_launch_is_passed_over(meeting: FileMeeting) -> None:
+    """First nobody answers there, then somebody with another key does."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    meeting.publish(Address(hosts=("127.0.0.1",), port=port, key=b"x" * 32))
+    found: list[list[int]] = []
+    late = threading.Thread(target=lambda: found.append(come(meeting, 0)))
+    late.start()
+    time.sleep(0.2)
+    other = FileMeeting(meeting.path.with_name("other"))
+    stranger = open_hub(other, 1)
+    address = other.look()
+    assert address is not None
+    meeting.publish(Address(hosts=address.hosts, port=address.port, key=b"y" * 32))
+    time.sleep(0.2)
+    hub = open_hub(meeting, 1)
+    late.join(10)
+    hub.join(10)
+    assert found == [[0]]
+    assert come(other, 0) == [0], "the stranger was not disturbed"
+    stranger.join(10)
+
+
+def test_strangers_cannot_join_or_stop_anything(meeting: FileMeeting) -> None:
+    hub = open_hub(meeting, 1)
+    address = meeting.look()
+    assert address is not None
+    for garbage in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), b'{"type":"failed","record":{}}\n' * 9):
+        with socket.create_connection((address.hosts[0], address.port)) as stranger:
+            stranger.sendall(garbage)
+    assert come(meeting, 0) == [0]
+    hub.join(10)
+    assert not hub.is_alive()
+
+
+def test_the_port_closes_when_all_have_come(meeting: FileMeeting) -> None:
+    hub = open_hub(meeting, 1)
+    address = meeting.look()
+    assert address is not None
+    peer, _, _ = join(meeting, member(0), 10)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((address.hosts[0], address.port), 5)
+    peer.leave(0)
+    peer.close()
+    hub.join(10)
+
+
+def test_two_processes_with_one_number_are_told(meeting: FileMeeting) -> None:
+    hub = open_hub(meeting, 2)
+    first = threading.Thread(target=come, args=(meeting, 0))
+    first.start()
+    while 0 in hub.missing():
+        time.sleep(0.01)
+    with pytest.raises(UsageError, match="two processes say they are rank 0"):
+        join(meeting, member(0), 5)
+    assert come(meeting, 1) == [0, 1]
+    first.join(10)
+    hub.join(10)
+
+
+def test_who_does_not_come_is_waited_for_only_so_long(meeting: FileMeeting) -> None:
+    with pytest.raises(RankFailure, match="waited 0 s for rank 0 and the others: it has not published"):
+        join(meeting, member(1), 0.2)
+
+
+def test_a_meeting_point_of_another_user_is_refused(
+    meeting: FileMeeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meeting.publish(Address(hosts=("127.0.0.1",), port=1, key=KEY))
+    real = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: real + 1)
+    with pytest.raises(UsageError, match="belongs to another user"):
+        meeting.look()
+
+
+def test_a_hundred_launches_at_once() -> None:
+    command = [sys.executable, str(SCRIPTS / "many.py"), "100"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=True)
+    assert done.stdout == "200 of 200 ranks joined their own launch\n"
+
+
+def run(code: str, cwd: Path, environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=cwd,
+        env=os.environ | environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+BAD = {
+    "unknown device": (
+        "hw.init(device='gpu')",
+        {},
+        "device='gpu' is not known; expected one of auto, cpu, cuda, mps",
+    ),
+    "no such device": ("hw.init(device='cuda')", {}, "torch sees no GPU; use device='auto' or 'cpu'"),
+    "name with a newline": (
+        "hw.init(); hw.dist.open_run(name='a\\nb')",
+        {},
+        "run name 'a\\nb' cannot be used",
+    ),
+    "name that climbs": ("hw.init(); hw.dist.open_run(name='../x')", {}, "run name '../x' cannot be used"),
+    "root that is a file": ("hw.init(); hw.dist.open_run('file')", {}, "file"),
+    "no store": ("hw.init()", {"RANK": "0", "WORLD_SIZE": "2"}, "start the script with torchrun"),
+    "two ranks and nowhere to meet": (
+        "hw.init()",
+        {
+            "OMPI_COMM_WORLD_RANK": "0",
+            "OMPI_COMM_WORLD_SIZE": "2",
+            "PMIX_NAMESPACE": "x",
+            "HEADWAY_RUNS": "no/where",
+        },
+        "set HEADWAY_RUNS to a folder that all ranks can write",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_sentence_exit_2_and_nothing_made(case: str, tmp_path: Path) -> None:
+    code, environ, sentence = BAD[case]
+    (tmp_path / "file").touch()
+    done = run(f"import headway as hw; {code}", tmp_path, environ)
+    lines = [line for line in done.stderr.splitlines() if "launched by" not in line]
+    assert done.returncode == 2, done.stderr
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("headway: ")
+    assert sentence in lines[0]
+    assert os.listdir(tmp_path) == ["file"]  # noqa: PTH208
+
+
+def test_leaving_puts_everything_back(tmp_path: Path) -> None:
+    code = """
+import os, signal, sys, threading
+import torch.distributed
+import headway as hw
+import headway.dist
+before = dict(os.environ), sys.excepthook, signal.getsignal(signal.SIGUSR1), threading.active_count()
+for _ in range(3):
+    assert hw.init(device="cpu") is hw.init()
+    assert os.environ["RANK"] == os.environ["LOCAL_RANK"] == "0" and os.environ["WORLD_SIZE"] == "1"
+    hw.dist.leave()
+    hw.dist.leave()
+    assert not torch.distributed.is_initialized()
+after = dict(os.environ), sys.excepthook, signal.getsignal(signal.SIGUSR1), threading.active_count()
+assert before == after, (before, after)
+"""
+    done = run(code, tmp_path, {})
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@ranks(2)
+def test_the_world_under_ranks() -> None:
+    world = hw.init()
+    assert (world.world_size, world.nodes, world.node_rank) == (2, 1, 0)
+    assert os.environ["MASTER_ADDR"] == "127.0.0.1"
+    assert int(os.environ["MASTER_PORT"]) > 0
+    total = torch.tensor([world.rank])
+    torch.distributed.all_reduce(total)
+    assert total.item() == 1
+
+
+def test_a_user_who_has_a_group_already_is_told(tmp_path: Path) -> None:
+    code = """
+import torch.distributed as d, headway as hw
+d.init_process_group("gloo", store=d.HashStore(), rank=0, world_size=1)
+hw.init()
+"""
+    done = run(code, tmp_path, {})
+    assert "call headway.init() instead of init_process_group()" in done.stderr
+
+
+def seat(local_rank: int, dealt_out: bool = False) -> Seat:
+    return Seat(
+        node_rank=0,
+        nodes=1,
+        local_rank=local_rank,
+        local_world_size=4,
+        gpus_dealt_out=dealt_out,
+        ranks_per_node=(4,),
+    )
+
+
+def test_which_gpu_is_mine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU is here, so torch is told what to say; the rules are what is tested."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert choose_device("auto", seat(3), 4) == torch.device("cuda:3")
+    assert choose_device("cuda", seat(3, dealt_out=True), 4) == torch.device("cuda:0"), (
+        "several each, dealt out"
+    )
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert choose_device("cuda", seat(3), 4) == torch.device("cuda:0"), "one visible GPU per task"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(UsageError, match="4 ranks run on this node, but only 2 GPUs are visible"):
+        choose_device("cuda", seat(3), 4)
+    with pytest.raises(UsageError, match="device='mps' works for one process, but there are 4 ranks"):
+        choose_device("mps", seat(0), 4)
+
+
+@pytest.mark.parametrize(
+    ("error", "echo"),
+    [
+        (RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:47"), True),
+        (RuntimeError("Connection reset by peer"), True),
+        (ConnectionResetError(104, "Connection reset by peer"), True),
+        (RuntimeError("NCCL error: remote process exited or there was a network error"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("Connection closed by peer"), False),
+        (KeyboardInterrupt(), False),
+        (RankFailure("waited for a connection that was closed"), False),
+    ],
+)
+def test_what_is_only_an_echo(error: BaseException, echo: bool) -> None:
+    assert is_echo(error) is echo
