@@ -70,7 +70,7 @@ def _parse_one(text: str) -> Fault:
     where = {"rank": "", "nth": "1"}
     for condition in conditions:
         key, _, number = condition.partition("=")
-        if key not in where or not number.isdecimal():
+        if key not in where or not number.isdecimal() or (key, int(number)) == ("nth", 0):
             raise _malformed(text, f"{condition!r} is not rank=R or nth=N")
         where[key] = number
     if not name or not _is_valid(action, value):

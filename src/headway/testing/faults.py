@@ -9,7 +9,11 @@ subprocess.run(command, env={**os.environ, **faults.at("dist.join", action="kill
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import final
 
@@ -59,3 +63,22 @@ def at(name: str, *, action: str, rank: int | None = None, nth: int = 1) -> Faul
     text = ":".join([*place, f"nth={nth}", action] if nth != 1 else [*place, action])
     failpoints.parse(text)
     return Faults(text)
+
+
+def run(
+    script: str | Path,
+    args: Sequence[str] = (),
+    *,
+    nproc: int,
+    fault: Faults | None = None,
+    timeout: float = 120.0,
+) -> subprocess.CompletedProcess[str]:
+    """Runs a script on `nproc` ranks of this machine, as `headway run` does, and returns exit code and output.
+
+    >>> run("train.py", ["--epochs", "1"], nproc=2, fault=at("train.step", rank=1, action="kill9")).returncode
+    1
+    """
+    command = [sys.executable, "-m", "headway", "run", "--nproc", str(nproc), str(script), *args]
+    environ = {name: value for name, value in os.environ.items() if name != failpoints.VARIABLE}
+    environ |= fault.environ if fault else {}
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout)

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,6 @@ import psutil
 _SHARED_MEMORY = Path("/dev/shm")
 _SETTLE = 2.0
 """seconds that children and sockets get to be gone: they may be dying already"""
-_NOT_OURS = frozenset({"PYTEST_CURRENT_TEST"})
 _ABSENT = object()
 
 
@@ -41,10 +40,13 @@ class Snapshot:
     variables: Mapping[str, object]
     handlers: Mapping[str, object]
     streams: Mapping[str, object]
+    ignored: frozenset[str]
+    """variables that are not looked at"""
 
 
-def snapshot(*, shared_memory: bool = True) -> Snapshot:
+def snapshot(*, shared_memory: bool = True, except_variables: Collection[str] = ()) -> Snapshot:
     """What this process owns now. Shared memory is the user's, not the process's: of several ranks, none may ask."""
+    ignored = {"PYTEST_CURRENT_TEST", *except_variables}
     children = psutil.Process().children(recursive=True)
     trackers = [child for child in children if _is_resource_tracker(child)]
     threads = [thread for thread in threading.enumerate() if not thread.daemon]
@@ -53,15 +55,19 @@ def snapshot(*, shared_memory: bool = True) -> Snapshot:
         files=_open_files(except_those_of=trackers),
         shared_memory=own_shared_memory() if shared_memory else None,
         threads={thread.ident: thread.name for thread in threads},
-        variables={name: value for name, value in os.environ.items() if name not in _NOT_OURS},
+        variables={name: value for name, value in os.environ.items() if name not in ignored},
         handlers={_signal_name(number): signal.getsignal(number) for number in signal.valid_signals()},
         streams={"sys.stdout": sys.stdout, "sys.stderr": sys.stderr},
+        ignored=frozenset(ignored),
     )
 
 
 def since(before: Snapshot) -> list[str]:
     """One line for each thing that is here now and was not here before, once everything had time to go."""
-    return _once_settled(lambda: _compare(before, snapshot(shared_memory=before.shared_memory is not None)))
+    memory = before.shared_memory is not None
+    return _once_settled(
+        lambda: _compare(before, snapshot(shared_memory=memory, except_variables=before.ignored))
+    )
 
 
 def shared_memory_since(before: frozenset[Path]) -> list[str]:
@@ -120,9 +126,11 @@ def _is_resource_tracker(child: psutil.Process) -> bool:
 
 def _describe_process(child: psutil.Process) -> str:
     try:
-        return f"{child.pid}: {' '.join(child.cmdline()) or child.name()} ({child.status()})"
+        return f"{child.pid}: {' '.join(child.cmdline())}"
+    except psutil.ZombieProcess:
+        return f"{child.pid}: ended, but nobody waited for it"
     except psutil.Error:
-        return f"{child.pid}: (gone)"
+        return f"{child.pid}: gone meanwhile"
 
 
 def _open_files(except_those_of: Iterable[psutil.Process]) -> Mapping[Hashable, int]:

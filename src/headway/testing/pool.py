@@ -16,6 +16,8 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, final
 
+import psutil
+
 from headway.errors import RankFailure
 from headway.failpoints import VARIABLE as FAILPOINT
 from headway.failure import status_in_words
@@ -96,10 +98,12 @@ class _Process:
         with suppress(BrokenPipeError):  # it is dead: whoever waits for its answer will see
             self.connection.send(message)
 
-    def signal(self, *numbers: int) -> None:
-        if self.process.returncode is None:  # not reaped yet, so the number is still its own
-            for number in numbers:
-                os.kill(self.process.pid, number)
+    def is_stopped(self) -> bool:
+        return bool(psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED)
+
+    def signal(self, number: int) -> None:
+        if self.process.returncode is None:  # not reaped yet, so the pid is still its own
+            os.kill(self.process.pid, number)
 
     def reap(self) -> int:
         """Ends what is left of the process and its children, and returns how the process ended."""
@@ -168,6 +172,10 @@ class Pool:
         finally:
             shutil.rmtree(meeting)
 
+    def is_whole(self) -> bool:
+        """Are all ranks alive? Between tests they say nothing, so what is to be read is an end."""
+        return not wait([member.connection for member in self._members], 0)
+
     def run(self, task: Task, timeout: float) -> list[Result]:
         """Runs one test on all ranks. Returns at most a few seconds after `timeout`, with a result for each."""
         self.spoilt = True  # until all is known to be well
@@ -208,25 +216,27 @@ class Pool:
                 if first is None and not result.passed:
                     first = result
                     deadline = min(deadline, time.monotonic() + _GRACE)
-        self._abort(list(waiting.values()))
         late = f"did not end within {timeout:g} s"
         if first is not None:
-            late = f"was still at work {_GRACE:g} s after rank {first.rank} had ended, and was stopped"
+            late = f"was still at work {_GRACE:g} s after rank {first.rank} had ended"
+        stopped = [member for member in waiting.values() if member.is_stopped()]
+        self._abort(list(waiting.values()))
         for member in waiting.values():
-            results[member.rank] = member.result(problem=late, released=first is not None)
+            problem = f"{late}: a signal had stopped it" if member in stopped else late
+            results[member.rank] = member.result(problem=problem, released=first is not None)
         return [results[member.rank] for member in self._members]
 
     def _abort(self, stuck: list[_Process]) -> None:
-        """Ends ranks in a way that makes them write their stack first, even if they are stopped."""
+        """Ends ranks in a way that makes them write their stack first; a stopped one cannot."""
         for member in stuck:
-            member.signal(signal.SIGABRT, signal.SIGCONT)
+            member.signal(signal.SIGKILL if member.is_stopped() else signal.SIGABRT)
         deadline = time.monotonic() + _ABORT_TIMEOUT
         for member in stuck:
             wait([member.connection], max(0.0, deadline - time.monotonic()))
             member.reap()
 
     def _check_started(self, results: list[Result]) -> None:
-        failed = [result for result in results if result.report is None]
+        failed = [result for result in results if result.report is None and not result.released]
         if failed:
             words = (f"rank {r.rank} {r.problem}\n{r.stdout}{r.stderr}{r.stack}" for r in failed)
             raise RankFailure("the processes of this test could not be started\n" + "\n".join(words))
@@ -267,7 +277,9 @@ class Pools:
 
     def get(self, n: int, pytest_args: Sequence[str], cwd: Path) -> Pool:
         pool = self._by_size.pop(n, None)
-        if pool is None:
+        if pool is None or not pool.is_whole():
+            if pool is not None:
+                pool.kill()
             if len(self._by_size) == _MAX_POOLS:
                 self._by_size.pop(next(iter(self._by_size))).close()
             pool = Pool(n, pytest_args, cwd)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+WarningFilter = tuple[Any, re.Pattern[str] | str | None, type[Warning], re.Pattern[str] | str | None, int]
 Outcome = Literal["passed", "failed", "skip", "xfail", "exit"]
 
 

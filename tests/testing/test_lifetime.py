@@ -1,0 +1,99 @@
+"""The processes behind `@ranks` end with pytest, however pytest ends, and leave nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.timeout(300)
+
+_TEST = """
+import os, subprocess, time
+from pathlib import Path
+import headway
+from headway.testing import ranks
+
+@ranks(2)
+def test_idle_group_stays():
+    Path(f"idle-{headway.rank()}").write_text(str(os.getpid()))
+
+@ranks(1)
+def test_waits():
+    child = subprocess.Popen(["sleep", "600"])
+    Path("child").write_text(str(child.pid))
+    Path("busy-0").write_text(str(os.getpid()))
+    Path("ready").touch()
+    if not Path("quick").exists():
+        time.sleep(600)
+    child.kill()
+    child.wait()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "test_it.py").write_text(_TEST)
+    return tmp_path
+
+
+@pytest.fixture
+def memory() -> Iterator[None]:
+    before = {path.name for path in Path("/dev/shm").iterdir()}
+    yield
+    assert {path.name for path in Path("/dev/shm").iterdir()} - before == set()
+
+
+def _start(folder: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir=.", "-p", "no:cacheprovider"]
+    return subprocess.Popen(
+        [*command, "test_it.py"],
+        cwd=folder,
+        env=os.environ | {"TMPDIR": str(folder / "tmp")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _check_nothing_is_left(folder: Path) -> None:
+    pids = [int((folder / name).read_text()) for name in ("idle-0", "idle-1", "busy-0", "child")]
+    assert len(set(pids)) == 4
+    deadline = time.monotonic() + 20
+    while alive := [pid for pid in pids if psutil.pid_exists(pid)]:
+        assert time.monotonic() < deadline, f"still alive: {alive}"
+        time.sleep(0.1)
+    assert [path.name for path in (folder / "tmp").iterdir() if not path.name.startswith("pytest-of-")] == []
+
+
+@pytest.mark.usefixtures("memory")
+def test_nothing_is_left_when_all_is_done(folder: Path) -> None:
+    (folder / "quick").touch()
+    with _start(folder) as session:
+        assert "2 passed" in session.communicate(timeout=120)[0]
+    _check_nothing_is_left(folder)
+
+
+@pytest.mark.usefixtures("memory")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_when_pytest_is_ended(folder: Path, number: signal.Signals) -> None:
+    with _start(folder) as session:
+        while not (folder / "ready").exists():
+            assert session.poll() is None, session.communicate()[0]
+            time.sleep(0.05)
+        session.send_signal(number)
+        session.communicate(timeout=60)
+    if number == signal.SIGINT:
+        assert session.returncode == pytest.ExitCode.INTERRUPTED
+    else:
+        assert session.returncode == -number
+    _check_nothing_is_left(folder)

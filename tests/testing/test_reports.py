@@ -1,0 +1,247 @@
+"""What people read when a test on ranks does not pass. One pytest run, looked at from many sides."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(300)  # a dozen groups of processes are started
+
+_SCENARIOS = Path(__file__).parent / "scenarios"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    outcome: str
+    text: str
+    output: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    cases: dict[str, Case]
+    notebook: Path
+    stdout: str
+    exit_code: int
+    shared_memory_left: set[str]
+
+    def pids(self, test: str) -> list[str]:
+        return [path.read_text() for path in sorted(self.notebook.glob(f"{test}-*"))]
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
+    folder = tmp_path_factory.mktemp("session")
+    notebook = tmp_path_factory.mktemp("notebook")
+    for name in ("failing", "unimportable"):
+        shutil.copy(_SCENARIOS / f"{name}.py", folder / f"test_{name}.py")
+    before = {path.name for path in Path("/dev/shm").iterdir()}
+    files = ["test_unimportable.py", "test_failing.py"]
+    options = ["-c", os.devnull, "--rootdir=.", "-ra", "-p", "no:cacheprovider"]
+    options += ["--junitxml=report.xml", "-o", "junit_logging=all", "-o", "junit_duration_report=call"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *files],
+        cwd=folder,
+        env=os.environ | {"NOTEBOOK": str(notebook)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    left = {path.name for path in Path("/dev/shm").iterdir()} - before
+    for name in left:
+        if name.startswith("headway-test-"):
+            Path("/dev/shm", name).unlink()
+    cases = {
+        case.attrib["name"]: _case(case) for case in ElementTree.parse(folder / "report.xml").iter("testcase")
+    }
+    return Session(
+        cases=cases,
+        notebook=notebook,
+        stdout=ended.stdout,
+        exit_code=ended.returncode,
+        shared_memory_left=left,
+    )
+
+
+def _case(element: ElementTree.Element) -> Case:
+    result = next((child for child in element if child.tag in ("failure", "error", "skipped")), None)
+    streams = [child.text or "" for child in element if child.tag.startswith("system-")]
+    return Case(
+        outcome="passed" if result is None else result.tag,
+        text="" if result is None else result.text or result.attrib["message"],
+        output="\n".join(streams),
+        seconds=float(element.attrib["time"]),
+    )
+
+
+@pytest.fixture
+def case(session: Session, request: pytest.FixtureRequest) -> Case:
+    """The case that the test is named after."""
+    return session.cases[request.node.name]
+
+
+def test_all_fail_alike(session: Session, case: Case) -> None:
+    assert case.outcome == "failure"
+    assert "ranks 0-1 of 2: AssertionError" in case.text
+    assert case.text.count("def test_all_fail_alike") == 1, "said once for all ranks"
+    assert "Differing items:" in case.text, "assertions explain themselves"
+    assert "{'eggs': [1, 2, 3]} != {'eggs': [1, 2, 4]}" in case.text
+    assert "test_failing.py:47: AssertionError" in case.text, "the file as seen from where pytest was started"
+    assert "worker.py" not in case.text
+    assert "Captured stdout of ranks 0-1" in session.stdout
+    assert case.output.count("said by all") == 1
+
+
+def test_skipped(session: Session, case: Case) -> None:
+    assert case.outcome == "skipped"
+    assert "no oven here" in case.text
+    assert "SKIPPED [1] test_failing.py:" in session.stdout, "blames the test, not the plugin"
+
+
+def test_expected_to_fail(case: Case) -> None:
+    assert case.outcome == "skipped"  # junit's word for it
+    assert "known to be broken" in case.text
+
+
+def test_marked_as_expected_to_fail(case: Case) -> None:
+    assert case.outcome == "skipped"
+
+
+def test_the_same_processes_serve_tests_that_end_alike(session: Session) -> None:
+    assert len(set(session.pids("test_passes"))) == 2
+    assert session.pids("test_passes") == session.pids("test_after_what_was_alike")
+
+
+def test_each_in_its_own_way(case: Case) -> None:
+    assert "rank 0 of 2: ValueError: cause 0" in case.text
+    for rank in (0, 1):
+        assert f"\nrank {rank}:\n" in case.text
+        assert f"E       ValueError: cause {rank}" in case.text
+        assert f"rank {rank} to stdout" in case.output
+        assert f"rank {rank} to stderr" in case.output
+    assert "def deeper(rank: int)" in case.text
+
+
+def test_fresh_processes_when_ranks_end_differently(session: Session) -> None:
+    assert not set(session.pids("test_passes")) & set(session.pids("test_after_what_was_not_alike"))
+
+
+def test_fresh_processes_when_a_collective_was_left_open(session: Session) -> None:
+    assert session.cases["test_collective_left_open"].outcome == "passed"
+    assert session.cases["test_after_collective_left_open"].outcome == "passed"
+
+
+def test_a_leak_may_be_allowed_but_harms_nobody_else(session: Session) -> None:
+    assert session.cases["test_leak_that_is_allowed"].outcome == "passed"
+    assert not set(session.pids("test_leak_that_is_allowed")) & set(session.pids("test_leaks_everything"))
+
+
+@pytest.mark.parametrize(
+    "leak",
+    [
+        "process ",
+        "socket 127.0.0.1:",
+        "forgotten.txt",
+        "thread forgotten",
+        "environment variable FORGOTTEN",
+        "handler of SIGUSR2",
+        "sys.stdout, which was replaced",
+    ],
+)
+def test_leaks_are_named(session: Session, leak: str) -> None:
+    text = session.cases["test_leaks_everything"].text
+    assert "rank 1 of 2: left " in text
+    assert f"  {leak}" in text or leak in text.partition("open file")[2]
+    assert "rank 0" not in text, "that rank left nothing"
+    assert "handler of SIGUSR1" not in text, "that one is as it was"
+
+
+def test_leaks_shared_memory(case: Case) -> None:
+    assert case.outcome == "failure"
+    assert "shared memory /dev/shm/headway-test-" in case.text
+
+
+def test_one_fails_and_the_others_wait_for_it(case: Case) -> None:
+    assert "rank 2 of 4: ValueError: no more flour" in case.text
+    assert "ranks 0-1, 3: was still at work 2 s after rank 2 had ended" in case.text
+    assert "in barrier" in case.text, "and says where they were"
+    assert "in test_one_fails_and_the_others_wait_for_it" in case.text
+    assert "control.py" not in case.text, "headway's own threads are not the reader's business"
+    assert case.seconds < 40, "does not sit out the timeout of 60 s"
+
+
+def test_one_skips_and_the_other_waits_for_it(case: Case) -> None:
+    assert case.outcome == "skipped"
+    assert "not my task (said by rank 1)" in case.text
+    assert case.seconds < 40
+
+
+def test_hangs(case: Case) -> None:
+    assert "rank 1 of 2: did not end within 2 s" in case.text
+    assert 'test_failing.py", line' in case.text
+    assert "in test_hangs" in case.text
+    assert "rank 0" not in case.text
+    assert "before the hang" in case.output
+
+
+def test_is_stopped(case: Case) -> None:
+    assert "rank 0 of 2: did not end within 2 s" in case.text
+    assert "a signal had stopped it" in case.text
+
+
+def test_is_killed(case: Case) -> None:
+    assert "rank 1 of 2: was killed by SIGKILL" in case.text
+    assert "rank 0: was" in case.text
+    assert "before the end" in case.output
+    assert case.seconds < 40
+
+
+def test_root_leaves_with_exit_code_0(case: Case) -> None:
+    assert "rank 0 of 2: left with exit code 0" in case.text
+
+
+def test_crashes(case: Case) -> None:
+    assert "rank 0 of 1: crashed in native code (SIGSEGV)" in case.text
+    assert "in test_crashes" in case.text
+
+
+def test_tests_go_on_after_all_that(session: Session) -> None:
+    assert session.cases["test_after_all_that"].outcome == "passed"
+    assert len(session.pids("test_after_all_that")) == 1
+
+
+def test_wants_a_lock(case: Case) -> None:
+    assert case.outcome == "failure"
+    assert "fixture or parameter 'lock' cannot be handed to the ranks" in case.text
+    assert "Traceback" not in case.text
+
+
+@pytest.mark.parametrize("name", ["test_in_unittest", "test_async"])
+def test_what_would_run_without_ranks_is_refused(session: Session, name: str) -> None:
+    case = session.cases[name]
+    assert case.outcome == "error"
+    assert "@ranks works on plain" in case.text
+
+
+def test_a_file_that_a_rank_cannot_import(session: Session) -> None:
+    case = session.cases["test_never_runs"]
+    assert "rank 0 of 1: RuntimeError: this file does not like ranks" in case.text
+    assert "body.py" not in case.text
+
+
+def test_exit_in_a_rank_ends_the_session(session: Session) -> None:
+    assert "test_never_run" not in session.cases
+    assert "enough" in session.stdout
+    assert session.exit_code == pytest.ExitCode.INTERRUPTED
+
+
+def test_nothing_is_left_in_shared_memory(session: Session) -> None:
+    assert {name for name in session.shared_memory_left if not name.startswith("headway-test-")} == set()
