@@ -98,6 +98,16 @@ def test_the_record_of_a_killed_rank_says_how_it_died(tmp_path: Path) -> None:
     assert "SIGKILL" in record["error"]
 
 
+def test_the_attempt_of_a_run_in_which_another_rank_failed(tmp_path: Path) -> None:
+    run(RUN, "--run", str(tmp_path / "runs"), "--record", how="raise")
+    (path,) = tmp_path.glob("runs/fail-*")
+    (attempt,) = json.loads((path / "run.json").read_text())["attempts"]
+    assert (attempt["status"], attempt["exit_code"]) == ("failed", 1)
+    log = (path / "log" / "rank-00002.txt").read_text()
+    assert "ValueError: the third step is cursed" in log, "the failing rank's own log has its story"
+    assert "rank 1 stops because rank 2 failed" in (path / "log" / "rank-00001.txt").read_text()
+
+
 def test_one_process_fails_as_python_does_but_with_the_right_code(tmp_path: Path) -> None:
     status, text = run([sys.executable], "--run", str(tmp_path / "runs"), how="raise", rank=0)
     assert status == 1

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import ExitStack
 
 import torch
 import torch.distributed
@@ -32,8 +33,15 @@ def grief(how: str) -> None:
 
 def main() -> None:
     world = hw.init(device="cpu")
-    if "--run" in sys.argv:
-        hw.dist.open_run(sys.argv[sys.argv.index("--run") + 1], name="fail")
+    with ExitStack() as stack:
+        if "--run" in sys.argv:
+            run = hw.dist.open_run(sys.argv[sys.argv.index("--run") + 1], name="fail")
+            if "--record" in sys.argv:
+                stack.enter_context(hw.record.recording(run, world))
+        work(world)
+
+
+def work(world: hw.World) -> None:
     for step in range(1, 1000):
         hw.dist.set_phase("train", step)
         if step == 3 and world.rank == int(os.environ.get("FAIL_RANK", "2")):

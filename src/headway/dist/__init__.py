@@ -24,12 +24,13 @@ from headway.dist.objects import (
     world_size,
 )
 from headway.dist.seeding import seed
-from headway.dist.shared_run import open_run, terminal
+from headway.dist.shared_run import at_failure, open_run, terminal
 from headway.dist.signals import ignore_signals, shielded
 
 __all__ = [
     "World",
     "all_gather_object",
+    "at_failure",
     "average_gradients",
     "average_parameters",
     "barrier",

@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -64,6 +65,7 @@ class Group:
         self.run: Run | None = None
         self.calls: dict[str, int] = {}
         self.terminal: int | None = None
+        self.at_failure: list[Callable[[Record], None]] = []
         self.previous_hook = sys.__excepthook__ if sys.excepthook is _excepthook else sys.excepthook
         self.environ: dict[str, str | None] = {}
 
@@ -111,6 +113,15 @@ class Group:
             sys.stderr.write(f"headway: the failure could not be recorded: {error}\n")
             return None
         return self.run.failure_file
+
+    def verdict(self, record: Record) -> None:
+        """Rank 0 only: the first cause is known, and nobody has been told yet."""
+        self.keep(record)
+        for callback in self.at_failure:
+            try:
+                callback(record)
+            except (OSError, HeadwayError) as error:  # the cause must get out, whatever cannot be written
+                sys.stderr.write(f"headway: {error}\n")
 
     def others_failed(self, record: Record) -> None:
         """The hub says that some rank, perhaps this one, failed first."""

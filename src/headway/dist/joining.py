@@ -158,7 +158,7 @@ def _open_hub(group: Group, meeting: Meeting, timeout: float) -> None:
         key,
         group.place.world_size,
         welcome=welcome,
-        on_verdict=group.keep,
+        on_verdict=group.verdict,
         on_end=group.everybody_is_down,
     )
     group.hub.start()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 from headway.dist.group import current, world
 from headway.dist.guard import from_root
+from headway.failure import Record
 from headway.run import Run
 
 
@@ -38,3 +39,14 @@ def terminal(fd: int) -> Iterator[None]:
         yield
     finally:
         group.terminal = before
+
+
+@contextmanager
+def at_failure(callback: Callable[[Record], None]) -> Iterator[None]:
+    """While in here, rank 0 calls `callback` with the record when another rank fails, just before all ranks end."""
+    callbacks = current().at_failure
+    callbacks.append(callback)
+    try:
+        yield
+    finally:
+        callbacks.remove(callback)

@@ -12,6 +12,7 @@ from typing import final
 from headway import dist
 from headway.dist import World
 from headway.errors import DONE, INTERRUPTED, HeadwayError, Stopped
+from headway.failure import Record
 from headway.record import diagnostics, screen
 from headway.record.logs import RankLog, rank_log
 from headway.run import Run
@@ -86,8 +87,14 @@ def _numbered(run: Run, world: World) -> Iterator[int]:
     """Begins the next attempt, and ends it in the way that the block ends."""
     number, pid = run.begin_attempt(world=world), os.getpid()
     error: BaseException | None = None
+
+    def cut_short(record: Record) -> None:  # another rank failed: this one does not get to its `finally`
+        status = "interrupted" if record["kind"] == "interrupted" else "failed"
+        run.end_attempt(number, status=status, exit_code=record["exit_code"])
+
     try:
-        yield number
+        with dist.at_failure(cut_short):
+            yield number
     except BaseException as caught:
         error = caught
         raise
