@@ -167,7 +167,10 @@ class Silent:
     receive = send
 
 rank, store = int(sys.argv[1]), td.FileStore(sys.argv[2], 3)
-td.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=datetime.timedelta(seconds=3))
+store.add("here", 1)
+while store.add("here", 0) < 3:  # on a busy machine one may come later than the timeout below
+    time.sleep(0.05)
+td.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=datetime.timedelta(seconds=5))
 try:
     check_interconnect(megabytes=1, wire=Silent() if rank == 2 else None)
 except RankFailure as error:
