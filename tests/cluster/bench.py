@@ -161,8 +161,8 @@ class Node:
 
     def is_cut(self) -> bool:
         """Whether its network is taken away."""
-        flags = Path(f"/sys/class/net/hw{self.cluster.port}{self.name}/flags")
-        return self.cluster.mode == "net" and not int(flags.read_text(), 16) & 1  # IFF_UP
+        link = f"hw{self.cluster.port}{self.name}"
+        return self.cluster.mode == "net" and not psutil.net_if_stats()[link].isup
 
     def _do(self, action: str) -> None:
         self.cluster.run([HERE / "node.sh", action, self.name], check=True)
@@ -366,7 +366,7 @@ def _claim(nodes: int) -> tuple[int, TextIO]:
     """A block of ports that nobody uses, and the open, locked `owner` file that makes it ours."""
     for port in PORTS:
         lab = ROOT / str(port)
-        if lab.exists() or Path(f"/sys/class/net/hw{port}").exists():
+        if lab.exists() or f"hw{port}" in psutil.net_if_stats():
             continue
         if not all(_is_free(port + offset) for offset in range(nodes + 1)):
             continue

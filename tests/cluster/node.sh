@@ -62,6 +62,6 @@ case $ACTION in
   slurmd) signal_slurmd "${1:-TERM}" ;;
   cut) ip link set "$BRIDGE$NAME" down ;;
   mend) ip link set "$BRIDGE$NAME" up ;;
-  enter) exec nsenter -t "$(first_process)" -a "$@" ;;
+  enter) exec nsenter -t "$(first_process)" --uts --mount --ipc --cgroup --net --pid "$@" ;;  # -a fails in a user namespace
   *) echo "node.sh: unknown action '$ACTION'" >&2; exit 2 ;;
 esac
