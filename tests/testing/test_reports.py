@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from headway import failure
+from headway.testing import pool
+
 pytestmark = pytest.mark.timeout(300)  # a dozen groups of processes are started
 
 _SCENARIOS = Path(__file__).parent / "scenarios"
@@ -171,7 +174,7 @@ def test_leaks_shared_memory(case: Case) -> None:
 
 def test_one_fails_and_the_others_wait_for_it(case: Case) -> None:
     assert "rank 2 of 4: ValueError: no more flour" in case.text
-    assert "ranks 0-1, 3: was still at work 2 s after rank 2 had ended" in case.text
+    assert "ranks 0-1, 3: still at work 2 s after rank 2 had ended" in case.text
     assert "in barrier" in case.text, "and says where they were"
     assert "in test_one_fails_and_the_others_wait_for_it" in case.text
     assert "control.py" not in case.text, "headway's own threads are not the reader's business"
@@ -185,21 +188,25 @@ def test_one_skips_and_the_other_waits_for_it(case: Case) -> None:
 
 
 def test_hangs(case: Case) -> None:
-    assert "rank 1 of 2: did not end within 2 s" in case.text
+    assert "rank 1 of 2: did not end within 1 s" in case.text
     assert 'test_failing.py", line' in case.text
     assert "in test_hangs" in case.text
+    assert "headway/testing" not in case.text
     assert "rank 0" not in case.text
     assert "before the hang" in case.output
 
 
 def test_is_stopped(case: Case) -> None:
-    assert "rank 0 of 2: did not end within 2 s" in case.text
+    assert "rank 0 of 2: did not end within 1 s" in case.text
     assert "a signal had stopped it" in case.text
 
 
 def test_is_killed(case: Case) -> None:
     assert "rank 1 of 2: was killed by SIGKILL" in case.text
-    assert "rank 0: was" in case.text
+    assert (
+        "rank 0: ended, with exit code 1, because rank 1 was gone" in case.text
+        or "rank 0: still at" in case.text
+    )
     assert "before the end" in case.output
     assert case.seconds < 40
 
@@ -211,6 +218,27 @@ def test_root_leaves_with_exit_code_0(case: Case) -> None:
 def test_crashes(case: Case) -> None:
     assert "rank 0 of 1: crashed in native code (SIGSEGV)" in case.text
     assert "in test_crashes" in case.text
+
+
+@pytest.mark.parametrize(
+    ("words", "culprit"),
+    [
+        (failure.pointer(0, {"rank": 3, "error": "ValueError: x"}, None), 3),
+        (failure.cause({"kind": "vanished", "rank": 3, "host": "a", "pid": 1, "error": "died"}, 4, None), 3),
+        (
+            failure.cause({"kind": "vanished", "rank": 0, "host": "a", "pid": 1, "error": "died"}, 4, None),
+            None,
+        ),
+        ("headway: hello\nrank 3 of 4 on a train\n", None),
+    ],
+)
+def test_last_words_tell_who_was_first(words: str, culprit: int | None) -> None:
+    assert pool.blamed(f"some output\n{words}", 0) == culprit
+
+
+def test_leaves_the_others_alone(case: Case) -> None:
+    assert case.outcome == "failure", "a rank that left in peace is no excuse for those that had to end"
+    assert "rank 0" in case.text
 
 
 def test_tests_go_on_after_all_that(session: Session) -> None:

@@ -101,10 +101,10 @@ def _compare_memory(before: frozenset[Path], after: frozenset[Path]) -> list[str
 
 def _compare(before: Snapshot, after: Snapshot) -> list[str]:
     return [
-        *(f"process {after.processes[key]}" for key in after.processes.keys() - before.processes.keys()),
-        *(_describe_file(after.files[key]) for key in after.files.keys() - before.files.keys()),
+        *(f"process {command}" for key, command in after.processes.items() if key not in before.processes),
+        *(_describe_file(fd) for key, fd in after.files.items() if key not in before.files),
         *_compare_memory(before.shared_memory or frozenset(), after.shared_memory or frozenset()),
-        *(f"thread {after.threads[key]}" for key in after.threads.keys() - before.threads.keys()),
+        *(f"thread {name}" for key, name in after.threads.items() if key not in before.threads),
         *(f"environment variable {name}" for name in _changed(before.variables, after.variables)),
         *(f"handler of {name}" for name in _changed(before.handlers, after.handlers)),
         *(f"{name}, which was replaced" for name in _changed(before.streams, after.streams)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, final
@@ -32,6 +33,7 @@ _GRACE = 2.0
 _ABORT_TIMEOUT = 2.0
 _CLEAN_UP = 0.1
 """seconds that helpers of a dead rank get, such as the one that removes its shared memory"""
+_LAST_WORDS = re.compile(r"^headway: rank (\d+) (?:stops because rank (\d+) |of \d+ on )", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,19 +116,19 @@ class _Process:
                 os.killpg(self.process.pid, signal.SIGKILL)
         return self.process.wait()
 
-    def hear(self, first: Result | None) -> Result:
-        """What has come through the connection: a report, or the end. `first` is the rank that ended too early."""
+    def hear(self) -> Result:
+        """What has come through the connection: a report, or the end."""
         try:
             return self.result(report=self.connection.recv())
         except (EOFError, ConnectionResetError):
             time.sleep(_CLEAN_UP)
         status = self.reap()
-        if (
-            status >= 0 and first is not None and first.report is None
-        ):  # headway.dist ends the peers of a dead rank
-            problem = f"was ended, with exit code {status}, because rank {first.rank} was gone"
-            return self.result(problem=problem, released=True)
-        return self.result(problem=status_in_words(status))
+        end = self.result(problem=status_in_words(status))
+        culprit = blamed(end.stderr, self.rank) if status > 0 else None
+        if culprit is None:
+            return end
+        problem = f"ended, with exit code {status}, because rank {culprit} was gone"
+        return replace(end, problem=problem, released=True)
 
     def result(self, *, report: Report | None = None, problem: str = "", released: bool = False) -> Result:
         return Result(
@@ -212,13 +214,13 @@ class Pool:
         while waiting and (left := deadline - time.monotonic()) > 0:
             for connection in wait(list(waiting), left):
                 member = waiting.pop(connection)  # type: ignore[call-overload]
-                result = results[member.rank] = member.hear(first)
+                result = results[member.rank] = member.hear()
                 if first is None and not result.passed:
                     first = result
                     deadline = min(deadline, time.monotonic() + _GRACE)
         late = f"did not end within {timeout:g} s"
         if first is not None:
-            late = f"was still at work {_GRACE:g} s after rank {first.rank} had ended"
+            late = f"still at work {_GRACE:g} s after rank {first.rank} had ended"
         stopped = [member for member in waiting.values() if member.is_stopped()]
         self._abort(list(waiting.values()))
         for member in waiting.values():
@@ -240,6 +242,12 @@ class Pool:
         if failed:
             words = (f"rank {r.rank} {r.problem}\n{r.stdout}{r.stderr}{r.stack}" for r in failed)
             raise RankFailure("the processes of this test could not be started\n" + "\n".join(words))
+
+
+def blamed(stderr: str, rank: int) -> int | None:
+    """The rank that made headway.dist end this one, from its last words. No rank dies alone."""
+    ranks = [int(match[2] or match[1]) for match in _LAST_WORDS.finditer(stderr)]
+    return ranks[-1] if ranks and ranks[-1] != rank else None
 
 
 def _in_step(results: list[Result]) -> bool:

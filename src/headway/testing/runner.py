@@ -141,14 +141,16 @@ def _show_output(item: pytest.Item, results: list[Result]) -> None:
 def _conclude(results: list[Result]) -> None:
     """Ends as the ranks did: failed if one of them failed by itself; else exited, failed as expected, or skipped."""
     __tracebackhide__ = True
+    released = [result for result in results if result.released]
     failed = [r for r in results if not r.released and (r.report is None or r.report.outcome == "failed")]
     if failed:
-        released = [result for result in results if result.released]
         pytest.fail(_tell(failed, released, len(results)), pytrace=False)
     for outcome, end in _ENDS.items():
         told = ((r.rank, r.report.reason) for r in results if r.report and r.report.outcome == outcome)
         for names, reason in _fold(told):
             end(reason if names == _names(range(len(results))) else f"{reason} (said by {names})")
+    if released:  # ended because of a rank that says that all is well
+        pytest.fail(_tell(released, [], len(results)), pytrace=False)
 
 
 def _tell(failed: list[Result], released: list[Result], n: int) -> str:
@@ -157,7 +159,8 @@ def _tell(failed: list[Result], released: list[Result], n: int) -> str:
     parts = [f"{names} of {n}: {reason}"]
     for results in (failed, released):
         for names, text in _fold((result.rank, _story(result)) for result in results):
-            parts.append(f"{names}:{text}")
+            if text.strip() != reason:  # else the first line has said it all
+                parts.append(f"{names}:{text}")
     return "\n\n".join(parts)
 
 
@@ -165,7 +168,7 @@ def _story(result: Result) -> str:
     if result.report is not None:
         return "\n" + result.report.text.strip("\n")
     stack = _readable(result.stack)
-    return f" {result.problem}" + (f"; it was here, most recent call first:\n{stack}" if stack else "")
+    return f" {result.problem}" + (f"; most recent call first:\n{stack}" if stack else "")
 
 
 def _readable(stack: str) -> str:
@@ -175,7 +178,7 @@ def _readable(stack: str) -> str:
         heading, _, frames = block.partition("\n")
         if "most recent call first" in heading and not _OUR_THREADS.search(frames):
             kept = frames.split("\n")
-            ends = [i for i, line in enumerate(kept) if "headway/testing/worker.py" in line]
+            ends = [i for i, line in enumerate(kept) if "headway/testing/" in line]
             threads.append("\n".join(kept[: ends[0]] if ends else kept))
     return "\n  in another thread:\n".join(reversed(threads))  # the main thread comes last in the dump
 

@@ -141,14 +141,14 @@ def test_one_skips_and_the_other_waits_for_it() -> None:
     c10d.barrier()
 
 
-@ranks(2, timeout=2)
+@ranks(2, timeout=1)
 def test_hangs() -> None:
     print("before the hang")
     if headway.rank() == 1:
         time.sleep(600)
 
 
-@ranks(2, timeout=2)
+@ranks(2, timeout=1)
 def test_is_stopped() -> None:
     if headway.rank() == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -158,6 +158,8 @@ def test_is_stopped() -> None:
 def test_is_killed() -> None:
     print("before the end")
     if headway.rank() == 1:
+        if os.fork() == 0:
+            time.sleep(600)  # a child that has all of the rank's connections
         os.kill(os.getpid(), signal.SIGKILL)
     c10d.barrier()
 
@@ -167,6 +169,14 @@ def test_root_leaves_with_exit_code_0() -> None:
     if headway.rank() == 0:
         os._exit(0)
     c10d.barrier()
+
+
+@ranks(2, timeout=5)
+def test_leaves_the_others_alone() -> None:
+    if headway.rank() == 1:
+        headway.dist.leave()
+    else:
+        c10d.barrier()
 
 
 @ranks(1)
