@@ -10,9 +10,10 @@ signals, from their first moment on.
 
 from __future__ import annotations
 
-import ctypes
+import multiprocessing.connection
+import os
 import signal
-import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -34,15 +35,20 @@ def shielded() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def ignore_signals(worker: int = 0) -> None:  # noqa: ARG001 - torch's worker_init_fn is called with the worker's number
-    """Makes a worker process deaf to stop signals, and lets it die with its parent. For `worker_init_fn`."""
+def ignore_signals(worker: int = 0) -> None:  # noqa: ARG001 - torch calls a worker_init_fn with the worker's number
+    """Makes a worker process deaf to stop signals, and lets it die with its rank. For `worker_init_fn`."""
     for number in _SHIELDED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SHIELDED)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(
-            1, signal.SIGKILL
-        )  # 1 is PR_SET_PDEATHSIG: nobody else ends a worker that is deaf
+    rank = multiprocessing.parent_process()
+    if rank is not None:  # nobody else ends a worker that is deaf
+        threading.Thread(target=_die_with, args=(rank.sentinel,), name="headway worker", daemon=True).start()
+
+
+def _die_with(sentinel: int) -> None:
+    """Not by the kernel's parent-death signal: a worker of a fork server has the server for a parent, not the rank."""
+    multiprocessing.connection.wait([sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def ignore_stop_requests() -> None:
