@@ -8,6 +8,7 @@ from headway.dist.averaging import average_gradients, average_parameters, optimi
 from headway.dist.failing import set_phase
 from headway.dist.group import World, is_initialized, world
 from headway.dist.guard import barrier, from_root, local_root_first, root_first, root_only
+from headway.dist.interconnect import check_interconnect
 from headway.dist.joining import init, leave
 from headway.dist.objects import (
     all_gather_object,
@@ -35,6 +36,7 @@ __all__ = [
     "average_parameters",
     "barrier",
     "broadcast_object",
+    "check_interconnect",
     "from_root",
     "gather_object",
     "ignore_signals",

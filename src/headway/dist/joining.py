@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import psutil
+import torch
 import torch.distributed as c10d
 
 from headway.dist import topology
@@ -65,6 +66,7 @@ def init(*, device: str = "auto", setup_timeout: float = 300.0, step_timeout: fl
     try:
         found = _meet(group, setup_timeout)
         group.world = _sit_down(group, found, device)
+        _check_gpus_differ(group)
         _make_process_group(group, step_timeout)
     except BaseException:
         # those who know us must hear of it, from the hook; if nobody does, leave no trace
@@ -199,6 +201,23 @@ def _sit_down(group: Group, found: Seat, device: str) -> World:
         launcher=place.launcher,
         device=chosen,
     )
+
+
+def _check_gpus_differ(group: Group) -> None:
+    """Two ranks on one GPU fail deep inside NCCL, long after the mistake: say it now."""
+    world = group.world
+    assert world is not None
+    if world.device.type != "cuda" or world.local_world_size == 1 or "NCCL_HOSTID" in os.environ:
+        return  # whoever sets NCCL_HOSTID shares a GPU on purpose
+    mine = str(torch.cuda.get_device_properties(world.device).uuid)
+    group.store.set(f"headway/gpu/{world.rank}", mine)
+    here = group.members[world.rank].node
+    for other in (member.rank for member in group.members[: world.rank] if member.node == here):
+        if group.store.get(f"headway/gpu/{other}").decode() == mine:
+            raise UsageError(
+                f"ranks {other} and {world.rank} on {world.host} have the same GPU ({world.device}); start at most one "
+                f"rank per GPU, or use device='cpu'"
+            )
 
 
 def _tune_network(group: Group, nodes: int) -> None:

@@ -1,0 +1,49 @@
+"""Every page: links lead somewhere, examples are Python, commands exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import headway
+from headway.cli import VERBS
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("tests/*/README.md"))]
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if not target.startswith(("http", "#")):
+            assert (page.parent / target.partition("#")[0]).exists(), target
+
+
+@each_page
+def test_python_examples_parse_and_use_names_that_exist(page: Path) -> None:
+    for code in blocks(page, "python"):
+        tree = ast.parse(code)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "hw":
+                assert node.attr in headway.__all__, f"hw.{node.attr}"
+
+
+@each_page
+def test_commands_exist(page: Path) -> None:
+    for code in blocks(page, "bash"):
+        for verb in re.findall(r"^headway ([a-z][a-z-]*)", code, re.MULTILINE):
+            assert verb in VERBS, f"headway {verb}"
+
+
+def test_every_page_of_the_documentation_is_linked_from_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for page in ROOT.glob("docs/*.md"):
+        assert f"(docs/{page.name})" in readme, page.name
