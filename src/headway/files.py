@@ -68,9 +68,7 @@ def publish(path: Path, data: bytes) -> bool:
         try:
             path.hardlink_to(staged)
         except FileExistsError:
-            if (
-                staged.stat().st_nlink < 2
-            ):  # two: the link is ours, and only the server's first answer was lost
+            if staged.stat().st_nlink < 2:  # else the link is ours, and only the first answer to it was lost
                 return False
         except OSError as error:
             if error.errno not in _NO_LINKS_HERE:

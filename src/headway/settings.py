@@ -85,7 +85,7 @@ def _plain(value: object, *, at: str, inside: tuple[int, ...]) -> object:
         return value
     for kind in (str, int, float):
         if isinstance(value, kind):
-            return kind(value)  # numpy's float64 is a float, but YAML knows only the real one
+            return kind(value)  # YAML knows the type itself, not what derives from it
     if isinstance(value, Mapping):
         return _plain_mapping(value, at=at, inside=inside)
     if isinstance(value, AbstractSet):

@@ -48,6 +48,7 @@ def _run(root: str, *, config: object = None, command: tuple[str, ...] = (), fai
 @given(secret=secrets)
 @example(secret="q~--begins-like-an-option~q")
 @example(secret="q~none~q")
+@example(secret="q~of several words~q")
 def test_no_file_holds_a_named_secret(secret: str, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(repository)
     quoted = quote(secret, safe="!$&'()*+,;=:")
@@ -75,7 +76,7 @@ def test_no_file_holds_a_named_secret(secret: str, repository: Path, monkeypatch
         )
         text = _contents(run)
     assert "[redacted]" in text
-    assert "q~" not in text
+    assert "q~" not in text and "~q" not in text
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -100,7 +101,7 @@ def test_no_file_holds_the_value_of_a_secret_variable(
         text = _contents(run)
     if untracked.exists():
         untracked.unlink()
-    assert "q~" not in text
+    assert "q~" not in text and "~q" not in text
 
 
 def test_nothing_of_the_environment_is_written_wholesale(

@@ -41,7 +41,8 @@ TRAINER = """if True:
     elif host != "here":
         runlock._machine = lambda: host
         runlock.socket.gethostname = lambda: host
-        runlock._try_flock = lambda fd: True
+        if host != "container":
+            runlock._try_flock = lambda fd: True
     print("ready", flush=True)
     sys.stdin.readline()
     try:
@@ -159,6 +160,14 @@ def test_a_killed_owner_that_nobody_has_reaped_is_dead(start: Start) -> None:
     assert second.tell("take") == "held None"
 
 
+def test_a_stopped_owner_in_a_container_of_this_machine_keeps_its_run(start: Start) -> None:
+    """Its pid means nothing here and its heart stands still, but the kernel knows that it holds the lock."""
+    there, here = start("container"), start(patience=0.5)
+    there.tell("take")
+    there.kill(signal.SIGSTOP)
+    assert "in use by" in here.tell("take")
+
+
 @pytest.mark.parametrize("host", ["here", "no-flock"])
 def test_a_stopped_owner_on_this_machine_keeps_its_run(host: str, start: Start) -> None:
     first, second = start(host), start(host, patience=0.5)
@@ -167,8 +176,9 @@ def test_a_stopped_owner_on_this_machine_keeps_its_run(host: str, start: Start) 
     assert "in use by" in second.tell("take")
 
 
-def test_a_forked_child_does_not_release(start: Start) -> None:
-    first, second = start(), start()
+@pytest.mark.parametrize("host", ["here", "no-flock"])
+def test_a_forked_child_does_not_release(host: str, start: Start) -> None:
+    first, second = start(host), start(host)
     first.tell("take")
     assert first.tell("fork") == "forked"
     assert "in use by" in second.tell("take")
@@ -365,6 +375,23 @@ def test_nothing_is_left_after_release(directory: Path) -> None:
             pass
     assert state() == before
     assert not [path for path in directory.iterdir() if path.name.startswith(".")]
+
+
+def test_release_waits_for_a_beat_under_way(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A beat after the files are closed would go to whatever has their numbers by then."""
+    beating, sync = threading.Event(), os.fsync
+
+    def slow_sync(fd: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            beating.set()
+            time.sleep(0.5)
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", slow_sync)
+    monkeypatch.setattr(runlock, "BEAT", 0.01)
+    with hold(directory, attempt=1):
+        assert beating.wait(30)
+    assert "headway-run-lock" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_run_locks_itself_for_its_next_attempt(tmp_path: Path) -> None:

@@ -119,10 +119,25 @@ def test_modes_do_not_depend_on_the_umask(umask: int, tmp_path: Path, run_python
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
 
+def test_modes_are_right_from_the_first_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "chmod", lambda *_: None)
+    monkeypatch.setattr(os, "fchmod", lambda *_: None)
+    before = os.umask(0)
+    try:
+        run = Run.create(tmp_path / "runs")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(run.path.stat().st_mode) == 0o700
+    assert stat.S_IMODE(run.config_file.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("looks", [True, False])
 def test_ids_do_not_collide_and_nothing_is_overwritten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    looks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_module, "_SUFFIX_LETTERS", "ab")  # sixteen possible ids
+    if not looks:  # as if the other run came between the look and the rename
+        monkeypatch.setattr(run_module.os.path, "lexists", lambda _: False)
     runs = [Run.create(tmp_path, name=f"r{number % 2}", config={"number": number}) for number in range(16)]
     assert len({run.path for run in runs}) == 16
     for number, run in enumerate(runs):
@@ -234,6 +249,11 @@ def test_bad_root_text_and_bad_settings_leave_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_another_process_may_make_the_root_first(tmp_path: Path) -> None:
+    assert run_module._make_root(tmp_path / "runs")
+    assert not run_module._make_root(tmp_path / "runs")
+
+
 def test_root_may_be_a_link(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "runs").symlink_to("real")
@@ -315,6 +335,23 @@ def test_run_json_is_whole_at_every_moment(tmp_path: Path) -> None:
     assert writer.returncode == 0
     assert len(seen) > 3
     assert {path.name for path in run.path.iterdir() if path.name.startswith(".")} == set()
+
+
+def test_run_json_is_on_the_disk_before_its_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run.create(tmp_path)
+    events: list[str] = []
+
+    def sync(fd: int) -> None:
+        events.append(
+            "sync directory" if stat.S_ISDIR(os.fstat(fd).st_mode) else f"sync {os.fstat(fd).st_size} bytes"
+        )
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(
+        os, "replace", lambda source, target: events.append("rename") or os.rename(source, target)
+    )
+    run.begin_attempt(world={})
+    assert events == [f"sync {(run.path / 'run.json').stat().st_size} bytes", "rename", "sync directory"]
 
 
 def test_first_failure_wins_and_the_next_attempt_sets_it_aside(tmp_path: Path) -> None:
@@ -421,7 +458,7 @@ def test_find_latest(tmp_path: Path) -> None:
         (third.path / "run.json").read_text().replace("202", "302")
     )
     (tmp_path / "file").touch()
-    (tmp_path / "link").symlink_to(first.path)
+    (tmp_path / "link").symlink_to(third.path)
     os.utime(first.path / "run.json")  # times of files say nothing: a copy has new ones
     assert find_latest(tmp_path) == third
     assert find_latest(tmp_path, name="b") == second

@@ -25,6 +25,10 @@ class Color(Enum):
     RED = object()
 
 
+class Name(str):
+    __slots__ = ()
+
+
 class Access(IntFlag):
     READ = 1
     WRITE = 2
@@ -98,6 +102,7 @@ def test_omegaconf_that_does_not_resolve(broken: dict[str, Any], names: str) -> 
         (np.float64(0.5), 0.5),
         (np.int64(7), 7),
         (np.bool_(True), True),
+        (Name("digits"), "digits"),
         (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
         (np.dtype("float32"), "float32"),
         (torch.bfloat16, "torch.bfloat16"),
