@@ -32,7 +32,7 @@ def grief(how: str) -> None:
 
 
 def main() -> None:
-    world = hw.init(device="cpu")
+    world = hw.init(device="cuda" if "--cuda" in sys.argv else "cpu")
     with ExitStack() as stack:
         if "--run" in sys.argv:
             run = hw.dist.open_run(sys.argv[sys.argv.index("--run") + 1], name="fail")
@@ -49,7 +49,7 @@ def work(world: hw.World) -> None:
         if "--busy" in sys.argv:  # ranks that never meet in a collective
             time.sleep(0.05)
         else:
-            torch.distributed.all_reduce(torch.ones(1000))
+            torch.distributed.all_reduce(torch.ones(1000, device=world.device))
 
 
 if __name__ == "__main__":
