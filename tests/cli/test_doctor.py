@@ -138,6 +138,10 @@ def test_the_remedy_for_packages_can_be_pasted() -> None:
     assert check.advice == "pip install 'tyro>=0.9' 'torch>=2.11'"
 
 
+def test_an_uninstalled_headway_is_said_and_does_not_stop_the_doctor() -> None:
+    assert doctor.packages({}, {}).verdict == "warn"
+
+
 @pytest.mark.parametrize(
     ("verdicts", "worst"), [(["ok"], "ok"), (["ok", "warn"], "warn"), (["bad", "warn", "ok"], "bad")]
 )

@@ -1,1 +1,1 @@
-"""Start: get N processes going, here, under SLURM or under MPI, and bring them all down together. No torch at import."""
+"""Start: get N processes going, here, under SLURM or under MPI, and end them together. No torch at import."""

@@ -100,6 +100,12 @@ def python(version: tuple[int, ...]) -> Check:
 
 def packages(required: Mapping[str, str], installed: Mapping[str, str]) -> Check:
     """`required`: the oldest version of each package that will do; `installed`: the versions that are there."""
+    if not required:
+        return _warn(
+            "packages",
+            "headway runs from its source, uninstalled: what it needs was not checked",
+            "pip install -e .",
+        )
     missing = [name for name in required if name not in installed]
     old = [name for name in installed if probes.numbers(installed[name]) < probes.numbers(required[name])]
     if missing or old:

@@ -27,8 +27,11 @@ _CANARY_TIMEOUT = 180.0
 
 
 def required() -> dict[str, str]:
-    """headway's core dependencies and the oldest version of each, as its package says."""
-    lines = [line for line in metadata.requires("headway") or [] if "extra ==" not in line]
+    """headway's core dependencies and the oldest version of each, as its package says; none if it is not installed."""
+    try:
+        lines = [line for line in metadata.requires("headway") or [] if "extra ==" not in line]
+    except metadata.PackageNotFoundError:
+        return {}
     return dict(line.split(">=", 1) for line in lines if ">=" in line)
 
 
