@@ -6,11 +6,13 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing import shared_memory
+from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 
+import psutil
 import pytest
 
 from headway.testing import leaks
@@ -19,6 +21,14 @@ from headway.testing import leaks
 @pytest.fixture(autouse=True)
 def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leaks, "_SETTLE", 0.0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _running_resource_tracker() -> None:
+    """It starts at the first use of shared memory, and takes a moment until it can be told from other children."""
+    resource_tracker.ensure_running()
+    while not any(map(leaks._is_resource_tracker, psutil.Process().children())):
+        time.sleep(0.01)
 
 
 @contextmanager
@@ -50,7 +60,7 @@ def _open_file(folder: Path) -> Iterator[str]:
 
 @contextmanager
 def _shared_memory(_: Path) -> Iterator[str]:
-    memory = shared_memory.SharedMemory(create=True, size=64)
+    memory = shared_memory.SharedMemory(create=True, size=64, name=f"headway-test-{os.getpid()}")
     memory.close()  # not held by a descriptor or a mapping any more
     yield f"shared memory /dev/shm/{memory.name}"
     memory.unlink()
@@ -116,6 +126,20 @@ def test_each_leak_is_named_until_it_is_mended(leak: Callable[[Path], object], t
     assert leaks.since(before) == []
 
 
+def test_what_torch_installs_for_good_is_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    def handler(*_: object) -> None:
+        pass
+
+    handler.__module__ = "torch.utils.data._utils.signal_handling"
+    before = leaks.snapshot()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/somewhere")
+    previous = signal.signal(signal.SIGCHLD, handler)
+    try:
+        assert leaks.since(before) == []
+    finally:
+        signal.signal(signal.SIGCHLD, previous)
+
+
 def test_what_is_going_anyway_gets_time_to_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leaks, "_SETTLE", 30.0)
     before = leaks.snapshot()
@@ -144,7 +168,7 @@ def test_a_file_opened_anew_under_another_number_is_no_leak(tmp_path: Path) -> N
 def test_multiprocessings_own_helper_is_no_leak() -> None:
     code = (
         "from headway.testing import leaks\n"
-        "from multiprocessing import shared_memory\n"
+        "from multiprocessing import resource_tracker, shared_memory\n"
         "before = leaks.snapshot()\n"
         "memory = shared_memory.SharedMemory(create=True, size=64); memory.close(); memory.unlink()\n"
         "import psutil; assert psutil.Process().children(), 'the helper runs'\n"
@@ -154,9 +178,20 @@ def test_multiprocessings_own_helper_is_no_leak() -> None:
     assert ended.stdout == "[]\n", ended.stderr
 
 
+def test_shared_memory_with_a_name_that_tells_nothing_is_ours_while_we_use_it() -> None:
+    before = leaks.own_shared_memory()
+    memory = shared_memory.SharedMemory(create=True, size=64)
+    try:
+        assert leaks.shared_memory_since(before) == [f"shared memory /dev/shm/{memory.name}"]
+        memory.close()
+        assert leaks.shared_memory_since(before) == [], "any process of this user may have left it"
+    finally:
+        memory.unlink()
+
+
 def test_shared_memory_of_a_stranger_is_not_ours() -> None:
     code = (
-        "from multiprocessing import shared_memory\n"
+        "from multiprocessing import resource_tracker, shared_memory\n"
         "memory = shared_memory.SharedMemory(create=True, size=64)\n"
         "print(memory.name, flush=True); input(); memory.close(); memory.unlink()"
     )

@@ -155,6 +155,22 @@ def test_a_mark_filters_warnings() -> None:
     warnings.warn("quite hot", UserWarning, stacklevel=1)
 
 
+class Numbers(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@ranks(2)
+def test_torch_as_usual_leaks_nothing() -> None:
+    loader = torch.utils.data.DataLoader(Numbers(), batch_size=2, num_workers=1)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    for batch in loader:
+        model(batch.float()).sum().backward()
+
+
 @ranks(2)
 @pytest.mark.usefixtures("fault_on_rank_1")
 def test_a_fault_of_the_test_strikes_in_its_rank() -> None:

@@ -118,6 +118,12 @@ def test_marked_as_expected_to_fail(case: Case) -> None:
     assert case.outcome == "skipped"
 
 
+def test_thread_dies(case: Case) -> None:
+    assert case.outcome == "failure"
+    assert "PytestUnhandledThreadExceptionWarning" in case.text
+    assert "ValueError: invalid literal for int() with base 10: 'flour'" in case.text
+
+
 def test_the_same_processes_serve_tests_that_end_alike(session: Session) -> None:
     assert len(set(session.pids("test_passes"))) == 2
     assert session.pids("test_passes") == session.pids("test_after_what_was_alike")

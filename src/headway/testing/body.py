@@ -5,6 +5,8 @@ from __future__ import annotations
 import pickle
 import re
 import sys
+import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,10 +36,16 @@ def load(config: pytest.Config, task: Task) -> Callable[[], None]:
 
 def _call(test: Callable[..., object], arguments: dict[str, Any], filters: list[WarningFilter]) -> None:
     __tracebackhide__ = True
+    died: list[threading.ExceptHookArgs] = []
     with _filtered_warnings(filters), pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(threading, "excepthook", died.append)
         if "monkeypatch" in arguments:
             arguments["monkeypatch"] = monkeypatch  # one that patches this process, and undoes it here
         test(**arguments)
+        for end in died:  # a warning, as in any other test
+            story = traceback.format_exception(end.exc_type, end.exc_value, end.exc_traceback)
+            text = f"in thread {end.thread.name if end.thread else '?'}\n\n{''.join(story)}"
+            warnings.warn(pytest.PytestUnhandledThreadExceptionWarning(text), stacklevel=1)
 
 
 def _import(config: pytest.Config, file: str) -> Any:

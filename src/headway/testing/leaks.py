@@ -55,8 +55,12 @@ def snapshot(*, shared_memory: bool = True, except_variables: Collection[str] = 
         files=_open_files(except_those_of=trackers),
         shared_memory=own_shared_memory() if shared_memory else None,
         threads={thread.ident: thread.name for thread in threads},
-        variables={name: value for name, value in os.environ.items() if name not in ignored},
-        handlers={_signal_name(number): signal.getsignal(number) for number in signal.valid_signals()},
+        variables={
+            name: value
+            for name, value in os.environ.items()
+            if name not in ignored and not name.lstrip("_").startswith("TORCHINDUCTOR_")  # set on first use
+        },
+        handlers={_signal_name(number): _handler(number) for number in signal.valid_signals()},
         streams={"sys.stdout": sys.stdout, "sys.stderr": sys.stderr},
         ignored=frozenset(ignored),
     )
@@ -96,7 +100,7 @@ def _once_settled(look: Callable[[], list[str]]) -> list[str]:
 
 
 def _compare_memory(before: frozenset[Path], after: frozenset[Path]) -> list[str]:
-    return [f"shared memory {path}" for path in sorted(after - before) if not _in_use_elsewhere(path)]
+    return [f"shared memory {path}" for path in sorted(after - before) if _is_ours(path)]
 
 
 def _compare(before: Snapshot, after: Snapshot) -> list[str]:
@@ -175,17 +179,28 @@ def own_shared_memory() -> frozenset[Path]:
     return frozenset(found)
 
 
-def _in_use_elsewhere(path: Path) -> bool:
-    """Does a process that is neither this one nor a child of it use the memory? Then it is not this test's."""
+def _is_ours(path: Path) -> bool:
+    """Was it this family of processes that made the memory? The system does not say, but it says who uses it."""
     family = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
-    for process in psutil.process_iter():
-        if process.pid not in family:
-            with suppress(psutil.Error, OSError):
-                if str(path) in Path(f"/proc/{process.pid}/maps").read_text():
-                    return True
-                if str(path) in _targets(Path(f"/proc/{process.pid}/fd")).values():
-                    return True
+    users = {process.pid for process in psutil.process_iter() if _uses(process.pid, path)}
+    if users - family:
+        return False
+    # multiprocessing's names tell nothing: what nobody uses may be left from any process of this user that was killed
+    return bool(users) or not path.name.startswith(("psm_", "sem.mp-"))
+
+
+def _uses(pid: int, path: Path) -> bool:
+    with suppress(OSError):  # gone, or another user's
+        mapped = str(path) in Path(f"/proc/{pid}/maps").read_text()
+        return mapped or str(path) in _targets(Path(f"/proc/{pid}/fd")).values()
     return False
+
+
+def _handler(number: int) -> object:
+    """torch installs one for its data workers, for the life of the process: that is not the test's doing."""
+    handler = signal.getsignal(number)
+    module = getattr(handler, "__module__", None) or ""
+    return signal.SIG_DFL if module.startswith("torch.") else handler
 
 
 def _signal_name(number: int) -> str:

@@ -154,6 +154,7 @@ class Pool:
 
     def __init__(self, n: int, pytest_args: Sequence[str], cwd: Path) -> None:
         self.spoilt = False
+        self._in_step = True
         self._members: list[_Process] = []
         meeting = Path(tempfile.mkdtemp(prefix="headway-ranks-"))
         try:
@@ -181,14 +182,19 @@ class Pool:
     def run(self, task: Task, timeout: float) -> list[Result]:
         """Runs one test on all ranks. Returns at most a few seconds after `timeout`, with a result for each."""
         self.spoilt = True  # until all is known to be well
+        self._in_step = False
         for member in self._members:
             member.send(task)
         results = self._collect(timeout)
-        self.spoilt = not _in_step(results)
+        self._in_step = _in_step(results)
+        self.spoilt = not self._in_step or not all(r.report and r.report.reusable for r in results)
         return results
 
     def close(self) -> None:
-        """Lets the ranks leave in good order, as far as they do."""
+        """Lets the ranks leave in good order, so that what they started can end in good order, too."""
+        if not self._in_step:  # one may wait for another in vain
+            self.kill()
+            return
         for member in self._members:
             member.send(None)
         deadline = time.monotonic() + _CLOSE_TIMEOUT
@@ -253,7 +259,7 @@ def blamed(stderr: str, rank: int) -> int | None:
 def _in_step(results: list[Result]) -> bool:
     """Did all ranks come to the same end, after the same collectives? If not, one may still owe another an answer."""
     reports = [result.report for result in results]
-    return len(set(reports)) == 1 and reports[0] is not None and reports[0].reusable
+    return None not in reports and len({(r.outcome, r.text, r.collectives) for r in reports if r}) == 1
 
 
 def _environ() -> dict[str, str]:
@@ -296,7 +302,7 @@ class Pools:
 
     def discard(self, pool: Pool) -> None:
         self._by_size = {n: kept for n, kept in self._by_size.items() if kept is not pool}
-        pool.kill()
+        pool.close()
 
     def close(self) -> None:
         while self._by_size:

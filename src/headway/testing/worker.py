@@ -21,7 +21,7 @@ from typing import Any, final
 
 import pytest
 from _pytest import assertion
-from _pytest._code.code import Traceback
+from _pytest._code.code import Traceback, filter_traceback
 from _pytest._io import TerminalWriter
 from _pytest.config import _prepareconfig
 
@@ -131,11 +131,12 @@ class _Rank:
             case _:
                 style = self.config.option.tbstyle.replace("auto", "long")
         os.chdir(self.config.invocation_params.dir)  # pytest names files as seen from where it was started
+        trim = partial(_trim, Path(task.module_file))
         told = excinfo.getrepr(
             funcargs=True,
             showlocals=self.config.option.showlocals,
-            style=style,
-            tbfilter=False if self.config.option.fulltrace else partial(_trim, Path(task.module_file)),
+            style=style if trim(excinfo) else "value",
+            tbfilter=False if self.config.option.fulltrace else trim,
             truncate_locals=self.config.get_verbosity() <= 1,
         )
         text = StringIO()
@@ -145,7 +146,7 @@ class _Rank:
 
 def _trim(test_file: Path, excinfo: pytest.ExceptionInfo[BaseException]) -> Traceback:
     """From the test on, without pytest's frames and ours; what lies between first and last in short, as pytest does."""
-    entries = excinfo.traceback.cut(path=test_file).filter(excinfo)
+    entries = excinfo.traceback.cut(path=test_file).filter(excinfo).filter(filter_traceback)
     between = (entry.with_repr_style("short") for entry in entries[1:-1])
     return Traceback((entries[0], *between, entries[-1])) if len(entries) > 2 else entries
 

@@ -64,6 +64,14 @@ def test_marked_as_expected_to_fail() -> None:
 
 
 @ranks(2)
+@pytest.mark.filterwarnings("error")
+def test_thread_dies() -> None:
+    thread = threading.Thread(target=int, args=("flour",))
+    thread.start()
+    thread.join()
+
+
+@ranks(2)
 def test_after_what_was_alike(notebook: str) -> None:
     write(notebook)
 
