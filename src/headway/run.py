@@ -101,8 +101,7 @@ class Run:
             "command": redact_argv(sys.orig_argv if command is None else command),
             "cwd": redact(str(Path.cwd())),
             "code": _code(source),
-            "versions": {"python": platform.python_version()}
-            | {name: _version(name) for name in ("headway", "torch")},
+            "versions": _versions(),
             "world": redact_tree(world),
             "attempts": [],
         }
@@ -360,11 +359,12 @@ def _code(source: SourceState) -> dict[str, object]:
     return {name: redact_tree(value) for name, value in facts.items()}
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"headway": None, "python": platform.python_version(), "torch": None}
+    for package in ("headway", "torch"):
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
 
 
 def _utc(moment: datetime) -> str:

@@ -348,7 +348,7 @@ def test_run_json_is_on_the_disk_before_its_name_is(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(
-        os, "replace", lambda source, target: events.append("rename") or os.rename(source, target)
+        os, "replace", lambda source, target: events.append("rename") or Path(source).rename(target)
     )
     run.begin_attempt(world={})
     assert events == [f"sync {(run.path / 'run.json').stat().st_size} bytes", "rename", "sync directory"]

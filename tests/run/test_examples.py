@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+import doctest
+from types import ModuleType
+
+import pytest
+
+from headway import files, redact, run, runlock, settings, source
+
+
+@pytest.mark.parametrize(
+    "module", [files, redact, run, runlock, settings, source], ids=lambda module: module.__name__
+)
+def test_the_examples_in_the_text_are_true(module: ModuleType) -> None:
+    assert doctest.testmod(module).failed == 0
