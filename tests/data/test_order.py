@@ -1,0 +1,160 @@
+"""The order of samples: permutations, epochs, windows, lanes; at once, anywhere, on any number of ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from headway.data.order import Order, Shuffle, key, keys, permute, piece
+from headway.errors import UsageError
+
+COUNTS = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any)
+SHUFFLES = st.builds(
+    Shuffle, seed=st.integers(0, 2**64 - 1), lanes=st.integers(1, 30), window=st.none() | st.integers(1, 50)
+)
+
+
+def visited(order: Order, positions: np.ndarray) -> list[tuple[int, int]]:
+    places = order.locate(positions)
+    return list(zip(places.shard.tolist(), places.sample.tolist(), strict=True))
+
+
+@given(size=st.integers(1, 3000), seed=st.integers(0, 2**64 - 1))
+def test_permute_is_a_bijection(size: int, seed: int) -> None:
+    assert sorted(permute(np.arange(size), size, seed).tolist()) == list(range(size))
+
+
+@given(sizes=st.lists(st.integers(1, 60), min_size=1, max_size=8), seed=st.integers(0, 2**64 - 1))
+def test_sizes_and_keys_may_differ_from_index_to_index(sizes: list[int], seed: int) -> None:
+    index = np.concatenate([np.arange(size) for size in sizes])
+    size = np.repeat(sizes, sizes)
+    secret = np.repeat(np.array([key(seed, number) for number in range(len(sizes))], np.uint64), sizes)
+    alone = [permute(np.arange(size), size, key(seed, number)) for number, size in enumerate(sizes)]
+    assert np.array_equal(permute(index, size, secret), np.concatenate(alone))
+
+
+@given(parts=st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=4), first=st.integers(0, 2**64 - 1))
+def test_keys_are_key_for_many(parts: list[int], first: int) -> None:
+    assert keys(first, *(np.array([part], np.uint64) for part in parts)).tolist() == [key(first, *parts)]
+
+
+def test_key_tells_neighbours_apart() -> None:
+    known = {key(seed, epoch, lane) for seed in range(20) for epoch in range(20) for lane in range(20)}
+    assert len(known) == 8000
+    assert key(5, 0) != key(0, 5) != key(5)
+
+
+def test_all_orders_of_four_things_are_about_equally_frequent() -> None:
+    seen = Counter(tuple(permute(np.arange(4), 4, key(seed)).tolist()) for seed in range(2400))
+    assert len(seen) == 24
+    assert min(seen.values()) > 60 and max(seen.values()) < 150  # 100 each, standard deviation 10
+
+
+@given(counts=COUNTS, shuffle=SHUFFLES, epoch=st.integers(0, 10**6))
+def test_each_epoch_visits_every_sample_once(counts: list[int], shuffle: Shuffle, epoch: int) -> None:
+    order = Order(counts, shuffle)
+    positions = np.arange(epoch * sum(counts), (epoch + 1) * sum(counts))
+    places = order.locate(positions)
+    assert set(places.epoch.tolist()) == {epoch}
+    expected = [(shard, sample) for shard, count in enumerate(counts) for sample in range(count)]
+    assert sorted(visited(order, positions)) == expected
+
+
+@given(counts=COUNTS, shuffle=SHUFFLES | st.none(), data=st.data())
+def test_a_position_means_the_same_alone_and_in_any_company(
+    counts: list[int], shuffle: Shuffle | None, data: st.DataObject
+) -> None:
+    positions = np.array(data.draw(st.lists(st.integers(0, 5 * sum(counts)), min_size=1, max_size=20)))
+    together = visited(Order(counts, shuffle), positions)
+    alone = [visited(Order(counts, shuffle), positions[i : i + 1])[0] for i in range(len(positions))]
+    assert together == alone
+
+
+@given(
+    count=st.integers(0, 500),
+    sizes=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    start=st.integers(0, 10**12),
+)
+def test_any_world_size_gets_the_same_global_batch(count: int, sizes: tuple[int, int], start: int) -> None:
+    order = Order([10**6, 3, 10**7], Shuffle(seed=1, lanes=24, window=100))
+    batches = []
+    for world_size in sizes:
+        parts = [
+            np.arange(start, start + count)[piece(count, rank, world_size)] for rank in range(world_size)
+        ]
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+        batches.append([place for part in parts for place in visited(order, part)])
+    assert batches[0] == batches[1] == visited(order, np.arange(start, start + count))
+
+
+def test_without_shuffle_samples_come_as_stored() -> None:
+    assert visited(Order([2, 0, 3]), np.arange(6)) == [(0, 0), (0, 1), (2, 0), (2, 1), (2, 2), (0, 0)]
+
+
+def test_seeds_and_epochs_give_different_orders() -> None:
+    def epoch(seed: int, number: int) -> list[tuple[int, int]]:
+        return visited(
+            Order([50, 50], Shuffle(seed=seed, lanes=4, window=10)),
+            np.arange(number * 100, number * 100 + 100),
+        )
+
+    assert len({tuple(epoch(seed, number)) for seed in range(5) for number in range(5)}) == 25
+
+
+def test_a_window_keeps_samples_near_and_a_lane_keeps_shards_few() -> None:
+    order = Order([100] * 240, Shuffle(seed=0, lanes=24, window=50))
+    places = order.locate(np.arange(24 * 200))
+    for lane in range(24):
+        shards = places.shard[places.lane == lane]
+        assert len(shards) == 200
+        assert len(set(shards.tolist())) <= 3, "200 samples in a row, of shards of 100"
+    first = places.sample[places.lane == 0][:50]
+    assert sorted(first.tolist()) != first.tolist(), "shuffled within the window"
+
+
+def test_batches_draw_on_the_whole_dataset() -> None:
+    order = Order([1000] * 1000, Shuffle(seed=0, lanes=1))
+    sample = order.locate(np.arange(100_000)).sample.astype(float)
+    assert abs(np.corrcoef(sample[:-1], sample[1:])[0, 1]) < 0.02
+    assert len(set(order.locate(np.arange(4096)).shard.tolist())) > 950
+
+
+@pytest.mark.parametrize("counts", [[], [0, 0], [3, -1]])
+def test_an_empty_dataset_is_refused(counts: list[int]) -> None:
+    with pytest.raises(UsageError, match="at least one sample"):
+        Order(counts)
+
+
+def test_bad_settings_and_positions_are_refused() -> None:
+    with pytest.raises(UsageError, match="lanes=0"):
+        Shuffle(seed=0, lanes=0)
+    with pytest.raises(UsageError, match="window=0"):
+        Shuffle(seed=0, window=0)
+    with pytest.raises(UsageError, match="position -3"):
+        Order([4]).locate(np.array([1, -3]))
+
+
+LARGE = """
+import resource, time
+import numpy as np
+from headway.data.order import Order, Shuffle
+began = time.perf_counter()
+counts = np.random.default_rng(0).integers(9_000, 11_000, 1_000_000)
+order = Order(counts, Shuffle(seed=0, lanes=48, window=20_000))
+order.locate(np.arange(9 * order.samples // 10, 9 * order.samples // 10 + 100_000))
+took = time.perf_counter() - began
+print(order.samples, took, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+"""
+
+
+def test_ten_thousand_million_samples_in_a_second_and_little_memory() -> None:
+    done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=True)
+    samples, took, megabytes = map(float, done.stdout.split())
+    assert samples > 9.9e9
+    assert took < 5, "seconds; under 1 on an idle core"
+    assert megabytes < 200
