@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,19 +32,6 @@ def pointer(rank: int, record: Mapping[str, Any], where: Path | str | None) -> s
     """What a healthy rank says when it stops for another."""
     place = f"see {where}" if where is not None else "the cause is at the end of this output"
     return f"headway: rank {rank} stops because rank {record['rank']} failed ({record['error']}); {place}\n"
-
-
-def write_first(path: Path, record: Mapping[str, Any]) -> bool:
-    """Writes a record unless there is one already. Returns whether it was ours."""
-    draft = path.with_name(f".{path.name}-{os.getpid()}")
-    draft.write_text(json.dumps(record, indent=2))
-    try:
-        os.link(draft, path)
-    except FileExistsError:
-        return False
-    finally:
-        draft.unlink()
-    return True
 
 
 def status_in_words(status: int) -> str:

@@ -5,6 +5,7 @@ One cause, printed once, as the last thing on the screen; everybody down within 
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
@@ -18,12 +19,13 @@ from typing import final
 import torch
 import torch.distributed as c10d
 
+from headway import files
 from headway.dist import failing, signals
 from headway.dist.control import Hub, Peer, vanished
 from headway.dist.launchers import Place
 from headway.dist.roster import Member
 from headway.errors import HeadwayError, StorageError, UsageError
-from headway.failure import Record, cause, pointer, write_first
+from headway.failure import Record, cause, pointer
 from headway.run import Run
 
 _VERDICT_TIMEOUT = 4.0
@@ -102,17 +104,16 @@ class Group:
 
     def keep(self, record: Record) -> Path | None:
         """Writes failure.json, if nobody has yet. Returns where people find it."""
-        if "HEADWAY_RENDEZVOUS" in os.environ:
-            beside = Path(os.environ["HEADWAY_RENDEZVOUS"]).with_name("failure.json")
-            write_first(beside, record | {"failure_file": str(self.run.failure_file) if self.run else None})
-        if self.run is None:
-            return None
+        where = self.run.failure_file if self.run else None
         try:
-            self.run.write_failure(record)
+            if "HEADWAY_RENDEZVOUS" in os.environ:  # the agent looks for it beside the meeting point
+                beside = Path(os.environ["HEADWAY_RENDEZVOUS"]).with_name("failure.json")
+                files.publish(beside, json.dumps(record | {"failure_file": where and str(where)}).encode())
+            if self.run:
+                self.run.write_failure(record)
         except (OSError, StorageError) as error:  # the disk may be the very thing that failed
             sys.stderr.write(f"headway: the failure could not be recorded: {error}\n")
-            return None
-        return self.run.failure_file
+        return where
 
     def verdict(self, record: Record) -> None:
         """Rank 0 only: the first cause is known, and nobody has been told yet."""

@@ -11,12 +11,14 @@ import os
 import secrets
 import socket
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 import psutil
 
+from headway import files
 from headway.dist.launchers import Place
 from headway.errors import MissingExtra, UsageError
 
@@ -65,18 +67,16 @@ class FileMeeting(Meeting):
         self._made_folder = False
 
     def publish(self, address: Address) -> None:
-        draft = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}")
-        try:
-            if not self.path.parent.is_dir():
-                self.path.parent.mkdir(mode=0o700)
-                self._made_folder = True
-            with os.fdopen(
-                os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600), "w"
-            ) as file:
-                file.write(address.to_json())
-            draft.replace(self.path)
-        except OSError as error:
-            raise self._unwritable(error.strerror) from error
+        for _ in range(10):  # another launch may take away the folder, which it found empty, under our hands
+            try:
+                self._made_folder |= _make_folder(self.path.parent)
+                files.write_atomic(self.path, address.to_json().encode())
+                return
+            except FileNotFoundError as error:
+                trouble = error
+            except OSError as error:
+                raise self._unwritable(error.strerror) from error
+        raise self._unwritable(trouble.strerror) from trouble
 
     def check(self) -> None:
         """Every rank looks for itself whether they can meet here, lest the others wait for a rank 0 that cannot."""
@@ -106,8 +106,17 @@ class FileMeeting(Meeting):
 
     def close(self) -> None:
         self.path.unlink(missing_ok=True)
-        if self._made_folder and not any(self.path.parent.iterdir()):
-            self.path.parent.rmdir()
+        if self._made_folder:
+            with suppress(OSError):  # not empty: it has become of use to others
+                self.path.parent.rmdir()
+
+
+def _make_folder(path: Path) -> bool:
+    try:
+        files.make_dir(path)
+    except FileExistsError:
+        return False
+    return True
 
 
 @final

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 from headway.dist.group import current, world
@@ -20,12 +18,20 @@ def open_run(root: str | Path = "runs", *, name: str = "run", config: object = N
     >>> run = headway.dist.open_run("runs", name="digits", config={"lr": 3e-4})
     """
 
-    def create() -> str:
-        facts = asdict(world()) | {"device": str(world().device)}
-        shared = {key: facts[key] for key in ("world_size", "nodes", "launcher", "device")}
-        return str(Run.create(root, name=name, config=config, command=sys.argv, world=shared).path)
+    def create() -> dict[str, str]:
+        here = world()
+        facts = {
+            "world_size": here.world_size,
+            "nodes": here.nodes,
+            "launcher": here.launcher,
+            "device": here.device.type,
+        }
+        run = Run.create(root, name=name, config=config, world=facts)
+        return {"path": str(run.path), "id": run.id, "name": run.name}
 
-    run = Run.open(from_root(create))
+    # told, not looked up: a network file system may show a new folder to other nodes only later
+    made = from_root(create)
+    run = Run(path=Path(made["path"]), id=made["id"], name=made["name"])
     current().run = run
     return run
 

@@ -26,6 +26,7 @@ from typing import Any, final
 
 import psutil
 
+from headway import files
 from headway.errors import INTERRUPTED, TERMINATED, UsageError
 from headway.failure import Record, cause, status_in_words
 
@@ -156,10 +157,7 @@ class Agent:
 def _complete(record: Record) -> None:
     """The record in the run directory was written by a rank that could only see that another was gone."""
     if record.get("failure_file"):
-        path = Path(record["failure_file"])
-        draft = path.with_name(f".{path.name}-agent")
-        draft.write_text(json.dumps(record, indent=2))
-        draft.replace(path)
+        files.write_atomic(Path(record["failure_file"]), json.dumps(record, indent=2).encode())
 
 
 def rank_environment(number: int, processes: int, folder: Path) -> dict[str, str]:
