@@ -1,0 +1,360 @@
+"""Metrics: values stay on the device, ranks talk once per log point, and the numbers do not depend on the ranks.
+
+Each metric is a running (sum, weight) pair in double precision. `Meter.log` adds to it: one small kernel for a tensor,
+none for a number, and nobody waits. `Meter.reduce` is the log point: one all-gather of one flat vector that holds all
+metrics, a hash of their names and a word of flags. An all-gather rather than an all-reduce, because then one
+collective serves means, minima and flags alike, every rank adds the same numbers in the same order, and an odd rank
+can be named.
+
+The length of the vector is fixed by the layout that all ranks agreed on, so ranks that log different names meet in a
+valid collective, see each other's hashes differ, exchange their lists of names and raise an error that says who
+misses what. A rank that has logged nothing at all (its shard of the data is empty) takes over the others' names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, final, get_args
+
+import torch
+import torch.distributed as c10d
+from torch import Tensor
+
+from headway.errors import UsageError
+
+Reduction = Literal["mean", "sum", "min", "max", "last"]
+Scope = Literal["global", "rank"]
+Value: TypeAlias = "float | list[Value]"
+Key: TypeAlias = tuple[str, str, tuple[int, ...]]
+"""name, reduction, shape: what ranks must agree on"""
+
+_START = {"mean": 0.0, "sum": 0.0, "last": 0.0, "min": float("inf"), "max": float("-inf")}
+_HEADER = 2  # hash of the keys, flags
+
+
+@final
+class Cell:
+    """One metric between two log points: numbers add up on the host, tensors on their device."""
+
+    def __init__(self, name: str, reduction: Reduction, shape: tuple[int, ...], device: torch.device) -> None:
+        self.name, self.reduction, self.shape = name, reduction, shape
+        self.key: Key = (name, reduction, shape)
+        self.total = torch.full(shape, _START[reduction], dtype=_precision(device), device=device)
+        self.host = _START[reduction]
+        self.weight = 0.0  # on the host, as weights are batch sizes
+        self.device_weight: Tensor | None = None  # unless they are tensors, such as counts of tokens
+
+    def add(self, value: Tensor | float, weight: Tensor | float) -> None:
+        if isinstance(value, Tensor):
+            self._add_tensor(value.detach(), weight)
+        else:
+            self._add_number(float(value), weight)
+        if isinstance(weight, Tensor):
+            self.device_weight = weight.double() + (0 if self.device_weight is None else self.device_weight)
+        elif self.reduction == "last":
+            self.weight = 1.0
+        else:
+            self.weight += weight
+
+    def _add_tensor(self, value: Tensor, weight: Tensor | float) -> None:
+        match self.reduction:
+            case "mean":
+                if isinstance(weight, Tensor):
+                    self.total.addcmul_(value.to(self.total.dtype), weight.to(self.total.dtype))
+                else:
+                    self.total.add_(value, alpha=weight)
+            case "sum":
+                self.total.add_(value)
+            case "min":
+                torch.minimum(self.total, value, out=self.total)
+            case "max":
+                torch.maximum(self.total, value, out=self.total)
+            case "last":
+                self.total.copy_(value)
+
+    def _add_number(self, value: float, weight: Tensor | float) -> None:
+        match self.reduction:
+            case "mean":
+                if isinstance(weight, Tensor):
+                    self.total.add_(weight, alpha=value)
+                else:
+                    self.host += value * weight
+            case "sum":
+                self.host += value
+            case "min":
+                self.host = min(self.host, value)
+            case "max":
+                self.host = max(self.host, value)
+            case "last":
+                self.total.fill_(value)
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """What has come together, as flat tensors of the sums and of the weight; the cell starts again."""
+        total = self.total.reshape(-1)
+        match self.reduction:
+            case "mean" | "sum":
+                total = total + self.host
+            case "min":
+                total = total.clamp(max=self.host)
+            case "max":
+                total = total.clamp(min=self.host)
+            case "last":
+                total = total.clone()
+        weight = total.new_full((1,), self.weight)
+        if self.device_weight is not None:
+            weight = weight + self.device_weight.to(weight)
+        self.total.fill_(_START[self.reduction])
+        self.host, self.weight, self.device_weight = _START[self.reduction], 0.0, None
+        return total, weight
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """What came out of a log point, the same on all ranks but for `local`."""
+
+    values: Mapping[str, Value]
+    """metrics of all ranks together"""
+    local: Mapping[str, Value]
+    """metrics of scope "rank": this rank's own"""
+    flags: Sequence[int]
+    """the word of flags of each rank"""
+    unfinished: Mapping[str, Sequence[int]]
+    """metrics whose sum is not finite, and the ranks that brought that about"""
+
+
+@final
+class Meter:
+    """The metrics of one kind of work, such as training or validation. Call `reduce` on all ranks.
+
+    >>> meter = Meter(torch.device("cpu"))
+    >>> meter.log("loss", torch.tensor(0.5), weight=3)
+    >>> meter.log("loss", torch.tensor(0.1), weight=1)
+    >>> meter.reduce().values
+    {'loss': 0.4...}
+    >>> meter.finish_epoch()  # over all log points since the last one
+    {'loss': 0.4...}
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cells: dict[str, Cell] = {}  # of scope "global"
+        self._own: dict[str, Cell] = {}  # of scope "rank"
+        self._agreed: tuple[Key, ...] = ()
+        self._epoch: dict[str, Tensor] = {}  # name -> sums and weight over the log points of this epoch
+
+    def log(
+        self,
+        name: str,
+        value: Tensor | float,
+        *,
+        weight: Tensor | float = 1.0,
+        reduce: Reduction = "mean",
+        scope: Scope = "global",
+    ) -> None:
+        """Adds a value to a metric; nothing is waited for and nothing is sent."""
+        cells = self._cells if scope == "global" else self._own
+        cell = cells.get(name)
+        if cell is None or cell.reduction != reduce:
+            cell = self._new_cell(name, value, reduce, scope)
+        shape = value.shape if isinstance(value, Tensor) else ()
+        if shape != cell.shape:
+            raise UsageError(
+                f"metric {name!r} was logged with shape {cell.shape} and now has shape {tuple(shape)}: "
+                "log values of one shape, or reduce them first"
+            )
+        cell.add(value, weight)
+
+    def _new_cell(self, name: str, value: Tensor | float, reduce: Reduction, scope: Scope) -> Cell:
+        cells = {"global": self._cells, "rank": self._own}.get(scope)
+        if cells is None:
+            raise UsageError(f'metric {name!r}: scope={scope!r} is unknown: use "global" or "rank"')
+        if reduce not in get_args(Reduction):
+            known = ", ".join(f'"{kind}"' for kind in get_args(Reduction))
+            raise UsageError(f"metric {name!r}: reduce={reduce!r} is unknown: use one of {known}")
+        if name in self._cells or name in self._own:
+            before = (self._cells.get(name) or self._own[name]).reduction
+            raise UsageError(
+                f'metric {name!r} was logged with reduce="{before}" and now with "{reduce}" (scope "{scope}"): '
+                "give the second one another name"
+            )
+        if not isinstance(value, Tensor | int | float):
+            raise UsageError(
+                f"metric {name!r} is a {type(value).__name__}: log a number or a tensor, on any device"
+            )
+        shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+        cells[name] = Cell(name, reduce, shape, self._device)
+        return cells[name]
+
+    def reduce(self, flags: int = 0) -> Point:
+        """The log point: brings together what all ranks have logged since the last one, and their flags."""
+        mine = self._keys()
+        packed = self._pack(self._agreed)  # empties the cells
+        known = _hash(mine) if mine else _hash(self._agreed)
+        table = _gather(torch.cat([packed.new_tensor([known, flags]), packed]))
+        if (table[:, 0] != _hash(self._agreed)).any():  # somebody has a new metric
+            extra = tuple(key for key in _agree(mine) if key not in self._agreed)
+            table = torch.cat([table, _gather(self._pack(extra))], dim=1)
+            self._agreed += extra
+        return self._point(table)
+
+    def finish_epoch(self) -> dict[str, Value]:
+        """The metrics over all log points since the last call; forgets them."""
+        found = {
+            key[0]: self._value(key, self._epoch[key[0]]) for key in self._agreed if key[0] in self._epoch
+        }
+        self._epoch = {}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums of the unfinished epoch, as plain values. Call it right after a log point, on any rank."""
+        return {
+            "keys": [list(key) for key in self._agreed],
+            "epoch": {name: sums.tolist() for name, sums in self._epoch.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._agreed = tuple(_key(key) for key in state["keys"])
+        self._epoch = {name: torch.tensor(sums, dtype=torch.float64) for name, sums in state["epoch"].items()}
+        for name, reduction, shape in self._agreed:
+            self._cells[name] = Cell(name, reduction, shape, self._device)  # type: ignore[arg-type]
+
+    # --- between ranks
+
+    def _keys(self) -> tuple[Key, ...]:
+        return tuple(sorted(cell.key for cell in self._cells.values()))
+
+    def _pack(self, keys: Sequence[Key]) -> Tensor:
+        """All sums and weights as one flat vector, in the order of `keys`."""
+        parts = [torch.empty(0, dtype=_precision(self._device), device=self._device)]
+        for name, reduction, shape in keys:
+            cell = self._cells.get(name) or Cell(name, reduction, shape, self._device)  # type: ignore[arg-type]
+            parts.extend(cell.take())
+        return torch.cat(parts)
+
+    def _point(self, table: Tensor) -> Point:
+        values: dict[str, Value] = {}
+        unfinished: dict[str, list[int]] = {}
+        at = _HEADER
+        for key in self._agreed:
+            name, reduction, shape = key
+            size = shape_size(shape) + 1
+            columns = table[:, at : at + size]
+            at += size
+            sums = _combine(columns, reduction)
+            value = self._value(key, sums)
+            if value is None:
+                continue
+            values[name] = value
+            before = self._epoch.get(name)
+            self._epoch[name] = sums if before is None else _combine(torch.stack([sums, before]), reduction)
+            bad = ~columns[:, :-1].isfinite().all(dim=1) & (columns[:, -1] > 0)
+            if bad.any():
+                unfinished[name] = bad.nonzero().flatten().tolist()
+        return Point(
+            values=values,
+            local={
+                name: value for name, cell in self._own.items() if (value := self._taken(cell)) is not None
+            },
+            flags=[int(word) for word in table[:, 1].tolist()],
+            unfinished=unfinished,
+        )
+
+    def _taken(self, cell: Cell) -> Value | None:
+        return self._value(cell.key, torch.cat(cell.take()).double().cpu())
+
+    @staticmethod
+    def _value(key: Key, sums: Tensor) -> Value | None:
+        """What a metric's sums and weight (the last element) say; None if nothing was logged."""
+        if sums[-1] == 0:
+            return None
+        value = sums[:-1] / sums[-1] if key[1] == "mean" else sums[:-1]
+        return value.reshape(key[2]).tolist()
+
+
+def shape_size(shape: Sequence[int]) -> int:
+    """How many numbers a value of this shape holds."""
+    return int(torch.Size(shape).numel())
+
+
+def _combine(rows: Tensor, reduction: str) -> Tensor:
+    """Several (sums..., weight) rows, of ranks or of log points, as one."""
+    sums, weights = rows[:, :-1], rows[:, -1:]
+    match reduction:
+        case "mean" | "sum":
+            total = sums.sum(0)
+        case "min":
+            total = sums.min(0).values
+        case "max":
+            total = sums.max(0).values
+        case _:  # "last": of the lowest rank that has one; of the log point that is given first
+            there = weights[:, 0].nonzero().flatten()
+            total = sums[int(there[0]) if len(there) else 0]
+    return torch.cat([total, weights.sum(0)])
+
+
+def _precision(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _gather(vector: Tensor) -> Tensor:
+    """The vectors of all ranks as rows, on the host: the one collective, and the one wait, of a log point."""
+    size = _world_size()
+    if size == 1:
+        return vector[None].double().cpu()
+    table = vector.new_empty(size, len(vector))
+    c10d.all_gather(list(table), vector)
+    return table.cpu()
+
+
+def _agree(mine: tuple[Key, ...]) -> tuple[Key, ...]:
+    """Exchanges the lists of names; all ranks that have logged anything must have logged the same."""
+    lists = [tuple(_key(key) for key in json.loads(text)) for text in _exchange(json.dumps(mine))]
+    filled = {rank: keys for rank, keys in enumerate(lists) if keys}
+    if len(set(filled.values())) > 1:
+        raise UsageError(_mismatch(filled))
+    return next(iter(filled.values()), ())
+
+
+def _exchange(text: str) -> list[str]:
+    """A text of each rank, on every rank."""
+    data = torch.tensor(list(text.encode()), dtype=torch.float64)
+    sizes = _gather(torch.tensor([float(len(data))], dtype=torch.float64))[:, 0].long()
+    padded = data.new_zeros(int(sizes.max()))
+    padded[: len(data)] = data
+    return [
+        bytes(row[:size].to(torch.uint8).tolist()).decode()
+        for row, size in zip(_gather(padded), sizes.tolist(), strict=True)
+    ]
+
+
+def _world_size() -> int:
+    return c10d.get_world_size() if c10d.is_available() and c10d.is_initialized() else 1
+
+
+def _hash(keys: Sequence[Key]) -> float:
+    """48 bits of the keys' hash: a whole number that a double holds exactly."""
+    digest = hashlib.blake2b(json.dumps(sorted(keys)).encode(), digest_size=6).digest()
+    return float(int.from_bytes(digest, "little"))
+
+
+def _key(key: Sequence[Any]) -> Key:
+    name, reduction, shape = key
+    return name, reduction, tuple(shape)
+
+
+def _mismatch(lists: Mapping[int, Sequence[Key]]) -> str:
+    every = {key for keys in lists.values() for key in keys}
+    shared = set.intersection(*(set(keys) for keys in lists.values()))
+    parts = []
+    for key in sorted(every - shared):
+        ranks = [str(rank) for rank, keys in lists.items() if key in keys]
+        shape = f" of shape {key[2]}" if key[2] else ""
+        parts.append(f"{key[0]!r} ({key[1]}{shape}) on rank {', '.join(ranks)} only")
+    return (
+        f"ranks log different metrics: {'; '.join(parts)}. Log the same names on every rank (with weight=0 where "
+        'there is nothing to count), or use scope="rank"'
+    )
