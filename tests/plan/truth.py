@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headway.plan.layout import Layout
 from headway.plan.transformer import Transformer
@@ -75,3 +76,9 @@ def korthikanti() -> list[Measured]:
         found.append(Measured(f"{row[0]} full", model, full, row[9]))
         found.append(Measured(f"{row[0]} selective+sequence", model, both, row[10]))
     return found
+
+
+def h200_rows() -> list[dict[str, Any]]:
+    """Eight training steps measured on one H200: torch 2.11, eager, AdamW."""
+    lines = (Path(__file__).parent / "data" / "h200.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]

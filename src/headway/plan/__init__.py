@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from headway.plan.hardware import Device as Device, Node as Node
     from headway.plan.hf import from_hf_config as from_hf_config
     from headway.plan.layout import Layout as Layout
+    from headway.plan.measuring import measure as measure
     from headway.plan.presets import preset as preset
     from headway.plan.quantity import Quantity as Quantity
     from headway.plan.searching import Search as Search, search as search
+    from headway.plan.tracing import Trace as Trace, trace as trace
     from headway.plan.transformer import Image as Image, Mla as Mla, Moe as Moe, Transformer as Transformer
 
 # public name -> the module it comes from; loaded when first used
@@ -38,11 +40,14 @@ _HOME = {
     "Node": "hardware",
     "Quantity": "quantity",
     "Search": "searching",
+    "Trace": "tracing",
     "Transformer": "transformer",
     "estimate": "estimating",
     "from_hf_config": "hf",
+    "measure": "measuring",
     "preset": "presets",
     "search": "searching",
+    "trace": "tracing",
 }
 
 __all__ = [*_HOME]

@@ -63,11 +63,18 @@ def load(path: str | Path) -> Calibration:
     return Calibration(**data)  # type: ignore[arg-type]
 
 
-def save(path: str | Path, calibration: Calibration, *, facts: dict[str, object]) -> None:
+def save(
+    path: str | Path,
+    calibration: Calibration,
+    *,
+    node: dict[str, object] | None = None,
+    facts: dict[str, object],
+) -> None:
     """Writes the constants and what they were measured from, readable by people."""
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
-    text = yaml.safe_dump({"calibration": asdict(calibration), "measured": facts}, sort_keys=False)
+    content = {"node": node, "calibration": asdict(calibration), "measured": facts}
+    text = yaml.safe_dump(content, sort_keys=False)
     partial = file.with_name(file.name + ".partial")
     partial.write_text(text)
     partial.replace(file)

@@ -27,6 +27,8 @@ class Estimate:
     answers: dict[str, Quantity]
     fits: bool
     verdict: str
+    ranks: list[dict[str, object]] = field(default_factory=list)
+    """Bytes by part on the pipeline ranks that were looked at."""
     remedies: list[Remedy] = field(default_factory=list)
     products: list[dict[str, object]] = field(default_factory=list)
     """The matrix products of a layer with their rooflines."""
@@ -58,6 +60,7 @@ class Estimate:
             "fits": self.fits,
             "verdict": self.verdict,
             "answers": {key: quantity.plain() for key, quantity in self.answers.items()},
+            "ranks": self.ranks,
             "remedies": [{k: v for k, v in asdict(r).items() if k != "layout"} for r in self.remedies],
             "products": self.products,
             "scaling": self.scaling,
@@ -106,12 +109,19 @@ def estimate(
         answers=found,
         fits=fits,
         verdict=verdict(needed, capacity, ways),
+        ranks=[{"rank": _rank_name(rank.stage, layout), **rank.parts} for rank in ranks],
         remedies=ways,
         products=product_table(model, layout, node, constants),
         scaling=scaling_table(model, layout, node, constants),
         sensitivity=sensitivity(model, layout, node, constants),
         notes=_notes(layout, node, constants, found),
     )
+
+
+def _rank_name(stage: int, layout: Layout) -> str:
+    if layout.pp == 1:
+        return "every GPU"
+    return {0: "first", layout.pp - 1: "last"}.get(stage, f"stage {stage}")
 
 
 def verdict(needed: Quantity, capacity: float, ways: list[Remedy]) -> str:

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from headway.plan.estimating import Estimate
 from headway.plan.hardware import GIB
+from headway.plan.measuring import Measurement
 from headway.plan.quantity import Quantity, show
 from headway.plan.searching import Found, Search
 
@@ -106,3 +107,30 @@ def _ranking(title: str, rows: list[Found]) -> RenderableType:
 
 def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
+
+
+def print_measurement(found: Measurement, console: Console) -> None:
+    """Predicted against measured, a row per batch size."""
+    table = Table(
+        title=f"Predicted against measured on {found.device}", title_justify="left", box=None, pad_edge=False
+    )
+    for column in ("batch", "step predicted", "measured", "error", "peak predicted", "measured", "error"):
+        table.add_column(column, justify="right")
+    for row in found.rows:
+        memory = (
+            ("", "")
+            if row.measured_allocated is None
+            else (show(row.measured_allocated, "bytes"), f"{row.memory_error or 0:+.1%}")
+        )
+        table.add_row(
+            str(row.batch_size or ""),
+            show(row.predicted_s, "s"),
+            show(row.measured_s, "s"),
+            "calibrates" if row.fitted else f"{row.time_error:+.1%}",
+            show(row.predicted_allocated, "bytes"),
+            *memory,
+        )
+    console.print(table)
+    console.print(
+        f"scale {found.calibration.scale:.3g}, host {found.calibration.kernel_s * 1e6:.3g} us a kernel"
+    )

@@ -1,0 +1,297 @@
+"""`headway plan`: what a run will cost, before it starts. Parses, calls the plan room, prints."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from headway.errors import UsageError
+from headway.plan.economy import Job
+from headway.plan.estimating import Estimate
+from headway.plan.layout import Layout
+from headway.plan.tracing import Trace
+
+_Path = Annotated[Path, tyro.conf.Positional]
+_Name = Annotated[str, tyro.conf.Positional]
+
+_USAGE = """\
+usage: headway plan FILE.yaml | preset NAME | search FILE.yaml | module FILE.py:factory | measure FILE.py:factory
+                  | calibrate | import-dlcalc OLD.yaml | list
+
+  headway plan run.yaml                         memory, time and cost of a layout
+  headway plan preset llama-3.1-8b --node h200-sxm8 --dp 8 --zero 3 --global-batch 16 --microbatch 2
+  headway plan search run.yaml                  the best layouts for a number of GPUs
+  headway plan module train.py:make_model       your own module, traced without a GPU
+  headway plan measure train.py:make_model      the same, predicted against measured on the device here
+  headway plan calibrate                        measure this machine once (under a minute)
+  headway plan import-dlcalc old.yaml           a dlcalc file as a plan file
+  headway plan list                             presets and nodes
+
+`headway plan VERB --help` explains a verb. Exit codes: 0 fits, 2 bad input, 3 does not fit.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """How to print the answers."""
+
+    json: bool = False
+    """Print JSON and nothing else."""
+    explain: str | None = None
+    """Print one answer with its formula and source."""
+    html: Path | None = None
+    """Write a self-contained page."""
+    save: Path | None = None
+    """Write the plan as JSON: the plan.json of a run directory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilePlan(Output):
+    """Cost of the layout in a plan file."""
+
+    file: _Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class PresetPlan(Output):
+    """Cost of a well-known model; flags are the keys of a plan file."""
+
+    name: _Name
+    layout: tyro.conf.OmitArgPrefixes[Layout]
+    job: tyro.conf.OmitArgPrefixes[Job]
+    node: str = "h200-sxm8"
+    """A catalogue name (headway plan list) or "this"."""
+    price_per_hour: float | None = None
+    """Of one node, in your currency."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchPlan:
+    """Best layouts for the model, node and `search` section of a plan file."""
+
+    file: _Path
+    json: bool = False
+    """Print JSON and nothing else."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModulePlan(Output):
+    """Memory and time of your own module, traced without a GPU."""
+
+    trace: tyro.conf.OmitArgPrefixes[Trace]
+    node: str = "h200-sxm1"
+    """A catalogue name (headway plan list) or "this"."""
+    calibration: str | None = None
+    """A file that `headway plan calibrate` wrote, or "this"."""
+    extrapolate: str | None = None
+    """Trace the factory with 2 and 4 and extend: layers=96."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasurePlan:
+    """A few real steps on the device here, against the prediction."""
+
+    trace: tyro.conf.OmitArgPrefixes[Trace]
+    also: tuple[int, ...] = ()
+    """Further batch sizes: the first calibrates, these test."""
+    steps: int = 10
+    node: str | None = None
+    """What the device is, if its name is not enough."""
+    calibration: str | None = None
+    """A file that `headway plan calibrate` wrote, or "this"."""
+    json: bool = False
+    """Print JSON and nothing else."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrate:
+    """Measures this machine once: products, copies, attention, launches, transfers, storage, collectives."""
+
+    file: Path | None = None
+    """Where to write; ~/.headway/machine.yaml if not given."""
+    storage: Path | None = None
+    """A folder on the file system that checkpoints go to."""
+    json: bool = False
+    """Print JSON and nothing else."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportDlcalc:
+    """Prints a dlcalc 3dtrn file as a plan file."""
+
+    file: _Path
+
+
+def main(argv: list[str]) -> int:
+    verbs = {
+        "preset": _preset, "search": _search, "module": _module, "measure": _measure, "calibrate": _calibrate,
+        "import-dlcalc": _import_dlcalc, "list": _list,
+    }  # fmt: skip
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_USAGE, end="")
+        return 0
+    if argv[0] in verbs:
+        return verbs[argv[0]](argv[1:])
+    return _file(argv)
+
+
+def _file(argv: list[str]) -> int:
+    from headway.plan.document import read_document
+    from headway.plan.estimating import estimate
+
+    options = tyro.cli(FilePlan, args=argv, prog="headway plan", description=_USAGE)
+    if not options.file.exists() and "." not in options.file.name:
+        raise UsageError(f"there is no plan verb or file {str(options.file)!r}; see: headway plan --help")
+    plan = read_document(options.file)
+    found = estimate(plan.model, plan.layout, plan.node, job=plan.job, calibration=plan.calibration)
+    return _print(found, options)
+
+
+def _preset(argv: list[str]) -> int:
+    from headway.plan.document import read_calibration, read_node
+    from headway.plan.estimating import estimate
+    from headway.plan.presets import preset
+
+    options = tyro.cli(PresetPlan, args=argv, prog="headway plan preset")
+    node = read_node(options.node if options.node == "this" else {"name": options.node, **_price(options)})
+    constants = read_calibration(None, Path(), options.node)
+    found = estimate(preset(options.name), options.layout, node, job=options.job, calibration=constants)
+    return _print(found, options)
+
+
+def _price(options: PresetPlan) -> dict[str, object]:
+    return {} if options.price_per_hour is None else {"price_per_hour": options.price_per_hour}
+
+
+def _search(argv: list[str]) -> int:
+    from headway.plan.document import read_document
+    from headway.plan.searching import search
+    from headway.plan.tables import print_search
+
+    options = tyro.cli(SearchPlan, args=argv, prog="headway plan search")
+    plan = read_document(options.file)
+    if plan.search is None:
+        raise UsageError(f"{options.file} has no 'search'; give search: {{gpus: N, global_batch: B}}")
+    found = search(
+        plan.model, plan.node, gpus=plan.search.gpus, global_batch=plan.search.global_batch, base=plan.layout,
+        calibration=plan.calibration, keep=plan.search.keep,
+    )  # fmt: skip
+    if options.json:
+        print(json.dumps(found.plain(), indent=1))
+    else:
+        print_search(found, Console())
+    return 0 if found.best else 3
+
+
+def _import_dlcalc(argv: list[str]) -> int:
+    import yaml
+
+    from headway.plan.dlcalc import import_dlcalc
+    from headway.plan.reading import read_yaml
+
+    options = tyro.cli(ImportDlcalc, args=argv, prog="headway plan import-dlcalc")
+    print(yaml.safe_dump(import_dlcalc(read_yaml(options.file)), sort_keys=False), end="")
+    return 0
+
+
+def _list(argv: list[str]) -> int:
+    from headway.plan.hardware import Node, node_names
+    from headway.plan.presets import names
+
+    if argv:
+        raise UsageError(f"headway plan list takes no arguments, got {argv[0]!r}")
+    print("presets:", *names(), sep="\n  ")
+    print("nodes:", *(repr(Node(name))[5:-1] for name in node_names()), sep="\n  ")
+    return 0
+
+
+def _module(argv: list[str]) -> int:
+    from headway.plan.document import read_calibration, read_node
+    from headway.plan.tracing import trace_plan
+
+    options = tyro.cli(ModulePlan, args=_with_factory(argv), prog="headway plan module")
+    constants = read_calibration(options.calibration, Path(), options.node)
+    found = trace_plan(
+        options.trace,
+        node=read_node(options.node),
+        calibration=constants,
+        extrapolate=_depth(options.extrapolate),
+    )
+    return _print(found, options)
+
+
+def _with_factory(argv: list[str]) -> list[str]:
+    """The factory may stand first, without its flag."""
+    return ["--factory", *argv] if argv and not argv[0].startswith("-") else argv
+
+
+def _depth(given: str | None) -> tuple[str, int] | None:
+    if given is None:
+        return None
+    name, _, number = given.partition("=")
+    if not name.isidentifier() or not number.isdigit():
+        raise UsageError(
+            f"--extrapolate is {given!r}; expected the factory's argument and a number: layers=96"
+        )
+    return name, int(number)
+
+
+def _measure(argv: list[str]) -> int:
+    from headway.plan.document import read_calibration, read_node
+    from headway.plan.measuring import measure_plan
+    from headway.plan.tables import print_measurement
+
+    options = tyro.cli(MeasurePlan, args=_with_factory(argv), prog="headway plan measure")
+    node = None if options.node is None else read_node(options.node)
+    constants = read_calibration(options.calibration, Path(), options.node)
+    found = measure_plan(
+        options.trace, also=options.also, node=node, calibration=constants, steps=options.steps
+    )
+    if options.json:
+        print(json.dumps(found.plain(), indent=1))
+    else:
+        print_measurement(found, Console())
+    return 0
+
+
+def _calibrate(argv: list[str]) -> int:
+    from headway.plan.calibration import machine_file, save
+    from headway.plan.measuring import calibrate
+
+    options = tyro.cli(Calibrate, args=argv, prog="headway plan calibrate")
+    node, constants, facts = calibrate(folder=options.storage)
+    file = options.file or machine_file()
+    save(file, constants, node=node, facts=facts)
+    if options.json:
+        print(
+            json.dumps(
+                {"file": str(file), "node": node, "calibration": vars(constants), "measured": facts}, indent=1
+            )
+        )
+    else:
+        print(file.read_text(), end="")
+        print(f"written to {file}; plans use it with node: this")
+    return 0
+
+
+def _print(plan: Estimate, options: Output) -> int:
+    if options.html is not None:
+        from headway.plan.html import page
+
+        options.html.write_text(page(plan))
+    if options.save is not None:
+        plan.save(options.save)
+    if options.explain is not None:
+        print(plan.explain(options.explain))
+    elif options.json:
+        print(json.dumps(plan.plain(), indent=1))
+    else:
+        from headway.plan.tables import print_estimate
+
+        print_estimate(plan, Console())
+    return plan.exit_code

@@ -1,0 +1,34 @@
+"""`python -m headway.plan.probe OUT` reads a request from standard input and writes what it measured to OUT."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headway.plan.probe.machine import measure_machine
+from headway.plan.probe.steps import measure_steps
+from headway.plan.tracer.loading import NotFound
+from headway.plan.tracer.step import Request
+
+
+def main() -> None:
+    out, request = Path(sys.argv[1]), json.load(sys.stdin)
+    result: dict[str, Any]
+    try:
+        if request["kind"] == "machine":
+            result = measure_machine(Path(request["folder"]))
+        else:
+            result = measure_steps(Request(**request["trace"]), request["batch_sizes"], request["steps"])
+    except NotFound as error:
+        result = {"error": str(error)}
+    except torch.OutOfMemoryError as error:
+        result = {"error": f"out of memory on the device: {error}"}
+    out.write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

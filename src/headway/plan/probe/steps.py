@@ -1,0 +1,87 @@
+"""Runs the user's module for a few real steps on the device here and says how long and how much."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from headway.plan.tracer import loading
+from headway.plan.tracer.blocks import checkpoint_blocks
+from headway.plan.tracer.step import LOSSES, OPTIMIZERS, Request, call
+
+WARM_UP = 3
+
+
+def measure_steps(request: Request, batch_sizes: list[int | None], steps: int) -> dict[str, Any]:
+    """One row per batch size."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_default_dtype(torch.bfloat16 if request.precision == "pure-bf16" else torch.float32)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    rows = [_measure(request, size, steps, device) for size in batch_sizes]
+    return {"device": name, "torch": torch.__version__, "rows": rows}
+
+
+def _measure(request: Request, batch_size: int | None, steps: int, device: torch.device) -> dict[str, Any]:
+    gpu = device.type == "cuda"
+    if gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    model, batch, loss = _build(request, batch_size, device)
+    optimizer = (OPTIMIZERS.get(request.optimizer) or loading.find(request.optimizer))(model.parameters())
+    times = []
+    for turn in range(WARM_UP + steps):
+        if gpu:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(request.accumulate):
+            with torch.autocast(device.type, torch.bfloat16, enabled=request.precision == "amp"):
+                value = _loss(model, batch, loss)
+            value.backward()  # type: ignore[no-untyped-call]
+            del value
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if gpu:
+            torch.cuda.synchronize()
+        if turn >= WARM_UP:
+            times.append(time.perf_counter() - start)
+    row: dict[str, Any] = {"batch_size": batch_size, "step_s": median(times)}
+    if gpu:
+        row |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    return row
+
+
+def _build(request: Request, batch_size: int | None, device: torch.device) -> tuple[Any, Any, Any]:
+    made = loading.find(request.factory)(**request.arguments)
+    loss = None if request.loss is None else LOSSES.get(request.loss) or loading.find(request.loss)
+    if isinstance(made, tuple):
+        made, batch, *rest = made
+        loss = rest[0] if rest else loss
+    else:
+        reference = request.inputs or f"{request.factory.rpartition(':')[0]}:batch"
+        batch = loading.call_with(loading.find(reference), batch_size)
+    model = made.to(device).train()
+    if request.checkpoint:
+        checkpoint_blocks(model)
+    return (
+        model,
+        tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch),
+        loss,
+    )
+
+
+def _loss(model: Any, batch: Any, loss: Any) -> torch.Tensor:
+    if loss is not None:
+        inputs, target = batch
+        out: torch.Tensor = loss(call(model, inputs), target)
+        return out
+    output = call(model, batch)
+    if isinstance(output, dict):
+        output = output.get("loss", output)
+    found = getattr(output, "loss", output)
+    if not isinstance(found, torch.Tensor) or found.dim():
+        raise loading.NotFound("the module returns no loss; give one: cross_entropy, mse or FILE.py:function")
+    return found

@@ -1,0 +1,90 @@
+"""`python -m headway.plan.tracer FOLDER` reads requests from standard input, writes 0.json, 1.json, ... as it goes."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
+from headway.plan.tracer import allocator, loading, standins
+from headway.plan.tracer.meter import replay
+from headway.plan.tracer.step import Request, Step
+
+_OTHERS = {"forward": "activations", "backward": "temporaries", "optimizer": "temporaries", "build": "other"}
+
+
+def main() -> None:
+    folder, requests = Path(sys.argv[1]), json.load(sys.stdin)
+    warnings.simplefilter("ignore")  # the user's model speaks when it really runs
+    kept = standins.install()
+    for index, request in enumerate(requests):
+        partial = folder / f"{index}.partial"
+        partial.write_text(json.dumps(_traced(Request(**request))))
+        partial.replace(folder / f"{index}.json")
+    del kept
+
+
+def _traced(request: Request) -> dict[str, Any]:
+    step = Step(request)
+    try:
+        step.run()
+        return _result(step)
+    except loading.NotFound as error:
+        return {"error": str(error), "kind": "usage"}
+    except (UnsupportedOperatorException, DataDependentOutputException, DynamicOutputShapeException) as error:
+        return _failure(step, f"the operation {error.func} cannot be traced without data")
+    except Exception as error:  # noqa: BLE001 - the user's own code failed, in whatever way: the parent reports it
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        return _failure(step, f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})")
+
+
+def _result(step: Step) -> dict[str, Any]:
+    meter = step.meter
+    allocated, reserved = allocator.play(list(meter.events), step.measured_from)
+    peak, by_label, by_module, by_operation = replay(meter, _OTHERS, step.measured_from)
+    return {
+        "parameters": step.parameters,
+        "trainable": step.trainable,
+        "peak": peak,
+        "allocated": allocated,
+        "reserved": reserved,
+        "by_label": by_label,
+        "by_module": _grouped(by_module),
+        "by_operation": by_operation,
+        "flops": sum(work.flops * count for work, count in meter.work.items()),
+        "work": [[*work, count] for work, count in meter.work.items()],
+        "notes": step.notes,
+    }
+
+
+def _failure(step: Step, said: str) -> dict[str, Any]:
+    """What is known without running: the states."""
+    return {
+        "error": said,
+        "parameters": step.parameters,
+        "trainable": step.trainable,
+        "state_bytes": step.state_bytes,
+    }
+
+
+def _grouped(by_module: dict[str, int]) -> dict[str, int]:
+    """Layers that differ only by their number count together."""
+    found: dict[str, int] = {}
+    for name, size in by_module.items():
+        key = re.sub(r"\.\d+(?=\.|$)", ".*", name) or "(outside any module)"
+        found[key] = found.get(key, 0) + size
+    return found
+
+
+if __name__ == "__main__":
+    main()

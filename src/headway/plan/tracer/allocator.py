@@ -1,0 +1,109 @@
+"""CUDA's caching allocator, played on the log of a step: what is reserved, and what unsplit blocks add.
+
+The rules are those of torch's allocator without options: requests are rounded to 512 bytes; those up to 1 MiB live
+in segments of 2 MiB, those under 10 MiB in segments of 20 MiB, larger ones in segments of their own, rounded to
+2 MiB; the smallest free block that fits is taken, and split when more than 1 MiB (512 bytes in small segments) is left.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+
+_MIB = 1 << 20
+
+
+@dataclass(eq=False)
+class _Block:
+    size: int
+    small: bool
+    before: _Block | None = None
+    after: _Block | None = None
+    free: bool = False
+
+
+@dataclass
+class Allocator:
+    """Takes and gives back, keeping the peaks."""
+
+    allocated: int = 0
+    reserved: int = 0
+    peak_allocated: int = 0
+    peak_reserved: int = 0
+    _free: dict[bool, list[tuple[int, int, _Block]]] = field(default_factory=lambda: {True: [], False: []})
+    _count: int = 0
+
+    def take(self, size: int) -> _Block:
+        small = size <= _MIB
+        block = self._best_fit(size, small) or self._segment(size, small)
+        left = block.size - size
+        if left >= 512 if small else left > _MIB:
+            rest = _Block(left, small, before=block, after=block.after)
+            if block.after is not None:
+                block.after.before = rest
+            block.after, block.size = rest, size
+            self._release(rest)
+        block.free = False
+        self.allocated += block.size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return block
+
+    def give(self, block: _Block) -> None:
+        self.allocated -= block.size
+        for other in (block.before, block.after):
+            if other is not None and other.free:
+                self._withdraw(other)
+                self._merge(block, other)
+        self._release(block)
+
+    def reset_peaks(self) -> None:
+        self.peak_allocated = self.allocated
+
+    def _segment(self, size: int, small: bool) -> _Block:
+        whole = 2 * _MIB if small else 20 * _MIB if size < 10 * _MIB else -(-size // (2 * _MIB)) * 2 * _MIB
+        self.reserved += whole
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        return _Block(whole, small)
+
+    def _best_fit(self, size: int, small: bool) -> _Block | None:
+        pool = self._free[small]
+        index = bisect_left(pool, (size, -1))
+        return pool.pop(index)[2] if index < len(pool) else None
+
+    def _release(self, block: _Block) -> None:
+        block.free = True
+        self._count += 1
+        insort(self._free[block.small], (block.size, self._count, block), key=lambda entry: entry[:2])
+
+    def _withdraw(self, block: _Block) -> None:
+        pool = self._free[block.small]
+        index = bisect_left(pool, (block.size, -1))
+        while pool[index][2] is not block:
+            index += 1
+        del pool[index]
+
+    def _merge(self, block: _Block, other: _Block) -> None:
+        block.size += other.size
+        if other is block.before:
+            block.before = other.before
+            if block.before is not None:
+                block.before.after = block
+        else:
+            block.after = other.after
+            if block.after is not None:
+                block.after.before = block
+
+
+def play(events: list[tuple[int, int]], start: int) -> tuple[int, int]:
+    """Peak of allocated bytes from event `start` on, and of reserved bytes overall."""
+    allocator, held = Allocator(), dict[int, tuple[_Block, int]]()
+    for index, (serial, change) in enumerate(events):
+        if index == start:
+            allocator.reset_peaks()
+        if serial in held:
+            block, size = held.pop(serial)
+            allocator.give(block)
+            change += size
+        if change > 0:
+            held[serial] = (allocator.take(change), change)
+    return allocator.peak_allocated, allocator.peak_reserved

@@ -1,0 +1,75 @@
+"""Finds the user's functions: `FILE.py:name` or `package.module:name`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from inspect import Parameter, signature
+from pathlib import Path
+from typing import Any
+
+
+class NotFound(Exception):
+    """The function cannot be had; the message says why."""
+
+
+def find(reference: str) -> Callable[..., Any]:
+    """The function that a reference names."""
+    place, _, name = reference.rpartition(":")
+    found: Any = _module(place)
+    for part in name.split("."):
+        if part not in dir(found):
+            raise NotFound(
+                f"{place} has no function {name!r}; it has {', '.join(_functions(found)) or 'none'}"
+            )
+        found = getattr(found, part)
+    if not callable(found):
+        raise NotFound(f"{reference} is not a function")
+    function: Callable[..., Any] = found
+    return function
+
+
+def _module(place: str) -> Any:
+    if not place.endswith(".py"):
+        sys.path.insert(0, str(Path.cwd()))
+        try:
+            return importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            raise NotFound(f"cannot import {place}: {error}") from error
+    file = Path(place).resolve()
+    if not file.is_file():
+        raise NotFound(f"there is no file {place}")
+    sys.path.insert(0, str(file.parent))
+    name = file.stem
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise NotFound(f"{place} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _functions(module: Any) -> list[str]:
+    own = vars(module).items()
+    return [
+        name for name, value in own if callable(value) and getattr(value, "__module__", "") == module.__name__
+    ]
+
+
+def call_with(function: Callable[..., Any], batch_size: int | None) -> Any:
+    """Calls a function of nothing, or of a batch size."""
+    takes = [
+        p
+        for p in signature(function).parameters.values()
+        if p.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    if takes and batch_size is not None:
+        return function(batch_size)
+    if any(p.default is Parameter.empty for p in takes):
+        raise NotFound(f"{function.__name__} takes a batch size: give one")
+    return function()

@@ -1,0 +1,38 @@
+"""FSDP2 without other ranks: a process group that pretends, so that shards and gathers have their real sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from headway.plan.tracer.blocks import repeated_blocks
+
+
+@contextmanager
+def pretended(ranks: int, precision: str) -> Iterator[Callable[[nn.Module], None]]:
+    """A group of ranks of which only this one exists, and what shards a model over them.
+
+    The group is made of real tensors: enter it before the mode that fakes them.
+    """
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    mesh = init_device_mesh("cpu", (ranks,))
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = mixed if precision == "amp" else MixedPrecisionPolicy()
+
+    def shard(model: nn.Module) -> None:
+        """Each repeated block is a unit of its own, the rest another, as people do."""
+        for block in repeated_blocks(model):
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+
+    try:
+        yield shard
+    finally:
+        dist.destroy_process_group()

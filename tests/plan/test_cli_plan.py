@@ -1,0 +1,210 @@
+"""`headway plan`: exit codes, one-sentence errors, JSON, and no torch for presets."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from headway.cli import plan as verb
+from headway.errors import HeadwayError, UsageError
+from headway.plan import Layout, Node, estimate, preset
+from headway.plan.html import page
+
+GOOD = """
+model: llama-3.1-8b
+layout: {dp: 8, zero: 3, microbatch: 1, global_batch: 8, sequence: 8192, precision: amp}
+node: {name: h200-sxm8, price_per_hour: 30}
+job: {tokens: 1e9}
+search: {gpus: 16, global_batch: 64}
+"""
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> Path:
+    file = tmp_path / "plan.yaml"
+    file.write_text(GOOD)
+    return file
+
+
+def test_a_plan_file_fits(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verb.main([str(plan_file)]) == 0
+    said = capsys.readouterr().out
+    assert "fits: needs" in said and "GiB" in said and "memory.needed" in said and "run.cost" in said
+
+
+def test_a_plan_that_does_not_fit_exits_3(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan_file.write_text(GOOD.replace("h200-sxm8", "aws-p4d"))
+    assert verb.main([str(plan_file)]) == 3
+    said = capsys.readouterr().out
+    assert "does not fit: needs" in said and "->" in said
+
+
+def test_json_save_and_html(plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, web = tmp_path / "plan.json", tmp_path / "plan.html"
+    assert verb.main([str(plan_file), "--json", "--save", str(out), "--html", str(web)]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads(out.read_text())
+    assert printed["answers"]["parameters"]["value"] == 8_030_261_248
+    assert web.read_text().startswith("<!doctype html>")
+
+
+def test_explain(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verb.main([str(plan_file), "--explain", "memory.needed"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("memory.needed = ") and "formula: allocated x" in said and "source:" in said
+
+
+def test_search(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verb.main(["search", str(plan_file)]) == 0
+    assert "is the fastest of" in capsys.readouterr().out
+    assert verb.main(["search", str(plan_file), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ranked"][0]["step_s"] <= found["ranked"][1]["step_s"]
+    plan_file.write_text(GOOD.replace("h200-sxm8", "rtx-4090-1").replace("llama-3.1-8b", "llama-3.1-405b"))
+    assert verb.main(["search", str(plan_file)]) == 3
+    plan_file.write_text(GOOD.partition("search")[0])
+    with pytest.raises(UsageError, match="has no 'search'"):
+        verb.main(["search", str(plan_file)])
+
+
+def test_presets_answer_without_torch() -> None:
+    command = [
+        "preset",
+        "llama-3.1-8b",
+        "--node",
+        "dgx-h100",
+        "--dp",
+        "8",
+        "--zero",
+        "3",
+        "--global-batch",
+        "8",
+    ]
+    code = (
+        "import sys; from headway.cli import plan; "
+        f"code = plan.main({[*command, '--json']!r}); "
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 3, done.stderr  # 8B with 8K tokens and no checkpointing needs more than 80 GB
+    assert json.loads(done.stdout)["answers"]["parameters"]["value"] == 8_030_261_248
+
+
+def test_the_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert verb.main(["list"]) == 0
+    said = capsys.readouterr().out
+    assert "deepseek-v3" in said and "'h200-sxm8': 8 x h200-sxm-141, 3200 Gb/s" in said
+    assert verb.main([]) == 0
+    assert "usage: headway plan" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["presets"], "there is no plan verb or file 'presets'"),
+        (["none.yaml"], "cannot read none.yaml"),
+        (["preset", "gpt9"], "there is no preset 'gpt9'"),
+        (["preset", "gpt2", "--node", "h200"], "there is no node 'h200'"),
+        (["preset", "gpt2", "--tp", "5"], "layout.tp is 5, which does not divide model.heads"),
+        (["module", "x.py:f", "--extrapolate", "96"], "there is no file x.py"),
+        (["import-dlcalc", "none.yaml"], "cannot read none.yaml"),
+        (["list", "all"], "takes no arguments"),
+    ],
+)
+def test_mistakes_exit_2_with_one_sentence(argv: list[str], sentence: str) -> None:
+    try:
+        verb.main(argv)
+    except UsageError as error:
+        assert error.exit_code == 2 and sentence in str(error) and "\n" not in str(error)
+    except SystemExit as stop:  # tyro found it first
+        assert stop.code == 2
+    else:
+        pytest.fail("nothing was said")
+
+
+def test_import_dlcalc_prints_a_plan_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = tmp_path / "old.yaml"
+    old.write_text(
+        """
+model: {n_layers: 2, hidden_sz: 256, inter_sz: 512, n_q_heads: 8, n_kv_heads: 8, head_dim: 32, vocab_sz: 1000,
+  glu: true, rotary_embeds: true, dropout: false, tie_embeddings: false}
+parallelism: {tp: 2, pp: 1, dp: 4, vpp: 1, sp: true, zero_level: 1, bucket_size_mb: 250}
+performance: {activation_checkpointing_type: none}
+data: {gbs: 8, seqlen: 128, microbatch_sz: 1}
+hardware: {node_type: p4de.24xlarge}
+"""
+    )
+    assert verb.main(["import-dlcalc", str(old)]) == 0
+    new = tmp_path / "new.yaml"
+    new.write_text(capsys.readouterr().out)
+    assert verb.main([str(new)]) == 0
+
+
+def test_calibrate_writes_a_machine_that_plans_can_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(HeadwayError, match="run: headway plan calibrate"):
+        verb.main(["preset", "gpt2", "--node", "this"])
+    assert verb.main(["calibrate", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (
+        found["measured"]["copy_bytes_per_s"] > 1e8 and found["measured"]["storage_write_bytes_per_s"] > 1e5
+    )
+    assert verb.main(["preset", "gpt2", "--node", "this", "--json"]) in (0, 3)
+    planned = json.loads(capsys.readouterr().out)
+    step = planned["answers"]["time.step"]
+    assert step["high"] / step["value"] < 1.2  # measured constants narrow the interval
+
+
+def test_measure_compares_on_this_device(capsys: pytest.CaptureFixture[str]) -> None:
+    zoo = Path(__file__).parent / "zoo.py"
+    argv = [
+        "measure",
+        f"{zoo}:tiny_language_model",
+        "--inputs",
+        "tiny_batch",
+        "--batch-size",
+        "8",
+        "--also",
+        "16",
+    ]
+    assert verb.main([*argv, "--precision", "fp32", "--steps", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["batch_size"] for row in found["rows"]] == [8, 16]
+    assert all(row["measured_s"] > 0 and row["predicted_s"] > 0 for row in found["rows"])
+    assert found["calibration"]["source"].startswith("measured")
+
+
+class _Reader(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
+
+
+def test_the_page_is_self_contained() -> None:
+    model = preset("gpt3-175b")
+    layout = Layout(dp=8, tp=8, pp=8, zero=1, global_batch=512, recompute="selective", flash=False)
+    text = page(estimate(model, layout, Node("dgx-a100")))
+    reader = _Reader()
+    reader.feed(text)
+    assert not reader.links and "script" not in reader.tags and "http" not in text
+    assert reader.tags.count("svg") == 3 and reader.tags.count("rect") > 10
+    for rank in ("first", "stage 4", "last"):
+        assert f">{rank}<" in text
+
+
+def test_the_page_escapes_what_users_write() -> None:
+    plan = estimate(preset("gpt2"), Layout(), Node("h200-sxm1"))
+    hostile = type(plan)(**{**vars(plan), "title": "<script>alert(1)</script>"})
+    assert "<script>" not in page(hostile)

@@ -1,0 +1,163 @@
+"""Tracing: peaks measured on an H200, and what happens when a module cannot be traced."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from truth import h200_rows
+
+import headway as hw
+from headway.errors import UsageError
+from headway.plan.traced import Traced
+from headway.plan.tracing import Trace, run, run_all
+
+ZOO = str(Path(__file__).parent / "zoo.py")
+ROWS = h200_rows()
+
+
+def settings(index: int) -> Trace:
+    row = ROWS[index]
+    language = row["kind"] == "lm"
+    batch = "image_batch" if not language else "long_batch" if row["T"] == 4096 else "language_batch"
+    return Trace(
+        factory=f"{ZOO}:make",
+        inputs=batch,
+        loss=None if language else "cross_entropy",
+        precision="pure-bf16" if row.get("pure_bf16") else "amp",
+        batch_size=row["mb"],
+        arguments={"row": index},
+    )
+
+
+@pytest.fixture(scope="module")
+def traces() -> list[Traced]:
+    halves = [[settings(index) for index in half] for half in (range(3), range(3, len(ROWS)))]
+    with ThreadPoolExecutor(2) as pool:
+        return [found for half in pool.map(run_all, halves) for found in half]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("index", range(len(ROWS)), ids=[row["name"] for row in ROWS])
+def test_peaks_measured_on_an_h200(index: int, traces: list[Traced]) -> None:
+    row, found = ROWS[index], traces[index]
+    assert found.error is None
+    assert found.parameters == row["params"]
+    assert found.allocated == pytest.approx(row["peak_bytes"], rel=0.01)
+    assert found.reserved == pytest.approx(row["reserved_bytes"], rel=0.025)
+    if "flops_per_step" in row:
+        assert found.flops == pytest.approx(row["flops_per_step"], rel=1e-9)
+
+
+TINY = Trace(factory=f"{ZOO}:tiny_language_model", inputs="tiny_batch", batch_size=4)
+VARIANTS = {
+    "plain": TINY,
+    "8 layers": replace(TINY, arguments={"layers": 8}),
+    "8 layers, checkpointed": replace(TINY, arguments={"layers": 8}, checkpoint=True),
+    "fsdp": replace(TINY, fsdp=8),
+    "pure": replace(TINY, precision="pure-bf16"),
+    "sgd": replace(TINY, optimizer="sgd"),
+    "accumulate": replace(TINY, accumulate=2),
+    "dropout": Trace(factory=f"{ZOO}:plain", inputs="float_batch", batch_size=4096, precision="fp32"),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny() -> dict[str, Traced]:
+    return dict(zip(VARIANTS, run_all(list(VARIANTS.values())), strict=True))
+
+
+def test_two_depths_tell_the_third(tiny: dict[str, Traced]) -> None:
+    whole, extended = tiny["8 layers"], run(TINY, extrapolate=("layers", 8))
+    assert extended.parameters == whole.parameters
+    assert sum(extended.by_label.values()) == pytest.approx(sum(whole.by_label.values()), rel=0.01)
+    assert extended.flops == pytest.approx(whole.flops, rel=1e-9)
+    assert extended.reserved >= extended.allocated
+
+
+def test_fsdp_shards_the_states(tiny: dict[str, Traced]) -> None:
+    one, eight = tiny["plain"], tiny["fsdp"]
+    assert eight.error is None
+    assert eight.parameters == one.parameters
+    for part in ("parameters", "optimizer"):  # an eighth of each, but for rounding to 512 bytes
+        assert eight.by_label[part] < one.by_label[part] / 4
+
+
+def test_checkpointed_blocks_keep_less_and_compute_more(tiny: dict[str, Traced]) -> None:
+    plain, again = tiny["8 layers"], tiny["8 layers, checkpointed"]
+    assert again.by_label["activations"] < plain.by_label["activations"]
+    assert again.flops > 1.2 * plain.flops
+
+
+def test_precisions_and_optimizers_differ_as_they_should(tiny: dict[str, Traced]) -> None:
+    amp, pure, sgd = tiny["plain"], tiny["pure"], tiny["sgd"]
+    assert pure.by_label["parameters"] < 0.6 * amp.by_label["parameters"]
+    assert sgd.by_label.get("optimizer", 0) < 0.1 * amp.by_label["optimizer"]
+
+
+def test_accumulated_gradients_are_there_at_the_peak(tiny: dict[str, Traced]) -> None:
+    assert tiny["accumulate"].by_label["gradients"] > tiny["plain"].by_label.get("gradients", 0)
+
+
+def test_dropout_keeps_one_byte_per_element_as_cuda_does(tiny: dict[str, Traced]) -> None:
+    kept = tiny["dropout"].by_label["activations"]
+    # the input of the second linear (4 bytes) and the mask (1 byte), not a second copy in fp32
+    assert 4096 * 256 * 5 <= kept < 4096 * 256 * 6 + 4096 * 64 * 8
+
+
+def test_a_trace_that_dies_does_not_take_the_others_along() -> None:
+    dies = Trace(factory=f"{ZOO}:dies", inputs="float_batch")
+    first, killed, last = run_all([VARIANTS["dropout"], dies, VARIANTS["dropout"]])
+    assert killed.error is not None and "SIGABRT" in killed.error
+    assert first.error is None and first.allocated == last.allocated
+
+
+def test_a_module_that_looks_at_its_data_falls_back_to_states() -> None:
+    plan = hw.plan.trace(f"{ZOO}:choosy", f"{ZOO}:float_batch")
+    assert "_local_scalar_dense" in plan.verdict and "could not be traced" in plan.verdict
+    assert plan.answers["parameters"].value == 64 * 64 + 64
+    assert plan.answers["memory.needed"].low == pytest.approx(16 * (64 * 64 + 64) + 767 * 2**20)
+
+
+def test_a_factory_that_raises_is_quoted() -> None:
+    plan = hw.plan.trace(f"{ZOO}:broken", f"{ZOO}:float_batch")
+    assert "RuntimeError: no such weights (zoo.py:" in plan.verdict
+
+
+def test_a_module_without_a_loss_is_noted() -> None:
+    plan = hw.plan.trace(f"{ZOO}:pair")
+    assert plan.fits and any("returns no loss" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("factory", "sentence"),
+    [
+        ("zoo", "names no function; expected FILE.py:function"),
+        ("missing.py:make", "there is no file missing.py"),
+        (f"{ZOO}:mkae", "has no function 'mkae'; it has make"),
+        (f"{ZOO}:wrong", "returned int; expected a module"),
+        ("no_such_package.model:make", "cannot import no_such_package"),
+    ],
+)
+def test_references_that_lead_nowhere(factory: str, sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        hw.plan.trace(factory)
+
+
+def test_functions_must_be_found_again() -> None:
+    with pytest.raises(UsageError, match="outside other functions"):
+        hw.plan.trace(lambda: None)
+    with pytest.raises(UsageError, match=r"precision is 'fp7'.*valid: amp"):
+        hw.plan.trace(f"{ZOO}:plain", precision="fp7")
+
+
+def test_what_would_fit_is_traced_too() -> None:
+    small = hw.plan.Node.of(device={"memory_GB": 0.82, "hbm_GBps": 900, "bf16": 100}, gpus=2)
+    plan = hw.plan.trace(
+        f"{ZOO}:tiny_language_model", f"{ZOO}:tiny_batch", batch_size=64, arguments={"layers": 12}, node=small
+    )
+    assert not plan.fits and plan.exit_code == 3
+    assert {way.change for way in plan.remedies} >= {"half the batch", "batch 1"}
+    assert plan.remedies[0].fits
