@@ -56,7 +56,8 @@ def come(meeting: FileMeeting, rank: int, timeout: float = 10) -> list[int]:
     peer, welcome, _ = join(meeting, member(rank), timeout)
     peer.leave(0)
     peer.close()
-    return [met["rank"] for met in welcome["roster"]]
+    met: list[int] = welcome["seat"]["neighbours"]
+    return met
 
 
 def test_ranks_meet_in_any_order(meeting: FileMeeting) -> None:
@@ -253,8 +254,9 @@ def seat(local_rank: int, dealt_out: bool = False) -> Seat:
         nodes=1,
         local_rank=local_rank,
         local_world_size=4,
+        neighbours=(0, 1, 2, 3),
         gpus_dealt_out=dealt_out,
-        ranks_per_node=(4,),
+        spread="1 node x 4",
     )
 
 

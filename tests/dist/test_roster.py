@@ -2,7 +2,11 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from headway.dist.roster import Member, seat
+from headway.dist.roster import Member, Seat, seats
+
+
+def seat(members: list[Member], rank: int) -> Seat:
+    return seats(members)[rank]
 
 
 def member(rank: int, node: str, local_rank: int | None = None, gpus: str | None = None) -> Member:
@@ -13,14 +17,15 @@ def member(rank: int, node: str, local_rank: int | None = None, gpus: str | None
 def test_every_rank_has_a_seat_of_its_own(nodes: list[str]) -> None:
     """However ranks lie across nodes, local ranks count from 0 on each, and nodes count by their first rank."""
     members = [member(rank, node) for rank, node in enumerate(nodes)]
-    seats = [seat(members, rank) for rank in range(len(nodes))]
-    assert len({(s.node_rank, s.local_rank) for s in seats}) == len(nodes)
-    for s, node in zip(seats, nodes, strict=True):
+    found = seats(members)
+    assert len({(s.node_rank, s.local_rank) for s in found}) == len(nodes)
+    for s, node in zip(found, nodes, strict=True):
         assert s.nodes == len(set(nodes))
         assert s.local_world_size == nodes.count(node)
         assert 0 <= s.local_rank < s.local_world_size
         assert s.node_rank == list(dict.fromkeys(nodes)).index(node)
-    assert seats[0].node_rank == 0
+        assert [nodes[rank] for rank in s.neighbours] == [node] * s.local_world_size
+    assert found[0].node_rank == 0
 
 
 def test_the_launchers_local_rank_is_kept() -> None:

@@ -21,7 +21,7 @@ from typing import final
 
 from headway.dist.channel import Channel, Forged, Message, call
 from headway.dist.meeting import Meeting
-from headway.dist.roster import Member
+from headway.dist.roster import Member, seats
 from headway.errors import RankFailure, UsageError
 from headway.failure import Record
 
@@ -64,15 +64,13 @@ class Hub(threading.Thread):
         self._echo: Record | None = None
         self._echo_deadline = 0.0
         self._next_word = time.monotonic() + _WORD_EVERY
-        self._lock = threading.Lock()
         self.everybody_left = threading.Event()
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
 
     def missing(self) -> list[int]:
         """The ranks that have not come yet."""
-        with self._lock:
-            return [rank for rank in range(self._world_size) if rank not in self._members]
+        return [rank for rank in range(self._world_size) if rank not in self._members]
 
     def run(self) -> None:
         while not self.everybody_left.is_set():
@@ -155,18 +153,18 @@ class Hub(threading.Thread):
         caller.rank = member.rank
         caller.channel.send({"type": "noted"})
         self._channels[member.rank] = caller.channel
-        with self._lock:
-            self._members[member.rank] = member
+        self._members[member.rank] = member
         if len(self._members) == self._world_size:
             self._open_the_doors()
 
     def _open_the_doors(self) -> None:
-        """All are here: nobody else is expected, so the port closes, and everybody hears who the others are."""
+        """All are here: nobody else is expected, so the port closes, and everybody hears where it sits."""
         self._selector.unregister(self._listener)
         self._listener.close()
-        roster = [asdict(self._members[rank]) for rank in range(self._world_size)]
-        for channel in self._channels.values():
-            _send_if_there(channel, {"type": "welcome", "roster": roster, **self._welcome})
+        root = asdict(self._members[0])
+        for rank, seat in enumerate(seats([self._members[rank] for rank in range(self._world_size)])):
+            welcome = {"type": "welcome", "seat": asdict(seat), "root": root, **self._welcome}
+            _send_if_there(self._channels[rank], welcome)
 
     def _hung_up(self, caller: _Caller) -> None:
         if caller.rank is None or caller.rank in self._left:

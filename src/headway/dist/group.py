@@ -61,7 +61,7 @@ class Group:
         self.pid = os.getpid()
         self.world: World | None = None
         self.store: c10d.Store = c10d.HashStore()
-        self.members: list[Member] = []
+        self.root: Member | None = None
         self.hub: Hub | None = None
         self.peer: Peer | None = None
         self.run: Run | None = None
@@ -140,11 +140,11 @@ class Group:
 
     def hub_lost(self) -> None:
         """Rank 0 is gone, and with it the one who would have told us: every rank acts alone."""
-        record = vanished(self.members[0])
+        assert self.root is not None
+        record = vanished(self.root)
         where = self.keep(record)
-        text = cause(record, self.place.world_size, where)
-        first = min(member.rank for member in self.members if member.rank != 0)
-        if self.place.rank == first and "HEADWAY_RENDEZVOUS" not in os.environ:
+        if self.place.rank == 1 and "HEADWAY_RENDEZVOUS" not in os.environ:  # somebody must, and only one
+            text = cause(record, self.place.world_size, where)
             os.write(self.terminal if self.terminal is not None else 2, text.encode())
         else:
             sys.stderr.write(pointer(self.place.rank, record, where))

@@ -172,7 +172,7 @@ def barrier(*, timeout: float | None = None) -> None:
         absent = [rank for rank in range(size) if not store.check([f"{key}/{rank}"])]
         if not absent:  # not a matter of time
             raise
-        names = ", ".join(f"{rank} ({group.members[rank].host})" for rank in absent[:16])
+        names = ", ".join(map(str, absent[:16]))
         raise BarrierTimeout(f"a barrier was not reached within {timeout:g} s by rank {names}") from error
     if store.add(f"{key}/left", 1) == size:
         for name in (*map(str, range(size)), "count", "open", "left"):

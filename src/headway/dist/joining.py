@@ -35,7 +35,7 @@ from headway.dist.group import (
 from headway.dist.launchers import Place, detect
 from headway.dist.meeting import Address, FileMeeting, Meeting, StoreMeeting, file_meeting, listen
 from headway.dist.nccl import nccl_settings, read_conf
-from headway.dist.roster import Member, Seat, seat, spread
+from headway.dist.roster import Member, Seat, seats
 from headway.errors import RankFailure, UsageError
 
 _LEAVE_TOGETHER = 2.0
@@ -66,7 +66,7 @@ def init(*, device: str = "auto", setup_timeout: float = 300.0, step_timeout: fl
     try:
         found = _meet(group, setup_timeout)
         group.world = _sit_down(group, found, device)
-        _check_gpus_differ(group)
+        _check_gpus_differ(group, found)
         _make_process_group(group, step_timeout)
     except BaseException:
         # those who know us must hear of it, from the hook; if nobody does, leave no trace
@@ -82,7 +82,7 @@ def init(*, device: str = "auto", setup_timeout: float = 300.0, step_timeout: fl
 def _launched_by(world: World, seat: Seat) -> str:
     if world.launcher == "none":
         return f"python alone, 1 process on {world.device}"
-    return f"{world.launcher}, {spread(seat.ranks_per_node)} on {world.device.type}"
+    return f"{world.launcher}, {seat.spread} on {world.device.type}"
 
 
 def _meet(group: Group, timeout: float) -> Seat:
@@ -97,8 +97,7 @@ def _meet(group: Group, timeout: float) -> Seat:
         visible_gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
     )
     if place.world_size == 1:
-        group.members = [me]
-        return seat(group.members, 0)
+        return seats([me])[0]
     meeting: Meeting
     if place.store_address is None:
         meeting = file_meeting(place)
@@ -121,13 +120,13 @@ def _meet(group: Group, timeout: float) -> Seat:
     finally:
         if group.hub:
             meeting.close()
-    group.members = [Member(**member) for member in welcome["roster"]]
+    group.root = Member(**welcome["root"])
     group.peer.watch(group.others_failed, group.hub_lost)
     if isinstance(meeting, FileMeeting):
         _export_address(group, host, int(welcome["store_port"]))
         if place.rank != 0:
             group.store = c10d.TCPStore(host, int(welcome["store_port"]), timeout=timedelta(seconds=timeout))
-    return seat(group.members, place.rank)
+    return Seat(**welcome["seat"])
 
 
 def _launchers_store(place: Place, timeout: float) -> c10d.Store:
@@ -203,7 +202,7 @@ def _sit_down(group: Group, found: Seat, device: str) -> World:
     )
 
 
-def _check_gpus_differ(group: Group) -> None:
+def _check_gpus_differ(group: Group, found: Seat) -> None:
     """Two ranks on one GPU fail deep inside NCCL, long after the mistake: say it now."""
     world = group.world
     assert world is not None
@@ -211,8 +210,7 @@ def _check_gpus_differ(group: Group) -> None:
         return  # whoever sets NCCL_HOSTID shares a GPU on purpose
     mine = str(torch.cuda.get_device_properties(world.device).uuid)
     group.store.set(f"headway/gpu/{world.rank}", mine)
-    here = group.members[world.rank].node
-    for other in (member.rank for member in group.members[: world.rank] if member.node == here):
+    for other in found.neighbours[: found.neighbours.index(world.rank)]:
         if group.store.get(f"headway/gpu/{other}").decode() == mine:
             raise UsageError(
                 f"ranks {other} and {world.rank} on {world.host} have the same GPU ({world.device}); start at most one "

@@ -21,37 +21,44 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """A rank's place among all: worked out from the roster, equal on all ranks."""
+    """A rank's place among all, worked out once by rank 0 and told to each."""
 
     node_rank: int
     nodes: int
     local_rank: int
     local_world_size: int
+    neighbours: tuple[int, ...]
+    """the ranks of this node, this one included"""
     gpus_dealt_out: bool
-    ranks_per_node: tuple[int, ...]
+    spread: str
+    """how all ranks lie on the nodes, in words"""
 
 
-def seat(members: Sequence[Member], rank: int) -> Seat:
-    """Works out a rank's place on its node, and its node's place among the nodes.
+def seats(members: Sequence[Member]) -> list[Seat]:
+    """Works out every rank's place on its node, and its node's place among the nodes; `members` in order of rank.
 
     The launcher's local rank is kept where it gave one for each rank of the node; it is never rank % n, because ranks
     may lie across the nodes in any way.
     """
     nodes: dict[str, list[Member]] = {}
-    for member in sorted(members, key=lambda member: member.rank):
+    for member in members:
         nodes.setdefault(member.node, []).append(member)  # nodes in the order of their lowest rank
-    me = next(member for member in members if member.rank == rank)
-    here = nodes[me.node]
-    given = [member.local_rank for member in here]
-    usable = None not in given and sorted(given, key=lambda number: number or 0) == list(range(len(here)))
-    return Seat(
-        node_rank=list(nodes).index(me.node),
-        nodes=len(nodes),
-        local_rank=me.local_rank if usable and me.local_rank is not None else here.index(me),
-        local_world_size=len(here),
-        gpus_dealt_out=len({member.visible_gpus for member in here}) > 1,
-        ranks_per_node=tuple(len(group) for group in nodes.values()),
-    )
+    how = spread([len(here) for here in nodes.values()])
+    found = {}
+    for node_rank, here in enumerate(nodes.values()):
+        given = [member.local_rank for member in here if member.local_rank is not None]
+        local_ranks = given if sorted(given) == list(range(len(here))) else list(range(len(here)))
+        for local_rank, member in zip(local_ranks, here, strict=True):
+            found[member.rank] = Seat(
+                node_rank=node_rank,
+                nodes=len(nodes),
+                local_rank=local_rank,
+                local_world_size=len(here),
+                neighbours=tuple(neighbour.rank for neighbour in here),
+                gpus_dealt_out=len({neighbour.visible_gpus for neighbour in here}) > 1,
+                spread=how,
+            )
+    return [found[member.rank] for member in members]
 
 
 def spread(ranks_per_node: Sequence[int]) -> str:
