@@ -32,7 +32,8 @@ h1 { font-size: 1.4rem; margin-bottom: 0; } h2 { font-size: 1.05rem; margin: 2re
 table { border-collapse: collapse; width: 100%; } td, th { text-align: left; padding: .2rem .6rem .2rem 0;
   border-bottom: 1px solid var(--line); vertical-align: top; } td.number { text-align: right; white-space: nowrap; }
 figure { margin: 0; } svg { width: 100%; height: auto; } svg text { fill: var(--ink); font-size: 12px; }
-.key { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin: 0 .3em 0 1em; }
+.key { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .3em; }
+.item { white-space: nowrap; margin-right: 1em; } .interval { white-space: nowrap; }
 """
 
 
@@ -100,7 +101,10 @@ def _scaling(plan: Estimate) -> str:
         (_LEFT + 20 + index * step, 10 + 150 * (1 - y / top), x, y) for index, (x, y) in enumerate(points)
     ]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y, _, _ in placed)
-    rows = [f"<polyline points='{line}' fill=none stroke={_COLOURS[0]} stroke-width=2 />"]
+    rows = [
+        f"<line x1={_LEFT} x2={_WIDTH} y1=160 y2=160 stroke=#8888 /><text x={_LEFT - 30} y=164>0 %</text>"
+    ]
+    rows += [f"<polyline points='{line}' fill=none stroke={_COLOURS[0]} stroke-width=2 />"]
     for x, y, gpus, efficiency in placed:
         rows.append(
             f"<circle cx={x:.1f} cy={y:.1f} r=4 fill={_COLOURS[0]}><title>{efficiency:.1%}</title></circle>"
@@ -128,7 +132,8 @@ def _stack(parts: dict[str, float], names: list[str], y: int, widest: float, uni
 
 def _figure(title: str, rows: list[str], height: int, names: list[str]) -> str:
     legend = "".join(
-        f"<span class=key style='background:{_colour(i)}'></span>{escape(n)}" for i, n in enumerate(names)
+        f"<span class=item><span class=key style='background:{_colour(i)}'></span>{escape(n)}</span> "
+        for i, n in enumerate(names)
     )
     picture = (
         f"<svg viewBox='0 0 {_WIDTH} {height}' role=img aria-label='{escape(title)}'>{''.join(rows)}</svg>"

@@ -24,8 +24,8 @@ _SECTIONS = {
 
 def print_estimate(plan: Estimate, console: Console) -> None:
     """The verdict, then every number."""
-    console.print(Text(f"{plan.title} on {plan.node}", style="bold"))
-    console.print(Text(plan.verdict, style="green" if plan.fits else "red"))
+    console.print(Text(f"{plan.title} on {plan.node}", style="bold"), soft_wrap=True)
+    console.print(Text(plan.verdict, style="green" if plan.fits else "red"), soft_wrap=True)
     for title, prefixes in _SECTIONS.items():
         rows = {key: q for key, q in plan.answers.items() if key.split(".")[0] in prefixes}
         if rows:
@@ -37,7 +37,7 @@ def print_estimate(plan: Estimate, console: Console) -> None:
         name, effect = plan.sensitivity[0]
         console.print(f"What matters most: {name}; a fifth worse makes the step {effect:.1%} longer.")
     for note in plan.notes:
-        console.print(f"Note: {note}.")
+        console.print(Text(f"Note: {note}."), soft_wrap=True)
     console.print("Why a number is what it is: --explain KEY")
 
 
@@ -93,7 +93,7 @@ def print_search(found: Search, console: Console) -> None:
     console.print(_ranking("Fastest", found.ranked[:10]))
     console.print(_ranking("Pareto: less memory for more time", found.pareto[:10]))
     for reason in found.reasons:
-        console.print(f"- {reason}")
+        console.print(Text(f"- {reason}"), soft_wrap=True)
 
 
 def _ranking(title: str, rows: list[Found]) -> RenderableType:
