@@ -1,1 +1,23 @@
-"""Learn: the loop. Pipeline, stages, metrics, precision, parallelism."""
+"""Learn: the loop. Pipeline, stages, metrics, precision, parallelism.
+
+`Pipeline` is the door; loop.py is the heart.
+"""
+
+from headway.train.callback import Callback
+from headway.train.history import History
+from headway.train.parallel import Ddp, Fsdp, count_parameters
+from headway.train.pipeline import Pipeline
+from headway.train.stage import Stage
+from headway.train.trainval import TrainSettings, TrainValStage
+
+__all__ = [
+    "Callback",
+    "Ddp",
+    "Fsdp",
+    "History",
+    "Pipeline",
+    "Stage",
+    "TrainSettings",
+    "TrainValStage",
+    "count_parameters",
+]

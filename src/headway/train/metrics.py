@@ -194,10 +194,10 @@ class Meter:
         mine = self._keys()
         packed = self._pack(self._agreed)  # empties the cells
         known = _hash(mine) if mine else _hash(self._agreed)
-        table = _gather(torch.cat([packed.new_tensor([known, flags]), packed]))
+        table = gather(torch.cat([packed.new_tensor([known, flags]), packed]))
         if (table[:, 0] != _hash(self._agreed)).any():  # somebody has a new metric
             extra = tuple(key for key in _agree(mine) if key not in self._agreed)
-            table = torch.cat([table, _gather(self._pack(extra))], dim=1)
+            table = torch.cat([table, gather(self._pack(extra))], dim=1)
             self._agreed += extra
         return self._point(table)
 
@@ -300,7 +300,7 @@ def _precision(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _gather(vector: Tensor) -> Tensor:
+def gather(vector: Tensor) -> Tensor:
     """The vectors of all ranks as rows, on the host: the one collective, and the one wait, of a log point."""
     size = _world_size()
     if size == 1:
@@ -322,12 +322,12 @@ def _agree(mine: tuple[Key, ...]) -> tuple[Key, ...]:
 def _exchange(text: str) -> list[str]:
     """A text of each rank, on every rank."""
     data = torch.tensor(list(text.encode()), dtype=torch.float64)
-    sizes = _gather(torch.tensor([float(len(data))], dtype=torch.float64))[:, 0].long()
+    sizes = gather(torch.tensor([float(len(data))], dtype=torch.float64))[:, 0].long()
     padded = data.new_zeros(int(sizes.max()))
     padded[: len(data)] = data
     return [
         bytes(row[:size].to(torch.uint8).tolist()).decode()
-        for row, size in zip(_gather(padded), sizes.tolist(), strict=True)
+        for row, size in zip(gather(padded), sizes.tolist(), strict=True)
     ]
 
 

@@ -1,0 +1,89 @@
+"""Batches on their way from any loader to the step: to the device, counted, with the epoch told to whom it concerns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from headway.errors import UsageError
+
+
+@runtime_checkable
+class Epochal(Protocol):
+    """A loader, sampler or dataset whose order depends on the epoch."""
+
+    def set_epoch(self, epoch: int, /) -> object: ...
+
+
+def set_epoch(loader: object, epoch: int) -> None:
+    """Tells the epoch to a loader and to its samplers and dataset, if they want to know: else order never changes."""
+    parts = [loader]
+    for name in ("sampler", "batch_sampler", "dataset"):
+        parts.append(getattr(loader, name, None))
+    parts.append(getattr(parts[2], "sampler", None))
+    for part in {id(part): part for part in parts}.values():
+        if isinstance(part, Epochal):
+            part.set_epoch(epoch)
+
+
+def length(loader: Iterable[Any], limit: int | None) -> int | None:
+    """How many batches will come; None if the loader does not know."""
+    try:
+        count = len(loader)  # type: ignore[arg-type]
+    except TypeError:
+        return limit
+    return count if limit is None else min(count, limit)
+
+
+def windows(batches: Iterator[Any], size: int) -> Iterator[list[Any]]:
+    """Groups of `size` batches; what is left at the end is a group, too."""
+    while window := list(islice(batches, size)):
+        yield window
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on `device`; copies do not wait where the host's memory is pinned."""
+    if isinstance(batch, Tensor):
+        if batch.device == device:
+            return batch
+        if batch.device.type != "cpu":
+            raise UsageError(
+                f"a batch has a tensor on {batch.device}, but this rank works on {device}: let the loader give tensors "
+                f"on the CPU or on {device}"
+            )
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return type(batch)({key: to_device(part, device) for key, part in batch.items()})  # type: ignore[call-arg]
+    if isinstance(batch, tuple | list):
+        parts = [to_device(part, device) for part in batch]
+        return type(batch)(*parts) if _is_named(batch) else type(batch)(parts)
+    return batch
+
+
+def _is_named(batch: tuple[Any, ...] | list[Any]) -> bool:
+    """Whether this is a named tuple, which is made from its parts one by one."""
+    return isinstance(batch, tuple) and "_fields" in type(batch).__dict__
+
+
+def sample_count(batch: Any) -> int:
+    """How many samples a batch has: the length of the first tensor in it, 1 if there is none."""
+    first = _first_tensor(batch)
+    return len(first) if first is not None and first.ndim else 1
+
+
+def _first_tensor(batch: Any) -> Tensor | None:
+    if isinstance(batch, Tensor):
+        return batch
+    if isinstance(batch, Mapping):
+        batch = batch.values()
+    elif not isinstance(batch, tuple | list):
+        return None
+    for part in batch:
+        found = _first_tensor(part)
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,113 @@
+"""The training loop, all of it. `Pipeline.run` calls it; your step is at most four calls below that.
+
+for _ in epochs(stage):             # hooks, set_epoch, the epoch's metrics
+    for _ in train(stage):          # steps; pauses where a validation is due
+        validate(stage)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from headway.dist import set_phase
+from headway.failpoints import failpoint
+from headway.train.batches import set_epoch, windows
+
+if TYPE_CHECKING:
+    from headway.train.stage import Stage
+    from headway.train.trainval import TrainValStage
+
+STOP = 1  # the flag that a rank raises at a log point; one is enough to stop all
+
+
+def epochs(stage: Stage) -> Iterator[None]:
+    """Around each epoch of a stage: the epoch itself is what the caller does at the `yield`."""
+    pipe = stage.pipe
+    while not stage.finished:
+        for loader in pipe.datasets.values():
+            set_epoch(loader, pipe.epoch)
+        pipe.call("pre_epoch", stage)
+        yield
+        log_point(stage)
+        pipe.end_epoch(stage, stage.epoch_values())
+        pipe.call("post_epoch", stage)
+        stage.stopped |= any(word & STOP for word in stage.meter.reduce(flags=_flags(stage)).flags)
+
+
+def train(stage: TrainValStage) -> Iterator[None]:
+    """One epoch of training."""
+    settings, split, precision = stage.settings, stage.pipe.split, stage.precision
+    models = list(stage.pipe.registered.values())
+    batches = stage.feed(stage.train_dataset(), settings.limit_train_batches)
+    stage.zero_grad()
+    for window in windows(batches, settings.accumulate):
+        split.mark("compute")
+        losses = []
+        for number, (batch, share) in enumerate(zip(window, stage.shares(window), strict=True), start=1):
+            with ExitStack() as stack:
+                if number < len(window):  # gradients travel once per step, with the last batch
+                    for model in models:
+                        stack.enter_context(model.no_sync())
+                with precision.autocast():
+                    loss = stage.check_loss(stage.train_step(batch))
+                precision.backward(loss if share is None else loss * share)
+            losses.append((loss.detach(), stage.count_samples(batch)))
+        split.mark("optimizer")
+        if stage.step_optimizers():
+            stage.note_losses(losses)
+        if finish_step(stage):
+            break
+        if stage.validation_due(epoch_ends=False):
+            yield
+    if stage.validation_due(epoch_ends=True):
+        yield
+
+
+def validate(stage: TrainValStage) -> None:
+    """One validation, in the same precision, over whatever number of batches each rank has."""
+    loader = stage.val_dataset()
+    if loader is None:
+        return
+    loss_name = stage.loss_metric_name()
+    with stage.evaluating():
+        for batch in stage.feed(loader, stage.settings.limit_val_batches):
+            stage.pipe.split.mark("validation")
+            with stage.precision.autocast():
+                loss = stage.val_step(batch)
+            if loss is not None:
+                stage.log(loss_name, loss, weight=stage.count_samples(batch))
+    stage.pipe.split.mark("wait")
+    point = stage.val_meter.reduce()
+    stage.pipe.split.mark("other")
+    stage.val_meter.finish_epoch()
+    stage.validated(point.values)
+    stage.pipe.note(stage, "validation", point)
+
+
+def finish_step(stage: Stage) -> bool:
+    """Counts a step, holds the log point if one is due, and tells whether the stage ends here."""
+    pipe = stage.pipe
+    stage.steps += 1
+    pipe.step += 1
+    set_phase(stage.name, pipe.step)
+    failpoint("train.step")
+    if stage.steps % stage.log_every == 0:
+        log_point(stage)
+    return stage.stopped or stage.steps_done
+
+
+def log_point(stage: Stage) -> None:
+    """Where ranks meet: metrics come together, the device is waited for once, and a wish to stop is heard by all."""
+    stage.pipe.split.mark("wait")
+    point = stage.meter.reduce(flags=_flags(stage))
+    stage.pipe.split.mark("other")
+    stage.stopped |= any(word & STOP for word in point.flags)
+    stage.pipe.note(stage, "train", point)
+    stage.examine(point)
+    stage.samples = 0
+
+
+def _flags(stage: Stage) -> int:
+    return STOP if stage.stop_requested else 0

@@ -1,0 +1,333 @@
+"""`Pipeline`: models, optimisers, datasets and stages under one name; `run` puts them to work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from headway import dist, record
+from headway.dist import World
+from headway.errors import UsageError
+from headway.run import Run
+from headway.train import loop
+from headway.train.callback import Callback
+from headway.train.history import History, Row
+from headway.train.metrics import Point
+from headway.train.parallel import Blocks, Compile, Model, Parallel, prepare
+from headway.train.reporting import Reporter
+from headway.train.stage import Stage
+from headway.train.timing import Split
+
+OptimizerLike: TypeAlias = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
+SchedulerLike: TypeAlias = LRScheduler | Callable[[Optimizer], LRScheduler]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """A scheduler and when it moves."""
+
+    scheduler: LRScheduler
+    optimizer: Optimizer
+    every: Literal["step", "epoch"]
+    monitor: str | None
+
+
+class Pipeline:
+    """A run: what is trained, on what, in which stages.
+
+        pipe = hw.Pipeline(config={"lr": 3e-4}, name="digits")
+        pipe.register_model("net", net)
+        pipe.register_optimizer("adamw", lambda params: torch.optim.AdamW(params, lr=3e-4), model="net")
+        pipe.register_dataset("train", loader)
+        pipe.append_stage(Classify(), max_epochs=10)
+        pipe.run()
+
+    Joins the other ranks when it is made, if nobody has called `hw.init()` yet.
+    """
+
+    def __init__(self, config: object = None, name: str = "run", *, root: str | Path = "runs") -> None:
+        self.world: World = dist.world() if dist.is_initialized() else dist.init()
+        self.config = config
+        self.name = name
+        self.device: torch.device = self.world.device
+        self.datasets: dict[str, Iterable[Any]] = {}
+        self.optimizers: dict[str, Optimizer] = {}
+        self.schedulers: dict[str, LRScheduler] = {}
+        self.registered: dict[str, Model] = {}
+        self.models: dict[str, nn.Module] = {}
+        """the models as training calls them"""
+        self.evaluated_models: dict[str, nn.Module] = {}
+        """the models as validation calls them"""
+        self.stages: list[Stage] = []
+        self.history = History()
+        self.split = Split(self.device)
+        self.step = 0
+        """steps finished, through all stages"""
+        self.epoch = 0
+        """epochs finished, through all stages"""
+        self.current_stage: Stage | None = None
+        self.run_directory: Run | None = None
+        self._root = root
+        self._callbacks: list[Callback] = []
+        self._schedules: dict[str, Schedule] = {}
+        self._reporter: Reporter | None = None
+
+    # --- hooks
+
+    def pre_run(self) -> None:
+        """Called before the first stage."""
+
+    def post_run(self) -> None:
+        """Called after the last stage."""
+
+    # --- registration
+
+    def register_model(
+        self,
+        name: str,
+        model: nn.Module,
+        *,
+        parallel: Parallel = "ddp",
+        sync_batchnorm: bool = False,
+        compile: Compile = False,
+        ema: float | None = None,
+        activation_checkpointing: Blocks = (),
+    ) -> nn.Module:
+        """Places a model on this rank's device and wraps it; returns it as it is to be called in training.
+
+        `parallel` is "ddp", "fsdp", "none", or `Ddp(...)` or `Fsdp(...)` with settings. `compile` is True or a mode of
+        `torch.compile`; `ema` the decay of an average of the weights that validation uses; `activation_checkpointing`
+        names the classes of modules that compute their activations again instead of keeping them.
+        """
+        _check_new("model", name, self.registered)
+        self.registered[name] = prepare(
+            name,
+            model,
+            self.world,
+            parallel=parallel,
+            sync_batchnorm=sync_batchnorm,
+            compile=compile,
+            ema=ema,
+            activation_checkpointing=activation_checkpointing,
+        )
+        self.models[name] = self.registered[name].wrapped
+        self.evaluated_models[name] = self.registered[name].evaluated
+        return self.models[name]
+
+    def register_optimizer(
+        self,
+        name: str,
+        optimizer: OptimizerLike,
+        *,
+        scheduler: SchedulerLike | None = None,
+        model: str | None = None,
+        every: Literal["step", "epoch"] = "step",
+        monitor: str | None = None,
+    ) -> Optimizer:
+        """Adds an optimiser, or a function that makes one from the parameters of `model` (of all models if None).
+
+        `scheduler` moves after each step of its optimiser, or after each epoch with `every="epoch"`; one that looks at
+        a metric, such as ReduceLROnPlateau, gets the epoch's value of `monitor`.
+        """
+        _check_new("optimiser", name, self.optimizers)
+        if not isinstance(optimizer, Optimizer):
+            optimizer = optimizer(self._parameters(name, model))
+        self.optimizers[name] = optimizer
+        if scheduler is not None:
+            made = scheduler if isinstance(scheduler, LRScheduler) else scheduler(optimizer)
+            if isinstance(made, ReduceLROnPlateau):
+                every = "epoch"
+                if monitor is None:
+                    raise UsageError(
+                        f"the scheduler of optimiser {name!r} looks at a metric: say which, such as monitor='val/loss'"
+                    )
+            self.schedulers[name] = made
+            self._schedules[name] = Schedule(
+                scheduler=made, optimizer=optimizer, every=every, monitor=monitor
+            )
+        return optimizer
+
+    def register_dataset(self, name: str, loader: Iterable[Any]) -> None:
+        """Adds a dataset: anything that gives batches when iterated over, such as a DataLoader."""
+        _check_new("dataset", name, self.datasets)
+        if not isinstance(loader, Iterable):
+            raise UsageError(
+                f"dataset {name!r} is a {type(loader).__name__}: register something to iterate over"
+            )
+        self.datasets[name] = loader
+
+    def append_stage(
+        self,
+        stage: Stage,
+        *,
+        max_epochs: int | None = None,
+        max_steps: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        """Adds a stage, which ends after `max_epochs` epochs or `max_steps` steps, whichever is first."""
+        if max_epochs is None and max_steps is None:
+            raise UsageError(f"stage {stage.name!r} would never end: give max_epochs or max_steps")
+        stage.name = name or stage.name
+        if any(stage.name == other.name for other in self.stages):
+            raise UsageError(f"there is a stage {stage.name!r} already: give this one another name=...")
+        stage.max_epochs, stage.max_steps = max_epochs, max_steps
+        stage._pipe = self
+        self.stages.append(stage)
+
+    def add_callback(self, callback: Callback) -> None:
+        """Adds an object that is told about stages, epochs and log points."""
+        self._callbacks.append(callback)
+
+    # --- running
+
+    def run(self) -> Run:
+        """Runs all stages and returns the run's directory. Exceptions and Ctrl-C end the run and are raised again."""
+        with self._recorded() as directory:
+            self.call("pre_run", self)
+            for stage in self.stages:
+                with self._entered(stage):
+                    for _ in loop.epochs(stage):
+                        stage.run_epoch()
+            self.call("post_run", self)
+        return directory
+
+    @contextmanager
+    def _recorded(self) -> Iterator[Run]:
+        """Around everything: the run directory, the rank logs, the metrics files."""
+        self._check()
+        directory = self.run_directory = dist.open_run(self._root, name=self.name, config=self.config)
+        with (
+            record.recording(directory, self.world, config=self.config),
+            Reporter(directory, self.world) as self._reporter,
+        ):
+            self._reporter.introduce(self.registered.values(), self.datasets)
+            yield directory
+        self._reporter = None
+
+    @contextmanager
+    def _entered(self, stage: Stage) -> Iterator[None]:
+        """Around one stage."""
+        self.current_stage = stage
+        with stage.running(), self.reporter.watching(stage):
+            self.call("pre_stage", stage)
+            yield
+            self.call("post_stage", stage)
+        self.current_stage = None
+
+    def _check(self) -> None:
+        if not self.stages:
+            raise UsageError(
+                "the pipeline has no stage: call pipe.append_stage(stage, max_epochs=...) before run()"
+            )
+        known = {id(p) for model in self.registered.values() for p in model.bare.parameters()}
+        for name, optimizer in self.optimizers.items():
+            for group in optimizer.param_groups:
+                if any(id(p) not in known for p in group["params"]):
+                    raise UsageError(
+                        f"optimiser {name!r} has parameters that no registered model has: register their model, or "
+                        "pass a function that makes the optimiser from the parameters it gets"
+                    )
+        for stage in self.stages:
+            stage.check()
+
+    # --- what the loop uses
+
+    @property
+    def reporter(self) -> Reporter:
+        if self._reporter is None:
+            raise UsageError("the pipeline is not running: this is there between pre_run and post_run")
+        return self._reporter
+
+    def call(self, hook: str, subject: Pipeline | Stage) -> None:
+        """A hook: the subject's own first, then those of the callbacks."""
+        getattr(subject, hook)()
+        for callback in self._callbacks:
+            getattr(callback, hook)(subject)
+
+    def note(self, stage: Stage, kind: str, point: Point) -> None:
+        """Writes down what came out of a log point or a validation."""
+        seconds = self.split.take()
+        if not point.values and not point.local:
+            return
+        self.history.log_points.append(
+            Row(stage=stage.name, epoch=stage.epoch, step=self.step, values=point.values)
+        )
+        self.reporter.log_point(stage, kind, point, seconds, self.step)
+        for callback in self._callbacks:
+            callback.log_point(stage, kind, point)
+
+    def end_epoch(self, stage: Stage, values: Mapping[str, Any]) -> None:
+        """Counts an epoch, keeps its metrics, and moves the schedulers that move with epochs."""
+        self.history.epochs.append(Row(stage=stage.name, epoch=stage.epoch, step=self.step, values=values))
+        self.reporter.end_epoch(stage, values, self.step)
+        stage.epoch += 1
+        self.epoch += 1
+        for schedule in self._schedules.values():
+            if schedule.every != "epoch":
+                continue
+            if schedule.monitor is None:
+                schedule.scheduler.step()
+            elif schedule.monitor in values:
+                schedule.scheduler.step(values[schedule.monitor])
+
+    def after_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """After optimisers have stepped: their schedulers move, and the averages of their models follow."""
+        stepped = {id(optimizer) for optimizer in optimizers}
+        for schedule in self._schedules.values():
+            if schedule.every == "step" and id(schedule.optimizer) in stepped:
+                schedule.scheduler.step()
+        for model in self.registered.values():
+            if model.ema is not None:
+                model.ema.update()
+
+    def _parameters(self, optimizer: str, model: str | None) -> list[nn.Parameter]:
+        if model is not None and model not in self.registered:
+            there = ", ".join(repr(name) for name in self.registered) or "none"
+            raise UsageError(
+                f"optimiser {optimizer!r} is for model {model!r}, but there is {there}: register the model first"
+            )
+        chosen = self.registered.values() if model is None else [self.registered[model]]
+        return [p for one in chosen for p in one.bare.parameters() if p.requires_grad]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that must survive; tensors where they are, the rest as plain values."""
+        return {
+            "step": self.step,
+            "epoch": self.epoch,
+            "models": {name: model.bare.state_dict() for name, model in self.registered.items()},
+            "averages": {
+                name: m.ema.state_dict() for name, m in self.registered.items() if m.ema is not None
+            },
+            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
+            "schedulers": {name: scheduler.state_dict() for name, scheduler in self.schedulers.items()},
+            "stages": {stage.name: stage.state_dict() for stage in self.stages},
+            "history": self.history.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Puts back what `state_dict` gave, into a pipeline with the same names registered."""
+        self.step, self.epoch = state["step"], state["epoch"]
+        for name, model in self.registered.items():
+            model.bare.load_state_dict(state["models"][name])
+            if model.ema is not None:
+                model.ema.load_state_dict(state["averages"][name])
+        for name, optimizer in self.optimizers.items():
+            optimizer.load_state_dict(state["optimizers"][name])
+        for name, scheduler in self.schedulers.items():
+            scheduler.load_state_dict(state["schedulers"][name])
+        for stage in self.stages:
+            stage.load_state_dict(state["stages"][stage.name])
+        self.history.load_state_dict(state["history"])
+
+
+def _check_new(kind: str, name: str, there: Mapping[str, object]) -> None:
+    if name in there:
+        raise UsageError(f"there is a {kind} {name!r} already: give this one another name")

@@ -1,0 +1,72 @@
+"""Precision: what a stage computes in, and the loss scale that only half precision needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, final, get_args
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from headway.errors import UsageError
+
+Name = Literal["fp32", "tf32", "bf16", "fp16"]
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@final
+class Precision:
+    """Autocasting and, for fp16 alone, a gradient scaler: bf16 has the range of fp32 and needs none."""
+
+    def __init__(self, name: Name, device: torch.device) -> None:
+        if name not in get_args(Name):
+            known = ", ".join(f'"{kind}"' for kind in get_args(Name))
+            raise UsageError(f"precision={name!r} is unknown: use one of {known}")
+        self.name = name
+        self.dtype = _AUTOCAST.get(name)
+        self._device = device.type
+        self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
+
+    def autocast(self) -> torch.autocast:
+        """Around forward and loss."""
+        return torch.autocast(self._device, self.dtype, enabled=self.dtype is not None)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Matrix products in TF32 while in here, if that was asked for."""
+        before = torch.get_float32_matmul_precision()
+        if self.name == "tf32":
+            torch.set_float32_matmul_precision("high")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    def backward(self, loss: Tensor) -> None:
+        scaled = loss if self.scaler is None else self.scaler.scale(loss)
+        torch.autograd.backward(scaled)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Gradients as they are, for looking at their norm."""
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer) -> None:
+        if self.scaler is None:
+            optimizer.step()
+        else:
+            self.scaler.step(optimizer)
+
+    def update(self) -> None:
+        """After all optimisers of a step."""
+        if self.scaler is not None:
+            self.scaler.update()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.scaler is None else self.scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state)

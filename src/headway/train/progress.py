@@ -1,0 +1,139 @@
+"""What people see while a stage runs: a table that lives on a terminal, a plain line now and then elsewhere.
+
+All of it is made at log points, from numbers that are on the host anyway.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, final
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+LINE_SECONDS = 10.0
+"""seconds between lines where there is no terminal"""
+REFRESH_SECONDS = 0.25
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Sight:
+    """What there is to see at one moment."""
+
+    stage: str
+    epoch: int
+    """from 1"""
+    max_epochs: int | None
+    step: int
+    values: dict[str, Any]
+    columns: Sequence[str]
+    samples_per_second: float | None
+    data_wait: float | None
+    """part of the time that went into waiting for data, from 0 to 1"""
+    seconds_left: float | None
+
+    def cells(self) -> list[tuple[str, str]]:
+        """Headings and texts, in order."""
+        of = f"/{self.max_epochs}" if self.max_epochs else ""
+        left = "" if self.seconds_left is None else str(timedelta(seconds=round(self.seconds_left)))
+        rate = "" if self.samples_per_second is None else f"{self.samples_per_second:,.0f}"
+        wait = "" if self.data_wait is None else f"{self.data_wait:.0%}"
+        metrics = [(name, _number(self.values.get(name))) for name in self.columns]
+        return [
+            ("epoch", f"{self.epoch}{of}"),
+            ("step", f"{self.step:,}"),
+            *metrics,
+            ("samples/s", rate),
+            ("data wait", wait),
+            ("ETA", left),
+        ]
+
+
+class Display(ABC):
+    """Shows how a stage goes."""
+
+    @abstractmethod
+    def update(self, sight: Sight) -> None:
+        """At a log point."""
+
+    @abstractmethod
+    def end_epoch(self, sight: Sight) -> None:
+        """At the end of an epoch."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """At the end of the stage."""
+
+
+@final
+class Lines(Display):
+    """One plain line every few seconds, and one per epoch; fit for files."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def update(self, sight: Sight) -> None:
+        if time.monotonic() - self._last >= LINE_SECONDS:
+            self._print(sight)
+
+    def end_epoch(self, sight: Sight) -> None:
+        self._print(sight)
+
+    def close(self) -> None:
+        pass
+
+    def _print(self, sight: Sight) -> None:
+        self._last = time.monotonic()
+        parts = [f"{name} {text}" for name, text in sight.cells() if text]
+        print(f"{sight.stage}: {', '.join(parts)}", file=sys.stderr, flush=True)
+
+
+@final
+class LiveTable(Display):
+    """A table with a row per epoch; the last row is under way."""
+
+    def __init__(self) -> None:
+        self._live = Live(console=Console(file=sys.stderr), auto_refresh=False)
+        self._done: list[list[tuple[str, str]]] = []
+        self._stage = ""
+        self._last = 0.0
+        self._live.start()
+
+    def update(self, sight: Sight) -> None:
+        now = time.monotonic()
+        if now - self._last >= REFRESH_SECONDS:
+            self._last = now
+            self._show(sight, [*self._done, sight.cells()])
+
+    def end_epoch(self, sight: Sight) -> None:
+        self._done.append(sight.cells())
+        self._show(sight, self._done)
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _show(self, sight: Sight, rows: list[list[tuple[str, str]]]) -> None:
+        table = Table(title=sight.stage, title_justify="left", box=None, header_style="bold")
+        for heading, _ in sight.cells():
+            table.add_column(heading, justify="right")
+        for row in rows[-20:]:  # what fits a screen; the file has them all
+            table.add_row(*(text for _, text in row))
+        self._live.update(table, refresh=True)
+
+
+def display() -> Display:
+    """What suits the place where stderr goes."""
+    return LiveTable() if Console(file=sys.stderr).is_terminal else Lines()
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,127 @@
+"""What a pipeline tells: rows for the metrics files, a display for people, both made at log points."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from headway import dist
+from headway.dist import World
+from headway.run import Run
+from headway.train.batches import length
+from headway.train.metrics import Point
+from headway.train.parallel import Model
+from headway.train.progress import Display, Sight, display
+from headway.train.rows import RowWriter
+
+if TYPE_CHECKING:
+    from headway.train.stage import Stage
+
+
+@final
+class Reporter:
+    """Writes and shows how a run goes. Every rank writes its times; the root writes the metrics, too."""
+
+    def __init__(self, run: Run, world: World) -> None:
+        self._world = world
+        self._rows = RowWriter(run, rank=world.rank)
+        self._display: Display | None = None
+        self._since = time.monotonic()  # the last log point of training
+        self._began, self._began_at = self._since, 0  # the stage: when, and at which of its steps
+        self._shown: dict[str, Any] = {}  # the newest value of each metric
+        self._rate: float | None = None
+        self._wait: float | None = None
+
+    def __enter__(self) -> Reporter:
+        self._rows.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._rows.__exit__(kind, error, trace)
+
+    def introduce(self, models: Iterable[Model], datasets: Mapping[str, Iterable[Any]]) -> None:
+        """A line per model and per dataset."""
+        for model in models:
+            dist.print_root(model.describe())
+        for name, loader in datasets.items():
+            batches = length(loader, None)
+            dist.print_root(
+                f"dataset {name}: {'unknown number of' if batches is None else f'{batches:,}'} batches"
+            )
+
+    @contextmanager
+    def watching(self, stage: Stage) -> Iterator[None]:
+        """Around a stage: its display."""
+        self._since = self._began = time.monotonic()
+        self._began_at, self._shown, self._rate, self._wait = stage.steps, {}, None, None
+        with ExitStack() as stack:
+            if self._world.is_root:
+                self._display = display()
+                stack.callback(self._display.close)
+            yield
+
+    def log_point(
+        self, stage: Stage, kind: str, point: Point, seconds: Mapping[str, float], step: int
+    ) -> None:
+        now = time.monotonic()
+        row: dict[str, Any] = {
+            "kind": kind,
+            "time": time.time(),
+            "stage": stage.name,
+            "epoch": stage.epoch,
+            "step": step,
+            "metrics": dict(point.values) if self._world.is_root else {},
+            "rank_metrics": dict(point.local),
+            "seconds": {phase: round(value, 6) for phase, value in seconds.items()},
+        }
+        if kind == "train":
+            elapsed = now - self._since
+            self._since = now
+            self._rate = stage.samples / elapsed * self._world.world_size if elapsed > 0 else None
+            whole = sum(seconds.values())
+            self._wait = seconds.get("data", 0.0) / whole if whole else None
+            row["samples_per_second"] = self._rate
+        if self._world.device.type == "cuda":
+            row["memory_peak"] = torch.cuda.max_memory_allocated(self._world.device)
+        self._rows.write(row)
+        self._shown.update(point.values)
+        if self._display is not None:
+            self._display.update(self._sight(stage, step))
+
+    def end_epoch(self, stage: Stage, values: Mapping[str, Any], step: int) -> None:
+        self._shown.update(values)
+        if self._world.is_root:
+            self._rows.write(
+                {
+                    "kind": "epoch",
+                    "time": time.time(),
+                    "stage": stage.name,
+                    "epoch": stage.epoch,
+                    "step": step,
+                    "metrics": dict(values),
+                }
+            )
+        if self._display is not None:
+            self._display.end_epoch(self._sight(stage, step))
+
+    def _sight(self, stage: Stage, step: int) -> Sight:
+        total, done = stage.total_steps(), stage.steps - self._began_at
+        pace = (time.monotonic() - self._began) / done if done > 0 else None
+        return Sight(
+            stage=stage.name,
+            epoch=stage.epoch + 1,
+            max_epochs=stage.max_epochs,
+            step=step,
+            values=self._shown,
+            columns=stage.columns,
+            samples_per_second=self._rate,
+            data_wait=self._wait,
+            seconds_left=None if pace is None or total is None else max(0, total - stage.steps) * pace,
+        )

@@ -1,0 +1,257 @@
+"""`Stage`: a part of a run whose loop is the user's own, and what every stage can do."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from headway.dist import set_phase
+from headway.errors import UsageError
+from headway.train import batches as feed, loop
+from headway.train.metrics import Meter, Point, Reduction, Scope
+
+if TYPE_CHECKING:
+    from headway.train.history import History
+    from headway.train.pipeline import Pipeline
+
+LOG_EVERY = 50
+
+
+@runtime_checkable
+class EpochMetric(Protocol):
+    """What `add_metric` takes: any torchmetrics metric, or an object with these two methods."""
+
+    def compute(self) -> Any: ...
+
+    def reset(self) -> None: ...
+
+
+class Stage(ABC):
+    """One part of a run, with a loop of your own.
+
+    `self.batches(name)` gives the batches of a dataset on this rank's device; each round of the loop is one step. It
+    brings along timing, log points, progress and stop requests.
+
+        class Gan(hw.Stage):
+            def run_epoch(self):
+                for real in self.batches("train"):
+                    ...
+                    self.log("loss_g", loss_g, weight=len(real))
+
+        pipe.append_stage(Gan(), max_epochs=10)
+    """
+
+    def __init__(self, *, log_every: int = LOG_EVERY) -> None:
+        if log_every < 1:
+            raise UsageError(f"log_every={log_every!r}: give the steps between two log points, at least 1")
+        self.log_every = log_every
+        self.name = type(self).__name__.lower()
+        self.max_epochs: int | None = None
+        self.max_steps: int | None = None
+        self.epoch = 0
+        """epochs finished; so, within an epoch, its number from 0"""
+        self.steps = 0
+        """steps finished in this stage; the run's own count is `pipe.step`"""
+        self.samples = 0
+        """samples that this rank has trained on since the last log point"""
+        self.stop_requested = False  # on this rank
+        self.stopped = False  # agreed by all ranks
+        self.columns: list[str] = []
+        self.epoch_metrics: dict[str, EpochMetric] = {}
+        self._pipe: Pipeline | None = None
+        self._meter: Meter | None = None
+
+    # --- what you write
+
+    @abstractmethod
+    def run_epoch(self) -> None:
+        """One epoch of the stage."""
+
+    def pre_stage(self) -> None:  # noqa: B027
+        """Called before the first epoch."""
+
+    def post_stage(self) -> None:  # noqa: B027
+        """Called after the last epoch."""
+
+    def pre_epoch(self) -> None:  # noqa: B027
+        """Called before each epoch."""
+
+    def post_epoch(self) -> None:  # noqa: B027
+        """Called after each epoch, when its metrics are in `self.history`."""
+
+    # --- what you use
+
+    @property
+    def pipe(self) -> Pipeline:
+        """The pipeline that this stage is part of."""
+        if self._pipe is None:
+            raise UsageError(
+                f"stage {self.name!r} is not part of a pipeline yet: call pipe.append_stage(stage)"
+            )
+        return self._pipe
+
+    @property
+    def models(self) -> Mapping[str, nn.Module]:
+        """The registered models as they are to be called: wrapped in training, bare in validation."""
+        return self.pipe.models
+
+    @property
+    def datasets(self) -> Mapping[str, Iterable[Any]]:
+        return self.pipe.datasets
+
+    @property
+    def device(self) -> torch.device:
+        return self.pipe.device
+
+    @property
+    def config(self) -> Any:
+        return self.pipe.config
+
+    @property
+    def history(self) -> History:
+        return self.pipe.history
+
+    def log(
+        self,
+        name: str,
+        value: Tensor | float,
+        *,
+        weight: Tensor | float = 1.0,
+        reduce: Reduction = "mean",
+        scope: Scope = "global",
+    ) -> None:
+        """Adds a value to a metric: weighted by `weight`, over all batches and ranks. Nothing is waited for.
+
+        Give the number of samples (or tokens) as `weight`, or a short last batch counts as much as a full one.
+        `scope="rank"` keeps a metric on its rank, in that rank's own metrics file.
+
+            self.log("accuracy", (logits.argmax(1) == y).float().mean(), weight=len(y))
+        """
+        self.meter.log(name, value, weight=weight, reduce=reduce, scope=scope)
+
+    def add_metric(self, name: str, metric: EpochMetric) -> None:
+        """Computes `metric` at the end of each epoch, on all ranks, and resets it; updating it is up to you.
+
+        For metrics that are no weighted mean, such as an AUROC; torchmetrics bring their own reduction over ranks.
+        """
+        if not isinstance(metric, EpochMetric):
+            raise UsageError(
+                f"metric {name!r} is a {type(metric).__name__}: add an object with compute() and reset(), such as one "
+                "of torchmetrics, or log numbers with self.log()"
+            )
+        self.epoch_metrics[name] = metric
+
+    def add_column(self, name: str) -> None:
+        """Shows a metric in the progress table; `train/loss` and `val/loss` are there already.
+
+        >>> self.add_column("val/accuracy")
+        """
+        if name not in self.columns:
+            self.columns.append(name)
+
+    def stop_stage(self) -> None:
+        """Ends this stage early. Any rank may ask; all of them stop at the same step, the next log point or the end of
+        the epoch."""
+        self.stop_requested = True
+
+    def batches(self, name: str = "train") -> Iterator[Any]:
+        """The batches of dataset `name`, on this rank's device. Each round of your loop is one step."""
+        loader = self.datasets.get(name)
+        if loader is None:
+            raise UsageError(missing_dataset(self, name))
+        for batch in self.feed(loader):
+            self.samples += self.count_samples(batch)
+            self.pipe.split.mark("compute")
+            yield batch
+            if loop.finish_step(self):
+                return
+
+    def count_samples(self, batch: Any) -> int:
+        """How many samples (or tokens) count for this batch; override it if the first tensor's length does not say."""
+        return feed.sample_count(batch)
+
+    # --- what the loop uses
+
+    @property
+    def meter(self) -> Meter:
+        """Where `log` adds to."""
+        if self._meter is None:
+            self._meter = Meter(self.device)
+        return self._meter
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to do."""
+        epochs = self.max_epochs is not None and self.epoch >= self.max_epochs
+        return self.stopped or epochs or self.steps_done
+
+    @property
+    def steps_done(self) -> bool:
+        return self.max_steps is not None and self.steps >= self.max_steps
+
+    def feed(self, loader: Iterable[Any], limit: int | None = None) -> Iterator[Any]:
+        """Batches of a loader, on the device; the time spent waiting for them is "data"."""
+        split, device = self.pipe.split, self.device
+        split.mark("data")
+        source = iter(loader)
+        given = 0
+        while limit is None or given < limit:
+            try:
+                batch = next(source)
+            except StopIteration:
+                return
+            given += 1
+            yield feed.to_device(batch, device)
+            split.mark("data")
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around all epochs of the stage."""
+        set_phase(self.name)
+        yield
+
+    def check(self) -> None:  # noqa: B027
+        """Looks for what cannot work, before the run starts."""
+
+    def total_steps(self) -> int | None:
+        """Steps of the whole stage, if that is known."""
+        return self.max_steps
+
+    def examine(self, point: Point) -> None:  # noqa: B027
+        """Looks at what came out of a log point; may stop the run."""
+
+    def epoch_values(self) -> dict[str, Any]:
+        """The finished epoch's metrics, the same on all ranks."""
+        values: dict[str, Any] = dict(self.meter.finish_epoch())
+        for name in sorted(self.epoch_metrics):
+            metric = self.epoch_metrics[name]
+            result = metric.compute()
+            values[name] = result.tolist() if isinstance(result, Tensor) else float(result)
+            metric.reset()
+        return values
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stage is; of the metrics, what the unfinished epoch has brought."""
+        return {
+            "epoch": self.epoch,
+            "steps": self.steps,
+            "stopped": self.stopped,
+            "meter": self.meter.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.epoch, self.steps, self.stopped = state["epoch"], state["steps"], state["stopped"]
+        self.meter.load_state_dict(state["meter"])
+
+
+def missing_dataset(stage: Stage, name: str) -> str:
+    there = ", ".join(repr(known) for known in stage.datasets) or "none"
+    return (
+        f"stage {stage.name!r} wants the dataset {name!r}, but there is {there}: call "
+        f"pipe.register_dataset({name!r}, loader) before run()"
+    )

@@ -1,0 +1,69 @@
+"""Where a step's time goes, measured without waiting for the device.
+
+On the CPU a clock is read when one kind of work ends and the next begins. On a GPU the host runs ahead, so an event is
+put into the stream instead; the events are read at log points, where the device has just been waited for anyway. "data"
+is then the time in which the GPU had nothing to do because the next batch was not there.
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from typing import Literal, final
+
+import torch
+
+Phase = Literal["data", "compute", "optimizer", "wait", "validation", "other"]
+"""waiting for the loader; forward and backward; clipping and stepping; waiting for other ranks at a log point; ..."""
+
+
+@final
+class Split:
+    """The time of one rank, split by what it was spent on.
+
+    >>> split = Split(torch.device("cpu"))
+    >>> split.mark("data")
+    >>> split.mark("compute")
+    >>> split.take().keys()
+    dict_keys(['data', 'compute'])
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._seconds: dict[str, float] = {}
+        self._phase: Phase | None = None
+        self._since = 0.0
+        self._events: list[tuple[Phase, torch.cuda.Event]] = []
+        self._spare: list[torch.cuda.Event] = []
+
+    def mark(self, phase: Phase) -> None:
+        """What was under way ends here, and `phase` begins."""
+        if self._cuda:
+            event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._events.append((phase, event))
+            return
+        now = time.perf_counter()
+        if self._phase is not None:
+            self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._since
+        self._phase, self._since = phase, now
+
+    def take(self) -> dict[str, float]:
+        """Seconds per phase since the last call. On a GPU: call it when the device was just waited for."""
+        if self._cuda:
+            self._read_events()
+        elif self._phase is not None:
+            self.mark(self._phase)
+        taken, self._seconds = self._seconds, {}
+        return taken
+
+    def _read_events(self) -> None:
+        done = self._events
+        # what is still under way belongs to the next interval
+        while done and not done[-1][1].query():  # type: ignore[no-untyped-call]
+            done = done[:-1]
+        for (phase, begin), (_, end) in pairwise(done):
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + begin.elapsed_time(end) / 1e3
+        if done:
+            self._events = self._events[len(done) - 1 :]
+            self._spare.extend(event for _, event in done[:-1])

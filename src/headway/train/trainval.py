@@ -1,0 +1,387 @@
+"""`TrainValStage`: training and validation in the managed loop, with a method to override for each of its parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields
+from typing import Any, Literal, final
+
+import torch
+import torch.distributed as c10d
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from headway.dist import set_phase
+from headway.errors import HeadwayError, UsageError
+from headway.train import batches as feed, loop, precision
+from headway.train.metrics import Meter, Point, Reduction, Scope, gather
+from headway.train.precision import Precision
+from headway.train.stage import LOG_EVERY, Stage, missing_dataset
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """How a `TrainValStage` trains; given to it by name: `Classify(precision="bf16", gradient_clip=1.0)`."""
+
+    precision: precision.Name = "fp32"
+    """fp32, tf32, bf16 or fp16 (fp16 with a loss scale)"""
+    accumulate: int = 1
+    """batches per optimiser step; the gradient is that of the mean over all their samples, on all ranks"""
+    gradient_clip: float | None = None
+    """largest norm of all gradients together; the norm is logged as train/grad_norm"""
+    val_every: int | str = 1
+    """epochs between validations, or "500 steps"; 0 for none"""
+    limit_train_batches: int | None = None
+    """batches per epoch, for trying things out"""
+    limit_val_batches: int | None = None
+    log_every: int = LOG_EVERY
+    """steps between log points, where ranks exchange metrics and agree on stopping"""
+    on_nan: Literal["stop", "skip"] = "stop"
+    """a loss that is not finite stops the run at the next log point; or each such step is left out, which costs a wait
+    for the device in every step"""
+    max_skips: int = 10
+    """steps in a row that may be left out before the run stops all the same"""
+    deterministic: bool = False
+    """repeatable kernels, where torch has them; it raises where it does not"""
+
+    def __post_init__(self) -> None:
+        for name in ("accumulate", "log_every", "max_skips"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name}={getattr(self, name)!r}: give a whole number of at least 1")
+        if self.gradient_clip is not None and not self.gradient_clip > 0:
+            raise UsageError(
+                f"gradient_clip={self.gradient_clip!r}: give a norm above 0, or None for no clipping"
+            )
+        if self.on_nan not in ("stop", "skip"):
+            raise UsageError(f'on_nan={self.on_nan!r} is unknown: use "stop" or "skip"')
+        _ = self.val_steps
+
+    @property
+    def val_steps(self) -> int | None:
+        """Steps between validations; None if they come with the epochs."""
+        if isinstance(self.val_every, int):
+            return None
+        number, _, unit = self.val_every.partition(" ")
+        if not number.isdecimal() or int(number) < 1 or unit not in ("step", "steps"):
+            raise UsageError(f'val_every={self.val_every!r}: give a number of epochs, or such as "500 steps"')
+        return int(number)
+
+
+class TrainValStage(Stage):
+    """Trains and validates; you write `step`, or `train_step` and `val_step`.
+
+    class Classify(hw.TrainValStage):
+        def step(self, batch):
+            x, y = batch
+            logits = self.models["net"](x)
+            self.log("accuracy", (logits.argmax(1) == y).float().mean(), weight=len(y))
+            return F.cross_entropy(logits, y)
+
+    pipe.append_stage(Classify(precision="bf16", gradient_clip=1.0), max_epochs=10)
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        known = [field.name for field in fields(TrainSettings)]
+        for name in settings:
+            if name not in known:
+                raise UsageError(
+                    f"{type(self).__name__} has no setting {name!r}: there are {', '.join(known)}"
+                )
+        self.settings = TrainSettings(**settings)
+        super().__init__(log_every=self.settings.log_every)
+        self.columns = [f"{prefix}{self.loss_metric_name()}" for prefix in self._prefixes()]
+        self.training = True
+        self.skipped = 0  # steps left out in a row
+        self.recent_losses: list[
+            tuple[int, Tensor]
+        ] = []  # since the last log point; looked at when one is not finite
+        self._val_meter: Meter | None = None
+        self._precision: Precision | None = None
+        self._validated: dict[str, Any] = {}
+
+    # --- what you may override
+
+    def step(self, batch: Any) -> Tensor | None:
+        """Forward and loss, for training and validation alike."""
+        raise NotImplementedError
+
+    def train_step(self, batch: Any) -> Tensor | None:
+        """Forward and loss in training; by default `step`."""
+        return self.step(batch)
+
+    def val_step(self, batch: Any) -> Tensor | None:
+        """Forward and loss in validation; by default `step`. May return None."""
+        return self.step(batch)
+
+    def train_dataset(self) -> Iterable[Any]:
+        """What to train on; by default the dataset "train"."""
+        if "train" not in self.datasets:
+            raise UsageError(missing_dataset(self, "train"))
+        return self.datasets["train"]
+
+    def val_dataset(self) -> Iterable[Any] | None:
+        """What to validate on; by default the dataset "val", if there is one."""
+        return self.datasets.get("val")
+
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The optimisers that this stage steps; by default the only one there is."""
+        every = self.pipe.optimizers
+        if len(every) != 1:
+            names = ", ".join(repr(name) for name in every) or "none"
+            raise UsageError(
+                f"stage {self.name!r} cannot tell which optimiser to step, there is {names}: register one, or override "
+                "optimizers() to return those of this stage"
+            )
+        return list(every.values())
+
+    def zero_grad(self) -> None:
+        """Forgets the gradients, before each optimiser step's first batch."""
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+
+    def clip_gradients(self, norm: Tensor, limit: float) -> None:
+        """Scales all gradients so that their common norm is at most `limit`; by default all alike."""
+        clip_grads_with_norm_(self.parameters(), limit, norm)
+
+    def optimize(self) -> None:
+        """Steps the optimisers."""
+        for optimizer in self.optimizers():
+            self.precision.step(optimizer)
+
+    def gradient_clip(self) -> float | None:
+        """The largest norm of all gradients together, for this step; by default the setting."""
+        return self.settings.gradient_clip
+
+    def loss_metric_name(self) -> str:
+        return "loss"
+
+    def train_metric_prefix(self) -> str:
+        return "train/"
+
+    def val_metric_prefix(self) -> str:
+        return "val/"
+
+    # --- the loop
+
+    @final
+    def run_epoch(self) -> None:
+        """The managed loop: see loop.py."""
+        for _ in loop.train(self):  # pauses where a validation is due
+            loop.validate(self)
+
+    @property
+    def models(self) -> Mapping[str, nn.Module]:
+        return self.pipe.models if self.training else self.pipe.evaluated_models
+
+    @property
+    def precision(self) -> Precision:
+        if self._precision is None:
+            self._precision = Precision(self.settings.precision, self.device)
+        return self._precision
+
+    @property
+    def val_meter(self) -> Meter:
+        if self._val_meter is None:
+            self._val_meter = Meter(self.device)
+        return self._val_meter
+
+    def log(
+        self,
+        name: str,
+        value: Tensor | float,
+        *,
+        weight: Tensor | float = 1.0,
+        reduce: Reduction = "mean",
+        scope: Scope = "global",
+    ) -> None:
+        """As `Stage.log`; the metric is `train/name` in training and `val/name` in validation."""
+        if self.training:
+            self.meter.log(
+                self.train_metric_prefix() + name, value, weight=weight, reduce=reduce, scope=scope
+            )
+        else:
+            self.val_meter.log(
+                self.val_metric_prefix() + name, value, weight=weight, reduce=reduce, scope=scope
+            )
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All parameters that this stage's optimisers step and that have a gradient."""
+        groups = [group for optimizer in self.optimizers() for group in optimizer.param_groups]
+        return [p for group in groups for p in group["params"] if p.grad is not None]
+
+    def shares(self, window: Sequence[Any]) -> Sequence[Tensor | float | None]:
+        """What each batch's mean loss counts in the mean over all samples of the window, on all ranks."""
+        if self.settings.accumulate == 1:
+            return [None]  # torch's own average over ranks; nothing is sent
+        counts = [self.count_samples(batch) for batch in window]
+        mine, size = sum(counts), self.pipe.world.world_size
+        if size == 1:
+            return [count / mine for count in counts]
+        every = torch.tensor(float(mine), device=self.device)
+        c10d.all_reduce(every)  # ranks may have different last batches
+        return [count / mine * (mine * size / every) for count in counts]
+
+    def note_losses(self, losses: Sequence[tuple[Tensor, int]]) -> None:
+        """Logs the losses of one step's batches."""
+        for loss, count in losses:
+            self.log(self.loss_metric_name(), loss, weight=count)
+            self.recent_losses.append((self.pipe.step + 1, loss))
+            self.samples += count
+
+    def examine(self, point: Point) -> None:
+        """Stops all ranks if the loss of any is not finite, and says where it began."""
+        name = self.train_metric_prefix() + self.loss_metric_name()
+        if ranks := point.unfinished.get(name):
+            bad = [step for step, loss in self.recent_losses if not loss.isfinite()]
+            first = (
+                gather(torch.tensor([float(bad[0]) if bad else math.inf], device=self.device)).min().item()
+            )
+            who = ", ".join(str(rank) for rank in ranks)
+            raise HeadwayError(
+                f"the loss of stage {self.name!r} is not finite since step {first:g}, on rank {who}: lower the "
+                'learning rate, set gradient_clip, look at the data of that step, or pass on_nan="skip"'
+            )
+        self.recent_losses.clear()
+
+    def step_optimizers(self) -> bool:
+        """Clips, steps, schedules and averages; or leaves the step out, if that is the policy for a bad gradient."""
+        optimizers, limit = self.optimizers(), self.gradient_clip()
+        norm = None
+        if limit is not None or self.settings.on_nan == "skip":
+            for optimizer in optimizers:
+                self.precision.unscale(optimizer)
+            norm = _whole(get_total_norm([p.grad for p in self.parameters() if p.grad is not None]))
+        made = norm is None or self.settings.on_nan == "stop" or self._is_sound(norm)
+        if made:
+            if norm is not None and limit is not None:
+                self.clip_gradients(norm, limit)
+                self.log("grad_norm", norm)
+            self.optimize()
+            self.pipe.after_optimizers(optimizers)
+        self.precision.update()
+        self.zero_grad()
+        return made
+
+    def _is_sound(self, norm: Tensor) -> bool:
+        """For `on_nan="skip"`: whether the step is to be made, the same on all ranks."""
+        bad = (~norm.isfinite()).float()
+        if self.pipe.world.world_size > 1 and not all(
+            model.synced for model in self.pipe.registered.values()
+        ):
+            c10d.all_reduce(bad, op=c10d.ReduceOp.MAX)
+        if not bad.item():
+            self.skipped = 0
+            return True
+        self.skipped += 1
+        self.log("skipped_steps", 1, reduce="sum")
+        if self.skipped > self.settings.max_skips:
+            raise HeadwayError(
+                f"stage {self.name!r}: the gradients of {self.skipped} steps in a row, up to {self.pipe.step + 1}, are "
+                "not finite: lower the learning rate, clip gradients, or look at the data"
+            )
+        return False
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Around a validation: modules in eval mode, without wrappers, with averaged weights; then as before."""
+        models = self.pipe.registered.values()
+        modes = [(part, part.training) for model in models for part in model.bare.modules()]
+        self.training = False
+        set_phase("validation", self.pipe.step)
+        try:
+            with ExitStack() as stack:
+                for model in models:
+                    model.bare.eval()
+                    stack.enter_context(model.evaluating())
+                stack.enter_context(torch.no_grad())
+                yield
+        finally:
+            self.training = True
+            for part, mode in modes:
+                part.training = mode
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        before = torch.are_deterministic_algorithms_enabled()
+        for model in self.pipe.registered.values():
+            model.bare.train()  # pre_stage may freeze parts again
+        if self.settings.deterministic:
+            torch.use_deterministic_algorithms(True)
+        try:
+            with super().running(), self.precision.applied():
+                yield
+        finally:
+            torch.use_deterministic_algorithms(before)
+
+    def validation_due(self, *, epoch_ends: bool) -> bool:
+        """Whether to validate after this step."""
+        every = self.settings.val_every
+        if (steps := self.settings.val_steps) is not None:
+            return self.steps % steps == 0 and not epoch_ends
+        return epoch_ends and bool(every) and (self.epoch + 1) % int(every) == 0
+
+    def check(self) -> None:
+        mine = type(self)
+        if mine.step is TrainValStage.step and mine.train_step is TrainValStage.train_step:
+            raise UsageError(
+                f"stage {self.name!r} has no step: define step(self, batch) that returns the loss"
+            )
+        self.train_dataset()
+        self.optimizers()
+
+    def check_loss(self, loss: object) -> Tensor:
+        """The loss that a training step returned, if it is one."""
+        if isinstance(loss, Tensor) and loss.ndim == 0 and loss.requires_grad:
+            return loss
+        if not isinstance(loss, Tensor):
+            raise UsageError(
+                f"train_step of stage {self.name!r} returned {type(loss).__name__} instead of a loss: return the "
+                "tensor to call backward() on"
+            )
+        if loss.ndim:
+            raise UsageError(
+                f"train_step of stage {self.name!r} returned a loss of shape {tuple(loss.shape)}: return one number, "
+                "such as loss.mean()"
+            )
+        raise UsageError(
+            f"train_step of stage {self.name!r} returned a loss that no parameter has a part in: do not detach it, and "
+            "let the model's parameters require gradients"
+        )
+
+    def total_steps(self) -> int | None:
+        """Optimiser steps of the whole stage, if the loader knows its length."""
+        batches = feed.length(self.train_dataset(), self.settings.limit_train_batches)
+        known = [self.max_steps] if self.max_steps is not None else []
+        if batches is not None and self.max_epochs is not None:
+            known.append(math.ceil(batches / self.settings.accumulate) * self.max_epochs)
+        return min(known, default=None)
+
+    def epoch_values(self) -> dict[str, Any]:
+        values = super().epoch_values() | self._validated
+        self._validated = {}
+        return values
+
+    def validated(self, values: Mapping[str, Any]) -> None:
+        """Notes the result of a validation, for the epoch's row."""
+        self._validated = dict(values)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"precision": self.precision.state_dict(), "skipped": self.skipped}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.precision.load_state_dict(state["precision"])
+        self.skipped = state["skipped"]
+
+    def _prefixes(self) -> tuple[str, str]:
+        return self.train_metric_prefix(), self.val_metric_prefix()
+
+
+def _whole(norm: Tensor) -> Tensor:
+    """The norm of all shards together."""
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
