@@ -14,6 +14,7 @@ from headway.errors import INTERRUPTED, HeadwayError
 
 VERBS = {
     "doctor": "what this machine is and whether it is fit to train: a verdict per line",
+    "plan": "memory, time and cost of a run before it starts: of a layout, the best layouts, or your own module",
     "run": "run a script here, on N processes that live and die together",
 }
 
@@ -26,6 +27,7 @@ usage: headway VERB [OPTIONS] ...
 
 examples:
   headway run --nproc 2 train.py --lr 3e-4
+  headway plan --help
   headway doctor --json
 
 `headway VERB --help` explains a verb.
