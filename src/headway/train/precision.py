@@ -16,14 +16,17 @@ Name = Literal["fp32", "tf32", "bf16", "fp16"]
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def check_name(name: str) -> None:
+    if name not in get_args(Name):
+        known = ", ".join(f'"{kind}"' for kind in get_args(Name))
+        raise UsageError(f"precision={name!r} is unknown: use one of {known}")
+
+
 @final
 class Precision:
     """Autocasting and, for fp16 alone, a gradient scaler: bf16 has the range of fp32 and needs none."""
 
     def __init__(self, name: Name, device: torch.device) -> None:
-        if name not in get_args(Name):
-            known = ", ".join(f'"{kind}"' for kind in get_args(Name))
-            raise UsageError(f"precision={name!r} is unknown: use one of {known}")
         self.name = name
         self.dtype = _AUTOCAST.get(name)
         self._device = device.type

@@ -50,6 +50,7 @@ class TrainSettings:
     """repeatable kernels, where torch has them; it raises where it does not"""
 
     def __post_init__(self) -> None:
+        precision.check_name(self.precision)
         for name in ("accumulate", "log_every", "max_skips"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name}={getattr(self, name)!r}: give a whole number of at least 1")

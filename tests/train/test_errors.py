@@ -1,0 +1,201 @@
+"""Bad input: one sentence that names the thing and the remedy, before anything is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from toys import Batches, Classify, make_net, make_pipe, sgd
+
+import headway as hw
+from headway.errors import UsageError
+from headway.testing import ranks
+from headway.train import Fsdp, Pipeline, TrainValStage
+
+
+class NoLoss(Classify):
+    def step(self, batch: Any) -> Any:
+        super().step(batch)
+
+
+class Vector(Classify):
+    def step(self, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(self.models["net"](batch[0]), batch[1], reduction="none")
+
+
+class Detached(Classify):
+    def step(self, batch: Any) -> Tensor:
+        return super().step(batch).detach()
+
+
+class Median(Classify):
+    def step(self, batch: Any) -> Tensor:
+        self.log("loss2", 1.0, reduce="median")  # type: ignore[arg-type]
+        return super().step(batch)
+
+
+class NoStep(TrainValStage):
+    pass
+
+
+def with_stage(stage: TrainValStage, loader: Any = None) -> Callable[[Path], None]:
+    def run(folder: Path) -> None:
+        pipe = make_pipe(folder)
+        pipe.register_dataset("train", Batches(3) if loader is None else loader)
+        pipe.append_stage(stage, max_epochs=1)
+        pipe.run()
+
+    return run
+
+
+def no_dataset(folder: Path) -> None:
+    pipe = make_pipe(folder)
+    pipe.register_dataset("test", Batches(1))
+    pipe.append_stage(Classify(), max_epochs=1)
+    pipe.run()
+
+
+def strange_optimizer(folder: Path) -> None:
+    pipe = Pipeline(root=folder)
+    pipe.register_model("net", make_net())
+    pipe.register_optimizer("adam", torch.optim.Adam(make_net().parameters()))
+    pipe.register_dataset("train", Batches(1))
+    pipe.append_stage(Classify(), max_epochs=1)
+    pipe.run()
+
+
+def two_optimizers(folder: Path) -> None:
+    pipe = make_pipe(folder)
+    pipe.register_optimizer("second", sgd)
+    pipe.register_dataset("train", Batches(1))
+    pipe.append_stage(Classify(), max_epochs=1)
+    pipe.run()
+
+
+def plateau(folder: Path) -> None:
+    pipe = make_pipe(folder)
+    pipe.register_optimizer("b", sgd, scheduler=lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o))
+
+
+WRONG_DEVICE = [(torch.zeros(4, 10, device="meta"), torch.zeros(4, dtype=torch.long))]
+
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no train dataset": (
+        no_dataset,
+        (
+            "stage 'classify' wants the dataset 'train', but there is 'test': call "
+            "pipe.register_dataset('train', loader) before run()"
+        ),
+    ),
+    "no loss": (
+        with_stage(NoLoss()),
+        "train_step of stage 'noloss' returned NoneType instead of a loss: return the tensor to call backward() on",
+    ),
+    "loss not a scalar": (
+        with_stage(Vector()),
+        "train_step of stage 'vector' returned a loss of shape (16,): return one number, such as loss.mean()",
+    ),
+    "loss without gradient": (
+        with_stage(Detached()),
+        (
+            "train_step of stage 'detached' returned a loss that no parameter has a part in: do not detach it, and let "
+            "the model's parameters require gradients"
+        ),
+    ),
+    "unknown reduction": (
+        with_stage(Median()),
+        'metric \'train/loss2\': reduce=\'median\' is unknown: use one of "mean", "sum", "min", "max", "last"',
+    ),
+    "wrong device": (
+        with_stage(Classify(), WRONG_DEVICE),
+        "a batch has a tensor on meta, but this rank works on cpu: let the loader give tensors on the CPU or on cpu",
+    ),
+    "strange optimiser": (
+        strange_optimizer,
+        (
+            "optimiser 'adam' has parameters that no registered model has: register their model, or pass a function "
+            "that makes the optimiser from the parameters it gets"
+        ),
+    ),
+    "two optimisers": (
+        two_optimizers,
+        (
+            "stage 'classify' cannot tell which optimiser to step, there is 'sgd', 'second': register one, or override "
+            "optimizers() to return those of this stage"
+        ),
+    ),
+    "two models of one name": (
+        lambda folder: make_pipe(folder).register_model("net", make_net()),
+        "there is a model 'net' already: give this one another name",
+    ),
+    "no step": (
+        with_stage(NoStep()),
+        "stage 'nostep' has no step: define step(self, batch) that returns the loss",
+    ),
+    "no end": (
+        lambda folder: make_pipe(folder).append_stage(Classify()),
+        "stage 'classify' would never end: give max_epochs or max_steps",
+    ),
+    "no stage": (
+        lambda folder: make_pipe(folder).run(),
+        "the pipeline has no stage: call pipe.append_stage(stage, max_epochs=...) before run()",
+    ),
+    "plateau without metric": (
+        plateau,
+        "the scheduler of optimiser 'b' looks at a metric: say which, such as monitor='val/loss'",
+    ),
+    "unknown model": (
+        lambda folder: make_pipe(folder).register_optimizer("b", sgd, model="nett"),
+        "optimiser 'b' is for model 'nett', but there is 'net': register the model first",
+    ),
+    "unknown parallel": (
+        lambda folder: make_pipe(folder, parallel="dp"),
+        'model \'net\': parallel=\'dp\' is unknown: use "ddp", "fsdp", "none", Ddp() or Fsdp()',
+    ),
+    "blocks that are not there": (
+        lambda folder: make_pipe(folder, parallel=Fsdp(blocks=(nn.Conv2d,))),
+        "model 'net': Fsdp(blocks=...) names Conv2d, but the model consists of BatchNorm1d, Dropout, Linear, Net",
+    ),
+    "ema": (
+        lambda folder: make_pipe(folder, ema=1.0),
+        "ema=1.0 is no decay: give a number between 0 and 1, such as 0.999",
+    ),
+    "not a loader": (
+        lambda folder: make_pipe(folder).register_dataset("train", 5),  # type: ignore[arg-type]
+        "dataset 'train' is a int: register something to iterate over",
+    ),
+}
+
+
+@ranks(2, timeout=5)
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_sentence_on_all_ranks_within_five_seconds(case: str, tmp_path: Path) -> None:
+    cause, message = BAD[case]
+    with pytest.raises(UsageError) as caught:
+        cause(tmp_path)
+    assert str(caught.value) == message
+    hw.barrier()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"precision": "fp8"}, 'precision=\'fp8\' is unknown: use one of "fp32", "tf32", "bf16", "fp16"'),
+        (
+            {"acumulate": 4},
+            "Classify has no setting 'acumulate': there are precision, accumulate, gradient_clip",
+        ),
+        ({"accumulate": 0}, "accumulate=0: give a whole number of at least 1"),
+        ({"gradient_clip": 0.0}, "gradient_clip=0.0: give a norm above 0, or None for no clipping"),
+        ({"val_every": "often"}, "val_every='often': give a number of epochs, or such as \"500 steps\""),
+        ({"on_nan": "pray"}, 'on_nan=\'pray\' is unknown: use "stop" or "skip"'),
+    ],
+)
+def test_bad_settings_are_refused_when_the_stage_is_made(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Classify(**settings)
+    assert str(caught.value).startswith(message)

@@ -1,0 +1,566 @@
+"""What the loop promises beside the right numbers: order, modes, stopping, few frames, no waiting."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as c10d
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from toys import FEATURES, Batches, Classify, make_net, make_pipe, sgd
+
+import headway as hw
+from headway import dist
+from headway.errors import HeadwayError
+from headway.testing import ranks
+from headway.train import Callback, Pipeline, Stage, TrainValStage
+
+alone = pytest.mark.usefixtures("alone")
+
+
+class Diary(Callback):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def pre_run(self, pipe: Pipeline) -> None:
+        self.lines.append(f"pre_run {pipe.name}")
+
+    def post_run(self, pipe: Pipeline) -> None:
+        self.lines.append(f"post_run {pipe.name}")
+
+    def pre_stage(self, stage: Stage) -> None:
+        self.lines.append(f"pre_stage {stage.name}")
+
+    def post_stage(self, stage: Stage) -> None:
+        self.lines.append(f"post_stage {stage.name}")
+
+    def pre_epoch(self, stage: Stage) -> None:
+        self.lines.append(f"pre_epoch {stage.epoch}")
+
+    def post_epoch(self, stage: Stage) -> None:
+        self.lines.append(f"post_epoch {stage.epoch} {len(stage.history.epochs)}")
+
+    def log_point(self, stage: Stage, kind: str, point: Any) -> None:
+        self.lines.append(f"{kind} {stage.pipe.step} {sorted(point.values)}")
+
+
+@alone
+def test_stages_epochs_and_log_points_in_order(tmp_path: Path) -> None:
+    pipe, diary, train = make_pipe(tmp_path), Diary(), Batches(3)
+    pipe.register_dataset("train", train)
+    pipe.register_dataset("val", Batches(2))
+    pipe.append_stage(Classify(log_every=2, val_every=2), max_epochs=2, name="one")
+    pipe.append_stage(Classify(val_every=0), max_steps=4, name="two")
+    pipe.add_callback(diary)
+    pipe.run()
+    metrics = "['train/accuracy', 'train/loss']"
+    assert diary.lines == [
+        "pre_run toy",
+        "pre_stage one",
+        "pre_epoch 0",
+        f"train 2 {metrics}",
+        f"train 3 {metrics}",
+        "post_epoch 1 1",
+        "pre_epoch 1",
+        f"train 4 {metrics}",
+        f"train 6 {metrics}",
+        "validation 6 ['val/accuracy', 'val/loss']",
+        "post_epoch 2 2",
+        "post_stage one",
+        "pre_stage two",
+        "pre_epoch 0",
+        f"train 9 {metrics}",
+        "post_epoch 1 3",
+        "pre_epoch 1",
+        f"train 10 {metrics}",
+        "post_epoch 2 4",
+        "post_stage two",
+        "post_run toy",
+    ]
+    assert train.epochs == [
+        0,
+        1,
+        2,
+        3,
+    ]  # through all stages, so that the second does not see the first's order again
+    assert [row.step for row in pipe.history.epochs] == [3, 6, 9, 10]
+    assert len(pipe.history["train/loss"]) == 4
+    assert len(pipe.history["val/loss"]) == 1
+    assert [step for step, _ in pipe.history.points("train/loss")] == [2, 3, 4, 6, 9, 10]
+
+
+@alone
+def test_user_code_runs_at_most_four_frames_below_run(tmp_path: Path) -> None:
+    depths: dict[str, int] = {}
+
+    class Deep(Classify):
+        def step(self, batch: Any) -> Tensor:
+            names = [frame.function for frame in inspect.stack()]
+            depths["train" if self.training else "val"] = names.index("run")
+            return super().step(batch)
+
+    class Own(Stage):
+        def run_epoch(self) -> None:
+            depths["own"] = [frame.function for frame in inspect.stack()].index("run")
+
+    pipe = make_pipe(tmp_path)
+    pipe.register_dataset("train", Batches(2))
+    pipe.register_dataset("val", Batches(2))
+    pipe.append_stage(Deep(), max_epochs=1)
+    pipe.append_stage(Own(), max_epochs=1)
+    pipe.run()
+    assert depths == {"train": 4, "val": 4, "own": 1}
+
+
+@alone
+def test_modes_are_set_and_what_the_user_froze_stays_frozen(tmp_path: Path) -> None:
+    seen: list[tuple[bool, bool, bool]] = []
+
+    class Frozen(Classify):
+        def pre_stage(self) -> None:
+            self.models["net"].norm.eval()  # type: ignore[operator, union-attr]
+
+        def step(self, batch: Any) -> Tensor:
+            net: Any = self.models["net"]
+            seen.append((net.training, net.norm.training, torch.is_grad_enabled()))
+            return super().step(batch)
+
+    pipe = make_pipe(tmp_path)
+    pipe.registered["net"].bare.eval()
+    pipe.register_dataset("train", Batches(1))
+    pipe.register_dataset("val", Batches(1))
+    pipe.append_stage(Frozen(), max_epochs=2)
+    pipe.run()
+    assert seen == [(True, False, True), (False, False, False)] * 2
+
+
+@alone
+def test_validation_by_steps_and_limits(tmp_path: Path) -> None:
+    pipe, diary = make_pipe(tmp_path), Diary()
+    pipe.register_dataset("train", Batches(50))
+    pipe.register_dataset("val", Batches(50))
+    stage = Classify(val_every="4 steps", limit_train_batches=9, limit_val_batches=3)
+    pipe.append_stage(stage, max_epochs=2)
+    pipe.add_callback(diary)
+    pipe.run()
+    assert [line.split()[1] for line in diary.lines if line.startswith("validation")] == [
+        "4",
+        "8",
+        "12",
+        "16",
+    ]
+    assert pipe.step == 18
+
+
+class Average(Classify):
+    """Looks at the weights that validation uses."""
+
+    def val_step(self, batch: Any) -> None:
+        net: Any = self.models["net"]
+        self.log("weight", net.first.weight.double().sum(), weight=len(batch))
+
+
+@alone
+def test_validation_uses_the_average_and_training_goes_on_without(tmp_path: Path) -> None:
+    pipe = make_pipe(tmp_path, ema=0.5)
+    pipe.register_dataset("train", Batches(5))
+    pipe.register_dataset("val", Batches(1))
+    pipe.append_stage(Average(), max_epochs=1)
+    pipe.run()
+    model = pipe.registered["net"]
+    assert model.ema is not None
+    average = model.ema.state_dict()["first.weight"]
+    assert pipe.history["val/weight"] == [average.double().sum().item()]
+    assert not torch.equal(average, dict(model.bare.named_parameters())["first.weight"])
+
+
+@ranks(2)
+def test_any_rank_may_stop_and_all_stop_at_the_same_step(tmp_path: Path) -> None:
+    class Impatient(Classify):
+        def step(self, batch: Any) -> Tensor:
+            if self.pipe.step == 12 and hw.rank() == 1:
+                self.stop_stage()
+            return super().step(batch)
+
+    pipe = make_pipe(tmp_path)
+    pipe.register_dataset("train", Batches(100, rank=hw.rank()))
+    pipe.append_stage(Impatient(log_every=10), max_epochs=5)
+    pipe.run()
+    assert hw.all_gather_object(pipe.step) == [20, 20]
+
+
+@ranks(2)
+def test_a_stop_after_an_epoch_is_heard_before_the_next(tmp_path: Path) -> None:
+    class Impatient(Classify):
+        def post_epoch(self) -> None:
+            if self.epoch == 2 and hw.rank() == 1:
+                self.stop_stage()
+
+    pipe = make_pipe(tmp_path)
+    pipe.register_dataset("train", Batches(5, rank=hw.rank()))
+    pipe.append_stage(Impatient(), max_epochs=5)
+    pipe.run()
+    assert hw.all_gather_object(pipe.step) == [10, 10]
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=ranks(2)), pytest.param(3, marks=ranks(3))])
+def test_validation_of_1003_samples_is_the_same_on_any_number_of_ranks(size: int, tmp_path: Path) -> None:
+    """Through the whole pipeline; ranks have different numbers of batches, and batch norm brings buffers."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(1003, FEATURES, generator=generator)
+    y = x[:, :3].argmax(1)
+    net = make_net()
+    with torch.no_grad():
+        logits = net.eval()(x)
+    loss, correct = F.cross_entropy(logits, y).item(), int((logits.argmax(1) == y).sum())
+
+    class Count(Classify):
+        def val_step(self, batch: Any) -> Tensor:
+            logits = self.models["net"](batch[0])
+            self.log("correct", (logits.argmax(1) == batch[1]).sum(), reduce="sum")
+            return F.cross_entropy(logits, batch[1])
+
+    def frozen(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.0)
+
+    try:
+        net.norm.momentum = 0.0  # type: ignore[assignment]  # training does not change the buffers
+        pipe = make_pipe(tmp_path, net=net, optimizer=frozen)
+        mine = range(pipe.world.rank, 1003, size)
+        shards = [torch.tensor(mine[start : start + 64]) for start in range(0, len(mine), 64)]
+        pipe.register_dataset("train", Batches(1))
+        pipe.register_dataset("val", [(x[index], y[index]) for index in shards])
+        pipe.append_stage(Count(), max_epochs=1)
+        pipe.run()
+    finally:
+        if size == 1:
+            dist.leave()
+    assert pipe.history["val/correct"] == [correct]
+    assert pipe.history["val/loss"] == [pytest.approx(loss, rel=1e-6)]
+
+
+@ranks(3)
+def test_a_rank_without_validation_data_takes_part(tmp_path: Path) -> None:
+    pipe = make_pipe(tmp_path)
+    pipe.register_dataset("train", Batches(2, rank=hw.rank()))
+    pipe.register_dataset("val", Batches(0 if hw.rank() == 1 else 3, rank=hw.rank()))
+    pipe.append_stage(Classify(), max_epochs=2)
+    pipe.run()
+    assert len(set(hw.all_gather_object(tuple(pipe.history["val/loss"])))) == 1
+    assert len(pipe.history["val/loss"]) == 2
+
+
+class Count(TorchDispatchMode):
+    """Counts what makes the host wait for a device, or ranks for each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "_to_copy"):
+            self.calls[name] += 1
+        if function.namespace == "c10d":
+            self.calls["collective"] += 1
+        return function(*args, **(kwargs or {}))
+
+
+class Quiet(TrainValStage):
+    """Logs in each step, as a user would, and waits for nothing itself."""
+
+    def step(self, batch: Any) -> Tensor:
+        x, y = batch
+        logits = self.models["net"](x)
+        self.log("accuracy", (logits.argmax(1) == y).double().mean(), weight=len(y))
+        self.log("least", logits.min(), reduce="min")
+        self.log("vector", logits.mean(0), weight=len(y))
+        return F.cross_entropy(logits, y)
+
+
+@ranks(2)
+def test_between_log_points_nothing_is_waited_for_and_nothing_is_sent(tmp_path: Path) -> None:
+    counts: list[Counter[str]] = []
+
+    class Watched(Quiet):
+        mode: Count | None = None
+
+        def train_step(self, batch: Any) -> Tensor:
+            if self.pipe.step % 10 == 1:  # from the end of this step's forward ...
+                self.mode = Count()
+                loss = super().train_step(batch)
+                self.mode.__enter__()
+                return loss
+            loss = super().train_step(batch)
+            if self.pipe.step % 10 == 8 and self.mode is not None:  # ... to the end of that of a later one
+                self.mode.__exit__(None, None, None)
+                counts.append(self.mode.calls)
+            return loss
+
+    net = nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, 3))
+    pipe = make_pipe(tmp_path, net=net, ema=0.9)
+    pipe.register_dataset("train", Batches(40, rank=hw.rank()))
+    pipe.append_stage(Watched(log_every=10, gradient_clip=1.0), max_epochs=1)
+    pipe.run()
+    assert len(counts) == 4
+    for calls in counts:  # of seven steps: DDP's own collective (one bucket), and the stage's own `.double()`
+        assert calls == {"collective": 7, "_to_copy": 7}
+
+
+@ranks(2)
+def test_a_log_point_costs_one_collective_and_one_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: Counter[str] = Counter()
+    for name in ("all_reduce", "all_gather", "broadcast", "barrier", "all_gather_object", "reduce_scatter"):
+        original = getattr(c10d, name)
+
+        def counted(*args: Any, _name: str = name, _original: Any = original, **kwargs: Any) -> Any:
+            calls[_name] += 1
+            return _original(*args, **kwargs)
+
+        monkeypatch.setattr(c10d, name, counted)
+
+    class Reset(Quiet):
+        def train_step(self, batch: Any) -> Tensor:
+            if self.pipe.step == 15:
+                calls.clear()
+            if self.pipe.step == 35:
+                seen.update(calls)
+            return super().train_step(batch)
+
+    seen: Counter[str] = Counter()
+    pipe = make_pipe(tmp_path, net=nn.Sequential(nn.Linear(FEATURES, 3)))
+    pipe.register_dataset("train", Batches(40, rank=hw.rank()))
+    pipe.append_stage(Reset(log_every=10, gradient_clip=1.0), max_epochs=1)
+    pipe.run()
+    assert seen == {"all_gather": 2}  # steps 20 and 30
+
+
+class Gan(Stage):
+    """Two players, each with its own optimiser."""
+
+    def run_epoch(self) -> None:
+        players: Any = self.models
+        optimizers = self.pipe.optimizers
+        for x, _ in self.batches("train"):
+            fake = players["maker"](torch.randn_like(x))
+            loss_d = (
+                F.softplus(-players["judge"](x)).mean() + F.softplus(players["judge"](fake.detach())).mean()
+            )
+            optimizers["judge"].zero_grad()
+            loss_d.backward()
+            optimizers["judge"].step()
+            loss_g = F.softplus(-players["judge"](fake)).mean()
+            optimizers["maker"].zero_grad()
+            loss_g.backward()
+            optimizers["maker"].step()
+            self.log("loss_d", loss_d, weight=len(x))
+            self.log("loss_g", loss_g, weight=len(x))
+
+
+@ranks(2)
+def test_a_loop_of_ones_own_with_two_optimisers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    pipe = Pipeline(name="gan", root=tmp_path)
+    for name, out in (("maker", FEATURES), ("judge", 1)):
+        pipe.register_model(name, nn.Linear(FEATURES, out))
+        pipe.register_optimizer(name, sgd, model=name)
+    pipe.register_dataset("train", Batches(25, rank=hw.rank()))
+    pipe.append_stage(Gan(log_every=10), max_epochs=2, max_steps=40)
+    pipe.run()
+    assert pipe.step == 40
+    assert [step for step, _ in pipe.history.points("loss_g")] == [10, 20, 25, 30, 40]
+    weights = [model.bare.weight.tolist() for model in pipe.registered.values()]  # type: ignore[union-attr, operator]
+    assert hw.all_gather_object(weights) == [weights] * 2
+
+
+@alone
+def test_a_stage_steps_only_its_own_optimisers(tmp_path: Path) -> None:
+    class Only(Classify):
+        def optimizers(self) -> list[torch.optim.Optimizer]:
+            return [self.pipe.optimizers["sgd"]]
+
+    pipe = make_pipe(tmp_path)
+    other = nn.Linear(3, 3)
+    before = other.weight.clone()
+    pipe.register_model("other", other)
+    pipe.register_optimizer("other", lambda p: torch.optim.SGD(p, lr=1.0, weight_decay=1.0), model="other")
+    pipe.register_dataset("train", Batches(3))
+    pipe.append_stage(Only(), max_epochs=1)
+    other.weight.grad = torch.ones_like(other.weight)
+    pipe.run()
+    assert torch.equal(other.weight, before)
+    assert other.weight.grad is not None
+
+
+@alone
+def test_schedulers_by_epoch_and_on_a_plateau(tmp_path: Path) -> None:
+    pipe = Pipeline(name="toy", root=tmp_path)
+    pipe.register_model("net", make_net())
+    pipe.register_optimizer(
+        "sgd",
+        lambda p: torch.optim.SGD(p, lr=1.0),
+        scheduler=lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0, factor=0.1),
+        monitor="val/constant",
+    )
+
+    class Flat(Classify):
+        def val_step(self, batch: Any) -> None:
+            self.log("constant", 1.0, weight=len(batch))
+
+    pipe.register_dataset("train", Batches(2))
+    pipe.register_dataset("val", Batches(1))
+    pipe.append_stage(Flat(), max_epochs=3)
+    pipe.run()
+    assert pipe.optimizers["sgd"].param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+class Auroc:
+    """The interface of a torchmetrics metric."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def compute(self) -> Tensor:
+        return torch.tensor(float(self.seen))
+
+    def reset(self) -> None:
+        self.seen = 0
+
+
+@alone
+def test_metrics_that_compute_themselves(tmp_path: Path) -> None:
+    class Measured(Classify):
+        def pre_stage(self) -> None:
+            self.metric = Auroc()
+            self.add_metric("auroc", self.metric)
+
+        def step(self, batch: Any) -> Tensor:
+            self.metric.seen += 1
+            return super().step(batch)
+
+    pipe = make_pipe(tmp_path)
+    pipe.register_dataset("train", Batches(3))
+    pipe.append_stage(Measured(), max_epochs=2)
+    pipe.run()
+    assert pipe.history["auroc"] == [3.0, 3.0]
+
+
+class Explode(Classify):
+    """The loss of rank 1 is not finite in some steps (there are ranks 0 to 1)."""
+
+    bad: tuple[int, ...] = (13,)
+
+    def step(self, batch: Any) -> Tensor:
+        loss = super().step(batch)
+        if self.pipe.step + 1 in self.bad and self.pipe.world.rank == self.pipe.world.world_size - 1:
+            return loss * float("nan")
+        return loss
+
+
+@ranks(2)
+def test_a_loss_that_is_not_finite_stops_all_ranks(tmp_path: Path) -> None:
+    pipe = make_pipe(tmp_path)
+    pipe.register_dataset("train", Batches(100, rank=hw.rank()))
+    pipe.append_stage(Explode(log_every=10), max_epochs=1)
+    with pytest.raises(HeadwayError, match="not finite since step 13, on rank 0, 1"):
+        pipe.run()  # the gradients of step 13 went to both ranks, so both are lost afterwards
+    assert pipe.step == 20
+
+
+@ranks(2)
+def test_or_its_step_is_left_out_on_all_ranks(tmp_path: Path) -> None:
+    pipe = make_pipe(tmp_path)
+    pipe.register_dataset("train", Batches(40, rank=hw.rank()))
+    stage = Explode(log_every=10, on_nan="skip")
+    stage.bad = (13, 14, 30)
+    pipe.append_stage(stage, max_epochs=1)
+    pipe.run()
+    assert pipe.history["train/skipped_steps"] == [6]  # three steps on two ranks
+    assert torch.tensor(pipe.history["train/loss"]).isfinite().all()
+    weights = [p.tolist() for p in pipe.registered["net"].bare.parameters()]
+    assert hw.all_gather_object(weights) == [weights] * 2
+    assert all(torch.tensor(weight).isfinite().all() for weight in weights)
+
+
+@alone
+def test_too_many_steps_left_out_in_a_row_stop_the_run(tmp_path: Path) -> None:
+    pipe = make_pipe(tmp_path)
+    pipe.register_dataset("train", Batches(40))
+    stage = Explode(on_nan="skip", max_skips=3)
+    stage.bad = tuple(range(5, 20))
+    pipe.append_stage(stage, max_epochs=1)
+    with pytest.raises(HeadwayError, match="gradients of 4 steps in a row, up to 8, are not finite"):
+        pipe.run()
+
+
+@alone
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_errors_and_interrupts_are_never_swallowed(error: type[BaseException], tmp_path: Path) -> None:
+    class Fails(Classify):
+        def step(self, batch: Any) -> Tensor:
+            if self.pipe.step == 3:
+                raise error
+            return super().step(batch)
+
+    pipe = make_pipe(tmp_path)
+    pipe.register_dataset("train", Batches(40))
+    pipe.append_stage(Fails(), max_epochs=1)
+    with pytest.raises(error):
+        pipe.run()
+    assert pipe.run_directory is not None
+    (attempt,) = pipe.run_directory.info()["attempts"]
+    assert attempt["status"] == ("interrupted" if error is KeyboardInterrupt else "failed")
+
+
+@alone
+def test_state_goes_into_another_pipeline(tmp_path: Path) -> None:
+    """Half the epochs, state into a new pipeline, the other half: the same weights as without the break."""
+
+    def make(epochs: int) -> Pipeline:
+        pipe = make_pipe(tmp_path, ema=0.9, net=make_net(dropout=0.0))
+        pipe.register_dataset("train", Batches(7))
+        pipe.register_dataset("val", Batches(2))
+        pipe.append_stage(Classify(), max_epochs=epochs)
+        return pipe
+
+    whole, first, second = make(4), make(2), make(4)
+    whole.run()
+    first.run()
+    second.load_state_dict(first.state_dict())
+    second.run()
+    assert second.step == whole.step == 28
+    assert second.history["val/loss"] == whole.history["val/loss"]
+    ours, truth = second.state_dict(), whole.state_dict()
+    for kind in ("models", "averages"):
+        for name, tensor in truth[kind]["net"].items():
+            assert torch.equal(ours[kind]["net"][name], tensor), name
+
+
+@alone
+def test_memory_does_not_grow(tmp_path: Path) -> None:
+    """10,000 steps; what grows by a float tensor per step would show as megabytes."""
+    sizes: list[int] = []
+
+    class Weighed(Quiet):
+        def step(self, batch: Any) -> Tensor:
+            if self.pipe.step in (2_000, 9_999):
+                gc.collect()
+                sizes.append(psutil.Process().memory_info().rss)
+            return super().step(batch)
+
+    pipe = make_pipe(tmp_path, net=nn.Sequential(nn.Linear(FEATURES, 3)))
+    batch = next(iter(Batches(1)))
+    pipe.register_dataset("train", [batch] * 1_000)
+    pipe.append_stage(Weighed(log_every=50), max_epochs=10)
+    pipe.run()
+    assert sizes[1] - sizes[0] < 4 * 2**20, sizes

@@ -1,0 +1,162 @@
+"""Sharded, compiled and checkpointed models give the same numbers under the same names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from toys import FEATURES, Batches, Classify, make_pipe
+
+import headway as hw
+from headway.testing import ranks
+from headway.train import Ddp, Fsdp, Pipeline, count_parameters
+
+STEPS = 40
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + torch.tanh(self.inner(x))
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.enter = nn.Linear(FEATURES, 16)
+        self.blocks = nn.ModuleList(Block(16) for _ in range(3))
+        self.leave = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x)  # type: ignore[no-any-return]
+
+
+def train(folder: Path, stage: dict[str, Any] | None = None, **model: Any) -> tuple[Pipeline, Classify]:
+    pipe = make_pipe(folder, net=Tower(), **model)
+    pipe.register_dataset("train", Batches(STEPS, rank=pipe.world.rank))
+    pipe.register_dataset("val", Batches(3, rank=pipe.world.rank))
+    classify = Classify(gradient_clip=0.5, **(stage or {}))
+    pipe.append_stage(classify, max_epochs=1)
+    pipe.run()
+    return pipe, classify
+
+
+def whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # type: ignore[no-any-return]
+
+
+def assert_close(ours: Pipeline, truth: Pipeline, tolerance: float = 1e-6) -> None:
+    mine, expected = (pipe.registered["net"].bare.state_dict() for pipe in (ours, truth))
+    assert list(mine) == list(expected)  # no module., no _orig_mod., nothing of the kind
+    for name, tensor in expected.items():
+        torch.testing.assert_close(whole(mine[name]), whole(tensor), rtol=0, atol=tolerance)
+
+
+@ranks(2)
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_sharded_equals_replicated(accumulate: int, tmp_path: Path) -> None:
+    settings = {"accumulate": accumulate}
+    replicated, expected = train(tmp_path, settings, ema=0.9)
+    sharded, found = train(tmp_path, settings, parallel=Fsdp(blocks=(Block,)), ema=0.9)
+    weight = sharded.registered["net"].bare.enter.weight  # type: ignore[union-attr]
+    assert isinstance(weight, DTensor)
+    assert weight.to_local().shape == (8, FEATURES)
+    assert found.losses == pytest.approx(expected.losses, abs=1e-6)
+    assert sharded.history["val/loss"] == pytest.approx(replicated.history["val/loss"], abs=1e-6)
+    assert sharded.history["train/grad_norm"] == pytest.approx(
+        replicated.history["train/grad_norm"], rel=1e-5
+    )
+    assert_close(sharded, replicated)
+    for name, average in replicated.state_dict()["averages"]["net"].items():
+        mine = whole(sharded.state_dict()["averages"]["net"][name])
+        torch.testing.assert_close(mine, average, rtol=0, atol=1e-6)
+
+
+@ranks(2)
+def test_sharded_in_lower_precision_keeps_its_weights_in_full(tmp_path: Path) -> None:
+    settings = Fsdp(blocks=(Block,), param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    pipe, stage = train(tmp_path, parallel=settings)
+    assert next(pipe.registered["net"].bare.parameters()).dtype == torch.float32
+    replicated, expected = train(tmp_path)
+    assert stage.losses != expected.losses
+    assert stage.losses == pytest.approx(expected.losses, abs=0.05)
+    assert list(pipe.registered["net"].bare.state_dict()) == list(
+        replicated.registered["net"].bare.state_dict()
+    )
+
+
+@ranks(2)
+def test_a_mesh_of_ones_own(tmp_path: Path) -> None:
+    """Hybrid: replicated along the first dimension (2 ranks), sharded along the second (1)."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+    hybrid, _ = train(tmp_path, parallel=Fsdp(blocks=(Block,), mesh=mesh))
+    replicated, _ = train(tmp_path)
+    assert_close(hybrid, replicated)
+
+
+@ranks(2)
+def test_ddp_settings_reach_ddp(tmp_path: Path) -> None:
+    static: Any = make_pipe(tmp_path, parallel=Ddp(static_graph=True, bucket_cap_mb=1)).models["net"]
+    unused: Any = make_pipe(tmp_path, parallel=Ddp(find_unused_parameters=True)).models["net"]
+    assert (static.static_graph, unused.static_graph) == (True, False)
+    assert (static.find_unused_parameters, unused.find_unused_parameters) == (False, True)
+    assert static.bucket_bytes_cap == 2**20 != unused.bucket_bytes_cap
+
+
+@pytest.mark.usefixtures("alone")
+def test_checkpointed_activations_are_computed_again(tmp_path: Path) -> None:
+    plain, _ = train(tmp_path)
+    checkpointed, _ = train(tmp_path, activation_checkpointing=(Block,))
+    assert_close(checkpointed, plain, tolerance=0)
+    calls = [pipe.registered["net"].bare.blocks[0].calls for pipe in (plain, checkpointed)]  # type: ignore[index, union-attr]
+    assert calls == [STEPS + 3, 2 * STEPS + 3]  # in training twice, in validation once
+
+
+@ranks(2, leaks=False)
+def test_compiled_models_keep_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[object] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiled.append(graph)
+        return (
+            graph.forward
+        )  # no C++ compiler is asked for: the wrapping is tested here, not the code generator
+
+    original = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda module, mode: original(module, backend=backend, mode=mode))
+    pipe, _ = train(tmp_path, compile=True)
+    assert compiled
+    monkeypatch.undo()
+    plain, _ = train(tmp_path)
+    assert_close(pipe, plain)
+
+
+def test_parameters_are_counted_once() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    net[1].weight = net[0].weight
+    net[1].bias.requires_grad_(False)
+    assert count_parameters(net) == 24
+    assert count_parameters(net, trainable=True) == 20
+
+
+@ranks(2)
+def test_models_start_alike_on_all_ranks(tmp_path: Path) -> None:
+    torch.manual_seed(hw.rank())
+    pipe = Pipeline(root=tmp_path)
+    pipe.register_model("net", nn.Linear(3, 3))
+    weights = pipe.registered["net"].bare.weight.tolist()  # type: ignore[union-attr, operator]
+    assert hw.all_gather_object(weights) == [weights] * 2
