@@ -60,6 +60,7 @@ VARIANTS = {
     "pure": replace(TINY, precision="pure-bf16"),
     "sgd": replace(TINY, optimizer="sgd"),
     "accumulate": replace(TINY, accumulate=2),
+    "converted": Trace(factory=f"{ZOO}:converted", inputs="half_batch", precision="fp32"),
     "dropout": Trace(factory=f"{ZOO}:plain", inputs="float_batch", batch_size=4096, precision="fp32"),
 }
 
@@ -105,6 +106,13 @@ def test_dropout_keeps_one_byte_per_element_as_cuda_does(tiny: dict[str, Traced]
     kept = tiny["dropout"].by_label["activations"]
     # the input of the second linear (4 bytes) and the mask (1 byte), not a second copy in fp32
     assert 4096 * 256 * 5 <= kept < 4096 * 256 * 6 + 4096 * 64 * 8
+
+
+def test_modules_may_be_cast_moved_and_built_from_values(tiny: dict[str, Traced]) -> None:
+    found = tiny["converted"]
+    assert found.error is None
+    assert found.parameters == 3 * (64 * 64 + 64)
+    assert found.by_label["parameters"] == 3 * (64 * 64 * 2 + 512)  # bf16, biases rounded up to a block
 
 
 def test_a_trace_that_dies_does_not_take_the_others_along() -> None:

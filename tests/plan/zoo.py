@@ -222,6 +222,17 @@ def plain() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 256), nn.Dropout(0.1), nn.Linear(256, 64))
 
 
+def converted() -> nn.Module:
+    """Built as people build: drop rates read off a tensor, the module cast and moved."""
+    rates = [rate.item() for rate in torch.linspace(0, 0.1, 3) * 2]
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Dropout(rate)) for rate in rates))
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").bfloat16()
+
+
+def half_batch(n: int = 4) -> Tensor:
+    return torch.zeros(n, 64, dtype=torch.bfloat16)
+
+
 def dies() -> nn.Module:
     import os
 

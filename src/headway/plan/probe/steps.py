@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from statistics import median
 from typing import Any
@@ -28,6 +29,7 @@ def measure_steps(request: Request, batch_sizes: list[int | None], steps: int) -
 def _measure(request: Request, batch_size: int | None, steps: int, device: torch.device) -> dict[str, Any]:
     gpu = device.type == "cuda"
     if gpu:
+        gc.collect()  # the model of the previous row
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     model, batch, loss = _build(request, batch_size, device)

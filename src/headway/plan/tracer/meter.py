@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
@@ -64,7 +64,13 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if any(kind not in (torch.Tensor, FakeTensor, nn.Parameter) for kind in types):
             return NotImplemented  # a sharded tensor: its pieces come back here one by one
-        out = func(*args, **(kwargs or {}))
+        if self.phase == "build" and _small_and_real(func, args, kwargs or {}):
+            with (
+                unset_fake_temporarily()
+            ):  # drop rates, widths, tables: models look at such values while they are built
+                out = func(*args, **(kwargs or {}))
+        else:
+            out = func(*args, **(kwargs or {}))
         name = func._overloadpacket.__name__
         made = len(self.births)
         for leaf in tree_leaves(out):
@@ -142,6 +148,18 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             name = f"{name} (causal)"  # CUDA's kernels skip the masked half; the count stays whole
         work = Work(name, flops, touched)
         self.work[work] = self.work.get(work, 0) + 1
+
+
+_MADE_REAL = (torch.ops.aten.arange, torch.ops.aten.linspace, torch.ops.aten.logspace)
+_SMALL = 1 << 20
+
+
+def _small_and_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation makes a small table, or works on nothing but such tables."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if not tensors:
+        return func._overloadpacket in _MADE_REAL
+    return all(not isinstance(leaf, FakeTensor) and leaf.numel() <= _SMALL for leaf in tensors)
 
 
 def _bytes(leaf: Any) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as functional
+from torch import nn
 from torch.utils._pytree import tree_map
 
 # operations that CUDA's autocast runs in fp32 and the CPU's leaves alone
@@ -27,6 +28,7 @@ _CUDA_FP32 = (
 def install() -> list[torch.library.Library]:
     """Puts everything in place; the result must be kept alive."""
     _skip_initialisation()
+    nn.Module._apply = _apply  # type: ignore[method-assign]
     functional.dropout = _dropout
     functional.rms_norm = _rms_norm
     functional.scaled_dot_product_attention = _attention(functional.scaled_dot_product_attention)
@@ -38,6 +40,21 @@ def _skip_initialisation() -> None:
     for name in dir(torch.nn.init):
         if name.endswith("_") and not name.startswith("_"):
             setattr(torch.nn.init, name, lambda tensor, *_, **__: tensor)
+
+
+def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    """What `.to()`, `.bfloat16()` and the like call; torch's own way refuses tensors without data."""
+    if recurse:
+        for child in self.children():
+            child._apply(fn)  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        for parameter in self._parameters.values():
+            if parameter is not None:
+                parameter.data = fn(parameter.data)
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                self._buffers[name] = fn(buffer)
+    return self
 
 
 def _autocast_as_cuda() -> torch.library.Library:
