@@ -86,11 +86,6 @@ def test_fixtures_are_made_once_and_handed_to_all(tmp_path: Path, oven: Oven) ->
     assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
 
 
-@ranks(2)
-def test_a_class_of_a_conftest(recipe: Any) -> None:
-    assert recipe.name == "cake"
-
-
 @pytest.mark.parametrize("n", [pytest.param(1, marks=ranks(1)), pytest.param(2, marks=ranks(2))])
 def test_a_parameter_may_say_how_many(n: int) -> None:
     assert headway.world_size() == n
@@ -173,7 +168,8 @@ def test_torch_as_usual_leaks_nothing() -> None:
 
 @ranks(2)
 @pytest.mark.usefixtures("fault_on_rank_1")
-def test_a_fault_of_the_test_strikes_in_its_rank() -> None:
+@pytest.mark.parametrize("test", ["one", "the next"])  # which counts from the beginning
+def test_a_fault_of_the_test_strikes_in_its_rank(test: str) -> None:  # noqa: ARG001
     failpoint("bake")
     if headway.rank() == 1:
         with pytest.raises(RuntimeError):

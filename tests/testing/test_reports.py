@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from headway import failure
-from headway.testing import pool
+from headway.testing import pool, runner
+from headway.testing.protocol import Report
 
 pytestmark = pytest.mark.timeout(300)  # a dozen groups of processes are started
 
@@ -44,14 +45,19 @@ class Session:
 def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
     folder = tmp_path_factory.mktemp("session")
     notebook = tmp_path_factory.mktemp("notebook")
-    for name in ("failing", "unimportable"):
-        shutil.copy(_SCENARIOS / f"{name}.py", folder / f"test_{name}.py")
+    (folder / "kitchen").mkdir()
+    for source, target in {
+        "failing": "test_failing",
+        "unimportable": "test_unimportable",
+        "shared": "conftest",
+    }.items():
+        shutil.copy(_SCENARIOS / f"{source}.py", folder / "kitchen" / f"{target}.py")
     before = {path.name for path in Path("/dev/shm").iterdir()}
-    files = ["test_unimportable.py", "test_failing.py"]
-    options = ["-c", os.devnull, "--rootdir=.", "-ra", "-p", "no:cacheprovider"]
+    files = ["kitchen/test_unimportable.py", "kitchen/test_failing.py"]
+    options = ["-c", os.devnull, "--rootdir=.", "--import-mode=importlib", "-ra", "-p", "no:cacheprovider"]
     options += ["--junitxml=report.xml", "-o", "junit_logging=all", "-o", "junit_duration_report=call"]
     ended = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *files],
+        [sys.executable, "-P", "-m", "pytest", *options, *files],
         cwd=folder,
         env=os.environ | {"NOTEBOOK": str(notebook)},
         capture_output=True,
@@ -97,7 +103,9 @@ def test_all_fail_alike(session: Session, case: Case) -> None:
     assert case.text.count("def test_all_fail_alike") == 1, "said once for all ranks"
     assert "Differing items:" in case.text, "assertions explain themselves"
     assert "{'eggs': [1, 2, 3]} != {'eggs': [1, 2, 4]}" in case.text
-    assert "test_failing.py:47: AssertionError" in case.text, "the file as seen from where pytest was started"
+    assert "\nkitchen/test_failing.py:48: AssertionError" in case.text, (
+        "the file as seen from where pytest was started"
+    )
     assert "worker.py" not in case.text
     assert "Captured stdout of ranks 0-1" in session.stdout
     assert case.output.count("said by all") == 1
@@ -106,7 +114,7 @@ def test_all_fail_alike(session: Session, case: Case) -> None:
 def test_skipped(session: Session, case: Case) -> None:
     assert case.outcome == "skipped"
     assert "no oven here" in case.text
-    assert "SKIPPED [1] test_failing.py:" in session.stdout, "blames the test, not the plugin"
+    assert "SKIPPED [1] kitchen/test_failing.py:" in session.stdout, "blames the test, not the plugin"
 
 
 def test_expected_to_fail(case: Case) -> None:
@@ -180,7 +188,7 @@ def test_leaks_shared_memory(case: Case) -> None:
 
 def test_one_fails_and_the_others_wait_for_it(case: Case) -> None:
     assert "rank 2 of 4: ValueError: no more flour" in case.text
-    assert "ranks 0-1, 3: still at work 2 s after rank 2 had ended" in case.text
+    assert "ranks 0-1, 3: still at work 2 s after rank 2 had ended" in case.text, case.text
     assert "in barrier" in case.text, "and says where they were"
     assert "in test_one_fails_and_the_others_wait_for_it" in case.text
     assert "control.py" not in case.text, "headway's own threads are not the reader's business"
@@ -194,17 +202,13 @@ def test_one_skips_and_the_other_waits_for_it(case: Case) -> None:
 
 
 def test_hangs(case: Case) -> None:
-    assert "rank 1 of 2: did not end within 1 s" in case.text
+    assert "rank 1 of 3: did not end within 5 s" in case.text
     assert 'test_failing.py", line' in case.text
     assert "in test_hangs" in case.text
     assert "headway/testing" not in case.text
+    assert "rank 2: did not end within 5 s: a signal had stopped it" in case.text
     assert "rank 0" not in case.text
     assert "before the hang" in case.output
-
-
-def test_is_stopped(case: Case) -> None:
-    assert "rank 0 of 2: did not end within 1 s" in case.text
-    assert "a signal had stopped it" in case.text
 
 
 def test_is_killed(case: Case) -> None:
@@ -240,6 +244,17 @@ def test_crashes(case: Case) -> None:
 )
 def test_last_words_tell_who_was_first(words: str, culprit: int | None) -> None:
     assert pool.blamed(f"some output\n{words}", 0) == culprit
+
+
+def test_a_rank_that_was_ended_for_no_reason_fails_the_test() -> None:
+    nothing = {"stack": "", "stdout": "", "stderr": ""}
+    passed = Report(outcome="passed", reason="", text="", collectives=0, reusable=True)
+    results = [
+        pool.Result(rank=0, report=None, problem="ended because of rank 1", released=True, **nothing),
+        pool.Result(rank=1, report=passed, problem="", released=False, **nothing),
+    ]
+    with pytest.raises(pytest.fail.Exception, match="rank 0 of 2: ended because of rank 1"):
+        runner._conclude(results)
 
 
 def test_leaves_the_others_alone(case: Case) -> None:

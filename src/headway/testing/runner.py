@@ -22,9 +22,7 @@ from headway.testing.pool import Pools, Result
 from headway.testing.protocol import Task
 
 _UNPICKLABLE = (pickle.PicklingError, TypeError, AttributeError, RuntimeError, ValueError)
-_OUR_THREADS = re.compile(
-    r"testing/worker\.py\", line \d+ in _listen|dist/control\.py\", line \d+ in (run|_listen)"
-)
+_OURS = re.compile(r"/headway/(testing|dist/control)")
 
 
 def _skip(reason: str) -> NoReturn:
@@ -175,11 +173,12 @@ def _readable(stack: str) -> str:
     """A dump of faulthandler without what differs between ranks, and without the threads and frames that are ours."""
     threads = []
     for block in stack.split("\n\n"):
-        heading, _, frames = block.partition("\n")
-        if "most recent call first" in heading and not _OUR_THREADS.search(frames):
-            kept = frames.split("\n")
-            ends = [i for i, line in enumerate(kept) if "headway/testing/" in line]
-            threads.append("\n".join(kept[: ends[0]] if ends else kept))
+        heading, *frames = block.split("\n")
+        frames = [frame for frame in frames if "/threading.py" not in frame]
+        if "most recent call first" not in heading or not frames or _OURS.search(frames[-1]):
+            continue
+        ours = [index for index, frame in enumerate(frames) if _OURS.search(frame)]
+        threads.append("\n".join(frames[: ours[0]] if ours else frames))
     return "\n  in another thread:\n".join(reversed(threads))  # the main thread comes last in the dump
 
 

@@ -36,7 +36,8 @@ def write(notebook: str) -> None:
 
 
 @ranks(2)
-def test_passes(notebook: str) -> None:
+def test_passes(notebook: str, recipe: Any) -> None:
+    assert recipe.name == "cake", "a class of a conftest.py, which has no name to import it by"
     write(notebook)
 
 
@@ -149,16 +150,12 @@ def test_one_skips_and_the_other_waits_for_it() -> None:
     c10d.barrier()
 
 
-@ranks(2, timeout=1)
+@ranks(3, timeout=5)
 def test_hangs() -> None:
     print("before the hang")
     if headway.rank() == 1:
         time.sleep(600)
-
-
-@ranks(2, timeout=1)
-def test_is_stopped() -> None:
-    if headway.rank() == 0:
+    if headway.rank() == 2:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
