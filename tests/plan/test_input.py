@@ -80,7 +80,7 @@ def test_missing_keys_are_named(key: str) -> None:
         ("[1, 2]", "expected a mapping"),
         ("a: [", "is not YAML"),
         ("a: 1\n--- \nb: 2", "is not YAML"),
-        ("x: " + "[" * 5000, "nested too deeply|not YAML"),
+        ("x: " + "[" * 5000, "nested more than 20 levels deep"),
         ("a: [" + "1, " * 30_000 + "1]", "more than 20,000 entries"),
         ("1: 2", "expected a mapping of names"),
         ("", "expected a mapping"),

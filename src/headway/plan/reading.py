@@ -13,6 +13,7 @@ from headway.plan import checks
 
 _MOST_BYTES = 1 << 20
 _MOST_NODES = 20_000
+_DEEPEST = 20
 
 
 class _Loader(yaml.SafeLoader):
@@ -42,7 +43,11 @@ def read_yaml(path: str | Path) -> Mapping[str, object]:
 def parse_yaml(text: str, where: str) -> Mapping[str, object]:
     """Plain YAML as a mapping. Tags, aliases and several documents are refused: a plan needs none of them."""
     try:
+        depth = 0
         for count, event in enumerate(yaml.parse(text, Loader=_Loader)):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _DEEPEST:
+                raise UsageError(f"{where} is nested more than {_DEEPEST} levels deep; a plan file has three")
             if count > _MOST_NODES:
                 raise UsageError(
                     f"{where} has more than {_MOST_NODES:,} entries; a plan file has a few dozen"
@@ -55,6 +60,4 @@ def parse_yaml(text: str, where: str) -> Mapping[str, object]:
         data = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise UsageError(f"{where} is not YAML: {' '.join(str(error).split())}") from error
-    except RecursionError as error:
-        raise UsageError(f"{where} is nested too deeply for a plan file") from error
     return checks.section(where, data)
