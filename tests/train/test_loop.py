@@ -15,7 +15,7 @@ import torch.distributed as c10d
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from toys import FEATURES, Batches, Classify, make_net, make_pipe, sgd
+from toys import FEATURES, Batches, Classify, make_net, make_pipe, sgd, warm_up
 
 import headway as hw
 from headway import dist
@@ -358,11 +358,11 @@ class Gan(Stage):
             )
             optimizers["judge"].zero_grad()
             loss_d.backward()
-            optimizers["judge"].step()
+            self.step_optimizer("judge")
             loss_g = F.softplus(-players["judge"](fake)).mean()
             optimizers["maker"].zero_grad()
             loss_g.backward()
-            optimizers["maker"].step()
+            self.step_optimizer("maker")
             self.log("loss_d", loss_d, weight=len(x))
             self.log("loss_g", loss_g, weight=len(x))
 
@@ -372,13 +372,14 @@ def test_a_loop_of_ones_own_with_two_optimisers(tmp_path: Path) -> None:
     torch.manual_seed(0)
     pipe = Pipeline(name="gan", root=tmp_path)
     for name, out in (("maker", FEATURES), ("judge", 1)):
-        pipe.register_model(name, nn.Linear(FEATURES, out))
-        pipe.register_optimizer(name, sgd, model=name)
+        pipe.register_model(name, nn.Linear(FEATURES, out), ema=0.9)
+        pipe.register_optimizer(name, sgd, model=name, scheduler=warm_up)
     pipe.register_dataset("train", Batches(25, rank=hw.rank()))
     pipe.append_stage(Gan(log_every=10), max_epochs=2, max_steps=40)
     pipe.run()
     assert pipe.step == 40
     assert [step for step, _ in pipe.history.points("loss_g")] == [10, 20, 25, 30, 40]
+    assert [scheduler.last_epoch for scheduler in pipe.schedulers.values()] == [40, 40]
     weights = [model.bare.weight.tolist() for model in pipe.registered.values()]  # type: ignore[union-attr, operator]
     assert hw.all_gather_object(weights) == [weights] * 2
 

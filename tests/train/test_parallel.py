@@ -99,7 +99,7 @@ def test_sharded_in_lower_precision_keeps_its_weights_in_full(tmp_path: Path) ->
     )
 
 
-@ranks(2)
+@ranks(2, leaks=False)  # the groups of a mesh last as long as the process
 def test_a_mesh_of_ones_own(tmp_path: Path) -> None:
     """Hybrid: replicated along the first dimension (2 ranks), sharded along the second (1)."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
@@ -160,3 +160,16 @@ def test_models_start_alike_on_all_ranks(tmp_path: Path) -> None:
     pipe.register_model("net", nn.Linear(3, 3))
     weights = pipe.registered["net"].bare.weight.tolist()  # type: ignore[union-attr, operator]
     assert hw.all_gather_object(weights) == [weights] * 2
+
+
+@ranks(2)
+def test_sharded_models_are_validated_on_shards_of_different_length(tmp_path: Path) -> None:
+    def validate(**model: Any) -> list[Any]:
+        pipe = make_pipe(tmp_path, net=Tower(), **model)
+        pipe.register_dataset("train", Batches(1, rank=hw.rank()))
+        pipe.register_dataset("val", Batches(2 + 3 * hw.rank(), rank=hw.rank()))
+        pipe.append_stage(Classify(), max_epochs=1)
+        pipe.run()
+        return [*pipe.history["val/loss"], *pipe.history["val/accuracy"]]
+
+    assert validate(parallel="fsdp") == pytest.approx(validate(), abs=1e-6)

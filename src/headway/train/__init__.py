@@ -7,6 +7,7 @@ from headway.train.callback import Callback
 from headway.train.history import History
 from headway.train.parallel import Ddp, Fsdp, count_parameters
 from headway.train.pipeline import Pipeline
+from headway.train.schedules import scale_lr, warmup_cosine
 from headway.train.stage import Stage
 from headway.train.trainval import TrainSettings, TrainValStage
 
@@ -20,4 +21,6 @@ __all__ = [
     "TrainSettings",
     "TrainValStage",
     "count_parameters",
+    "scale_lr",
+    "warmup_cosine",
 ]

@@ -8,6 +8,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from headway.errors import UsageError
 
@@ -28,7 +29,12 @@ class Ema:
         named = dict(module.named_parameters())
         self._names = list(named)
         self._weights: list[Tensor] = list(named.values())
+        self._ids = {id(weight) for weight in self._weights}
         self._average = [weight.detach().clone() for weight in self._weights]
+
+    def follows(self, optimizer: Optimizer) -> bool:
+        """Whether the optimiser steps weights of this model."""
+        return any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"][:1])
 
     @torch.no_grad()
     def update(self) -> None:

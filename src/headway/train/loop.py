@@ -72,7 +72,7 @@ def validate(stage: TrainValStage) -> None:
         return
     loss_name = stage.loss_metric_name()
     with stage.evaluating():
-        for batch in stage.feed(loader, stage.settings.limit_val_batches):
+        for batch in stage.val_batches(loader):
             stage.pipe.split.mark("validation")
             with stage.precision.autocast():
                 loss = stage.val_step(batch)

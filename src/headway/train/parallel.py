@@ -83,6 +83,10 @@ class Model:
         """Whether gradients are the same on all ranks after backward."""
         return isinstance(self.wrapped, DistributedDataParallel | FSDPModule)
 
+    @property
+    def sharded(self) -> bool:
+        return isinstance(self.wrapped, FSDPModule)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients only add up on this rank while in here."""

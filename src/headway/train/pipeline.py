@@ -280,12 +280,12 @@ class Pipeline:
 
     def after_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """After optimisers have stepped: their schedulers move, and the averages of their models follow."""
-        stepped = {id(optimizer) for optimizer in optimizers}
-        for schedule in self._schedules.values():
-            if schedule.every == "step" and id(schedule.optimizer) in stepped:
-                schedule.scheduler.step()
+        for optimizer in optimizers:
+            for schedule in self._schedules.values():
+                if schedule.every == "step" and schedule.optimizer is optimizer:
+                    schedule.scheduler.step()
         for model in self.registered.values():
-            if model.ema is not None:
+            if model.ema is not None and any(model.ema.follows(optimizer) for optimizer in optimizers):
                 model.ema.update()
 
     def _parameters(self, optimizer: str, model: str | None) -> list[nn.Parameter]:

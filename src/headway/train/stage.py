@@ -171,6 +171,12 @@ class Stage(ABC):
             if loop.finish_step(self):
                 return
 
+    def step_optimizer(self, name: str) -> None:
+        """Steps an optimiser of your own loop; its scheduler moves, and the average of its model follows."""
+        optimizer = self.pipe.optimizers[name]
+        optimizer.step()
+        self.pipe.after_optimizers([optimizer])
+
     def count_samples(self, batch: Any) -> int:
         """How many samples (or tokens) count for this batch; override it if the first tensor's length does not say."""
         return feed.sample_count(batch)

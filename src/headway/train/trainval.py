@@ -97,6 +97,7 @@ class TrainValStage(Stage):
         super().__init__(log_every=self.settings.log_every)
         self.columns = [f"{prefix}{self.loss_metric_name()}" for prefix in self._prefixes()]
         self.training = True
+        self.muted = False
         self.skipped = 0  # steps left out in a row
         self.recent_losses: list[
             tuple[int, Tensor]
@@ -201,6 +202,8 @@ class TrainValStage(Stage):
         scope: Scope = "global",
     ) -> None:
         """As `Stage.log`; the metric is `train/name` in training and `val/name` in validation."""
+        if self.muted:
+            return
         if self.training:
             self.meter.log(
                 self.train_metric_prefix() + name, value, weight=weight, reduce=reduce, scope=scope
@@ -318,6 +321,27 @@ class TrainValStage(Stage):
                 yield
         finally:
             torch.use_deterministic_algorithms(before)
+
+    def val_batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """The batches to validate on. Sharded models need all ranks for each of them: a rank that has no more data goes
+        on with its last batch, and what it logs then does not count."""
+        batches = self.feed(loader, self.settings.limit_val_batches)
+        if not any(model.sharded for model in self.pipe.registered.values()):
+            yield from batches
+            return
+        last = None
+        while True:
+            batch = next(batches, None)
+            if not gather(torch.tensor([float(batch is not None)], device=self.device)).any():
+                break
+            if batch is None and last is None:
+                raise UsageError(
+                    f"rank {self.pipe.world.rank} has no batch to validate on: a sharded model needs one on each rank"
+                )
+            self.muted = batch is None
+            last = last if batch is None else batch
+            yield last
+        self.muted = False
 
     def validation_due(self, *, epoch_ends: bool) -> bool:
         """Whether to validate after this step."""

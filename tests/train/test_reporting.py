@@ -1,0 +1,169 @@
+"""What a run writes and shows: metric rows of every rank, lines in files, a table on a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from toys import Batches, Classify, make_pipe
+
+import headway as hw
+from headway.run import Run
+from headway.testing import ranks
+from headway.train.rows import RowWriter
+from headway.train.timing import Split
+
+SCRIPT = """
+import sys, time
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from toys import Batches, Classify, make_pipe
+import headway.train.progress as progress
+progress.LINE_SECONDS = 0.0
+class Shown(Classify):
+    def pre_stage(self):
+        self.add_column("train/accuracy")
+pipe = make_pipe(Path({folder!r}))
+pipe.register_dataset("train", Batches(20))
+pipe.register_dataset("val", Batches(2))
+pipe.append_stage(Shown(log_every=5), max_epochs=2)
+pipe.run()
+"""
+
+
+def rows_of(run: Run, rank: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.metrics_file(rank).read_text().splitlines()]
+
+
+class Slow(Classify):
+    """Takes its time where the split should see it."""
+
+    def step(self, batch: Any) -> Tensor:
+        time.sleep(0.01)
+        self.log("mine", float(hw.rank()), scope="rank")
+        return super().step(batch)
+
+
+class SlowBatches(Batches):
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            time.sleep(0.02)
+            yield batch
+
+
+@ranks(2)
+def test_every_rank_writes_rows_and_the_root_the_metrics(tmp_path: Path) -> None:
+    pipe = make_pipe(tmp_path)
+    pipe.register_dataset("train", SlowBatches(10, rank=hw.rank()))
+    pipe.register_dataset("val", Batches(2, rank=hw.rank()))
+    pipe.append_stage(Slow(log_every=5), max_epochs=2)
+    run = pipe.run()
+    rows = rows_of(run, hw.rank())
+    train = [row for row in rows if row["kind"] == "train"]
+    assert [row["step"] for row in train] == [5, 10, 15, 20]
+    assert [row["epoch"] for row in train] == [0, 0, 1, 1]
+    assert all(row["rank_metrics"] == {"train/mine": hw.rank()} for row in train)
+    for row in train:
+        assert row["seconds"]["data"] > 0.09
+        assert row["seconds"]["compute"] > 0.045
+        assert 0 < row["seconds"]["optimizer"] < row["seconds"]["data"]
+        assert row["samples_per_second"] > 0
+    if hw.rank() == 0:
+        assert [row["metrics"]["train/loss"] for row in train] == [
+            v for _, v in pipe.history.points("train/loss")
+        ]
+        epochs = [row for row in rows if row["kind"] == "epoch"]
+        assert [row["metrics"]["val/loss"] for row in epochs] == pipe.history["val/loss"]
+        assert [row["step"] for row in rows if row["kind"] == "validation"] == [10, 20]
+    else:
+        assert all(row["metrics"] == {} for row in rows)
+
+
+def test_in_a_file_there_are_plain_lines(tmp_path: Path) -> None:
+    script = SCRIPT.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
+    assert "\r" not in ended.stderr
+    assert "\x1b" not in ended.stderr
+    lines = [line for line in ended.stderr.splitlines() if line.startswith("shown: ")]
+    assert len(lines) == 12  # log points at 5, 10, 15, 20, a validation and the end, per epoch
+    number = r"[\d.e-]+"
+    assert re.fullmatch(
+        rf"shown: epoch 2/2, step 40, train/loss {number}, val/loss {number}, train/accuracy {number}, "
+        r"samples/s [\d,]+, data wait \d+%, ETA 0:00:00",
+        lines[-1],
+    )
+    assert "model net: 387 parameters, not wrapped" in ended.stdout
+    assert "dataset train: 20 batches" in ended.stdout
+
+
+def test_on_a_terminal_there_is_a_table(tmp_path: Path) -> None:
+    script = SCRIPT.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
+    pid, fd = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        environment = os.environ | {"TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
+        os.execve(sys.executable, [sys.executable, "-c", script], environment)
+    shown = b""
+    while True:
+        try:
+            data = os.read(fd, 65536)
+        except OSError:  # the other end is closed
+            break
+        if not data:
+            break
+        shown += data
+    os.close(fd)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, shown.decode()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+    assert re.search(r"epoch +step +train/loss +val/loss +train/accuracy +samples/s +data wait +ETA", text)
+    assert re.search(r"2/2 +40 ", text)
+
+
+def test_time_is_split_by_what_it_was_spent_on() -> None:
+    split = Split(torch.device("cpu"))
+    split.mark("data")
+    time.sleep(0.05)
+    split.mark("compute")
+    time.sleep(0.02)
+    first = split.take()
+    time.sleep(0.03)
+    second = split.take()
+    assert first["data"] >= 0.05
+    assert 0.02 <= first["compute"] < first["data"]
+    assert second.keys() == {"compute"}
+    assert second["compute"] >= 0.03
+
+
+def test_what_json_cannot_say_is_written_as_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Run.create(tmp_path, name="rows")
+    with RowWriter(run, rank=3) as rows:
+        rows.write({"metrics": {"loss": float("nan"), "list": [float("inf"), 1.0]}})
+    assert rows_of(run, 3) == [{"metrics": {"loss": "nan", "list": ["inf", 1.0]}}]
+
+
+def test_a_full_disk_costs_rows_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Run.create(tmp_path, name="rows")
+    rows = RowWriter(run, rank=0)
+    os.dup2(full := os.open("/dev/full", os.O_WRONLY), rows._fd)
+    os.close(full)
+    rows.write({"step": 1})
+    rows.write({"step": 2})
+    os.close(rows._fd)
+    assert rows.lost == 2
+    assert capsys.readouterr().err.count("No space left on device") == 1
