@@ -1,1 +1,33 @@
-"""Feed: samples from storage to the device, in an order that is a pure function of (seed, epoch, position)."""
+"""Feed: samples from storage to the device, in an order that is a pure function of (seed, epoch, position).
+
+    loader = hw.data.DataLoader(dataset, batch_size=64, shuffle=True, seed=0)
+
+Names are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headway.data.loader import DataLoader as DataLoader
+    from headway.data.order import Order as Order, Shuffle as Shuffle
+
+_HOME = {
+    "DataLoader": "headway.data.loader",
+    "Order": "headway.data.order",
+    "Shuffle": "headway.data.order",
+}
+
+__all__ = [*_HOME]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'headway.data' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_HOME)
