@@ -18,7 +18,7 @@ services:  ## install SLURM and MPI for the cluster tests, where this user may
 	@scripts/install-services.sh
 
 demo: install  ## a short tour on this machine
-	@$(BIN)/headway run --nproc 2 examples/hello.py
+	@$(BIN)/headway run --nproc 2 examples/quickstart.py
 
 test: install services check  ## everything that must hold: checks, then all tests
 	$(BIN)/python -m pytest

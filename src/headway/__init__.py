@@ -14,7 +14,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from headway import dist as dist, errors as errors, plan as plan, record as record, testing as testing
+    from headway import (
+        data as data,
+        dist as dist,
+        errors as errors,
+        plan as plan,
+        record as record,
+        testing as testing,
+        train as train,
+    )
     from headway.dist import (
         World as World,
         all_gather_object as all_gather_object,
@@ -36,16 +44,28 @@ if TYPE_CHECKING:
         world_size as world_size,
     )
     from headway.run import Run as Run, find_latest as find_latest
+    from headway.train import (
+        Callback as Callback,
+        Pipeline as Pipeline,
+        Stage as Stage,
+        TrainValStage as TrainValStage,
+        scale_lr as scale_lr,
+    )
 
 __version__ = "0.1.0"
 
 # public name -> the module it comes from; a room stands for itself
 _HOME = {
+    "Callback": "headway.train",
+    "Pipeline": "headway.train",
     "Run": "headway.run",
+    "Stage": "headway.train",
+    "TrainValStage": "headway.train",
     "World": "headway.dist",
     "all_gather_object": "headway.dist",
     "barrier": "headway.dist",
     "broadcast_object": "headway.dist",
+    "data": "headway.data",
     "dist": "headway.dist",
     "errors": "headway.errors",
     "find_latest": "headway.run",
@@ -63,8 +83,10 @@ _HOME = {
     "record": "headway.record",
     "root_first": "headway.dist",
     "root_only": "headway.dist",
+    "scale_lr": "headway.train",
     "seed": "headway.dist",
     "testing": "headway.testing",
+    "train": "headway.train",
     "world_size": "headway.dist",
 }
 
