@@ -51,6 +51,16 @@ def test_peaks_measured_on_an_h200(index: int, traces: list[Traced]) -> None:
         assert found.flops == pytest.approx(row["flops_per_step"], rel=1e-9)
 
 
+@pytest.mark.timeout(400)
+def test_torchtitan_traced_with_fsdp() -> None:
+    """Llama 3.1 8B on 8 H100, eager, selective checkpointing: 82.4 GiB reserved on the fullest rank."""
+    titan = Path(__file__).parent / "titan.py"
+    found = run(Trace(factory=f"{titan}:make", batch_size=2, fsdp=8))
+    assert found.parameters == 8_030_261_248
+    assert found.by_label["parameters"] == pytest.approx(4 * found.parameters / 8, rel=1e-3)
+    assert found.reserved / 2**30 == pytest.approx(82.4, rel=0.10)
+
+
 TINY = Trace(factory=f"{ZOO}:tiny_language_model", inputs="tiny_batch", batch_size=4)
 VARIANTS = {
     "plain": TINY,

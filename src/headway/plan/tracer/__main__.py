@@ -50,7 +50,7 @@ def _traced(request: Request) -> dict[str, Any]:
 
 def _result(step: Step) -> dict[str, Any]:
     meter = step.meter
-    allocated, reserved = allocator.play(list(meter.events), step.measured_from)
+    allocated, reserved = allocator.play(list(meter.events), built=step.built_at, start=step.measured_from)
     peak, by_label, by_module, by_operation = replay(meter, _OTHERS, step.measured_from)
     return {
         "parameters": step.parameters,

@@ -94,10 +94,18 @@ class Allocator:
                 block.after.before = block
 
 
-def play(events: list[tuple[int, int]], start: int) -> tuple[int, int]:
-    """Peak of allocated bytes from event `start` on, and of reserved bytes overall."""
+def play(events: list[tuple[int, int]], *, built: int, start: int) -> tuple[int, int]:
+    """Peak of allocated bytes from event `start` on, and of reserved bytes since the model was built.
+
+    What was alive when the model was built is laid out afresh: big models are built on the CPU or the meta device, and
+    leave no holes behind.
+    """
     allocator, held = Allocator(), dict[int, tuple[_Block, int]]()
     for index, (serial, change) in enumerate(events):
+        if index == built:
+            sizes = {key: size for key, (_, size) in held.items()}
+            allocator = Allocator()
+            held = {key: (allocator.take(size), size) for key, size in sizes.items()}
         if index == start:
             allocator.reset_peaks()
         if serial in held:

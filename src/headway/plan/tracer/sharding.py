@@ -10,7 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor._op_schema import OpSchema
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
 
 from headway.plan.tracer.blocks import repeated_blocks
 
@@ -21,7 +24,15 @@ def pretended(ranks: int, precision: str) -> Iterator[Callable[[nn.Module], None
 
     The group is made of real tensors: enter it before the mode that fakes them.
     """
+    infer = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def infer_unseen(self: ShardingPropagator, schema: OpSchema) -> object:
+        """Sharded tensors infer shapes on whole ones; those never exist on a device and must not be counted."""
+        with _disable_current_modes():
+            return infer(self, schema)
+
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    setattr(ShardingPropagator, infer.__name__, infer_unseen)
     mesh = init_device_mesh("cpu", (ranks,))
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = mixed if precision == "amp" else MixedPrecisionPolicy()
@@ -35,4 +46,5 @@ def pretended(ranks: int, precision: str) -> Iterator[Callable[[nn.Module], None
     try:
         yield shard
     finally:
+        setattr(ShardingPropagator, infer.__name__, infer)
         dist.destroy_process_group()

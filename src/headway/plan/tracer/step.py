@@ -68,6 +68,7 @@ class Step:
         self.parameters = 0
         self.trainable = 0
         self.state_bytes: dict[str, int] = {}
+        self.built_at = 0
         self.measured_from = 0
 
     def run(self) -> None:
@@ -84,6 +85,7 @@ class Step:
     def _run(self, shard: Callable[[nn.Module], None] | None) -> None:
         with FakeTensorMode(allow_non_fake_inputs=True), self.meter:
             job = self._build(shard)
+            self.built_at = len(self.meter.events)
             for turn in range(STEPS):
                 if turn == STEPS - 1:
                     self.measured_from = len(self.meter.events)
