@@ -8,7 +8,7 @@ for _ in epochs(stage):             # hooks, set_epoch, the epoch's metrics
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from headway.dist import set_phase
@@ -39,18 +39,15 @@ def epochs(stage: Stage) -> Iterator[None]:
 def train(stage: TrainValStage) -> Iterator[None]:
     """One epoch of training."""
     settings, split, precision = stage.settings, stage.pipe.split, stage.precision
-    models = list(stage.pipe.registered.values())
     batches = stage.feed(stage.train_dataset(), settings.limit_train_batches)
     stage.zero_grad()
     for window in windows(batches, settings.accumulate):
         split.mark("compute")
         losses = []
         for number, (batch, share) in enumerate(zip(window, stage.shares(window), strict=True), start=1):
-            with ExitStack() as stack:
-                if number < len(window):  # gradients travel once per step, with the last batch
-                    for model in models:
-                        stack.enter_context(model.no_sync())
-                with precision.autocast():
+            # gradients travel once per step, with the last batch
+            with stage.no_sync() if number < len(window) else nullcontext():
+                with precision.autocast:
                     loss = stage.check_loss(stage.train_step(batch))
                 precision.backward(loss if share is None else loss * share)
             losses.append((loss.detach(), stage.count_samples(batch)))
@@ -74,7 +71,7 @@ def validate(stage: TrainValStage) -> None:
     with stage.evaluating():
         for batch in stage.val_batches(loader):
             stage.pipe.split.mark("validation")
-            with stage.precision.autocast():
+            with stage.precision.autocast:
                 loss = stage.val_step(batch)
             if loss is not None:
                 stage.log(loss_name, loss, weight=stage.count_samples(batch))

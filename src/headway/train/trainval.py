@@ -230,6 +230,14 @@ class TrainValStage(Stage):
         c10d.all_reduce(every)  # ranks may have different last batches
         return [count / mine * (mine * size / every) for count in counts]
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients only add up on this rank while in here."""
+        with ExitStack() as stack:
+            for model in self.pipe.registered.values():
+                stack.enter_context(model.no_sync())
+            yield
+
     def note_losses(self, losses: Sequence[tuple[Tensor, int]]) -> None:
         """Logs the losses of one step's batches."""
         for loss, count in losses:
