@@ -30,7 +30,7 @@ class Comparison:
     predicted_reserved: float
     measured_reserved: float | None
     fitted: bool
-    """The scale comes from this row: its time is no test."""
+    """The constants come from this row: its time is no test."""
 
     @property
     def time_error(self) -> float:
@@ -108,7 +108,8 @@ def measure_plan(
     measured = {row["batch_size"]: row for row in result["rows"]}
     seconds = {size: row["step_s"] for size, row in measured.items()}
     fitted = fit_scale(traces, seconds, settings.batch_size, node, constants)
-    rows = [_compare(size, traces[size], measured[size], node, fitted, settings.batch_size) for size in sizes]
+    used = {settings.batch_size, min(measured, key=lambda size: size or 0)}
+    rows = [_compare(size, traces[size], measured[size], node, fitted, known=size in used) for size in sizes]
     return Measurement(device=result["device"], rows=rows, calibration=fitted)
 
 
@@ -135,12 +136,7 @@ def fit_scale(
 
 
 def _compare(
-    size: int | None,
-    found: Traced,
-    row: dict[str, Any],
-    node: Node,
-    constants: Calibration,
-    chosen: int | None,
+    size: int | None, found: Traced, row: dict[str, Any], node: Node, constants: Calibration, *, known: bool
 ) -> Comparison:
     products, others, launches = found.seconds(node, constants)
     return Comparison(
@@ -151,7 +147,7 @@ def _compare(
         measured_allocated=row.get("allocated"),
         predicted_reserved=found.reserved,
         measured_reserved=row.get("reserved"),
-        fitted=size == chosen,
+        fitted=known,
     )
 
 

@@ -48,16 +48,11 @@ def step_time(model: Transformer, layout: Layout, node: Node, constants: Calibra
     layers = _layer_costs(model, layout, node, constants)
     stages = _stage_seconds(model, layout, node, constants, layers)
     slowest, m, v = max(stages), layout.microbatches, layout.vpp
-    bubble = (sum(stages) - slowest) / v
-    busiest = stages.index(slowest)
-    scale = constants.scale
-    parts = _busy_parts(model, layout, node, constants, layers, busiest)
-    waiting = m * slowest - sum(parts.values())  # uneven stages: the others wait for the slowest
-    parts["pipeline bubble"] = bubble + max(0.0, waiting if waiting > 1e-12 else 0.0)
-    busy = sum(parts.values()) - parts["pipeline bubble"]
-    parts["data parallel"] = _data_parallel(model, layout, node, constants, busy=busy)
+    parts = _busy_parts(model, layout, node, constants, layers, stages.index(slowest))
+    parts["pipeline bubble"] = (sum(stages) - slowest) / v
+    parts["data parallel"] = _data_parallel(model, layout, node, constants, busy=m * slowest)
     parts["optimizer"] = _optimizer(model, layout, node.device, constants)
-    return StepTime(parts={name: seconds * scale for name, seconds in parts.items() if seconds > 0})
+    return StepTime(parts={name: seconds * constants.scale for name, seconds in parts.items() if seconds > 0})
 
 
 def _busy_parts(

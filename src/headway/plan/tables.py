@@ -59,7 +59,9 @@ def _products(plan: Estimate) -> RenderableType | None:
         return None
     table = Table(title="Matrix products of a layer, forward", title_justify="left", box=None, pad_edge=False)
     for column in ("product", "m x k x n", "batch", "FLOP", "FLOP/byte", "bound by", "time"):
-        table.add_column(column, justify="left" if column in ("product", "bound by") else "right")
+        table.add_column(
+            column, justify="left" if column in ("product", "bound by") else "right", no_wrap=True
+        )
     for row in plan.products:
         shape = f"{row['m']} x {row['k']} x {row['n']}"
         table.add_row(
