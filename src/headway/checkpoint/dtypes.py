@@ -1,0 +1,26 @@
+"""The types of tensors, by the names that safetensors has for them."""
+
+from __future__ import annotations
+
+import torch
+
+from headway.errors import UsageError
+
+BY_NAME = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
+    "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in BY_NAME.items()}
+
+
+def name_of(name: str, tensor: torch.Tensor) -> str:
+    """How the files name the type of the tensor `name`; `UsageError` for one that they cannot hold."""
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.dtype not in NAMES:
+        kind = "meta tensor" if tensor.is_meta else f"{tensor.layout} tensor of {tensor.dtype}"
+        raise UsageError(
+            f"{name!r} is a {kind}, which a checkpoint cannot hold; convert it to a dense tensor"
+        )
+    return NAMES[tensor.dtype]

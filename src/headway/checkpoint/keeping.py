@@ -1,0 +1,280 @@
+"""Save and load, on one rank or on many: what users and the training loop call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
+
+from headway import files
+from headway.checkpoint import dtypes, layout, plans, together, tree
+from headway.checkpoint.layout import Damaged, Folder, Manifest
+from headway.checkpoint.storage import Contents, Reader, Writer
+from headway.errors import NoValidCheckpoint, UsageError
+from headway.failpoints import failpoint
+from headway.run import Run
+from headway.runlock import RunLock
+
+Place = Run | str | os.PathLike[str]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What a checkpoint held: the state, and what this rank had kept for itself (None if it had nothing)."""
+
+    path: Path
+    step: int
+    world_size: int
+    state: dict[str, Any]
+    local: Any
+    metrics: Mapping[str, float]
+
+
+def save(
+    where: Place,
+    state: Mapping[str, Any],
+    *,
+    step: int,
+    local: object = None,
+    metrics: Mapping[str, float] | None = None,
+    lock: RunLock | None = None,
+) -> Path:
+    """Saves a state as one checkpoint; when it returns, on every rank, the checkpoint is whole and on disk.
+
+    `state` is a dict of named parts: state dicts of models and optimisers (plain tensors, or the DTensors of FSDP2 and
+    tensor parallelism), and plain values. All ranks call it, with the same values except for the shards of tensors.
+    `local` is JSON that only this rank has, like the state of its random numbers. `metrics` are numbers to choose the
+    best checkpoint by. `lock` is the run's lock, on rank 0: the save fails if somebody took the run over meanwhile.
+
+    If any rank fails, all raise, and nothing is left behind: `StorageError` for a full or broken disk, `UsageError` for
+    what a checkpoint cannot hold.
+
+    >>> save(run, {"net": net.state_dict(), "sgd": sgd.state_dict(), "epoch": 3}, step=1000)  # doctest: +SKIP
+    """
+    failpoint("checkpoint.begin")
+    parent, owner = _home(where)
+    # what some rank cannot save is known to all ranks before a file is made
+    tensors, contents = _agreed_contents(state, step, local, metrics or {})
+    writer = Writer(parent, contents, owner=owner, lock=lock)
+    try:
+        _save(writer, tensors)
+    except BaseException:
+        writer.discard()
+        raise
+    return layout.step_dir(parent, step)
+
+
+def load(directory: str | os.PathLike[str], state: Mapping[str, Any] | None = None) -> Loaded:
+    """Loads one checkpoint, on any number of ranks, after checking every byte of it.
+
+    `state` names the parts to load, all of them if it is None. Its tensors are filled in place, each rank reading the
+    shards that it has; what the checkpoint has beyond them is made new, whole, on the CPU. `NoValidCheckpoint` if the
+    checkpoint is damaged, `UsageError` if it does not fit the state; the state is then as it was.
+
+    >>> epoch = load(path, {"net": net.state_dict(), "epoch": None}).state["epoch"]  # doctest: +SKIP
+    """
+    path = Path(directory).absolute()
+    problems = _verify_together(path)
+    if problems:
+        raise NoValidCheckpoint(f"{path} is damaged: {'; '.join(problems[:5])}. Take another checkpoint")
+    return _load(path, state)
+
+
+def load_latest(where: Place, state: Mapping[str, Any] | None = None) -> Loaded | None:
+    """Loads the newest whole checkpoint of a run; None if there never was one. See `load` and `find_valid`."""
+    path = find_valid(where)
+    return None if path is None else _load(path, state)
+
+
+def find_valid(where: Place) -> Path | None:
+    """The newest checkpoint that is whole, the same on all ranks; None if there never was one.
+
+    Damaged ones are renamed to step-N.corrupt-M and kept. If there are checkpoints and none is whole, all ranks raise
+    `NoValidCheckpoint`: a run must not start over by itself.
+    """
+    parent, _ = _home(where)
+    told: list[str] = []
+    for step in together.from_root(lambda: layout.steps(parent))[::-1]:
+        path = layout.step_dir(parent, step)
+        problems = _verify_together(path)
+        if not problems:
+            return path
+        aside = together.from_root(lambda path=path: _set_aside(path))  # type: ignore[misc]
+        told.append(f"{aside}: {problems[0]}")
+    if together.from_root(lambda: layout.any_traces(parent)):
+        raise NoValidCheckpoint(
+            f"{parent} has checkpoints, but none is whole ({'; '.join(told[:5]) or 'all were set aside before'}). "
+            "Look at them with: headway checkpoint verify PATH; to start over, move that directory away"
+        )
+    return None
+
+
+def _home(where: Place) -> tuple[Path, str]:
+    """The directory of all checkpoints, and whose unfinished ones may be removed."""
+    if isinstance(where, Run):
+        return where.checkpoints_dir, where.id
+    return Path(where).absolute(), "path"
+
+
+def _agreed_contents(
+    state: Mapping[str, Any], step: int, local: object, metrics: Mapping[str, float]
+) -> tuple[dict[str, torch.Tensor], Contents]:
+    made: list[tuple[dict[str, torch.Tensor], Contents]] = []
+
+    def prepare() -> None:
+        if type(step) is not int or not 0 <= step < 10**18:
+            raise UsageError(f"step={step!r}: a step is a whole number from 0 on")
+        packed, tensors = tree.split(state)
+        shapes = {
+            name: [dtypes.name_of(name, tensor), list(tensor.shape)] for name, tensor in tensors.items()
+        }
+        own = None if local is None else tree.to_json(local, "local")
+        numbers = {name: float(value) for name, value in metrics.items()}
+        finite = {name: value for name, value in numbers.items() if abs(value) < float("inf")}
+        contents = Contents(step=step, tree=packed, shapes=shapes, local=own, metrics=finite)
+        made.append((tensors, contents))
+
+    together.each(prepare)
+    return made[0]
+
+
+def _save(writer: Writer, tensors: dict[str, torch.Tensor]) -> None:
+    """What `torch.distributed.checkpoint.save` does, with JSON between the ranks."""
+    rank, _ = together.place()
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(tensors, is_coordinator=rank == 0)
+    writer.set_up_storage_writer(rank == 0, rank=rank)
+
+    def plan() -> dict[str, Any]:
+        return plans.to_json(writer.prepare_local_plan(planner.create_local_plan()))
+
+    def agree(local_plans: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        shared, _ = planner.create_global_plan([plans.from_json(local) for local in local_plans])
+        return [plans.to_json(part) for part in writer.prepare_global_plan(shared)]
+
+    agreed = planner.finish_plan(plans.from_json(together.phase(plan, agree)))
+
+    def write() -> list[list[Any]]:
+        results = writer.write_data(agreed, planner).value()
+        return [[result.index.fqn, result.size_in_bytes, result.storage_data] for result in results]
+
+    def finish(written: list[list[list[Any]]]) -> list[None]:
+        results = [
+            [WriteResult(MetadataIndex(name), size, about) for name, size, about in rank] for rank in written
+        ]
+        writer.finish(planner.metadata, results)
+        return [None] * len(written)
+
+    together.phase(write, finish)
+
+
+def _verify_together(path: Path) -> list[str]:
+    """The problems of a checkpoint, the same on all ranks; the ranks share the reading."""
+    rank, size = together.place()
+
+    def check() -> list[str]:
+        try:
+            with Folder(path) as folder:
+                manifest = layout.read_manifest(folder)
+                mine = [name for number, name in enumerate(manifest.files) if number % size == rank]
+                problems = layout.check_files(folder, manifest, mine)
+                return problems or (layout.check_contents(folder, manifest) if rank == 0 else [])
+        except Damaged as problem:
+            return [str(problem)]
+
+    return list(dict.fromkeys(problem for found in together.each(check) for problem in found))
+
+
+def _set_aside(path: Path) -> str:
+    number = 1
+    while os.path.lexists(aside := path.with_name(f"{path.name}.corrupt-{number}")):
+        number += 1
+    with files.storage(f"set the damaged {path} aside"):
+        path.rename(aside)
+        files.sync_dir(path.parent)
+    return aside.name
+
+
+def _load(path: Path, state: Mapping[str, Any] | None) -> Loaded:
+    """Loads a checkpoint that was just verified; all ranks succeed or all raise."""
+    results: list[Loaded] = []
+
+    def read() -> None:
+        try:
+            with Folder(path) as folder:
+                results.append(_read(folder, layout.read_manifest(folder), state))
+        except Damaged as problem:
+            raise NoValidCheckpoint(f"{path} was damaged while it was read: {problem}") from problem
+
+    together.each(read)
+    return results[0]
+
+
+def _read(folder: Folder, manifest: Manifest, state: Mapping[str, Any] | None) -> Loaded:
+    reader = Reader(folder, manifest)
+    saved = layout.parse(layout.STATE, folder.read(layout.STATE))["state"]
+    wanted = _wanted_parts(saved, state, folder.path)
+    given = tree.split(state or {})[1]
+    tensors = _destinations(reader, wanted, given, folder.path)
+    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(tensors, reader.read_metadata(), False)
+    reader.read_data(planner.finish_plan(planner.create_local_plan()), planner)
+    return Loaded(
+        path=folder.path,
+        step=manifest.step,
+        world_size=manifest.world_size,
+        state=tree.join(wanted, tensors),
+        local=_own(folder, manifest),
+        metrics=manifest.metrics,
+    )
+
+
+def _wanted_parts(saved: dict[str, Any], state: Mapping[str, Any] | None, path: Path) -> dict[str, Any]:
+    if state is None:
+        return saved
+    missing = [part for part in state if part not in saved]
+    if missing:
+        raise UsageError(f"{path} has no part {missing[0]!r}: its parts are {', '.join(map(repr, saved))}")
+    return {part: saved[part] for part in state}
+
+
+def _destinations(
+    reader: Reader, wanted: dict[str, Any], given: dict[str, torch.Tensor], path: Path
+) -> dict[str, torch.Tensor]:
+    """Where each wanted tensor goes: the given one, or a new one."""
+    names = tree.names_in(wanted)
+    unknown = [name for name in given if name not in names]
+    if unknown:
+        raise UsageError(
+            f"{path} has no tensor {unknown[0]!r} ({len(unknown)} such): is it of another model?"
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    for name in names:
+        if name not in reader.entries:
+            raise Damaged(f"{layout.STATE}: there is no tensor {name!r:.100}")
+        entry = reader.entries[name]
+        tensor = given.get(name)
+        if tensor is None:
+            tensor = torch.empty(entry.shape, dtype=dtypes.BY_NAME[entry.dtype])
+        elif tuple(tensor.shape) != entry.shape or tensor.dtype != dtypes.BY_NAME[entry.dtype]:
+            raise UsageError(
+                f"{name!r} was saved in {path} as {dtypes.BY_NAME[entry.dtype]} {list(entry.shape)} and is now "
+                f"{tensor.dtype} {list(tensor.shape)}: load it into a model of the same size and type"
+            )
+        tensors[name] = tensor
+    return tensors
+
+
+def _own(folder: Folder, manifest: Manifest) -> Any:
+    name = f"rank-{together.place()[0]:05d}.json"
+    if name not in manifest.files:
+        return None
+    return tree.join(layout.parse(name, folder.read(name))["local"], {})
