@@ -17,12 +17,14 @@ from torch.utils._pytree import tree_map
 
 # operations that CUDA's autocast runs in fp32 and the CPU's leaves alone
 _CUDA_FP32 = (
-    "layer_norm", "group_norm", "softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", "prod", "prod.dim_int",
-    "cumsum", "cumprod", "exp", "expm1", "log", "log10", "log2", "log1p", "pow.Tensor_Scalar", "pow.Tensor_Tensor",
+    "layer_norm", "group_norm", "softmax.int", "log_softmax.int", "exp", "expm1", "log", "log10", "log2", "log1p",
+    "pow.Tensor_Scalar", "pow.Tensor_Tensor",
     "pow.Scalar", "reciprocal", "rsqrt", "softplus", "norm.Scalar", "norm.ScalarOpt_dim", "cosine_similarity",
     "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "soft_margin_loss", "binary_cross_entropy_with_logits",
     "logsumexp", "nll_loss_nd",
 )  # fmt: skip
+# those that it asks for an fp32 result, without a copy of what goes in
+_CUDA_FP32_RESULT = ("sum", "sum.dim_IntList", "prod", "prod.dim_int", "cumsum", "cumprod")
 
 
 def install() -> list[torch.library.Library]:
@@ -60,19 +62,33 @@ def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse:
 def _autocast_as_cuda() -> torch.library.Library:
     rules = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-    for name in _CUDA_FP32:
+    for name in (*_CUDA_FP32, *_CUDA_FP32_RESULT):
         if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"):
             continue  # the CPU's own rule is the same
+        rule = _to_fp32 if name in _CUDA_FP32_RESULT else _in_fp32
         packet, _, overload = name.partition(".")
         operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
-        rules.impl(name, _in_fp32(operation, keys), "AutocastCPU")  # type: ignore[no-untyped-call]
+        rules.impl(name, rule(operation, keys), "AutocastCPU")  # type: ignore[no-untyped-call]
     return rules
+
+
+def _low(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+
+
+def _to_fp32(operation: Callable[..., Any], keys: Any) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            if _low(args[0]) and kwargs.get("dtype") is None:
+                kwargs["dtype"] = torch.float32
+            return operation(*args, **kwargs)
+
+    return run
 
 
 def _in_fp32(operation: Callable[..., Any], keys: Any) -> Callable[..., Any]:
     def widen(value: Any) -> Any:
-        low = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-        return value.float() if low else value
+        return value.float() if _low(value) else value
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(keys):

@@ -1,0 +1,28 @@
+"""On a GPU: traced peaks and calibrated times against what really happens here."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from test_trace import ROWS, settings
+
+from headway.plan.measuring import measure_plan
+
+NO_GPU = shutil.which("nvidia-smi") is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(NO_GPU, reason="needs a CUDA device")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("index", "also"),
+    [(0, (4, 16)), (2, (2, 8)), (3, (64, 128)), (4, (64, 128)), (6, (4,))],
+    ids=lambda value: str(value),
+)
+def test_predicted_against_measured(index: int, also: tuple[int, ...]) -> None:
+    """One measured batch size calibrates; the others must come out within 10 %, all peaks within 2 %."""
+    found = measure_plan(settings(index), also=also)
+    for row in found.rows:
+        assert row.memory_error is not None and abs(row.memory_error) < 0.02, (ROWS[index]["name"], row)
+        assert row.fitted or abs(row.time_error) < 0.10, (ROWS[index]["name"], row)
