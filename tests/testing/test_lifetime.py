@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from headway.testing import leaks
+
 pytestmark = pytest.mark.timeout(300)
 
 _TEST = """
@@ -47,9 +49,9 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def memory() -> Iterator[None]:
-    before = {path.name for path in Path("/dev/shm").iterdir()}
+    before = leaks.own_shared_memory()
     yield
-    assert {path.name for path in Path("/dev/shm").iterdir()} - before == set()
+    assert leaks.shared_memory_since(before) == []
 
 
 def _start(folder: Path) -> subprocess.Popen[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from headway import failure
-from headway.testing import pool, runner
+from headway.testing import leaks, process, runner
 from headway.testing.protocol import Report
 
 pytestmark = pytest.mark.timeout(300)  # a dozen groups of processes are started
@@ -35,7 +35,7 @@ class Session:
     notebook: Path
     stdout: str
     exit_code: int
-    shared_memory_left: set[str]
+    shared_memory_left: list[str]
 
     def pids(self, test: str) -> list[str]:
         return [path.read_text() for path in sorted(self.notebook.glob(f"{test}-*"))]
@@ -52,7 +52,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
         "shared": "conftest",
     }.items():
         shutil.copy(_SCENARIOS / f"{source}.py", folder / "kitchen" / f"{target}.py")
-    before = {path.name for path in Path("/dev/shm").iterdir()}
+    before = leaks.own_shared_memory()
     files = ["kitchen/test_unimportable.py", "kitchen/test_failing.py"]
     options = ["-c", os.devnull, "--rootdir=.", "--import-mode=importlib", "-ra", "-p", "no:cacheprovider"]
     options += ["--junitxml=report.xml", "-o", "junit_logging=all", "-o", "junit_duration_report=call"]
@@ -64,10 +64,8 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
         text=True,
         timeout=300,
     )
-    left = {path.name for path in Path("/dev/shm").iterdir()} - before
-    for name in left:
-        if name.startswith("headway-test-"):
-            Path("/dev/shm", name).unlink()
+    for leaked in Path("/dev/shm").glob("headway-test-*"):
+        leaked.unlink()  # by the test that leaks on purpose
     cases = {
         case.attrib["name"]: _case(case) for case in ElementTree.parse(folder / "report.xml").iter("testcase")
     }
@@ -76,7 +74,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
         notebook=notebook,
         stdout=ended.stdout,
         exit_code=ended.returncode,
-        shared_memory_left=left,
+        shared_memory_left=leaks.shared_memory_since(before),
     )
 
 
@@ -211,7 +209,7 @@ def test_hangs(case: Case) -> None:
     assert "before the hang" in case.output
 
 
-def test_is_killed(case: Case) -> None:
+def test_is_killed(session: Session, case: Case) -> None:
     assert "rank 1 of 2: was killed by SIGKILL" in case.text
     assert (
         "rank 0: ended, with exit code 1, because rank 1 was gone" in case.text
@@ -219,6 +217,8 @@ def test_is_killed(case: Case) -> None:
     )
     assert "before the end" in case.output
     assert case.seconds < 40
+    memory = Path("/dev/shm", (session.notebook / "test_is_killed").read_text())
+    assert not memory.exists(), "multiprocessing's helper had time to remove it"
 
 
 def test_root_leaves_with_exit_code_0(case: Case) -> None:
@@ -243,15 +243,15 @@ def test_crashes(case: Case) -> None:
     ],
 )
 def test_last_words_tell_who_was_first(words: str, culprit: int | None) -> None:
-    assert pool.blamed(f"some output\n{words}", 0) == culprit
+    assert process.blamed(f"some output\n{words}", 0) == culprit
 
 
 def test_a_rank_that_was_ended_for_no_reason_fails_the_test() -> None:
     nothing = {"stack": "", "stdout": "", "stderr": ""}
     passed = Report(outcome="passed", reason="", text="", collectives=0, reusable=True)
     results = [
-        pool.Result(rank=0, report=None, problem="ended because of rank 1", released=True, **nothing),
-        pool.Result(rank=1, report=passed, problem="", released=False, **nothing),
+        process.Result(rank=0, report=None, problem="ended because of rank 1", released=True, **nothing),
+        process.Result(rank=1, report=passed, problem="", released=False, **nothing),
     ]
     with pytest.raises(pytest.fail.Exception, match="rank 0 of 2: ended because of rank 1"):
         runner._conclude(results)
@@ -293,4 +293,4 @@ def test_exit_in_a_rank_ends_the_session(session: Session) -> None:
 
 
 def test_nothing_is_left_in_shared_memory(session: Session) -> None:
-    assert {name for name in session.shared_memory_left if not name.startswith("headway-test-")} == set()
+    assert session.shared_memory_left == []

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, final
-
-import psutil
+from typing import final
 
 from headway.errors import RankFailure
-from headway.failpoints import VARIABLE as FAILPOINT
-from headway.failure import status_in_words
-from headway.testing.protocol import Report, Start, Task
+from headway.testing.process import Process, Result
+from headway.testing.protocol import Start, Task
 
 _MAX_POOLS = 3
 """groups kept alive at the same time: an idle rank costs a quarter of a gigabyte"""
@@ -31,121 +25,6 @@ _CLOSE_TIMEOUT = 5.0
 _GRACE = 2.0
 """seconds the others get to end by themselves once a rank did not pass: they may be waiting for it in vain"""
 _ABORT_TIMEOUT = 2.0
-_CLEAN_UP = 0.1
-"""seconds that helpers of a dead rank get, such as the one that removes its shared memory"""
-_LAST_WORDS = re.compile(r"^headway: rank (\d+) (?:stops because rank (\d+) |of \d+ on )", re.MULTILINE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """What is known about one rank when a test is over."""
-
-    rank: int
-    report: Report | None
-    problem: str
-    """why there is no report"""
-    released: bool
-    """it did nothing wrong, but was ended because another rank had ended"""
-    stack: str
-    """where the rank was when it crashed or was ended"""
-    stdout: str
-    stderr: str
-
-    @property
-    def passed(self) -> bool:
-        return self.report is not None and self.report.outcome == "passed"
-
-
-@final
-class _Capture:
-    """A file without a name, which vanishes with the last process that has it open."""
-
-    def __init__(self) -> None:
-        self.file = tempfile.TemporaryFile()  # noqa: SIM115 - open for as long as the rank may write
-        self._read = 0
-
-    def news(self) -> str:
-        """What was written since the last call. `pread` leaves the position alone: it is the writer's, too."""
-        data = os.pread(self.file.fileno(), os.fstat(self.file.fileno()).st_size - self._read, self._read)
-        self._read += len(data)
-        return data.decode(errors="replace")
-
-
-@final
-class _Process:
-    """One rank, seen from pytest's process."""
-
-    def __init__(self, rank: int, cwd: Path) -> None:
-        self.rank = rank
-        self.stdout, self.stderr, self.stack = _Capture(), _Capture(), _Capture()
-        self.connection: Connection[Any, Any]
-        self.connection, far_end = Pipe()
-        code = (
-            f"import sys; sys.path[:] = {sys.path!r}; "
-            f"from headway.testing.worker import main; main({far_end.fileno()})"
-        )
-        with far_end:
-            self.process = subprocess.Popen(
-                [sys.executable, "-u", "-c", code],
-                stdin=subprocess.DEVNULL,
-                stdout=self.stdout.file,
-                stderr=self.stderr.file,
-                pass_fds=(far_end.fileno(), self.stack.file.fileno()),
-                env=_environ(),
-                cwd=cwd,
-                start_new_session=True,  # Ctrl-C is pytest's to handle; and a rank's children can be ended with it
-            )
-
-    def send(self, message: object) -> None:
-        with suppress(BrokenPipeError):  # it is dead: whoever waits for its answer will see
-            self.connection.send(message)
-
-    def is_stopped(self) -> bool:
-        return bool(psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED)
-
-    def signal(self, number: int) -> None:
-        if self.process.returncode is None:  # not reaped yet, so the pid is still its own
-            os.kill(self.process.pid, number)
-
-    def reap(self) -> int:
-        """Ends what is left of the process and its children, and returns how the process ended."""
-        if self.process.returncode is None:
-            with suppress(
-                ProcessLookupError, PermissionError
-            ):  # nobody left; macOS says so in the second way
-                os.killpg(self.process.pid, signal.SIGKILL)
-        return self.process.wait()
-
-    def hear(self) -> Result:
-        """What has come through the connection: a report, or the end."""
-        try:
-            return self.result(report=self.connection.recv())
-        except (EOFError, ConnectionResetError):
-            time.sleep(_CLEAN_UP)
-        status = self.reap()
-        end = self.result(problem=status_in_words(status))
-        culprit = blamed(end.stderr, self.rank) if status > 0 else None
-        if culprit is None:
-            return end
-        problem = f"ended, with exit code {status}, because rank {culprit} was gone"
-        return replace(end, problem=problem, released=True)
-
-    def result(self, *, report: Report | None = None, problem: str = "", released: bool = False) -> Result:
-        return Result(
-            rank=self.rank,
-            report=report,
-            problem=problem,
-            released=released,
-            stack=self.stack.news(),
-            stdout=self.stdout.news(),
-            stderr=self.stderr.news(),
-        )
-
-    def close(self) -> None:
-        self.reap()
-        self.connection.close()
-        for capture in (self.stdout, self.stderr, self.stack):
-            capture.file.close()
 
 
 @final
@@ -155,11 +34,11 @@ class Pool:
     def __init__(self, n: int, pytest_args: Sequence[str], cwd: Path) -> None:
         self.spoilt = False
         self._in_step = True
-        self._members: list[_Process] = []
+        self._members: list[Process] = []
         meeting = Path(tempfile.mkdtemp(prefix="headway-ranks-"))
         try:
             for rank in range(n):
-                member = _Process(rank, cwd)
+                member = Process(rank, cwd)
                 self._members.append(member)
                 member.send(
                     Start(
@@ -207,7 +86,6 @@ class Pool:
         """Ends all ranks now, with all that they started."""
         for member in self._members:
             member.signal(signal.SIGKILL)
-        time.sleep(_CLEAN_UP)
         for member in self._members:
             member.close()
 
@@ -234,7 +112,7 @@ class Pool:
             results[member.rank] = member.result(problem=problem, released=first is not None)
         return [results[member.rank] for member in self._members]
 
-    def _abort(self, stuck: list[_Process]) -> None:
+    def _abort(self, stuck: list[Process]) -> None:
         """Ends ranks in a way that makes them write their stack first; a stopped one cannot."""
         for member in stuck:
             member.signal(signal.SIGKILL if member.is_stopped() else signal.SIGABRT)
@@ -250,23 +128,10 @@ class Pool:
             raise RankFailure("the processes of this test could not be started\n" + "\n".join(words))
 
 
-def blamed(stderr: str, rank: int) -> int | None:
-    """The rank that made headway.dist end this one, from its last words. No rank dies alone."""
-    ranks = [int(match[2] or match[1]) for match in _LAST_WORDS.finditer(stderr)]
-    return ranks[-1] if ranks and ranks[-1] != rank else None
-
-
 def _in_step(results: list[Result]) -> bool:
     """Did all ranks come to the same end, after the same collectives? If not, one may still owe another an answer."""
     reports = [result.report for result in results]
     return None not in reports and len({(r.outcome, r.text, r.collectives) for r in reports if r}) == 1
-
-
-def _environ() -> dict[str, str]:
-    """The ranks inherit all but what is meant for pytest itself, and a fault that is meant for a test."""
-    for_pytest = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", FAILPOINT)
-    kept = {name: value for name, value in os.environ.items() if name not in for_pytest}
-    return kept | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 
 def _variables(rank: int, n: int, meeting: Path) -> Mapping[str, str]:

@@ -18,7 +18,8 @@ import pytest
 
 from headway.errors import RankFailure, UsageError
 from headway.testing import leaks, marks
-from headway.testing.pool import Pools, Result
+from headway.testing.pool import Pools
+from headway.testing.process import Result
 from headway.testing.protocol import Task
 
 _UNPICKLABLE = (pickle.PicklingError, TypeError, AttributeError, RuntimeError, ValueError)
