@@ -121,6 +121,22 @@ def test_mfu_conventions() -> None:
     assert model_flops_per_token(big, 8192, "causal") / 1e9 == pytest.approx(737e3 / 292, rel=1e-4)
 
 
+# Megatron-Bridge's tables: TFLOP/s and tokens/s per GPU, each printed with three or four digits
+@pytest.mark.parametrize(
+    ("name", "sequence", "tflops", "tokens"),
+    [
+        ("llama-3.1-8b", 8192, 744, 14451),
+        ("llama-3.1-70b", 8192, 719, 1602),
+        ("llama-3.1-405b", 8192, 737, 292),
+        ("deepseek-v3", 4096, 782, 3139),
+        ("qwen3-30b-a3b", 4096, 121, 5275),
+    ],
+)
+def test_megatron_bridge_flops_per_token(name: str, sequence: int, tflops: int, tokens: int) -> None:
+    counted = model_flops_per_token(preset(name), sequence, "causal")
+    assert counted == pytest.approx(tflops * 1e12 / tokens, rel=0.01)
+
+
 def test_korthikanti_table_5_mfu() -> None:
     """Their MFU from their own seconds, with our count of FLOPs."""
     for (name, *_, seconds), published in zip(KORTHIKANTI, (41.5, 51.4, 56.0, 56.3), strict=True):

@@ -55,14 +55,19 @@ class Layout:
     """
 
     dp: int = 1
+    """Copies of the model, each with its share of the batch."""
     tp: int = 1
+    """Tensor parallelism: ranks that share every layer."""
     pp: int = 1
+    """Pipeline stages."""
     vpp: int = 1
     """Model chunks per pipeline rank (interleaved schedule)."""
     cp: int = 1
+    """Context parallelism: ranks that share a sequence."""
     ep: int = 1
     """Expert parallelism, inside dp."""
     sequence_parallel: bool = False
+    """Split along the sequence what tensor parallelism leaves whole."""
     zero: int = 0
     """0: replicated. 1: optimizer sharded over dp. 2: and gradients. 3: and parameters (FSDP)."""
     shard: int | None = None
@@ -70,13 +75,17 @@ class Layout:
     reshard: bool = True
     """With zero=3: drop a layer's gathered weights after its forward."""
     microbatch: int = 1
+    """Samples of one copy in one pass."""
     global_batch: int = 1
+    """Samples of one optimizer step, over all copies."""
     sequence: int | None = None
     """Tokens per sample; the model's own context if not given."""
     recompute: Recompute = "none"
     """selective: the attention core; sac: every other matrix product (torch); full: the whole layer."""
     precision: PrecisionName = "bf16"
+    """Bytes a parameter with Adam: bf16 and fp8 18 (Megatron), zero16 16, amp and fp32 16, pure-bf16 8."""
     optimizer: OptimizerName = "adamw"
+    """How many moments are kept: adamw 2, adamw8bit 2 in 8 bits, lion, muon and sgd-momentum 1, sgd none."""
     flash: bool = True
     """Fused attention: no score matrix in memory."""
     loss_chunks: int = 1
