@@ -151,8 +151,10 @@ def test_calibrate_writes_a_machine_that_plans_can_use(
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(HeadwayError, match="run: headway plan calibrate"):
         verb.main(["preset", "gpt2", "--node", "this"])
-    assert verb.main(["calibrate", "--json"]) == 0
+    zoo = Path(__file__).parent / "zoo.py"
+    assert verb.main(["calibrate", "--json", "--loader", f"{zoo}:loader"]) == 0
     found = json.loads(capsys.readouterr().out)
+    assert found["measured"]["loader_bytes_per_s"] > 1e5
     assert (
         found["measured"]["copy_bytes_per_s"] > 1e8 and found["measured"]["storage_write_bytes_per_s"] > 1e5
     )

@@ -233,6 +233,10 @@ def half_batch(n: int = 4) -> Tensor:
     return torch.zeros(n, 64, dtype=torch.bfloat16)
 
 
+def loader() -> Any:
+    return (half_batch(1024) for _ in range(100))
+
+
 def dies() -> nn.Module:
     import os
 

@@ -116,6 +116,8 @@ class Calibrate:
     """Where to write; ~/.headway/machine.yaml if not given."""
     storage: Path | None = None
     """A folder on the file system that checkpoints go to."""
+    loader: str | None = None
+    """FILE.py:function that returns your loader; what it delivers in five seconds is what job.loader_MBps wants."""
     json: bool = False
     """Print JSON and nothing else."""
 
@@ -264,7 +266,7 @@ def _calibrate(argv: list[str]) -> int:
     from headway.plan.measuring import calibrate
 
     options = tyro.cli(Calibrate, args=argv, prog="headway plan calibrate")
-    node, constants, facts = calibrate(folder=options.storage)
+    node, constants, facts = calibrate(folder=options.storage, loader=options.loader)
     file = options.file or machine_file()
     save(file, constants, node=node, facts=facts)
     if options.json:

@@ -152,11 +152,11 @@ def _compare(
 
 
 def calibrate(
-    *, folder: Path | None = None, timeout: float = 300.0
+    *, folder: Path | None = None, loader: str | None = None, timeout: float = 300.0
 ) -> tuple[dict[str, object], Calibration, dict[str, Any]]:
     """Measures this machine: the node as a plan file writes it, the constants, and the raw numbers."""
     with tempfile.TemporaryDirectory(prefix="headway-calibrate-") as own:
-        found = _probe({"kind": "machine", "folder": str(folder or own)}, timeout)
+        found = _probe({"kind": "machine", "folder": str(folder or own), "loader": loader}, timeout)
     return machine(found)
 
 

@@ -20,7 +20,7 @@ def main() -> None:
     result: dict[str, Any]
     try:
         if request["kind"] == "machine":
-            result = measure_machine(Path(request["folder"]))
+            result = measure_machine(Path(request["folder"]), request["loader"])
         else:
             result = measure_steps(Request(**request["trace"]), request["batch_sizes"], request["steps"])
     except NotFound as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -14,6 +14,9 @@ from typing import Any
 import psutil
 import torch
 import torch.nn.functional as functional
+from torch.utils._pytree import tree_leaves
+
+from headway.plan.tracer.loading import find
 
 SHAPES = (
     (8192, 8192, 8192), (8192, 2304, 768), (8192, 768, 3072), (8192, 11264, 2048),
@@ -21,15 +24,30 @@ SHAPES = (
 )  # fmt: skip
 CPU_SHAPES = ((512, 512, 512), (1024, 1024, 1024), (256, 1024, 4096))
 STORAGE_BYTES = 256 << 20
+LOADER_SECONDS = 5.0
 
 
-def measure_machine(folder: Path) -> dict[str, Any]:
+def measure_machine(folder: Path, loader: str | None) -> dict[str, Any]:
     """Everything that `Calibration` and `Node` can use; what is not there is left out."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = _device(device) | _arithmetic(device) | _storage(folder)
     if device.type == "cuda":
         found |= _transfers() | {"collectives": _collectives()}
+    if loader is not None:
+        found["loader_bytes_per_s"] = _loader(find(loader)())
     return found
+
+
+def _loader(batches: Iterable[Any]) -> float:
+    """Bytes that the user's own loader delivers, over a few seconds after its first batch."""
+    moving = iter(batches)
+    next(moving)  # workers start
+    start, size = time.perf_counter(), 0
+    for batch in moving:
+        size += sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+        if time.perf_counter() - start > LOADER_SECONDS:
+            break
+    return size / (time.perf_counter() - start)
 
 
 def _device(device: torch.device) -> dict[str, Any]:
