@@ -27,7 +27,7 @@ def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 def _running_resource_tracker() -> None:
     """It starts at the first use of shared memory, and takes a moment until it can be told from other children."""
     resource_tracker.ensure_running()
-    while not any(map(leaks._is_resource_tracker, psutil.Process().children())):
+    while not any(map(leaks.is_resource_tracker, psutil.Process().children())):
         time.sleep(0.01)
 
 

@@ -7,18 +7,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from headway.testing import leaks
-
 pytestmark = pytest.mark.timeout(300)
 
 _TEST = """
 import os, subprocess, time
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 import headway
 from headway.testing import ranks
@@ -29,12 +27,16 @@ def test_idle_group_stays():
 
 @ranks(1)
 def test_waits():
-    child = subprocess.Popen(["sleep", "600"])
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
     Path("child").write_text(str(child.pid))
+    memory = SharedMemory(create=True, size=64)
+    Path("memory").write_text(memory.name)
     Path("busy-0").write_text(str(os.getpid()))
     Path("ready").touch()
     if not Path("quick").exists():
         time.sleep(600)
+    memory.close()
+    memory.unlink()
     child.kill()
     child.wait()
 """
@@ -45,13 +47,6 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "tmp").mkdir()
     (tmp_path / "test_it.py").write_text(_TEST)
     return tmp_path
-
-
-@pytest.fixture
-def memory() -> Iterator[None]:
-    before = leaks.own_shared_memory()
-    yield
-    assert leaks.shared_memory_since(before) == []
 
 
 def _start(folder: Path) -> subprocess.Popen[str]:
@@ -71,13 +66,13 @@ def _check_nothing_is_left(folder: Path) -> None:
     pids = [int((folder / name).read_text()) for name in ("idle-0", "idle-1", "busy-0", "child")]
     assert len(set(pids)) == 4
     deadline = time.monotonic() + 20
-    while alive := [pid for pid in pids if psutil.pid_exists(pid)]:
-        assert time.monotonic() < deadline, f"still alive: {alive}"
+    memory = Path("/dev/shm", (folder / "memory").read_text())
+    while (alive := [pid for pid in pids if psutil.pid_exists(pid)]) or memory.exists():
+        assert time.monotonic() < deadline, f"processes {alive}, shared memory: {memory.exists()}"
         time.sleep(0.1)
     assert [path.name for path in (folder / "tmp").iterdir() if not path.name.startswith("pytest-of-")] == []
 
 
-@pytest.mark.usefixtures("memory")
 def test_nothing_is_left_when_all_is_done(folder: Path) -> None:
     (folder / "quick").touch()
     with _start(folder) as session:
@@ -85,7 +80,6 @@ def test_nothing_is_left_when_all_is_done(folder: Path) -> None:
     _check_nothing_is_left(folder)
 
 
-@pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_when_pytest_is_ended(folder: Path, number: signal.Signals) -> None:
     with _start(folder) as session:

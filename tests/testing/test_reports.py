@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from headway import failure
-from headway.testing import leaks, process, runner
+from headway.testing import process, runner
 from headway.testing.protocol import Report
 
 pytestmark = pytest.mark.timeout(300)  # a dozen groups of processes are started
@@ -35,7 +35,6 @@ class Session:
     notebook: Path
     stdout: str
     exit_code: int
-    shared_memory_left: list[str]
 
     def pids(self, test: str) -> list[str]:
         return [path.read_text() for path in sorted(self.notebook.glob(f"{test}-*"))]
@@ -52,7 +51,6 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
         "shared": "conftest",
     }.items():
         shutil.copy(_SCENARIOS / f"{source}.py", folder / "kitchen" / f"{target}.py")
-    before = leaks.own_shared_memory()
     files = ["kitchen/test_unimportable.py", "kitchen/test_failing.py"]
     options = ["-c", os.devnull, "--rootdir=.", "--import-mode=importlib", "-ra", "-p", "no:cacheprovider"]
     options += ["--junitxml=report.xml", "-o", "junit_logging=all", "-o", "junit_duration_report=call"]
@@ -74,7 +72,6 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
         notebook=notebook,
         stdout=ended.stdout,
         exit_code=ended.returncode,
-        shared_memory_left=leaks.shared_memory_since(before),
     )
 
 
@@ -290,7 +287,3 @@ def test_exit_in_a_rank_ends_the_session(session: Session) -> None:
     assert "test_never_run" not in session.cases
     assert "enough" in session.stdout
     assert session.exit_code == pytest.ExitCode.INTERRUPTED
-
-
-def test_nothing_is_left_in_shared_memory(session: Session) -> None:
-    assert session.shared_memory_left == []

@@ -48,7 +48,7 @@ def snapshot(*, shared_memory: bool = True, except_variables: Collection[str] = 
     """What this process owns now. Shared memory is the user's, not the process's: of several ranks, none may ask."""
     ignored = {"PYTEST_CURRENT_TEST", *except_variables}
     children = psutil.Process().children(recursive=True)
-    trackers = [child for child in children if _is_resource_tracker(child)]
+    trackers = [child for child in children if is_resource_tracker(child)]
     threads = [thread for thread in threading.enumerate() if not thread.daemon]
     return Snapshot(
         processes={(c.pid, c.create_time()): _describe_process(c) for c in children if c not in trackers},
@@ -120,7 +120,7 @@ def _changed(before: Mapping[str, object], after: Mapping[str, object]) -> list[
     return [name for name in names if before.get(name, _ABSENT) != after.get(name, _ABSENT)]
 
 
-def _is_resource_tracker(child: psutil.Process) -> bool:
+def is_resource_tracker(child: psutil.Process) -> bool:
     """multiprocessing starts one on first use, for the life of the process."""
     try:
         return any("multiprocessing.resource_tracker" in part for part in child.cmdline())

@@ -85,7 +85,7 @@ class Pool:
     def kill(self) -> None:
         """Ends all ranks now, with all that they started."""
         for member in self._members:
-            member.signal(signal.SIGKILL)
+            member.hang_up()
         for member in self._members:
             member.close()
 

@@ -90,8 +90,15 @@ class Process:
         with suppress(BrokenPipeError):  # it is dead: whoever waits for its answer will see
             self.connection.send(message)
 
+    def hang_up(self) -> None:
+        """A rank that loses its connection ends itself, and all that it started."""
+        self.connection.close()
+
     def is_stopped(self) -> bool:
-        return bool(psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED)
+        return self._is(psutil.STATUS_STOPPED)
+
+    def _is(self, status: str) -> bool:
+        return bool(psutil.Process(self.process.pid).status() == status)
 
     def signal(self, number: int) -> None:
         if self.process.returncode is None:
@@ -145,8 +152,15 @@ class Process:
         )
 
     def close(self) -> None:
+        """Waits for the end that `hang_up` has brought about, or brings it about."""
+        deadline = time.monotonic() + _CLEAN_UP
+        while (
+            self.process.returncode is None
+            and not self._is(psutil.STATUS_ZOMBIE)
+            and time.monotonic() < deadline
+        ):
+            time.sleep(0.02)
         self.reap()
-        self.connection.close()
         for capture in (self.stdout, self.stderr, self.stack):
             capture.file.close()
 

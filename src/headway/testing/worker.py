@@ -10,6 +10,7 @@ import sys
 import threading
 import unittest
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from io import StringIO
@@ -19,6 +20,7 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, final
 
+import psutil
 import pytest
 from _pytest import assertion
 from _pytest._code.code import Traceback, filter_traceback
@@ -56,12 +58,17 @@ def main(fd: int) -> None:
 
 
 def _listen(connection: Connection[Any, Any], tasks: SimpleQueue[Task | None]) -> None:
-    """Pytest may be killed at any moment; then nobody wants this rank, nor anything that it started."""
-    while True:
-        try:
+    """Passes tasks on. Pytest may be killed at any moment; then nobody wants this rank, nor anything it started."""
+    with suppress(EOFError, OSError):  # OSError: it died before it read our last report
+        while True:
             tasks.put(connection.recv())
-        except EOFError:
-            os.killpg(0, signal.SIGKILL)
+    for child in psutil.Process().children(recursive=True):
+        if not leaks.is_resource_tracker(
+            child
+        ):  # which removes shared memory when we are gone, and then ends itself
+            with suppress(psutil.Error):
+                child.kill()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _configure(args: list[str]) -> pytest.Config:
