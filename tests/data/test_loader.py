@@ -6,11 +6,13 @@ import json
 import random
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -398,3 +400,14 @@ def test_workers_leave_nothing_behind(no_leaks: None) -> None:  # noqa: ARG001
     for _ in range(2):
         for _batch in loader:
             break
+
+
+def test_persistent_workers_end_with_their_loader() -> None:
+    before = psutil.Process().children()
+    loader = DataLoader(Numbers(10), batch_size=4, num_workers=1, persistent_workers=True)
+    rows(loader)
+    (worker,) = set(psutil.Process().children()) - set(before)
+    began = time.monotonic()
+    del loader
+    worker.wait(5)
+    assert time.monotonic() - began < 5, "ten seconds if references form a ring"

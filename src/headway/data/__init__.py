@@ -11,13 +11,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from headway.data.arrays import (
+        ShardedXrDataset as ShardedXrDataset,
+        chunk_and_shard_indices as chunk_and_shard_indices,
+        shard_indices as shard_indices,
+        sharded_xr_dataset as sharded_xr_dataset,
+    )
+    from headway.data.batches import (
+        interleave_batches as interleave_batches,
+        interleave_dict_batches as interleave_dict_batches,
+    )
     from headway.data.loader import DataLoader as DataLoader
     from headway.data.order import Order as Order, Shuffle as Shuffle
 
 _HOME = {
     "DataLoader": "headway.data.loader",
     "Order": "headway.data.order",
+    "ShardedXrDataset": "headway.data.arrays",
     "Shuffle": "headway.data.order",
+    "chunk_and_shard_indices": "headway.data.arrays",
+    "interleave_batches": "headway.data.batches",
+    "interleave_dict_batches": "headway.data.batches",
+    "shard_indices": "headway.data.arrays",
+    "sharded_xr_dataset": "headway.data.arrays",
 }
 
 __all__ = [*_HOME]

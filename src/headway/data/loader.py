@@ -69,18 +69,16 @@ class DataLoader:
     ) -> None:
         if batch_size is None and global_batch_size is None:
             batch_size = 1
-        self._share = Share(
+        self.dataset = dataset
+        share = Share(
             batch_size=batch_size, global_batch_size=global_batch_size, rank=rank, world_size=world_size
         )
-        self.dataset = dataset
-        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        self._length = _length(dataset)
-        self._order = Order([self._length], Shuffle(seed=seed) if shuffle else None)
-        self._epoch = self._consumed = self._loops = 0
+        self._course = _Course(_length(dataset), share, seed=seed, shuffle=shuffle, drop_last=drop_last)
+        self._loops = 0
         self._restored = False
         self._torch: torch_data.DataLoader[Any] = torch_data.DataLoader(
             _Fetch(dataset, collate_fn or torch_data.default_collate, seed),
-            batch_sampler=_Requests(self),
+            batch_sampler=self._course,
             collate_fn=_as_it_is,
             num_workers=num_workers,
             pin_memory=pin_memory,
@@ -96,23 +94,23 @@ class DataLoader:
 
     def __len__(self) -> int:
         """Batches of a whole pass, on this rank."""
-        _, world_size = self._share.place()
-        whole, rest = divmod(self._length, self._share.batch(world_size))
-        if self.drop_last or not rest:
-            return whole
-        mine = self._share.of(rest)
-        return whole + (mine.start < mine.stop or self.shuffle)
+        return len(self._course)
 
     def __iter__(self) -> Iterator[Any]:
-        if not (self.shuffle or self._restored):
-            self._consumed = 0
+        course = self._course
+        if not (course.shuffle or self._restored):
+            course.consumed = 0
         self._restored = False
         self._loops += 1
-        self._check_size()
+        if course.drop_last and course.batch() > course.length:
+            raise UsageError(
+                f"a global batch of {course.batch()} samples, but the dataset has {course.length}, and drop_last=True "
+                "leaves nothing: take a smaller batch or drop_last=False"
+            )
         return self._loop(self._loops)
 
     def _loop(self, number: int) -> Iterator[Any]:
-        size = self._share.batch(self._share.place()[1])
+        course, size = self._course, self._course.batch()
         with dist.shielded():  # workers begin life deaf to the signals that are the rank's
             batches = iter(self._torch)
         for batch in batches:
@@ -121,90 +119,55 @@ class DataLoader:
                     "another loop over this DataLoader has begun: a loader has one position, and one loop at a time. "
                     "Make a second loader for the second loop"
                 )
-            self._consumed = min(
-                self._consumed + size, self._length
+            course.consumed = min(
+                course.consumed + size, course.length
             )  # from here on it is the training loop's
             yield batch
         if self._loops == number:
-            self._epoch, self._consumed = self._epoch + 1, 0
-
-    def _requests(self) -> Iterator[_Request]:
-        """What this rank loads from the present position to the end of the epoch."""
-        return self._cut(self._epoch, self._consumed, *self._share.place())
-
-    def _cut(self, epoch: int, start: int, rank: int, world_size: int) -> Iterator[_Request]:
-        size = self._share.batch(world_size)
-        mine = self._share.of(size)
-        many = max(1, _AHEAD // size)
-        whole = (self._length - start) // size
-        for done in range(0, whole, many):
-            starts = start + size * np.arange(done, min(done + many, whole))
-            yield from self._request(epoch, starts, mine)
-        last = start + whole * size
-        if last == self._length or self.drop_last:
-            return
-        mine = self._share.of(self._length - last)
-        if mine.start == mine.stop and self.shuffle:
-            only = rank % (
-                self._length - last
-            )  # a sample twice rather than a rank that is a step short of the others
-            mine = slice(only, only + 1)
-        if mine.start < mine.stop:
-            yield from self._request(epoch, np.array([last]), mine)
-
-    def _request(self, epoch: int, starts: Ints, mine: slice) -> list[_Request]:
-        positions = epoch * self._length + starts[:, None] + np.arange(mine.start, mine.stop)
-        samples = self._order.locate(positions.ravel()).sample.reshape(positions.shape)
-        return [_Request(epoch, row.tolist()) for row in samples]
-
-    def _check_size(self) -> None:
-        size = self._share.batch(self._share.place()[1])
-        if self.drop_last and size > self._length:
-            raise UsageError(
-                f"a global batch of {size} samples, but the dataset has {self._length}, and drop_last=True leaves "
-                "nothing: take a smaller batch or drop_last=False"
-            )
+            course.epoch, course.consumed = course.epoch + 1, 0
 
     # --- position
 
     @property
     def epoch(self) -> int:
         """The epoch of the present pass, or of the next one if none has begun."""
-        return self._epoch
+        return self._course.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Begins an epoch from its first sample; after `load_state_dict`, the restored epoch from its position."""
         if epoch < 0:
             raise UsageError(f"set_epoch({epoch}): epochs are counted from 0")
-        if not (self._restored and epoch == self._epoch):
-            self._epoch, self._consumed, self._restored = epoch, 0, False
+        if not (self._restored and epoch == self._course.epoch):
+            self._go_to(epoch, 0)
 
     def state_dict(self) -> dict[str, Any]:
         """What has been consumed, not what workers have loaded ahead; in samples of all ranks together."""
-        return self._identity() | {"epoch": self._epoch, "samples": self._consumed}
+        return self._identity() | {"epoch": self._course.epoch, "samples": self._course.consumed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state_dict` was taken, on any number of ranks; another dataset or order is refused."""
-        expected = self._identity()
-        if {*state} != {*expected, "epoch", "samples"}:
-            raise UsageError(
-                f"this is not the state of a DataLoader of version {expected['version']}: {dict(state)}"
-            )
+        ours = self._identity()
+        if {*state} != {*ours, "epoch", "samples"}:
+            raise UsageError(f"this is not the state of a DataLoader: {dict(state)}")
         other = [
-            f"{name} {state[name]} there, {mine} here"
-            for name, mine in expected.items()
-            if state[name] != mine
+            f"{name} {state[name]} there, {ours[name]} here" for name in ours if state[name] != ours[name]
         ]
         if other:
             raise UsageError(
                 f"the position belongs to another order of samples: {'; '.join(other)}. Make the loader as it was, "
                 "or start without its state"
             )
-        self._epoch, self._consumed, self._restored = int(state["epoch"]), int(state["samples"]), True
-        self._loops += 1  # a loop that is under way ends: it would go on from the old position
+        self._go_to(int(state["epoch"]), int(state["samples"]))
+        self._restored = True
+
+    def _go_to(self, epoch: int, samples: int) -> None:
+        self._course.epoch, self._course.consumed = epoch, samples
+        self._restored = False
+        self._loops += 1  # a loop that is under way would go on from the old position: it ends
 
     def _identity(self) -> dict[str, Any]:
-        return {"version": 1, "length": self._length, "seed": self.seed, "shuffle": self.shuffle}
+        course = self._course
+        return {"version": 1, "length": course.length, "seed": course.seed, "shuffle": course.shuffle}
 
 
 def _length(dataset: torch_data.Dataset[Any]) -> int:
@@ -230,14 +193,57 @@ class _Request(NamedTuple):
 
 
 @final
-class _Requests(torch_data.Sampler[Any]):
-    """Tells torch's loader what to load: the requests of one pass, from the position at its beginning."""
+class _Course(torch_data.Sampler[Any]):
+    """The position, and what is to be loaded from there on.
 
-    def __init__(self, loader: DataLoader) -> None:
-        self._loader = loader
+    Not part of the loader: torch's loader holds it, and in a ring of references nobody would end the workers in time.
+    """
+
+    def __init__(self, length: int, share: Share, *, seed: int, shuffle: bool, drop_last: bool) -> None:
+        self.length, self.share = length, share
+        self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
+        self.epoch = self.consumed = 0
+        self._order = Order([length], Shuffle(seed=seed) if shuffle else None)
+
+    def batch(self) -> int:
+        """Samples of all ranks together in a full batch."""
+        return self.share.batch(self.share.place()[1])
+
+    def __len__(self) -> int:
+        whole, rest = divmod(self.length, self.batch())
+        if self.drop_last or not rest:
+            return whole
+        mine = self.share.of(rest)
+        return whole + (mine.start < mine.stop or self.shuffle)
 
     def __iter__(self) -> Iterator[_Request]:
-        return self._loader._requests()
+        return self._cut(self.epoch, self.consumed, *self.share.place())
+
+    def _cut(self, epoch: int, start: int, rank: int, world_size: int) -> Iterator[_Request]:
+        """This rank's part of each batch, from a position to the end of the epoch."""
+        size = self.share.batch(world_size)
+        mine = self.share.of(size)
+        many = max(1, _AHEAD // size)
+        whole = (self.length - start) // size
+        for done in range(0, whole, many):
+            starts = start + size * np.arange(done, min(done + many, whole))
+            yield from self._requests(epoch, starts, mine)
+        last = start + whole * size
+        if last == self.length or self.drop_last:
+            return
+        mine = self.share.of(self.length - last)
+        if mine.start == mine.stop and self.shuffle:
+            only = rank % (
+                self.length - last
+            )  # a sample twice rather than a rank that is a step short of the others
+            mine = slice(only, only + 1)
+        if mine.start < mine.stop:
+            yield from self._requests(epoch, np.array([last]), mine)
+
+    def _requests(self, epoch: int, starts: Ints, mine: slice) -> list[_Request]:
+        positions = epoch * self.length + starts[:, None] + np.arange(mine.start, mine.stop)
+        samples = self._order.locate(positions.ravel()).sample.reshape(positions.shape)
+        return [_Request(epoch, row.tolist()) for row in samples]
 
 
 @final
