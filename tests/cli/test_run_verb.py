@@ -94,3 +94,11 @@ def test_help_shows_every_verb_and_an_example(capsys: pytest.CaptureFixture[str]
     text = capsys.readouterr().out
     assert "headway run --nproc 2 train.py" in text
     assert main(["--version"]) == 0
+
+
+def test_a_reader_who_has_seen_enough_is_no_error() -> None:
+    command = f"{BIN / 'headway'} plan list | true"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")

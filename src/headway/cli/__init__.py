@@ -5,12 +5,13 @@ A verb's module is imported only when it is called, so `headway --help` answers 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 import headway
-from headway.errors import INTERRUPTED, HeadwayError
+from headway.errors import DONE, INTERRUPTED, HeadwayError
 
 VERBS = {
     "doctor": "what this machine is and whether it is fit to train: a verdict per line",
@@ -56,12 +57,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     verb = import_module(f"headway.cli.{args[0].replace('-', '_')}")
     try:
-        return int(verb.main(args[1:]))
+        code = int(verb.main(args[1:]))
+        sys.stdout.flush()  # here, where a closed pipe can still be caught
+        return code
     except HeadwayError as error:
         print(f"headway: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:  # `headway ... | head`: whoever read us has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
+        return DONE
 
 
 def _nearest(word: str) -> str:
