@@ -147,6 +147,9 @@ def lightning(watch: Stopwatch) -> None:
             self.log("loss", loss, batch_size=len(x))
             return loss
 
+        def on_train_epoch_end(self) -> None:
+            watch.ended = watch.now()  # Lightning does not ask for a batch after the last
+
         def configure_optimizers(self) -> Any:
             return adamw(self.parameters())
 

@@ -41,6 +41,7 @@ class Quiet(TrainValStage):
         return super().train_step(batch)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_between_log_points_the_host_does_not_wait(precision: str, tmp_path: Path) -> None:
     pipe = make_pipe(tmp_path, ema=0.9)
@@ -79,6 +80,7 @@ def test_equal_to_a_loop_by_hand(precision: str, tmp_path: Path) -> None:
         assert torch.equal(ours, truth), name
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself
 def test_compiled_models_keep_their_names_and_numbers(tmp_path: Path) -> None:
     pipe = make_pipe(tmp_path, net=make_net(dropout=0.0), compile=True)
     pipe.register_dataset("train", Batches(30))

@@ -97,6 +97,7 @@ def finish_step(stage: Stage) -> bool:
 
 def log_point(stage: Stage) -> None:
     """Where ranks meet: metrics come together, the device is waited for once, and a wish to stop is heard by all."""
+    stage.before_log_point()
     stage.pipe.split.mark("wait")
     point = stage.meter.reduce(flags=_flags(stage))
     stage.pipe.split.mark("other")

@@ -73,6 +73,8 @@ class Pipeline:
         """steps finished, through all stages"""
         self.epoch = 0
         """epochs finished, through all stages"""
+        self.outputs_are_reused = False
+        """whether a model's outputs are overwritten by its next call, as those of CUDA graphs are"""
         self.current_stage: Stage | None = None
         self.run_directory: Run | None = None
         self._root = root
@@ -118,6 +120,7 @@ class Pipeline:
             ema=ema,
             activation_checkpointing=activation_checkpointing,
         )
+        self.outputs_are_reused |= isinstance(compile, str)  # modes of torch.compile may use CUDA graphs
         self.models[name] = self.registered[name].wrapped
         self.evaluated_models[name] = self.registered[name].evaluated
         return self.models[name]

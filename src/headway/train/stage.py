@@ -228,6 +228,9 @@ class Stage(ABC):
         """Steps of the whole stage, if that is known."""
         return self.max_steps
 
+    def before_log_point(self) -> None:  # noqa: B027
+        """Logs what was put off until now."""
+
     def examine(self, point: Point) -> None:  # noqa: B027
         """Looks at what came out of a log point; may stop the run."""
 

@@ -1,8 +1,9 @@
 """Where a step's time goes, measured without waiting for the device.
 
-On the CPU a clock is read when one kind of work ends and the next begins. On a GPU the host runs ahead, so an event is
-put into the stream instead; the events are read at log points, where the device has just been waited for anyway. "data"
-is then the time in which the GPU had nothing to do because the next batch was not there.
+On the CPU a clock is read when one kind of work ends and the next begins. On a GPU the host runs ahead, so events are
+put into the stream instead, in every tenth step, since each takes some microseconds; they are read at log points, where
+the device has just been waited for anyway. "data" is then the time in which the GPU had nothing to do because the next
+batch was not there.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import torch
 
 Phase = Literal["data", "compute", "optimizer", "wait", "validation", "other"]
 """waiting for the loader; forward and backward; clipping and stepping; waiting for other ranks at a log point; ..."""
+
+SAMPLE = 10
+"""On a GPU, one step in so many is measured, and counts for all of them."""
 
 
 @final
@@ -33,19 +37,19 @@ class Split:
         self._seconds: dict[str, float] = {}
         self._phase: Phase | None = None
         self._since = 0.0
-        self._events: list[tuple[Phase, torch.cuda.Event]] = []
+        self._steps = 0
+        self._weight = 0  # how often what is under way counts; 0 if it is not measured
+        self._events: list[tuple[Phase, int, torch.cuda.Event]] = []
         self._spare: list[torch.cuda.Event] = []
 
     def mark(self, phase: Phase) -> None:
         """What was under way ends here, and `phase` begins."""
         if self._cuda:
-            event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record()
-            self._events.append((phase, event))
+            self._mark_event(phase)
             return
         now = time.perf_counter()
         if self._phase is not None:
-            self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._since
+            self._add(self._phase, now - self._since)
         self._phase, self._since = phase, now
 
     def take(self) -> dict[str, float]:
@@ -57,13 +61,29 @@ class Split:
         taken, self._seconds = self._seconds, {}
         return taken
 
+    def _add(self, phase: Phase, seconds: float) -> None:
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
+
+    def _mark_event(self, phase: Phase) -> None:
+        before = self._weight
+        if phase == "data":  # a step begins
+            self._steps += 1
+            self._weight = SAMPLE if self._steps % SAMPLE == 2 else 0
+        elif phase in ("wait", "other"):  # rare, so always measured
+            self._weight = 1
+        if before or self._weight:
+            event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._events.append((phase, self._weight, event))
+
     def _read_events(self) -> None:
         done = self._events
         # what is still under way belongs to the next interval
-        while done and not done[-1][1].query():  # type: ignore[no-untyped-call]
+        while done and not done[-1][2].query():  # type: ignore[no-untyped-call]
             done = done[:-1]
-        for (phase, begin), (_, end) in pairwise(done):
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + begin.elapsed_time(end) / 1e3
+        for (phase, weight, begin), (_, _, end) in pairwise(done):
+            if weight:
+                self._add(phase, weight * begin.elapsed_time(end) / 1e3)
         if done:
             self._events = self._events[len(done) - 1 :]
-            self._spare.extend(event for _, event in done[:-1])
+            self._spare.extend(event for _, _, event in done[:-1])

@@ -99,9 +99,8 @@ class TrainValStage(Stage):
         self.training = True
         self.muted = False
         self.skipped = 0  # steps left out in a row
-        self.recent_losses: list[
-            tuple[int, Tensor]
-        ] = []  # since the last log point; looked at when one is not finite
+        # step, loss, samples; since the last log point
+        self.recent_losses: list[tuple[int, Tensor, int]] = []
         self._val_meter: Meter | None = None
         self._precision: Precision | None = None
         self._validated: dict[str, Any] = {}
@@ -239,17 +238,25 @@ class TrainValStage(Stage):
             yield
 
     def note_losses(self, losses: Sequence[tuple[Tensor, int]]) -> None:
-        """Logs the losses of one step's batches."""
+        """Keeps the losses of one step's batches until the log point, where one operation adds them up."""
         for loss, count in losses:
-            self.log(self.loss_metric_name(), loss, weight=count)
-            self.recent_losses.append((self.pipe.step + 1, loss))
+            kept = loss.clone() if self.pipe.outputs_are_reused else loss
+            self.recent_losses.append((self.pipe.step + 1, kept, count))
             self.samples += count
+
+    def before_log_point(self) -> None:
+        if self.recent_losses:
+            losses = torch.stack([loss for _, loss, _ in self.recent_losses]).double()
+            counts = [count for _, _, count in self.recent_losses]
+            weights = torch.tensor(counts, dtype=losses.dtype, device=losses.device)
+            total = max(sum(counts), 1)
+            self.log(self.loss_metric_name(), losses @ weights / total, weight=total)
 
     def examine(self, point: Point) -> None:
         """Stops all ranks if the loss of any is not finite, and says where it began."""
         name = self.train_metric_prefix() + self.loss_metric_name()
         if ranks := point.unfinished.get(name):
-            bad = [step for step, loss in self.recent_losses if not loss.isfinite()]
+            bad = [step for step, loss, _ in self.recent_losses if not loss.isfinite()]
             first = (
                 gather(torch.tensor([float(bad[0]) if bad else math.inf], device=self.device)).min().item()
             )
