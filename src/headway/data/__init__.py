@@ -23,15 +23,20 @@ if TYPE_CHECKING:
     )
     from headway.data.loader import DataLoader as DataLoader
     from headway.data.order import Order as Order, Shuffle as Shuffle
+    from headway.data.packing import pack as pack
+    from headway.data.shards import Limits as Limits, Shard as Shard
 
 _HOME = {
     "DataLoader": "headway.data.loader",
+    "Limits": "headway.data.shards",
     "Order": "headway.data.order",
+    "Shard": "headway.data.shards",
     "ShardedXrDataset": "headway.data.arrays",
     "Shuffle": "headway.data.order",
     "chunk_and_shard_indices": "headway.data.arrays",
     "interleave_batches": "headway.data.batches",
     "interleave_dict_batches": "headway.data.batches",
+    "pack": "headway.data.packing",
     "shard_indices": "headway.data.arrays",
     "sharded_xr_dataset": "headway.data.arrays",
 }

@@ -1,0 +1,124 @@
+"""Bytes to values, by extension: images, numbers, text, JSON, arrays. Nothing here can run code from a file.
+
+What decides is the last part of the extension: `seg.png` is a PNG. Unknown ones stay bytes. Formats that run code when
+they are read (pickle and its kin) are refused by name; a decoder of your own may take them.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headway.data.shards import Limits
+from headway.errors import HeadwayError, MissingExtra
+
+Decoder = Callable[[memoryview], Any]
+Pixels = npt.NDArray[np.uint8]
+
+
+class BadSample(HeadwayError):
+    """Raised when a sample cannot be decoded, or is larger than the limits allow."""
+
+
+def decode(
+    sample: Mapping[str, memoryview],
+    decoders: Mapping[str, Decoder] | None = None,
+    limits: Limits | None = None,
+) -> dict[str, Any]:
+    """Decodes the parts of a sample; `decoders` are asked first, by full extension.
+
+    >>> decode({"cls": memoryview(b"7"), "json": memoryview(b"[1, 2]")})
+    {'cls': 7, 'json': [1, 2]}
+    """
+    limits = limits or Limits()
+    return {extension: _decode(extension, data, decoders or {}, limits) for extension, data in sample.items()}
+
+
+def _decode(extension: str, data: memoryview, decoders: Mapping[str, Decoder], limits: Limits) -> Any:
+    if extension in decoders:
+        return decoders[extension](data)
+    kind = extension.rpartition(".")[2]
+    if kind in _REFUSED:
+        raise BadSample(
+            f"{extension!r} files can run code when they are read, so headway does not; convert them, "
+            f"or pass decoders={{{extension!r}: your_function}}"
+        )
+    try:
+        if kind in _IMAGES:
+            return _image(kind, data, limits)
+        return _PLAIN[kind](data) if kind in _PLAIN else np.frombuffer(data, np.uint8)
+    except HeadwayError:
+        raise
+    except (ValueError, OSError, SyntaxError, struct.error, RecursionError) as error:
+        raise BadSample(f"a {kind} of {len(data)} bytes cannot be decoded: {error}") from error
+
+
+_REFUSED = {"pkl", "pickle", "pyd", "pth", "pt", "ckpt"}
+_IMAGES = {"jpg", "jpeg", "png", "webp"}
+
+
+def _array(data: memoryview) -> npt.NDArray[Any]:
+    """A NumPy file without objects; its data stays where it is."""
+    file = io.BytesIO(data[:65536])
+    version = np.lib.format.read_magic(file)
+    read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(
+        version
+    )
+    if read is None:
+        raise ValueError(f"version {version} of the npy format")
+    shape, fortran, dtype = read(file)
+    if dtype.hasobject:
+        raise ValueError("it holds Python objects")
+    flat = np.frombuffer(data[file.tell() :], dtype)
+    return flat.reshape(shape, order="F" if fortran else "C")
+
+
+_PLAIN: dict[str, Decoder] = {
+    "cls": lambda data: int(bytes(data)),
+    "index": lambda data: int(bytes(data)),
+    "txt": lambda data: bytes(data).decode(),
+    "text": lambda data: bytes(data).decode(),
+    "json": lambda data: json.loads(bytes(data)),
+    "npy": _array,
+}
+
+
+def _image(kind: str, data: memoryview, limits: Limits) -> Pixels:
+    """Height x width x 3, RGB."""
+    if kind in ("jpg", "jpeg"):
+        try:
+            simplejpeg = import_module("simplejpeg")
+        except ModuleNotFoundError:
+            return _pillow(data, limits)
+        height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
+        _check_pixels(width, height, limits)
+        if colours not in ("CMYK", "YCCK"):
+            pixels: Pixels = simplejpeg.decode_jpeg(data, colorspace="RGB")
+            return pixels
+    return _pillow(data, limits)
+
+
+def _pillow(data: memoryview, limits: Limits) -> Pixels:
+    """The first frame of an image in one of the formats named here: Pillow's other parsers see nothing of it."""
+    try:
+        from PIL import Image
+    except ModuleNotFoundError as error:
+        raise MissingExtra("pillow", extra="images", purpose="to decode images") from error
+    try:
+        with Image.open(io.BytesIO(data), formats=["JPEG", "PNG", "WEBP"]) as image:
+            _check_pixels(*image.size, limits)
+            return np.asarray(image.convert("RGB"))
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ValueError(str(error)) from error
+
+
+def _check_pixels(width: int, height: int, limits: Limits) -> None:
+    if width * height > limits.pixels:
+        raise ValueError(f"{width} x {height} is more than {limits.pixels} pixels")
