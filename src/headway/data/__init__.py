@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         interleave_dict_batches as interleave_dict_batches,
     )
     from headway.data.loader import DataLoader as DataLoader
+    from headway.data.mix import Mix as Mix
     from headway.data.order import Order as Order, Shuffle as Shuffle
     from headway.data.packing import pack as pack
     from headway.data.shards import Limits as Limits, Shard as Shard
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _HOME = {
     "DataLoader": "headway.data.loader",
     "Limits": "headway.data.shards",
+    "Mix": "headway.data.mix",
     "Order": "headway.data.order",
     "Shard": "headway.data.shards",
     "ShardedXrDataset": "headway.data.arrays",
