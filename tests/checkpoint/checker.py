@@ -48,7 +48,7 @@ def read(directory: Path) -> dict:
     )
     seen = {name: _safetensors(name, blob) for name, blob in blobs.items() if name.endswith(".safetensors")}
     tensors = {}
-    for name, entry in index["tensors"].items():
+    for name, entry in index["holds"].items():
         pieces = []
         for chunk in entry["chunks"]:
             begin, end = chunk["bytes"]
@@ -59,7 +59,7 @@ def read(directory: Path) -> dict:
             f"{name} is not covered"
         )
         tensors[name] = (entry["dtype"], entry["shape"], sorted(pieces))
-    return {"step": manifest["step"], "state": state["state"], "tensors": tensors, "world": manifest["world"]}
+    return {"step": manifest["step"], "state": state["holds"], "tensors": tensors, "world": manifest["world"]}
 
 
 def _safetensors(name: str, blob: bytes) -> set[tuple[int, int]]:

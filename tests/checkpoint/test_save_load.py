@@ -328,7 +328,7 @@ def test_fsdp_saves_on_three(shelf: Path) -> None:
     whole = {"net": full(net.state_dict()), "adamw": full(flat_optimizer(net, adamw))}
     if dist.is_root():
         torch.save(whole, shelf / "expected.pt")
-        index = json.loads((path / "index.json").read_bytes())["tensors"]
+        index = json.loads((path / "index.json").read_bytes())["holds"]
         assert [chunk["shape"][0] for chunk in index["net.0.weight"]["chunks"]] == [3, 3, 1]
         assert len(list(path.glob("*.safetensors"))) == 3
 

@@ -20,16 +20,19 @@ if TYPE_CHECKING:
         save as save,
     )
     from headway.checkpoint.layout import verify as verify
+    from headway.checkpoint.retention import Retention as Retention, prune as prune
     from headway.checkpoint.storage import Reader as Reader, Writer as Writer
 
 # public name -> the module it comes from
 _HOME = {
     "Loaded": "keeping",
     "Reader": "storage",
+    "Retention": "retention",
     "Writer": "storage",
     "find_valid": "keeping",
     "load": "keeping",
     "load_latest": "keeping",
+    "prune": "retention",
     "save": "keeping",
     "verify": "layout",
 }

@@ -15,14 +15,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from headway import files
 from headway.checkpoint import dtypes, layout, plans, together, tree
-from headway.checkpoint.layout import Damaged, Folder, Manifest
+from headway.checkpoint.layout import Damaged, Folder, Manifest, Place
 from headway.checkpoint.storage import Contents, Reader, Writer
 from headway.errors import NoValidCheckpoint, UsageError
 from headway.failpoints import failpoint
-from headway.run import Run
 from headway.runlock import RunLock
-
-Place = Run | str | os.PathLike[str]
 
 
 @final
@@ -60,7 +57,7 @@ def save(
     >>> save(run, {"net": net.state_dict(), "sgd": sgd.state_dict(), "epoch": 3}, step=1000)  # doctest: +SKIP
     """
     failpoint("checkpoint.begin")
-    parent, owner = _home(where)
+    parent, owner = layout.home(where)
     # what some rank cannot save is known to all ranks before a file is made
     tensors, contents = _agreed_contents(state, step, local, metrics or {})
     writer = Writer(parent, contents, owner=owner, lock=lock)
@@ -100,7 +97,7 @@ def find_valid(where: Place) -> Path | None:
     Damaged ones are renamed to step-N.corrupt-M and kept. If there are checkpoints and none is whole, all ranks raise
     `NoValidCheckpoint`: a run must not start over by itself.
     """
-    parent, _ = _home(where)
+    parent, _ = layout.home(where)
     told: list[str] = []
     for step in together.from_root(lambda: layout.steps(parent))[::-1]:
         path = layout.step_dir(parent, step)
@@ -115,13 +112,6 @@ def find_valid(where: Place) -> Path | None:
             "Look at them with: headway checkpoint verify PATH; to start over, move that directory away"
         )
     return None
-
-
-def _home(where: Place) -> tuple[Path, str]:
-    """The directory of all checkpoints, and whose unfinished ones may be removed."""
-    if isinstance(where, Run):
-        return where.checkpoints_dir, where.id
-    return Path(where).absolute(), "path"
 
 
 def _agreed_contents(
@@ -185,8 +175,9 @@ def _verify_together(path: Path) -> list[str]:
             with Folder(path) as folder:
                 manifest = layout.read_manifest(folder)
                 mine = [name for number, name in enumerate(manifest.files) if number % size == rank]
-                problems = layout.check_files(folder, manifest, mine)
-                return problems or (layout.check_contents(folder, manifest) if rank == 0 else [])
+                return layout.check_files(folder, manifest, mine) or layout.check_contents(
+                    folder, manifest, mine
+                )
         except Damaged as problem:
             return [str(problem)]
 
@@ -198,7 +189,9 @@ def _set_aside(path: Path) -> str:
     while os.path.lexists(aside := path.with_name(f"{path.name}.corrupt-{number}")):
         number += 1
     with files.storage(f"set the damaged {path} aside"):
+        failpoint("checkpoint.before_set_aside")
         path.rename(aside)
+        failpoint("checkpoint.after_set_aside")
         files.sync_dir(path.parent)
     return aside.name
 
@@ -220,7 +213,7 @@ def _load(path: Path, state: Mapping[str, Any] | None) -> Loaded:
 
 def _read(folder: Folder, manifest: Manifest, state: Mapping[str, Any] | None) -> Loaded:
     reader = Reader(folder, manifest)
-    saved = layout.parse(layout.STATE, folder.read(layout.STATE))["state"]
+    saved = layout.read_part(folder, manifest, layout.STATE)
     wanted = _wanted_parts(saved, state, folder.path)
     given = tree.split(state or {})[1]
     tensors = _destinations(reader, wanted, given, folder.path)
@@ -237,7 +230,9 @@ def _read(folder: Folder, manifest: Manifest, state: Mapping[str, Any] | None) -
     )
 
 
-def _wanted_parts(saved: dict[str, Any], state: Mapping[str, Any] | None, path: Path) -> dict[str, Any]:
+def _wanted_parts(saved: Any, state: Mapping[str, Any] | None, path: Path) -> dict[str, Any]:
+    if not isinstance(saved, dict):
+        raise Damaged(f"{layout.STATE}: it is not a state")
     if state is None:
         return saved
     missing = [part for part in state if part not in saved]
@@ -277,4 +272,4 @@ def _own(folder: Folder, manifest: Manifest) -> Any:
     name = f"rank-{together.place()[0]:05d}.json"
     if name not in manifest.files:
         return None
-    return tree.join(layout.parse(name, folder.read(name))["local"], {})
+    return tree.join(layout.read_part(folder, manifest, name), {})

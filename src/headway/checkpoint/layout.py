@@ -27,6 +27,9 @@ from types import TracebackType
 from typing import Any, final
 
 from headway.errors import StorageError
+from headway.run import Run
+
+Place = Run | str | os.PathLike[str]
 
 FORMAT = 1  # of the manifest; to be raised when readers of the old form would misunderstand the new one
 MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.json"
@@ -183,6 +186,13 @@ class Folder:
         os.close(self._fd)
 
 
+def home(where: Place) -> tuple[Path, str]:
+    """The directory of all checkpoints of a run, and whose unfinished ones may be removed in it."""
+    if isinstance(where, Run):
+        return where.checkpoints_dir, where.id
+    return Path(where).absolute(), "path"
+
+
 def steps(parent: Path) -> list[int]:
     """The steps that have a checkpoint, whole or not, oldest first."""
     return sorted(int(found[1]) for name in _names(parent) if (found := _STEP.fullmatch(name)))
@@ -216,7 +226,8 @@ def verify(directory: str | os.PathLike[str]) -> list[str]:
     try:
         with Folder(Path(directory).absolute()) as folder:
             manifest = read_manifest(folder)
-            return check_files(folder, manifest, manifest.files) or check_contents(folder, manifest)
+            names = manifest.files
+            return check_files(folder, manifest, names) or check_contents(folder, manifest, names)
     except Damaged as problem:
         return [str(problem)]
 
@@ -238,22 +249,34 @@ def check_files(folder: Folder, manifest: Manifest, names: Collection[str]) -> l
     return problems
 
 
-def check_contents(folder: Folder, manifest: Manifest) -> list[str]:
-    """What cannot be true in the index or the state, though the bytes are those that were written."""
-    try:
-        read_index(folder, manifest)
-        parse(STATE, folder.read(STATE))
-    except Damaged as problem:
-        return [str(problem)]
-    return []
+def check_contents(folder: Folder, manifest: Manifest, names: Collection[str]) -> list[str]:
+    """What cannot be true in these files, though their bytes are those that the manifest promises."""
+    problems = []
+    for name in names:
+        try:
+            if name == INDEX:
+                read_index(folder, manifest)
+            elif name.endswith(".json"):
+                read_part(folder, manifest, name)
+        except Damaged as problem:
+            problems.append(str(problem))
+    return problems
 
 
 def read_index(folder: Folder, manifest: Manifest) -> dict[str, Entry]:
     """The tensors of a checkpoint; every byte range is inside its file, every chunk inside its tensor."""
-    match parse(INDEX, folder.read(INDEX)):
-        case {"step": manifest.step, "save": manifest.save, "tensors": dict(listed)}:
-            return {name: _entry(name, value, manifest) for name, value in listed.items()}
-    raise Damaged(f"{INDEX}: it is not the index of this save")
+    listed = read_part(folder, manifest, INDEX)
+    if not isinstance(listed, dict):
+        raise Damaged(f"{INDEX}: it is not an index")
+    return {name: _entry(name, value, manifest) for name, value in listed.items()}
+
+
+def read_part(folder: Folder, manifest: Manifest, name: str) -> Any:
+    """What a JSON file of this save holds."""
+    match parse(name, folder.read(name)):
+        case {"step": manifest.step, "save": manifest.save, "holds": held}:
+            return held
+    raise Damaged(f"{name}: it does not belong to this save")
 
 
 def parse(name: str, data: bytes) -> Any:

@@ -115,7 +115,7 @@ class Writer(StorageWriter):
                 results.append(self._write_tensors(directory, f"{stem}.safetensors", plan, planner))
             if self._contents.local is not None:
                 data = _json(
-                    {"step": self._contents.step, "save": plan.storage_data, "local": self._contents.local}
+                    {"step": self._contents.step, "save": plan.storage_data, "holds": self._contents.local}
                 )
                 results.append(
                     _result(f"{stem}.json", write_file(directory / f"{stem}.json", [memoryview(data)]), [])
@@ -155,8 +155,8 @@ class Writer(StorageWriter):
         index = _index(metadata, [chunk for result in written for chunk in result.storage_data["chunks"]])
         with files.storage(f"commit step {step} in {self._parent}"):
             for name, data in (
-                (layout.INDEX, _json({"step": step, "save": save, "tensors": index})),
-                (layout.STATE, _json({"step": step, "save": save, "state": self._tree})),
+                (layout.INDEX, _json({"step": step, "save": save, "holds": index})),
+                (layout.STATE, _json({"step": step, "save": save, "holds": self._tree})),
             ):
                 facts[name] = write_file(self._directory / name, [memoryview(data)])
             failpoint("checkpoint.before_manifest")

@@ -1,0 +1,102 @@
+"""Which checkpoints to keep, and how to remove the others without ever having too few."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, final
+
+from headway import files
+from headway.checkpoint import layout
+from headway.checkpoint.layout import Damaged, Folder, Manifest
+from headway.errors import UsageError
+from headway.failpoints import failpoint
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """Which checkpoints are kept: a checkpoint that any of the rules names stays.
+
+    >>> Retention(keep_last=2, keep_every=10_000, keep_best="val/loss")
+    Retention(keep_last=2, keep_every=10000, keep_best='val/loss', best='min')
+    """
+
+    keep_last: int = 3
+    """the newest ones; at least 2: if the newest is damaged there is another, and the one that a run went on from stays
+    until two newer exist"""
+    keep_every: int | None = None
+    """those whose step is a multiple of this"""
+    keep_best: str | None = None
+    """the one with the best value of this metric, as given to `save(metrics=...)`; of equal ones, the newest"""
+    best: Literal["min", "max"] = "min"
+    """which value of the metric is the best"""
+
+    def __post_init__(self) -> None:
+        if type(self.keep_last) is not int or self.keep_last < 2:
+            raise UsageError(f"keep_last={self.keep_last!r}: keep at least 2, in case the newest is damaged")
+        if self.keep_every is not None and (type(self.keep_every) is not int or self.keep_every < 1):
+            raise UsageError(f"keep_every={self.keep_every!r}: give a number of steps, 1 or more")
+        if self.best not in ("min", "max"):
+            raise UsageError(f"best={self.best!r}: the best value of a metric is its 'min' or its 'max'")
+
+    def kept(self, manifests: dict[int, Manifest]) -> set[int]:
+        """The steps to keep, of those that exist."""
+        steps = sorted(manifests)
+        keep = set(steps[-self.keep_last :])
+        if self.keep_every is not None:
+            keep |= {step for step in steps if step % self.keep_every == 0}
+        return keep | self._best_of(manifests)
+
+    def _best_of(self, manifests: dict[int, Manifest]) -> set[int]:
+        sign = -1 if self.best == "min" else 1
+        name = self.keep_best
+        values = [(sign * m.metrics[name], step) for step, m in manifests.items() if name in m.metrics]  # type: ignore[index]
+        return {max(values)[1]} if values else set()
+
+
+def prune(where: layout.Place, retention: Retention) -> list[Path]:
+    """Removes the checkpoints that need not be kept and returns their paths. Call it on one rank, between saves.
+
+    A checkpoint loses its name first and its files later: what has a name is whole, whenever we are killed.
+    Directories without a sound manifest neither count nor are touched. What cannot be removed is a warning.
+    """
+    parent, owner = layout.home(where)
+    manifests = _manifests(parent)
+    keep = retention.kept(manifests)
+    removed = []
+    for step in sorted(manifests.keys() - keep):  # the oldest first
+        path = layout.step_dir(parent, step)
+        try:
+            _remove(path, path.with_name(f".del-{owner}-{step}-{secrets.token_hex(8)}"))
+        except OSError as error:
+            warnings.warn(
+                f"{path} could not be removed: {error.strerror}; it is kept", RuntimeWarning, stacklevel=2
+            )
+        else:
+            removed.append(path)
+    return removed
+
+
+def _remove(path: Path, condemned: Path) -> None:
+    failpoint("retention.before_rename")
+    path.rename(condemned)
+    failpoint("retention.after_rename")
+    files.sync_dir(path.parent)
+    failpoint("retention.before_delete")
+    shutil.rmtree(condemned)
+    failpoint("retention.after_delete")
+
+
+def _manifests(parent: Path) -> dict[int, Manifest]:
+    found = {}
+    for step in layout.steps(parent):
+        try:
+            with Folder(layout.step_dir(parent, step)) as folder:
+                found[step] = layout.read_manifest(folder)
+        except Damaged:
+            continue  # it does not count; `find_valid` will set it aside
+    return found

@@ -1,0 +1,121 @@
+"""Ranks by fork: torch is imported once, then every trial costs milliseconds. Started as a process of its own.
+
+    python forker.py      reads {"folder", "ranks", "fault", "body", ...} line by line, answers with exit codes
+
+Every rank runs the body: it saves step 1 without a fault, then step 2 with it. A rank that returns from a save has had
+it acknowledged, and notes that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import headway
+import headway.checkpoint.keeping  # now, not once per rank
+from headway import checkpoint, dist, failpoints
+from headway.checkpoint.retention import Retention, prune
+from headway.errors import HeadwayError
+
+
+def state_of(step: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(step)
+    return {"net": {name: torch.rand(50, generator=generator) for name in "abcd"}, "epoch": step}
+
+
+def body_save(folder: Path, fault: str) -> None:
+    save(folder, 1)
+    failpoints.forget_calls()
+    os.environ[failpoints.VARIABLE] = fault
+    save(folder, 2)
+
+
+def body_prune(folder: Path, fault: str) -> None:
+    for step in range(1, 7):
+        save(folder, step)
+    os.environ[failpoints.VARIABLE] = fault
+    prune(folder, Retention(keep_last=2))
+
+
+def body_find(folder: Path, fault: str) -> None:
+    """Step 2 is damaged; the fault strikes while it is looked for."""
+    save(folder, 1)
+    save(folder, 2)
+    if dist.is_root():
+        (folder / "step-000000000002" / "state.json").write_bytes(b"{}")
+    dist.barrier()
+    os.environ[failpoints.VARIABLE] = fault
+    checkpoint.load_latest(folder)
+
+
+def save(folder: Path, step: int) -> None:
+    rank = headway.rank() if dist.is_initialized() else 0
+    checkpoint.save(folder, state_of(step), step=step, local={"rank": rank})
+    with (folder.parent / f"{folder.name}.acknowledged-{rank}").open("a") as file:
+        file.write(f"{step}\n")
+
+
+def become_rank(trial: dict[str, Any], rank: int, meeting: str) -> int:
+    folder = Path(trial["folder"])
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(trial["ranks"])}
+    if trial["ranks"] > 1:
+        os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(trial["ranks"]), "GROUP_RANK": "0"}
+        os.environ["HEADWAY_RENDEZVOUS"] = f"{meeting}/address"
+        headway.init(device="cpu", setup_timeout=60)
+    try:
+        globals()[f"body_{trial['body']}"](folder, trial["fault"])
+    except HeadwayError as error:
+        (folder.parent / f"{folder.name}.error-{rank}").write_text(str(error))
+        return error.exit_code
+    finally:
+        calls = {name: next(count) - 1 for name, count in failpoints._calls.items()}
+        (folder.parent / f"{folder.name}.calls-{rank}").write_text(json.dumps(calls))
+        os.environ.pop(failpoints.VARIABLE, None)
+    if trial["ranks"] > 1:
+        dist.leave()
+    return 0
+
+
+def run(trial: dict[str, Any]) -> list[int]:
+    """The wait statuses of all ranks: minus the signal, or the exit code."""
+    with tempfile.TemporaryDirectory() as meeting:
+        children = {}
+        for rank in range(trial["ranks"]):
+            if not (pid := os.fork()):
+                code = 1
+                try:
+                    code = become_rank(trial, rank, meeting)
+                except BaseException:  # noqa: BLE001  whatever it is, the parent sees the code
+                    traceback.print_exc()
+                finally:
+                    os._exit(code)
+            children[pid] = rank
+        codes = [999] * trial["ranks"]
+        deadline = time.monotonic() + 40
+        while children and time.monotonic() < deadline:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid:
+                codes[children.pop(pid)] = os.waitstatus_to_exitcode(status)
+            elif codes != [999] * trial["ranks"] and trial["ranks"] > 1 and "grace" not in trial:
+                trial["grace"] = deadline = min(deadline, time.monotonic() + 20)
+            else:
+                time.sleep(0.005)
+        for pid in children:  # a hang: the test sees 999
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        return codes
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        print(json.dumps(run(json.loads(line))), flush=True)

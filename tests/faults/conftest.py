@@ -1,0 +1,8 @@
+"""The judge of checkpoints and the forker of ranks can be imported here."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
