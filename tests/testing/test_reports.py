@@ -45,12 +45,9 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
     folder = tmp_path_factory.mktemp("session")
     notebook = tmp_path_factory.mktemp("notebook")
     (folder / "kitchen").mkdir()
-    for source, target in {
-        "failing": "test_failing",
-        "unimportable": "test_unimportable",
-        "shared": "conftest",
-    }.items():
-        shutil.copy(_SCENARIOS / f"{source}.py", folder / "kitchen" / f"{target}.py")
+    shutil.copy(_SCENARIOS / "shared.py", folder / "conftest.py")
+    for name in ("failing", "unimportable"):
+        shutil.copy(_SCENARIOS / f"{name}.py", folder / "kitchen" / f"test_{name}.py")
     files = ["kitchen/test_unimportable.py", "kitchen/test_failing.py"]
     options = ["-c", os.devnull, "--rootdir=.", "--import-mode=importlib", "-ra", "-p", "no:cacheprovider"]
     options += ["--junitxml=report.xml", "-o", "junit_logging=all", "-o", "junit_duration_report=call"]

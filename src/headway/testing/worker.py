@@ -63,11 +63,10 @@ def _listen(connection: Connection[Any, Any], tasks: SimpleQueue[Task | None]) -
         while True:
             tasks.put(connection.recv())
     for child in psutil.Process().children(recursive=True):
-        if not leaks.is_resource_tracker(
-            child
-        ):  # which removes shared memory when we are gone, and then ends itself
-            with suppress(psutil.Error):
-                child.kill()
+        if leaks.is_resource_tracker(child):
+            continue  # it removes our shared memory when we are gone, and then ends itself
+        with suppress(psutil.Error):
+            child.kill()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
