@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from headway.checkpoint.exporting import export as export
     from headway.checkpoint.keeping import (
         Loaded as Loaded,
         find_valid as find_valid,
@@ -29,6 +30,7 @@ _HOME = {
     "Reader": "storage",
     "Retention": "retention",
     "Writer": "storage",
+    "export": "exporting",
     "find_valid": "keeping",
     "load": "keeping",
     "load_latest": "keeping",

@@ -19,7 +19,6 @@ import platform
 import re
 import secrets
 import shutil
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -50,12 +49,11 @@ from torch.futures import Future
 from headway import files
 from headway.checkpoint import layout, tree
 from headway.checkpoint.dtypes import BY_NAME, NAMES
-from headway.checkpoint.layout import Chunk, Damaged, Entry, FileFact, Folder, Manifest
+from headway.checkpoint.layout import Entry, FileFact, Folder, Manifest
+from headway.checkpoint.raw import bytes_of, header_of, read_box, write_file
 from headway.errors import UsageError
 from headway.failpoints import failpoint
 from headway.runlock import RunLock
-
-_PIECE = 8 << 20  # checksummed and written while it is in the cache
 
 
 @final
@@ -129,7 +127,8 @@ class Writer(StorageWriter):
         items = sorted(
             plan.items, key=lambda item: (-_item_bytes(item), item.index.fqn, item.index.offset or ())
         )
-        header, placed = _header(items, {"format": "pt", "save": plan.storage_data})
+        about = {"format": "pt", "save": plan.storage_data}
+        header, ranges = header_of([_described_item(item) for item in items], about)
 
         def parts() -> Iterator[memoryview]:
             yield memoryview(header)
@@ -139,7 +138,10 @@ class Writer(StorageWriter):
                 yield from _tensor_bytes(item, planner)
 
         fact = write_file(directory / name, parts())
-        chunks = [[item.index.fqn, {"file": name, **place}] for item, place in placed]
+        chunks = [
+            [item.index.fqn, {"file": name, **_placed(item, *place)}]
+            for item, place in zip(items, ranges, strict=True)
+        ]
         return _result(name, fact, chunks)
 
     # --- phase two, on rank 0: everything is written, or nothing ever was
@@ -250,13 +252,28 @@ class Reader(StorageReader):
                 for item in items:
                     chunk, dtype = self._chunks[item.storage_index]
                     target = planner.resolve_tensor(item).detach()
-                    _read_box(fd, chunk, BY_NAME[dtype], item.storage_offsets, target)
+                    read_box(fd, chunk, BY_NAME[dtype], item.storage_offsets, target)
                     planner.commit_tensor(item, target)
             finally:
                 os.close(fd)
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def read_whole(self, name: str) -> torch.Tensor:
+        """One tensor, from all its chunks, on the CPU."""
+        entry = self.entries[name]
+        whole = torch.empty(entry.shape, dtype=BY_NAME[entry.dtype])
+        for chunk in entry.chunks:
+            target = whole
+            for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.shape, strict=True)):
+                target = target.narrow(dim, offset, size)
+            fd = self._folder.open(chunk.file)
+            try:
+                read_box(fd, chunk, whole.dtype, (0,) * len(chunk.shape), target)
+            finally:
+                os.close(fd)
+        return whole
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         raise UsageError(f"a Reader reads the one checkpoint it was made for, not {checkpoint_id!r}")
@@ -266,59 +283,12 @@ class Reader(StorageReader):
         return False
 
 
-def write_file(path: Path, parts: Iterator[memoryview] | Sequence[memoryview]) -> FileFact:
-    """Writes a new file down to the disk; its size and checksum are those of the bytes as they were handed over."""
-    size = crc = 0
-    failpoint("checkpoint.before_file")
-    fd = files.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    try:
-        for part in parts:
-            for begin in range(0, len(part), _PIECE):
-                piece = part[begin : begin + _PIECE]
-                size, crc = size + len(piece), zlib.crc32(piece, crc)
-                while piece:
-                    piece = piece[os.write(fd, piece) :]
-        failpoint("checkpoint.before_fsync")
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    failpoint("checkpoint.after_file")
-    return FileFact(bytes=size, crc32=f"{crc:08x}")
-
-
 def sweep(parent: Path, owner: str) -> None:
     """Removes what killed saves and deletions of this owner have left, and of nobody else."""
     leftover = re.compile(rf"\.(tmp|del)-{re.escape(owner)}-[0-9]+-[0-9a-f]{{16}}")
     for path in parent.iterdir():
         if leftover.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _read_box(fd: int, chunk: Chunk, dtype: torch.dtype, start: Sequence[int], target: torch.Tensor) -> None:
-    """Fills `target` with the box of its shape that begins at `start` in the chunk. Whole rows are read."""
-    if not target.numel():
-        return
-    rows = target.shape[0] if target.dim() else 1
-    row_bytes = (chunk.end - chunk.begin) // (chunk.shape[0] if chunk.shape else 1)
-    begin = chunk.begin + (start[0] * row_bytes if chunk.shape else 0)
-    whole_rows = tuple(target.shape[1:]) == chunk.shape[1:]
-    if whole_rows and target.device.type == "cpu" and target.is_contiguous() and target.dtype == dtype:
-        _read_into(fd, chunk.file, begin, _bytes_of(target))
-        return
-    buffer = torch.empty(rows * row_bytes, dtype=torch.uint8)
-    _read_into(fd, chunk.file, begin, _bytes_of(buffer))
-    box = buffer.view(dtype).view(rows, *chunk.shape[1:]) if chunk.shape else buffer.view(dtype).view(())
-    for dim in range(1, target.dim()):
-        box = box.narrow(dim, start[dim], target.shape[dim])
-    target.copy_(box)
-
-
-def _read_into(fd: int, name: str, begin: int, view: memoryview) -> None:
-    while view:
-        got = os.preadv(fd, [view[: 1 << 30]], begin)
-        if not got:
-            raise Damaged(f"{name}: it ends before byte {begin + len(view)}")
-        view, begin = view[got:], begin + got
 
 
 def _tensor_bytes(item: WriteItem, planner: SavePlanner) -> Iterator[memoryview]:
@@ -330,34 +300,12 @@ def _tensor_bytes(item: WriteItem, planner: SavePlanner) -> Iterator[memoryview]
             f"{item.index.fqn!r} changed its shape or type while it was saved; save between steps"
         )
     if tensor.numel():
-        yield _bytes_of(tensor)
+        yield bytes_of(tensor)
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return tensor.view(-1).view(torch.uint8).numpy().data
-
-
-def _header(
-    items: list[WriteItem], about: dict[str, str]
-) -> tuple[bytes, list[tuple[WriteItem, dict[str, Any]]]]:
-    """The safetensors header for these items in this order, and where each will be in the file."""
-    entries: dict[str, Any] = {"__metadata__": about}
-    ends = [0]
-    for item in items:
-        assert item.tensor_data is not None
-        ends.append(ends[-1] + item.tensor_data.chunk.sizes.numel() * _item_bytes(item))
-        entries[_label(item)] = {
-            "dtype": NAMES[item.tensor_data.properties.dtype],
-            "shape": list(item.tensor_data.chunk.sizes),
-            "data_offsets": ends[-2:],
-        }
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
-    return header, [
-        (item, _placed(item, len(header) + begin, len(header) + end))
-        for item, begin, end in zip(items, ends, ends[1:], strict=False)
-    ]
+def _described_item(item: WriteItem) -> tuple[str, str, Sequence[int]]:
+    assert item.tensor_data is not None
+    return _label(item), NAMES[item.tensor_data.properties.dtype], item.tensor_data.chunk.sizes
 
 
 def _placed(item: WriteItem, begin: int, end: int) -> dict[str, Any]:

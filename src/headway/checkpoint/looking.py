@@ -1,0 +1,156 @@
+"""What is in a checkpoint or a safetensors file, without loading it. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, final
+
+from headway.checkpoint import layout
+from headway.checkpoint.layout import ITEM_BYTES, Damaged, Entry, Folder
+from headway.errors import NoValidCheckpoint, UsageError
+
+_LARGEST_HEADER = 100_000_000  # as safetensors itself has it
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """One line of the table."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+
+    @property
+    def module(self) -> str:
+        return self.name.rpartition(".")[0]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Overview:
+    """All tensors of a file or checkpoint, and what its manifest says."""
+
+    path: Path
+    about: dict[str, Any]
+    tensors: tuple[Tensor, ...]
+
+    def modules(self) -> dict[str, list[Tensor]]:
+        """The tensors by the module that they belong to, in the order of names."""
+        grouped: dict[str, list[Tensor]] = {}
+        for tensor in self.tensors:
+            grouped.setdefault(tensor.module, []).append(tensor)
+        return grouped
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON."""
+        return {
+            "path": str(self.path),
+            **self.about,
+            "tensors": [asdict(tensor) for tensor in self.tensors],
+            "modules": {name: totals(tensors) for name, tensors in self.modules().items()},
+            "total": totals(self.tensors),
+        }
+
+
+def totals(tensors: Iterable[Tensor]) -> dict[str, int]:
+    """How many tensors, elements and bytes."""
+    listed = list(tensors)
+    return {
+        "tensors": len(listed),
+        "elements": sum(math.prod(tensor.shape) for tensor in listed),
+        "bytes": sum(tensor.bytes for tensor in listed),
+    }
+
+
+def find(path: Path) -> list[Path]:
+    """The checkpoints that a path means, newest first: one, all of a run, or all in a directory of them."""
+    path = path.absolute()
+    if not path.is_dir():
+        raise UsageError(
+            f"{path} is neither a checkpoint nor a run: give a directory, or a .safetensors file to show"
+        )
+    if (path / layout.MANIFEST).exists() or path.name.startswith("step-"):
+        return [path]
+    parent = path / "checkpoints" if (path / "run.json").exists() else path
+    found = [layout.step_dir(parent, step) for step in reversed(layout.steps(parent))]
+    if not found:
+        raise UsageError(f"{parent} has no checkpoints")
+    return found
+
+
+def look(path: Path) -> Overview:
+    """The table of a checkpoint, of the newest one of a run, or of a plain safetensors file."""
+    path = path.absolute()
+    try:
+        if path.is_dir():
+            return _look_at_checkpoint(find(path)[0])
+        return _look_at_file(path)
+    except Damaged as problem:
+        raise NoValidCheckpoint(f"{path} is damaged: {problem}") from problem
+
+
+def _look_at_checkpoint(path: Path) -> Overview:
+    with Folder(path) as folder:
+        manifest = layout.read_manifest(folder)
+        if problems := layout.check_files(folder, manifest, [layout.INDEX]):
+            raise Damaged(problems[0])
+        entries = layout.read_index(folder, manifest)
+    about = {
+        "step": manifest.step,
+        "world_size": manifest.world_size,
+        "created": manifest.created,
+        "versions": dict(manifest.versions),
+        "metrics": dict(manifest.metrics),
+        "files": {name: fact.bytes for name, fact in manifest.files.items()},
+    }
+    return Overview(path=path, about=about, tensors=tuple(map(_line, entries, entries.values())))
+
+
+def _line(name: str, entry: Entry) -> Tensor:
+    return Tensor(name=name, dtype=entry.dtype, shape=entry.shape, bytes=entry.bytes)
+
+
+def _look_at_file(path: Path) -> Overview:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        about = os.fstat(fd)
+        if not stat.S_ISREG(about.st_mode):
+            raise UsageError(f"{path} is neither a checkpoint nor a safetensors file")
+        length = int.from_bytes(os.read(fd, 8), "little")
+        if not 2 <= length <= min(_LARGEST_HEADER, about.st_size - 8):
+            raise UsageError(
+                f"{path} is not a safetensors file: only these and checkpoints of headway can be shown"
+            )
+        header = layout.parse(path.name, os.read(fd, length))
+    finally:
+        os.close(fd)
+    return Overview(
+        path=path, about={}, tensors=tuple(sorted(_plain(header, path.name), key=lambda t: t.name))
+    )
+
+
+def _plain(header: object, file: str) -> Iterable[Tensor]:
+    if not isinstance(header, dict):
+        raise Damaged(f"{file}: its header is not a table")
+    for name, value in header.items():
+        match value:
+            case _ if name == "__metadata__":
+                continue
+            case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]} if all(
+                type(size) is int and size >= 0 for size in shape
+            ):
+                if dtype in ITEM_BYTES and end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
+                    raise Damaged(f"{file}: tensor {name!r:.100} cannot be what it says")
+                yield Tensor(name=name, dtype=dtype, shape=tuple(shape), bytes=end - begin)
+            case _:
+                raise Damaged(f"{file}: tensor {name!r:.100} cannot be what it says")

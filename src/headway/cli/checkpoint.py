@@ -1,0 +1,156 @@
+"""`headway checkpoint`: what is in it, is it whole, safetensors out. Parses, calls the checkpoint room, prints."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from headway.errors import DONE, NoValidCheckpoint, UsageError
+
+if TYPE_CHECKING:
+    from headway.checkpoint import looking
+
+_Path = Annotated[Path, tyro.conf.Positional]
+
+_USAGE = """\
+usage: headway checkpoint show PATH | verify PATH | export PATH OUT.safetensors
+
+  headway checkpoint show runs/digits-...           tensors by module: shapes, types, bytes, totals
+  headway checkpoint show model.safetensors         the same for a plain file
+  headway checkpoint verify runs/digits-...         read every byte of every checkpoint and compare
+  headway checkpoint export PATH net.safetensors --part net      one file, from however many ranks
+
+PATH is a checkpoint (step-000000001000), a run, or a directory of checkpoints; of several, show and export take the
+newest. `headway checkpoint VERB --help` explains a verb. Exit codes: 0 fine, 2 bad input, 74 disk trouble, 86 damaged.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Show:
+    """Tensors by module: shapes, types, bytes, totals. Nothing is loaded."""
+
+    path: _Path
+    json: bool = False
+    """print facts for programs"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verify:
+    """Reads every byte and compares. Exit code 0 if all is whole, 86 if not."""
+
+    path: _Path
+    json: bool = False
+    """print facts for programs"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """All tensors, or those of one part, as one plain safetensors file."""
+
+    path: _Path
+    out: _Path
+    part: str | None = None
+    """only this part of the state, as it was named when saved, like net; its name is left out of the file"""
+    json: bool = False
+    """print facts for programs"""
+
+
+def main(argv: list[str]) -> int:
+    verbs = {"show": _show, "verify": _verify, "export": _export}
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_USAGE, end="")
+        return DONE
+    if argv[0] not in verbs:
+        raise UsageError(f"there is no checkpoint verb {argv[0]!r}; see: headway checkpoint --help")
+    return verbs[argv[0]](argv[1:])
+
+
+def _show(argv: list[str]) -> int:
+    from headway.checkpoint import looking
+
+    options = tyro.cli(Show, args=argv, prog="headway checkpoint show")
+    overview = looking.look(options.path)
+    if options.json:
+        print(json.dumps(overview.to_dict(), indent=1))
+        return DONE
+    console = Console()
+    console.print(Text(safe(str(overview.path)), style="bold"))
+    for name in ("step", "world_size", "created", "metrics"):
+        if overview.about.get(name) not in (None, {}):
+            console.print(Text(safe(f"{name}: {overview.about[name]}")))
+    console.print(table(overview))
+    return DONE
+
+
+def table(overview: looking.Overview) -> Table:
+    """The overview for a terminal."""
+    from headway.checkpoint.looking import totals
+
+    made = Table(box=None, pad_edge=False)
+    for title in ("tensor", "type", "shape", "elements", "bytes"):
+        made.add_column(title, justify="right" if title in ("elements", "bytes") else "left", overflow="fold")
+    for module, tensors in overview.modules().items():
+        sum_of = totals(tensors)
+        heading = Text(safe(module) or "(no module)", style="bold")
+        made.add_row(heading, "", "", f"{sum_of['elements']:,}", size(sum_of["bytes"]), style="bold")
+        for tensor in tensors:
+            name = Text("  " + safe(tensor.name.rpartition(".")[2]))
+            shape = " x ".join(map(str, tensor.shape)) or "scalar"
+            made.add_row(name, tensor.dtype, shape, "", size(tensor.bytes))
+    whole = totals(overview.tensors)
+    label = f"{whole['tensors']} tensors"
+    made.add_row(label, "", "", f"{whole['elements']:,}", size(whole["bytes"]), style="bold")
+    return made
+
+
+def _verify(argv: list[str]) -> int:
+    from headway.checkpoint import layout, looking
+
+    options = tyro.cli(Verify, args=argv, prog="headway checkpoint verify")
+    console = Console(stderr=True)
+    found = {}
+    for path in looking.find(options.path):
+        with console.status(f"reading {path.name} ..."):  # shown on a terminal only
+            found[path] = layout.verify(path)
+        if not options.json:
+            print(f"{'damaged' if found[path] else 'whole  '}  {safe(str(path))}")
+            for problem in found[path]:
+                print(f"         {safe(problem)}")
+    if options.json:
+        print(json.dumps({str(path): problems for path, problems in found.items()}, indent=1))
+    return NoValidCheckpoint.exit_code if any(found.values()) else DONE
+
+
+def _export(argv: list[str]) -> int:
+    options = tyro.cli(Export, args=argv, prog="headway checkpoint export")
+    from headway.checkpoint import export, looking
+
+    (path, *_) = looking.find(options.path)
+    written = export(path, options.out, part=options.part)
+    if options.json:
+        print(json.dumps({"source": str(path), "file": str(options.out), "bytes": written}))
+    else:
+        print(f"{options.out}: {size(written)} from {path.name}")
+    return DONE
+
+
+def size(count: int) -> str:
+    """Bytes for people."""
+    value = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
+
+
+def safe(text: str) -> str:
+    """Text from a file, without what would command the terminal."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

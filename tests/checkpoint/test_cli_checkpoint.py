@@ -1,0 +1,151 @@
+"""`headway checkpoint show | verify | export`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import headway
+from headway import checkpoint
+from headway.cli import checkpoint as command
+from headway.errors import NoValidCheckpoint, UsageError
+from headway.run import Run
+from headway.testing import ranks
+
+STATE = {
+    "net": {
+        "layer.weight": torch.arange(12.0).reshape(4, 3),
+        "layer.bias": torch.ones(4),
+        "head": torch.tensor(True),
+    },
+    "adamw": {"state": {0: {"exp_avg": torch.zeros(4, 3, dtype=torch.bfloat16)}}},
+    "epoch": 3,
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    made = Run.create(tmp_path, name="digits")
+    for step in (1, 2):
+        checkpoint.save(made, STATE, step=step, metrics={"val/loss": 0.5})
+    return made
+
+
+def test_show_prints_a_table_by_module(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["show", str(run.path)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["step:", "2"] in lines
+    assert ["net.layer", "16", "64", "B"] in lines
+    assert ["weight", "F32", "4", "x", "3", "48", "B"] in lines
+    assert ["head", "BOOL", "scalar", "1", "B"] in lines
+    assert ["exp_avg", "BF16", "4", "x", "3", "24", "B"] in lines
+    assert ["4", "tensors", "29", "89", "B"] in lines
+
+
+def test_show_as_json(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["show", str(run.checkpoint_dir(1)), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["step"], shown["world_size"], shown["metrics"]) == (1, 1, {"val/loss": 0.5})
+    assert shown["total"] == {"tensors": 4, "elements": 29, "bytes": 89}
+    assert shown["modules"]["net.layer"] == {"tensors": 2, "elements": 16, "bytes": 64}
+    assert {"name": "net.layer.weight", "dtype": "F32", "shape": [4, 3], "bytes": 48} in shown["tensors"]
+
+
+def test_show_of_a_plain_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({"a.w": torch.zeros(2, 3)}, tmp_path / "x.safetensors")
+    assert command.main(["show", str(tmp_path / "x.safetensors"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["total"] == {"tensors": 1, "elements": 6, "bytes": 24}
+
+
+@pytest.mark.parametrize("data", [b"", b"PK\x03\x04 a torch file", b"\xff" * 100, b"\x02\0\0\0\0\0\0\0[]"])
+def test_show_of_another_file_is_refused(tmp_path: Path, data: bytes) -> None:
+    file = tmp_path / "x.pt"
+    file.write_bytes(data)
+    with pytest.raises((UsageError, NoValidCheckpoint), match=r"x\.pt"):
+        command.main(["show", str(file)])
+
+
+def test_names_cannot_command_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = checkpoint.save(tmp_path, {"net": {"evil\x1b[2J.w": torch.ones(1)}}, step=1)
+    command.main(["show", str(path)])
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_verify_says_which_and_what(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["verify", str(run.path)]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["whole", "whole"]
+    file = run.checkpoint_dir(2) / "rank-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert command.main(["verify", str(run.path)]) == 86
+    out = capsys.readouterr().out
+    assert "damaged" in out and "whole" in out and "bytes" in out
+    assert command.main(["verify", str(run.checkpoint_dir(1)), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {str(run.checkpoint_dir(1)): []}
+    assert command.main(["verify", str(run.path), "--json"]) == 86
+    assert run.checkpoint_dir(2).is_dir()  # looking moves nothing
+
+
+def test_export_of_a_part_is_what_was_saved(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "net.safetensors"
+    assert command.main(["export", str(run.path), str(out), "--part", "net", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bytes"] == out.stat().st_size
+    exported = load_file(out)
+    assert exported.keys() == STATE["net"].keys()  # type: ignore[attr-defined]
+    for name, tensor in STATE["net"].items():  # type: ignore[attr-defined]
+        assert torch.equal(exported[name], tensor) and exported[name].dtype == tensor.dtype
+    with pytest.raises(UsageError, match="exists already"):
+        command.main(["export", str(run.path), str(out)])
+    with pytest.raises(UsageError, match=r"'nets': the parts with tensors are 'net', 'adamw'"):
+        command.main(["export", str(run.path), str(tmp_path / "y.safetensors"), "--part", "nets"])
+    command.main(["export", str(run.path), str(tmp_path / "all.safetensors")])
+    assert len(load_file(tmp_path / "all.safetensors")) == 4
+
+
+def test_export_of_damage_writes_nothing(run: Run, tmp_path: Path) -> None:
+    (run.checkpoint_dir(2) / "state.json").write_bytes(b"{}")
+    with pytest.raises(NoValidCheckpoint, match="damaged"):
+        command.main(["export", str(run.path), str(tmp_path / "out.safetensors")])
+    assert not list(tmp_path.glob("*out*"))
+
+
+@ranks(3)
+def test_export_joins_what_three_ranks_wrote(tmp_path: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (3,))
+    whole = {"rows": torch.arange(35.0).reshape(7, 5), "columns": torch.arange(35).reshape(7, 5)}
+    sharded = {
+        name: distribute_tensor(t, mesh, [Shard(number)]) for number, (name, t) in enumerate(whole.items())
+    }
+    path = checkpoint.save(tmp_path, {"net": sharded}, step=1)
+    out = tmp_path / f"{headway.rank()}.safetensors"
+    checkpoint.export(path, out, part="net")
+    exported = load_file(out)
+    assert all(torch.equal(exported[name], tensor) for name, tensor in whole.items())
+
+
+@pytest.mark.parametrize(
+    "argv", [["show", "/nowhere"], ["verify", "/nowhere"], ["verify", "/"], ["look", "x"]]
+)
+def test_bad_input_is_a_usage_error(argv: list[str]) -> None:
+    with pytest.raises(UsageError):
+        command.main(argv)
+
+
+def test_help_and_looking_need_no_torch(run: Run) -> None:
+    code = f"""
+import sys
+from headway.cli import checkpoint
+checkpoint.main([]); checkpoint.main(["show", {str(run.path)!r}]); checkpoint.main(["verify", {str(run.path)!r}])
+assert "torch" not in sys.modules and "numpy" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
