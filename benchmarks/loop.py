@@ -1,10 +1,11 @@
 """What a training loop costs per step: a raw loop, headway, and its peers where they are installed.
 
-    python benchmarks/loop.py [--steps 1500] [--repeat 5] [--device cpu|cuda]
+    python benchmarks/loop.py [--steps 300] [--rounds 25] [--device cpu|cuda]
 
 A tiny model (4 x 256, batch 64, AdamW), so that the loop shows beside the mathematics; batches are in host memory
-already. Every loop logs its loss in each step in its own way. The loops run one after the other, again and again, in
-one process, and medians are compared, because machines are noisy.
+already. Lightning, dmlcloud and headway log the loss in each step, in their own way. The machine is noisy and its speed
+drifts, so short runs of all loops alternate in one process, in changing order; each is compared with the raw loop of its
+own round, and the median of these ratios is printed with the two quartiles.
 """
 
 from __future__ import annotations
@@ -200,8 +201,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -211,20 +212,22 @@ def main() -> None:
     there = {name: loop for name, (loop, package) in LOOPS.items() if importlib.util.find_spec(package)}
     missing = [name for name in LOOPS if name not in there]
     times: dict[str, list[float]] = {name: [] for name in there}
-    for _ in range(arguments.repeat):
-        for name, loop in there.items():
+    for number in range(arguments.rounds):
+        order = list(there.items())
+        shift = number % len(order)
+        for name, loop in order[shift:] + order[:shift]:
             watch = Stopwatch(make_batches(arguments.steps + WARM_UP), torch.device(arguments.device))
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                 loop(watch)
             times[name].append(watch.microseconds())
-    base = statistics.median(times["raw loop"])
     print(
-        f"{arguments.device}, torch {torch.__version__}, {arguments.steps} steps, {arguments.repeat} rounds"
+        f"{arguments.device}, torch {torch.__version__}, {arguments.rounds} rounds of {arguments.steps} steps"
     )
     for name, each in times.items():
-        median = statistics.median(each)
-        over = "" if name == "raw loop" else f"{median / base - 1:+7.1%}"
-        print(f"{name:12} {median:8.1f} us/step {over:8}  {min(each):.0f} to {max(each):.0f}")
+        ratios = [mine / base - 1 for mine, base in zip(each, times["raw loop"], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        over = "" if name == "raw loop" else f"{middle:+7.1%}  ({low:+.1%} to {high:+.1%})"
+        print(f"{name:12} {statistics.median(each):8.1f} us/step {over}")
     if missing:
         print(f"not installed here: {', '.join(missing)}")
     sys.stdout.flush()

@@ -80,7 +80,7 @@ def test_equal_to_a_loop_by_hand(precision: str, tmp_path: Path) -> None:
         assert torch.equal(ours, truth), name
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself
+@pytest.mark.filterwarnings("ignore")  # the compiler warns of much
 def test_compiled_models_keep_their_names_and_numbers(tmp_path: Path) -> None:
     pipe = make_pipe(tmp_path, net=make_net(dropout=0.0), compile=True)
     pipe.register_dataset("train", Batches(30))

@@ -71,7 +71,9 @@ def _is_named(batch: tuple[Any, ...] | list[Any]) -> bool:
 
 def sample_count(batch: Any) -> int:
     """How many samples a batch has: the length of the first tensor in it, 1 if there is none."""
-    first = _first_tensor(batch)
+    first = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    if not isinstance(first, Tensor):
+        first = _first_tensor(batch)
     return len(first) if first is not None and first.ndim else 1
 
 
