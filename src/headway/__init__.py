@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from headway import (
+        checkpoint as checkpoint,
         data as data,
         dist as dist,
         errors as errors,
@@ -65,6 +66,7 @@ _HOME = {
     "all_gather_object": "headway.dist",
     "barrier": "headway.dist",
     "broadcast_object": "headway.dist",
+    "checkpoint": "headway.checkpoint",
     "data": "headway.data",
     "dist": "headway.dist",
     "errors": "headway.errors",

@@ -14,6 +14,7 @@ import headway
 from headway.errors import DONE, INTERRUPTED, HeadwayError
 
 VERBS = {
+    "checkpoint": "what is in a checkpoint, is it whole, and its weights as one safetensors file",
     "doctor": "what this machine is and whether it is fit to train: a verdict per line",
     "plan": "memory, time and cost of a run before it starts: of a layout, the best layouts, or your own module",
     "run": "run a script here, on N processes that live and die together",
