@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from headway.data.mix import Mix as Mix
     from headway.data.order import Order as Order, Shuffle as Shuffle
     from headway.data.packing import pack as pack
+    from headway.data.shardloader import ShardLoader as ShardLoader
     from headway.data.shards import Limits as Limits, Shard as Shard
 
 _HOME = {
@@ -33,6 +34,7 @@ _HOME = {
     "Mix": "headway.data.mix",
     "Order": "headway.data.order",
     "Shard": "headway.data.shards",
+    "ShardLoader": "headway.data.shardloader",
     "ShardedXrDataset": "headway.data.arrays",
     "Shuffle": "headway.data.order",
     "chunk_and_shard_indices": "headway.data.arrays",

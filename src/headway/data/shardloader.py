@@ -1,0 +1,428 @@
+"""`ShardLoader`: tar shards to batches, in an exact order and exact proportions, at the speed of the decoder.
+
+A few threads read and decode; decoders release the interpreter lock, and nothing is copied between processes. What
+they load is computed from the position: `mix` says which dataset, `order` which sample, and samples of a batch are
+dealt to ranks by lane, so that a node reads few shards. The position and the changes of weights are all the state.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Literal, NamedTuple, final, get_args
+
+import numpy as np
+import torch
+
+from headway import dist
+from headway.data.decode import BadSample, Decoder, decode
+from headway.data.mix import Mix, Segment, Shards, Timeline
+from headway.data.order import Ints, Order, Shuffle, key
+from headway.data.ranks import Share
+from headway.data.shards import Limits
+from headway.data.sources import OpenShards, Source, find
+from headway.errors import HeadwayError, UsageError
+
+Transform = Callable[[dict[str, Any], np.random.Generator], Any]
+Tail = Literal["carry", "drop"]
+
+_AHEAD = 8192  # positions that are looked up at once
+_ATTEMPTS = 8
+_TRANSFORM, _SUBSTITUTE = 1, 2  # what a key is for
+
+
+class Bad(NamedTuple):
+    """A sample that could not be used."""
+
+    dataset: str
+    shard: str
+    key: str
+    reason: str
+
+
+@final
+class ShardLoader:
+    """Batches from tar shards, for training (shuffled, endless) or validation (`shuffle=False`, each sample once).
+
+        mix = hw.data.Mix({"laion": 0.5, "datacomp": 0.3}, shards=...)           # or a folder, a pattern, a list
+        loader = hw.data.ShardLoader(mix, batch_size=256, transform=augment, seed=0)
+        for batch in loader:
+            ...
+        loader.set_weights({"laion": 0.2})       # on all ranks alike; holds from the next batch on
+
+    A pass is an epoch: as many samples as all datasets have together. `tail="carry"` begins the next pass with the
+    samples that did not fill a batch, `"drop"` leaves them out; without shuffle the last batch is short. `transform`
+    gets a decoded sample and a generator of random numbers that belongs to seed, dataset, epoch and sample.
+
+    A sample that cannot be decoded is replaced by another one of its dataset, always the same, and noted in `bad`; more
+    than `max_bad` of them (a part of all) stop the run. Batches that wait take at most `memory` bytes, or are one.
+    """
+
+    def __init__(
+        self,
+        source: Mix | Shards,
+        batch_size: int | None = None,
+        *,
+        global_batch_size: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        lanes: int = 24,
+        window: int = 4096,
+        tail: Tail = "carry",
+        transform: Transform | None = None,
+        decoders: Mapping[str, Decoder] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        threads: int | None = None,
+        prefetch: int = 4,
+        memory: int = 2**30,
+        max_bad: float = 0.001,
+        limits: Limits | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        self._share = Share(
+            batch_size=batch_size, global_batch_size=global_batch_size, rank=rank, world_size=world_size
+        )
+        _check(tail, prefetch, threads, max_bad)
+        mix = source if isinstance(source, Mix) else Mix({"data": 1.0}, shards={"data": source})
+        self._limits = limits or Limits()
+        self._sources = find(mix.shards, self._limits, shared=rank is None and dist.is_initialized())
+        self._how = Shuffle(seed=seed, lanes=lanes, window=window)
+        self._orders = [
+            Order(source.counts, _own(self._how, number) if shuffle else None)
+            for number, source in enumerate(self._sources)
+        ]
+        self.samples = sum(order.samples for order in self._orders)
+        self._shuffle, self._tail, self._schedule = shuffle, tail, mix.schedule
+        self._weights = mix.weights
+        self._timeline: Timeline | None = None
+        self._changing = threading.Lock()
+        self._loading = _Loading(
+            OpenShards(self._sources, self._limits, capacity=4 * lanes * len(self._sources)),
+            self._sources,
+            self._orders,
+            seed=seed,
+            transform=transform,
+            decoders=dict(decoders or {}),
+            limits=self._limits,
+        )
+        self._collate = collate_fn or collate
+        self._threads, self._prefetch, self._memory, self._max_bad = threads, prefetch, memory, max_bad
+        self._epoch = self._position = self._loops = self._handed = 0
+        self._restored = False
+        self.bad: list[Bad] = []
+
+    # --- iterating
+
+    def __len__(self) -> int:
+        """Batches of the present pass from its beginning, on this rank."""
+        start, size = self._pass_start(self._epoch), self._size()
+        whole, rest = divmod((self._epoch + 1) * self.samples - start, size)
+        mine = self._share.of(rest)
+        return whole if self._shuffle else whole + (mine.start < mine.stop)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._shuffle and self._size() > self.samples:
+            raise UsageError(
+                f"a global batch of {self._size()} samples, but all datasets together have {self.samples}: "
+                "take a smaller batch"
+            )
+        if not (self._shuffle or self._restored):
+            self._position = self._epoch * self.samples
+        self._restored = False
+        self._loops += 1
+        return self._loop(self._loops)
+
+    def _loop(self, number: int) -> Iterator[Any]:
+        pool = ThreadPoolExecutor(self._threads or _cores(), "headway load")
+        try:
+            yield from self._loaded(pool, number)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+        if self._loops == number:
+            self._epoch += 1
+            if self._tail == "drop" or not self._shuffle:
+                self._position = self._epoch * self.samples
+
+    def _loaded(self, pool: ThreadPoolExecutor, number: int) -> Iterator[Any]:
+        """Batches, loaded ahead; what is ahead is loaded anew when weights change."""
+        waiting: deque[tuple[list[Future[_Loaded]], int]] = deque()
+        timeline, largest = self._history(), 0
+        plans = self._plans(timeline, self._position)
+        while True:
+            if self._history() is not timeline:
+                for future in (future for futures, _ in waiting for future in futures):
+                    future.cancel()
+                waiting.clear()
+                timeline = self._history()
+                plans = self._plans(timeline, self._position)
+            while not waiting or self._may_wait(len(waiting) + 1, largest):
+                plan = next(plans, None)
+                if plan is None:
+                    break
+                places, end = plan
+                waiting.append(([pool.submit(self._loading.load, *place) for place in places], end))
+            if not waiting:
+                return
+            futures, end = waiting.popleft()
+            loaded = [future.result() for future in futures]
+            largest = max(largest, sum(one.size for one in loaded))
+            with self._changing:
+                if self._history() is not timeline:
+                    continue  # changed by another thread just now: this batch is no longer the next
+                self._check_loop(number)
+                self._position = end  # from here on it is the training loop's
+            self._note(loaded)
+            if loaded:
+                yield self._collate([one.value for one in loaded])
+
+    def _may_wait(self, batches: int, largest: int) -> bool:
+        """Whether so many batches may wait; until one is known, its size is not, and the second waits its turn."""
+        return batches <= self._prefetch and 0 < batches * largest <= self._memory
+
+    def _check_loop(self, number: int) -> None:
+        if self._loops != number:
+            raise UsageError(
+                "another loop over this ShardLoader has begun: a loader has one position, and one loop at a time. "
+                "Make a second loader for the second loop"
+            )
+
+    def _note(self, loaded: list[_Loaded]) -> None:
+        self._handed += len(loaded)
+        self.bad += [bad for one in loaded for bad in one.bad]
+        if len(self.bad) > 1 + self._max_bad * self._handed:
+            last = self.bad[-1]
+            raise HeadwayError(
+                f"{len(self.bad)} of {self._handed} samples could not be used, more than max_bad={self._max_bad:g}; "
+                f"the last one is {last.key!r} in {last.shard}: {last.reason}"
+            )
+
+    # --- what to load
+
+    def _plans(
+        self, timeline: Timeline, position: int
+    ) -> Iterator[tuple[list[tuple[int, int, int, int]], int]]:
+        """For each batch of the pass: this rank's (dataset, epoch, shard, sample), and where the batch ends."""
+        size, stop = self._size(), (self._epoch + 1) * self.samples
+        many = max(1, _AHEAD // size)
+        while position < stop:
+            whole = min(many, (stop - position) // size)
+            if not whole and self._shuffle:
+                return
+            count = whole * size or stop - position
+            table = self._locate(timeline, np.arange(position, position + count))
+            for batch in np.split(table, max(whole, 1)):
+                position += len(batch)
+                batch = batch[np.argsort(batch[:, 0], kind="stable")]  # by lane
+                rows = batch[self._share.of(len(batch)), 1:].tolist()
+                yield [(row[0], row[1], row[2], row[3]) for row in rows], position
+
+    def _locate(self, timeline: Timeline, positions: Ints) -> Ints:
+        """Rows of lane, dataset, epoch, shard, sample."""
+        dataset, cursor = timeline.draw(positions) if self._shuffle else self._as_stored(positions)
+        table = np.empty((len(positions), 5), np.int64)
+        for number in np.unique(dataset).tolist():
+            here = dataset == number
+            places = self._orders[number].locate(cursor[here])
+            table[here] = np.stack(
+                [places.lane, np.full_like(places.lane, number), places.epoch, places.shard, places.sample], 1
+            )
+        return table
+
+    def _as_stored(self, positions: Ints) -> tuple[Ints, Ints]:
+        """One dataset after the other."""
+        sizes = np.array([order.samples for order in self._orders])
+        epoch, within = np.divmod(positions, self.samples)
+        ends = np.cumsum(sizes)
+        dataset = np.searchsorted(ends, within, side="right")
+        return dataset, epoch * sizes[dataset] + within - (ends - sizes)[dataset]
+
+    def _history(self) -> Timeline:
+        """The weights over time. Made late: a step of the schedule is a batch of all ranks, who must have met."""
+        if self._timeline is None:
+            size = self._size()
+            planned = [Segment(step * size, weights) for step, weights in self._schedule if self._shuffle]
+            self._timeline = Timeline([Segment(0, self._weights), *planned])
+        return self._timeline
+
+    def _size(self) -> int:
+        return self._share.batch(self._share.place()[1])
+
+    def _pass_start(self, epoch: int) -> int:
+        start = epoch * self.samples
+        return start // self._size() * self._size() if self._shuffle and self._tail == "carry" else start
+
+    # --- weights
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weights of the next batch."""
+        return self._history().weights_at(self._position)
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Changes weights from the next batch on. Call it on all ranks after the same step, with the same numbers."""
+        if not self._shuffle:
+            raise UsageError("a loader with shuffle=False reads every sample once: it has no weights to set")
+        with self._changing:
+            self._timeline = self._history().changed(self._position, weights)
+
+    def set_weight(self, name: str, weight: float) -> None:
+        """`set_weights` for one dataset."""
+        self.set_weights({name: weight})
+
+    def counts(self) -> dict[str, int]:
+        """Samples of each dataset that all ranks together have consumed."""
+        return self._history().counts_at(self._position)
+
+    # --- position
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the present pass, or of the next one if none has begun."""
+        return self._epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begins an epoch from its first batch; after `load_state_dict`, the restored epoch from its position."""
+        if epoch < 0:
+            raise UsageError(f"set_epoch({epoch}): epochs are counted from 0")
+        if not (self._restored and epoch == self._epoch):
+            self._epoch, self._position, self._restored = epoch, self._pass_start(epoch), False
+            self._loops += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been consumed, in samples of all ranks together, and the weights over time; equal on all ranks."""
+        segments = [[segment.start, segment.weights] for segment in self._history().segments]
+        return self._identity() | {"epoch": self._epoch, "position": self._position, "segments": segments}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was taken, on any number of ranks; other shards or another order are refused."""
+        ours = self._identity()
+        if {*state} != {*ours, "epoch", "position", "segments"}:
+            raise UsageError(f"this is not the state of a ShardLoader: {dict(state)}")
+        other = [
+            f"{name} {state[name]} there, {ours[name]} here" for name in ours if state[name] != ours[name]
+        ]
+        if other:
+            raise UsageError(
+                f"the position belongs to another order of samples: {'; '.join(other)}. Make the loader as it was, "
+                "or start without its state"
+            )
+        self._timeline = Timeline(
+            [Segment(int(start), dict(weights)) for start, weights in state["segments"]]
+        )
+        self._epoch, self._position = int(state["epoch"]), int(state["position"])
+        self._restored = True
+        self._loops += 1  # a loop that is under way would go on from the old position: it ends
+
+    def _identity(self) -> dict[str, Any]:
+        how = self._how
+        return {
+            "version": 1,
+            "seed": how.seed,
+            "lanes": how.lanes,
+            "window": how.window,
+            "shuffle": self._shuffle,
+            "datasets": {source.name: source.fingerprint() for source in self._sources},
+        }
+
+
+def _check(tail: str, prefetch: int, threads: int | None, max_bad: float) -> None:
+    if tail not in get_args(Tail):
+        raise UsageError(f'tail={tail!r} is unknown: use "carry" (into the next pass) or "drop"')
+    if prefetch < 1 or (threads is not None and threads < 1):
+        raise UsageError(f"prefetch={prefetch}, threads={threads}: both must be at least 1")
+    if not 0 <= max_bad <= 1:
+        raise UsageError(f"max_bad={max_bad}: give the part of samples that may be bad, from 0 to 1")
+
+
+def _cores() -> int:
+    """This rank's share of the processor cores it may use."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return max(1, cores // dist.local_world_size()) if dist.is_initialized() else cores
+
+
+def _own(how: Shuffle, dataset: int) -> Shuffle:
+    return Shuffle(seed=key(how.seed, dataset), lanes=how.lanes, window=how.window)
+
+
+# --- what runs in the threads
+
+
+class _Loaded(NamedTuple):
+    value: Any
+    size: int
+    bad: list[Bad]
+
+
+@final
+class _Loading:
+    """One sample: read, decoded, transformed."""
+
+    def __init__(
+        self,
+        shards: OpenShards,
+        sources: Sequence[Source],
+        orders: Sequence[Order],
+        *,
+        seed: int,
+        transform: Transform | None,
+        decoders: dict[str, Decoder],
+        limits: Limits,
+    ) -> None:
+        self._shards, self._sources, self._orders, self._seed = shards, sources, orders, seed
+        self._transform, self._decoders, self._limits = transform, decoders, limits
+
+    def load(self, dataset: int, epoch: int, shard: int, sample: int) -> _Loaded:
+        bad: list[Bad] = []
+        for attempt in range(_ATTEMPTS):
+            mapped = self._shards.get(dataset, shard)
+            try:
+                value = decode(mapped[sample], self._decoders, self._limits)
+            except BadSample as error:
+                entry = mapped.entries[sample]
+                bad.append(Bad(self._sources[dataset].name, str(mapped.path), entry.key, str(error)))
+                shard, sample = self._other(dataset, epoch, shard, sample, attempt)
+                continue
+            value["__key__"] = mapped.entries[sample].key
+            size = _bytes(value)
+            if self._transform is not None:
+                secret = key(self._seed, _TRANSFORM, dataset, epoch, shard, sample)
+                value = self._transform(value, np.random.Generator(np.random.Philox(secret)))
+            return _Loaded(value, max(size, _bytes(value)), bad)
+        raise HeadwayError(f"{_ATTEMPTS} samples in a row could not be used; the last one: {bad[-1]}")
+
+    def _other(self, dataset: int, epoch: int, shard: int, sample: int, attempt: int) -> tuple[int, int]:
+        """A substitute: the same one on every rank, in every run."""
+        order = self._orders[dataset]
+        position = key(self._seed, _SUBSTITUTE, epoch, shard, sample, attempt) % order.samples
+        places = order.locate(np.array([position]))
+        return int(places.shard[0]), int(places.sample[0])
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, np.ndarray | torch.Tensor):
+        return int(value.nbytes)
+    if isinstance(value, Mapping):
+        return sum(map(_bytes, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(_bytes, value))
+    return len(value) if isinstance(value, str | bytes) else 8
+
+
+def collate(samples: list[Any]) -> Any:
+    """Dicts to a dict of batches: numbers and arrays of one shape become a tensor, all else a list."""
+    first = samples[0]
+    if isinstance(first, dict):
+        names = [name for name in first if all(name in sample for sample in samples)]
+        return {name: collate([sample[name] for sample in samples]) for name in names}
+    if isinstance(first, int | float):
+        return torch.tensor(samples)
+    if isinstance(first, np.ndarray) and len({(each.shape, each.dtype) for each in samples}) == 1:
+        return torch.from_numpy(np.stack(samples))
+    if isinstance(first, torch.Tensor) and len({(each.shape, each.dtype) for each in samples}) == 1:
+        return torch.stack(samples)
+    return samples

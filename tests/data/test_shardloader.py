@@ -1,0 +1,433 @@
+"""ShardLoader on real shards: exact, elastic, weights that change; bad samples replaced; memory and threads bounded."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+import headway as hw
+from headway.data import Mix, ShardLoader, pack
+from headway.errors import HeadwayError, UsageError
+from headway.testing import ranks
+
+SIZES = {"a": [7, 13, 1, 9], "b": [20, 5], "c": [3]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three datasets of uneven shards; each sample's text is its dataset and number."""
+    root = tmp_path_factory.mktemp("shards")
+    for name, sizes in SIZES.items():
+        number = 0
+        for shard, size in enumerate(sizes):
+            made = [
+                {"__key__": f"{n:04d}", "txt": f"{name}{n}", "cls": n} for n in range(number, number + size)
+            ]
+            pack(made, root / name, name=f"shard{shard}")
+            number += size
+    return root
+
+
+def mix_of(folder: Path, weights: dict[str, float], **how: object) -> Mix:
+    return Mix(weights, shards={name: folder / name for name in weights}, **how)
+
+
+def texts(loader: ShardLoader) -> list[list[str]]:
+    return [batch["txt"] for batch in loader]
+
+
+def group(world_size: int, source: object, **how: object) -> list[ShardLoader]:
+    return [
+        ShardLoader(source, rank=rank, world_size=world_size, threads=1, **how) for rank in range(world_size)
+    ]
+
+
+def global_batches(loaders: list[ShardLoader], steps: int) -> list[list[str]]:
+    iterators = [iter(loader) for loader in loaders]
+    batches = [[text for iterator in iterators for text in next(iterator)["txt"]] for _ in range(steps)]
+    for iterator in iterators:
+        iterator.close()
+    return batches
+
+
+# --- the order
+
+
+@pytest.mark.parametrize("tail", ["carry", "drop"])
+def test_passes_of_one_dataset(folder: Path, tail: str) -> None:
+    loader = ShardLoader(folder / "a", batch_size=4, tail=tail, lanes=3, window=5)
+    passes = [(len(loader), texts(loader)) for _ in range(4)]
+    assert [length for length, _ in passes] == [len(batches) for _, batches in passes]
+    assert {len(batch) for _, batches in passes for batch in batches} == {4}
+    if tail == "carry":  # 30 samples, 4 at a time: every sample as often as any other
+        assert [length for length, _ in passes] == [7, 8, 7, 8]
+        seen = Counter(text for _, batches in passes for batch in batches for text in batch)
+        assert set(seen.values()) == {4} and len(seen) == 30
+    else:
+        assert [length for length, _ in passes] == [7] * 4
+        assert all(len({text for batch in batches for text in batch}) == 28 for _, batches in passes)
+    assert loader.epoch == 4
+    assert passes[0][1] != passes[1][1]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_validation_sees_every_sample_of_all_datasets_once(folder: Path, world_size: int) -> None:
+    loaders = group(world_size, mix_of(folder, {"a": 1, "b": 9, "c": 1}), batch_size=4, shuffle=False)
+    parts = [texts(loader) for loader in loaders]
+    assert [len(loader) for loader in loaders] == [len(part) for part in parts]
+    seen = sorted(text for part in parts for batch in part for text in batch)
+    assert seen == sorted(f"{name}{n}" for name, sizes in SIZES.items() for n in range(sum(sizes)))
+    assert parts == [texts(loader) for loader in loaders], "and again, from the top"
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    weights=st.tuples(*[st.integers(1, 9)] * 3),
+    later=st.tuples(*[st.integers(0, 9)] * 3).filter(any),
+    sizes=st.tuples(st.sampled_from([1, 2, 3, 4, 6]), st.sampled_from([1, 2, 3, 4, 6])),
+    change=st.integers(0, 8),
+    cut=st.integers(0, 8),
+)
+def test_any_world_size_goes_on_with_the_same_global_batches(
+    folder: Path,
+    weights: tuple[int, ...],
+    later: tuple[int, ...],
+    sizes: tuple[int, int],
+    change: int,
+    cut: int,
+) -> None:
+    """With weights that change before or after the cut; 9 passes of 4 batches, so over ends of epochs."""
+
+    def run(world_size: int, first: int, stop: int, state: object) -> tuple[list[list[str]], object]:
+        mix = mix_of(folder, dict(zip("abc", weights, strict=True)))
+        loaders = group(world_size, mix, global_batch_size=12, lanes=4, window=6, prefetch=2)
+        if state is not None:
+            for loader in loaders:
+                loader.load_state_dict(json.loads(json.dumps(state)))
+        batches = []
+        for step in range(first, stop):
+            if step == change:
+                for loader in loaders:
+                    loader.set_weights(dict(zip("abc", later, strict=True)))
+            while True:
+                try:
+                    batches += global_batches(loaders, 1)
+                    break
+                except StopIteration:  # the pass had ended on all of them: the next one begins
+                    for loader in loaders[1:]:
+                        assert next(iter(loader), None) is None
+        assert len({json.dumps(loader.state_dict()) for loader in loaders}) == 1
+        return batches, loaders[0].state_dict()
+
+    whole, _ = run(1, 0, 9, None)
+    before, state = run(sizes[0], 0, cut, None)
+    after, _ = run(sizes[1], cut, 9, state)
+    assert before + after == whole
+
+
+def test_proportions_are_exact_and_counted(folder: Path) -> None:
+    loader = ShardLoader(mix_of(folder, {"a": 0.5, "b": 0.3, "c": 0.2}), batch_size=10, window=4)
+    iterator = iter(loader)
+    shares = Counter(text[0] for _ in range(5) for text in next(iterator)["txt"])
+    assert shares == {"a": 25, "b": 15, "c": 10}
+    assert loader.counts() == shares
+
+
+def test_weights_hold_from_the_very_next_batch(folder: Path) -> None:
+    loader = ShardLoader(mix_of(folder, {"a": 1, "b": 1}), batch_size=10, prefetch=3)
+    iterator = iter(loader)
+    next(iterator)
+    loader.set_weight("a", 0)
+    assert loader.weights == {"a": 0, "b": 1}
+    assert {text[0] for text in next(iterator)["txt"]} == {"b"}
+    with pytest.raises(UsageError, match="'z' is not in the mix"):
+        loader.set_weight("z", 1)
+
+
+def test_a_schedule_is_the_same_change_at_its_step(folder: Path) -> None:
+    planned = ShardLoader(mix_of(folder, {"a": 1, "b": 1}, schedule=[(2, {"b": 0})]), batch_size=10)
+    by_hand = ShardLoader(mix_of(folder, {"a": 1, "b": 1}), batch_size=10)
+    iterator, batches = iter(by_hand), []
+    for step in range(4):
+        if step == 2:
+            by_hand.set_weights({"b": 0})
+        batches.append(next(iterator)["txt"])
+    assert texts(planned)[:4] == batches
+    assert {text[0] for text in batches[2]} == {"a"}
+
+
+def test_weights_may_be_set_from_another_thread(folder: Path) -> None:
+    loader = ShardLoader(mix_of(folder, {"a": 1, "b": 1}), batch_size=2, prefetch=2, threads=2)
+    stop = threading.Event()
+
+    def meddle() -> None:
+        while not stop.wait(0.001):
+            loader.set_weights({"a": 1, "b": 2})
+
+    thread = threading.Thread(target=meddle)
+    thread.start()
+    seen = [batch["txt"] for _ in range(3) for batch in loader]
+    stop.set()
+    thread.join()
+    again = ShardLoader(mix_of(folder, {"a": 1, "b": 1}), batch_size=2)
+    state = loader.state_dict() | {"epoch": 0, "position": 0}
+    again.load_state_dict(state)
+    assert [batch["txt"] for _ in range(3) for batch in again] == seen, "the segments tell the whole story"
+
+
+# --- position
+
+
+def test_state_counts_what_was_consumed(folder: Path) -> None:
+    loader = ShardLoader(folder / "a", batch_size=4, prefetch=4)
+    whole = texts(ShardLoader(folder / "a", batch_size=4))
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    state = loader.state_dict()
+    assert state["position"] == 8
+    assert len(json.dumps(state)) < 400
+    other = ShardLoader(folder / "a", batch_size=4)
+    other.load_state_dict(state)
+    other.set_epoch(0)
+    assert texts(other) == whole[2:]
+    other.set_epoch(0)
+    assert texts(other) == whole
+
+
+def test_break_goes_on_and_two_loops_are_an_error(folder: Path) -> None:
+    loader = ShardLoader(folder / "a", batch_size=4)
+    whole = texts(ShardLoader(folder / "a", batch_size=4))
+    for _ in loader:
+        break
+    first = iter(loader)
+    assert next(first)["txt"] == whole[1]
+    second = iter(loader)
+    assert next(second)["txt"] == whole[2]
+    with pytest.raises(UsageError, match="one loop at a time"):
+        next(first)
+
+
+def test_other_shards_and_orders_are_refused(folder: Path) -> None:
+    state = ShardLoader(folder / "a", batch_size=4).state_dict()
+    for other, says in (
+        (ShardLoader(folder / "b", batch_size=4), "datasets"),
+        (ShardLoader(folder / "a", batch_size=4, seed=1), "seed 0 there, 1 here"),
+        (ShardLoader(folder / "a", batch_size=4, lanes=5), "lanes 24 there, 5 here"),
+        (ShardLoader(folder / "a", batch_size=4, window=5), "window"),
+        (ShardLoader(folder / "a", batch_size=4, shuffle=False), "shuffle"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            other.load_state_dict(state)
+    with pytest.raises(UsageError, match="not the state of a ShardLoader"):
+        ShardLoader(folder / "a", batch_size=4).load_state_dict({})
+
+
+def test_nodes_read_different_shards(tmp_path: Path) -> None:
+    """Dealt by lane: with 8 ranks a shard is read by about one of them, not by all eight."""
+    for shard in range(64):
+        pack([{"__key__": str(n), "cls": shard} for n in range(40)], tmp_path, name=f"s{shard:02d}")
+    loaders = group(8, tmp_path, global_batch_size=96, lanes=24, window=40)
+    readers = [{shard for batch in loader for shard in batch["cls"].tolist()} for loader in loaders]
+    assert set.union(*readers) == set(range(64))
+    assert sum(map(len, readers)) / 64 < 2, "strided slices of batches would give 8"
+
+
+# --- samples
+
+
+def test_random_numbers_belong_to_the_sample(folder: Path) -> None:
+    def drawn(world_size: int, **how: object) -> dict[str, float]:
+        loaders = [
+            ShardLoader(
+                folder / "a",
+                global_batch_size=6,
+                transform=lambda sample, rng: (sample["txt"], rng.random()),
+                collate_fn=list,
+                rank=rank,
+                world_size=world_size,
+                **how,
+            )
+            for rank in range(world_size)
+        ]
+        return {text: number for loader in loaders for batch in loader for text, number in batch}
+
+    one = drawn(1)
+    assert len(set(one.values())) == 30
+    assert one == drawn(2) == drawn(3, threads=4)
+    other = drawn(1, seed=1)
+    assert all(one[text] != other[text] for text in one)
+
+
+def damaged(folder: Path, bad: set[int], count: int = 200) -> Path:
+    pack([{"__key__": f"{n:03d}", "cls": "x" if n in bad else n} for n in range(count)], folder)
+    return folder
+
+
+def test_a_bad_sample_is_replaced_by_the_same_one_every_time(tmp_path: Path) -> None:
+    damaged(tmp_path, {17})
+    runs = []
+    for world_size in (1, 2):
+        loaders = group(world_size, tmp_path, global_batch_size=20)
+        seen = sorted(n for loader in loaders for batch in loader for n in batch["cls"].tolist())
+        assert [bad.key for loader in loaders for bad in loader.bad] == ["017"]
+        runs.append(seen)
+    assert runs[0] == runs[1]
+    assert len(runs[0]) == 200 and set(runs[0]) == set(range(200)) - {17}
+
+
+def test_too_many_bad_samples_stop_the_run(tmp_path: Path) -> None:
+    damaged(tmp_path, set(range(0, 200, 20)))
+    with pytest.raises(
+        HeadwayError, match=r"2 of \d+ samples could not be used, more than max_bad=0\.001.*shard-000000"
+    ):
+        list(ShardLoader(tmp_path, batch_size=10))
+    loader = ShardLoader(tmp_path, batch_size=10, max_bad=0.2)
+    assert sum(len(batch["cls"]) for batch in loader) == 200
+    assert len(loader.bad) >= 10
+
+
+def test_a_shard_of_nothing_but_bad_samples_ends(tmp_path: Path) -> None:
+    damaged(tmp_path, set(range(20)), 20)
+    with pytest.raises(HeadwayError, match="samples in a row"):
+        list(ShardLoader(tmp_path, batch_size=10, max_bad=1))
+
+
+def test_an_error_in_the_transform_is_the_users_own(folder: Path) -> None:
+    def broken(sample: dict[str, object], rng: object) -> object:  # noqa: ARG001
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        next(iter(ShardLoader(folder / "a", batch_size=4, transform=broken)))
+
+
+def test_batches_wait_within_the_given_memory(tmp_path: Path) -> None:
+    pack([{"__key__": str(n), "bin": bytes(1000)} for n in range(200)], tmp_path)
+    lock, made, taken, most = threading.Lock(), 0, 0, 0
+
+    def count(sample: dict[str, object], rng: object) -> dict[str, object]:  # noqa: ARG001
+        nonlocal made, most
+        with lock:
+            made += 1
+            most = max(most, made - taken)
+        return {"x": np.zeros(1000, np.uint8)}
+
+    for batch in ShardLoader(tmp_path, batch_size=10, transform=count, threads=2, prefetch=10, memory=35_000):
+        with lock:
+            taken += len(batch["x"])
+    assert most <= 40, "samples made and not yet taken: three batches wait, and one is being taken"
+
+
+def test_default_batches(tmp_path: Path) -> None:
+    pack([{"__key__": str(n), "cls": n, "txt": "t", "json": {"n": n}} for n in range(4)], tmp_path)
+    (batch,) = ShardLoader(tmp_path, batch_size=4, shuffle=False)
+    assert torch.equal(batch["cls"], torch.arange(4))
+    assert batch["txt"] == ["t"] * 4
+    assert torch.equal(batch["json"]["n"], torch.arange(4))
+    assert batch["__key__"] == ["0", "1", "2", "3"]
+
+
+def test_loops_leave_no_threads_behind(folder: Path) -> None:
+    before = threading.active_count()
+    loader = ShardLoader(folder / "a", batch_size=4, threads=3)
+    for _ in loader:
+        break
+    list(loader)
+    assert threading.active_count() == before
+
+
+# --- on ranks
+
+
+def on_ranks(folder: Path, state: object, first: int, stop: int) -> tuple[list[list[str]], object]:
+    """The global batches of some steps, on the ranks of this run or alone; weights change at step 3."""
+    loader = ShardLoader(mix_of(folder, {"a": 3, "b": 2, "c": 1}), global_batch_size=6, lanes=6, window=5)
+    if state is not None:
+        loader.load_state_dict(state)
+    batches, iterator = [], iter(loader)
+    for step in range(first, stop):
+        if step == 3:
+            loader.set_weights({"a": 1, "b": 0, "c": 4})
+        mine = next(iterator)["txt"]
+        parts = hw.all_gather_object(mine) if hw.dist.is_initialized() else [mine]
+        batches.append([text for part in parts for text in part])
+    iterator.close()
+    return batches, loader.state_dict()
+
+
+@pytest.fixture(scope="module")
+def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("notes")
+
+
+@ranks(3)
+def test_three_ranks_stop_in_the_middle(folder: Path, notes: Path) -> None:
+    for cut in (2, 5):  # before the change of weights, and after it
+        batches, state = on_ranks(folder, None, 0, cut)
+        assert len({json.dumps(other) for other in hw.all_gather_object(state)}) == 1
+        if hw.is_root():
+            (notes / f"{cut}.json").write_text(json.dumps([batches, state]))
+
+
+@ranks(2)
+def test_two_ranks_go_on(folder: Path, notes: Path) -> None:
+    for cut in (2, 5):
+        batches, state = json.loads((notes / f"{cut}.json").read_text())
+        rest, _ = on_ranks(folder, state, cut, 8)
+        if hw.is_root():
+            (notes / f"{cut}-whole.json").write_text(json.dumps(batches + rest))
+
+
+def test_one_rank_went_the_same_way(folder: Path, notes: Path) -> None:
+    whole, _ = on_ranks(folder, None, 0, 8)
+    for cut in (2, 5):
+        assert json.loads((notes / f"{cut}-whole.json").read_text()) == whole
+        batches, state = json.loads((notes / f"{cut}.json").read_text())
+        assert batches + on_ranks(folder, state, cut, 8)[0] == whole
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(
+    ("source", "how", "says"),
+    [
+        ("nowhere/*.tar", {}, r"no shards found at 'nowhere/\*\.tar'"),
+        ("pipe:touch x", {}, "is not a path"),
+        ("http://169.254.169.254/x.tar", {}, "is not a path"),
+        ("a", {"tail": "wag"}, "tail='wag'"),
+        ("a", {"prefetch": 0}, "prefetch=0"),
+        ("a", {"threads": 0}, "threads=0"),
+        ("a", {"max_bad": 2}, "max_bad=2"),
+        ("a", {"batch_size": None}, "give one of them"),
+    ],
+)
+def test_bad_arguments_are_refused(
+    source: str, how: dict[str, object], says: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    with pytest.raises(UsageError, match=says):
+        ShardLoader(source, **({"batch_size": 4} | how))
+
+
+def test_a_batch_larger_than_the_data_and_weights_without_shuffle_are_refused(folder: Path) -> None:
+    with pytest.raises(UsageError, match="a global batch of 31 samples"):
+        iter(ShardLoader(folder / "a", batch_size=31))
+    with pytest.raises(UsageError, match="no weights to set"):
+        ShardLoader(folder / "a", batch_size=3, shuffle=False).set_weight("data", 2)
+
+
+def test_a_shard_that_was_replaced_is_noticed(tmp_path: Path) -> None:
+    (path,) = pack([{"__key__": str(n), "cls": n} for n in range(10)], tmp_path / "one")
+    (other,) = pack([{"__key__": str(n), "cls": n} for n in range(9)], tmp_path / "two")
+    loader = ShardLoader(tmp_path / "one", batch_size=5)
+    for new in (other, other.with_suffix(".idx")):
+        new.replace(path.with_suffix(new.suffix))
+    with pytest.raises(UsageError, match="has 9 samples, but had 10"):
+        list(loader)
