@@ -6,7 +6,8 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,18 +27,38 @@ def write_file(path: Path, parts: Iterable[memoryview]) -> FileFact:
     failpoint("checkpoint.before_file")
     fd = files.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
-        for part in parts:
-            for begin in range(0, len(part), _PIECE):
-                piece = part[begin : begin + _PIECE]
-                size, crc = size + len(piece), zlib.crc32(piece, crc)
-                while piece:
-                    piece = piece[os.write(fd, piece) :]
+        with ThreadPoolExecutor(max_workers=1) as beside:
+            for piece in _pieces(parts):
+                checksum = beside.submit(zlib.crc32, piece, crc)  # while the same bytes are written
+                _write(fd, piece)
+                size, crc = size + len(piece), checksum.result()
         failpoint("checkpoint.before_fsync")
         os.fsync(fd)
     finally:
         os.close(fd)
     failpoint("checkpoint.after_file")
     return FileFact(bytes=size, crc32=f"{crc:08x}")
+
+
+def _pieces(parts: Iterable[memoryview]) -> Iterator[memoryview]:
+    """The same bytes in pieces of a good size: small parts are joined, large ones are cut and not copied."""
+    joined = bytearray()
+    for part in parts:
+        if len(joined) + len(part) > _PIECE:
+            yield memoryview(joined)
+            joined = bytearray()
+        if len(part) <= _PIECE:
+            joined += part
+        else:
+            yield from (part[begin : begin + _PIECE] for begin in range(0, len(part), _PIECE))
+    yield memoryview(joined)
+
+
+def _write(fd: int, piece: memoryview) -> None:
+    for half in (piece[: len(piece) // 2], piece[len(piece) // 2 :]):
+        while half:
+            half = half[os.write(fd, half) :]
+        failpoint("checkpoint.mid_file")
 
 
 def header_of(

@@ -132,9 +132,7 @@ class Writer(StorageWriter):
 
         def parts() -> Iterator[memoryview]:
             yield memoryview(header)
-            for number, item in enumerate(items):
-                if number == len(items) // 2:
-                    failpoint("checkpoint.mid_file")
+            for item in items:
                 yield from _tensor_bytes(item, planner)
 
         fact = write_file(directory / name, parts())
