@@ -4,8 +4,8 @@
 
 A tiny model (4 x 256, batch 64, AdamW), so that the loop shows beside the mathematics; batches are in host memory
 already. Lightning, dmlcloud and headway log the loss in each step, in their own way. The machine is noisy and its speed
-drifts, so short runs of all loops alternate in one process, in changing order; each is compared with the raw loop of its
-own round, and the median of these ratios is printed with the two quartiles.
+drifts, so short runs of all loops alternate in one process, in changing order; each is compared with the raw loop of
+its own round, and the median of these ratios is printed with the two quartiles.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headway import dist
 from headway.train import Pipeline, TrainValStage
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -205,6 +206,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
+    dist.init(device=arguments.device)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     if arguments.device == "cpu":
