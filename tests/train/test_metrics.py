@@ -103,6 +103,18 @@ def test_different_names_are_an_error_that_names_ranks_and_metrics() -> None:
     assert "'loss'" not in message
 
 
+@ranks(3)
+def test_a_metric_that_one_rank_alone_adds_later_is_noticed_by_all() -> None:
+    meter = Meter(CPU)
+    meter.log("loss", 1.0)
+    meter.reduce()
+    meter.log("loss", 1.0)
+    if hw.rank() == 2:
+        meter.log("extra", 1.0)
+    with pytest.raises(UsageError, match=r"'extra' \(mean\) on rank 2 only"):
+        meter.reduce()
+
+
 @ranks(2)
 def test_a_log_point_is_one_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
