@@ -110,7 +110,8 @@ def test_export_of_a_part_is_what_was_saved(
 
 
 def test_export_of_damage_writes_nothing(run: Run, tmp_path: Path) -> None:
-    (run.checkpoint_dir(2) / "state.json").write_bytes(b"{}")
+    file = run.checkpoint_dir(2) / "rank-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x07")
     with pytest.raises(NoValidCheckpoint, match="damaged"):
         command.main(["export", str(run.path), str(tmp_path / "out.safetensors")])
     assert not list(tmp_path.glob("*out*"))

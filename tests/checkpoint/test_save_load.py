@@ -371,8 +371,9 @@ def test_two_dimensional_shards_are_read_by_ranges(tmp_path: Path) -> None:
 
     mesh = init_device_mesh("cpu", (3,))
     whole = torch.arange(6 * 7.0).reshape(6, 7)
-    checkpoint.save(tmp_path, {"w": distribute_tensor(whole, mesh, [Shard(1)])}, step=1)
-    for placement in (Shard(0), Shard(1)):
-        target = distribute_tensor(torch.zeros(6, 7), mesh, [placement])
-        checkpoint.load(tmp_path / "step-000000000001", {"w": target})
-        assert_equal(whole, target.full_tensor())
+    for step, saved in enumerate((Shard(0), Shard(1))):
+        path = checkpoint.save(tmp_path, {"w": distribute_tensor(whole, mesh, [saved])}, step=step)
+        for wanted in (Shard(0), Shard(1)):
+            target = distribute_tensor(torch.zeros(6, 7), mesh, [wanted])
+            checkpoint.load(path, {"w": target})
+            assert_equal(whole, target.full_tensor())

@@ -144,8 +144,6 @@ def sealed(change: Callable[[dict[str, Any]], object], file: Path) -> None:
         lambda m: m.update(files=[]),
         lambda m: m.update(files={}),
         lambda m: m.update(world=3),
-        lambda m: m["files"].update({"../../outside.json": {"bytes": 1, "crc32": "00000000"}}),
-        lambda m: m["files"].update({"/etc/passwd": {"bytes": 1, "crc32": "00000000"}}),
         lambda m: m["files"].update({"index.json": 7}),
         lambda m: m["files"].update({"index.json": {"bytes": -1, "crc32": "00000000"}}),
         lambda m: m.pop("save"),
@@ -154,6 +152,19 @@ def sealed(change: Callable[[dict[str, Any]], object], file: Path) -> None:
 )
 def test_a_manifest_of_the_wrong_kind(shelf: Path, change: Callable[[dict[str, Any]], object]) -> None:
     sealed(change, shelf / NEW / "manifest.json")
+    assert_falls_back(shelf)
+
+
+@pytest.mark.parametrize("name", ["../outside.json", "{}/outside.json", ".json", "a/b.json"])
+def test_a_manifest_that_names_files_elsewhere(shelf: Path, name: str) -> None:
+    held = json.loads((shelf / NEW / "state.json").read_bytes())
+    data = json.dumps({**held, "holds": None}).encode()
+    (shelf / NEW / "a").mkdir()
+    for place in (shelf / "outside.json", shelf / NEW / "a" / "b.json", shelf / NEW / ".json"):
+        place.write_bytes(data)  # all else about it would be in order
+    fact = {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"}
+    sealed(lambda m: m["files"].update({name.format(shelf): fact}), shelf / NEW / "manifest.json")
+    assert "no file of a checkpoint" in checkpoint.verify(shelf / NEW)[0]
     assert_falls_back(shelf)
 
 
@@ -174,6 +185,7 @@ def forge(shelf: Path, name: str, data: bytes) -> None:
     [
         lambda c: c.update(bytes=[0, 2**62]),
         lambda c: c.update(bytes=[-8, 248]),
+        lambda c: c.update(bytes=[c["bytes"][0], c["bytes"][1] - 4]),
         lambda c: c.update(file="state.json"),
         lambda c: c.update(file="../../etc/passwd"),
         lambda c: c.update(offsets=[1]),

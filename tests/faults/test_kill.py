@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -51,8 +52,12 @@ class Forker:
 
 
 @pytest.fixture(scope="module")
-def forker() -> Iterator[Forker]:
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+def forker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forker]:
+    environ = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "LD_PRELOAD": compiled_shim(tmp_path_factory.mktemp("shim")),
+    }
     command = [sys.executable, str(FORKER)]
     with subprocess.Popen(
         command,
@@ -64,6 +69,16 @@ def forker() -> Iterator[Forker]:
     ) as process:
         yield Forker(process)
         process.kill()
+
+
+def compiled_shim(folder: Path) -> str:
+    """A library that can kill at any system call; empty where there is no compiler."""
+    source = Path(__file__).with_name("shim.c")
+    if shutil.which("gcc") is None:
+        return ""
+    command = ["gcc", "-shared", "-fPIC", "-O1", "-o", folder / "shim.so", source, "-ldl"]
+    subprocess.run(command, check=True)
+    return str(folder / "shim.so")
 
 
 def points_in(*modules: str) -> set[str]:
@@ -99,6 +114,23 @@ def test_kill_at_every_point_of_a_save(tmp_path: Path, forker: Forker, ranks: in
         checkpoint.save(folder, {"x": 1}, step=3)  # works, and sweeps
         assert not [path for path in folder.iterdir() if path.name.startswith(".")], fault
     assert outcomes == {1, 2}
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not here")
+def test_kill_at_every_system_call_of_a_save(tmp_path: Path, forker: Forker) -> None:
+    assert forker.run(tmp_path / "dry", ranks=1, fault="0", body="calls") == [0]
+    count = int((tmp_path / "dry.count").read_text())
+    assert count > 40
+    expected, _ = judge(str(tmp_path / "dry"))
+    newest = []
+    for number in range(1, count + 1):
+        folder = tmp_path / f"call-{number}"
+        assert forker.run(folder, ranks=1, fault=str(number), body="calls") == [-9]
+        whole, problems = judge(str(folder))
+        assert not problems and whole.keys() in ({1}, {1, 2}), (number, problems)
+        assert all(whole[step] == expected[step] for step in whole), number
+        newest.append(max(whole))
+    assert newest == sorted(newest) and set(newest) == {1, 2}  # one moment makes it valid, for good
 
 
 def test_kill_at_every_point_of_a_deletion(tmp_path: Path, forker: Forker) -> None:
