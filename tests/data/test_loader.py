@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -387,7 +389,7 @@ def test_a_process_that_has_not_joined_its_peers_is_told_so() -> None:
     code = "from headway.data import DataLoader; next(iter(DataLoader([1, 2, 3])))"
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={"WORLD_SIZE": "2", "PATH": ""},
+        env=os.environ | {"WORLD_SIZE": "2"},
         capture_output=True,
         text=True,
         check=False,
@@ -411,3 +413,19 @@ def test_persistent_workers_end_with_their_loader() -> None:
     del loader
     worker.wait(5)
     assert time.monotonic() - began < 5, "ten seconds if references form a ring"
+
+
+class Shielded(Numbers):
+    """Tells whether stop signals were held back when it arrived in its worker, before anything could ignore them."""
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__ = state
+        self.held = signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+    def __getitem__(self, index: int) -> tuple[bool, bool]:
+        return self.held, signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+
+
+def test_workers_are_deaf_to_the_signals_of_their_rank() -> None:
+    (batch,) = DataLoader(Shielded(2), batch_size=2, num_workers=1, multiprocessing_context="spawn")
+    assert [part.tolist() for part in batch] == [[True, True], [True, True]]

@@ -117,6 +117,12 @@ def test_a_window_keeps_samples_near_and_a_lane_keeps_shards_few() -> None:
     assert sorted(first.tolist()) != first.tolist(), "shuffled within the window"
 
 
+def test_shards_come_in_another_order_each_epoch() -> None:
+    order = Order([1] * 20, Shuffle(seed=0, lanes=1, window=1))
+    epochs = order.locate(np.arange(100)).shard.reshape(5, 20).tolist()
+    assert len({tuple(epoch) for epoch in epochs}) == 5
+
+
 def test_batches_draw_on_the_whole_dataset() -> None:
     order = Order([1000] * 1000, Shuffle(seed=0, lanes=1))
     sample = order.locate(np.arange(100_000)).sample.astype(float)

@@ -21,7 +21,6 @@ from headway.data.order import Ints, Order, Shuffle, key
 from headway.data.ranks import Share
 from headway.errors import UsageError
 
-_SAMPLE, _BATCH = 1, 2  # what a key is for
 _AHEAD = 16384  # positions that are looked up at once: one by one would cost a millisecond per batch
 
 
@@ -264,10 +263,9 @@ class _Fetch(torch_data.Dataset[Any]):
         with _own_random_numbers():
             samples = []
             for sample in request.samples:
-                _reseed(key(self._seed, _SAMPLE, request.epoch, sample))
+                _reseed(key(self._seed, request.epoch, sample))
                 samples.append(self._dataset[sample])
-            _reseed(key(self._seed, _BATCH, request.epoch, request.samples[0]))
-            return self._collate(samples)
+            return self._collate(samples)  # with the random numbers that follow those of the last sample
 
 
 @contextmanager
