@@ -160,6 +160,17 @@ def test_validation_by_steps_and_limits(tmp_path: Path) -> None:
     assert pipe.step == 18
 
 
+@alone
+def test_a_validation_due_at_the_last_step_is_made(tmp_path: Path) -> None:
+    pipe, diary = make_pipe(tmp_path), Diary()
+    pipe.register_dataset("train", Batches(50))
+    pipe.register_dataset("val", Batches(1))
+    pipe.append_stage(Classify(val_every="4 steps"), max_steps=8)
+    pipe.add_callback(diary)
+    pipe.run()
+    assert [line.split()[1] for line in diary.lines if line.startswith("validation")] == ["4", "8"]
+
+
 class Average(Classify):
     """Looks at the weights that validation uses."""
 

@@ -87,6 +87,16 @@ def test_sharded_equals_replicated(accumulate: int, tmp_path: Path) -> None:
 
 
 @ranks(2)
+def test_averaged_weights_do_not_stay_in_gathered_layers(tmp_path: Path) -> None:
+    settings = {"val_every": "10 steps"}
+    replicated, expected = train(tmp_path, settings, ema=0.9)
+    kept = Fsdp(blocks=(Block,), reshard_after_forward=False)
+    sharded, found = train(tmp_path, settings, parallel=kept, ema=0.9)
+    assert found.losses == pytest.approx(expected.losses, abs=1e-6)
+    assert_close(sharded, replicated)
+
+
+@ranks(2)
 def test_sharded_in_lower_precision_keeps_its_weights_in_full(tmp_path: Path) -> None:
     settings = Fsdp(blocks=(Block,), param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     pipe, stage = train(tmp_path, parallel=settings)

@@ -54,10 +54,11 @@ def train(stage: TrainValStage) -> Iterator[None]:
         split.mark("optimizer")
         if stage.step_optimizers():
             stage.note_losses(losses)
-        if finish_step(stage):
-            break
+        ends_here = finish_step(stage)
         if stage.validation_due(epoch_ends=False):
             yield
+        if ends_here:
+            break
     if stage.validation_due(epoch_ends=True):
         yield
 

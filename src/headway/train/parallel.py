@@ -112,6 +112,9 @@ class Model:
             if self.ema is not None:
                 stack.enter_context(self.ema.swapped())
             yield
+            for part in self.bare.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()  # or layers gathered with the averaged weights would be used in training
 
     def describe(self) -> str:
         """One line for people: parameters, trainable ones, wrapping."""
