@@ -171,6 +171,37 @@ def test_a_validation_due_at_the_last_step_is_made(tmp_path: Path) -> None:
     assert [line.split()[1] for line in diary.lines if line.startswith("validation")] == ["4", "8"]
 
 
+@alone
+def test_precision_and_determinism_last_as_long_as_the_stage(tmp_path: Path) -> None:
+    seen: list[tuple[str, bool]] = []
+
+    class Look(Classify):
+        def step(self, batch: Any) -> Tensor:
+            seen.append((torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()))
+            return super().step(batch)
+
+    pipe = make_pipe(tmp_path)
+    pipe.register_dataset("train", Batches(1))
+    pipe.append_stage(Look(precision="tf32", deterministic=True), max_epochs=1, name="one")
+    pipe.append_stage(Look(), max_epochs=1, name="two")
+    pipe.run()
+    assert seen == [("high", True), ("highest", False)]
+
+
+@alone
+def test_only_half_precision_has_a_loss_scale_and_it_is_kept(tmp_path: Path) -> None:
+    pipe = make_pipe(tmp_path)
+    pipe.register_dataset("train", Batches(20))
+    stages = {name: Classify(precision=name) for name in ("bf16", "fp16")}
+    for name, stage in stages.items():
+        pipe.append_stage(stage, max_epochs=1, name=name)
+    pipe.run()
+    state = pipe.state_dict()["stages"]
+    assert state["bf16"]["precision"] == {}
+    assert state["fp16"]["precision"]["_growth_tracker"] > 0
+    assert stages["fp16"].losses[-1] < stages["bf16"].losses[0]
+
+
 class Average(Classify):
     """Looks at the weights that validation uses."""
 
