@@ -18,7 +18,7 @@ import webdataset
 from hypothesis import given, settings, strategies as st
 from PIL import Image
 
-from headway.data import Limits, Shard, pack
+from headway.data import Limits, Shard, index, pack
 from headway.data.decode import BadSample, decode
 from headway.data.shards import BadShard, count_samples, members, samples
 from headway.errors import UsageError
@@ -207,16 +207,16 @@ def packed(folder: Path, count: int = 5) -> Path:
 
 def test_an_index_gives_what_walking_gives(tmp_path: Path) -> None:
     path = packed(tmp_path)
-    index = path.with_suffix(".idx")
-    assert index.read_text().splitlines()[0] == "v1.2 5"
+    index_file = path.with_suffix(".idx")
+    assert index_file.read_text().splitlines()[0] == "v1.2 5"
     assert count_samples(path) == 5
     with_index = Shard.open(path).entries
-    text = index.read_text()
-    index.unlink()
+    text = index_file.read_text()
+    index_file.unlink()
     walked = Shard.open(path).entries
     assert with_index == walked
     lines = [" ".join(w for i, w in enumerate(line.split()) if i % 4 != 3) for line in text.splitlines()[1:]]
-    index.write_text("\n".join(["v1.1 5", *lines]))
+    index_file.write_text("\n".join(["v1.1 5", *lines]))
     assert [entry.parts for entry in Shard.open(path).entries] == [entry.parts for entry in walked]
 
 
@@ -237,6 +237,36 @@ def test_the_index_of_another_shard_is_refused(change: object, tmp_path: Path) -
     index.write_text(change(index.read_text()))
     with pytest.raises(BadShard, match="does not belong to"):
         Shard.open(path)
+
+
+def test_an_index_older_than_its_shard_never_gives_wrong_bytes(tmp_path: Path) -> None:
+    """As many samples in the new shard, all within its size: only the headers tell."""
+    path = packed(tmp_path)
+    old = path.with_suffix(".idx").read_text()
+    path.unlink()
+    pack(
+        [{"__key__": f"{n:04d}", "txt": "x" * (n * 200), "cls": n, "json": {"n": n}} for n in range(5)],
+        tmp_path,
+    )
+    path.with_suffix(".idx").write_text(old)
+    shard = Shard.open(path)
+    with pytest.raises(BadShard, match="does not belong to"):
+        [shard[number] for number in range(5)]
+
+
+def test_index_writes_what_is_missing(tmp_path: Path) -> None:
+    path = packed(tmp_path)
+    (spaced,) = pack([{"__key__": "a b", "txt": "x"}], tmp_path, name="spaced")
+    index_file = path.with_suffix(".idx")
+    text = index_file.read_text()
+    assert index(tmp_path) == []
+    index_file.unlink()
+    assert index(tmp_path) == [index_file]
+    assert index_file.read_text() == text
+    index_file.write_text("v1.2 0\n")
+    assert index([path, spaced], overwrite=True) == [index_file]
+    assert index_file.read_text() == text
+    assert index_file.stat().st_mode & 0o777 == path.stat().st_mode & 0o666
 
 
 def test_energons_index_counts_and_is_compared(tmp_path: Path) -> None:
@@ -317,6 +347,14 @@ def test_samples_that_cannot_be_packed(made: list[dict[str, object]], says: str,
     with pytest.raises(UsageError, match=says):
         pack(made, tmp_path)
     assert not list(tmp_path.iterdir()), "nothing half-written stays"
+
+
+@pytest.mark.parametrize("size", [20_480, 25_000, 30_720, 33_333])
+def test_shards_are_never_larger_than_asked_for(size: int, tmp_path: Path) -> None:
+    made = [{"__key__": str(n), "bin": bytes(n % 7 * 700)} for n in range(100)]
+    paths = pack(made, tmp_path, shard_size=size)
+    assert max(path.stat().st_size for path in paths) <= size
+    assert sum(len(Shard.open(path)) for path in paths) == 100
 
 
 def test_packing_never_overwrites(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from headway.data.packing import pack as pack
     from headway.data.shardloader import ShardLoader as ShardLoader
     from headway.data.shards import Limits as Limits, Shard as Shard
+    from headway.data.sources import index as index
 
 _HOME = {
     "DataLoader": "headway.data.loader",
@@ -38,6 +39,7 @@ _HOME = {
     "ShardedXrDataset": "headway.data.arrays",
     "Shuffle": "headway.data.order",
     "chunk_and_shard_indices": "headway.data.arrays",
+    "index": "headway.data.sources",
     "interleave_batches": "headway.data.batches",
     "interleave_dict_batches": "headway.data.batches",
     "pack": "headway.data.packing",

@@ -199,8 +199,8 @@ def samples(files: Iterator[Member], where: str) -> list[Entry]:
 class Shard:
     """A tar file of samples, mapped into memory. Bytes are read when they are touched."""
 
-    def __init__(self, path: Path, data: mmap.mmap, entries: Sequence[Entry]) -> None:
-        self.path, self._data, self.entries = path, data, entries
+    def __init__(self, path: Path, data: mmap.mmap, entries: Sequence[Entry], *, indexed: bool) -> None:
+        self.path, self._data, self.entries, self._indexed = path, data, entries, indexed
 
     @classmethod
     def open(cls, path: Path, limits: Limits | None = None) -> Shard:
@@ -208,13 +208,14 @@ class Shard:
         data = _map(path)
         try:
             entries = _from_index(path, len(data))
+            indexed = entries is not None
             if entries is None:
                 entries = samples(members(data, str(path), limits), str(path))
                 _compare_with_energon(path, entries)
         except HeadwayError:
             data.close()
             raise
-        return cls(path, data, entries)
+        return cls(path, data, entries, indexed=indexed)
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -222,6 +223,11 @@ class Shard:
     def __getitem__(self, number: int) -> dict[str, memoryview]:
         """The parts of a sample by extension, as views of the mapped file."""
         view = memoryview(self._data)
+        if self._indexed:  # an index may be older than its shard; the header before the bytes is not
+            for part in self.entries[number].parts:
+                header = self._data[part.offset - _BLOCK : part.offset]
+                if _size(header, part.offset - _BLOCK, str(self.path)) != part.size:
+                    raise _stale(self.path)
         return {
             part.extension: view[part.offset : part.offset + part.size] for part in self.entries[number].parts
         }
@@ -243,6 +249,11 @@ def _map(path: Path) -> mmap.mmap:
         raise UsageError(f"cannot read the shard {path}: {error.strerror}") from error
 
 
+def walk(path: Path, limits: Limits | None = None) -> list[Entry]:
+    """The samples of a shard, from its headers alone."""
+    return samples(members(_map(path), str(path), limits), str(path))
+
+
 # --- indexes of others
 
 
@@ -256,7 +267,7 @@ def count_samples(path: Path, limits: Limits | None = None) -> int:
             return int(words[1])
     if energon.is_file():
         return len(_energon_offsets(energon)) - 1
-    return len(samples(members(_map(path), str(path), limits), str(path)))
+    return len(walk(path, limits))
 
 
 def _from_index(path: Path, size: int) -> list[Entry] | None:
@@ -275,6 +286,13 @@ def _from_index(path: Path, size: int) -> list[Entry] | None:
             f"{index} does not belong to {path}; remove it, or make it again with headway data index"
         )
     return [entry for entry in entries if entry is not None]
+
+
+def _stale(path: Path) -> BadShard:
+    return BadShard(
+        f"{path.with_suffix('.idx')} does not belong to {path}; remove it, or make it again with "
+        f"hw.data.index({str(path)!r}, overwrite=True)"
+    )
 
 
 def _entry(words: list[str], width: int, size: int) -> Entry | None:

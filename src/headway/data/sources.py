@@ -17,8 +17,9 @@ from typing import final
 
 from headway import dist
 from headway.data.mix import Shards
-from headway.data.shards import Limits, Shard, count_samples
+from headway.data.shards import Limits, Shard, count_samples, index_text, walk
 from headway.errors import UsageError
+from headway.files import storage, write_atomic
 
 _COUNTING_THREADS = 16  # most of counting is waiting for the file system
 
@@ -46,6 +47,30 @@ def find(shards: Mapping[str, Shards], limits: Limits, *, shared: bool) -> list[
 
     found = dist.from_root(look) if shared else look()
     return [Source(name, [Path(path) for path in paths], counts) for name, paths, counts in found]
+
+
+def index(shards: Shards, *, overwrite: bool = False) -> list[Path]:
+    """Writes DALI's text index beside each shard that has none, and returns the paths of those written.
+
+    Not needed for headway, which walks shards without one; it saves the walk, and DALI needs it. Shards with spaces in
+    their names cannot have one, and are left out.
+
+        hw.data.index("/data/laion/*.tar")
+    """
+    paths = [path for path in _paths("index", shards) if overwrite or not path.with_suffix(".idx").exists()]
+    with ThreadPoolExecutor(_COUNTING_THREADS, "headway index") as pool:
+        return [written for written in pool.map(_write_index, paths) if written is not None]
+
+
+def _write_index(path: Path) -> Path | None:
+    text = index_text(walk(path))
+    if text is None:
+        return None
+    target = path.with_suffix(".idx")
+    with storage(f"write {target}"):
+        write_atomic(target, text.encode("utf-8", "surrogateescape"))
+        target.chmod(path.stat().st_mode & 0o666)  # who may read the shard may read its index
+    return target
 
 
 def _look(name: str, where: Shards, limits: Limits) -> tuple[list[str], list[int]]:
