@@ -8,6 +8,7 @@ import json
 import pickle
 import struct
 import tarfile
+import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -85,6 +86,19 @@ def test_members_are_those_of_tarfile(files: list[tuple[str, bytes]], how: int) 
     ours = [(m.name.rstrip("/"), m.offset, m.size) for m in members(raw, "x") if not m.name.endswith("/")]
     assert ours == [known for known in expected if (known[0], known[1], known[2]) in ours]
     assert [known[1:] for known in expected] == [m[1:] for m in members(raw, "x")][: len(expected)]
+
+
+def test_the_index_of_an_open_shard_is_small(tmp_path: Path) -> None:
+    (path,) = pack(({"__key__": f"{n:08d}", "txt": "", "cls": n} for n in range(2000)), tmp_path)
+    tracemalloc.start()
+    shard = Shard.open(path)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held / len(shard) < 200, "bytes per sample; more than twice that as objects"
+    with pytest.raises(IndexError):
+        _ = shard[2000]
+    with pytest.raises(IndexError):
+        _ = shard[-1]
 
 
 def test_bytes_are_views_of_the_file(tmp_path: Path) -> None:
@@ -214,7 +228,7 @@ def test_an_index_gives_what_walking_gives(tmp_path: Path) -> None:
     text = index_file.read_text()
     index_file.unlink()
     walked = Shard.open(path).entries
-    assert with_index == walked
+    assert [*with_index] == [*walked] == walked[:] and len(walked) == 5
     lines = [" ".join(w for i, w in enumerate(line.split()) if i % 4 != 3) for line in text.splitlines()[1:]]
     index_file.write_text("\n".join(["v1.1 5", *lines]))
     assert [entry.parts for entry in Shard.open(path).entries] == [entry.parts for entry in walked]

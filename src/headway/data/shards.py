@@ -16,7 +16,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import NamedTuple, final, overload
+
+import numpy as np
 
 from headway.errors import HeadwayError, UsageError
 
@@ -196,11 +198,45 @@ def samples(files: Iterator[Member], where: str) -> list[Entry]:
 
 
 @final
+class Entries(Sequence[Entry]):
+    """The index of a shard in a few arrays: as objects, the samples of a hundred open shards would fill a gigabyte."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        parts = [part for entry in entries for part in entry.parts]
+        self._extensions = sorted({part.extension for part in parts})
+        code = {extension: number for number, extension in enumerate(self._extensions)}
+        self._parts = np.array([(code[e], offset, size) for e, offset, size in parts], np.int64).reshape(
+            -1, 3
+        )
+        self._first = np.cumsum([0, *(len(entry.parts) for entry in entries)])
+        keys = [entry.key.encode("utf-8", "surrogateescape") for entry in entries]
+        self._keys, self._key_end = b"".join(keys), np.cumsum([0, *map(len, keys)])
+
+    def __len__(self) -> int:
+        return len(self._first) - 1
+
+    @overload
+    def __getitem__(self, number: int) -> Entry: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Entry]: ...
+    def __getitem__(self, number: int | slice) -> Entry | list[Entry]:
+        if isinstance(number, slice):
+            return [self[each] for each in range(*number.indices(len(self)))]
+        if not 0 <= number < len(self):
+            raise IndexError(f"sample {number} of {len(self)}")
+        rows: list[list[int]] = self._parts[self._first[number] : self._first[number + 1]].tolist()
+        key = self._keys[self._key_end[number] : self._key_end[number + 1]].decode("utf-8", "surrogateescape")
+        return Entry(
+            key, tuple(Component(self._extensions[code], offset, size) for code, offset, size in rows)
+        )
+
+
+@final
 class Shard:
     """A tar file of samples, mapped into memory. Bytes are read when they are touched."""
 
     def __init__(self, path: Path, data: mmap.mmap, entries: Sequence[Entry], *, indexed: bool) -> None:
-        self.path, self._data, self.entries, self._indexed = path, data, entries, indexed
+        self.path, self._data, self.entries, self._indexed = path, data, Entries(entries), indexed
 
     @classmethod
     def open(cls, path: Path, limits: Limits | None = None) -> Shard:
@@ -222,15 +258,13 @@ class Shard:
 
     def __getitem__(self, number: int) -> dict[str, memoryview]:
         """The parts of a sample by extension, as views of the mapped file."""
-        view = memoryview(self._data)
+        view, parts = memoryview(self._data), self.entries[number].parts
         if self._indexed:  # an index may be older than its shard; the header before the bytes is not
-            for part in self.entries[number].parts:
+            for part in parts:
                 header = self._data[part.offset - _BLOCK : part.offset]
                 if _size(header, part.offset - _BLOCK, str(self.path)) != part.size:
                     raise _stale(self.path)
-        return {
-            part.extension: view[part.offset : part.offset + part.size] for part in self.entries[number].parts
-        }
+        return {part.extension: view[part.offset : part.offset + part.size] for part in parts}
 
 
 def _map(path: Path) -> mmap.mmap:
