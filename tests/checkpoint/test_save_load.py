@@ -151,6 +151,18 @@ def test_bad_steps_are_refused(tmp_path: Path, step: Any) -> None:
         checkpoint.save(tmp_path, {}, step=step)
 
 
+def test_metrics_are_numbers(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"take \.item"):
+        checkpoint.save(tmp_path, {}, step=1, metrics={"loss": torch.tensor(1.0)})  # type: ignore[dict-item]
+    path = checkpoint.save(tmp_path, {}, step=1, metrics={"loss": float("nan"), "accuracy": 1})
+    assert checkpoint.load(path).metrics == {"accuracy": 1}
+
+
+def test_an_empty_state_is_a_state(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, {}, step=0)
+    assert checkpoint.verify(path) == [] and checkpoint.load(path).state == {}
+
+
 def test_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, {"x": torch.zeros(1)}, step=1)
     with pytest.raises(UsageError, match="never overwritten"):
@@ -377,3 +389,18 @@ def test_two_dimensional_shards_are_read_by_ranges(tmp_path: Path) -> None:
             target = distribute_tensor(torch.zeros(6, 7), mesh, [wanted])
             checkpoint.load(path, {"w": target})
             assert_equal(whole, target.full_tensor())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tensors_on_the_gpu_return_to_the_gpu(tmp_path: Path) -> None:
+    state = {
+        "a": torch.rand(1000, 33, device="cuda"),
+        "b": torch.rand(7, device="cuda").bfloat16(),
+        "c": torch.tensor(3),
+    }
+    path = checkpoint.save(tmp_path, state, step=1)
+    target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    checkpoint.load(path, target)
+    assert_equal({name: t.cpu() for name, t in state.items()}, {name: t.cpu() for name, t in target.items()})
+    assert target["a"].is_cuda and checkpoint.load(path).state["a"].device.type == "cpu"

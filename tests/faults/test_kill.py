@@ -130,6 +130,8 @@ def test_kill_at_every_system_call_of_a_save(tmp_path: Path, forker: Forker) -> 
         assert not problems and whole.keys() in ({1}, {1, 2}), (number, problems)
         assert all(whole[step] == expected[step] for step in whole), number
         newest.append(max(whole))
+        checkpoint.save(folder, {"x": 1}, step=3)
+        assert not [path for path in folder.iterdir() if path.name.startswith(".")], number
     assert newest == sorted(newest) and set(newest) == {1, 2}  # one moment makes it valid, for good
 
 

@@ -22,14 +22,11 @@ if TYPE_CHECKING:
     )
     from headway.checkpoint.layout import verify as verify
     from headway.checkpoint.retention import Retention as Retention, prune as prune
-    from headway.checkpoint.storage import Reader as Reader, Writer as Writer
 
 # public name -> the module it comes from
 _HOME = {
     "Loaded": "keeping",
-    "Reader": "storage",
     "Retention": "retention",
-    "Writer": "storage",
     "export": "exporting",
     "find_valid": "keeping",
     "load": "keeping",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -104,7 +106,7 @@ def find_valid(where: Place) -> Path | None:
         problems = _verify_together(path)
         if not problems:
             return path
-        aside = together.from_root(lambda path=path: _set_aside(path))  # type: ignore[misc]
+        aside = together.from_root(partial(_set_aside, path))
         told.append(f"{aside}: {problems[0]}")
     if together.from_root(lambda: layout.any_traces(parent)):
         raise NoValidCheckpoint(
@@ -127,13 +129,21 @@ def _agreed_contents(
             name: [dtypes.name_of(name, tensor), list(tensor.shape)] for name, tensor in tensors.items()
         }
         own = None if local is None else tree.to_json(local, "local")
-        numbers = {name: float(value) for name, value in metrics.items()}
-        finite = {name: value for name, value in numbers.items() if abs(value) < float("inf")}
-        contents = Contents(step=step, tree=packed, shapes=shapes, local=own, metrics=finite)
+        contents = Contents(step=step, tree=packed, shapes=shapes, local=own, metrics=_numbers(metrics))
         made.append((tensors, contents))
 
     together.each(prepare)
     return made[0]
+
+
+def _numbers(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics that can be compared: one that is not finite is never the best."""
+    for name, value in metrics.items():
+        if type(value) not in (int, float):
+            raise UsageError(
+                f"metrics[{name!r}] is {value!r:.80}: metrics are numbers; take .item() of a tensor"
+            )
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def _save(writer: Writer, tensors: dict[str, torch.Tensor]) -> None:

@@ -55,6 +55,8 @@ from headway.errors import UsageError
 from headway.failpoints import failpoint
 from headway.runlock import RunLock
 
+_UNFINISHED_LATEST = re.compile(r"\.latest\.[0-9a-f]{16}\.tmp")  # as files.write_atomic names it
+
 
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,6 +98,7 @@ class Writer(StorageWriter):
         with files.storage(f"begin to save step {self._contents.step} in {self._parent}"):
             if not self._parent.is_dir():
                 files.make_dir(self._parent)
+                files.sync_dir(self._parent.parent)
             sweep(self._parent, self._owner)
             name = f".tmp-{self._owner}-{self._contents.step}-{secrets.token_hex(8)}"
             failpoint("checkpoint.before_directory")
@@ -177,8 +180,9 @@ class Writer(StorageWriter):
         failpoint("checkpoint.after_rename")
         files.sync_dir(self._parent)
         failpoint("checkpoint.committed")
-        files.write_atomic(self._parent / "latest", f"{final.name}\n".encode())
-        failpoint("checkpoint.after_latest")
+        with files.storage(f"name {final}, which is saved, in {self._parent / 'latest'}"):
+            files.write_atomic(self._parent / "latest", f"{final.name}\n".encode())
+            failpoint("checkpoint.after_latest")
 
     def _check_new(self) -> None:
         if os.path.lexists(final := layout.step_dir(self._parent, self._contents.step)):
@@ -287,6 +291,8 @@ def sweep(parent: Path, owner: str) -> None:
     for path in parent.iterdir():
         if leftover.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
+        elif _UNFINISHED_LATEST.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def _tensor_bytes(item: WriteItem, planner: SavePlanner) -> Iterator[memoryview]:
