@@ -42,11 +42,11 @@ class NoStep(TrainValStage):
     pass
 
 
-def with_stage(stage: TrainValStage, loader: Any = None) -> Callable[[Path], None]:
+def with_stage(stage: TrainValStage, loader: Any = None, *, epochs: int = 1) -> Callable[[Path], None]:
     def run(folder: Path) -> None:
         pipe = make_pipe(folder)
         pipe.register_dataset("train", Batches(3) if loader is None else loader)
-        pipe.append_stage(stage, max_epochs=1)
+        pipe.append_stage(stage, max_epochs=epochs)
         pipe.run()
 
     return run
@@ -89,6 +89,13 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         (
             "stage 'classify' wants the dataset 'train', but there is 'test': call "
             "pipe.register_dataset('train', loader) before run()"
+        ),
+    ),
+    "used up": (
+        with_stage(Classify(), iter(list(Batches(3))), epochs=2),
+        (
+            "stage 'classify' got no batch in epoch 2: register a dataset that is not empty and can be iterated over "
+            "again"
         ),
     ),
     "no loss": (

@@ -8,8 +8,9 @@ from headway.train.history import History
 from headway.train.parallel import Ddp, Fsdp, count_parameters
 from headway.train.pipeline import Pipeline
 from headway.train.schedules import scale_lr, warmup_cosine
+from headway.train.settings import TrainSettings
 from headway.train.stage import Stage
-from headway.train.trainval import TrainSettings, TrainValStage
+from headway.train.trainval import TrainValStage
 
 __all__ = [
     "Callback",

@@ -29,7 +29,9 @@ def epochs(stage: Stage) -> Iterator[None]:
         for loader in pipe.datasets.values():
             set_epoch(loader, pipe.epoch)
         pipe.call("pre_epoch", stage)
+        before = stage.steps
         yield
+        stage.check_progress(stage.steps - before)
         log_point(stage)
         pipe.end_epoch(stage, stage.epoch_values())
         pipe.call("post_epoch", stage)

@@ -14,12 +14,11 @@ from headway.dist import set_phase
 from headway.errors import UsageError
 from headway.train import batches as feed, loop
 from headway.train.metrics import Meter, Point, Reduction, Scope
+from headway.train.settings import LOG_EVERY
 
 if TYPE_CHECKING:
     from headway.train.history import History
     from headway.train.pipeline import Pipeline
-
-LOG_EVERY = 50
 
 
 @runtime_checkable
@@ -228,6 +227,11 @@ class Stage(ABC):
         """Steps of the whole stage, if that is known."""
         return self.max_steps
 
+    def check_progress(self, steps: int) -> None:
+        """Refuses an epoch without a step where it would go on so for ever."""
+        if steps == 0 and self.max_epochs is None:
+            raise UsageError(no_batch(self))
+
     def before_log_point(self) -> None:  # noqa: B027
         """Logs what was put off until now."""
 
@@ -263,4 +267,11 @@ def missing_dataset(stage: Stage, name: str) -> str:
     return (
         f"stage {stage.name!r} wants the dataset {name!r}, but there is {there}: call "
         f"pipe.register_dataset({name!r}, loader) before run()"
+    )
+
+
+def no_batch(stage: Stage) -> str:
+    return (
+        f"stage {stage.name!r} got no batch in epoch {stage.epoch + 1}: register a dataset that is not empty and can "
+        "be iterated over again"
     )
