@@ -201,6 +201,20 @@ def test_state_counts_what_was_consumed(folder: Path) -> None:
     assert texts(other) == whole
 
 
+def test_samples_carried_over_are_not_lost_when_the_batch_changes(folder: Path) -> None:
+    """Batches of 4, then of 5, with set_epoch before every pass: still every sample as often as any other."""
+    first = ShardLoader(folder / "a", batch_size=4)
+    first.set_epoch(0)
+    seen = texts(first)
+    second = ShardLoader(folder / "a", batch_size=5)
+    second.load_state_dict(first.state_dict())
+    for epoch in (1, 2):
+        second.set_epoch(epoch)
+        seen += texts(second)
+    times = Counter(text for batch in seen for text in batch)
+    assert Counter(times.values()) == {3: 28, 2: 2}, "88 positions without a gap, across two ends of epochs"
+
+
 def test_break_goes_on_and_two_loops_are_an_error(folder: Path) -> None:
     loader = ShardLoader(folder / "a", batch_size=4)
     whole = texts(ShardLoader(folder / "a", batch_size=4))

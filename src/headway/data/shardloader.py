@@ -113,7 +113,7 @@ class ShardLoader:
         self._collate = collate_fn or collate
         self._threads, self._prefetch, self._memory, self._max_bad = threads, prefetch, memory, max_bad
         self._epoch = self._position = self._loops = self._handed = 0
-        self._restored = False
+        self._restored = self._begun = False
         self.bad: list[Bad] = []
 
     # --- iterating
@@ -144,7 +144,7 @@ class ShardLoader:
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
         if self._loops == number:
-            self._epoch += 1
+            self._epoch, self._begun = self._epoch + 1, False
             if self._tail == "drop" or not self._shuffle:
                 self._position = self._epoch * self.samples
 
@@ -175,7 +175,7 @@ class ShardLoader:
                 if self._history() is not timeline:
                     continue  # changed by another thread just now: this batch is no longer the next
                 self._check_loop(number)
-                self._position = end  # from here on it is the training loop's
+                self._position, self._begun = end, True  # from here on it is the training loop's
             self._note(loaded)
             if loaded:
                 yield self._collate([one.value for one in loaded])
@@ -289,9 +289,11 @@ class ShardLoader:
         """Begins an epoch from its first batch; after `load_state_dict`, the restored epoch from its position."""
         if epoch < 0:
             raise UsageError(f"set_epoch({epoch}): epochs are counted from 0")
-        if not (self._restored and epoch == self._epoch):
-            self._epoch, self._position, self._restored = epoch, self._pass_start(epoch), False
-            self._loops += 1
+        if epoch == self._epoch and (self._restored or not self._begun):
+            return  # there already; what the last pass carried over stays
+        self._epoch, self._position = epoch, self._pass_start(epoch)
+        self._restored = self._begun = False
+        self._loops += 1
 
     def state_dict(self) -> dict[str, Any]:
         """What has been consumed, in samples of all ranks together, and the weights over time; equal on all ranks."""
