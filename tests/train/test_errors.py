@@ -59,6 +59,10 @@ def no_dataset(folder: Path) -> None:
     pipe.run()
 
 
+def different_lengths(folder: Path) -> None:
+    with_stage(Classify(), Batches(3 + hw.rank()))(folder)
+
+
 def strange_optimizer(folder: Path) -> None:
     pipe = Pipeline(root=folder)
     pipe.register_model("net", make_net())
@@ -96,6 +100,13 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         (
             "stage 'classify' got no batch in epoch 2: register a dataset that is not empty and can be iterated over "
             "again"
+        ),
+    ),
+    "different lengths": (
+        different_lengths,
+        (
+            "stage 'classify' has different numbers of training batches: 3 on rank 0, 4 on rank 1; use "
+            "hw.data.DataLoader, drop_last=True, or limit_train_batches"
         ),
     ),
     "no loss": (

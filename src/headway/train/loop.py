@@ -42,6 +42,7 @@ def train(stage: TrainValStage) -> Iterator[None]:
     """One epoch of training."""
     settings, split, precision = stage.settings, stage.pipe.split, stage.precision
     batches = stage.feed(stage.train_dataset(), settings.limit_train_batches)
+    stage.check_lengths()
     stage.zero_grad()
     for window in windows(batches, settings.accumulate):
         split.mark("compute")

@@ -325,6 +325,20 @@ class TrainValStage(Stage):
         self.train_dataset()
         self.optimizers()
 
+    def check_lengths(self) -> None:
+        """Ranks with different numbers of batches would wait for each other for ever: they are refused instead."""
+        mine = feed.length(self.train_dataset(), self.settings.limit_train_batches)
+        if self.pipe.world.world_size == 1:
+            return
+        lengths = gather(torch.tensor([-1.0 if mine is None else float(mine)], device=self.device))[:, 0]
+        known = {rank: int(length) for rank, length in enumerate(lengths.tolist()) if length >= 0}
+        if len(set(known.values())) > 1:
+            said = ", ".join(f"{length:,} on rank {rank}" for rank, length in list(known.items())[:16])
+            raise UsageError(
+                f"stage {self.name!r} has different numbers of training batches: {said}; use hw.data.DataLoader, "
+                "drop_last=True, or limit_train_batches"
+            )
+
     def check_progress(self, steps: int) -> None:
         if steps == 0:
             raise UsageError(no_batch(self))
