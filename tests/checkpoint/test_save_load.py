@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
+import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -377,6 +379,16 @@ def test_fsdp_loads_on_one(shelf: Path) -> None:
     assert VARIABLE not in os.environ
 
 
+def test_files_of_two_ranks_swapped_are_found(shelf: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(shelf / "step-000000000001", tmp_path / "step-000000000001")
+    assert checkpoint.verify(copy) == []
+    one, two = copy / "rank-00000.safetensors", copy / "rank-00001.safetensors"
+    one.rename(copy / "aside")
+    two.rename(one)
+    (copy / "aside").rename(two)
+    assert {problem.partition(":")[0] for problem in checkpoint.verify(copy)} == {one.name, two.name}
+
+
 @ranks(3)
 def test_two_dimensional_shards_are_read_by_ranges(tmp_path: Path) -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -404,3 +416,13 @@ def test_tensors_on_the_gpu_return_to_the_gpu(tmp_path: Path) -> None:
     checkpoint.load(path, target)
     assert_equal({name: t.cpu() for name, t in state.items()}, {name: t.cpu() for name, t in target.items()})
     assert target["a"].is_cuda and checkpoint.load(path).state["a"].device.type == "cpu"
+
+
+def test_small_and_large_parts_keep_their_order(tmp_path: Path) -> None:
+    from headway.checkpoint.raw import write_file
+
+    lengths = [0, 5, 1 << 20, 7, (8 << 20) + 3, (1 << 20) - 1, *[900_000] * 12, 1]
+    parts = [os.urandom(length) for length in lengths]
+    fact = write_file(tmp_path / "file", map(memoryview, parts))
+    assert (tmp_path / "file").read_bytes() == b"".join(parts)
+    assert fact.bytes == sum(lengths) and fact.crc32 == f"{zlib.crc32(b''.join(parts)):08x}"

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -264,3 +265,17 @@ def test_what_may_not_be_read_is_not_called_damaged(shelf: Path, monkeypatch: py
     with pytest.raises(StorageError, match="Permission denied"):
         checkpoint.load_latest(shelf)
     assert (shelf / NEW).is_dir() and stat.S_IMODE((shelf / NEW).stat().st_mode) == 0o700
+
+
+def test_a_bad_sector_is_damage(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = (shelf / NEW / "rank-00000.safetensors").stat().st_ino
+
+    def fail(fd: int, size: int) -> bytes:
+        if os.fstat(fd).st_ino == tensors:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(fd, size)
+
+    real = os.read
+    monkeypatch.setattr(os, "read", fail)  # no disk here can be made to fail on reading
+    assert checkpoint.verify(shelf / NEW) == ["rank-00000.safetensors: Input/output error"]
+    assert_falls_back(shelf)

@@ -19,6 +19,7 @@ from headway.checkpoint.layout import ITEM_BYTES, Chunk, Damaged, FileFact
 from headway.failpoints import failpoint
 
 _PIECE = 8 << 20  # checksummed and written while it is in the cache
+_SMALL = 1 << 20
 
 
 def write_file(path: Path, parts: Iterable[memoryview]) -> FileFact:
@@ -44,10 +45,11 @@ def _pieces(parts: Iterable[memoryview]) -> Iterator[memoryview]:
     """The same bytes in pieces of a good size: small parts are joined, large ones are cut and not copied."""
     joined = bytearray()
     for part in parts:
-        if len(joined) + len(part) > _PIECE:
+        small = len(part) < _SMALL
+        if not small or len(joined) + len(part) > _PIECE:
             yield memoryview(joined)
             joined = bytearray()
-        if len(part) <= _PIECE:
+        if small:
             joined += part
         else:
             yield from (part[begin : begin + _PIECE] for begin in range(0, len(part), _PIECE))
