@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -165,21 +166,26 @@ def test_a_schedule_is_the_same_change_at_its_step(folder: Path) -> None:
 
 def test_weights_may_be_set_from_another_thread(folder: Path) -> None:
     loader = ShardLoader(mix_of(folder, {"a": 1, "b": 1}), batch_size=2, prefetch=2, threads=2)
-    stop = threading.Event()
 
     def meddle() -> None:
-        while not stop.wait(0.001):
-            loader.set_weights({"a": 1, "b": 2})
+        for weight in range(1, 6):
+            time.sleep(0.02)
+            loader.set_weights({"a": 1, "b": weight})
 
     thread = threading.Thread(target=meddle)
     thread.start()
-    seen = [batch["txt"] for _ in range(3) for batch in loader]
-    stop.set()
+    seen, passes = [], 0
+    while thread.is_alive():
+        seen += [batch["txt"] for batch in loader]
+        passes += 1
     thread.join()
     again = ShardLoader(mix_of(folder, {"a": 1, "b": 1}), batch_size=2)
     state = loader.state_dict() | {"epoch": 0, "position": 0}
     again.load_state_dict(state)
-    assert [batch["txt"] for _ in range(3) for batch in again] == seen, "the segments tell the whole story"
+    assert len(state["segments"]) > 1
+    assert [batch["txt"] for _ in range(passes) for batch in again] == seen, (
+        "the segments tell the whole story"
+    )
 
 
 # --- position
