@@ -366,51 +366,42 @@ def test_loops_leave_no_threads_behind(folder: Path) -> None:
 # --- on ranks
 
 
-def on_ranks(folder: Path, state: object, first: int, stop: int) -> tuple[list[list[str]], object]:
-    """The global batches of some steps, on the ranks of this run or alone; weights change at step 3."""
-    loader = ShardLoader(mix_of(folder, {"a": 3, "b": 2, "c": 1}), global_batch_size=6, lanes=6, window=5)
+def steps(folder: Path, state: object, first: int, stop: int, alone: bool) -> tuple[list[list[str]], object]:
+    """The global batches of some steps, by the ranks of this run or by one process; weights change at step 3."""
+    mix = mix_of(folder, {"a": 3, "b": 2, "c": 1})
+    place = {"rank": 0, "world_size": 1} if alone else {}
+    loader = ShardLoader(mix, global_batch_size=6, lanes=6, window=5, **place)
     if state is not None:
-        loader.load_state_dict(state)
+        loader.load_state_dict(json.loads(json.dumps(state)))
     batches, iterator = [], iter(loader)
     for step in range(first, stop):
         if step == 3:
             loader.set_weights({"a": 1, "b": 0, "c": 4})
         mine = next(iterator)["txt"]
-        parts = hw.all_gather_object(mine) if hw.dist.is_initialized() else [mine]
+        parts = [mine] if alone else hw.all_gather_object(mine)
         batches.append([text for part in parts for text in part])
     iterator.close()
     return batches, loader.state_dict()
 
 
-@pytest.fixture(scope="module")
-def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("notes")
+CUTS = pytest.mark.parametrize("cut", [2, 3, 5])  # before the change of weights, at it, after it
 
 
 @ranks(3)
-def test_three_ranks_stop_in_the_middle(folder: Path, notes: Path) -> None:
-    for cut in (2, 5):  # before the change of weights, and after it
-        batches, state = on_ranks(folder, None, 0, cut)
-        assert len({json.dumps(other) for other in hw.all_gather_object(state)}) == 1
-        if hw.is_root():
-            (notes / f"{cut}.json").write_text(json.dumps([batches, state]))
+@CUTS
+def test_three_ranks_come_to_the_state_that_one_comes_to(folder: Path, cut: int) -> None:
+    batches, state = steps(folder, None, 0, cut, alone=False)
+    assert (batches, state) == steps(folder, None, 0, cut, alone=True)
+    assert len({json.dumps(other) for other in hw.all_gather_object(state)}) == 1
 
 
 @ranks(2)
-def test_two_ranks_go_on(folder: Path, notes: Path) -> None:
-    for cut in (2, 5):
-        batches, state = json.loads((notes / f"{cut}.json").read_text())
-        rest, _ = on_ranks(folder, state, cut, 8)
-        if hw.is_root():
-            (notes / f"{cut}-whole.json").write_text(json.dumps(batches + rest))
-
-
-def test_one_rank_went_the_same_way(folder: Path, notes: Path) -> None:
-    whole, _ = on_ranks(folder, None, 0, 8)
-    for cut in (2, 5):
-        assert json.loads((notes / f"{cut}-whole.json").read_text()) == whole
-        batches, state = json.loads((notes / f"{cut}.json").read_text())
-        assert batches + on_ranks(folder, state, cut, 8)[0] == whole
+@CUTS
+def test_two_ranks_go_on_from_that_state(folder: Path, cut: int) -> None:
+    _, state = steps(folder, None, 0, cut, alone=True)
+    whole, _ = steps(folder, None, 0, 8, alone=True)
+    assert steps(folder, state, cut, 8, alone=False)[0] == whole[cut:]
+    assert steps(folder, state, cut, 8, alone=True)[0] == whole[cut:]
 
 
 # --- refusals
