@@ -7,11 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils import flop_counter
 from truth import h200_rows
 
 import headway as hw
 from headway.errors import UsageError
 from headway.plan.traced import Traced
+from headway.plan.tracer import meter
 from headway.plan.tracing import Trace, run, run_all
 
 ZOO = str(Path(__file__).parent / "zoo.py")
@@ -179,3 +182,13 @@ def test_what_would_fit_is_traced_too() -> None:
     assert not plan.fits and plan.exit_code == 3
     assert {way.change for way in plan.remedies} >= {"half the batch", "batch 1"}
     assert plan.remedies[0].fits
+
+
+def test_attention_counts_as_torch_counts_it() -> None:
+    """Grouped queries included, which torch 2.11 cannot count."""
+    q, k, v, grad = (
+        torch.empty(shape) for shape in ((2, 8, 16, 4), (2, 2, 32, 4), (2, 2, 32, 6), (2, 8, 16, 6))
+    )
+    assert meter._attention(q, k, v) == flop_counter.sdpa_flop(q.shape, k.shape, v.shape)
+    expected = flop_counter.sdpa_backward_flop(grad.shape, q.shape, k.shape, v.shape)
+    assert meter._attention_backward(grad, q, k, v) == expected
