@@ -240,6 +240,8 @@ def test_ranks_that_disagree_are_told(tmp_path: Path) -> None:
         checkpoint.save(tmp_path, {"a": {"lr": headway.rank()}}, step=1)
     with pytest.raises(UsageError, match=r"disagree about 'x'"):
         checkpoint.save(tmp_path, {"x": torch.ones(headway.rank() + 1)}, step=1)
+    with pytest.raises(UsageError, match=r"disagree about 'step'"):
+        checkpoint.save(tmp_path, {"x": 1}, step=headway.rank())
     with pytest.raises(UsageError, match=r"'a' is a builtins\.object"):
         checkpoint.save(tmp_path, {"a": object() if headway.rank() else 1}, step=1)
     assert list(tmp_path.iterdir()) == []

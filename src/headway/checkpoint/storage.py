@@ -87,13 +87,15 @@ class Writer(StorageWriter):
         self._rank = kwargs["rank"]
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        brought = {"tree": self._contents.tree, "shapes": self._contents.shapes}
+        about = {"step": self._contents.step}
+        brought = {"tree": self._contents.tree, "shapes": self._contents.shapes, "about": about}
         return dataclasses.replace(plan, storage_data=brought)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self._world_size = len(plans)
         self._tree = tree.merge([plan.storage_data["tree"] for plan in plans])
-        tree.merge([plan.storage_data["shapes"] for plan in plans])
+        for facts in ("shapes", "about"):
+            tree.merge([plan.storage_data[facts] for plan in plans])  # only to see that they agree
         self._check_new()
         with files.storage(f"begin to save step {self._contents.step} in {self._parent}"):
             if not self._parent.is_dir():
