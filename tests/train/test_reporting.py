@@ -89,6 +89,19 @@ def test_every_rank_writes_rows_and_the_root_the_metrics(tmp_path: Path) -> None
         assert all(row["metrics"] == {} for row in rows)
 
 
+@pytest.mark.usefixtures("alone")
+def test_the_time_before_a_validation_is_not_the_validations(tmp_path: Path) -> None:
+    pipe = make_pipe(tmp_path)
+    pipe.register_dataset("train", SlowBatches(4))
+    pipe.register_dataset("val", Batches(1))
+    pipe.append_stage(Classify(), max_epochs=1)
+    train, validation, epoch = rows_of(pipe.run(), 0)
+    assert [row["kind"] for row in (train, validation, epoch)] == ["train", "validation", "epoch"]
+    assert train["seconds"]["data"] > 0.07
+    assert validation["seconds"]["data"] < 0.07
+    assert validation["seconds"]["validation"] > 0
+
+
 def test_in_a_file_there_are_plain_lines(tmp_path: Path) -> None:
     script = SCRIPT.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
     ended = subprocess.run(

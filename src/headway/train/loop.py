@@ -71,6 +71,7 @@ def validate(stage: TrainValStage) -> None:
     loader = stage.val_dataset()
     if loader is None:
         return
+    log_point(stage)  # what was trained so far is told first, and its time is not the validation's
     loss_name = stage.loss_metric_name()
     with stage.evaluating():
         for batch in stage.val_batches(loader):

@@ -257,9 +257,9 @@ class Pipeline:
 
     def note(self, stage: Stage, kind: str, point: Point) -> None:
         """Writes down what came out of a log point or a validation."""
-        seconds = self.split.take()
         if not point.values and not point.local:
             return
+        seconds = self.split.take()
         self.history.log_points.append(
             Row(stage=stage.name, epoch=stage.epoch, step=self.step, values=point.values)
         )

@@ -31,7 +31,7 @@ class Reporter:
         self._world = world
         self._rows = RowWriter(run, rank=world.rank)
         self._display: Display | None = None
-        self._since = time.monotonic()  # the last log point of training
+        self._since = time.monotonic()  # the last log point or validation
         self._began, self._began_at = self._since, 0  # the stage: when, and at which of its steps
         self._shown: dict[str, Any] = {}  # the newest value of each metric
         self._rate: float | None = None
@@ -83,11 +83,11 @@ class Reporter:
         }
         if kind == "train":
             elapsed = now - self._since
-            self._since = now
             self._rate = stage.samples / elapsed * self._world.world_size if elapsed > 0 else None
             whole = sum(seconds.values())
             self._wait = seconds.get("data", 0.0) / whole if whole else None
             row["samples_per_second"] = self._rate
+        self._since = now
         if self._world.device.type == "cuda":
             row["memory_peak"] = torch.cuda.max_memory_allocated(self._world.device)
         self._rows.write(row)
