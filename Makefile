@@ -1,5 +1,5 @@
 # headway: two commands suffice on a fresh machine, `make demo` and `make test`.
-.PHONY: install services demo test check bench docs clean help
+.PHONY: install services demo test check bench faults docs clean help
 SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
@@ -30,7 +30,10 @@ check: install  ## style, types, and who may import whom
 	$(BIN)/lint-imports --no-logo
 
 bench: install  ## measurements beside peers, printed as ratios
-	$(BIN)/python benchmarks/startup.py
+	for each in startup failing loop data checkpoint plan; do $(BIN)/python benchmarks/$$each.py; done
+
+faults: install services  ## the fault tests with their full counts (kills, bit flips, power cuts): many minutes
+	HEADWAY_FAULTS=full $(BIN)/python -m pytest tests/faults
 
 docs: install  ## check that every link and example in the documentation holds
 	$(BIN)/python -m pytest -q tests/docs

@@ -10,8 +10,9 @@ Importing headway does no work and does not import torch; each name below is loa
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from headway import lazy
 
 if TYPE_CHECKING:
     from headway import (
@@ -93,15 +94,4 @@ _HOME = {
 }
 
 __all__ = [*_HOME]
-
-
-def __getattr__(name: str) -> object:
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module 'headway' has no attribute {name!r}")
-    module = import_module(home)
-    return module if home == f"headway.{name}" else getattr(module, name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*_HOME, "__version__"])
+__getattr__, __dir__ = lazy.names(__name__, _HOME)

@@ -5,6 +5,8 @@
     │   └── MissingExtra          2    an optional package is needed; the message holds the pip command
     ├── RankFailure               1    another rank failed, and this one stops because of it
     │   └── BarrierTimeout        1    some ranks never arrived at a barrier; the message names them
+    ├── BadShard                  1    a file is not a whole archive of samples
+    ├── BadSample                 1    a sample cannot be decoded, or is larger than the limits allow
     ├── DoesNotFit                3    the plan says the run needs more memory than the device has
     ├── StorageError             74    the run's storage failed: disk full, read-only, input/output error
     │   └── RunLocked            74    another process is training in this run directory
@@ -52,6 +54,14 @@ class RankFailure(HeadwayError):
 
 class BarrierTimeout(RankFailure):
     """Raised when some ranks did not reach a barrier in time; the message names them."""
+
+
+class BadShard(HeadwayError):
+    """Raised when a file is not a whole tar archive of samples; the message names file, place and remedy."""
+
+
+class BadSample(HeadwayError):
+    """Raised when a sample cannot be decoded, or is larger than the limits allow."""
 
 
 class DoesNotFit(HeadwayError):

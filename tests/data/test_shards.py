@@ -20,9 +20,9 @@ from hypothesis import given, settings, strategies as st
 from PIL import Image
 
 from headway.data import Limits, Shard, index, pack
-from headway.data.decode import BadSample, decode
-from headway.data.shards import BadShard, count_samples, members, samples
-from headway.errors import UsageError
+from headway.data.decode import decode
+from headway.data.shards import count_samples, members, samples
+from headway.errors import BadSample, BadShard, UsageError
 
 
 def tar(path: Path, files: dict[str, bytes], how: int = tarfile.PAX_FORMAT) -> Path:

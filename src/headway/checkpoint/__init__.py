@@ -8,8 +8,9 @@ Looking at files (`verify`) needs no torch; each name below is loaded when it is
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from headway import lazy
 
 if TYPE_CHECKING:
     from headway.checkpoint.exporting import export as export
@@ -25,25 +26,16 @@ if TYPE_CHECKING:
 
 # public name -> the module it comes from
 _HOME = {
-    "Loaded": "keeping",
-    "Retention": "retention",
-    "export": "exporting",
-    "find_valid": "keeping",
-    "load": "keeping",
-    "load_latest": "keeping",
-    "prune": "retention",
-    "save": "keeping",
-    "verify": "layout",
+    "Loaded": "headway.checkpoint.keeping",
+    "Retention": "headway.checkpoint.retention",
+    "export": "headway.checkpoint.exporting",
+    "find_valid": "headway.checkpoint.keeping",
+    "load": "headway.checkpoint.keeping",
+    "load_latest": "headway.checkpoint.keeping",
+    "prune": "headway.checkpoint.retention",
+    "save": "headway.checkpoint.keeping",
+    "verify": "headway.checkpoint.layout",
 }
 
 __all__ = [*_HOME]
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module 'headway.checkpoint' has no attribute {name!r}")
-    return getattr(import_module(f"headway.checkpoint.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(_HOME)
+__getattr__, __dir__ = lazy.names(__name__, _HOME)

@@ -7,8 +7,9 @@ Names are loaded when they are first used.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from headway import lazy
 
 if TYPE_CHECKING:
     from headway.data.arrays import (
@@ -48,13 +49,4 @@ _HOME = {
 }
 
 __all__ = [*_HOME]
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module 'headway.data' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(_HOME)
+__getattr__, __dir__ = lazy.names(__name__, _HOME)

@@ -17,14 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.data.shards import Limits
-from headway.errors import HeadwayError, MissingExtra
+from headway.errors import BadSample, HeadwayError, MissingExtra
 
 Decoder = Callable[[memoryview], Any]
 Pixels = npt.NDArray[np.uint8]
-
-
-class BadSample(HeadwayError):
-    """Raised when a sample cannot be decoded, or is larger than the limits allow."""
 
 
 def decode(

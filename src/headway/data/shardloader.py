@@ -19,13 +19,13 @@ import numpy as np
 import torch
 
 from headway import dist
-from headway.data.decode import BadSample, Decoder, decode
+from headway.data.decode import Decoder, decode
 from headway.data.mix import Mix, Segment, Shards, Timeline
 from headway.data.order import Ints, Order, Shuffle, key
 from headway.data.ranks import Share
 from headway.data.shards import Limits
 from headway.data.sources import OpenShards, Source, find
-from headway.errors import HeadwayError, UsageError
+from headway.errors import BadSample, HeadwayError, UsageError
 
 Transform = Callable[[dict[str, Any], np.random.Generator], Any]
 Tail = Literal["carry", "drop"]

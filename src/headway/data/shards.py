@@ -20,7 +20,7 @@ from typing import NamedTuple, final, overload
 
 import numpy as np
 
-from headway.errors import HeadwayError, UsageError
+from headway.errors import BadShard, HeadwayError, UsageError
 
 _BLOCK = 512
 _ZEROS = bytes(_BLOCK)
@@ -32,10 +32,6 @@ _COMPRESSED = {
     b"BZh": "bzip2 -d",
     b"\xfd7zXZ": "xz -d",
 }
-
-
-class BadShard(HeadwayError):
-    """Raised when a file is not a whole tar archive of samples; the message names file, place and remedy."""
 
 
 class Member(NamedTuple):

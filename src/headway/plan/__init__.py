@@ -10,8 +10,9 @@ print(plan.verdict, plan.answers["time.step"])
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from headway import lazy
 
 if TYPE_CHECKING:
     from headway.plan.calibration import Calibration as Calibration
@@ -29,35 +30,26 @@ if TYPE_CHECKING:
 
 # public name -> the module it comes from; loaded when first used
 _HOME = {
-    "Calibration": "calibration",
-    "Device": "hardware",
-    "Estimate": "estimating",
-    "Image": "transformer",
-    "Job": "economy",
-    "Layout": "layout",
-    "Mla": "transformer",
-    "Moe": "transformer",
-    "Node": "hardware",
-    "Quantity": "quantity",
-    "Search": "searching",
-    "Trace": "tracing",
-    "Transformer": "transformer",
-    "estimate": "estimating",
-    "from_hf_config": "hf",
-    "measure": "measuring",
-    "preset": "presets",
-    "search": "searching",
-    "trace": "tracing",
+    "Calibration": "headway.plan.calibration",
+    "Device": "headway.plan.hardware",
+    "Estimate": "headway.plan.estimating",
+    "Image": "headway.plan.transformer",
+    "Job": "headway.plan.economy",
+    "Layout": "headway.plan.layout",
+    "Mla": "headway.plan.transformer",
+    "Moe": "headway.plan.transformer",
+    "Node": "headway.plan.hardware",
+    "Quantity": "headway.plan.quantity",
+    "Search": "headway.plan.searching",
+    "Trace": "headway.plan.tracing",
+    "Transformer": "headway.plan.transformer",
+    "estimate": "headway.plan.estimating",
+    "from_hf_config": "headway.plan.hf",
+    "measure": "headway.plan.measuring",
+    "preset": "headway.plan.presets",
+    "search": "headway.plan.searching",
+    "trace": "headway.plan.tracing",
 }
 
 __all__ = [*_HOME]
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module 'headway.plan' has no attribute {name!r}")
-    return getattr(import_module(f"headway.plan.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(_HOME)
+__getattr__, __dir__ = lazy.names(__name__, _HOME)

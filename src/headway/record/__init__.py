@@ -8,8 +8,9 @@ Names are loaded when they are first used: readers of run directories need no to
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from headway import lazy
 
 if TYPE_CHECKING:
     from headway.record.attempt import Recording as Recording, recording as recording
@@ -25,9 +26,4 @@ _HOME = {
 }
 
 __all__ = [*_HOME]
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module 'headway.record' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+__getattr__, __dir__ = lazy.names(__name__, _HOME)

@@ -11,11 +11,12 @@ Installed as a pytest plugin together with headway; costs nothing until it is us
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from headway import lazy
+
 if TYPE_CHECKING:
-    from headway.testing import faults, leaks
+    from headway.testing import faults as faults, leaks as leaks
     from headway.testing.marks import ranks as ranks
 
 _HOME = {
@@ -24,16 +25,5 @@ _HOME = {
     "ranks": "headway.testing.marks",
 }
 
-__all__ = ["faults", "leaks", "ranks"]
-
-
-def __getattr__(name: str) -> object:
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module 'headway.testing' has no attribute {name!r}")
-    module = import_module(home)
-    return module if home == f"headway.testing.{name}" else getattr(module, name)
-
-
-def __dir__() -> list[str]:
-    return list(__all__)
+__all__ = [*_HOME]
+__getattr__, __dir__ = lazy.names(__name__, _HOME)

@@ -184,7 +184,7 @@ def _attention_backward(_grad: Any, query: Any, key: Any, value: Any, *_: Any, *
 
 
 def _scores(query: Any, key: Any) -> float:
-    return 2.0 * math.prod(query.shape[:-1]) * float(key.shape[-2])
+    return 2.0 * float(math.prod(query.shape[:-1]) * key.shape[-2])
 
 
 # torch counts fused attention on CUDA only; a CPU trace would silently leave it out
