@@ -16,7 +16,9 @@ def main() -> None:
         f"{world.launcher} rank {world.rank}/{world.world_size} "
         f"local {world.local_rank}/{world.local_world_size} node {world.node_rank}/{world.nodes} sum {total.item():g}"
     )
-    print(f"{line} {world.host}" if "--hosts" in sys.argv else line, flush=True)
+    # one write: print's newline comes separately when Python runs unbuffered, and ranks share the terminal
+    sys.stdout.write(f"{line} {world.host}\n" if "--hosts" in sys.argv else f"{line}\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ def test_loading_the_plugin_loads_nothing_heavy() -> None:
     modules = set(eval(loaded.stdout))
     assert not modules & {"torch", "numpy", "psutil", "multiprocessing.connection", "headway.dist"}
     ours = {name for name in modules if name.startswith("headway")}
-    assert ours == {"headway", "headway.testing", "headway.testing.plugin"}
+    assert ours == {"headway", "headway.lazy", "headway.testing", "headway.testing.plugin"}
 
 
 def test_a_session_without_ranks_never_imports_torch(pytester: pytest.Pytester) -> None:
