@@ -41,7 +41,7 @@ def status_in_words(status: int) -> str:
     'was killed by SIGKILL (kill -9, or the out-of-memory killer: see dmesg)'
     """
     if status >= 0:
-        return f"left with exit code {status} while the others still worked"
+        return f"left with exit code {status}"
     name = signal.Signals(-status).name
     if name == "SIGKILL":
         return "was killed by SIGKILL (kill -9, or the out-of-memory killer: see dmesg)"

@@ -39,9 +39,13 @@ CAUSES = {
 @pytest.mark.parametrize(
     ("how", "rank"), [(how, 2) for how in CAUSES] + [(how, 0) for how in ("raise", "kill9", "exit0")]
 )
-def test_headway_run_names_the_cause_last(how: str, rank: int) -> None:
+def test_headway_run_names_the_cause_last(
+    how: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAIL_MARK", str(tmp_path / "mark"))
     code, words = CAUSES[how]
     status, text = run(RUN, how=how, rank=rank)
+    assert time.time() - float((tmp_path / "mark").read_text()) < 5, "all down within 5 s of the fault"
     assert status == code, text
     last = text.rindex("headway: ")  # the last block
     assert words in text[last:], text

@@ -178,6 +178,7 @@ BAD = {
         "run name 'a\\nb' cannot be used",
     ),
     "name that climbs": ("hw.init(); hw.dist.open_run(name='../x')", {}, "run name '../x' cannot be used"),
+    "name with a space": ("hw.Pipeline(name='my run')", {}, "run name 'my run' cannot be used"),
     "root that is a file": ("hw.init(); hw.dist.open_run('file')", {}, "file"),
     "no store": ("hw.init()", {"RANK": "0", "WORLD_SIZE": "2"}, "start the script with torchrun"),
     "two ranks and nowhere to meet": (

@@ -63,6 +63,7 @@ class Agent:
         self._environ = dict(environ)
         self._running: list[Rank] = []
         self._ended: dict[int, int] = {}  # rank -> return code, in the order in which they ended
+        self._pids: dict[int, int] = {}
         self._signals: list[int] = []
 
     def run(self) -> int:
@@ -84,6 +85,7 @@ class Agent:
         process = subprocess.Popen(
             self._command, env=environ, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=_die_with_parent
         )
+        self._pids[number] = process.pid
         return Rank(number=number, process=process)
 
     def _supervise(self) -> None:
@@ -140,7 +142,9 @@ class Agent:
         if path.exists():
             record: Record = json.loads(path.read_text())
             if record["kind"] == "vanished" and record["rank"] in self._ended:
-                record |= {"error": status_in_words(self._ended[record["rank"]]), "hint": None}
+                status = self._ended[record["rank"]]
+                early = " while the others still worked" if status >= 0 else ""
+                record |= {"error": status_in_words(status) + early, "hint": None}
                 _complete(record)
             return record
         rank, status = next((rank, status) for rank, status in self._ended.items() if status)
@@ -148,7 +152,7 @@ class Agent:
             "kind": "exit",
             "rank": rank,
             "host": socket.gethostname(),
-            "pid": "ended",
+            "pid": self._pids[rank],
             "error": f"{status_in_words(status)}; its own output, above, says why",
             "exit_code": 1,
         }

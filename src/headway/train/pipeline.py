@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from headway import dist, record
 from headway.dist import World
 from headway.errors import UsageError
-from headway.run import Run
+from headway.run import Run, check_name
 from headway.train import loop
 from headway.train.callback import Callback
 from headway.train.history import History, Row
@@ -56,7 +56,7 @@ class Pipeline:
     def __init__(self, config: object = None, name: str = "run", *, root: str | Path = "runs") -> None:
         self.world: World = dist.world() if dist.is_initialized() else dist.init()
         self.config = config
-        self.name = name
+        self.name = check_name(name)  # now, and not when everything is registered
         self.device: torch.device = self.world.device
         self.datasets: dict[str, Iterable[Any]] = {}
         self.optimizers: dict[str, Optimizer] = {}
