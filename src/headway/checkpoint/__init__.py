@@ -23,11 +23,14 @@ if TYPE_CHECKING:
     )
     from headway.checkpoint.layout import verify as verify
     from headway.checkpoint.retention import Retention as Retention, prune as prune
+    from headway.checkpoint.saver import Saved as Saved, Saver as Saver
 
 # public name -> the module it comes from
 _HOME = {
     "Loaded": "headway.checkpoint.keeping",
     "Retention": "headway.checkpoint.retention",
+    "Saved": "headway.checkpoint.saver",
+    "Saver": "headway.checkpoint.saver",
     "export": "headway.checkpoint.exporting",
     "find_valid": "headway.checkpoint.keeping",
     "load": "headway.checkpoint.keeping",
