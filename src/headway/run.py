@@ -6,6 +6,7 @@
         run.json                    what ran, from which code, on which versions; the list of attempts
         config.yaml                 the settings, resolved             plan.json, job.sh, report.html
         code/uncommitted.diff       what the commit does not hold      traces/
+        code/tree/                  the code as it was when the run was submitted
         log/rank-00000.txt          metrics/rank-00000.jsonl           log/diagnostics.jsonl
         checkpoints/step-000000001000/
         failure.json                the first failing rank of this attempt (of older attempts: failure-N.json)
@@ -165,6 +166,10 @@ class Run:
         return self.path / "code"
 
     @property
+    def snapshot_dir(self) -> Path:
+        return self.code_dir / "tree"
+
+    @property
     def log_dir(self) -> Path:
         return self.path / "log"
 
@@ -226,6 +231,13 @@ class Run:
                 self.failure_file.rename(self.path / f"failure-{number - 1}.json")
             files.write_atomic(self.path / "run.json", _json(info))
         return number
+
+    def record_snapshot(self, facts: Mapping[str, object]) -> None:
+        """Notes in run.json which copy of the code the run is made from. Jobs are started by these paths: not redacted."""
+        info = self.info()
+        info["code"]["snapshot"] = dict(facts)
+        with files.storage(f"record the code of {self.path}"):
+            files.write_atomic(self.path / "run.json", _json(info))
 
     def end_attempt(self, number: int, *, status: str, exit_code: int) -> None:
         """Notes how an attempt ended: "done", "failed", "stopped" (may be resumed) or "interrupted"."""

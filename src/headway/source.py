@@ -47,7 +47,9 @@ class SourceState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Answer:
+class Answer:
+    """What git said; `trouble` is why it could not."""
+
     out: bytes = b""
     trouble: str | None = None
 
@@ -58,12 +60,12 @@ def describe(cwd: Path) -> SourceState:
     >>> describe(Path("/proc")).commit is None
     True
     """
-    head = _git(cwd, "rev-parse", "--verify", "--quiet", "HEAD")
+    head = git(cwd, "rev-parse", "--verify", "--quiet", "HEAD")
     if head.trouble:
         return SourceState(note=head.trouble)
     commit = head.out.decode().strip() or None
-    status = _git(cwd, "status", "--porcelain=v2", "--branch", "-z")
-    diff = _git(cwd, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD" if commit else "--cached")
+    status = git(cwd, "status", "--porcelain=v2", "--branch", "-z")
+    diff = git(cwd, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD" if commit else "--cached")
     lines = status.out.decode(errors="backslashreplace").split("\0")
     branch = next((line[14:] for line in lines if line.startswith("# branch.head ")), "(detached)")
     untracked = [line[2:] for line in lines if line.startswith("? ")]
@@ -86,25 +88,30 @@ def describe(cwd: Path) -> SourceState:
     )
 
 
-def _git(cwd: Path, *command: str) -> _Answer:
-    """One git command; whatever goes wrong is part of the answer."""
+def git(cwd: Path, *command: str, patience: float | None = None) -> Answer:
+    """One git command in `cwd`, given `patience` seconds; whatever goes wrong is part of the answer.
+
+    >>> git(Path("/proc"), "rev-parse", "HEAD").trouble
+    'not a git repository (or any of the parent directories): .git'
+    """
+    patience = _PATIENCE if patience is None else patience
     settings = [part for setting in _UNTROUBLED for part in ("-c", setting)]
     environ = {name: value for name, value in os.environ.items() if name not in _HOOK_VARIABLES}
     environ |= {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
     try:
-        git = subprocess.run(
+        done = subprocess.run(
             ["git", "-C", str(cwd), *settings, *command],
             env=environ,
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=_PATIENCE,
+            timeout=patience,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return _Answer(trouble=f"git {command[0]} took longer than {_PATIENCE:g} s")
+        return Answer(trouble=f"git {command[0]} took longer than {patience:g} s")
     except OSError as error:
-        return _Answer(trouble=f"git could not be started: {error.strerror}")
-    complaint = git.stderr.decode(errors="backslashreplace").strip().removeprefix("fatal: ")
-    if git.returncode and complaint:
-        return _Answer(trouble=redact(complaint.splitlines()[0]))
-    return _Answer(out=git.stdout)
+        return Answer(trouble=f"git could not be started: {error.strerror}")
+    complaint = done.stderr.decode(errors="backslashreplace").strip().removeprefix("fatal: ")
+    if done.returncode and complaint:
+        return Answer(trouble=redact(complaint.splitlines()[0]))
+    return Answer(out=done.stdout)
