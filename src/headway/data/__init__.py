@@ -22,13 +22,13 @@ if TYPE_CHECKING:
         interleave_batches as interleave_batches,
         interleave_dict_batches as interleave_dict_batches,
     )
+    from headway.data.finding import index as index
     from headway.data.loader import DataLoader as DataLoader
     from headway.data.mix import Mix as Mix
     from headway.data.order import Order as Order, Shuffle as Shuffle
     from headway.data.packing import pack as pack
     from headway.data.shardloader import ShardLoader as ShardLoader
     from headway.data.shards import Limits as Limits, Shard as Shard
-    from headway.data.sources import index as index
 
 _HOME = {
     "DataLoader": "headway.data.loader",
@@ -40,7 +40,7 @@ _HOME = {
     "ShardedXrDataset": "headway.data.arrays",
     "Shuffle": "headway.data.order",
     "chunk_and_shard_indices": "headway.data.arrays",
-    "index": "headway.data.sources",
+    "index": "headway.data.finding",
     "interleave_batches": "headway.data.batches",
     "interleave_dict_batches": "headway.data.batches",
     "pack": "headway.data.packing",

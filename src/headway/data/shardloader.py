@@ -11,37 +11,25 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal, NamedTuple, final, get_args
+from typing import Any, Literal, final, get_args
 
 import numpy as np
-import torch
 
 from headway import dist
-from headway.data.decode import Decoder, decode
+from headway.data.decode import Decoder
+from headway.data.loading import Bad, Loaded, Loading, Transform, collate
 from headway.data.mix import Mix, Segment, Shards, Timeline
 from headway.data.order import Ints, Order, Shuffle, key
 from headway.data.ranks import Share
 from headway.data.shards import Limits
-from headway.data.sources import OpenShards, Source, find
-from headway.errors import BadSample, HeadwayError, UsageError
+from headway.data.sources import OpenShards, find
+from headway.errors import HeadwayError, UsageError
 
-Transform = Callable[[dict[str, Any], np.random.Generator], Any]
 Tail = Literal["carry", "drop"]
 
 _AHEAD = 8192  # positions that are looked up at once
-_ATTEMPTS = 8
-_TRANSFORM, _SUBSTITUTE = 1, 2  # what a key is for
-
-
-class Bad(NamedTuple):
-    """A sample that could not be used."""
-
-    dataset: str
-    shard: str
-    key: str
-    reason: str
 
 
 @final
@@ -101,7 +89,7 @@ class ShardLoader:
         self._weights = mix.weights
         self._timeline: Timeline | None = None
         self._changing = threading.Lock()
-        self._loading = _Loading(
+        self._loading = Loading(
             OpenShards(self._sources, self._limits, capacity=4 * lanes * len(self._sources)),
             self._sources,
             self._orders,
@@ -150,7 +138,7 @@ class ShardLoader:
 
     def _loaded(self, pool: ThreadPoolExecutor, number: int) -> Iterator[Any]:
         """Batches, loaded ahead; what is ahead is loaded anew when weights change."""
-        waiting: deque[tuple[list[Future[_Loaded]], int]] = deque()
+        waiting: deque[tuple[list[Future[Loaded]], int]] = deque()
         timeline, largest = self._history(), 0
         plans = self._plans(timeline, self._position)
         while True:
@@ -191,7 +179,7 @@ class ShardLoader:
                 "Make a second loader for the second loop"
             )
 
-    def _note(self, loaded: list[_Loaded]) -> None:
+    def _note(self, loaded: list[Loaded]) -> None:
         self._handed += len(loaded)
         self.bad += [bad for one in loaded for bad in one.bad]
         if len(self.bad) > 1 + self._max_bad * self._handed:
@@ -349,82 +337,3 @@ def _cores() -> int:
 
 def _own(how: Shuffle, dataset: int) -> Shuffle:
     return Shuffle(seed=key(how.seed, dataset), lanes=how.lanes, window=how.window)
-
-
-# --- what runs in the threads
-
-
-class _Loaded(NamedTuple):
-    value: Any
-    size: int
-    bad: list[Bad]
-
-
-@final
-class _Loading:
-    """One sample: read, decoded, transformed."""
-
-    def __init__(
-        self,
-        shards: OpenShards,
-        sources: Sequence[Source],
-        orders: Sequence[Order],
-        *,
-        seed: int,
-        transform: Transform | None,
-        decoders: dict[str, Decoder],
-        limits: Limits,
-    ) -> None:
-        self._shards, self._sources, self._orders, self._seed = shards, sources, orders, seed
-        self._transform, self._decoders, self._limits = transform, decoders, limits
-
-    def load(self, dataset: int, epoch: int, shard: int, sample: int) -> _Loaded:
-        bad: list[Bad] = []
-        for attempt in range(_ATTEMPTS):
-            mapped = self._shards.get(dataset, shard)
-            try:
-                value = decode(mapped[sample], self._decoders, self._limits)
-            except BadSample as error:
-                entry = mapped.entries[sample]
-                bad.append(Bad(self._sources[dataset].name, str(mapped.path), entry.key, str(error)))
-                shard, sample = self._other(dataset, epoch, shard, sample, attempt)
-                continue
-            value["__key__"] = mapped.entries[sample].key
-            size = _bytes(value)
-            if self._transform is not None:
-                secret = key(self._seed, _TRANSFORM, dataset, epoch, shard, sample)
-                value = self._transform(value, np.random.Generator(np.random.Philox(secret)))
-            return _Loaded(value, max(size, _bytes(value)), bad)
-        raise HeadwayError(f"{_ATTEMPTS} samples in a row could not be used; the last one: {bad[-1]}")
-
-    def _other(self, dataset: int, epoch: int, shard: int, sample: int, attempt: int) -> tuple[int, int]:
-        """A substitute: the same one on every rank, in every run."""
-        order = self._orders[dataset]
-        position = key(self._seed, _SUBSTITUTE, epoch, shard, sample, attempt) % order.samples
-        places = order.locate(np.array([position]))
-        return int(places.shard[0]), int(places.sample[0])
-
-
-def _bytes(value: Any) -> int:
-    if isinstance(value, np.ndarray | torch.Tensor):
-        return int(value.nbytes)
-    if isinstance(value, Mapping):
-        return sum(map(_bytes, value.values()))
-    if isinstance(value, list | tuple):
-        return sum(map(_bytes, value))
-    return len(value) if isinstance(value, str | bytes) else 8
-
-
-def collate(samples: list[Any]) -> Any:
-    """Dicts to a dict of batches: numbers and arrays of one shape become a tensor, all else a list."""
-    first = samples[0]
-    if isinstance(first, dict):
-        names = [name for name in first if all(name in sample for sample in samples)]
-        return {name: collate([sample[name] for sample in samples]) for name in names}
-    if isinstance(first, int | float):
-        return torch.tensor(samples)
-    if isinstance(first, np.ndarray) and len({(each.shape, each.dtype) for each in samples}) == 1:
-        return torch.from_numpy(np.stack(samples))
-    if isinstance(first, torch.Tensor) and len({(each.shape, each.dtype) for each in samples}) == 1:
-        return torch.stack(samples)
-    return samples

@@ -1,0 +1,67 @@
+"""Which files are the shards: folders, patterns and lists to paths; their samples counted, their indexes written.
+
+Nothing here imports torch: commands that list and count answer at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from glob import glob
+from pathlib import Path
+
+from headway.data.mix import Shards
+from headway.data.shards import Limits, count_samples, index_text, walk
+from headway.errors import UsageError
+from headway.files import storage, write_atomic
+
+_THREADS = 16  # most of counting is waiting for the file system
+
+
+def paths_of(name: str, where: Shards) -> list[Path]:
+    """The shards of a dataset, sorted; at least one."""
+    if not isinstance(where, str | Path):
+        paths = [Path(path) for path in where]
+    elif "://" in str(where) or str(where).startswith("pipe:"):
+        raise UsageError(
+            f"dataset {name!r}: {str(where)!r} is not a path; shards are read from file systems only"
+        )
+    elif Path(where).is_dir():
+        paths = sorted(Path(where).glob("*.tar"))
+    else:
+        paths = sorted(Path(path) for path in glob(str(where), recursive=True))  # noqa: PTH207 - may be absolute
+    if not paths:
+        raise UsageError(
+            f"dataset {name!r}: no shards found at {str(where)!r}; give a folder, a pattern or a list"
+        )
+    return paths
+
+
+def count(paths: Sequence[Path], limits: Limits | None = None) -> list[int]:
+    """How many samples each shard has."""
+    with ThreadPoolExecutor(_THREADS, "headway count") as pool:
+        return list(pool.map(lambda path: count_samples(path, limits), paths))
+
+
+def index(shards: Shards, *, overwrite: bool = False) -> list[Path]:
+    """Writes DALI's text index beside each shard that has none, and returns the paths of those written.
+
+    Not needed for headway, which walks shards without one; it saves the walk, and DALI needs it. Shards with spaces in
+    their names cannot have one, and are left out.
+
+        hw.data.index("/data/laion/*.tar")
+    """
+    paths = [path for path in paths_of("index", shards) if overwrite or not path.with_suffix(".idx").exists()]
+    with ThreadPoolExecutor(_THREADS, "headway index") as pool:
+        return [written for written in pool.map(_write_index, paths) if written is not None]
+
+
+def _write_index(path: Path) -> Path | None:
+    text = index_text(walk(path))
+    if text is None:
+        return None
+    target = path.with_suffix(".idx")
+    with storage(f"write {target}"):
+        write_atomic(target, text.encode("utf-8", "surrogateescape"))
+        target.chmod(path.stat().st_mode & 0o666)  # who may read the shard may read its index
+    return target

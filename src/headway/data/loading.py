@@ -1,0 +1,105 @@
+"""What the threads of a `ShardLoader` do: one sample at a time, read, decoded, transformed; a bad one replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+import numpy as np
+import torch
+
+from headway.data.decode import Decoder, decode
+from headway.data.order import Order, key
+from headway.data.shards import Limits
+from headway.data.sources import OpenShards, Source
+from headway.errors import BadSample, HeadwayError
+
+Transform = Callable[[dict[str, Any], np.random.Generator], Any]
+
+_ATTEMPTS = 8
+_TRANSFORM, _SUBSTITUTE = 1, 2  # what a key is for
+
+
+class Bad(NamedTuple):
+    """A sample that could not be used."""
+
+    dataset: str
+    shard: str
+    key: str
+    reason: str
+
+
+class Loaded(NamedTuple):
+    value: Any
+    size: int
+    bad: list[Bad]
+
+
+@final
+class Loading:
+    """One sample: read, decoded, transformed."""
+
+    def __init__(
+        self,
+        shards: OpenShards,
+        sources: Sequence[Source],
+        orders: Sequence[Order],
+        *,
+        seed: int,
+        transform: Transform | None,
+        decoders: dict[str, Decoder],
+        limits: Limits,
+    ) -> None:
+        self._shards, self._sources, self._orders, self._seed = shards, sources, orders, seed
+        self._transform, self._decoders, self._limits = transform, decoders, limits
+
+    def load(self, dataset: int, epoch: int, shard: int, sample: int) -> Loaded:
+        bad: list[Bad] = []
+        for attempt in range(_ATTEMPTS):
+            mapped = self._shards.get(dataset, shard)
+            try:
+                value = decode(mapped[sample], self._decoders, self._limits)
+            except BadSample as error:
+                entry = mapped.entries[sample]
+                bad.append(Bad(self._sources[dataset].name, str(mapped.path), entry.key, str(error)))
+                shard, sample = self._other(dataset, epoch, shard, sample, attempt)
+                continue
+            value["__key__"] = mapped.entries[sample].key
+            size = _bytes(value)
+            if self._transform is not None:
+                secret = key(self._seed, _TRANSFORM, dataset, epoch, shard, sample)
+                value = self._transform(value, np.random.Generator(np.random.Philox(secret)))
+            return Loaded(value, max(size, _bytes(value)), bad)
+        raise HeadwayError(f"{_ATTEMPTS} samples in a row could not be used; the last one: {bad[-1]}")
+
+    def _other(self, dataset: int, epoch: int, shard: int, sample: int, attempt: int) -> tuple[int, int]:
+        """A substitute: the same one on every rank, in every run."""
+        order = self._orders[dataset]
+        position = key(self._seed, _SUBSTITUTE, epoch, shard, sample, attempt) % order.samples
+        places = order.locate(np.array([position]))
+        return int(places.shard[0]), int(places.sample[0])
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, np.ndarray | torch.Tensor):
+        return int(value.nbytes)
+    if isinstance(value, Mapping):
+        return sum(map(_bytes, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(_bytes, value))
+    return len(value) if isinstance(value, str | bytes) else 8
+
+
+def collate(samples: list[Any]) -> Any:
+    """Dicts to a dict of batches: numbers and arrays of one shape become a tensor, all else a list."""
+    first = samples[0]
+    if isinstance(first, dict):
+        names = [name for name in first if all(name in sample for sample in samples)]
+        return {name: collate([sample[name] for sample in samples]) for name in names}
+    if isinstance(first, int | float):
+        return torch.tensor(samples)
+    if isinstance(first, np.ndarray) and len({(each.shape, each.dtype) for each in samples}) == 1:
+        return torch.from_numpy(np.stack(samples))
+    if isinstance(first, torch.Tensor) and len({(each.shape, each.dtype) for each in samples}) == 1:
+        return torch.stack(samples)
+    return samples
