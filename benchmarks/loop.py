@@ -1,11 +1,15 @@
-"""What a training loop costs per step: a raw loop, headway, and its peers where they are installed.
+"""What a training loop costs per step: headway and its peers, where they are installed, against a raw loop.
 
-    python benchmarks/loop.py [--steps 300] [--rounds 25] [--device cpu|cuda]
+    python benchmarks/loop.py [--blocks 40] [--device cpu|cuda] [--only headway ...]
 
 A tiny model (4 x 256, batch 64, AdamW), so that the loop shows beside the mathematics; batches are in host memory
-already. Lightning, dmlcloud and headway log the loss in each step, in their own way. The machine is noisy and its speed
-drifts, so short runs of all loops alternate in one process, in changing order; each is compared with the raw loop of
-its own round, and the median of these ratios is printed with the two quartiles.
+already. Lightning, dmlcloud and headway log the loss in each step, in their own way.
+
+Machines are noisy and their speed drifts. So a block of raw steps runs before and after each block of a loop's steps,
+in the same process and thread, out of the loader that the loop asks for its next batch. A block is compared with the
+mean of its two neighbours, which takes a steady drift out; the median of these ratios is printed with its 95 %
+interval, which comes from their ranks and assumes nothing about the noise. "raw again" is a raw loop measured like the
+others: it should give 0.
 """
 
 from __future__ import annotations
@@ -15,12 +19,14 @@ import contextlib
 import importlib.util
 import io
 import logging
+import math
 import statistics
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +37,10 @@ from torch import Tensor, nn
 from headway import dist
 from headway.train import Pipeline, TrainValStage
 
-Batches = list[tuple[Tensor, Tensor]]
-WARM_UP = 100
+BLOCK = 100
+"""steps between two looks at the clock: two of headway's log points"""
+WARM_UP = 2
+"""blocks that are not counted"""
 
 
 def make_net() -> nn.Sequential:
@@ -47,47 +55,61 @@ def adamw(parameters: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
-def make_batches(count: int) -> Batches:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(64, 256, generator=generator)
-    y = torch.randint(0, 10, (64,), generator=generator)
-    return [(x, y)] * count
-
-
-class Stopwatch:
-    """Iterates over batches and reads the clock when the warm-up is over; the device is waited for."""
-
-    def __init__(self, batches: Batches, device: torch.device) -> None:
-        self.batches, self.device, self.began, self.ended = batches, device, 0.0, 0.0
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Any:
-        for number, batch in enumerate(self.batches):
-            if number == WARM_UP:
-                self.began = self.now()
-            yield batch
-        self.ended = self.now()  # what comes after the last step is not the loop's
-
-    def now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def microseconds(self) -> float:
-        return (self.ended - self.began) / (len(self.batches) - WARM_UP) * 1e6
-
-
-def raw(watch: Stopwatch) -> None:
-    net = make_net().to(watch.device)
-    optimizer = adamw(net.parameters())
-    for x, y in watch:
-        x, y = x.to(watch.device, non_blocking=True), y.to(watch.device, non_blocking=True)
+def train(batches: Any, device: torch.device, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The raw loop: what everything is measured by."""
+    for x, y in batches:
+        x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss = F.cross_entropy(net(x), y)
         loss.backward()
         optimizer.step()
+
+
+class Course:
+    """The batches of one run. Between two blocks of them, a block of raw steps is run and timed."""
+
+    def __init__(self, blocks: int, device: torch.device) -> None:
+        self.blocks, self.device = blocks + WARM_UP, device
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(64, 256, generator=generator)
+        self.batch = x, torch.randint(0, 10, (64,), generator=generator)
+        self.net = make_net().to(device)
+        self.optimizer = adamw(self.net.parameters())
+        self.raw: list[float] = []
+        self.measured: list[float] = []
+
+    def __len__(self) -> int:
+        return self.blocks * BLOCK
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for _ in range(self.blocks):
+            self.raw.append(self._raw_block())
+            began = self._now()
+            for _ in range(BLOCK):
+                yield self.batch
+            self.measured.append(self._now() - began)
+        self.raw.append(self._raw_block())
+
+    def _raw_block(self) -> float:
+        began = self._now()
+        with torch.enable_grad():
+            train([self.batch] * BLOCK, self.device, self.net, self.optimizer)
+        return self._now() - began
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def ratios(self) -> list[float]:
+        """Of each block to the mean of the raw ones before and after it."""
+        beside = [(before + after) / 2 for before, after in pairwise(self.raw)]
+        return [mine / base for mine, base in zip(self.measured, beside, strict=False)][WARM_UP:]
+
+
+def raw_again(course: Course) -> None:
+    net = make_net().to(course.device)
+    train(course, course.device, net, adamw(net.parameters()))
 
 
 class Classify(TrainValStage):
@@ -97,23 +119,23 @@ class Classify(TrainValStage):
         return F.cross_entropy(logits, y)
 
 
-def headway(watch: Stopwatch) -> None:
+def headway(course: Course) -> None:
     with tempfile.TemporaryDirectory() as folder:
         pipe = Pipeline(name="loop", root=Path(folder))
         pipe.register_model("net", make_net())
         pipe.register_optimizer("adamw", adamw, model="net")
-        pipe.register_dataset("train", watch)
+        pipe.register_dataset("train", course)
         pipe.append_stage(Classify(), max_epochs=1)
         pipe.run()
 
 
-def fabric(watch: Stopwatch) -> None:
+def fabric(course: Course) -> None:
     from lightning_fabric import Fabric
 
-    run = Fabric(accelerator=watch.device.type, devices=1)
+    run = Fabric(accelerator=course.device.type, devices=1)
     run.launch()
     net, optimizer = run.setup(made := make_net(), adamw(made.parameters()))
-    for batch in watch:
+    for batch in course:
         x, y = run.to_device(batch)
         optimizer.zero_grad()
         loss = F.cross_entropy(net(x), y)
@@ -121,12 +143,12 @@ def fabric(watch: Stopwatch) -> None:
         optimizer.step()
 
 
-def accelerate(watch: Stopwatch) -> None:
+def accelerate(course: Course) -> None:
     from accelerate import Accelerator
 
-    run = Accelerator(cpu=watch.device.type == "cpu")
+    run = Accelerator(cpu=course.device.type == "cpu")
     net, optimizer = run.prepare(made := make_net(), adamw(made.parameters()))
-    for x, y in watch:
+    for x, y in course:
         x, y = x.to(run.device, non_blocking=True), y.to(run.device, non_blocking=True)
         with run.accumulate(net):
             optimizer.zero_grad()
@@ -135,7 +157,7 @@ def accelerate(watch: Stopwatch) -> None:
             optimizer.step()
 
 
-def lightning(watch: Stopwatch) -> None:
+def lightning(course: Course) -> None:
     import pytorch_lightning as L
 
     class Module(L.LightningModule):
@@ -149,33 +171,30 @@ def lightning(watch: Stopwatch) -> None:
             self.log("loss", loss, batch_size=len(x))
             return loss
 
-        def on_train_epoch_end(self) -> None:
-            watch.ended = watch.now()  # Lightning does not ask for a batch after the last
-
         def configure_optimizers(self) -> Any:
             return adamw(self.parameters())
 
     trainer = L.Trainer(
         max_epochs=1,
-        accelerator=watch.device.type,
+        accelerator=course.device.type,
         devices=1,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Module(), watch)
+    trainer.fit(Module(), course)
 
 
-def dmlcloud(watch: Stopwatch) -> None:
+def dmlcloud(course: Course) -> None:
     import dmlcloud as dml
 
     class Own(dml.Stage):
         def run_epoch(self) -> None:
-            net = make_net().to(watch.device)
+            net = make_net().to(course.device)
             optimizer = adamw(net.parameters())
-            for x, y in watch:
-                x, y = x.to(watch.device, non_blocking=True), y.to(watch.device, non_blocking=True)
+            for x, y in course:
+                x, y = x.to(course.device, non_blocking=True), y.to(course.device, non_blocking=True)
                 optimizer.zero_grad()
                 loss = F.cross_entropy(net(x), y)
                 loss.backward()
@@ -188,8 +207,8 @@ def dmlcloud(watch: Stopwatch) -> None:
     pipe.run()
 
 
-LOOPS: dict[str, tuple[Callable[[Stopwatch], None], str]] = {
-    "raw loop": (raw, "torch"),
+LOOPS: dict[str, tuple[Callable[[Course], None], str]] = {
+    "raw again": (raw_again, "torch"),
     "headway": (headway, "headway"),
     "Fabric": (fabric, "lightning_fabric"),
     "Accelerate": (accelerate, "accelerate"),
@@ -198,39 +217,53 @@ LOOPS: dict[str, tuple[Callable[[Stopwatch], None], str]] = {
 }
 
 
+def interval(values: list[float]) -> tuple[float, float, float]:
+    """Median and its 95 % interval, from the ranks of the values."""
+    ordered, count = sorted(values), len(values)
+    reach = math.ceil(0.98 * math.sqrt(count))
+    low, high = max(0, count // 2 - reach), min(count - 1, count // 2 + reach)
+    return ordered[low], statistics.median(ordered), ordered[high]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--blocks", type=int, default=40, help=f"of {BLOCK} steps, for each loop")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each loop, in turn")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--only", nargs="+", choices=[*LOOPS], default=[*LOOPS])
     arguments = parser.parse_args()
     dist.init(device=arguments.device)
+    device = dist.world().device
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    if arguments.device == "cpu":
+    if device.type == "cpu":
         torch.set_num_threads(1)
-    there = {name: loop for name, (loop, package) in LOOPS.items() if importlib.util.find_spec(package)}
-    missing = [name for name in LOOPS if name not in there]
-    times: dict[str, list[float]] = {name: [] for name in there}
+    there = {
+        name: LOOPS[name][0]
+        for name in arguments.only
+        if importlib.util.find_spec(LOOPS[name][1]) is not None
+    }
+    raw: list[float] = []
+    ratios: dict[str, list[float]] = {name: [] for name in there}
     for number in range(arguments.rounds):
-        order = list(there.items())
-        shift = number % len(order)
-        for name, loop in order[shift:] + order[:shift]:
-            watch = Stopwatch(make_batches(arguments.steps + WARM_UP), torch.device(arguments.device))
+        for name, loop in list(there.items())[:: 1 if number % 2 == 0 else -1]:
+            course = Course(arguments.blocks // arguments.rounds, device)
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                loop(watch)
-            times[name].append(watch.microseconds())
+                loop(course)
+            ratios[name] += course.ratios()
+            raw += course.raw[WARM_UP:]
+    each = [seconds / BLOCK * 1e6 for seconds in raw]
+    low, _, high = statistics.quantiles(each, n=4)
     print(
-        f"{arguments.device}, torch {torch.__version__}, {arguments.rounds} rounds of {arguments.steps} steps"
+        f"{device.type}, torch {torch.__version__}, {arguments.blocks} blocks of {BLOCK} steps for each loop"
     )
-    for name, each in times.items():
-        ratios = [mine / base - 1 for mine, base in zip(each, times["raw loop"], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        over = "" if name == "raw loop" else f"{middle:+7.1%}  ({low:+.1%} to {high:+.1%})"
-        print(f"{name:12} {statistics.median(each):8.1f} us/step {over}")
-    if missing:
+    print(f"{'raw loop':12} {statistics.median(each):7.1f} us/step   (quartiles {low:.1f} to {high:.1f})")
+    for name, found in ratios.items():
+        low, middle, high = (value - 1 for value in interval(found))
+        print(f"{name:12} {middle:+7.1%}           (95 %: {low:+.1%} to {high:+.1%})")
+    if missing := [name for name in arguments.only if name not in there]:
         print(f"not installed here: {', '.join(missing)}")
     sys.stdout.flush()
 
