@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         seed as seed,
         world_size as world_size,
     )
+    from headway.launcher.targets import Local as Local, Mpi as Mpi, Slurm as Slurm
     from headway.run import Run as Run, find_latest as find_latest
     from headway.train import (
         Callback as Callback,
@@ -59,8 +60,11 @@ __version__ = "0.1.0"
 # public name -> the module it comes from; a room stands for itself
 _HOME = {
     "Callback": "headway.train",
+    "Local": "headway.launcher.targets",
+    "Mpi": "headway.launcher.targets",
     "Pipeline": "headway.train",
     "Run": "headway.run",
+    "Slurm": "headway.launcher.targets",
     "Stage": "headway.train",
     "TrainValStage": "headway.train",
     "World": "headway.dist",

@@ -1,0 +1,131 @@
+"""Descriptions of where to run: what they refuse, and the way to YAML and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import headway as hw
+from headway.errors import UsageError
+from headway.launcher.targets import KINDS, Slurm, read, seconds
+
+FULL: dict[str, Any] = {
+    "nodes": 2,
+    "gpus_per_node": "a100:4",
+    "cpus_per_task": 6,
+    "mem": "64G",
+    "time": "2:00:00",
+    "partition": "gpu",
+    "constraint": "[rack1|rack2]&nvlink",
+    "exclusive": True,
+    "array": ("lr=1e-3,3e-4",),
+    "extra": {"licenses": "fluent:1", "mail_type": "END", "spread-job": True},
+    "setup": ("module load cuda",),
+    "env": {"GREETING": 'it\'s "$HOME"; a b\n-c'},
+    "signal_lead": 90,
+}
+
+
+def test_they_are_public() -> None:
+    assert (hw.Local, hw.Slurm, hw.Mpi) == tuple(KINDS.values())
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        hw.Local(),
+        hw.Local(processes=4, device="cpu", env={"A": "b c"}),
+        hw.Slurm(),
+        hw.Slurm(**FULL),
+        hw.Mpi(processes=4, hosts=("n1:2", "n2:2"), args=("--map-by", "ppr:2:node")),
+    ],
+    ids=str,
+)
+def test_to_yaml_and_back(target: hw.Local | hw.Slurm | hw.Mpi, tmp_path: Path) -> None:
+    assert type(target).from_dict(target.to_dict()) == target
+    file = tmp_path / "target.yaml"
+    file.write_text(yaml.safe_dump(target.to_dict()))
+    assert read(file) == target
+
+
+def test_defaults_are_not_written() -> None:
+    assert hw.Slurm(nodes=2).to_dict() == {"kind": "slurm", "nodes": 2}
+
+
+def test_names_may_be_written_as_slurm_writes_them() -> None:
+    assert hw.Slurm.from_dict({"gpus-per-node": 2, "time": 90}) == hw.Slurm(gpus_per_node=2, time="90")
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks"),
+    [
+        ({}, 1),
+        ({"gpus_per_node": 4}, 4),
+        ({"gpus_per_node": "a100:4"}, 4),
+        ({"gpus_per_node": 4, "ntasks_per_node": 2}, 2),
+        ({"gpus_per_node": 0}, 1),
+        ({"ntasks_per_node": 3}, 3),
+    ],
+)
+def test_ranks_of_a_node(settings: dict[str, Any], ranks: int) -> None:
+    target = hw.Slurm(nodes=2, **settings)
+    assert (target.processes_per_node, target.processes) == (ranks, 2 * ranks)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        (hw.Local, {"processes": 0}, "processes=0 must be a whole number of at least 1"),
+        (hw.Local, {"processes": True}, "processes=True must be a whole number"),
+        (hw.Local, {"device": "tpu"}, "device='tpu' is none of auto, cpu, cuda, mps"),
+        (hw.Local, {"device": "mps", "processes": 2}, "Apple's GPU serves one process"),
+        (hw.Local, {"env": {"A=B": "c"}}, "'A=B' cannot be the name of a variable"),
+        (hw.Local, {"env": {"RANK": "1"}}, "RANK is set by headway for each rank"),
+        (hw.Local, {"env": ["A=b"]}, "must be a mapping"),
+        (hw.Mpi, {"hosts": ("-x", "n1")}, "'-x' is not a host"),
+        (hw.Mpi, {"hosts": "n1"}, "must be a list of texts"),
+        (hw.Slurm, {"nodes": "two"}, "nodes='two' must be a whole number"),
+        (hw.Slurm, {"gpus_per_node": "4x"}, "neither a number nor TYPE:NUMBER"),
+        (hw.Slurm, {"mem": "lots"}, "mem='lots' is no amount of memory"),
+        (hw.Slurm, {"time": "soon"}, "time='soon' is no time limit"),
+        (hw.Slurm, {"time": "1", "signal_lead": 60}, "time='1' is 60 s, of which signal_lead=60"),
+        (hw.Slurm, {"signal_lead": 70000}, "at most 65535 seconds"),
+        (hw.Slurm, {"partition": "a b"}, "partition='a b' cannot be told to SLURM"),
+        (hw.Slurm, {"partition": "a\n#SBATCH --wrap=id"}, "cannot be told to SLURM"),
+        (hw.Slurm, {"account": "--wrap=id"}, "leading '-'"),
+        (hw.Slurm, {"extra": {"nodes": 3}}, "nodes has a setting of its own: nodes=3"),
+        (hw.Slurm, {"extra": {"output": "x"}}, "--output is headway's to set"),
+        (hw.Slurm, {"extra": {"a b": "x"}}, "'a b' is not an option of sbatch"),
+        (hw.Slurm, {"extra": {"comment": "x\ny"}}, "cannot be told to SLURM"),
+        (hw.Slurm, {"setup": "module load cuda"}, "must be a list of texts"),
+        (hw.Slurm, {"max_requeues": -1}, "max_requeues=-1 must be a whole number of at least 0"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_once(kind: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        kind(**settings)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_wrong_key_is_named_with_the_nearest_right_one() -> None:
+    with pytest.raises(UsageError, match="slurm has no setting 'node'; did you mean 'nodes'"):
+        Slurm.from_dict({"node": 2})
+
+
+@pytest.mark.parametrize("text", ["[", "- 1", "nodes: 2", "kind: cloud", "\xff"])
+def test_a_file_that_says_nothing_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "on.yaml").write_bytes(text.encode("latin-1"))
+    with pytest.raises(UsageError, match=r"on\.yaml"):
+        read(tmp_path / "on.yaml")
+
+
+@pytest.mark.parametrize(
+    ("time", "expected"),
+    [("1", 60), ("1:30", 90), ("1:00:01", 3601), ("1-12", 129600), ("1-12:30", 131400), ("1-0:0:5", 86405)],
+)
+def test_time_limits_as_slurm_writes_them(time: str, expected: int) -> None:
+    assert seconds(time) == expected
