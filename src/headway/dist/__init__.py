@@ -2,64 +2,100 @@
 
 Launcher detection, the process group, safe root-only work, topology. `init` is the door; everything else may be
 called after it.
+Each name below is loaded, and torch with it, when it is first used: reading a launcher's environment needs neither.
 """
 
-from headway.dist.averaging import average_gradients, average_parameters, optimizer_to
-from headway.dist.failing import set_phase
-from headway.dist.group import World, is_initialized, world
-from headway.dist.guard import barrier, from_root, local_root_first, root_first, root_only
-from headway.dist.interconnect import check_interconnect
-from headway.dist.joining import init, leave
-from headway.dist.objects import (
-    all_gather_object,
-    broadcast_object,
-    gather_object,
-    is_root,
-    local_rank,
-    local_world_size,
-    node_rank,
-    print_rank,
-    print_root,
-    rank,
-    store,
-    world_size,
-)
-from headway.dist.seeding import seed
-from headway.dist.shared_run import at_failure, open_run, terminal
-from headway.dist.signals import ignore_signals, shielded
+from __future__ import annotations
 
-__all__ = [
-    "World",
-    "all_gather_object",
-    "at_failure",
-    "average_gradients",
-    "average_parameters",
-    "barrier",
-    "broadcast_object",
-    "check_interconnect",
-    "from_root",
-    "gather_object",
-    "ignore_signals",
-    "init",
-    "is_initialized",
-    "is_root",
-    "leave",
-    "local_rank",
-    "local_root_first",
-    "local_world_size",
-    "node_rank",
-    "open_run",
-    "optimizer_to",
-    "print_rank",
-    "print_root",
-    "rank",
-    "root_first",
-    "root_only",
-    "seed",
-    "set_phase",
-    "shielded",
-    "store",
-    "terminal",
-    "world",
-    "world_size",
-]
+from typing import TYPE_CHECKING
+
+from headway import lazy
+
+if TYPE_CHECKING:
+    from headway.dist.averaging import (
+        average_gradients as average_gradients,
+        average_parameters as average_parameters,
+        optimizer_to as optimizer_to,
+    )
+    from headway.dist.failing import set_phase as set_phase
+    from headway.dist.group import (
+        World as World,
+        is_initialized as is_initialized,
+        world as world,
+    )
+    from headway.dist.guard import (
+        barrier as barrier,
+        from_root as from_root,
+        local_root_first as local_root_first,
+        root_first as root_first,
+        root_only as root_only,
+    )
+    from headway.dist.interconnect import check_interconnect as check_interconnect
+    from headway.dist.joining import (
+        init as init,
+        leave as leave,
+    )
+    from headway.dist.objects import (
+        all_gather_object as all_gather_object,
+        broadcast_object as broadcast_object,
+        gather_object as gather_object,
+        is_root as is_root,
+        local_rank as local_rank,
+        local_world_size as local_world_size,
+        node_rank as node_rank,
+        print_rank as print_rank,
+        print_root as print_root,
+        rank as rank,
+        store as store,
+        world_size as world_size,
+    )
+    from headway.dist.seeding import seed as seed
+    from headway.dist.shared_run import (
+        at_failure as at_failure,
+        open_run as open_run,
+        terminal as terminal,
+    )
+    from headway.dist.signals import (
+        ignore_signals as ignore_signals,
+        shielded as shielded,
+    )
+
+# public name -> the module it comes from
+_HOME = {
+    "World": "headway.dist.group",
+    "all_gather_object": "headway.dist.objects",
+    "at_failure": "headway.dist.shared_run",
+    "average_gradients": "headway.dist.averaging",
+    "average_parameters": "headway.dist.averaging",
+    "barrier": "headway.dist.guard",
+    "broadcast_object": "headway.dist.objects",
+    "check_interconnect": "headway.dist.interconnect",
+    "from_root": "headway.dist.guard",
+    "gather_object": "headway.dist.objects",
+    "ignore_signals": "headway.dist.signals",
+    "init": "headway.dist.joining",
+    "is_initialized": "headway.dist.group",
+    "is_root": "headway.dist.objects",
+    "leave": "headway.dist.joining",
+    "local_rank": "headway.dist.objects",
+    "local_root_first": "headway.dist.guard",
+    "local_world_size": "headway.dist.objects",
+    "node_rank": "headway.dist.objects",
+    "open_run": "headway.dist.shared_run",
+    "optimizer_to": "headway.dist.averaging",
+    "print_rank": "headway.dist.objects",
+    "print_root": "headway.dist.objects",
+    "rank": "headway.dist.objects",
+    "root_first": "headway.dist.guard",
+    "root_only": "headway.dist.guard",
+    "seed": "headway.dist.seeding",
+    "set_phase": "headway.dist.failing",
+    "shielded": "headway.dist.signals",
+    "store": "headway.dist.objects",
+    "terminal": "headway.dist.shared_run",
+    "world": "headway.dist.group",
+    "world_size": "headway.dist.objects",
+}
+
+__all__ = [*_HOME]
+__getattr__, __dir__ = lazy.names(__name__, _HOME)
