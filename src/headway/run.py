@@ -233,7 +233,7 @@ class Run:
         return number
 
     def record_snapshot(self, facts: Mapping[str, object]) -> None:
-        """Notes in run.json which copy of the code the run is made from. Jobs are started by these paths: not redacted."""
+        """Notes in run.json which copy of the code runs. Jobs are started by these paths, so they are not redacted."""
         info = self.info()
         info["code"]["snapshot"] = dict(facts)
         with files.storage(f"record the code of {self.path}"):
