@@ -150,6 +150,10 @@ class Run:
         return self.path / "job.sh"
 
     @property
+    def sweep_file(self) -> Path:
+        return self.path / "sweep.json"
+
+    @property
     def report_file(self) -> Path:
         return self.path / "report.html"
 

@@ -1,0 +1,99 @@
+"""Sweeps: from what people write to one setting per run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headway.errors import UsageError
+from headway.launcher.sweep import arguments, grid, join, label, member
+from headway.run import Run
+
+
+def test_grid_keeps_order_and_spelling() -> None:
+    assert [label(each) for each in grid(["lr=1e-3,3e-4", "seed=1,2"])] == [
+        "lr=1e-3 seed=1",
+        "lr=1e-3 seed=2",
+        "lr=3e-4 seed=1",
+        "lr=3e-4 seed=2",
+    ]
+    assert grid([]) == [{}]
+    assert grid(['sizes="64,128",256']) == [{"sizes": "64,128"}, {"sizes": "256"}]
+    assert grid(["flags=a=b,$(id); -x"]) == [{"flags": "a=b"}, {"flags": "$(id); -x"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("a.yaml", "lr: [1.0e-3, 2]\nseed: 1\n", [{"lr": "0.001", "seed": "1"}, {"lr": "2", "seed": "1"}]),
+        ("a.yaml", "- {lr: 1, seed: 2}\n- {lr: 3}\n", [{"lr": "1", "seed": "2"}, {"lr": "3"}]),
+        (
+            "a.json",
+            '{"lr": ["1e-3"], "bn": [true, false]}',
+            [{"lr": "1e-3", "bn": "True"}, {"lr": "1e-3", "bn": "False"}],
+        ),
+        ("a.csv", "lr,seed\n1e-3,1\n3e-4,2\n", [{"lr": "1e-3", "seed": "1"}, {"lr": "3e-4", "seed": "2"}]),
+    ],
+)
+def test_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, expected: list[dict[str, str]]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text(text)
+    assert grid([name]) == expected
+    assert len(grid([name, "depth=1,2,3"])) == 3 * len(expected)
+
+
+@pytest.mark.parametrize(
+    ("specs", "words"),
+    [
+        (["lr"], "'lr' is neither NAME=V1,V2 nor a file"),
+        (["--lr=1"], "neither NAME=V1,V2"),
+        (["lr=1,,2"], "'lr' an empty value"),
+        (["lr="], "'lr' an empty value"),
+        (["lr=1", "lr=2"], "sets 'lr' twice"),
+        (["lr=1,1"], "has lr=1 twice"),
+        (["a=" + ",".join(map(str, range(200))), "b=" + ",".join(map(str, range(200)))], "40000 settings"),
+        (["none.yaml"], "'none.yaml' cannot be read: No such file"),
+        (["bad.yaml"], "cannot be understood"),
+        (["bad.json"], "cannot be understood"),
+        (["deep.yaml"], "'lr' no list of values"),
+        (["list.yaml"], "holds no settings"),
+        (["empty.csv"], "holds no settings"),
+        (["short.csv"], "'seed' the value None"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, specs: list[str], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.yaml").write_text("a: [1, 2\n")
+    (tmp_path / "bad.json").write_text("{")
+    (tmp_path / "deep.yaml").write_text("lr: {a: 1}\n")
+    (tmp_path / "list.yaml").write_text("[1, 2]\n")
+    (tmp_path / "empty.csv").write_text("lr,seed\n")
+    (tmp_path / "short.csv").write_text("lr,seed\n1\n")
+    with pytest.raises(UsageError) as caught:
+        grid(specs)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_arguments() -> None:
+    settings = {"lr": "1e-3", "seed": "{lr} $(id)"}
+    assert arguments(["--epochs", "3"], settings) == ["--epochs", "3", "--lr=1e-3", "--seed={lr} $(id)"]
+    assert arguments(["opt.lr={lr}", "x"], settings) == ["opt.lr=1e-3", "x", "--seed={lr} $(id)"]
+    assert arguments(["{seed}", "{other}"], {"seed": "{lr}", "lr": "2"}) == ["{lr}", "{other}", "--lr=2"]
+    assert arguments(["{seed}-{lr}"], {"seed": "1", "lr": "2"}) == ["1-2"]
+
+
+def test_members(tmp_path: Path) -> None:
+    runs = [Run.create(tmp_path, name="s") for _ in range(3)]
+    settings = grid(["lr=1,2,3"])
+    sweep = join(runs, settings)
+    found = member(runs[2])
+    assert found and (found.sweep, found.index, found.size, found.settings) == (sweep, 2, 3, {"lr": "3"})
+    assert member(Run.create(tmp_path)) is None
+    runs[0].sweep_file.write_text("{}")
+    with pytest.raises(UsageError, match=r"sweep.json cannot be read"):
+        member(runs[0])
