@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -374,15 +373,6 @@ def test_bad_arguments_are_refused_at_once() -> None:
         DataLoader(Numbers(0))
     with pytest.raises(UsageError, match="cannot be cut into 2 equal parts"):
         len(DataLoader(Numbers(30), global_batch_size=7, rank=0, world_size=2))
-
-
-def test_an_iterable_dataset_is_refused() -> None:
-    class Stream(torch_data.IterableDataset[int]):
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(3))
-
-    with pytest.raises(UsageError, match="Stream is an IterableDataset"):
-        DataLoader(Stream())
 
 
 def test_a_process_that_has_not_joined_its_peers_is_told_so() -> None:

@@ -1,0 +1,81 @@
+"""What a loader has done on this rank: totals that only grow, and its stages on a time line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, final
+
+from headway.files import storage, write_atomic
+
+_LONGEST = 200_000  # spans of a trace; a viewer has trouble with more
+
+
+class Span(NamedTuple):
+    """One stage of one sample or batch, in seconds of `time.perf_counter`."""
+
+    stage: str
+    thread: int
+    began: float
+    ended: float
+
+
+@final
+class Counters:
+    """Totals of samples, bytes and seconds, for one rank. Filled by the training loop's thread alone."""
+
+    def __init__(self, trace: Trace | None = None) -> None:
+        self.samples = self.batches = self.bytes_read = self.bytes_decoded = self.bad = 0
+        self._seconds: dict[str, float] = {}
+        self._trace = trace
+
+    def spent(self, spans: Sequence[Span]) -> None:
+        for span in spans:
+            self._seconds[span.stage] = self._seconds.get(span.stage, 0.0) + span.ended - span.began
+        if self._trace is not None:
+            self._trace.add(spans)
+
+    def totals(self) -> dict[str, float]:
+        counts = {
+            "samples": self.samples,
+            "batches": self.batches,
+            "bytes_read": self.bytes_read,
+            "bytes_decoded": self.bytes_decoded,
+            "bad": self.bad,
+        }
+        return counts | {f"seconds/{stage}": round(value, 6) for stage, value in self._seconds.items()}
+
+    def save_trace(self) -> None:
+        if self._trace is not None:
+            self._trace.save()
+
+
+@final
+class Trace:
+    """Spans for a trace viewer (chrome://tracing, Perfetto): a row per thread."""
+
+    def __init__(self, path: Path, *, rank: int) -> None:
+        self._path = path / f"loader-rank-{rank:05d}.json" if path.is_dir() else path
+        self._rank = rank
+        self._spans: list[Span] = []
+
+    def add(self, spans: Sequence[Span]) -> None:
+        self._spans.extend(spans[: _LONGEST - len(self._spans)])
+
+    def save(self) -> None:
+        """Replaces the file by all spans so far."""
+        events = [
+            {
+                "name": span.stage,
+                "cat": "data",
+                "ph": "X",
+                "pid": self._rank,
+                "tid": span.thread,
+                "ts": round(span.began * 1e6, 1),
+                "dur": round((span.ended - span.began) * 1e6, 1),
+            }
+            for span in self._spans
+        ]
+        with storage(f"write {self._path}"):
+            write_atomic(self._path, json.dumps({"traceEvents": events}).encode())

@@ -1,0 +1,164 @@
+"""Iterable datasets that know their position: their state travels with every batch from worker to training loop.
+
+Such a dataset has an order of its own, and deals its samples to ranks and workers itself. So its position is one state
+per worker, of this rank, and holds for as many ranks and workers as there were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from itertools import islice
+from typing import Any, NamedTuple, Protocol, final, runtime_checkable
+
+from torch.utils import data as torch_data
+
+from headway.data.courses import Collate, Course
+from headway.data.order import key
+from headway.data.ranks import Share
+from headway.data.workers import own_random_numbers, reseed
+from headway.errors import UsageError
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A dataset whose next `iter` goes on where a state was taken."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class _Taken(NamedTuple):
+    """A batch from a worker, and where the worker's dataset was after it."""
+
+    batch: Any
+    samples: int
+    worker: int
+    state: dict[str, Any]
+
+
+@final
+class StreamCourse(Course):
+    """The position of an iterable dataset on this rank."""
+
+    per_rank = True
+
+    def __init__(
+        self,
+        dataset: torch_data.IterableDataset[Any],
+        share: Share,
+        *,
+        collate: Collate,
+        seed: int,
+        drop_last: bool,
+        workers: int,
+    ) -> None:
+        if not isinstance(dataset, Stateful):
+            raise UsageError(
+                f"{type(dataset).__name__} is an IterableDataset without state_dict and load_state_dict: it has an "
+                "order of its own, which could not be resumed. Give it both, or take a dataset with __getitem__"
+            )
+        if share.batch_size is None:
+            raise UsageError(
+                f"global_batch_size={share.global_batch_size} of {type(dataset).__name__}: an iterable dataset deals "
+                "its samples to ranks itself; give batch_size, the samples of each rank"
+            )
+        self._share, self._workers = share, max(1, workers)
+        self._stream = _Stream(dataset, collate, seed, share.batch_size, drop_last)
+
+    def torch_arguments(self) -> dict[str, Any]:
+        return {"dataset": self._stream, "batch_size": None}
+
+    def __len__(self) -> int:
+        raise TypeError("an iterable dataset ends when it ends: this loader has no length")
+
+    def begin_pass(self, *, restored: bool) -> None:
+        if not restored:
+            self.begin_epoch(self.epoch)
+        self._stream.rank = self._share.place()[0]
+
+    def took(self, loaded: Any) -> tuple[Any, int] | None:
+        if loaded is None:
+            return None
+        taken, stream = _Taken(*loaded), self._stream
+        stream.states[taken.worker] = taken.state
+        stream.batches[taken.worker] = stream.batches.get(taken.worker, 0) + 1
+        stream.first = (taken.worker + 1) % self._workers
+        return taken.batch, taken.samples
+
+    def begin_epoch(self, epoch: int) -> None:
+        self.epoch = self._stream.epoch = epoch
+        self._stream.states, self._stream.batches, self._stream.first = {}, {}, 0
+
+    def state(self) -> dict[str, Any]:
+        stream = self._stream
+        places = {
+            str(worker): {"batches": stream.batches[worker], "state": state}
+            for worker, state in sorted(stream.states.items())
+        }
+        return self._identity() | {"epoch": self.epoch, "next": stream.first, "places": places}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        ours = self._identity()
+        if {*state} != {*ours, "epoch", "next", "places"}:
+            raise UsageError(f"this is not the state of a DataLoader of an iterable dataset: {dict(state)}")
+        other = [
+            f"{name} {state[name]} there, {ours[name]} here" for name in ours if state[name] != ours[name]
+        ]
+        if other:
+            raise UsageError(
+                f"an iterable dataset deals its samples itself, so its position holds for the same rank, number of "
+                f"ranks and workers only: {'; '.join(other)}. Start it as it was, or use a dataset with __getitem__"
+            )
+        self.begin_epoch(int(state["epoch"]))
+        self._stream.first = int(state["next"])
+        for worker, place in state["places"].items():
+            self._stream.states[int(worker)] = place["state"]
+            self._stream.batches[int(worker)] = int(place["batches"])
+
+    def _identity(self) -> dict[str, Any]:
+        rank, world_size = self._share.place()
+        return {"version": 1, "rank": rank, "world_size": world_size, "workers": self._workers}
+
+
+@final
+class _Stream(torch_data.IterableDataset[Any]):
+    """The dataset as workers see it: whole batches, each with the state after it.
+
+    torch asks its workers in turn, beginning with number 0. So that the turns go on where they stopped, workers whose
+    turn it is not pass once.
+    """
+
+    def __init__(
+        self,
+        dataset: torch_data.IterableDataset[Any],
+        collate: Collate,
+        seed: int,
+        size: int,
+        drop_last: bool,
+    ) -> None:
+        self._dataset, self._collate, self._seed = dataset, collate, seed
+        self._size, self._drop_last = size, drop_last
+        self.rank = self.epoch = self.first = 0
+        self.states: dict[int, dict[str, Any]] = {}
+        self.batches: dict[int, int] = {}
+
+    def __iter__(self) -> Iterator[_Taken | None]:
+        info = torch_data.get_worker_info()
+        worker = 0 if info is None else info.id
+        if worker < self.first:
+            yield None
+        done = self.batches.get(worker, 0)
+        stateful: Any = self._dataset
+        if worker in self.states:
+            stateful.load_state_dict(deepcopy(self.states[worker]))
+        samples = iter(self._dataset)
+        while True:
+            with own_random_numbers():
+                reseed(key(self._seed, self.epoch, self.rank, worker, done))
+                batch = list(islice(samples, self._size))
+                if not batch or (self._drop_last and len(batch) < self._size):
+                    return
+                collated = self._collate(batch)
+            done += 1
+            yield _Taken(collated, len(batch), worker, deepcopy(stateful.state_dict()))
