@@ -78,6 +78,36 @@ def test_passes_of_one_dataset(folder: Path, tail: str) -> None:
     assert passes[0][1] != passes[1][1]
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_padding_fills_the_last_batch_and_says_so(folder: Path, world_size: int, shuffle: bool) -> None:
+    """30 samples, 8 or 12 at a time: all ranks take as many full batches, and without the padding all is seen once."""
+    loaders = group(world_size, folder / "a", global_batch_size=12, shuffle=shuffle, tail="pad", lanes=3)
+    for _ in range(2):
+        seen: list[str] = []
+        for loader in loaders:
+            batches = [batch["txt"][: len(batch["txt"]) - loader.padding] for batch in loader]
+            assert len(batches) == len(loader) == 3
+            seen += [text for batch in batches for text in batch]
+        assert sorted(seen) == sorted(f"a{n}" for n in range(30))
+    assert {loader.state_dict()["position"] for loader in loaders} == {60}
+
+
+def test_padding_repeats_the_first_samples_of_the_pass(folder: Path) -> None:
+    loader = ShardLoader(folder / "a", batch_size=12, tail="pad")
+    whole = texts(loader)
+    first = [text for batch in whole for text in batch][:30]
+    assert whole[2][6:] == first[:6] and len(set(first)) == 30
+    small = ShardLoader(folder / "c", batch_size=7, shuffle=False, tail="pad")
+    assert texts(small) == [["c0", "c1", "c2"] * 2 + ["c0"]], "a batch larger than the data"
+    assert small.padding == 4
+
+
+def test_a_short_batch_of_validation_may_be_dropped(folder: Path) -> None:
+    loader = ShardLoader(folder / "a", batch_size=12, shuffle=False, tail="drop")
+    assert [len(batch) for batch in texts(loader)] == [12, 12] and len(loader) == 2
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_validation_sees_every_sample_of_all_datasets_once(folder: Path, world_size: int) -> None:
     loaders = group(world_size, mix_of(folder, {"a": 1, "b": 9, "c": 1}), batch_size=4, shuffle=False)
@@ -352,6 +382,40 @@ def test_default_batches(tmp_path: Path) -> None:
     assert batch["txt"] == ["t"] * 4
     assert torch.equal(batch["json"]["n"], torch.arange(4))
     assert batch["__key__"] == ["0", "1", "2", "3"]
+
+
+def test_counters_tell_what_was_done(folder: Path) -> None:
+    loader = ShardLoader(
+        mix_of(folder, {"a": 3, "b": 1}),
+        batch_size=8,
+        transform=lambda sample, rng: sample | {"r": rng.random()},
+    )
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    counted = loader.counters()
+    assert (counted["samples"], counted["batches"], counted["bad"]) == (16, 2, 0)
+    assert (counted["share/a"], counted["target/a"], counted["share/b"]) == (0.75, 0.75, 0.25)
+    assert counted["bytes_read"] == sum(len(text) + len(text[1:]) for text in read(folder, loader))
+    assert counted["bytes_decoded"] > 0
+    assert {f"seconds/{stage}" for stage in ("open", "decode", "transform", "collate", "wait")} <= {*counted}
+    loader.set_weights({"a": 1})
+    next(iterator)
+    assert loader.counters()["share/a"] == loader.counters()["target/a"] == 0.5, "since the change"
+
+
+def read(folder: Path, loader: ShardLoader) -> list[str]:
+    """The texts of the first 16 samples, by another loader with the same history."""
+    again = ShardLoader(mix_of(folder, {"a": 3, "b": 1}), batch_size=16)
+    again.load_state_dict(loader.state_dict() | {"position": 0})
+    return next(iter(again))["txt"]
+
+
+def test_a_trace_shows_every_stage(folder: Path, tmp_path: Path) -> None:
+    loader = ShardLoader(folder / "a", batch_size=8, threads=2, trace=tmp_path / "traces" / "train.json")
+    assert len(texts(loader)) == 3
+    events = json.loads((tmp_path / "traces" / "train-rank-00000.json").read_text())["traceEvents"]
+    assert Counter(event["name"] for event in events) == {"open": 24, "decode": 24, "collate": 3, "wait": 3}
+    assert all(event["ph"] == "X" and event["dur"] >= 0 and event["pid"] == 0 for event in events)
 
 
 def test_loops_leave_no_threads_behind(folder: Path) -> None:

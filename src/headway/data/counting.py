@@ -25,16 +25,16 @@ class Span(NamedTuple):
 class Counters:
     """Totals of samples, bytes and seconds, for one rank. Filled by the training loop's thread alone."""
 
-    def __init__(self, trace: Trace | None = None) -> None:
-        self.samples = self.batches = self.bytes_read = self.bytes_decoded = self.bad = 0
+    def __init__(self) -> None:
+        self.samples = self.batches = self.bytes_read = self.bytes_decoded = 0
+        self.trace: Trace | None = None
         self._seconds: dict[str, float] = {}
-        self._trace = trace
 
     def spent(self, spans: Sequence[Span]) -> None:
         for span in spans:
             self._seconds[span.stage] = self._seconds.get(span.stage, 0.0) + span.ended - span.began
-        if self._trace is not None:
-            self._trace.add(spans)
+        if self.trace is not None:
+            self.trace.add(spans)
 
     def totals(self) -> dict[str, float]:
         counts = {
@@ -42,13 +42,8 @@ class Counters:
             "batches": self.batches,
             "bytes_read": self.bytes_read,
             "bytes_decoded": self.bytes_decoded,
-            "bad": self.bad,
         }
         return counts | {f"seconds/{stage}": round(value, 6) for stage, value in self._seconds.items()}
-
-    def save_trace(self) -> None:
-        if self._trace is not None:
-            self._trace.save()
 
 
 @final
@@ -56,12 +51,12 @@ class Trace:
     """Spans for a trace viewer (chrome://tracing, Perfetto): a row per thread."""
 
     def __init__(self, path: Path, *, rank: int) -> None:
-        self._path = path / f"loader-rank-{rank:05d}.json" if path.is_dir() else path
+        self._path = path.with_name(f"{path.stem}-rank-{rank:05d}.json")
         self._rank = rank
         self._spans: list[Span] = []
 
     def add(self, spans: Sequence[Span]) -> None:
-        self._spans.extend(spans[: _LONGEST - len(self._spans)])
+        self._spans.extend(spans[: max(0, _LONGEST - len(self._spans))])
 
     def save(self) -> None:
         """Replaces the file by all spans so far."""
@@ -78,4 +73,5 @@ class Trace:
             for span in self._spans
         ]
         with storage(f"write {self._path}"):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(self._path, json.dumps({"traceEvents": events}).encode())

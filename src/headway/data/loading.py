@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
 
+from headway.data.counting import Span
 from headway.data.decode import Decoder, decode
 from headway.data.order import Order, key
 from headway.data.shards import Limits
@@ -30,9 +33,15 @@ class Bad(NamedTuple):
 
 
 class Loaded(NamedTuple):
+    """A sample, and what it took."""
+
     value: Any
     size: int
+    """bytes in memory, at most"""
+    read: int
+    """bytes in the shard"""
     bad: list[Bad]
+    spans: list[Span]
 
 
 @final
@@ -55,21 +64,27 @@ class Loading:
 
     def load(self, dataset: int, epoch: int, shard: int, sample: int) -> Loaded:
         bad: list[Bad] = []
+        thread, began = threading.get_native_id(), time.perf_counter()
         for attempt in range(_ATTEMPTS):
             mapped = self._shards.get(dataset, shard)
+            opened = time.perf_counter()
             try:
-                value = decode(mapped[sample], self._decoders, self._limits)
+                parts = mapped[sample]
+                value = decode(parts, self._decoders, self._limits)
             except BadSample as error:
                 entry = mapped.entries[sample]
                 bad.append(Bad(self._sources[dataset].name, str(mapped.path), entry.key, str(error)))
                 shard, sample = self._other(dataset, epoch, shard, sample, attempt)
                 continue
             value["__key__"] = mapped.entries[sample].key
-            size = _bytes(value)
+            size, decoded = _bytes(value), time.perf_counter()
+            spans = [Span("open", thread, began, opened), Span("decode", thread, opened, decoded)]
             if self._transform is not None:
                 secret = key(self._seed, _TRANSFORM, dataset, epoch, shard, sample)
                 value = self._transform(value, np.random.Generator(np.random.Philox(secret)))
-            return Loaded(value, max(size, _bytes(value)), bad)
+                size = max(size, _bytes(value))
+                spans.append(Span("transform", thread, decoded, time.perf_counter()))
+            return Loaded(value, size, sum(map(len, parts.values())), bad, spans)
         raise HeadwayError(f"{_ATTEMPTS} samples in a row could not be used; the last one: {bad[-1]}")
 
     def _other(self, dataset: int, epoch: int, shard: int, sample: int, attempt: int) -> tuple[int, int]:

@@ -138,6 +138,16 @@ class Timeline:
         within = counts(np.array([position - self.segments[number].start]), self._weights[number])[:, 0]
         return dict(zip(self.names, (self._bases[number] + within).tolist(), strict=True))
 
+    def shares_at(self, position: int) -> dict[str, tuple[float, float]]:
+        """Of each dataset, its part of the samples since weights last changed, and the part it should have."""
+        number = self._segment_of(np.array([position]))[0]
+        since, weights = position - self.segments[number].start, self._weights[number]
+        given = counts(np.array([since]), weights)[:, 0].tolist()
+        return {
+            name: (count / max(since, 1), weight / sum(weights))
+            for name, count, weight in zip(self.names, given, weights, strict=True)
+        }
+
     def draw(self, positions: Ints) -> tuple[Ints, Ints]:
         """For each position, the number of its dataset and the cursor within that dataset's own endless order."""
         dataset, cursor = np.empty_like(positions), np.empty_like(positions)

@@ -10,14 +10,17 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal, final, get_args
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, final, get_args
 
 import numpy as np
 
 from headway import dist
+from headway.data.counting import Counters, Span, Trace
 from headway.data.decode import Decoder
 from headway.data.loading import Bad, Loaded, Loading, Transform, collate
 from headway.data.mix import Mix, Segment, Shards, Timeline
@@ -27,9 +30,20 @@ from headway.data.shards import Limits
 from headway.data.sources import OpenShards, find
 from headway.errors import HeadwayError, UsageError
 
-Tail = Literal["carry", "drop"]
+Tail = Literal["carry", "drop", "pad"]
 
 _AHEAD = 8192  # positions that are looked up at once
+
+
+class _Plan(NamedTuple):
+    """This rank's part of a batch."""
+
+    places: list[tuple[int, int, int, int]]
+    """dataset, epoch, shard, sample"""
+    padding: int
+    """how many of the last ones are there to fill the batch"""
+    end: int
+    """the position after the batch"""
 
 
 @final
@@ -42,12 +56,15 @@ class ShardLoader:
             ...
         loader.set_weights({"laion": 0.2})       # on all ranks alike; holds from the next batch on
 
-    A pass is an epoch: as many samples as all datasets have together. `tail="carry"` begins the next pass with the
-    samples that did not fill a batch, `"drop"` leaves them out; without shuffle the last batch is short. `transform`
-    gets a decoded sample and a generator of random numbers that belongs to seed, dataset, epoch and sample.
+    A pass is an epoch: as many samples as all datasets have together. `tail` says what becomes of those that do not
+    fill a batch: `"carry"` begins the next pass with them (without shuffle, the last batch is short), `"drop"` leaves
+    them out, `"pad"` fills the batch with the first samples of the pass, `padding` of them in the batch in hand, at its
+    end. `transform` gets a decoded sample and a generator of random numbers that belongs to seed, dataset, epoch and
+    sample.
 
     A sample that cannot be decoded is replaced by another one of its dataset, always the same, and noted in `bad`; more
     than `max_bad` of them (a part of all) stop the run. Batches that wait take at most `memory` bytes, or are one.
+    `trace="traces/train.json"` keeps a time line of the stages, a file per rank, for Perfetto or chrome://tracing.
     """
 
     def __init__(
@@ -69,6 +86,7 @@ class ShardLoader:
         memory: int = 2**30,
         max_bad: float = 0.001,
         limits: Limits | None = None,
+        trace: str | Path | None = None,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
@@ -100,8 +118,10 @@ class ShardLoader:
         )
         self._collate = collate_fn or collate
         self._threads, self._prefetch, self._memory, self._max_bad = threads, prefetch, memory, max_bad
-        self._epoch = self._position = self._loops = self._handed = 0
+        self._epoch = self._position = self._loops = 0
         self._restored = self._begun = False
+        self._trace_path, self._counters = trace, Counters()
+        self.padding = 0
         self.bad: list[Bad] = []
 
     # --- iterating
@@ -110,14 +130,16 @@ class ShardLoader:
         """Batches of the present pass from its beginning, on this rank."""
         start, size = self._pass_start(self._epoch), self._size()
         whole, rest = divmod((self._epoch + 1) * self.samples - start, size)
+        if self._tail == "pad":
+            return whole + bool(rest)
         mine = self._share.of(rest)
-        return whole if self._shuffle else whole + (mine.start < mine.stop)
+        return whole + (mine.start < mine.stop and self._may_be_short())
 
     def __iter__(self) -> Iterator[Any]:
-        if self._shuffle and self._size() > self.samples:
+        if self._size() > self.samples and not (self._may_be_short() or self._tail == "pad"):
             raise UsageError(
                 f"a global batch of {self._size()} samples, but all datasets together have {self.samples}: "
-                "take a smaller batch"
+                'take a smaller batch, or tail="pad"'
             )
         if not (self._shuffle or self._restored):
             self._position = self._epoch * self.samples
@@ -126,19 +148,23 @@ class ShardLoader:
         return self._loop(self._loops)
 
     def _loop(self, number: int) -> Iterator[Any]:
+        if self._trace_path is not None and self._counters.trace is None:
+            self._counters.trace = Trace(Path(self._trace_path), rank=self._share.place()[0])
         pool = ThreadPoolExecutor(self._threads or _cores(), "headway load")
         try:
             yield from self._loaded(pool, number)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+            if self._counters.trace is not None:
+                self._counters.trace.save()
         if self._loops == number:
             self._epoch, self._begun = self._epoch + 1, False
-            if self._tail == "drop" or not self._shuffle:
+            if self._tail != "carry" or not self._shuffle:
                 self._position = self._epoch * self.samples
 
     def _loaded(self, pool: ThreadPoolExecutor, number: int) -> Iterator[Any]:
         """Batches, loaded ahead; what is ahead is loaded anew when weights change."""
-        waiting: deque[tuple[list[Future[Loaded]], int]] = deque()
+        waiting: deque[tuple[list[Future[Loaded]], _Plan]] = deque()
         timeline, largest = self._history(), 0
         plans = self._plans(timeline, self._position)
         while True:
@@ -152,21 +178,23 @@ class ShardLoader:
                 plan = next(plans, None)
                 if plan is None:
                     break
-                places, end = plan
-                waiting.append(([pool.submit(self._loading.load, *place) for place in places], end))
+                waiting.append(([pool.submit(self._loading.load, *place) for place in plan.places], plan))
             if not waiting:
                 return
-            futures, end = waiting.popleft()
+            futures, plan = waiting.popleft()
+            began = time.perf_counter()
             loaded = [future.result() for future in futures]
+            waited = Span("wait", threading.get_native_id(), began, time.perf_counter())
             largest = max(largest, sum(one.size for one in loaded))
             with self._changing:
                 if self._history() is not timeline:
                     continue  # changed by another thread just now: this batch is no longer the next
                 self._check_loop(number)
-                self._position, self._begun = end, True  # from here on it is the training loop's
-            self._note(loaded)
+                self._position, self._begun = plan.end, True  # from here on it is the training loop's
+            self.padding = plan.padding
+            self._note(loaded, waited)
             if loaded:
-                yield self._collate([one.value for one in loaded])
+                yield self._collated([one.value for one in loaded])
 
     def _may_wait(self, batches: int, largest: int) -> bool:
         """Whether so many batches may wait; until one is known, its size is not, and the second waits its turn."""
@@ -179,35 +207,51 @@ class ShardLoader:
                 "Make a second loader for the second loop"
             )
 
-    def _note(self, loaded: list[Loaded]) -> None:
-        self._handed += len(loaded)
-        self.bad += [bad for one in loaded for bad in one.bad]
-        if len(self.bad) > 1 + self._max_bad * self._handed:
+    def _collated(self, values: list[Any]) -> Any:
+        began = time.perf_counter()
+        batch = self._collate(values)
+        self._counters.spent([Span("collate", threading.get_native_id(), began, time.perf_counter())])
+        return batch
+
+    def _note(self, loaded: list[Loaded], waited: Span) -> None:
+        counted = self._counters
+        counted.batches += bool(loaded)
+        counted.samples += len(loaded)
+        counted.spent([waited])
+        for one in loaded:
+            counted.bytes_read += one.read
+            counted.bytes_decoded += one.size
+            counted.spent(one.spans)
+            self.bad += one.bad
+        if len(self.bad) > 1 + self._max_bad * counted.samples:
             last = self.bad[-1]
             raise HeadwayError(
-                f"{len(self.bad)} of {self._handed} samples could not be used, more than max_bad={self._max_bad:g}; "
+                f"{len(self.bad)} of {counted.samples} samples could not be used, more than max_bad={self._max_bad:g}; "
                 f"the last one is {last.key!r} in {last.shard}: {last.reason}"
             )
 
     # --- what to load
 
-    def _plans(
-        self, timeline: Timeline, position: int
-    ) -> Iterator[tuple[list[tuple[int, int, int, int]], int]]:
-        """For each batch of the pass: this rank's (dataset, epoch, shard, sample), and where the batch ends."""
+    def _plans(self, timeline: Timeline, position: int) -> Iterator[_Plan]:
+        """What this rank is to load for each batch of the pass, from a position on."""
         size, stop = self._size(), (self._epoch + 1) * self.samples
         many = max(1, _AHEAD // size)
         while position < stop:
             whole = min(many, (stop - position) // size)
-            if not whole and self._shuffle:
+            if not (whole or self._may_be_short() or self._tail == "pad"):
                 return
             count = whole * size or stop - position
             table = self._locate(timeline, np.arange(position, position + count))
             for batch in np.split(table, max(whole, 1)):
                 position += len(batch)
                 batch = batch[np.argsort(batch[:, 0], kind="stable")]  # by lane
-                rows = batch[self._share.of(len(batch)), 1:].tolist()
-                yield [(row[0], row[1], row[2], row[3]) for row in rows], position
+                real = len(batch)
+                if real < size and self._tail == "pad":
+                    first = stop - self.samples + np.arange(size - real) % self.samples
+                    batch = np.concatenate([batch, self._locate(timeline, first)])
+                mine = self._share.of(len(batch))
+                places = [(row[0], row[1], row[2], row[3]) for row in batch[mine, 1:].tolist()]
+                yield _Plan(places, min(len(places), max(0, mine.stop - real)), position)
 
     def _locate(self, timeline: Timeline, positions: Ints) -> Ints:
         """Rows of lane, dataset, epoch, shard, sample."""
@@ -237,6 +281,10 @@ class ShardLoader:
             self._timeline = Timeline([Segment(0, self._weights), *planned])
         return self._timeline
 
+    def _may_be_short(self) -> bool:
+        """Whether the last batch has what is left, and ranks may end a batch apart: in validation."""
+        return not self._shuffle and self._tail == "carry"
+
     def _size(self) -> int:
         return self._share.batch(self._share.place()[1])
 
@@ -265,6 +313,17 @@ class ShardLoader:
     def counts(self) -> dict[str, int]:
         """Samples of each dataset that all ranks together have consumed."""
         return self._history().counts_at(self._position)
+
+    def counters(self) -> dict[str, float]:
+        """Totals of this rank: samples, bytes, bad samples, and seconds of each stage; and the proportions.
+
+        `seconds/wait` is the training loop's time; `open`, `decode` and `transform` are summed over threads. Of each
+        dataset, `share/NAME` is its part of the samples since weights last changed, `target/NAME` what it should be.
+        """
+        totals = self._counters.totals() | {"bad": len(self.bad)}
+        for name, (share, target) in self._history().shares_at(self._position).items():
+            totals |= {f"share/{name}": round(share, 6), f"target/{name}": round(target, 6)}
+        return totals
 
     # --- position
 
@@ -322,7 +381,7 @@ class ShardLoader:
 
 def _check(tail: str, prefetch: int, threads: int | None, max_bad: float) -> None:
     if tail not in get_args(Tail):
-        raise UsageError(f'tail={tail!r} is unknown: use "carry" (into the next pass) or "drop"')
+        raise UsageError(f'tail={tail!r} is unknown: use "carry" (into the next pass), "drop" or "pad"')
     if prefetch < 1 or (threads is not None and threads < 1):
         raise UsageError(f"prefetch={prefetch}, threads={threads}: both must be at least 1")
     if not 0 <= max_bad <= 1:
