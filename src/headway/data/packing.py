@@ -1,15 +1,17 @@
-"""`pack`: samples into tar shards that WebDataset, DALI and headway read, with an index beside each."""
+"""`pack`: samples into tar shards that WebDataset, DALI and headway read, with an index and a checksum beside each."""
 
 from __future__ import annotations
 
 import json
 import os
 import tarfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
+from headway.data import checksums
 from headway.data.shards import Component, Entry, index_text
 from headway.errors import UsageError
 from headway.files import storage
@@ -56,6 +58,7 @@ def _shards(samples: Iterable[Mapping[str, Any]], out: Path, shard_size: int, na
     while sample is not None:
         path = out / f"{name}-{number:06d}.tar"
         entries: list[Entry] = []
+        crc = 0
         staged = path.with_name(f".{path.name}.tmp")
         try:
             with staged.open("wb") as file:
@@ -69,25 +72,29 @@ def _shards(samples: Iterable[Mapping[str, Any]], out: Path, shard_size: int, na
                         )
                     start = file.tell()
                     file.write(data)
+                    crc = zlib.crc32(data, crc)
                     parts = tuple(part._replace(offset=part.offset + start) for part in entry.parts)
                     entries.append(replace(entry, parts=parts))
                     sample = next(waiting, None)
-                _finish(file)
+                checksum = _finish(file, crc)
             index = index_text(entries)
             if index is not None:
                 path.with_suffix(".idx").write_text(index, "utf-8", "surrogateescape")
             staged.replace(path)
+            checksums.write(path, checksum)
         finally:
             staged.unlink(missing_ok=True)
         yield path
         number += 1
 
 
-def _finish(file: IO[bytes]) -> None:
-    file.write(bytes(2 * _BLOCK))
-    file.write(bytes(-file.tell() % _RECORD))
+def _finish(file: IO[bytes], crc: int) -> checksums.Checksum:
+    size = file.tell() + 2 * _BLOCK
+    end = bytes(2 * _BLOCK + -size % _RECORD)
+    file.write(end)
     file.flush()
     os.fsync(file.fileno())
+    return checksums.Checksum(file.tell(), f"{zlib.crc32(end, crc):08x}")
 
 
 def _member_bytes(sample: Mapping[str, Any]) -> tuple[Entry, bytes]:

@@ -1,0 +1,104 @@
+"""What is wrong with a shard is found before training: structure, names, index, checksum, samples."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import simplejpeg
+
+from headway.data import checksums, pack
+from headway.data.checking import check_shard
+from headway.errors import BadShard
+
+
+def made(folder: Path, name: str = "shard") -> Path:
+    jpeg = simplejpeg.encode_jpeg(np.full((20, 30, 3), 90, np.uint8))
+    (path,) = pack([{"__key__": f"{n}", "jpg": jpeg, "cls": n} for n in range(5)], folder, name=name)
+    return path
+
+
+def flip(path: Path, at: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+
+
+def test_a_good_shard_has_no_problems_with_or_without_what_is_beside_it(tmp_path: Path) -> None:
+    path = made(tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {
+        path.name,
+        "shard-000000.idx",
+        "shard-000000.tar.sum",
+    }
+    assert checksums.read(path) == checksums.compute(path)
+    assert check_shard(path) == []
+    path.with_suffix(".idx").unlink()
+    checksums.sum_file(path).unlink()
+    assert check_shard(path) == []
+
+
+def test_a_flipped_bit_in_the_bytes_of_a_sample_is_found_by_the_checksum_alone(tmp_path: Path) -> None:
+    path = made(tmp_path)
+    flip(path, 2 * 512 + 300 - 512)  # a pixel: the image is decoded all the same
+    (problem,) = check_shard(path)
+    assert "CRC32" in problem and str(path) in problem
+    checksums.write(path, checksums.compute(path))
+    assert check_shard(path) == []
+
+
+def test_every_kind_of_problem_is_told(tmp_path: Path) -> None:
+    cut = made(tmp_path, "cut")
+    cut.write_bytes(cut.read_bytes()[:2000])
+    assert "cut off" in check_shard(cut)[0]
+    assert "No such file" in check_shard(tmp_path / "missing.tar")[0]
+
+    bad = made(tmp_path, "bad")
+    raw = bad.read_bytes()
+    bad.write_bytes(raw.replace(b"\xff\xd8\xff", b"\xff\xd8\xfe", 1))
+    problems = check_shard(bad)
+    assert len(problems) == 2 and "CRC32" in problems[0] and "'0': a jpg of" in problems[1]
+
+    twice = tmp_path / "twice.tar"
+    with tarfile.open(twice, "w") as archive:
+        for name in ("a.txt", "b.txt", "a.txt"):
+            archive.addfile(tarfile.TarInfo(name))
+    assert check_shard(twice) == [f"{twice}: the key 'a' comes twice, with other samples in between"]
+
+    none = tmp_path / "none.tar"
+    none.write_bytes(bytes(1024))
+    assert "has no samples" in check_shard(none)[0]
+
+    stale = made(tmp_path, "stale")
+    index = stale.with_suffix(".idx")
+    index.write_text(index.read_text().replace("cls 2048 1 0.cls", "cls 2048 0 0.cls"))
+    assert "does not belong" in check_shard(stale)[0]
+
+
+def test_a_shard_full_of_problems_is_told_in_a_hundred_lines(tmp_path: Path) -> None:
+    (path,) = pack(({"__key__": f"{n}", "cls": "x"} for n in range(250)), tmp_path)
+    problems = check_shard(path)
+    assert len(problems) == 101 and problems[-1].endswith("and 150 problems more")
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"bytes": "1"}', "\xff", "[" * 5000])
+def test_a_checksum_that_is_none_is_said(text: str, tmp_path: Path) -> None:
+    path = made(tmp_path)
+    checksums.sum_file(path).write_text(text, "latin-1")
+    with pytest.raises(BadShard, match="is not a checksum"):
+        checksums.read(path)
+    assert "is not a checksum" in check_shard(path)[0]
+
+
+def test_a_checksum_is_one_line_of_json_for_whoever_may_read_the_shard(tmp_path: Path) -> None:
+    path = made(tmp_path)
+    path.chmod(0o640)
+    beside = checksums.write(path, checksums.compute(path))
+    assert json.loads(beside.read_text()) == {
+        "bytes": path.stat().st_size,
+        "crc32": checksums.read(path).crc32,
+    }
+    assert beside.stat().st_mode & 0o777 == 0o640
