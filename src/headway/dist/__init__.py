@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from headway.dist.seeding import seed as seed
     from headway.dist.shared_run import (
         at_failure as at_failure,
+        choose_run as choose_run,
         open_run as open_run,
         terminal as terminal,
     )
@@ -70,6 +71,7 @@ _HOME = {
     "barrier": "headway.dist.guard",
     "broadcast_object": "headway.dist.objects",
     "check_interconnect": "headway.dist.interconnect",
+    "choose_run": "headway.dist.shared_run",
     "from_root": "headway.dist.guard",
     "gather_object": "headway.dist.objects",
     "ignore_signals": "headway.dist.signals",

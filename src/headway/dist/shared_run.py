@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from headway.dist.choosing import Choice, choose
+from headway.dist.failing import HEART
 from headway.dist.group import current, world
 from headway.dist.guard import from_root
 from headway.failure import Record
@@ -15,10 +18,17 @@ from headway.run import Run
 def open_run(root: str | Path = "runs", *, name: str = "run", config: object = None) -> Run:
     """Makes a run directory on rank 0 and opens it on all ranks; failures are recorded there from now on.
 
+    If HEADWAY_RUN names a run directory, as it does in a job that `headway submit` made, it is that one.
+
     >>> run = headway.dist.open_run("runs", name="digits", config={"lr": 3e-4})
     """
+    return choose_run(root, name=name, config=config, resume="never").run
 
-    def create() -> dict[str, str]:
+
+def choose_run(root: str | Path, *, name: str, config: object, resume: str | Path) -> Choice:
+    """As `open_run`, but it may be a run to go on with: see `choosing`."""
+
+    def choice() -> dict[str, Any]:
         here = world()
         facts = {
             "world_size": here.world_size,
@@ -26,14 +36,16 @@ def open_run(root: str | Path = "runs", *, name: str = "run", config: object = N
             "launcher": here.launcher,
             "device": here.device.type,
         }
-        run = Run.create(root, name=name, config=config, world=facts)
-        return {"path": str(run.path), "id": run.id, "name": run.name}
+        chosen = choose(root, name=name, config=config, world=facts, resume=resume)
+        run = {"path": str(chosen.run.path), "id": chosen.run.id, "name": chosen.run.name}
+        return {"run": run, "why": chosen.why, "finished": chosen.finished}
 
     # told, not looked up: a network file system may show a new folder to other nodes only later
-    made = from_root(create)
-    run = Run(path=Path(made["path"]), id=made["id"], name=made["name"])
+    told = from_root(choice)
+    run = Run(path=Path(told["run"]["path"]), id=told["run"]["id"], name=told["run"]["name"])
     current().run = run
-    return run
+    HEART.belongs_to(run.path)
+    return Choice(run=run, why=told["why"], finished=told["finished"])
 
 
 @contextmanager

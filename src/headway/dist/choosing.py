@@ -1,0 +1,100 @@
+"""Which run directory to train in: one that is given, that of this job, one that was left unfinished, or a new one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from headway import runlock
+from headway.errors import RunLocked, UsageError
+from headway.run import Run, config_text, runs_under
+
+VARIABLE = "HEADWAY_RUN"
+"""names the run directory that was made when the job was submitted"""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The run to train in, why that one, and whether there is nothing left to do in it."""
+
+    run: Run
+    why: str
+    finished: bool = False
+
+
+def choose(
+    root: str | Path,
+    *,
+    name: str,
+    config: object,
+    world: object,
+    resume: str | Path,
+    environ: Mapping[str, str] = os.environ,
+) -> Choice:
+    """Chooses or makes a run. `resume` is "auto", "never", "must", or the directory of the run to go on with."""
+    given = environ.get(VARIABLE)
+    if given is not None:
+        run = Run.open(given)
+        return Choice(run=run, why=f"{VARIABLE} says so", finished=resume != "never" and _finished(run))
+    if resume not in ("auto", "never", "must"):
+        run = _open(resume)
+        return Choice(run=run, why="as asked", finished=_finished(run))
+    found = None if resume == "never" else _find(root, name, config_text(config), environ)
+    if found is not None:
+        return found
+    if resume == "must":
+        raise UsageError(
+            f'resume="must", but there is no unfinished run {name!r} with these settings in {root}: start one with '
+            'resume="auto", or give the directory of the run'
+        )
+    return Choice(run=Run.create(root, name=name, config=config, world=world), why="new")
+
+
+def _open(path: str | Path) -> Run:
+    try:
+        return Run.open(path)
+    except UsageError as error:
+        raise UsageError(
+            f'resume={str(path)!r}: {error}; give "auto", "never", "must" or a run directory'
+        ) from error
+
+
+def _find(root: str | Path, name: str, config: str, environ: Mapping[str, str]) -> Choice | None:
+    """The newest run of that name and those settings that this job had begun, or that somebody left unfinished."""
+    alike = [run for run in runs_under(root, name=name) if _config_of(run) == config]
+    job = runlock.slurm_ids(environ)
+    for run in alike:
+        if job and any(_same_job(attempt["slurm"], job) for attempt in run.info()["attempts"]):
+            return Choice(run=run, why=f"begun by SLURM job {job['job_id']}", finished=_finished(run))
+    for run in alike:
+        if run.info()["attempts"] and not _finished(run) and _is_free(run):
+            return Choice(run=run, why="the newest unfinished run of that name and with these settings")
+    return None
+
+
+def _same_job(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return all(one.get(key) == other.get(key) for key in ("cluster_name", "job_id"))
+
+
+def _finished(run: Run) -> bool:
+    attempts = run.info()["attempts"]
+    return bool(attempts) and attempts[-1]["status"] == "done"
+
+
+def _config_of(run: Run) -> str | None:
+    try:
+        return run.config_file.read_text()
+    except OSError:
+        return None
+
+
+def _is_free(run: Run) -> bool:
+    try:
+        with run.lock():
+            return True
+    except RunLocked:
+        return False
