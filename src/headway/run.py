@@ -61,6 +61,11 @@ def check_name(name: str) -> str:
     return name
 
 
+def config_text(config: object) -> str:
+    """What `config.yaml` says of these settings: secrets left out."""
+    return to_yaml(redact_tree(to_plain(config)))
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -109,7 +114,7 @@ class Run:
         with _staging(Path(root).absolute()) as staged, files.storage(f"write a new run in {root}"):
             for directory in ("code", "log", "metrics", "checkpoints", "traces"):
                 files.make_dir(staged / directory)
-            files.write_new(staged / "config.yaml", to_yaml(redact_tree(settings)).encode())
+            files.write_new(staged / "config.yaml", config_text(settings).encode())
             if source.diff:
                 diff = source.diff.encode(errors="surrogateescape")  # odd bytes leave as they came
                 files.write_new(staged / "code" / "uncommitted.diff", diff)
@@ -150,8 +155,35 @@ class Run:
         return self.path / "job.sh"
 
     @property
+    def job_file(self) -> Path:
+        return self.path / "job.json"
+
+    @property
+    def submission_file(self) -> Path:
+        return self.path / "submitted.json"
+
+    @property
+    def launch_dir(self) -> Path:
+        return self.path / "launch"
+
+    @property
     def sweep_file(self) -> Path:
         return self.path / "sweep.json"
+
+    @property
+    def call_dir(self) -> Path:
+        """A function to call, and what came of it."""
+        return self.path / "call"
+
+    @property
+    def ended_file(self) -> Path:
+        """How the job ended, in the words of whoever kept it: time and exit code."""
+        return self.path / "ended.json"
+
+    @property
+    def job_log(self) -> Path:
+        """What the job wrote to its standard output and error."""
+        return self.log_dir / "job.txt"
 
     @property
     def report_file(self) -> Path:
@@ -259,6 +291,13 @@ class Run:
         with files.storage(f"end attempt {number} in {self.path}"):
             files.write_atomic(self.path / "run.json", _json(info))
 
+    def note_attempt(self, number: int, **facts: int) -> None:
+        """Adds to what run.json says about an attempt, such as the step it began with."""
+        info = self.info()
+        info["attempts"][number - 1] |= facts
+        with files.storage(f"note the attempt in {self.path}"):
+            files.write_atomic(self.path / "run.json", _json(info))
+
     def write_failure(self, record: Mapping[str, object]) -> bool:
         """Writes failure.json unless another rank was faster; of all ranks and agents exactly one gets True."""
         with files.storage(f"write {self.failure_file}"):
@@ -266,7 +305,12 @@ class Run:
 
 
 def find_latest(root: str | os.PathLike[str] = "runs", *, name: str | None = None) -> Run | None:
-    """The run that was created last under `root`, of that name if one is given; None if there is none.
+    """The run that was created last under `root`, of that name if one is given; None if there is none."""
+    return next(iter(runs_under(root, name=name)), None)
+
+
+def runs_under(root: str | os.PathLike[str] = "runs", *, name: str | None = None) -> list[Run]:
+    """The runs under `root`, of that name if one is given, the newest first.
 
     Half-made runs, links and directories of other kinds are passed over.
     """
@@ -277,7 +321,7 @@ def find_latest(root: str | os.PathLike[str] = "runs", *, name: str | None = Non
             shown = (entry for entry in entries if not entry.name.startswith("."))
             paths = [Path(entry) for entry in shown if entry.is_dir(follow_symlinks=False)]
     except FileNotFoundError:
-        return None
+        return []
     except OSError as error:
         raise UsageError(
             f"cannot read {root}: {error.strerror}; give the directory that holds your runs"
@@ -288,7 +332,7 @@ def find_latest(root: str | os.PathLike[str] = "runs", *, name: str | None = Non
             info = _read_info(path)
             if name in (None, info["name"]):
                 found.append((info["created"], info["id"], path))
-    return Run.open(max(found)[2]) if found else None
+    return [Run.open(path) for _, _, path in sorted(found, reverse=True)]
 
 
 @contextmanager
