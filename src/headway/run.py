@@ -186,11 +186,6 @@ class Run:
         return self.log_dir / "job.txt"
 
     @property
-    def submitted_file(self) -> Path:
-        """Who has the job, and under which number: the scheduler, or a process."""
-        return self.path / "submitted.json"
-
-    @property
     def report_file(self) -> Path:
         return self.path / "report.html"
 
