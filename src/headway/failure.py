@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
-"""kind (exception, interrupted, vanished, left), rank, host, pid, phase, step, error, traceback, sentence, exit_code"""
+"""kind (exception, interrupted, vanished, left, hang), rank, host, pid, phase, step, error, traceback, sentence,
+exit_code"""
 
 
 def cause(record: Mapping[str, Any], world_size: int, where: Path | str | None) -> str:
     """The last block on the screen: which rank failed first, of what, and where the record is."""
     if record["kind"] == "interrupted":
         return "headway: interrupted by Ctrl-C\n"
+    if record["kind"] == "hang":
+        text = f"headway: {record['error']}\n\n{record['traceback']}\n"
+        return text + (f"record: {where}\n" if where is not None else "")
     who = f"rank {record['rank']} of {world_size} on {record['host']} (pid {record['pid']})"
     doing = f", in {record['phase']}" if record.get("phase") else ""
     doing += f" at step {record['step']}" if record.get("step") is not None else ""
@@ -31,7 +35,8 @@ def cause(record: Mapping[str, Any], world_size: int, where: Path | str | None) 
 def pointer(rank: int, record: Mapping[str, Any], where: Path | str | None) -> str:
     """What a healthy rank says when it stops for another."""
     place = f"see {where}" if where is not None else "the cause is at the end of this output"
-    return f"headway: rank {rank} stops because rank {record['rank']} failed ({record['error']}); {place}\n"
+    what = "no rank moves" if record["kind"] == "hang" else f"rank {record['rank']} failed"
+    return f"headway: rank {rank} stops because {what} ({record['error']}); {place}\n"
 
 
 def status_in_words(status: int) -> str:

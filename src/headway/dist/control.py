@@ -4,8 +4,8 @@ Each rank keeps one connection to a hub in rank 0's process. The kernel closes a
 that is killed, even with SIGKILL, is noticed in milliseconds, whatever the others are doing and without any polling.
 The hub hears all reports, so the first cause is a fact and not a race: it tells everybody the same verdict.
 
-    rank -> hub    hello, failed, goodbye
-    hub -> rank    noted or refused, welcome, abort or farewell
+    rank -> hub    hello, failed, goodbye; here, still (see `watching`); stop, next (see `agreement`)
+    hub -> rank    noted or refused, welcome, abort or farewell; ask, noted; next, stop
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import final
 
+from headway.dist.agreement import Agreement
 from headway.dist.channel import Channel, Forged, Message, call
 from headway.dist.meeting import Meeting
 from headway.dist.roster import Member, seats
+from headway.dist.watching import Watch, answer, pause
 from headway.errors import RankFailure, UsageError
 from headway.failure import Record
+from headway.heartbeat import Heartbeat
 
 _ECHO_GRACE = 1.0
 """A rank that lost its peer reports "connection closed" in the same moment in which the real cause is on its way."""
@@ -38,7 +41,7 @@ class Hub(threading.Thread):
     """Rank 0's switchboard. Runs as a daemon thread until everybody has left or something failed.
 
     `welcome` is what every rank is told once all are here. `on_verdict` gets the first cause of a failure, before
-    anybody is told; `on_end` is called when all others are down, and does not return.
+    anybody is told; `on_end` is called when all others are down, and does not return. `heart` is rank 0's own.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Hub(threading.Thread):
         welcome: Mapping[str, object],
         on_verdict: Callable[[Record], object],
         on_end: Callable[[Record], None],
+        heart: Heartbeat | None = None,
     ) -> None:
         super().__init__(name="headway hub", daemon=True)
         self._listener = listener
@@ -61,9 +65,13 @@ class Hub(threading.Thread):
         self._members: dict[int, Member] = {}
         self._channels: dict[int, Channel] = {}
         self._left: set[int] = set()
+        self._stop_round = 0
+        self._stop_why: str | None = None  # somebody asked for a stop, and the ranks say how far they are
+        self._next_points: dict[int, int] = {}
         self._echo: Record | None = None
         self._echo_deadline = 0.0
         self._next_word = time.monotonic() + _WORD_EVERY
+        self._watch = Watch(heart=heart or Heartbeat(), ask=self._ask)
         self.everybody_left = threading.Event()
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
@@ -81,6 +89,7 @@ class Hub(threading.Thread):
                     self._read(key.data)
             if self._echo and time.monotonic() >= self._echo_deadline:
                 self._pronounce(self._blame_those_who_left(self._echo))
+            self._look_for_hangs()
         self._selector.close()
         self.close()
 
@@ -90,7 +99,7 @@ class Hub(threading.Thread):
             return max(0.0, self._echo_deadline - time.monotonic())
         absent = self.missing()
         if not absent:
-            return None
+            return self._watch.patience()
         if time.monotonic() >= self._next_word:
             self._next_word = time.monotonic() + _WORD_EVERY
             shown = ", ".join(map(str, absent[:16])) + (", ..." if len(absent) > 16 else "")
@@ -135,13 +144,49 @@ class Hub(threading.Thread):
             self._enter(caller, Member(**message["member"]))
         elif message["type"] == "failed":
             self._judge(message["record"])
+        elif message["type"] == "stop" and message["round"] == self._stop_round and self._stop_why is None:
+            self._stop_why, self._next_points = message["why"], {}
+            for channel in self._channels.values():
+                _send_if_there(channel, {"type": "next"})
+        elif message["type"] == "next":
+            assert caller.rank is not None
+            self._next_points[caller.rank] = message["point"]
+            self._decide_stop()
         elif message["type"] == "goodbye":
             assert caller.rank is not None
             self._left.add(caller.rank)
+            self._decide_stop()
             if len(self._left) == self._world_size:
                 for channel in self._channels.values():
                     _send_if_there(channel, {"type": "farewell"})
                 self.everybody_left.set()
+        elif message["type"] == "here":
+            assert caller.rank is not None
+            self._watch.hear(caller.rank, message)
+        elif message["type"] == "still":
+            caller.channel.send({"type": "noted"})
+
+    def _look_for_hangs(self) -> None:
+        if self.missing() or self._echo is not None:
+            return
+        here = [member for rank, member in sorted(self._members.items()) if rank not in self._left]
+        record = self._watch.look(here, self._world_size) if here else None
+        if record is not None:
+            self._pronounce(record)
+
+    def _ask(self, stacks: bool) -> None:
+        for rank, channel in self._channels.items():
+            if rank not in self._left:
+                _send_if_there(channel, {"type": "ask", "stacks": stacks})
+
+    def _decide_stop(self) -> None:
+        """Once all have said which point comes next for them, the latest is it."""
+        if self._stop_why is None or not self._left.union(self._next_points).issuperset(self._channels):
+            return
+        word = {"type": "stop", "point": max(self._next_points.values(), default=0), "why": self._stop_why}
+        self._stop_why, self._stop_round = None, self._stop_round + 1
+        for channel in self._channels.values():
+            _send_if_there(channel, word)
 
     def _enter(self, caller: _Caller, member: Member) -> None:
         twin = self._members.get(member.rank)
@@ -214,10 +259,13 @@ class _Caller:
 
 @final
 class Peer:
-    """A rank's line to the hub."""
+    """A rank's line to the hub. `heart` says what this rank is doing, when the hub asks."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, heart: Heartbeat) -> None:
         self._channel = channel
+        self._heart = heart
+        self.agreement = Agreement()
+        self._sending = threading.Lock()
         self._heard = threading.Event()
         self._leaving = False
 
@@ -238,16 +286,28 @@ class Peer:
             )
         return answer
 
-    def watch(self, on_abort: Callable[[Record], None], on_hub_lost: Callable[[], None]) -> None:
+    def watch(
+        self,
+        on_abort: Callable[[Record], None],
+        on_hub_lost: Callable[[], None],
+        on_hub_silent: Callable[[], None],
+    ) -> None:
         """Listens in the background for the rest of the run."""
         self._channel.socket.settimeout(None)
         threading.Thread(
-            target=self._listen, args=(on_abort, on_hub_lost), name="headway peer", daemon=True
+            target=self._listen,
+            args=(on_abort, on_hub_lost, on_hub_silent),
+            name="headway peer",
+            daemon=True,
         ).start()
 
     def report(self, record: Record) -> None:
         """Tells the hub that this rank failed. The answer, or the hub's end, comes to those whom `watch` was given."""
-        _send_if_there(self._channel, {"type": "failed", "record": record})
+        self._say({"type": "failed", "record": record})
+
+    def ask_to_stop(self, why: str) -> None:
+        """Asks for a stop of all ranks; where it will be comes to `agreement`."""
+        self._say({"type": "stop", "why": why, "round": self.agreement.round})
 
     def leave(self, patience: float) -> None:
         """Says goodbye, so that the end of this connection is no failure, and waits a moment for the others to say so.
@@ -255,22 +315,57 @@ class Peer:
         When all have, nobody's connections are torn while somebody still reads from them.
         """
         self._leaving = True
-        _send_if_there(self._channel, {"type": "goodbye"})
+        self._say({"type": "goodbye"})
         self._heard.wait(patience)
 
     def close(self) -> None:
         self._channel.close()
 
-    def _listen(self, on_abort: Callable[[Record], None], on_hub_lost: Callable[[], None]) -> None:
+    def _say(self, message: Mapping[str, object]) -> None:
+        with self._sending:  # the main thread and the listening one
+            _send_if_there(self._channel, message)
+
+    def _listen(
+        self,
+        on_abort: Callable[[Record], None],
+        on_hub_lost: Callable[[], None],
+        on_hub_silent: Callable[[], None],
+    ) -> None:
         try:
-            message = self._channel.receive()
-        except (OSError, Forged):
+            message = self._last_word(on_hub_silent)
+        except (OSError, Forged, ValueError):  # ValueError: closed by the main thread
             message = None
         self._heard.set()
         if message is not None and message["type"] == "abort":
             on_abort(message["record"])
         elif message is None and not self._leaving:
             on_hub_lost()
+
+    def _last_word(self, on_hub_silent: Callable[[], None]) -> Message | None:
+        """Answers the hub's questions until it says its last word; None when it is gone."""
+        heart, heard = self._heart, time.monotonic()
+        with selectors.DefaultSelector() as line:
+            line.register(self._channel.socket, selectors.EVENT_READ)
+            while True:
+                for message in self._channel.take():
+                    heard = time.monotonic()
+                    if message["type"] == "ask":
+                        self._say(answer(heart, message))
+                    elif message["type"] == "next":
+                        self._say({"type": "next", "point": self.agreement.promise()})
+                    elif message["type"] == "stop":
+                        self.agreement.decide(message["point"], message["why"])
+                    elif message["type"] != "noted":
+                        return message
+                if line.select(pause(heart) if heart.period else None):
+                    chunk = self._channel.socket.recv(65536)
+                    if not chunk:
+                        return None
+                    self._channel.feed(chunk)
+                elif heart.age >= 1.75 * heart.limit and time.monotonic() - heard >= heart.limit / 2:
+                    on_hub_silent()
+                elif heart.age >= heart.limit:
+                    self._say({"type": "still"})  # a hub that lives takes note
 
 
 def vanished(member: Member) -> Record:
@@ -288,7 +383,9 @@ def vanished(member: Member) -> Record:
     }
 
 
-def join(meeting: Meeting, member: Member, timeout: float) -> tuple[Peer, Message, str]:
+def join(
+    meeting: Meeting, member: Member, timeout: float, heart: Heartbeat | None = None
+) -> tuple[Peer, Message, str]:
     """Finds rank 0 and enters. Returns the line to it, its welcome, and the name under which it was reached.
 
     An address that does not answer, or answers with another key, may be left over from a launch that died: look again.
@@ -306,7 +403,7 @@ def join(meeting: Meeting, member: Member, timeout: float) -> tuple[Peer, Messag
                 trouble = f"{host}:{address.port}: {error}"
                 continue
             try:
-                peer = Peer(channel)
+                peer = Peer(channel, heart or Heartbeat())
                 return peer, peer.enter(member, deadline - time.monotonic()), host
             except (OSError, Forged) as error:
                 trouble = f"{host}:{address.port} did not let us in ({error or 'some ranks never came'})"

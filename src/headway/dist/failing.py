@@ -13,12 +13,12 @@ import socket
 import sys
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import TracebackType
 
 from headway.errors import INTERRUPTED, HeadwayError
 from headway.failure import Record
+from headway.heartbeat import Heartbeat
 from headway.redact import redact
 
 _LOST_PEER = re.compile(
@@ -29,24 +29,19 @@ _LOST_PEER = re.compile(
 )
 
 
-@dataclass
-class Whereabouts:
-    """What this rank is doing, in the words of the run; kept current by the loop at no cost."""
-
-    phase: str = "setup"
-    step: int | None = None
-
-
-WHERE = Whereabouts()
+HEART = Heartbeat()
+"""what this rank is doing, kept current by the loop at no cost"""
 
 
 def set_phase(phase: str, step: int | None = None) -> None:
-    """Notes what this rank is doing; failure.json says it.
+    """Notes what this rank is doing; failure.json and hang reports say it.
+
+    With a step, the rank is expected to move on: one that stands still for longer than `hw.init(step_timeout=...)`
+    ends the run. Call it at every step of a loop of your own, and without a step when the loop is over.
 
     >>> set_phase("train", step=37)
     """
-    WHERE.phase = phase
-    WHERE.step = step
+    HEART.move(phase, step)
 
 
 def record_of(error: BaseException, trace: TracebackType | None, rank: int) -> Record:
@@ -58,8 +53,8 @@ def record_of(error: BaseException, trace: TracebackType | None, rank: int) -> R
         "rank": rank,
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "phase": WHERE.phase,
-        "step": WHERE.step,
+        "phase": HEART.phase,
+        "step": HEART.step,
         "error": redact(f"{name}: {error}" if str(error) else name),
         "traceback": redact("".join(traceback.format_exception(type(error), error, trace))),
         "sentence": redact(str(error)) if isinstance(error, HeadwayError) else None,

@@ -19,12 +19,14 @@ from typing import final
 import torch
 import torch.distributed as c10d
 
-from headway import files
+from headway import files, hanging
 from headway.dist import failing, signals
+from headway.dist.agreement import Agreement
 from headway.dist.control import Hub, Peer, vanished
 from headway.dist.launchers import Place
 from headway.dist.roster import Member
-from headway.errors import HeadwayError, StorageError, UsageError
+from headway.dist.watching import myself, silent
+from headway.errors import HeadwayError, Stopped, StorageError, UsageError
 from headway.failure import Record, cause, pointer
 from headway.run import Run
 
@@ -64,6 +66,7 @@ class Group:
         self.root: Member | None = None
         self.hub: Hub | None = None
         self.peer: Peer | None = None
+        self.alone = Agreement()
         self.run: Run | None = None
         self.calls: dict[str, int] = {}
         self.terminal: int | None = None
@@ -77,10 +80,26 @@ class Group:
             self.environ.setdefault(name, os.environ.get(name))
             os.environ[name] = value
 
+    @property
+    def agreement(self) -> Agreement:
+        return self.alone if self.peer is None else self.peer.agreement
+
+    def request_stop(self, why: str) -> None:
+        """Asks all ranks to stop together: see `agreement`. From any thread; once is enough."""
+        if self.agreement.decided:
+            return
+        if self.peer is None:
+            self.alone.decide(self.alone.promise(), why)
+        else:
+            self.peer.ask_to_stop(why)
+
     # --- what happens when a rank fails
 
     def failed(self, error: BaseException, trace: TracebackType | None) -> None:
         """This rank's main thread is about to die of an exception."""
+        if isinstance(error, Stopped):  # on all ranks alike, and nothing has failed
+            sys.stderr.write(f"headway: {error}\n" if self.place.rank == 0 else "")
+            raise SystemExit(error.exit_code)
         record = failing.record_of(error, trace, self.place.rank)
         if self.peer is None:
             self._failed_alone(record, error, trace)
@@ -117,7 +136,10 @@ class Group:
 
     def verdict(self, record: Record) -> None:
         """Rank 0 only: the first cause is known, and nobody has been told yet."""
-        self.keep(record)
+        where = self.keep(record)
+        if record["kind"] == "hang" and "HEADWAY_RENDEZVOUS" not in os.environ:
+            # at once: torchrun ends rank 0 with the first of the others, and a hang is found out only once
+            sys.stderr.write(cause(record, self.place.world_size, where))
         for callback in self.at_failure:
             try:
                 callback(record)
@@ -131,17 +153,25 @@ class Group:
             sys.stderr.write(pointer(self.place.rank, record, where))
         failing.hard_exit(record["exit_code"])
 
+    def hub_silent(self) -> None:
+        """Rank 0 has a connection but no voice, and nobody moves: it is stopped, or its interpreter is held."""
+        assert self.root is not None
+        seen = [silent(failing.HEART, self.root), myself(failing.HEART, self.place.rank)]
+        self._leave_alone(hanging.record(seen, self.place.world_size))
+
     def everybody_is_down(self, record: Record) -> None:
         """Rank 0 only: the others are gone, so what is printed now is the last thing on the screen."""
         where = self.run.failure_file if self.run else None
-        if "HEADWAY_RENDEZVOUS" not in os.environ:  # else the agent prints it
+        if "HEADWAY_RENDEZVOUS" not in os.environ and record["kind"] != "hang":  # else it has been said
             sys.stderr.write(cause(record, self.place.world_size, where))
         failing.hard_exit(record["exit_code"])
 
     def hub_lost(self) -> None:
         """Rank 0 is gone, and with it the one who would have told us: every rank acts alone."""
         assert self.root is not None
-        record = vanished(self.root)
+        self._leave_alone(vanished(self.root))
+
+    def _leave_alone(self, record: Record) -> None:
         where = self.keep(record)
         if self.place.rank == 1 and "HEADWAY_RENDEZVOUS" not in os.environ:  # somebody must, and only one
             text = cause(record, self.place.world_size, where)

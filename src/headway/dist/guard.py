@@ -1,7 +1,8 @@
 """Work that some ranks do while others wait, without the wait becoming a hang.
 
 If the working rank raises, every waiting rank raises the same exception at once, with the original traceback. If it
-dies, all ranks go down with the cause (see `control`), so waiting needs no timeout: a download may take an hour.
+dies, all ranks go down with the cause (see `control`), so waiting needs no timeout: a download may take an hour, and
+nobody who watches for hangs minds.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar, overload
 
+from headway.dist.failing import HEART
 from headway.dist.group import Group, current
 from headway.dist.remote import pack, unpack
 from headway.errors import BarrierTimeout
@@ -39,7 +41,8 @@ class _Relay:
         self._post({"error": pack(error, rank)})
 
     def wait(self) -> Any:
-        self._store.wait([self._key], _FOREVER)
+        with HEART.excused():
+            self._store.wait([self._key], _FOREVER)
         word = json.loads(self._store.get(self._key))
         if self._store.add(f"{self._key}/read", 1) == self._waiting:  # the last reader tidies up
             self._store.delete_key(self._key)
@@ -63,7 +66,8 @@ def _first(what: str, *, works: bool, waiting: int) -> Iterator[None]:
         yield
         return
     try:
-        yield
+        with HEART.excused():
+            yield
     except BaseException as error:
         relay.failed(error, group.place.rank)
         raise
@@ -120,13 +124,15 @@ def _root_only(function: Callable[P, T], *, wait: bool) -> Callable[P, T | None]
     def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
         group = current()
         if not wait:
-            return function(*args, **kwargs) if group.place.rank == 0 else None
+            with HEART.excused():
+                return function(*args, **kwargs) if group.place.rank == 0 else None
         relay = _Relay(group, "root_only", group.place.world_size - 1)
         if group.place.rank != 0:
             relay.wait()
             return None
         try:
-            result = function(*args, **kwargs)
+            with HEART.excused():
+                result = function(*args, **kwargs)
         except BaseException as error:
             relay.failed(error, 0)
             raise
@@ -143,7 +149,8 @@ def from_root(work: Callable[[], T]) -> T:
     if group.place.rank != 0:
         return relay.wait()  # type: ignore[no-any-return]
     try:
-        result = work()
+        with HEART.excused():
+            result = work()
     except BaseException as error:
         relay.failed(error, 0)
         raise

@@ -7,6 +7,7 @@ any rank ends all of them, with the first cause on the screen and in the run dir
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import secrets
 import socket
@@ -21,6 +22,7 @@ import torch.distributed as c10d
 from headway.dist import topology
 from headway.dist.control import Hub, join
 from headway.dist.devices import check_kind, choose_device
+from headway.dist.failing import HEART
 from headway.dist.group import (
     Group,
     World,
@@ -48,7 +50,8 @@ def init(*, device: str = "auto", setup_timeout: float = 300.0, step_timeout: fl
     Works under `headway run`, torchrun, `srun`, `mpirun` and nothing at all. Calling it again returns the same world.
 
     `device` is "auto", "cpu", "cuda" or "mps". `setup_timeout` bounds how long ranks wait for each other to come;
-    `step_timeout` how long a collective may take afterwards.
+    `step_timeout` how long they may stand still afterwards, in a collective or elsewhere, before a report says who
+    holds up whom and the run ends. HEADWAY_WATCHDOG=seconds sets it from outside; 0 leaves it to the collectives.
 
     >>> world = headway.init()
     >>> model.to(world.device)
@@ -61,13 +64,17 @@ def init(*, device: str = "auto", setup_timeout: float = 300.0, step_timeout: fl
         )
     hook_exceptions()
     check_kind(device)
+    period = _period(step_timeout)
     group = Group(detect())
     enter(group)
+    pulse = os.environ.get("HEADWAY_HEARTBEAT")
+    HEART.watch(period, rank=group.place.rank, folder=Path(pulse) if pulse else None)
     try:
         found = _meet(group, setup_timeout)
         group.world = _sit_down(group, found, device)
         _check_gpus_differ(group, found)
-        _make_process_group(group, step_timeout)
+        # collectives have twice the time: the report comes first, and is the better one
+        _make_process_group(group, 2 * period or step_timeout)
     except BaseException:
         # those who know us must hear of it, from the hook; if nobody does, leave no trace
         if group.peer is None:
@@ -77,6 +84,18 @@ def init(*, device: str = "auto", setup_timeout: float = 300.0, step_timeout: fl
     if group.place.rank == 0:
         print(f"headway: launched by: {_launched_by(group.world, found)}", file=sys.stderr, flush=True)
     return group.world
+
+
+def _period(step_timeout: float) -> float:
+    """Seconds that ranks may stand still; 0 if nobody is to watch."""
+    text = os.environ.get("HEADWAY_WATCHDOG", str(step_timeout))
+    try:
+        period = float(text)
+    except ValueError:
+        period = -1.0
+    if not 0 <= period < math.inf:
+        raise UsageError(f"HEADWAY_WATCHDOG={text!r}: give seconds, such as 600, or 0 to watch nothing")
+    return period
 
 
 def _launched_by(world: World, seat: Seat) -> str:
@@ -108,7 +127,7 @@ def _meet(group: Group, timeout: float) -> Seat:
     if place.rank == 0:
         _open_hub(group, meeting, timeout)
     try:
-        group.peer, welcome, host = join(meeting, me, timeout)
+        group.peer, welcome, host = join(meeting, me, timeout, HEART)
     except RankFailure as error:
         absent = group.hub.missing() if group.hub else []
         if absent:
@@ -121,7 +140,7 @@ def _meet(group: Group, timeout: float) -> Seat:
         if group.hub:
             meeting.close()
     group.root = Member(**welcome["root"])
-    group.peer.watch(group.others_failed, group.hub_lost)
+    group.peer.watch(group.others_failed, group.hub_lost, group.hub_silent)
     if isinstance(meeting, FileMeeting):
         _export_address(group, host, int(welcome["store_port"]))
         if place.rank != 0:
@@ -161,6 +180,7 @@ def _open_hub(group: Group, meeting: Meeting, timeout: float) -> None:
         welcome=welcome,
         on_verdict=group.verdict,
         on_end=group.everybody_is_down,
+        heart=HEART,
     )
     group.hub.start()
     meeting.publish(Address(hosts=hosts, port=listener.getsockname()[1], key=key))
@@ -255,6 +275,7 @@ def leave() -> None:
     group = mine()
     if group is None:
         return
+    HEART.stop()
     if group.peer is not None:
         group.peer.leave(_LEAVE_TOGETHER)
     if c10d.is_initialized():

@@ -5,17 +5,17 @@ from __future__ import annotations
 import inspect
 import os
 import pickle
-import re
 import sys
 import unittest
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
 import pytest
 
+from headway import hanging
 from headway.errors import RankFailure, UsageError
 from headway.testing import leaks, marks
 from headway.testing.pool import Pools
@@ -23,7 +23,6 @@ from headway.testing.process import Result
 from headway.testing.protocol import Task
 
 _UNPICKLABLE = (pickle.PicklingError, TypeError, AttributeError, RuntimeError, ValueError)
-_OURS = re.compile(r"/headway/(testing|dist/control)")
 
 
 def _skip(reason: str) -> NoReturn:
@@ -128,7 +127,7 @@ def _pytest_args(config: pytest.Config) -> list[str]:
 
 def _show_output(item: pytest.Item, results: list[Result]) -> None:
     for stream in ("stdout", "stderr"):
-        for names, text in _fold((result.rank, getattr(result, stream)) for result in results):
+        for names, text in hanging.fold((result.rank, getattr(result, stream)) for result in results):
             if not text:
                 continue
             if item.config.getoption("capture") == "no":
@@ -146,18 +145,18 @@ def _conclude(results: list[Result]) -> None:
         pytest.fail(_tell(failed, released, len(results)), pytrace=False)
     for outcome, end in _ENDS.items():
         told = ((r.rank, r.report.reason) for r in results if r.report and r.report.outcome == outcome)
-        for names, reason in _fold(told):
-            end(reason if names == _names(range(len(results))) else f"{reason} (said by {names})")
+        for names, reason in hanging.fold(told):
+            end(reason if names == hanging.names(range(len(results))) else f"{reason} (said by {names})")
     if released:  # ended because of a rank that says that all is well
         pytest.fail(_tell(released, [], len(results)), pytrace=False)
 
 
 def _tell(failed: list[Result], released: list[Result], n: int) -> str:
     """One report for all ranks; those that say the same say it together."""
-    names, reason = _fold((r.rank, r.report.reason if r.report else r.problem) for r in failed)[0]
+    names, reason = hanging.fold((r.rank, r.report.reason if r.report else r.problem) for r in failed)[0]
     parts = [f"{names} of {n}: {reason}"]
     for results in (failed, released):
-        for names, text in _fold((result.rank, _story(result)) for result in results):
+        for names, text in hanging.fold((result.rank, _story(result)) for result in results):
             if text.strip() != reason:  # else the first line has said it all
                 parts.append(f"{names}:{text}")
     return "\n\n".join(parts)
@@ -166,41 +165,5 @@ def _tell(failed: list[Result], released: list[Result], n: int) -> str:
 def _story(result: Result) -> str:
     if result.report is not None:
         return "\n" + result.report.text.strip("\n")
-    stack = _readable(result.stack)
+    stack = hanging.readable(result.stack)
     return f" {result.problem}" + (f"; most recent call first:\n{stack}" if stack else "")
-
-
-def _readable(stack: str) -> str:
-    """A dump of faulthandler without what differs between ranks, and without the threads and frames that are ours."""
-    threads = []
-    for block in stack.split("\n\n"):
-        heading, *frames = block.split("\n")
-        frames = [frame for frame in frames if "/threading.py" not in frame]
-        if "most recent call first" not in heading or not frames or _OURS.search(frames[-1]):
-            continue
-        ours = [index for index, frame in enumerate(frames) if _OURS.search(frame)]
-        threads.append("\n".join(frames[: ours[0]] if ours else frames))
-    return "\n  in another thread:\n".join(reversed(threads))  # the main thread comes last in the dump
-
-
-def _fold(texts: Iterable[tuple[int, str]]) -> list[tuple[str, str]]:
-    """[("ranks 0-2, 4", text), ...]: equal texts once, in the order of their first rank."""
-    ranks_by_text: dict[str, list[int]] = {}
-    for rank, text in texts:
-        ranks_by_text.setdefault(text, []).append(rank)
-    return [(_names(ranks), text) for text, ranks in ranks_by_text.items()]
-
-
-def _names(ranks: Iterable[int]) -> str:
-    """
-    >>> _names([0, 1, 2, 4])
-    'ranks 0-2, 4'
-    """
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    words = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
-    return f"rank{'s' if len(runs) > 1 or len(runs[0]) > 1 else ''} {', '.join(words)}"
