@@ -9,12 +9,18 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from headway.errors import StorageError
 
+T = TypeVar("T")
+
+PATIENCE = 10.0  # seconds until a network file system shows what another host has made
+_NOT_SEEN_YET = (errno.ENOENT, errno.ESTALE)
 _NO_LINKS_HERE = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL)
 
 
@@ -91,6 +97,18 @@ def sync_dir(path: Path) -> None:
             raise
     finally:
         os.close(fd)
+
+
+def patiently(work: Callable[[], T]) -> T:
+    """Does what needs a file that another host has made already; this one may be late to see it."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return work()
+        except OSError as error:
+            if error.errno not in _NOT_SEEN_YET or time.monotonic() > deadline:
+                raise
+        time.sleep(0.05)
 
 
 @contextmanager

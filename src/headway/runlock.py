@@ -83,6 +83,25 @@ class Owner:
 
 
 @final
+@dataclass(frozen=True, kw_only=True)
+class Fence:
+    """A lock in two plain values; see `RunLock.check`."""
+
+    directory: str
+    number: int
+
+    def check(self) -> None:
+        directory = Path(self.directory)
+        newest = _newest(directory)
+        if newest > self.number:
+            taker = Owner.read(_owner_file(directory, newest).read_bytes())
+            raise RunLocked(
+                f"run {directory.parent.name} was taken over by {taker or 'another process'} "
+                "while this process stood still; this process must stop"
+            )
+
+
+@final
 class RunLock:
     """A run that is ours. `note` says what the user should know about how it became so; usually nothing."""
 
@@ -96,18 +115,17 @@ class RunLock:
         # A data worker forked from us shares our lock and would keep it after our death.
         register_after_fork(self, RunLock._close)
 
+    @property
+    def fence(self) -> Fence:
+        """What another process of ours needs to know whether the run is still ours."""
+        return Fence(directory=str(self._directory), number=self._number)
+
     def check(self) -> None:
         """Raises `RunLocked` if another process took the run, as it may when we were stopped for long.
 
         Call it before making something final, like the commit of a checkpoint.
         """
-        newest = _newest(self._directory)
-        if newest > self._number:
-            taker = Owner.read(_owner_file(self._directory, newest).read_bytes())
-            raise RunLocked(
-                f"run {self._directory.parent.name} was taken over by {taker or 'another process'} "
-                "while this process stood still; this process must stop"
-            )
+        self.fence.check()
 
     def release(self) -> None:
         """Lets the next process in. Does nothing in a forked child: the run is the parent's."""
@@ -161,6 +179,27 @@ def slurm_ids(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
         return {}
     known = {"SLURM_RESTART_COUNT": "0", **environ}  # SLURM sets the count from the first restart on
     return {name.lower(): known[f"SLURM_{name}"] for name in _SLURM_IDS if f"SLURM_{name}" in known}
+
+
+def newest_owner(directory: Path) -> Owner | None:
+    """Who held the run last, for those who only look; None if nobody did, or the record cannot be read."""
+    try:
+        number = _newest(directory)
+        return Owner.read(_owner_file(directory, number).read_bytes()) if number else None
+    except OSError:
+        return None
+
+
+def identity(pid: int) -> dict[str, Any]:
+    """What tells a process of this machine from every other one, also from a later one of the same number."""
+    return {"host": socket.gethostname(), "machine": _machine(), "pid": pid, "born": _born(pid)}
+
+
+def lives(machine: str, pid: int, born: str | None) -> bool | None:
+    """Whether a process with this `identity` is alive; None if it is, or was, on another machine."""
+    if machine != _machine():
+        return None
+    return born is not None and _born(pid) == born
 
 
 def _acquire(directory: Path, attempt: int, patience: float) -> RunLock:

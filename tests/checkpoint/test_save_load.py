@@ -421,7 +421,7 @@ def test_tensors_on_the_gpu_return_to_the_gpu(tmp_path: Path) -> None:
 
 
 def test_small_and_large_parts_keep_their_order(tmp_path: Path) -> None:
-    from headway.checkpoint.raw import write_file
+    from headway.checkpoint.writing import write_file
 
     lengths = [0, 5, 1 << 20, 7, (8 << 20) + 3, (1 << 20) - 1, *[900_000] * 12, 1]
     parts = [os.urandom(length) for length in lengths]

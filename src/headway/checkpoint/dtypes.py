@@ -16,11 +16,10 @@ BY_NAME = {
 NAMES = {dtype: name for name, dtype in BY_NAME.items()}
 
 
-def name_of(name: str, tensor: torch.Tensor) -> str:
-    """How the files name the type of the tensor `name`; `UsageError` for one that they cannot hold."""
+def check(name: str, tensor: torch.Tensor) -> None:
+    """Raises `UsageError` if the files cannot hold the tensor `name`."""
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.dtype not in NAMES:
         kind = "meta tensor" if tensor.is_meta else f"{tensor.layout} tensor of {tensor.dtype}"
         raise UsageError(
             f"{name!r} is a {kind}, which a checkpoint cannot hold; convert it to a dense tensor"
         )
-    return NAMES[tensor.dtype]

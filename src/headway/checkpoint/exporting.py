@@ -10,8 +10,9 @@ from pathlib import Path
 from headway import files
 from headway.checkpoint import layout, tree
 from headway.checkpoint.layout import Damaged, Folder
-from headway.checkpoint.raw import bytes_of, header_of, write_file
+from headway.checkpoint.raw import bytes_of, header_of
 from headway.checkpoint.storage import Reader
+from headway.checkpoint.writing import write_file
 from headway.errors import NoValidCheckpoint, UsageError
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,13 +11,14 @@ from typing import Any, final
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.storage import WriteResult
 
 from headway import files
-from headway.checkpoint import dtypes, layout, plans, together, tree
+from headway.checkpoint import dtypes, layout, planning, together, tree, writing
 from headway.checkpoint.layout import Damaged, Folder, Manifest, Place
-from headway.checkpoint.storage import Contents, Reader, Writer
+from headway.checkpoint.saving import Direct, write_out
+from headway.checkpoint.storage import Reader
+from headway.checkpoint.together import Line
+from headway.checkpoint.writing import Target
 from headway.errors import NoValidCheckpoint, UsageError
 from headway.failpoints import failpoint
 from headway.runlock import RunLock
@@ -60,15 +60,15 @@ def save(
     """
     failpoint("checkpoint.begin")
     parent, owner = layout.home(where)
-    # what some rank cannot save is known to all ranks before a file is made
-    tensors, contents = _agreed_contents(state, step, local, metrics or {})
-    writer = Writer(parent, contents, owner=owner, lock=lock)
-    try:
-        _save(writer, tensors)
-    except BaseException:
-        writer.discard()
-        raise
-    return layout.step_dir(parent, step)
+    line = Line(f"save step {step}")
+    contents, agreed = planning.agree(
+        line,
+        lambda: planning.contents(state, step=step, local=local, metrics=metrics),
+        lambda step: writing.hidden_name(owner, step),
+    )
+    target = Target(parent=str(parent), owner=owner, step=step, save=agreed.save, fence=lock and lock.fence)
+    write_out(line, target, contents, agreed, Direct())
+    return target.final
 
 
 def load(directory: str | os.PathLike[str], state: Mapping[str, Any] | None = None) -> Loaded:
@@ -81,7 +81,7 @@ def load(directory: str | os.PathLike[str], state: Mapping[str, Any] | None = No
     >>> epoch = load(path, {"net": net.state_dict(), "epoch": None}).state["epoch"]  # doctest: +SKIP
     """
     path = Path(directory).absolute()
-    problems = _verify_together(path)
+    problems = _verify_together(Line(f"read {path}"), path)
     if problems:
         raise NoValidCheckpoint(f"{path} is damaged: {'; '.join(problems[:5])}. Take another checkpoint")
     return _load(path, state)
@@ -101,14 +101,15 @@ def find_valid(where: Place) -> Path | None:
     """
     parent, _ = layout.home(where)
     told: list[str] = []
-    for step in together.from_root(lambda: layout.steps(parent))[::-1]:
+    line = Line(f"find a whole checkpoint in {parent}")
+    for step in line.from_root(lambda: layout.steps(parent))[::-1]:
         path = layout.step_dir(parent, step)
-        problems = _verify_together(path)
+        problems = _verify_together(line, path)
         if not problems:
             return path
-        aside = together.from_root(partial(_set_aside, path))
+        aside = line.from_root(partial(_set_aside, path))
         told.append(f"{aside}: {problems[0]}")
-    if together.from_root(lambda: layout.any_traces(parent)):
+    if line.from_root(lambda: layout.any_traces(parent)):
         raise NoValidCheckpoint(
             f"{parent} has checkpoints, but none is whole ({'; '.join(told[:5]) or 'all were set aside before'}). "
             "Look at them with: headway checkpoint verify PATH; to start over, move that directory away"
@@ -116,82 +117,21 @@ def find_valid(where: Place) -> Path | None:
     return None
 
 
-def _agreed_contents(
-    state: Mapping[str, Any], step: int, local: object, metrics: Mapping[str, float]
-) -> tuple[dict[str, torch.Tensor], Contents]:
-    made: list[tuple[dict[str, torch.Tensor], Contents]] = []
-
-    def prepare() -> None:
-        if type(step) is not int or not 0 <= step < 10**18:
-            raise UsageError(f"step={step!r}: a step is a whole number from 0 on")
-        packed, tensors = tree.split(state)
-        shapes = {
-            name: [dtypes.name_of(name, tensor), list(tensor.shape)] for name, tensor in tensors.items()
-        }
-        own = None if local is None else tree.to_json(local, "local")
-        contents = Contents(step=step, tree=packed, shapes=shapes, local=own, metrics=_numbers(metrics))
-        made.append((tensors, contents))
-
-    together.each(prepare)
-    return made[0]
-
-
-def _numbers(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics that can be compared: one that is not finite is never the best."""
-    for name, value in metrics.items():
-        if type(value) not in (int, float):
-            raise UsageError(
-                f"metrics[{name!r}] is {value!r:.80}: metrics are numbers; take .item() of a tensor"
-            )
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}
-
-
-def _save(writer: Writer, tensors: dict[str, torch.Tensor]) -> None:
-    """What `torch.distributed.checkpoint.save` does, with JSON between the ranks."""
-    rank, _ = together.place()
-    planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(tensors, is_coordinator=rank == 0)
-    writer.set_up_storage_writer(rank == 0, rank=rank)
-
-    def plan() -> dict[str, Any]:
-        return plans.to_json(writer.prepare_local_plan(planner.create_local_plan()))
-
-    def agree(local_plans: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        shared, _ = planner.create_global_plan([plans.from_json(local) for local in local_plans])
-        return [plans.to_json(part) for part in writer.prepare_global_plan(shared)]
-
-    agreed = planner.finish_plan(plans.from_json(together.phase(plan, agree)))
-
-    def write() -> list[list[Any]]:
-        results = writer.write_data(agreed, planner).value()
-        return [[result.index.fqn, result.size_in_bytes, result.storage_data] for result in results]
-
-    def finish(written: list[list[list[Any]]]) -> list[None]:
-        results = [
-            [WriteResult(MetadataIndex(name), size, about) for name, size, about in rank] for rank in written
-        ]
-        writer.finish(planner.metadata, results)
-        return [None] * len(written)
-
-    together.phase(write, finish)
-
-
-def _verify_together(path: Path) -> list[str]:
+def _verify_together(line: Line, path: Path) -> list[str]:
     """The problems of a checkpoint, the same on all ranks; the ranks share the reading."""
-    rank, size = together.place()
 
     def check() -> list[str]:
         try:
             with Folder(path) as folder:
                 manifest = layout.read_manifest(folder)
-                mine = [name for number, name in enumerate(manifest.files) if number % size == rank]
+                mine = [name for number, name in enumerate(manifest.files) if number % line.size == line.rank]
                 return layout.check_files(folder, manifest, mine) or layout.check_contents(
                     folder, manifest, mine
                 )
         except Damaged as problem:
             return [str(problem)]
 
-    return list(dict.fromkeys(problem for found in together.each(check) for problem in found))
+    return list(dict.fromkeys(problem for found in line.each(check) for problem in found))
 
 
 def _set_aside(path: Path) -> str:
@@ -217,7 +157,7 @@ def _load(path: Path, state: Mapping[str, Any] | None) -> Loaded:
         except Damaged as problem:
             raise NoValidCheckpoint(f"{path} was damaged while it was read: {problem}") from problem
 
-    together.each(read)
+    Line(f"read {path}").each(read)
     return results[0]
 
 

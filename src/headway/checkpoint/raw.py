@@ -1,66 +1,17 @@
-"""Bytes of tensors, to files and from them."""
+"""Bytes of tensors: how a safetensors file lays them out, and how they are read from one."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from headway import files
-from headway.checkpoint.layout import ITEM_BYTES, Chunk, Damaged, FileFact
-from headway.failpoints import failpoint
-
-_PIECE = 8 << 20  # checksummed and written while it is in the cache
-_SMALL = 1 << 20
-
-
-def write_file(path: Path, parts: Iterable[memoryview]) -> FileFact:
-    """Writes a new file down to the disk; its size and checksum are those of the bytes as they were handed over."""
-    size = crc = 0
-    failpoint("checkpoint.before_file")
-    fd = files.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    try:
-        with ThreadPoolExecutor(max_workers=1) as beside:
-            for piece in _pieces(parts):
-                checksum = beside.submit(zlib.crc32, piece, crc)  # while the same bytes are written
-                _write(fd, piece)
-                size, crc = size + len(piece), checksum.result()
-        failpoint("checkpoint.before_fsync")
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    failpoint("checkpoint.after_file")
-    return FileFact(bytes=size, crc32=f"{crc:08x}")
-
-
-def _pieces(parts: Iterable[memoryview]) -> Iterator[memoryview]:
-    """The same bytes in pieces of a good size: small parts are joined, large ones are cut and not copied."""
-    joined = bytearray()
-    for part in parts:
-        small = len(part) < _SMALL
-        if not small or len(joined) + len(part) > _PIECE:
-            yield memoryview(joined)
-            joined = bytearray()
-        if small:
-            joined += part
-        else:
-            yield from (part[begin : begin + _PIECE] for begin in range(0, len(part), _PIECE))
-    yield memoryview(joined)
-
-
-def _write(fd: int, piece: memoryview) -> None:
-    for half in (piece[: len(piece) // 2], piece[len(piece) // 2 :]):
-        while half:
-            half = half[os.write(fd, half) :]
-        failpoint("checkpoint.mid_file")
+from headway.checkpoint.layout import ITEM_BYTES, Chunk, Damaged
 
 
 def header_of(
