@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from headway.data.mix import Mix as Mix
     from headway.data.order import Order as Order, Shuffle as Shuffle
     from headway.data.packing import pack as pack
+    from headway.data.positions import load_position as load_position, save_position as save_position
     from headway.data.shardloader import ShardLoader as ShardLoader
     from headway.data.shards import Limits as Limits, Shard as Shard
 
@@ -43,7 +44,9 @@ _HOME = {
     "index": "headway.data.finding",
     "interleave_batches": "headway.data.batches",
     "interleave_dict_batches": "headway.data.batches",
+    "load_position": "headway.data.positions",
     "pack": "headway.data.packing",
+    "save_position": "headway.data.positions",
     "shard_indices": "headway.data.arrays",
     "sharded_xr_dataset": "headway.data.arrays",
 }

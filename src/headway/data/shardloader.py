@@ -327,6 +327,9 @@ class ShardLoader:
 
     # --- position
 
+    per_rank = False
+    """the state is one for all ranks"""
+
     @property
     def epoch(self) -> int:
         """The epoch of the present pass, or of the next one if none has begun."""
