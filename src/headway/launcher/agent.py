@@ -2,181 +2,239 @@
 
 It is a plain process without torch, so it is up at once and cannot be taken down by what takes a rank down. Ranks that
 use headway end each other within moments when one fails (see `headway.dist.control`); the agent is there for those
-that cannot, for the exit code, and for the last words.
+that cannot, for the exit code, and for the last words. On several nodes the agents know of each other (`team`), and the
+first to fail decides.
 """
 
 from __future__ import annotations
 
-import ctypes
-import json
+import itertools
+import math
 import os
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, final
+from typing import final
 
 import psutil
 
-from headway import files
-from headway.errors import INTERRUPTED, TERMINATED, UsageError
-from headway.failure import Record, cause, status_in_words
+from headway.checkpoint import layout
+from headway.errors import INTERRUPTED, TERMINATED, Stopped, UsageError
+from headway.launcher.ending import crashed, first_failure, keep, words
+from headway.launcher.ranks import Rank, start
+from headway.launcher.surroundings import Seating, cpu_shares, kernel_caches, rank_environment
+from headway.launcher.team import Outcome, Team
+from headway.launcher.watchdog import Watchdog
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _POLL = 0.02
+_LOOK_EVERY = 0.5
+"""seconds between two looks at what the other agents have to say"""
 _GRACE = 2.0
 """seconds between a rank's failure, SIGTERM to the rest, and SIGKILL"""
+_STOP_GRACE = 60.0
+"""the same when a rank has stopped with a checkpoint: the others may still be at it"""
+_DEAF = 60.0
+"""seconds for which a rank may be too young to hear a stop request, which is therefore repeated"""
+_REPEAT_EVERY = 5.0
 _RANK_MEMORY = 250 << 20
 """what a process that has imported torch takes at the least"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rank:
-    """A running rank: its number and its process."""
-
-    number: int
-    process: subprocess.Popen[bytes]
-
-
 @final
 class Agent:
-    """Runs a command as `processes` ranks on this machine. `run` returns the exit code of the whole.
+    """Runs a command as `processes` ranks on this node. `run` returns the exit code of the whole.
+
+    `team` are the agents of the other nodes. `announce` says whether the last words are this agent's, or those of
+    whoever started all agents. A crash is followed by another round, up to `max_restarts` times, if checkpoints in
+    the run have grown since this one began.
 
     >>> Agent([sys.executable, "train.py"], processes=4).run()
     0
     """
 
     def __init__(
-        self, command: Sequence[str], *, processes: int, environ: Mapping[str, str] = os.environ
+        self,
+        command: Sequence[str],
+        *,
+        processes: int,
+        environ: Mapping[str, str] = os.environ,
+        cwd: str | None = None,
+        team: Team | None = None,
+        host: str | None = None,
+        announce: bool = True,
+        max_restarts: int = 0,
     ) -> None:
         check_processes(processes)
         self._command = list(command)
         self._processes = processes
         self._environ = dict(environ)
+        self._cwd = cwd
+        self._team = team
+        self._host = host
+        self._announce = announce
+        self._max_restarts = max_restarts
         self._running: list[Rank] = []
         self._ended: dict[int, int] = {}  # rank -> return code, in the order in which they ended
         self._pids: dict[int, int] = {}
         self._signals: list[int] = []
+        self._repeat: tuple[int, float] | None = None  # a stop request, and when it is next repeated
 
     def run(self) -> int:
         folder = Path(tempfile.mkdtemp(prefix="headway-"))  # 0700: it holds the key of the control channel
         handlers = {number: signal.signal(number, self._forward) for number in _FORWARDED}
+        team = self._team or Team(folder, number=0, size=1)
         try:
-            for number in range(self._processes):
-                self._running.append(self._start(number, folder))
-            self._supervise()
-            return self._conclude(folder)
+            seats = team.gather(self._processes, host=self._host)
+            for number in itertools.count():
+                team.begin_round(number)
+                before = self._newest_step()
+                outcome = self._round(team, seats, folder / f"heartbeat-{number}")
+                if number == self._max_restarts or self._signals or not crashed(outcome):
+                    break
+                self._follow(team.round_folder / "run.txt")
+                if not team.agree_on_restart(lambda before=before: self._newest_step() > before):  # type: ignore[misc]
+                    break
+                print(
+                    f"headway: restart {number + 1} of at most {self._max_restarts}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            return int(outcome["exit_code"])
         finally:
             self._kill(signal.SIGKILL)
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+            for each, handler in handlers.items():
+                signal.signal(each, handler)
             shutil.rmtree(folder)
 
-    def _start(self, number: int, folder: Path) -> Rank:
-        environ = self._environ | rank_environment(number, self._processes, folder)
-        process = subprocess.Popen(
-            self._command, env=environ, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=_die_with_parent
-        )
-        self._pids[number] = process.pid
-        return Rank(number=number, process=process)
+    def _follow(self, note: Path) -> None:
+        """The ranks of the next round go on in the run that those of the last one have left a note of."""
+        if "HEADWAY_RUN" not in self._environ and note.exists():
+            self._environ["HEADWAY_RUN"] = note.read_text()
 
-    def _supervise(self) -> None:
-        """Waits for all ranks. Once one has failed, the others have a grace to leave by themselves, then none."""
+    def _newest_step(self) -> int:
+        """The step of the newest checkpoint; -1 if there is none, or no run yet."""
+        run = self._environ.get("HEADWAY_RUN")
+        return max(layout.steps(Path(run) / "checkpoints"), default=-1) if run else -1
+
+    def _round(self, team: Team, seats: Seating, heartbeat: Path) -> Outcome:
+        """Starts the ranks, waits for their end, and agrees with the other agents on what it was."""
+        heartbeat.mkdir()
+        shares = cpu_shares(seats.processes, self._environ)
+        self._ended, self._pids = {}, {}
+        for index in range(seats.processes):
+            environ = self._environ | rank_environment(seats, index, self._environ)
+            if "SLURM_STEP_ID" in self._environ or seats.nodes > 1:
+                environ |= kernel_caches(seats.first_local_rank + index, self._environ)
+            environ["HEADWAY_RENDEZVOUS"] = str(team.round_folder / "rendezvous.json")
+            environ["HEADWAY_HEARTBEAT"] = str(heartbeat)
+            rank = start(
+                self._command,
+                number=seats.first_rank + index,
+                environ=environ,
+                cwd=self._cwd,
+                cpus=shares[index] if shares else None,
+            )
+            self._running.append(rank)
+            self._pids[rank.number] = rank.process.pid
+        ranks = range(seats.first_rank, seats.first_rank + seats.processes)
+        self._supervise(team, Watchdog(heartbeat, ranks=ranks, world_size=seats.world_size))
+        return self._conclude(team, seats.world_size)
+
+    def _supervise(self, team: Team, watchdog: Watchdog) -> None:
+        """Waits for all ranks. Once one has failed, here or elsewhere, the others have a grace to leave, then none."""
         deadlines: list[tuple[float, signal.Signals]] = []
+        look = time.monotonic() + _LOOK_EVERY
         while self._running:
-            for rank in [rank for rank in self._running if _has_ended(rank.process)]:
+            now = time.monotonic()
+            for rank in [rank for rank in self._running if rank.has_ended()]:
                 self._reap(rank)
-            if not deadlines and any(self._ended.values()):
-                now = time.monotonic()
-                deadlines = [(now + _GRACE, signal.SIGTERM), (now + 2 * _GRACE, signal.SIGKILL)]
-            while deadlines and time.monotonic() >= deadlines[0][0]:
+            code = next((status for status in self._ended.values() if status), 0)
+            if not code and team.size > 1 and now >= look:
+                look = now + _LOOK_EVERY
+                code = int((team.outcome() or {"exit_code": 0})["exit_code"])
+            if code and not deadlines:
+                grace = _STOP_GRACE if code == Stopped.exit_code else _GRACE
+                deadlines = [(now + grace, signal.SIGTERM), (now + 2 * grace, signal.SIGKILL)]
+            while deadlines and now >= deadlines[0][0]:
                 self._kill(deadlines.pop(0)[1])
+            self._repeat_to_the_deaf(now)
+            if not self._ended and (hang := watchdog.tick()) is not None:
+                keep(hang, team.round_folder / "failure.json")
+                self._kill(signal.SIGKILL)
             time.sleep(_POLL)
 
     def _reap(self, rank: Rank) -> None:
-        # until it is reaped, its number cannot be taken by another process: now is the time to kill what it left behind
-        _signal_group(rank.process.pid, signal.SIGKILL)
-        self._ended[rank.number] = rank.process.wait()
+        self._ended[rank.number] = rank.reap()
         self._running.remove(rank)
 
     def _kill(self, number: signal.Signals) -> None:
-        for rank in list(self._running):
-            _signal_group(rank.process.pid, number)
-            if number == signal.SIGKILL:
-                self._reap(rank)
+        for rank in self._running:
+            rank.signal_group(number)
+        for rank in list(self._running) if number == signal.SIGKILL else ():
+            self._reap(rank)
 
     def _forward(self, number: int, _: FrameType | None) -> None:
         """Passes a signal on to the ranks; a second Ctrl-C means now."""
         again = number == signal.SIGINT and signal.SIGINT in self._signals
         self._signals.append(number)
+        if not self._pids and number in (
+            signal.SIGINT,
+            signal.SIGTERM,
+        ):  # nobody is there yet: we wait for agents
+            raise SystemExit(INTERRUPTED if number == signal.SIGINT else TERMINATED)
         for rank in self._running:
             if again:
-                _signal_group(rank.process.pid, signal.SIGKILL)
+                rank.signal_group(signal.SIGKILL)
             else:
                 rank.process.send_signal(number)
+        if number in (signal.SIGUSR1, signal.SIGUSR2):
+            self._repeat = (number, time.monotonic() + _REPEAT_EVERY)
 
-    def _conclude(self, folder: Path) -> int:
-        """Says what happened, once and last, and returns the exit code."""
-        if signal.SIGINT in self._signals:
-            print("headway: interrupted by Ctrl-C", file=sys.stderr)
-            return INTERRUPTED
+    def _repeat_to_the_deaf(self, now: float) -> None:
+        """A rank that is still importing torch ignores a stop request; it must not miss the only one."""
+        if self._repeat is None or now < self._repeat[1]:
+            return
+        young = [rank for rank in self._running if now - rank.born < _DEAF]
+        for rank in young:
+            rank.process.send_signal(self._repeat[0])
+        self._repeat = (self._repeat[0], now + _REPEAT_EVERY) if young else None
+
+    def _conclude(self, team: Team, world_size: int) -> Outcome:
+        """Agrees with the other agents on what happened, and says it, once and last."""
+        mine = self._outcome(team)
+        code = int(mine["exit_code"])
+        first = team.conclude(mine) if code else False
+        team.ended(code)
+        if code:
+            patience = _STOP_GRACE if code == Stopped.exit_code else 2 * _GRACE + 1
+        else:
+            patience = math.inf if self._max_restarts else 0  # they may need us for another round
+        team.await_ends(patience, unless=lambda: signal.SIGTERM in self._signals)
+        outcome = team.outcome() if code or patience else None
+        if first and self._announce:
+            print(words(mine, world_size), end="", file=sys.stderr, flush=True)
+        return outcome or mine
+
+    def _outcome(self, team: Team) -> Outcome:
+        """How the ranks of this agent ended."""
         if not any(self._ended.values()):
-            return 0
+            return {"exit_code": INTERRUPTED if signal.SIGINT in self._signals else 0, "record": None}
+        record = first_failure(team.round_folder / "failure.json", self._ended, self._pids)
+        if record["kind"] == "vanished" and record["rank"] not in self._ended:
+            team.await_outcome(_GRACE)  # its own agent knows better what it died of
+        if record["exit_code"] == Stopped.exit_code:
+            return {"exit_code": Stopped.exit_code, "record": record}
+        if signal.SIGINT in self._signals:
+            return {"exit_code": INTERRUPTED, "record": None}
         if signal.SIGTERM in self._signals:
-            print("headway: stopped by SIGTERM", file=sys.stderr)
-            return TERMINATED
-        record = self._first_failure(folder / "failure.json")
-        print(cause(record, self._processes, record.get("failure_file")), end="", file=sys.stderr)
-        return int(record["exit_code"])
-
-    def _first_failure(self, path: Path) -> Record:
-        """What the ranks agreed on, completed by what only their parent can know: how they ended."""
-        if path.exists():
-            record: Record = json.loads(path.read_text())
-            if record["kind"] == "vanished" and record["rank"] in self._ended:
-                status = self._ended[record["rank"]]
-                early = " while the others still worked" if status >= 0 else ""
-                record |= {"error": status_in_words(status) + early, "hint": None}
-                _complete(record)
-            return record
-        rank, status = next((rank, status) for rank, status in self._ended.items() if status)
-        return {
-            "kind": "exit",
-            "rank": rank,
-            "host": socket.gethostname(),
-            "pid": self._pids[rank],
-            "error": f"{status_in_words(status)}; its own output, above, says why",
-            "exit_code": 1,
-        }
-
-
-def _complete(record: Record) -> None:
-    """The record in the run directory was written by a rank that could only see that another was gone."""
-    if record.get("failure_file"):
-        files.write_atomic(Path(record["failure_file"]), json.dumps(record, indent=2).encode())
-
-
-def rank_environment(number: int, processes: int, folder: Path) -> dict[str, str]:
-    """What one rank is told: torchrun's names, and where the ranks meet."""
-    return {
-        "RANK": str(number),
-        "WORLD_SIZE": str(processes),
-        "LOCAL_RANK": str(number),
-        "LOCAL_WORLD_SIZE": str(processes),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "HEADWAY_RENDEZVOUS": str(folder / "rendezvous.json"),
-        # ranks that share the cores must not each start a thread per core
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // processes))),
-    }
+            return {"exit_code": TERMINATED, "record": None}
+        return {"exit_code": int(record["exit_code"]), "record": record}
 
 
 def check_processes(processes: int) -> None:
@@ -188,22 +246,3 @@ def check_processes(processes: int) -> None:
         raise UsageError(
             f"--nproc {processes}: this machine's free memory holds about {room} processes with torch; ask for fewer"
         )
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if "sched_getaffinity" in vars(os) else os.cpu_count() or 1
-
-
-def _die_with_parent() -> None:
-    """Runs in the child before the program: should the agent be killed, the kernel ends the rank."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
-
-
-def _has_ended(process: subprocess.Popen[Any]) -> bool:
-    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def _signal_group(group: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):  # all of it is gone already
-        os.killpg(group, number)

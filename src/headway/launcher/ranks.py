@@ -1,0 +1,62 @@
+"""One rank as its agent sees it: a process, with all that it starts, that does not outlive the agent."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import final
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """A running rank: its number, its process, and when it was started, by the monotonic clock."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    born: float
+
+    def has_ended(self) -> bool:
+        return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def reap(self) -> int:
+        """Ends what the rank has left behind, and returns how it ended itself."""
+        # until it is reaped, its number cannot be taken by another process: now is the time
+        self.signal_group(signal.SIGKILL)
+        return self.process.wait()
+
+    def signal_group(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):  # all of it is gone already
+            os.killpg(self.process.pid, number)
+
+
+def start(
+    command: Sequence[str],
+    *,
+    number: int,
+    environ: Mapping[str, str],
+    cwd: str | None = None,
+    cpus: set[int] | None = None,
+) -> Rank:
+    """Starts a rank in a process group of its own, on these CPUs if any are given."""
+
+    def prepare() -> None:  # in the child, before the program
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: should the agent be killed
+            if cpus is not None:
+                os.sched_setaffinity(0, cpus)
+        # until the rank listens, a request to stop must not kill it; the agent repeats the request
+        for ignored in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(ignored, signal.SIG_IGN)
+
+    process = subprocess.Popen(
+        command, env=environ, cwd=cwd, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=prepare
+    )
+    return Rank(number=number, process=process, born=time.monotonic())
