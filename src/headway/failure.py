@@ -35,7 +35,7 @@ def cause(record: Mapping[str, Any], world_size: int, where: Path | str | None) 
 def pointer(rank: int, record: Mapping[str, Any], where: Path | str | None) -> str:
     """What a healthy rank says when it stops for another."""
     place = f"see {where}" if where is not None else "the cause is at the end of this output"
-    what = "no rank moves" if record["kind"] == "hang" else f"rank {record['rank']} failed"
+    what = "no rank moves" if record.get("kind") == "hang" else f"rank {record['rank']} failed"
     return f"headway: rank {rank} stops because {what} ({record['error']}); {place}\n"
 
 
