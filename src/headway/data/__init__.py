@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         interleave_batches as interleave_batches,
         interleave_dict_batches as interleave_dict_batches,
     )
+    from headway.data.catalog import Catalog as Catalog, Dataset as Dataset
     from headway.data.finding import index as index
     from headway.data.loader import DataLoader as DataLoader
     from headway.data.mix import Mix as Mix
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
     from headway.data.shards import Limits as Limits, Shard as Shard
 
 _HOME = {
+    "Catalog": "headway.data.catalog",
     "DataLoader": "headway.data.loader",
+    "Dataset": "headway.data.catalog",
     "Limits": "headway.data.shards",
     "Mix": "headway.data.mix",
     "Order": "headway.data.order",

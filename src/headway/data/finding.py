@@ -1,4 +1,4 @@
-"""Which files are the shards: folders, patterns and lists to paths; their samples counted, their indexes written.
+"""Which files are the shards: from folders, patterns, lists and names; their samples counted, indexes written.
 
 Nothing here imports torch: commands that list and count answer at once.
 """
@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 from pathlib import Path
 
+from headway.data.catalog import Catalog, is_name
 from headway.data.mix import Shards
 from headway.data.shards import Limits, count_samples, index_text, walk
 from headway.errors import UsageError
@@ -18,8 +19,8 @@ from headway.files import storage, write_atomic
 _THREADS = 16  # most of counting is waiting for the file system
 
 
-def paths_of(name: str, where: Shards) -> list[Path]:
-    """The shards of a dataset, sorted; at least one."""
+def paths_of(name: str, where: Shards, catalog: Catalog | None = None) -> list[Path]:
+    """The shards of a dataset, at least one, given as a folder, a pattern, a list, or a name of the catalogue."""
     if not isinstance(where, str | Path):
         paths = [Path(path) for path in where]
     elif "://" in str(where) or str(where).startswith("pipe:"):
@@ -30,11 +31,25 @@ def paths_of(name: str, where: Shards) -> list[Path]:
         paths = sorted(Path(where).glob("*.tar"))
     else:
         paths = sorted(Path(path) for path in glob(str(where), recursive=True))  # noqa: PTH207 - may be absolute
+    if isinstance(where, str) and is_name(where):
+        paths = _named(where, paths, catalog or Catalog())
     if not paths:
         raise UsageError(
             f"dataset {name!r}: no shards found at {str(where)!r}; give a folder, a pattern or a list"
         )
     return paths
+
+
+def _named(name: str, here: list[Path], catalog: Catalog) -> list[Path]:
+    """The shards of a name in the catalogue, or those found under that name here; both at once are refused."""
+    if not here:
+        return catalog[name].shards()
+    dataset = catalog.get(name)
+    if dataset is not None and dataset.path.resolve() != here[0].parent.resolve():
+        raise UsageError(
+            f"{name!r} is a folder here and a dataset at {dataset.path}: write './{name}' or {dataset.key!r}"
+        )
+    return here
 
 
 def count(paths: Sequence[Path], limits: Limits | None = None) -> list[int]:
@@ -43,7 +58,7 @@ def count(paths: Sequence[Path], limits: Limits | None = None) -> list[int]:
         return list(pool.map(lambda path: count_samples(path, limits), paths))
 
 
-def index(shards: Shards, *, overwrite: bool = False) -> list[Path]:
+def index(shards: Shards, *, overwrite: bool = False, catalog: Catalog | None = None) -> list[Path]:
     """Writes DALI's text index beside each shard that has none, and returns the paths of those written.
 
     Not needed for headway, which walks shards without one; it saves the walk, and DALI needs it. Shards with spaces in
@@ -51,7 +66,8 @@ def index(shards: Shards, *, overwrite: bool = False) -> list[Path]:
 
         hw.data.index("/data/laion/*.tar")
     """
-    paths = [path for path in paths_of("index", shards) if overwrite or not path.with_suffix(".idx").exists()]
+    found = paths_of("index", shards, catalog)
+    paths = [path for path in found if overwrite or not path.with_suffix(".idx").exists()]
     with ThreadPoolExecutor(_THREADS, "headway index") as pool:
         return [written for written in pool.map(_write_index, paths) if written is not None]
 

@@ -15,6 +15,7 @@ from typing import NamedTuple, final
 
 import numpy as np
 
+from headway.data.catalog import Catalog
 from headway.data.order import Ints
 from headway.errors import UsageError
 
@@ -33,7 +34,8 @@ class Mix:
         mix = hw.data.Mix({"/data/laion": 1, "/data/datacomp": 2}, schedule=[(1000, {"/data/laion": 3})])
 
     Weights need not add up to one. `shards` gives a folder, a pattern or a list of files for each name; without it, the
-    names themselves are folders or patterns. `schedule` changes weights at given steps; names left out keep theirs.
+    names themselves are folders, patterns, or names of the `catalog` (by default, `Catalog()`). `schedule` changes
+    weights at given steps; names left out keep theirs.
     """
 
     def __init__(
@@ -41,12 +43,14 @@ class Mix:
         weights: Mapping[str, float],
         *,
         shards: Mapping[str, Shards] | None = None,
+        catalog: Catalog | None = None,
         schedule: Sequence[tuple[int, Mapping[str, float]]] = (),
     ) -> None:
         self.weights = {str(name): float(weight) for name, weight in weights.items()}
         fixed_point(self.weights)
         self.shards: dict[str, Shards] = {name: (shards or {}).get(name, name) for name in self.weights}
         _check_names(shards or {}, self.weights)
+        self.catalog = catalog
         steps = [step for step, _ in schedule]
         if any(step < 1 for step in steps) or steps != sorted(set(steps)):
             raise UsageError(f"a schedule's steps are rising numbers from 1 on, not {steps}")

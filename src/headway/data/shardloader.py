@@ -96,7 +96,7 @@ class ShardLoader:
         _check(tail, prefetch, threads, max_bad)
         mix = source if isinstance(source, Mix) else Mix({"data": 1.0}, shards={"data": source})
         self._limits = limits or Limits()
-        self._sources = find(mix.shards, self._limits, shared=rank is None and dist.is_initialized())
+        self._sources = find(mix, self._limits, shared=rank is None and dist.is_initialized())
         self._how = Shuffle(seed=seed, lanes=lanes, window=window)
         self._orders = [
             Order(source.counts, _own(self._how, number) if shuffle else None)

@@ -8,14 +8,15 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
 from headway import dist
+from headway.data.catalog import Catalog
 from headway.data.finding import count, paths_of
-from headway.data.mix import Shards
+from headway.data.mix import Mix, Shards
 from headway.data.shards import Limits, Shard
 from headway.errors import UsageError
 
@@ -35,18 +36,18 @@ class Source:
         return hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
 
 
-def find(shards: Mapping[str, Shards], limits: Limits, *, shared: bool) -> list[Source]:
+def find(mix: Mix, limits: Limits, *, shared: bool) -> list[Source]:
     """The datasets of a mix; `shared`: rank 0 looks for all ranks, which must all call this."""
 
     def look() -> list[tuple[str, list[str], list[int]]]:
-        return [(name, *_look(name, where, limits)) for name, where in shards.items()]
+        return [(name, *_look(name, where, limits, mix.catalog)) for name, where in mix.shards.items()]
 
     found = dist.from_root(look) if shared else look()
     return [Source(name, [Path(path) for path in paths], counts) for name, paths, counts in found]
 
 
-def _look(name: str, where: Shards, limits: Limits) -> tuple[list[str], list[int]]:
-    paths = paths_of(name, where)
+def _look(name: str, where: Shards, limits: Limits, catalog: Catalog | None) -> tuple[list[str], list[int]]:
+    paths = paths_of(name, where, catalog)
     counts = count(paths, limits)
     if not any(counts):
         raise UsageError(f"dataset {name!r}: none of its {len(paths)} shards has a sample")
