@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
         type=int,
         default=0,
         metavar="N",
-        help="start again after a crash, at most N times, as long as there is a newer checkpoint each time (default: 0)",
+        help="start again after a crash, at most N times, if there is a newer checkpoint each time (default: 0)",
     )
     parser.add_argument(
         "-m", dest="module", action="store_true", help="SCRIPT names a module, as for python -m"

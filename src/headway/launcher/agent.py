@@ -23,6 +23,7 @@ from typing import final
 
 import psutil
 
+from headway import heartbeat
 from headway.checkpoint import layout
 from headway.errors import INTERRUPTED, TERMINATED, Stopped, UsageError
 from headway.launcher.ending import crashed, first_failure, keep, words
@@ -97,7 +98,7 @@ class Agent:
                 outcome = self._round(team, seats, folder / f"heartbeat-{number}")
                 if number == self._max_restarts or self._signals or not crashed(outcome):
                     break
-                self._follow(team.round_folder / "run.txt")
+                self._follow(folder / f"heartbeat-{number}")
                 if not team.agree_on_restart(lambda before=before: self._newest_step() > before):  # type: ignore[misc]
                     break
                 print(
@@ -112,19 +113,21 @@ class Agent:
                 signal.signal(each, handler)
             shutil.rmtree(folder)
 
-    def _follow(self, note: Path) -> None:
-        """The ranks of the next round go on in the run that those of the last one have left a note of."""
-        if "HEADWAY_RUN" not in self._environ and note.exists():
-            self._environ["HEADWAY_RUN"] = note.read_text()
+    def _follow(self, beats: Path) -> None:
+        """The ranks of the next round go on in the run in which those of the last one were."""
+        found = (heartbeat.read(beats, rank) for rank in self._pids)
+        run = next((beat.run for beat in found if beat and beat.run), None)
+        if run is not None:
+            self._environ.setdefault("HEADWAY_RUN", run)
 
     def _newest_step(self) -> int:
         """The step of the newest checkpoint; -1 if there is none, or no run yet."""
         run = self._environ.get("HEADWAY_RUN")
         return max(layout.steps(Path(run) / "checkpoints"), default=-1) if run else -1
 
-    def _round(self, team: Team, seats: Seating, heartbeat: Path) -> Outcome:
+    def _round(self, team: Team, seats: Seating, beats: Path) -> Outcome:
         """Starts the ranks, waits for their end, and agrees with the other agents on what it was."""
-        heartbeat.mkdir()
+        beats.mkdir()
         shares = cpu_shares(seats.processes, self._environ)
         self._ended, self._pids = {}, {}
         for index in range(seats.processes):
@@ -132,7 +135,7 @@ class Agent:
             if "SLURM_STEP_ID" in self._environ or seats.nodes > 1:
                 environ |= kernel_caches(seats.first_local_rank + index, self._environ)
             environ["HEADWAY_RENDEZVOUS"] = str(team.round_folder / "rendezvous.json")
-            environ["HEADWAY_HEARTBEAT"] = str(heartbeat)
+            environ["HEADWAY_HEARTBEAT"] = str(beats)
             rank = start(
                 self._command,
                 number=seats.first_rank + index,
@@ -143,7 +146,7 @@ class Agent:
             self._running.append(rank)
             self._pids[rank.number] = rank.process.pid
         ranks = range(seats.first_rank, seats.first_rank + seats.processes)
-        self._supervise(team, Watchdog(heartbeat, ranks=ranks, world_size=seats.world_size))
+        self._supervise(team, Watchdog(beats, ranks=ranks, world_size=seats.world_size))
         return self._conclude(team, seats.world_size)
 
     def _supervise(self, team: Team, watchdog: Watchdog) -> None:

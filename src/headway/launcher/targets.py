@@ -169,6 +169,7 @@ class Slurm(Target):
     signal_lead: int = option(120, "seconds before the time limit at which ranks are told to save and stop")
     requeue: bool = option(True, "queue the job again when it was stopped with a checkpoint")
     max_requeues: int = option(100, "how often at most")
+    max_restarts: int = option(0, "restarts on the same nodes after a crash, as long as each made progress")
 
     def __post_init__(self) -> None:
         _at_least(1, self.nodes, "nodes")
@@ -176,6 +177,7 @@ class Slurm(Target):
         _at_least(1, self.cpus_per_task, "cpus_per_task")
         _at_least(1, self.array_limit, "array_limit")
         _at_least(0, self.max_requeues, "max_requeues")
+        _at_least(0, self.max_restarts, "max_restarts")
         for name in ("mem", "time"):  # YAML reads a number where SLURM wants text
             value = getattr(self, name)
             self._set(name, value if value is None else str(value))

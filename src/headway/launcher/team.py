@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import shutil
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -120,6 +121,12 @@ class Team:
                 return bool(word["again"])
             time.sleep(_PAUSE)
         return False
+
+    def leave(self) -> None:
+        """Takes the folder away, if this is the last agent to leave it."""
+        self._write(self.folder / f"left-{self.number:05d}.json", {})
+        if len(list(self.folder.glob("left-*.json"))) == self.size:
+            shutil.rmtree(self.folder, ignore_errors=True)  # two may both be the last
 
     def _await(self, path: Path, deadline: float) -> dict[str, Any]:
         while (found := self._read(path)) is None:

@@ -1,0 +1,44 @@
+"""`headway agent`: the part of a job that runs on each node, started by srun or mpirun."""
+
+from __future__ import annotations
+
+import argparse
+
+from headway.launcher import nodes
+from headway.launcher.program import python_command
+
+_EXAMPLES = """\
+examples:
+  srun --nodes=2 --ntasks-per-node=1 headway agent --nproc 8 train.py    eight ranks on each of two nodes
+  mpirun -n 4 headway agent train.py                                     four ranks
+  headway agent --run runs/digits-2026.11.15-14.30-x7k2                  what `headway submit` has prepared
+
+Agents find each other by what srun or mpirun tells them, through a folder that all of them can write: the run
+directory, or $HEADWAY_RUNS (default: runs). Exit codes are those of `headway run`.
+"""
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="headway agent",
+        description="Starts the ranks of this node, and sees to it that those of all nodes live and die together.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks of this agent (default: 1)")
+    parser.add_argument(
+        "--max-restarts", type=int, default=0, metavar="N", help="as for `headway run` (default: 0)"
+    )
+    parser.add_argument("--run", metavar="DIR", help="run what was submitted into this run directory")
+    parser.add_argument(
+        "-m", dest="module", action="store_true", help="SCRIPT names a module, as for python -m"
+    )
+    parser.add_argument("script", metavar="SCRIPT", nargs="?")
+    parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="passed on to the script")
+    options = parser.parse_args(argv)
+    if (options.run is None) == (options.script is None):
+        parser.error("give a script, or --run DIR")
+    if options.run is not None:
+        return nodes.run_submitted(options.run)
+    command = python_command(options.script, options.args, module=options.module)
+    return nodes.run_here(command, processes=options.nproc, max_restarts=options.max_restarts)

@@ -1,0 +1,120 @@
+"""`headway submit`: a SLURM job that runs the code as it is now."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from headway.errors import UsageError
+from headway.launcher import submitting, watching
+from headway.launcher.submitting import Script, Submitted
+from headway.launcher.targets import Slurm, read, target_fields
+
+_EXAMPLES = """\
+examples:
+  headway submit --nodes 2 --gpus-per-node 8 --time 2:00:00 train.py --lr 3e-4
+  headway submit --on cluster.yaml --array lr=1e-3,3e-4 --array seed=1,2,3 train.py
+  headway submit --dry-run --nodes 2 train.py       show the job script, submit nothing
+  headway submit --extra mail-type=END --setup 'module load cuda' --env WANDB_MODE=offline train.py
+
+The job runs a copy of the code as it is now, in a new run directory: edit on. When it is preempted, or its time is up,
+it saves, and queues itself again. Exit codes: 0 submitted; 2 refused, by headway or SLURM; with --watch, the job's.
+"""
+
+
+def main(argv: list[str]) -> int:
+    options = _parser().parse_args(argv)
+    target = _target(options)
+    script = Script(name=options.script, args=options.args, module=options.module)
+    root = Path(options.root)
+    if options.dry_run:
+        print(submitting.dry_run(script, target, root=root, name=options.name), end="")
+        return 0
+    done = submitting.submit(script, target, root=root, name=options.name, dirty=options.dirty)
+    if options.json:
+        print(json.dumps(done.to_dict(), indent=2))
+    else:
+        _show(done)
+    return watching.follow(done.runs[0], sys.stdout) if options.watch else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="headway submit",
+        description="Submits a script as a SLURM job, with the code as it is now.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--name", help="name of the run (default: the script's)")
+    parser.add_argument("--root", default="runs", help="where run directories are made (default: runs)")
+    parser.add_argument("--dirty", choices=("snapshot", "refuse", "live"), default="snapshot",
+                        help="what to do about changes that are not committed: copy them, refuse, or run the files "
+                        "where they lie (default: snapshot)")  # fmt: skip
+    parser.add_argument("--on", metavar="FILE", help="settings from a YAML file; options override them")
+    parser.add_argument("--dry-run", action="store_true", help="show the job script; submit nothing")
+    parser.add_argument("--watch", action="store_true", help="show the job's output until it ends")
+    parser.add_argument("--json", action="store_true", help="print facts as JSON")
+    parser.add_argument(
+        "-m", dest="module", action="store_true", help="SCRIPT names a module, as for python -m"
+    )
+    settings = parser.add_argument_group("settings of the job, as sbatch calls them")
+    for each in target_fields(Slurm):
+        _add(settings, each.name, each.type, each.metadata["help"])
+    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="passed on to the script")
+    return parser
+
+
+def _add(group: argparse._ArgumentGroup, name: str, kind: Any, help: str) -> None:
+    """One option for one setting; those that are not given stay out of the result."""
+    flag = f"--{name.replace('_', '-')}"
+    common: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": help}
+    if kind == "bool":
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
+    elif kind in ("int", "int | None"):
+        group.add_argument(flag, type=int, metavar="N", **common)
+    elif kind.startswith("Mapping"):
+        group.add_argument(flag, action="append", metavar="NAME=VALUE", **common)
+    elif kind.startswith("tuple"):
+        group.add_argument(flag, action="append", metavar="TEXT", **common)
+    else:
+        group.add_argument(flag, metavar="TEXT", **common)
+
+
+def _target(options: argparse.Namespace) -> Slurm:
+    values: dict[str, Any] = {}
+    if options.on is not None:
+        found = read(Path(options.on))
+        if not isinstance(found, Slurm):
+            raise UsageError(f"{options.on} describes {found.kind}; submit needs 'kind: slurm'")
+        values = found.to_dict()
+    given = {each.name: getattr(options, each.name) for each in target_fields(Slurm) if each.name in options}
+    for name in ("env", "extra"):
+        if name in given:
+            given[name] = {**values.get(name, {}), **dict(_pair(name, text) for text in given[name])}
+    return Slurm.from_dict({**values, **given})
+
+
+def _pair(option: str, text: str) -> tuple[str, str | bool]:
+    name, equals, value = text.partition("=")
+    if not equals and option == "env":
+        raise UsageError(f"--env {text!r:.80}: write NAME=VALUE")
+    return name, value if equals else True
+
+
+def _show(done: Submitted) -> None:
+    first = done.runs[0]
+    for note in done.notes:
+        print(f"  {note}")
+    if len(done.runs) == 1:
+        print(f"job {done.job} in {first.path}")
+    else:
+        print(f"job {done.job}, an array of {len(done.runs)}:")
+        for run in done.runs:
+            print(f"  {run.path}")
+    print(f"\n  squeue --jobs {done.job}        is it waiting, is it running\n  tail -F {first.job_log}")
+    print(f"  scancel {done.job}              end it; it saves first")

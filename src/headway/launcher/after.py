@@ -1,0 +1,137 @@
+"""What a job does when its ranks are down: say why, and queue itself again if it was only stopped.
+
+Called by the job script as its last command, so its exit code is the job's. SLURM itself ends this process when the job
+is cancelled or requeued by others, or when its time is over: what is decided here is decided only where the ranks
+ended by themselves, which SLURM never answers by starting the job again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from headway import files
+from headway.errors import TERMINATED, HeadwayError, Stopped
+from headway.launcher import slurm
+from headway.launcher.ending import words
+from headway.launcher.program import JobFile
+from headway.launcher.targets import Slurm
+from headway.run import Run
+
+EARLIER = "HEADWAY_EARLIER_STARTS"
+"""how often the run was started by the jobs before this one, where jobs cannot be requeued"""
+
+
+def main(path: str, status: str) -> int:
+    """Returns the exit code of the job in whose script this runs; `status` is srun's."""
+    try:
+        run = Run.open(Path(path).resolve())
+        job = JobFile.read(run)
+        outcome = read_outcome(run.launch_dir / launch_name(os.environ), job.target.nodes, int(status))
+        code = int(outcome["exit_code"])
+        if code:
+            _say(words(outcome, job.target.processes))
+        _note_end(run, code)
+        if code in (Stopped.exit_code, TERMINATED):
+            _say(f"headway: {again(run, job, os.environ)}\n")
+        return code
+    except HeadwayError as error:
+        _say(f"headway: {error}\n")
+        return error.exit_code
+
+
+def launch_name(environ: Mapping[str, str]) -> str:
+    """Tells the starts of a job apart: the same for its script and its agents, and for no other start."""
+    return f"{environ['SLURM_JOB_ID']}-{environ.get('SLURM_RESTART_COUNT', '0')}"
+
+
+def read_outcome(folder: Path, agents: int, status: int) -> dict[str, Any]:
+    """How the launch ended, from what its agents have left in `folder`; srun's status is the last resort."""
+    rounds = [entry for entry in folder.glob("round-*") if re.fullmatch(r"round-\d+", entry.name)]
+    last = max(rounds, key=lambda entry: int(entry.name.partition("-")[2]), default=folder / "round-0")
+    with suppress(FileNotFoundError):
+        outcome: dict[str, Any] = json.loads((last / "outcome.json").read_bytes())
+        return outcome
+    ended = len(list(last.glob("ended-*.json")))
+    if ended == agents:
+        return {"exit_code": 0, "record": None}
+    if status == TERMINATED:
+        return {"exit_code": TERMINATED, "record": None}
+    _say(f"headway: {ended} of {agents} node agents said how they ended; srun's exit status is {status}\n")
+    return {"exit_code": 1, "record": None}
+
+
+def again(run: Run, job: JobFile, environ: Mapping[str, str]) -> str:
+    """Queues the job once more, if it may; returns what was done, in a sentence."""
+    target = job.target
+    starts = int(environ.get(EARLIER, "0")) + int(environ.get("SLURM_RESTART_COUNT", "0")) + 1
+    by_hand = f"to go on: sbatch {run.job_script}"
+    if not target.requeue:
+        return f"not queued again, as requeue is off; {by_hand}"
+    if starts > target.max_requeues:
+        return (
+            f"not queued again: it was {starts - 1} times, and max_requeues={target.max_requeues}; {by_hand}"
+        )
+    number = job_number(environ)
+    _say(f"headway: queueing job {number} again ({starts} of at most {target.max_requeues})\n")
+    refused = slurm.requeue(number)
+    if refused is None:
+        return "queued again"
+    return _successor(run, target, number, starts, environ) + f" (SLURM does not requeue it: {refused})"
+
+
+def job_number(environ: Mapping[str, str]) -> str:
+    """How SLURM's programs call this job; of an array, this one of its jobs.
+
+    >>> job_number({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"})
+    '7_2'
+    """
+    if "SLURM_ARRAY_JOB_ID" in environ:
+        return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
+    return environ["SLURM_JOB_ID"]
+
+
+def _successor(run: Run, target: Slurm, number: str, starts: int, environ: Mapping[str, str]) -> str:
+    """Submits the same script to run when this job is over, for sites where jobs are not requeued."""
+    task = environ.get("SLURM_ARRAY_TASK_ID")
+    arguments = slurm.submission(run, run.path, _alone(target))
+    arguments = [
+        f"--array={task}" if task else "",
+        f"--dependency=afterany:{environ['SLURM_JOB_ID']}",
+        *arguments,
+    ]
+    done = slurm.ask("sbatch", *filter(None, arguments), environ={**environ, EARLIER: str(starts)})
+    if done.returncode:
+        raise HeadwayError(
+            f"job {number} could not be followed by another: {slurm.last_line(done.stderr)}; "
+            f"to go on: sbatch {run.job_script}"
+        )
+    job = done.stdout.strip().partition(";")[0]
+    slurm.record(run, job, task=int(task) if task else None, before=[number])
+    return f"job {job} goes on when this one is over"
+
+
+def _alone(target: Slurm) -> Slurm:
+    """The same settings without the array."""
+    return Slurm.from_dict({**target.to_dict(), "array": (), "array_limit": None})
+
+
+def _note_end(run: Run, code: int) -> None:
+    facts = {"exit_code": code, "time": datetime.now(UTC).isoformat(timespec="milliseconds"), "error": None}
+    with files.storage(f"write {run.ended_file}"):
+        files.write_atomic(run.ended_file, json.dumps(facts).encode())
+
+
+def _say(text: str) -> None:
+    print(text, end="", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

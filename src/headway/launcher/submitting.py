@@ -1,0 +1,116 @@
+"""From a script to a job in the queue: the run directory, the code as it is now, the job script, sbatch."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from headway.launcher import slurm, snapshot, sweep
+from headway.launcher.jobscript import job_script
+from headway.launcher.program import Program, python_command
+from headway.launcher.snapshot import Dirty
+from headway.launcher.targets import Slurm
+from headway.run import Run, check_name
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """What to run: a file, or a module as for `python -m`, and its arguments."""
+
+    name: str
+    args: Sequence[str] = ()
+    module: bool = False
+
+    @property
+    def run_name(self) -> str:
+        """A name for its runs.
+
+        >>> Script(name="exp/my train.py").run_name, Script(name="pkg.train", module=True).run_name
+        ('my-train', 'train')
+        """
+        last = self.name.rpartition(".")[2] if self.module else Path(self.name).stem
+        return re.sub(r"[^A-Za-z0-9_.]+", "-", last).strip("-.")[:64] or "run"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Submitted:
+    """A job in the queue, with one run, or several for an array."""
+
+    job: str
+    runs: Sequence[Run]
+    notes: Sequence[str]
+    """what people should know about the code that was pinned"""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        runs = [str(run.path) for run in self.runs]
+        return {"job_id": self.job, "runs": runs, "notes": list(self.notes)}
+
+
+def dry_run(script: Script, target: Slurm, *, root: Path, name: str | None = None) -> str:
+    """The job script that `submit` would submit; nothing is made."""
+    check_name(name or script.run_name)
+    python_command(script.name, script.args, module=script.module)
+    sweep.grid(target.array)
+    path = root.absolute() / ("ARRAY" if target.array else f"{name or script.run_name}-DATE-TIME-XXXX")
+    return job_script(target, run=path, python=sys.executable)
+
+
+def submit(
+    script: Script, target: Slurm, *, root: Path, name: str | None = None, dirty: Dirty = "snapshot"
+) -> Submitted:
+    """Submits a script. Whatever is refused, by us or by SLURM, leaves nothing behind.
+
+    >>> submit(Script(name="train.py"), Slurm(nodes=2), root=Path("runs"))  # doctest: +SKIP
+    """
+    name = check_name(name or script.run_name)
+    python_command(script.name, script.args, module=script.module)
+    settings = sweep.grid(target.array) if target.array else [{}]
+    slurm.check(target)
+    runs: list[Run] = []
+    try:
+        for values in settings:
+            command = [script.name, *sweep.arguments(script.args, values)]
+            runs.append(Run.create(root, name=name, config=values, command=command))
+        if target.array:
+            sweep.join(runs, settings)
+        notes = _pin(runs, script, dirty)
+        programs = [_program(run, script, target, values) for run, values in zip(runs, settings, strict=True)]
+        return Submitted(job=slurm.submit(runs, programs, target), runs=runs, notes=notes)
+    except BaseException:
+        for run in runs:
+            shutil.rmtree(run.path, ignore_errors=True)
+        raise
+
+
+def _pin(runs: Sequence[Run], script: Script, dirty: Dirty) -> list[str]:
+    """Copies the code into the first run, for all of them, and says what is worth knowing about it."""
+    snapshot.take(runs[0], Path.cwd() if script.module else script.name, dirty=dirty)
+    for run in runs[1:]:
+        snapshot.adopt(run, runs[0])
+    found = snapshot.load(runs[0])
+    notes = [f"not in git, but copied: {_some(found.added)}"] if found.added else []
+    return notes + ([f"left out of the copy: {_some(found.left_out)}"] if found.left_out else [])
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _program(run: Run, script: Script, target: Slurm, values: dict[str, str]) -> Program:
+    code = snapshot.load(run)
+    start = ["-m", script.name] if script.module else [str(code.script)]
+    return Program(
+        command=[sys.executable, *start, *sweep.arguments(script.args, values)],
+        processes=target.processes_per_node,
+        cwd=str(code.directory),
+        env=dict(target.env),
+        python_path=[str(path) for path in code.python_path],
+    )
