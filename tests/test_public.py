@@ -67,6 +67,7 @@ def test_importing_headway_imports_next_to_nothing() -> None:
         "import headway.cli.run, headway.cli.doctor",
         "import headway.run, headway.runlock, headway.settings, headway.source, headway.redact, headway.failure",
         "import headway.launcher.agent, headway.plan, headway.watch, headway.errors, headway.failpoints",
+        "import headway.launcher.functions, headway.launcher.job, headway.launcher.status, headway.launcher.sweep",
         "import headway.testing.plugin",
     ],
 )
@@ -102,7 +103,20 @@ EXECUTING = {
 
 
 # pytest's process and its workers are one program, and tests are code: there, pickle is in order
-READERS = [path for path in MODULES if "testing" not in path.relative_to(PACKAGE).parts]
+# a launched function travels as pickle, through files of its user's own, next to the code that the same job runs
+PARCELS = PACKAGE / "launcher" / "parcel.py"
+READERS = [path for path in MODULES if "testing" not in path.relative_to(PACKAGE).parts and path != PARCELS]
+
+
+def test_parcels_are_opened_in_one_place_and_by_jobs_only() -> None:
+    users = {path.relative_to(PACKAGE).as_posix() for path in MODULES if "parcel.unpack(" in path.read_text()}
+    assert users == {"launcher/job.py", "launcher/worker.py"}
+    calls = [
+        ast.unparse(node.func)
+        for node in ast.walk(ast.parse(PARCELS.read_text()))
+        if isinstance(node, ast.Call)
+    ]
+    assert [call for call in calls if call in EXECUTING] == ["pickle.loads"]
 
 
 @pytest.mark.parametrize("path", READERS, ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
         seed as seed,
         world_size as world_size,
     )
+    from headway.launcher.functions import launch as launch
+    from headway.launcher.job import Job as Job
     from headway.launcher.targets import Local as Local, Mpi as Mpi, Slurm as Slurm
     from headway.run import Run as Run, find_latest as find_latest
     from headway.train import (
@@ -60,6 +62,7 @@ __version__ = "0.1.0"
 # public name -> the module it comes from; a room stands for itself
 _HOME = {
     "Callback": "headway.train",
+    "Job": "headway.launcher.job",
     "Local": "headway.launcher.targets",
     "Mpi": "headway.launcher.targets",
     "Pipeline": "headway.train",
@@ -79,6 +82,7 @@ _HOME = {
     "gather_object": "headway.dist",
     "init": "headway.dist",
     "is_root": "headway.dist",
+    "launch": "headway.launcher.functions",
     "local_rank": "headway.dist",
     "local_root_first": "headway.dist",
     "local_world_size": "headway.dist",

@@ -1,0 +1,167 @@
+"""A job: something that was started, here or on a cluster, and can be asked about, waited for and stopped.
+
+All that a job knows is in its run directory, so any process that sees the directory can open it:
+
+    job = hw.launch(train, on=hw.Slurm(nodes=2))          # today, in a notebook
+    job = hw.Job.open("runs/train-2026.11.15-14.30-x7k2")  # tomorrow, elsewhere
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from typing import Any, final
+
+from headway import runlock
+from headway.errors import HeadwayError, RankFailure, Stopped, UsageError
+from headway.failure import cause
+from headway.launcher import parcel, slurm
+from headway.launcher.queue import Queue
+from headway.launcher.status import State, Status, read_json, status
+from headway.launcher.worker import Call
+from headway.run import Run
+
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0  # seconds between two looks at a job that is waited for
+_LAST_LINES = 20
+_OURS: dict[str, subprocess.Popen[bytes]] = {}  # jobs in the background of this process, by run
+
+
+@final
+class Job:
+    """A started job.
+
+    >>> job = hw.launch(train, 3e-4, on=hw.Local(processes=4))
+    >>> job.state()
+    'running'
+    >>> job.result()
+    {'accuracy': 0.98}
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Job:
+        """The job of an existing run directory."""
+        run = Run.open(path)
+        if read_json(run.submission_file) is None:
+            raise UsageError(
+                f"{run.path} was neither launched nor submitted by headway: there is no job to ask about"
+            )
+        return cls(run)
+
+    @property
+    def id(self) -> str:
+        return self.run.id
+
+    def __repr__(self) -> str:
+        return f"Job({self.id!r}: {self.state()})"
+
+    def status(self) -> Status:
+        """State and reason, as `headway runs` shows them."""
+        if process := _OURS.get(self.id):
+            process.poll()  # a child that has ended is not gone until somebody asks
+        submitted = read_json(self.run.submission_file) or {}
+        queue = Queue.ask().with_history([submitted]) if "job_id" in submitted else Queue()
+        return status(self.run, queue)
+
+    def state(self) -> State:
+        """One word: queued, running, done, failed, stopped, interrupted, cancelled or lost."""
+        return self.status().state
+
+    def wait(self, timeout: float | None = None) -> State:
+        """Waits until the job is over and returns its state; `TimeoutError` after `timeout` seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        pause = _SHORTEST_PAUSE
+        while not (now := self.status()).over:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError(f"{self.id} is still {now.state} after {timeout:g} s")
+            left = pause if deadline is None else min(pause, max(0.0, deadline - time.monotonic()))
+            time.sleep(left)
+            pause = min(pause * 1.5, _LONGEST_PAUSE if self.id not in _OURS else 0.5)
+        return now.state
+
+    def result(self) -> Any:
+        """What the function returned on rank 0, once the job is over; if it raised, the exception is raised here.
+
+        The exception is of its own class, and carries the traceback of the rank that failed first.
+        """
+        return self._results(ranks=1)[0]
+
+    def results(self) -> list[Any]:
+        """What the function returned on each rank."""
+        return self._results(ranks=None)
+
+    def cancel(self) -> None:
+        """Asks the job to stop. One that saves its state does so first; `wait` to see it end."""
+        submitted = read_json(self.run.submission_file) or {}
+        if "job_id" in submitted:
+            slurm.cancel(submitted)
+        elif runlock.lives(submitted["machine"], submitted["pid"], submitted["born"]) is None:
+            raise UsageError(f"{self.id} runs on {submitted['host']}, not here: cancel it there")
+        elif not self.status().over:
+            with suppress(ProcessLookupError):  # it ended by itself, this moment
+                os.kill(submitted["pid"], signal.SIGTERM)
+
+    def log(self) -> str:
+        """What the job has printed so far, of all attempts."""
+        with suppress(FileNotFoundError):
+            return self.run.job_log.read_text(errors="backslashreplace")
+        return ""
+
+    def _results(self, ranks: int | None) -> list[Any]:
+        if not self.run.call_dir.is_dir():
+            raise UsageError(
+                f"{self.id} runs a script, and scripts return nothing; read what it wrote in {self.run.path}"
+            )
+        call = Call.read(self.run)
+        left = [self.run.call_dir / f"rank-{rank:05d}.pickle" for rank in range(ranks or call.world_size)]
+        if self.wait() != "done" or not all(path.exists() for path in left):
+            raise self._error()
+        return [
+            parcel.unpack(path, what=f"what {call.function} returned on rank {rank}")
+            for rank, path in enumerate(left)
+        ]
+
+    def _error(self) -> BaseException:
+        """Why there is no result, as the exception that the first failing rank raised, if it could tell."""
+        now = self.status()
+        if now.state == "stopped":
+            return Stopped(f"{self.id} was stopped, with a checkpoint; launch it again to go on")
+        if now.state in ("interrupted", "cancelled"):
+            return HeadwayError(f"{self.id} was {now.state}; there is no result")
+        record = read_json(self.run.failure_file)
+        if record is None:
+            tail = "\n".join(self.log().splitlines()[-_LAST_LINES:])
+            what = now.why if now.state != "done" else "a rank left before the function returned"
+            return RankFailure(f"{self.id} left no result: {what}\n{tail}".rstrip())
+        left = self.run.call_dir / f"rank-{record['rank']:05d}.error.json"
+        if record["kind"] == "exception" and left.exists():
+            from headway.dist import remote
+
+            return remote.unpack(json.loads(left.read_bytes()))
+        return RankFailure(cause(record, Call.read(self.run).world_size, self.run.failure_file).strip())
+
+
+def keep(run: Run, process: subprocess.Popen[bytes]) -> None:
+    """Ties a job in our background to this process: when we end, we wait for it; Ctrl-C meanwhile stops it."""
+    if not _OURS:
+        atexit.register(_wait_for_all)
+    _OURS[run.id] = process
+
+
+def _wait_for_all() -> None:
+    try:
+        for process in _OURS.values():
+            process.wait()
+    except KeyboardInterrupt:
+        for process in _OURS.values():
+            process.send_signal(signal.SIGTERM)
+        for process in _OURS.values():
+            process.wait()
+        raise

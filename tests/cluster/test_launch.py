@@ -1,0 +1,73 @@
+"""`hw.launch` on a real cluster: results, exceptions and states come back through the run directory."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import headway as hw
+
+from .bench import Cluster
+
+pytestmark = pytest.mark.cluster
+
+WORK = """
+import socket, time
+import headway as hw
+import helper
+
+def total(word):
+    import torch
+    value = torch.tensor([hw.rank() + 1.0])
+    torch.distributed.all_reduce(value)
+    return hw.rank(), value.item(), socket.gethostname(), word, helper.version
+
+def fails():
+    if hw.rank() == 1:
+        raise LookupError("no such thing")
+    hw.barrier()
+
+def sleeps():
+    time.sleep(300)
+"""
+
+
+@pytest.fixture
+def work(tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Any:
+    for name, value in cluster.environment().items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "cluster_work.py").write_text(WORK)
+    (tmp_path / "helper.py").write_text("version = 'submitted'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    import cluster_work  # type: ignore[import-not-found]
+
+    yield cluster_work
+    for name in ("cluster_work", "helper"):
+        sys.modules.pop(name)
+
+
+def test_launch(work: Any, tmp_path: Path) -> None:
+    job = hw.launch(work.total, "a 'word'", on=hw.Slurm(nodes=2, ntasks_per_node=2, partition="low"))
+    (tmp_path / "helper.py").write_text("version = 'edited later'\n")
+    assert job.state() in ("queued", "running")
+    results = job.results()
+    assert [result[:2] for result in results] == [(rank, 10.0) for rank in range(4)]
+    assert len({result[2] for result in results}) == 2, "two hosts"
+    assert {result[3:] for result in results} == {("a 'word'", "submitted")}
+    assert hw.Job.open(job.run.path).state() == "done"
+    assert "launched by" in job.log()
+
+
+def test_an_exception_and_a_job_that_is_cancelled(work: Any) -> None:
+    bad = hw.launch(work.fails, on=hw.Slurm(nodes=2, partition="low"))
+    long = hw.launch(work.sleeps, on=hw.Slurm(nodes=4, partition="low", exclusive=True))
+    with pytest.raises(LookupError, match="no such thing") as caught:
+        bad.result()
+    assert "on rank 1" in str(caught.value.__cause__)
+    assert bad.state() == "failed" and "LookupError" in bad.status().why
+    long.cancel()
+    assert long.wait(timeout=60) in ("cancelled", "interrupted")

@@ -1,0 +1,235 @@
+"""Functions on many processes: what they return, what they raise, and what becomes of them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import headway as hw
+from headway.errors import HeadwayError, MissingExtra, RankFailure, StorageError, UsageError
+from headway.launcher import parcel
+
+WORK = """
+import os, signal, sys, time
+import headway as hw
+
+class TooHot(ValueError):
+    def __init__(self, degrees, *, where):
+        super().__init__(f"{degrees} degrees in {where}")
+        self.degrees = degrees
+
+def whole(x, *, y, group):
+    import torch
+    total = torch.tensor([hw.rank() + 1.0])
+    torch.distributed.all_reduce(total)
+    own = torch.tensor([hw.rank() + 1.0])
+    torch.distributed.all_reduce(own, group=group)
+    print("rank", hw.rank(), "says", repr(os.environ["WORD"]))
+    return {"rank": hw.rank(), "x": x, "y": y, "all": total.item(), "group": own.item()}
+
+def finish(path, result):
+    path.write_text(f"{hw.rank()} {result['rank']}")
+
+def hot():
+    if hw.rank() == 1:
+        raise TooHot(451, where="engine")
+    hw.barrier()
+
+def killed():
+    if hw.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    hw.barrier()
+
+def waits(path):
+    path.touch()
+    time.sleep(100)
+
+def leaves():
+    sys.exit(0)
+
+def generator():
+    return (number for number in range(3))
+"""
+
+WORD = 'it\'s "quoted" $(id)\n;'
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module of functions, in a folder that only this process imports from."""
+    (tmp_path / "work_of_ranks.py").write_text(WORK)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    sys.modules.pop("work_of_ranks", None)
+    import work_of_ranks  # type: ignore[import-not-found]
+
+    yield work_of_ranks
+    sys.modules.pop("work_of_ranks")
+
+
+def test_results_groups_log_and_the_end(work: Any, tmp_path: Path) -> None:
+    finished = tmp_path / "finished"
+    job = hw.launch(
+        work.whole,
+        (1, Path("x")),
+        on=hw.Local(processes=3, device="cpu", env={"WORD": WORD}),
+        groups=[[0, 2], [1]],
+        upon_finish=functools.partial(work.finish, finished),
+        y=slice(2),
+    )
+    assert job.state() in ("running", "done")
+    expected = [
+        {"rank": rank, "x": (1, Path("x")), "y": slice(2), "all": 6.0, "group": own}
+        for rank, own in ((0, 4.0), (1, 2.0), (2, 4.0))
+    ]
+    assert job.results() == expected
+    assert job.result() == expected[0] and job.wait(0) == "done"
+    assert finished.read_text() == "0 0"
+    assert f"rank 2 says {WORD!r}\n" in job.log()
+    again = hw.Job.open(job.run.path)
+    assert again.id == job.id == job.run.id and again.results() == expected and again.state() == "done"
+    assert repr(again) == f"Job('{job.id}': done)"
+    assert job.run.name == "whole" and job.run.info()["command"] == ["headway.launch", "work_of_ranks:whole"]
+    assert {path.stat().st_mode & 0o777 for path in job.run.call_dir.iterdir()} == {0o600}
+
+
+def test_an_exception_comes_back_with_the_traceback_of_its_rank(work: Any) -> None:
+    job = hw.launch(work.hot, on=hw.Local(processes=2))
+    with pytest.raises(work.TooHot, match="451") as caught:
+        job.result()
+    assert "on rank 1:" in str(caught.value.__cause__)
+    assert 'raise TooHot(451, where="engine")' in str(caught.value.__cause__)
+    assert job.status().state == "failed" and "rank 1: TooHot: 451 degrees in engine" in job.status().why
+
+
+def test_a_killed_rank(work: Any) -> None:
+    job = hw.launch(work.killed, on=hw.Local(processes=2))
+    with pytest.raises(RankFailure, match=r"rank 1 of 2 .* was killed by SIGKILL"):
+        job.result()
+    assert job.state() == "failed"
+
+
+def test_waiting_and_cancelling(work: Any, tmp_path: Path) -> None:
+    job = hw.launch(work.waits, tmp_path / "begun")
+    while not (tmp_path / "begun").exists():
+        with pytest.raises(TimeoutError, match=f"{job.id} is still running after 0.1 s"):
+            job.wait(timeout=0.1)
+    job.cancel()
+    assert job.wait(timeout=60) == "interrupted"
+    with pytest.raises(HeadwayError, match="was interrupted; there is no result"):
+        job.result()
+    job.cancel()  # nothing left to do, and no other process of that number is hit
+
+
+def test_no_result(work: Any) -> None:
+    jobs = [hw.launch(work.leaves), hw.launch(work.generator)]
+    with pytest.raises(RankFailure, match="left no result"):
+        jobs[0].result()
+    with pytest.raises(
+        UsageError, match=r"what work_of_ranks:generator returned cannot be sent to another process \(T"
+    ):
+        jobs[1].result()
+
+
+def test_from_a_prompt_and_waiting_at_the_end(tmp_path: Path) -> None:
+    """Functions of __main__, a closure, a class of __main__; the process ends without asking for the result."""
+    script = """
+import headway as hw
+class Point:
+    def __init__(self, x): self.x = x
+def scaled(factor):
+    return lambda point: Point(point.x * factor + hw.world_size())
+job = hw.launch(scaled(10), Point(4))
+other = hw.launch(lambda path: open(path, "w").close(), "late", name="late")
+result = job.result()
+print(type(result) is Point, result.x)
+"""
+    done = subprocess.run(
+        [sys.executable, "-"], input=script, cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout == "True 41\n", done.stderr
+    assert (tmp_path / "late").exists()
+
+
+def test_mpi(work: Any) -> None:
+    mpirun = Path(sys.executable).parent / "mpirun"
+    target = hw.Mpi(processes=2, mpirun=str(mpirun), env={"WORD": "mpi"})
+    job = hw.launch(work.whole, 1, y=2, groups=[[0, 1]], on=target)
+    assert [result["group"] for result in job.results()] == [3.0, 3.0]
+    assert "rank 1 says 'mpi'" in job.log()
+
+
+def test_mistakes_are_found_before_anything_is_made(
+    work: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(words: str, *args: Any, **options: Any) -> None:
+        with pytest.raises(UsageError, match=words):
+            hw.launch(*args, **options)
+
+    refused("launch needs a function, not 3", 3)
+    refused("on='slurm' is no place to run", work.hot, on="slurm")
+    refused(
+        "must hold each of the ranks 0 to 1 exactly once", work.hot, on=hw.Local(processes=2), groups=[[0]]
+    )
+    refused("exactly once", work.hot, on=hw.Local(processes=2), groups=[[0, 1], [1]])
+    refused("there is no 'no-mpirun'", work.hot, on=hw.Mpi(mpirun="no-mpirun"))
+    refused("launch takes no array", work.hot, on=hw.Slurm(array=("lr=1,2",)))
+    refused("free memory", work.hot, on=hw.Local(processes=100_000))
+    refused(r"work_of_ranks:hot with its arguments cannot be sent .*lock", work.hot, threading.Lock())
+    refused("run name 'a;b' cannot be used", work.hot, name="a;b")
+    monkeypatch.setenv("HEADWAY_RUN", "x")
+    monkeypatch.setenv("RANK", "0")
+    refused("inside a rank of a job", work.hot)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_script_returns_nothing_and_a_plain_run_is_no_job(tmp_path: Path) -> None:
+    run = hw.Run.create(tmp_path)
+    with pytest.raises(UsageError, match="was neither launched nor submitted"):
+        hw.Job.open(run.path)
+    with pytest.raises(UsageError, match="runs a script, and scripts return nothing"):
+        hw.Job(run).result()
+
+
+def test_without_cloudpickle_what_can_be_imported_still_travels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    assert parcel.pack((os.path.join, functools.partial(max, 3), Path("x")), what="it")
+    here = test_without_cloudpickle_what_can_be_imported_still_travels
+    for value in (lambda: 1, type("Local", (), {"__module__": "__main__"}), [lambda: 1]):
+        with pytest.raises(MissingExtra, match=r"pip install 'headway\[launch\]'"):
+            parcel.pack(value, what="it")
+    assert here.__name__.encode() not in parcel.pack(max, what="it")
+
+
+def test_a_parcel_that_others_could_have_written_stays_shut(tmp_path: Path) -> None:
+    path = tmp_path / "p"
+    path.write_bytes(parcel.pack(3, what="it"))
+    path.chmod(0o600)
+    assert parcel.unpack(path, what="it") == 3
+    for mode in (0o620, 0o602):
+        path.chmod(mode)
+        with pytest.raises(StorageError, match="not a file that only you can write"):
+            parcel.unpack(path, what="it")
+    path.chmod(0o600)
+    (tmp_path / "link").symlink_to(path)
+    with pytest.raises(StorageError, match="could not read it from"):
+        parcel.unpack(tmp_path / "link", what="it")
+    if os.geteuid() == 0:
+        os.chown(path, 65534, 65534)
+        with pytest.raises(StorageError, match="not a file that only you can write"):
+            parcel.unpack(path, what="it")
+
+
+def test_a_damaged_parcel(tmp_path: Path) -> None:
+    path = tmp_path / "p"
+    path.write_bytes(parcel.pack([1, 2, 3], what="it")[:-3])
+    path.chmod(0o600)
+    with pytest.raises(HeadwayError, match="it came back, but cannot be opened here"):
+        parcel.unpack(path, what="it")
