@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,15 +20,39 @@ class Epochal(Protocol):
     def set_epoch(self, epoch: int, /) -> object: ...
 
 
-def set_epoch(loader: object, epoch: int) -> None:
-    """Tells the epoch to a loader and to its samplers and dataset, if they want to know: else order never changes."""
-    parts = [loader]
+def set_epoch(loader: object, epoch: int, *, in_place: bool = False) -> None:
+    """Tells the epoch to a loader and to its samplers and dataset, if they want to know: else order never changes.
+
+    A loader that is `in_place` has been told its position, and is not told again.
+    """
+    parts: list[object] = [None if in_place else loader]
     for name in ("sampler", "batch_sampler", "dataset"):
         parts.append(getattr(loader, name, None))
     parts.append(getattr(parts[2], "sampler", None))
     for part in {id(part): part for part in parts}.values():
         if isinstance(part, Epochal):
             part.set_epoch(epoch)
+
+
+@dataclass
+class Pass:
+    """How far one pass over a dataset has come, within an epoch."""
+
+    of: int | None = None
+    """batches of a whole pass, if the loader knows"""
+    given: int = 0
+    done: bool = False
+    random: Mapping[str, Any] | None = None
+    """random numbers at its beginning, for a loader that has no position of its own"""
+    skip: int = 0
+    """batches to read again and leave out"""
+
+    @property
+    def ends_here(self) -> bool:
+        return self.of is not None and self.given >= self.of
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"of": self.of, "given": self.given, "done": self.done}
 
 
 def length(loader: Iterable[Any], limit: int | None) -> int | None:

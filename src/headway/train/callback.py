@@ -16,6 +16,9 @@ class Callback:
 
     def pre_run(self, pipe: Pipeline) -> None: ...
 
+    def resume_run(self, pipe: Pipeline) -> None:
+        """The state of an earlier attempt is back, and training goes on from there."""
+
     def post_run(self, pipe: Pipeline) -> None: ...
 
     def pre_stage(self, stage: Stage) -> None: ...

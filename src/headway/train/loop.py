@@ -13,38 +13,49 @@ from typing import TYPE_CHECKING
 
 from headway.dist import set_phase
 from headway.failpoints import failpoint
-from headway.train.batches import set_epoch, windows
+from headway.train.batches import windows
 
 if TYPE_CHECKING:
     from headway.train.stage import Stage
     from headway.train.trainval import TrainValStage
 
-STOP = 1  # the flag that a rank raises at a log point; one is enough to stop all
+STOP, SAVE = (
+    1,
+    2,
+)  # flags that a rank raises at a log point: to stop, one is enough; when to save, rank 0 says
 
 
 def epochs(stage: Stage) -> Iterator[None]:
     """Around each epoch of a stage: the epoch itself is what the caller does at the `yield`."""
-    pipe = stage.pipe
-    while not stage.finished:
-        for loader in pipe.datasets.values():
-            set_epoch(loader, pipe.epoch)
+    pipe, keeper = stage.pipe, stage.pipe.keeper
+    while stage.in_epoch or not stage.finished:  # after a restart, the rest of an epoch may be left
+        pipe.begin_epoch(stage)
         pipe.call("pre_epoch", stage)
-        before = stage.steps
+        if keeper:
+            keeper.go_on()
         yield
-        stage.check_progress(stage.steps - before)
+        stage.check_progress(stage.steps - stage.epoch_began)
         log_point(stage)
         pipe.end_epoch(stage, stage.epoch_values())
         pipe.call("post_epoch", stage)
         stage.stopped |= any(word & STOP for word in stage.meter.reduce(flags=_flags(stage)).flags)
+        if keeper:
+            keeper.after_epoch(stage)
 
 
 def train(stage: TrainValStage) -> Iterator[None]:
     """One epoch of training."""
     settings, split, precision = stage.settings, stage.pipe.split, stage.precision
-    batches = stage.feed(stage.train_dataset(), settings.limit_train_batches)
+    loader, limit = stage.train_dataset(), settings.limit_train_batches
+    steps = windows(stage.feed(loader, limit, progress=stage.begin_pass(loader, limit)), settings.accumulate)
     stage.check_lengths()
     stage.zero_grad()
-    for window in windows(batches, settings.accumulate):
+    while True:
+        if stage.validation_due(epoch_ends=False):
+            yield
+        window = None if stage.ended else next(steps, None)
+        if window is None:
+            break
         split.mark("compute")
         losses = []
         for number, (batch, share) in enumerate(zip(window, stage.shares(window), strict=True), start=1):
@@ -57,11 +68,7 @@ def train(stage: TrainValStage) -> Iterator[None]:
         split.mark("optimizer")
         if stage.step_optimizers():
             stage.note_losses(losses)
-        ends_here = finish_step(stage)
-        if stage.validation_due(epoch_ends=False):
-            yield
-        if ends_here:
-            break
+        finish_step(stage)
     if stage.validation_due(epoch_ends=True):
         yield
 
@@ -72,7 +79,9 @@ def validate(stage: TrainValStage) -> None:
     if loader is None:
         return
     log_point(stage)  # what was trained so far is told first, and its time is not the validation's
-    loss_name = stage.loss_metric_name()
+    loss_name, keeper = stage.loss_metric_name(), stage.pipe.keeper
+    if keeper:
+        keeper.before_validation()
     with stage.evaluating():
         for batch in stage.val_batches(loader):
             stage.pipe.split.mark("validation")
@@ -80,12 +89,18 @@ def validate(stage: TrainValStage) -> None:
                 loss = stage.val_step(batch)
             if loss is not None:
                 stage.log(loss_name, loss, weight=stage.count_samples(batch))
+            if keeper and keeper.leaves_validation and not stage.shares_batches:
+                break
+    if keeper:
+        keeper.in_validation(stage)
     stage.pipe.split.mark("wait")
     point = stage.val_meter.reduce()
     stage.pipe.split.mark("other")
     stage.val_meter.finish_epoch()
     stage.validated(point.values)
     stage.pipe.note(stage, "validation", point)
+    if keeper:
+        keeper.after_validation(stage)
 
 
 def finish_step(stage: Stage) -> bool:
@@ -97,7 +112,9 @@ def finish_step(stage: Stage) -> bool:
     failpoint("train.step")
     if stage.steps % stage.log_every == 0:
         log_point(stage)
-    return stage.stopped or stage.steps_done
+    if pipe.keeper:
+        pipe.keeper.after_step(stage)
+    return stage.ended
 
 
 def log_point(stage: Stage) -> None:
@@ -109,8 +126,12 @@ def log_point(stage: Stage) -> None:
     stage.stopped |= any(word & STOP for word in point.flags)
     stage.pipe.note(stage, "train", point)
     stage.examine(point)
-    stage.samples = 0
+    stage.samples, stage.logged_at = 0, stage.steps
+    if keeper := stage.pipe.keeper:
+        keeper.due |= bool(point.flags[0] & SAVE)
+        keeper.settle()
 
 
 def _flags(stage: Stage) -> int:
-    return STOP if stage.stop_requested else 0
+    keeper = stage.pipe.keeper
+    return (STOP if stage.stop_requested else 0) | (keeper.flags() if keeper else 0)

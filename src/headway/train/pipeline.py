@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -14,16 +14,20 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from headway import dist, record
+from headway.checkpoint.policy import Policy
 from headway.dist import World
 from headway.errors import UsageError
 from headway.run import Run, check_name
-from headway.train import loop
+from headway.train import loop, state
+from headway.train.batches import set_epoch
 from headway.train.callback import Callback
 from headway.train.history import History, Row
+from headway.train.keeping import Keeper
 from headway.train.metrics import Point
 from headway.train.parallel import Blocks, Compile, Model, Parallel, prepare
 from headway.train.reporting import Reporter
 from headway.train.stage import Stage
+from headway.train.state import Stateful
 from headway.train.timing import Split
 
 OptimizerLike: TypeAlias = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -77,6 +81,8 @@ class Pipeline:
         """whether a model's outputs are overwritten by its next call, as those of CUDA graphs are"""
         self.current_stage: Stage | None = None
         self.run_directory: Run | None = None
+        self.stateful: dict[str, Stateful] = {}
+        self.keeper: Keeper | None = None
         self._root = root
         self._callbacks: list[Callback] = []
         self._schedules: dict[str, Schedule] = {}
@@ -86,6 +92,9 @@ class Pipeline:
 
     def pre_run(self) -> None:
         """Called before the first stage."""
+
+    def resume_run(self) -> None:
+        """Called when the state of an earlier attempt is back, before training goes on."""
 
     def post_run(self) -> None:
         """Called after the last stage."""
@@ -189,36 +198,85 @@ class Pipeline:
         """Adds an object that is told about stages, epochs and log points."""
         self._callbacks.append(callback)
 
+    def register_state(self, name: str, thing: Stateful) -> None:
+        """Keeps an object of yours in the checkpoints: anything with `state_dict` and `load_state_dict`.
+
+        Its state is to be the same on all ranks (rank 0's is kept), of tensors and plain values.
+
+        >>> pipe.register_state("queue", queue)
+        """
+        _check_new("state", name, self.stateful)
+        if not isinstance(thing, Stateful):
+            raise UsageError(
+                f"state {name!r} is a {type(thing).__name__}: register an object with state_dict() and "
+                "load_state_dict()"
+            )
+        self.stateful[name] = thing
+
+    def enable_checkpointing(self, root: str | Path | None = None, **policy: Any) -> None:
+        """Keeps the run's state, so that the same command goes on where it was stopped or killed.
+
+        `root` is where run directories are; by default the pipeline's. What may be given by name: `resume` ("auto",
+        "never", "must" or a run directory), `every` ("10min", 500, "1ep"), `keep_last`, `keep_every`, `keep_best`
+        ("val/loss", "max:val/accuracy") and `background`: see `headway.checkpoint.policy.Policy`.
+
+        >>> pipe.enable_checkpointing("runs", every="10min", keep_last=3, keep_best="val/loss")
+        """
+        known = [field.name for field in fields(Policy)]
+        for name in policy:
+            if name not in known:
+                raise UsageError(
+                    f"enable_checkpointing has no setting {name!r}: there are {', '.join(known)}"
+                )
+        self._root = self._root if root is None else root
+        self.keeper = Keeper(self, Policy(**policy))
+
     # --- running
 
     def run(self) -> Run:
         """Runs all stages and returns the run's directory. Exceptions and Ctrl-C end the run and are raised again."""
-        with self._recorded() as directory:
+        self._check()
+        resume = self.keeper.policy.resume if self.keeper else "never"
+        choice = dist.choose_run(self._root, name=self.name, config=self.config, resume=resume)
+        self.run_directory = choice.run
+        if choice.finished:
+            dist.print_root(
+                f"headway: {choice.run.id} is finished ({choice.why}): there is nothing left to do"
+            )
+            return choice.run
+        with self._recorded(choice.run):
             self.call("pre_run", self)
+            if self.keeper:
+                self.keeper.start(choice)
             for stage in self.stages:
+                if stage.begun and stage.finished and not stage.in_epoch:
+                    continue  # in an earlier attempt
                 with self._entered(stage):
                     for _ in loop.epochs(stage):
                         stage.run_epoch()
+            if self.keeper:
+                self.keeper.finish()
             self.call("post_run", self)
-        return directory
+        return choice.run
 
     @contextmanager
-    def _recorded(self) -> Iterator[Run]:
-        """Around everything: the run directory, the rank logs, the metrics files."""
-        self._check()
-        directory = self.run_directory = dist.open_run(self._root, name=self.name, config=self.config)
-        with (
-            record.recording(directory, self.world, config=self.config),
-            Reporter(directory, self.world) as self._reporter,
-        ):
+    def _recorded(self, directory: Run) -> Iterator[None]:
+        """Around everything: the rank logs, the metrics files, the checkpoints."""
+        with ExitStack() as stack:
+            recording = stack.enter_context(record.recording(directory, self.world, config=self.config))
+            self._reporter = stack.enter_context(Reporter(directory, self.world))
             self._reporter.introduce(self.registered.values(), self.datasets)
-            yield directory
+            if self.keeper:
+                stack.enter_context(self.keeper.opened(recording))
+            yield
         self._reporter = None
 
     @contextmanager
     def _entered(self, stage: Stage) -> Iterator[None]:
         """Around one stage."""
         self.current_stage = stage
+        if self.keeper and not stage.begun:
+            self.keeper.go_on()
         with stage.running(), self.reporter.watching(stage):
             self.call("pre_stage", stage)
             yield
@@ -244,6 +302,13 @@ class Pipeline:
     # --- what the loop uses
 
     @property
+    def directory(self) -> Run:
+        """The run's directory, once `run` was called."""
+        if self.run_directory is None:
+            raise UsageError("the pipeline has no run directory yet: it is there from pre_run on")
+        return self.run_directory
+
+    @property
     def reporter(self) -> Reporter:
         if self._reporter is None:
             raise UsageError("the pipeline is not running: this is there between pre_run and post_run")
@@ -264,15 +329,28 @@ class Pipeline:
             Row(stage=stage.name, epoch=stage.epoch, step=self.step, values=point.values)
         )
         self.reporter.log_point(stage, kind, point, seconds, self.step)
+        if self.keeper and kind == "validation":
+            self.keeper.hear(point.values)
         for callback in self._callbacks:
             callback.log_point(stage, kind, point)
+
+    def begin_epoch(self, stage: Stage) -> None:
+        """Tells loaders the epoch, unless it was under way when the run was stopped and they know their place."""
+        if self.keeper and not stage.in_epoch:
+            self.keeper.go_on()
+        for loader in self.datasets.values():
+            set_epoch(loader, self.epoch, in_place=stage.in_epoch and isinstance(loader, Stateful))
+        stage.begin_epoch()
 
     def end_epoch(self, stage: Stage, values: Mapping[str, Any]) -> None:
         """Counts an epoch, keeps its metrics, and moves the schedulers that move with epochs."""
         self.history.epochs.append(Row(stage=stage.name, epoch=stage.epoch, step=self.step, values=values))
         self.reporter.end_epoch(stage, values, self.step)
         stage.epoch += 1
+        stage.in_epoch = False
         self.epoch += 1
+        if self.keeper:
+            self.keeper.hear(values)
         for schedule in self._schedules.values():
             if schedule.every != "epoch":
                 continue
@@ -302,33 +380,11 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that must survive; tensors where they are, the rest as plain values."""
-        return {
-            "step": self.step,
-            "epoch": self.epoch,
-            "models": {name: model.bare.state_dict() for name, model in self.registered.items()},
-            "averages": {
-                name: m.ema.state_dict() for name, m in self.registered.items() if m.ema is not None
-            },
-            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
-            "schedulers": {name: scheduler.state_dict() for name, scheduler in self.schedulers.items()},
-            "stages": {stage.name: stage.state_dict() for stage in self.stages},
-            "history": self.history.state_dict(),
-        }
+        return state.gather(self)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Puts back what `state_dict` gave, into a pipeline with the same names registered."""
-        self.step, self.epoch = state["step"], state["epoch"]
-        for name, model in self.registered.items():
-            model.bare.load_state_dict(state["models"][name])
-            if model.ema is not None:
-                model.ema.load_state_dict(state["averages"][name])
-        for name, optimizer in self.optimizers.items():
-            optimizer.load_state_dict(state["optimizers"][name])
-        for name, scheduler in self.schedulers.items():
-            scheduler.load_state_dict(state["schedulers"][name])
-        for stage in self.stages:
-            stage.load_state_dict(state["stages"][stage.name])
-        self.history.load_state_dict(state["history"])
+        state.restore(self, saved)
 
 
 def _check_new(kind: str, name: str, there: Mapping[str, object]) -> None:

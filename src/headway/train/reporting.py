@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from headway import dist
+from headway.checkpoint import Saved
 from headway.dist import World
 from headway.run import Run
 from headway.train.batches import length
@@ -94,6 +95,19 @@ class Reporter:
         self._shown.update(point.values)
         if self._display is not None:
             self._display.update(self._sight(stage, step))
+
+    def checkpoint(self, saved: Saved) -> None:
+        """A save has become whole: how long training stood still for it, and how long it took."""
+        self._rows.write(
+            {
+                "kind": "checkpoint",
+                "time": time.time(),
+                "step": saved.step,
+                "stall_seconds": round(saved.stall_s, 6),
+                "total_seconds": round(saved.total_s, 6),
+                "bytes": saved.bytes,
+            }
+        )
 
     def end_epoch(self, stage: Stage, values: Mapping[str, Any], step: int) -> None:
         self._shown.update(values)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from headway import dist
 from headway.dist import set_phase
 from headway.errors import UsageError
-from headway.train import batches as feed, loop
+from headway.train import batches as feed, loop, randomness
+from headway.train.batches import Pass
 from headway.train.metrics import Meter, Point, Reduction, Scope
 from headway.train.settings import LOG_EVERY
+from headway.train.state import Stateful
 
 if TYPE_CHECKING:
     from headway.train.history import History
@@ -62,6 +65,13 @@ class Stage(ABC):
         self.stopped = False  # agreed by all ranks
         self.columns: list[str] = []
         self.epoch_metrics: dict[str, EpochMetric] = {}
+        self.in_epoch = False
+        """an epoch has begun and is not finished"""
+        self.epoch_began = 0  # the steps that were finished then
+        self.logged_at = -1  # the steps that were finished at the last log point
+        self.passes: list[Pass] = []
+        """over datasets, in this epoch, in the order in which they began"""
+        self._passes_begun = 0  # by this process
         self._pipe: Pipeline | None = None
         self._meter: Meter | None = None
 
@@ -163,12 +173,16 @@ class Stage(ABC):
         loader = self.datasets.get(name)
         if loader is None:
             raise UsageError(missing_dataset(self, name))
-        for batch in self.feed(loader):
-            self.samples += self.count_samples(batch)
-            self.pipe.split.mark("compute")
-            yield batch
-            if loop.finish_step(self):
-                return
+        progress = self.begin_pass(loader)
+        try:
+            for batch in self.feed(loader, progress=progress):
+                self.samples += self.count_samples(batch)
+                self.pipe.split.mark("compute")
+                yield batch
+                if loop.finish_step(self):
+                    return
+        finally:
+            progress.done = True
 
     def step_optimizer(self, name: str) -> None:
         """Steps an optimiser of your own loop; its scheduler moves, and the average of its model follows."""
@@ -196,23 +210,74 @@ class Stage(ABC):
         return self.stopped or epochs or self.steps_done
 
     @property
+    def ended(self) -> bool:
+        """Whether no further step is to be made."""
+        return self.stopped or self.steps_done
+
+    @property
+    def begun(self) -> bool:
+        return self.in_epoch or self.epoch > 0
+
+    def rests_next(self) -> bool:
+        """Whether a validation or the end of the epoch follows the step that was just made."""
+        return self.ended or any(each.ends_here and not each.done for each in self.passes[-1:])
+
+    @property
     def steps_done(self) -> bool:
         return self.max_steps is not None and self.steps >= self.max_steps
 
-    def feed(self, loader: Iterable[Any], limit: int | None = None) -> Iterator[Any]:
+    def begin_epoch(self) -> None:
+        """A new epoch, unless one was under way when the run was stopped."""
+        if not self.in_epoch:
+            self.in_epoch, self.epoch_began, self.passes = True, self.steps, []
+        self._passes_begun = 0
+
+    def begin_pass(self, loader: Iterable[Any], limit: int | None = None) -> Pass:
+        """The next pass of this epoch: a new one, or one that was under way, or over, when the run was stopped."""
+        of, positioned = feed.length(loader, limit), isinstance(loader, Stateful)
+        if self._passes_begun == len(self.passes):
+            keeps = self.pipe.keeper is not None and not positioned
+            self.passes.append(Pass(of=of, random=randomness.capture(self.device) if keeps else None))
+        begun = self.passes[self._passes_begun]
+        if begun.of and of and begun.of != of:  # as many samples on another number of ranks
+            begun.given = round(begun.given * of / begun.of)
+        begun.of, begun.skip = of, 0 if positioned else begun.given
+        self._passes_begun += 1
+        return begun
+
+    def feed(
+        self, loader: Iterable[Any], limit: int | None = None, *, progress: Pass | None = None
+    ) -> Iterator[Any]:
         """Batches of a loader, on the device; the time spent waiting for them is "data"."""
         split, device = self.pipe.split, self.device
+        progress = progress or Pass()
+        if progress.done or (progress.given and self.ended):
+            return
         split.mark("data")
-        source = iter(loader)
-        given = 0
-        while limit is None or given < limit:
+        source = self._opened(loader, progress)
+        while limit is None or progress.given < limit:
             try:
                 batch = next(source)
             except StopIteration:
-                return
-            given += 1
+                break
+            progress.given += 1
             yield feed.to_device(batch, device)
             split.mark("data")
+        progress.done = True
+
+    def _opened(self, loader: Iterable[Any], progress: Pass) -> Iterator[Any]:
+        """The batches that are left of a pass."""
+        if not progress.skip:
+            return iter(loader)
+        dist.print_root(
+            f"headway: {type(loader).__name__} has no state_dict(): "
+            f"{progress.skip:,} batches are read again and left out"
+        )
+        with randomness.replayed(progress.random, self.device):
+            source = iter(loader)
+            for _ in range(progress.skip):
+                next(source, None)
+        return source
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -254,12 +319,22 @@ class Stage(ABC):
             "epoch": self.epoch,
             "steps": self.steps,
             "stopped": self.stopped,
+            "in_epoch": self.in_epoch,
+            "epoch_began": self.epoch_began,
+            "passes": [each.state_dict() for each in self.passes] if self.in_epoch else [],
             "meter": self.meter.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.epoch, self.steps, self.stopped = state["epoch"], state["steps"], state["stopped"]
+        self.in_epoch, self.epoch_began = state["in_epoch"], state["epoch_began"]
+        self.passes = [Pass(**each) for each in state["passes"]]
         self.meter.load_state_dict(state["meter"])
+
+    def recall(self, random: Sequence[Mapping[str, Any] | None]) -> None:
+        """The random numbers at the beginning of each pass, as this rank had them."""
+        for each, before in zip(self.passes, random, strict=True):
+            each.random = before
 
 
 def missing_dataset(stage: Stage, name: str) -> str:

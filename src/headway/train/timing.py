@@ -14,7 +14,7 @@ from typing import Literal, final
 
 import torch
 
-Phase = Literal["data", "compute", "optimizer", "wait", "validation", "other"]
+Phase = Literal["data", "compute", "optimizer", "wait", "validation", "checkpoint", "other"]
 """waiting for the loader; forward and backward; clipping and stepping; waiting for other ranks at a log point; ..."""
 
 SAMPLE = 10
@@ -69,7 +69,7 @@ class Split:
         if phase == "data":  # a step begins
             self._steps += 1
             self._weight = SAMPLE if self._steps % SAMPLE == 2 else 0
-        elif phase in ("wait", "other"):  # rare, so always measured
+        elif phase in ("wait", "checkpoint", "other"):  # rare, so always measured
             self._weight = 1
         if before or self._weight:
             event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

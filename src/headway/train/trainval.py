@@ -54,6 +54,7 @@ class TrainValStage(Stage):
         self.recent_losses: list[tuple[int, Tensor, int]] = []
         self._val_meter: Meter | None = None
         self._precision: Precision | None = None
+        self.validated_at = 0  # the steps that were finished at the last validation
         self._validated: dict[str, Any] = {}
 
     # --- what you may override
@@ -288,11 +289,16 @@ class TrainValStage(Stage):
         finally:
             torch.use_deterministic_algorithms(before)
 
+    @property
+    def shares_batches(self) -> bool:
+        """Whether all ranks must take part in each batch of a validation."""
+        return any(model.sharded for model in self.pipe.registered.values())
+
     def val_batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The batches to validate on. Sharded models need all ranks for each of them: a rank that has no more data goes
         on with its last batch, and what it logs then does not count."""
         batches = self.feed(loader, self.settings.limit_val_batches)
-        if not any(model.sharded for model in self.pipe.registered.values()):
+        if not self.shares_batches:
             yield from batches
             return
         last = None
@@ -313,7 +319,7 @@ class TrainValStage(Stage):
         """Whether to validate after this step."""
         every = self.settings.val_every
         if (steps := self.settings.val_steps) is not None:
-            return self.steps % steps == 0 and not epoch_ends
+            return not epoch_ends and self.steps % steps == 0 and self.validated_at != self.steps
         return epoch_ends and bool(every) and (self.epoch + 1) % int(every) == 0
 
     def check(self) -> None:
@@ -377,15 +383,24 @@ class TrainValStage(Stage):
 
     def validated(self, values: Mapping[str, Any]) -> None:
         """Notes the result of a validation, for the epoch's row."""
-        self._validated = dict(values)
+        self._validated, self.validated_at = dict(values), self.steps
+
+    def rests_next(self) -> bool:
+        return super().rests_next() or self.validation_due(epoch_ends=False)
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"precision": self.precision.state_dict(), "skipped": self.skipped}
+        return super().state_dict() | {
+            "precision": self.precision.state_dict(),
+            "skipped": self.skipped,
+            "validated": self._validated,
+            "validated_at": self.validated_at,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self.precision.load_state_dict(state["precision"])
         self.skipped = state["skipped"]
+        self._validated, self.validated_at = state["validated"], state["validated_at"]
 
     def _prefixes(self) -> tuple[str, str]:
         return self.train_metric_prefix(), self.val_metric_prefix()

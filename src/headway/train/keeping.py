@@ -1,0 +1,341 @@
+"""Keeping a pipeline's state while it trains: when it is saved, where all ranks stop, and how a run goes on.
+
+A save is one consistent cut, made between two steps or after an epoch, never within an accumulation. What follows a
+step at once (a validation, the end of the epoch) comes before a save that can wait, so that the best checkpoint is
+known by its own metrics; a stop does not wait, and a validation that was due is made first thing afterwards.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from headway import checkpoint, data, dist
+from headway.checkpoint import stopping
+from headway.checkpoint.policy import Policy
+from headway.dist import set_phase
+from headway.dist.choosing import Choice
+from headway.dist.group import current
+from headway.dist.seeding import derive_seed
+from headway.errors import HeadwayError, RunLocked, Stopped, StorageError, UsageError
+from headway.failpoints import failpoint
+from headway.record import Recording
+from headway.train import attempts, loop, randomness, state
+from headway.train.metrics import Value, gather
+from headway.train.state import Stateful
+
+if TYPE_CHECKING:
+    from headway.train.pipeline import Pipeline
+    from headway.train.stage import Stage
+
+MAX_FAILURES = 3
+"""saves in a row that may fail before the run stops: a disk that was full for a while costs no run"""
+
+
+@final
+class Keeper:
+    """Saves a pipeline's state, and puts it back. Made by `pipe.enable_checkpointing`."""
+
+    def __init__(self, pipe: Pipeline, policy: Policy) -> None:
+        self.pipe, self.policy = pipe, policy
+        self.due = False
+        """a save is to be made as soon as may be"""
+        self._saver: checkpoint.Saver | None = None
+        self._attempt = 0
+        self._saved_at: int | None = None
+        self._since = time.monotonic()
+        self._failures = 0
+        self._best: float | None = None
+        self._values: tuple[int, Mapping[str, Value]] = (-1, {})
+        self._random: Callable[[], None] | None = None  # to be put back where training goes on
+        self._before_validation: dict[str, Any] | None = None
+        self._pace = _Pace()
+
+    # --- around a run
+
+    @contextmanager
+    def opened(self, recording: Recording) -> Iterator[None]:
+        """Around all stages: stop signals are heard, and saves may be made."""
+        run, root = self.pipe.directory, self.pipe.world.is_root
+        self._attempt = recording.attempt
+        current().agreement.begin()
+        dist.barrier()  # nobody asks for a stop before all have begun to count
+        end = stopping.job_end() if root else None
+        with stopping.listening(end, self._pace.lead):
+            self._saver = checkpoint.Saver(run, lock=recording.lock, background=self.policy.background)
+            try:
+                yield
+            except Stopped:
+                self._saver.close()
+                raise
+            else:
+                self._saver.close()
+            finally:
+                # a rank that fails alone does not wait for the others' part of a save
+                if root:
+                    with suppress(StorageError):  # a fact for people; how the attempt ended is told elsewhere
+                        run.note_attempt(self._attempt, step_ended=self.pipe.step)
+
+    def start(self, choice: Choice) -> None:
+        """Goes on from the newest whole checkpoint of the run, or makes the first one."""
+        path = checkpoint.find_valid(choice.run)
+        step = 0 if path is None else int(path.name.removeprefix("step-"))
+        dist.from_root(partial(self._begin, step))
+        if path is None:
+            self._save(None, must=True)
+            self.saver.wait()  # storage that does not work is known before the first step
+            self.settle()
+            return
+        if self.policy.resume == "never":
+            raise UsageError(
+                f'resume="never", but {choice.run.path} has checkpoints: take "auto" to go on from step {step:,}, or a '
+                "new run directory"
+            )
+        loaded = checkpoint.load(path, state.destinations(self.pipe, path))
+        dist.print_root(f"headway: going on with {choice.run.id} from step {step:,} ({choice.why})")
+        self._restore(loaded)
+        self.pipe.call("resume_run", self.pipe)
+
+    def finish(self) -> None:
+        """The last checkpoint: the run is over."""
+        self._save(None, must=True)
+        self.saver.wait()
+        self.settle()
+
+    def _begin(self, step: int) -> None:
+        run = self.pipe.directory
+        if self.policy.resume == "auto":
+            attempts.check_progress(run, self._attempt, step)
+        run.note_attempt(self._attempt, step_started=step)
+
+    # --- what the loop calls
+
+    def after_step(self, stage: Stage) -> None:
+        """Between two steps."""
+        self._pace.step()
+        why = current().agreement.pass_point()
+        if why is not None:
+            self._stop(stage, why)
+        every = self.policy.interval.steps
+        self.due |= every is not None and self.pipe.step % every == 0
+        if self.due and not stage.rests_next():
+            self._save(stage)
+
+    def before_validation(self) -> None:
+        """Notes what a validation may change: random numbers and positions of loaders."""
+        self._before_validation = self._local_facts()
+        self._pace.pause()
+
+    @property
+    def leaves_validation(self) -> bool:
+        """Whether the end of this validation is where all ranks stop."""
+        return current().agreement.stops_next
+
+    def in_validation(self, stage: Stage) -> None:
+        """When this rank is through with its batches: the validation may be left out here, and made after a restart."""
+        why = current().agreement.pass_point()
+        if why is not None:
+            self._stop(stage, why)
+        self._before_validation = None
+
+    def after_validation(self, stage: Stage) -> None:
+        """After a validation between two steps."""
+        self._look_for_best()
+        if self.due and not stage.rests_next():
+            self._save(stage)
+        self._pace.pause()
+
+    def after_epoch(self, stage: Stage) -> None:
+        """Between two epochs."""
+        self._look_for_best()
+        every = self.policy.interval.epochs
+        self.due |= every is not None and self.pipe.epoch % every == 0
+        why = current().agreement.pass_point()
+        if why is not None:
+            self._stop(stage, why)
+        if self.due:
+            self._save(stage)
+        self._pace.pause()
+
+    def flags(self) -> int:
+        """For the word of flags at a log point: rank 0 has the clock."""
+        every = self.policy.interval.seconds
+        late = every is not None and not self.due and time.monotonic() - self._since >= every
+        return loop.SAVE if late and self.pipe.world.is_root else 0
+
+    def hear(self, values: Mapping[str, Value]) -> None:
+        """The metrics of an epoch or a validation."""
+        known = self._values[1] if self._values[0] == self.pipe.step else {}
+        self._values = (self.pipe.step, {**known, **values})
+
+    def go_on(self) -> None:
+        """Where training goes on after a restart: random numbers are as they were."""
+        if self._random is not None:
+            self._random()
+            self._random = None
+
+    def settle(self) -> None:
+        """Rows for the saves that have become whole, and room for the next ones."""
+        for saved in self.saver.finished():
+            self._failures = 0
+            self._pace.save = saved.total_s
+            if self.pipe.world.is_root:
+                self.pipe.reporter.checkpoint(saved)
+                checkpoint.prune(self.pipe.directory, self.policy.retention)
+
+    # --- saving
+
+    @property
+    def saver(self) -> checkpoint.Saver:
+        assert self._saver is not None, "the run is not open"
+        return self._saver
+
+    def _stop(self, stage: Stage, why: str) -> None:
+        self._save(stage, must=True)
+        self.saver.wait()
+        self.settle()
+        raise Stopped(
+            f"stopped by {why} after step {self.pipe.step:,}, with a checkpoint: the same command goes on"
+        )
+
+    def _save(self, stage: Stage | None, *, must: bool = False) -> None:
+        """Saves the state as it is now. If `must`, a failure is final; else only a row of them."""
+        pipe = self.pipe
+        if stage is not None and stage.logged_at != stage.steps:
+            loop.log_point(stage)  # looks at the losses: what is spoilt is not saved
+        self.due, self._since = False, time.monotonic()
+        if self._saved_at == pipe.step:
+            return
+        pipe.split.mark("checkpoint")
+        set_phase("checkpoint", pipe.step)
+        failpoint("train.save")
+        self._check_weights()
+        try:
+            self._write()
+        except RunLocked:
+            raise
+        except StorageError as error:
+            self._failures += 1
+            if must:
+                self._write()  # what failed may have been the save before
+            elif self._failures >= MAX_FAILURES:
+                raise
+            else:
+                dist.print_root(f"headway: the save of step {pipe.step:,} failed, training goes on: {error}")
+        self.settle()
+        set_phase(stage.name if stage else "run", pipe.step)
+        pipe.split.mark("other")
+        self._pace.pause()
+
+    def _write(self) -> None:
+        pipe = self.pipe
+        facts = self._before_validation or self._local_facts()
+        shared = {"best": self._best, "seed": torch.initial_seed(), "datasets": facts["shared"]}
+        at, values = self._values
+        self.saver.save(
+            state.contribution(pipe, state.gather(pipe) | {"run": shared}),
+            step=pipe.step,
+            local=facts["local"],
+            metrics={k: v for k, v in values.items() if type(v) in (int, float)} if at == pipe.step else {},  # type: ignore[misc]
+        )
+        self._saved_at = pipe.step
+
+    def _local_facts(self) -> dict[str, Any]:
+        """Random numbers and positions. Those of headway's loaders are the same on all ranks, and mean all of them."""
+        pipe, stage = self.pipe, self.pipe.current_stage
+        positions = {
+            name: loader.state_dict()
+            for name, loader in pipe.datasets.items()
+            if isinstance(loader, Stateful)
+        }
+        shared = {name: state for name, state in positions.items() if _is_global(pipe.datasets[name])}
+        local = {
+            "random": randomness.capture(pipe.device),
+            "datasets": {name: state for name, state in positions.items() if name not in shared},
+            "passes": [each.random for each in stage.passes] if stage else [],
+        }
+        return {"shared": shared, "local": local}
+
+    def _look_for_best(self) -> None:
+        at, values = self._values
+        scalars = {name: value for name, value in values.items() if isinstance(value, float | int)}
+        better = self.policy.better(scalars, self._best) if at == self.pipe.step else None
+        if better is not None:
+            self._best, self.due = better, True
+
+    def _check_weights(self) -> None:
+        """A checkpoint of weights that are not finite is no use to anybody, and would push out a good one."""
+        weights = [
+            local
+            for model in self.pipe.registered.values()
+            for p in model.bare.parameters()
+            if p.requires_grad and (local := p.to_local() if isinstance(p, DTensor) else p).numel()
+        ]
+        largest = torch._foreach_norm(weights, float("inf")) if weights else ()
+        bad = torch.zeros(1, device=self.pipe.device)
+        for norm in largest:
+            bad += ~torch.isfinite(norm)
+        if gather(bad).any():
+            raise HeadwayError(
+                f"weights are not finite after step {self.pipe.step:,}, so they are not saved: lower the learning "
+                "rate, set gradient_clip, or look at the data; the run can go on from the checkpoint before"
+            )
+
+    # --- restoring
+
+    def _restore(self, loaded: checkpoint.Loaded) -> None:
+        pipe, shared, local = self.pipe, loaded.state["run"], loaded.local
+        state.restore(pipe, loaded.state)
+        self._saved_at, self._best = loaded.step, shared["best"]
+        same = loaded.world_size == pipe.world.world_size
+        positions = shared["datasets"] | (local["datasets"] if same else {})
+        for name, loader in pipe.datasets.items():
+            if name in positions and isinstance(loader, Stateful):
+                loader.load_state_dict(positions[name])
+        if same:
+            self._random = partial(randomness.restore, local["random"], pipe.device)
+            for stage in pipe.stages:
+                if stage.in_epoch:
+                    stage.recall(local["passes"])
+        else:
+            seed = derive_seed(shared["seed"] % 2**64, f"resume at step {loaded.step}")
+            self._random = partial(dist.seed, seed, scope="rank")
+            dist.print_root(
+                f"headway: saved by {loaded.world_size} ranks, now {pipe.world.world_size}: the samples are the same, "
+                "random numbers of ranks are derived anew from the seed and the step"
+            )
+
+
+def _is_global(loader: object) -> bool:
+    return isinstance(loader, data.DataLoader | data.ShardLoader)
+
+
+@final
+class _Pace:
+    """How long before the end of a job a stop must be asked for: 1.5 saves and 2 steps, of the slowest."""
+
+    def __init__(self) -> None:
+        self.save = 0.0
+        self._slowest = 0.0
+        self._steps = 0
+        self._last: float | None = None
+
+    def lead(self) -> float:
+        return 1.5 * self.save + 2 * self._slowest + stopping.MARGIN
+
+    def step(self) -> None:
+        now = time.monotonic()
+        self._steps += 1
+        if self._last is not None and self._steps > 3:  # the first ones compile and warm up
+            self._slowest = max(self._slowest, now - self._last)
+        self._last = now
+
+    def pause(self) -> None:
+        """What comes now is no step."""
+        self._last = None
