@@ -96,6 +96,10 @@ class Share:
                 )
             yield begin, tensor.detach()
 
+    def release(self) -> None:
+        """Lets go of the tensors: they have been copied."""
+        self._planner.state_dict = {}
+
     def chunks(self, file: str) -> list[list[Any]]:
         """The name of each tensor, and the part of it that is in this file, as the index has it."""
         return [

@@ -1,0 +1,400 @@
+"""Training goes on while a helper process writes; what fails there is known to all ranks, and leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from checker import judge
+
+import headway
+from headway import checkpoint
+from headway.checkpoint import Saver
+from headway.errors import BarrierTimeout, RunLocked, StorageError, UsageError
+from headway.run import Run
+from headway.testing import faults, ranks
+
+
+def helpers(of: int | None = None) -> list[psutil.Process]:
+    children = psutil.Process(of).children()
+    return [child for child in children if "headway.checkpoint.helper" in " ".join(child.cmdline())]
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    """Waits; the test's own timeout ends a wait in vain."""
+    while not (found := condition()):
+        time.sleep(0.01)
+    return found
+
+
+def stopped_helper() -> psutil.Process:
+    """The helper, once a failpoint has stopped it."""
+    return until(lambda: [h for h in helpers() if h.status() == psutil.STATUS_STOPPED])[0]
+
+
+def assert_only(folder: Path, *steps: int) -> dict[int, Any]:
+    """These steps are whole, and there is nothing else."""
+    whole, problems = judge(str(folder))
+    assert not problems and sorted(whole) == list(steps)
+    assert {path.name for path in folder.iterdir()} - {"latest"} == {f"step-{step:012d}" for step in steps}
+    return whole
+
+
+def values(folder: Path, step: int) -> Any:
+    return checkpoint.load(folder / f"step-{step:012d}").state
+
+
+def test_what_changes_after_save_returned_is_not_in_it(tmp_path: Path) -> None:
+    x, odd = torch.arange(1000.0), torch.arange(6.0).reshape(2, 3).t()
+    with Saver(tmp_path) as saver:
+        for step in range(3):
+            with faults.at("checkpoint.before_file", action="sleep=0.2"):  # the bytes are not written yet
+                saver.save({"x": x, "odd": odd, "step": step}, step=step)
+            x.fill_(step)
+            odd.fill_(step)
+    assert_only(tmp_path, 0, 1, 2)
+    assert torch.equal(values(tmp_path, 0)["x"], torch.arange(1000.0))
+    assert torch.equal(values(tmp_path, 0)["odd"], torch.arange(6.0).reshape(2, 3).t())
+    for step in (1, 2):
+        assert values(tmp_path, step)["x"].eq(step - 1).all() and values(tmp_path, step)["step"] == step
+
+
+def test_save_returns_before_anything_is_written(tmp_path: Path) -> None:
+    with Saver(tmp_path) as saver:
+        with faults.at("checkpoint.before_directory", action="stop"):
+            saver.save({"x": torch.ones(9)}, step=1)
+            helper = stopped_helper()
+        assert list(tmp_path.iterdir()) == [] and saver.finished() == []
+        helper.send_signal(signal.SIGCONT)
+        saver.wait()
+        (saved,) = saver.finished()
+        assert saver.finished() == []
+    size = sum(path.stat().st_size for path in saved.path.iterdir())
+    assert (saved.path, saved.step, saved.bytes) == (tmp_path / "step-000000000001", 1, size)
+    assert 0 < saved.stall_s < saved.total_s
+    assert_only(tmp_path, 1)
+
+
+def test_only_one_save_is_in_flight_and_one_copy_in_memory(tmp_path: Path) -> None:
+    def shared_bytes() -> int:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        ranges = [line.split()[0].split("-") for line in lines if "memfd:headway-checkpoint" in line]
+        return sum(int(end, 16) - int(begin, 16) for begin, end in ranges)
+
+    state = {"x": torch.zeros(1_000_000)}  # 4 MB
+    with Saver(tmp_path) as saver:
+        for step in range(4):
+            with faults.at("checkpoint.before_fsync", action="sleep=0.1"):
+                saver.save(state, step=step)
+            assert [saved.step for saved in saver.finished()] == ([step - 1] if step else [])
+            assert 4_000_000 < shared_bytes() <= 6 << 20
+        assert len(helpers()) == 1
+    assert shared_bytes() == 0 and helpers() == []
+
+
+def test_every_kind_of_value_returns_to_the_bit(tmp_path: Path) -> None:
+    from test_save_load import STATE, assert_equal
+
+    with Saver(tmp_path) as saver:
+        saver.save(STATE, step=7, local={"rng": "00ff"}, metrics={"val/loss": 0.25})
+        saver.save({}, step=8)  # nothing at all
+        saver.save({"only": 1}, step=9)
+    loaded = checkpoint.load(tmp_path / "step-000000000007")
+    assert_equal(STATE, loaded.state)
+    assert (loaded.local, loaded.metrics) == ({"rng": "00ff"}, {"val/loss": 0.25})
+    assert values(tmp_path, 8) == {} and values(tmp_path, 9) == {"only": 1}
+
+
+def test_a_saver_in_the_foreground_needs_no_helper(tmp_path: Path) -> None:
+    with Saver(tmp_path, background=False) as saver:
+        saver.save({"x": torch.ones(3)}, step=1)
+        assert helpers() == []
+        (saved,) = saver.finished()
+    assert saved.stall_s == saved.total_s and saved.bytes > 12
+    assert_only(tmp_path, 1)
+
+
+def test_the_helper_has_no_torch() -> None:
+    code = "import sys, headway.checkpoint.helper; assert not {'torch', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- what fails
+
+
+ERRORS = ["ENOSPC", "EIO", "EROFS", "EACCES", "EDQUOT"]
+POINTS = [
+    "before_directory", "after_directory", "before_file", "mid_file", "before_fsync", "rank_written", "before_manifest",
+    "after_manifest", "before_rename",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("number", "point"), list(enumerate(POINTS)))
+def test_an_error_of_the_disk_is_raised_by_the_next_call(tmp_path: Path, number: int, point: str) -> None:
+    with Saver(tmp_path) as saver:
+        saver.save({"x": torch.ones(9)}, step=1)
+        saver.wait()
+        with faults.at(f"checkpoint.{point}", action=f"errno={ERRORS[number % len(ERRORS)]}"):
+            saver.save({"x": torch.ones(9)}, step=2)  # returns
+            with pytest.raises(StorageError, match=r"could not .* step 2") as caught:
+                saver.wait() if number % 2 else saver.save({"x": torch.ones(9)}, step=3)
+        assert caught.value.exit_code == 74
+        assert_only(tmp_path, 1)
+        saver.wait()  # said once
+        saver.save({"x": torch.ones(9)}, step=2)
+    assert_only(tmp_path, 1, 2)
+
+
+@ranks(2)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("action", ["kill9", "errno=ENOSPC", "raise"])
+@pytest.mark.parametrize("point", ["before_file", "rank_written"])
+def test_a_helper_that_fails_or_dies_on_one_rank_fails_the_save_on_all(
+    tmp_path: Path, point: str, action: str, rank: int
+) -> None:
+    state = {"a": torch.ones(8), "b": torch.ones(8)}
+    said = {"kill9": "killed by SIGKILL", "raise": "exit code 1", "errno=ENOSPC": "No space left"}[action]
+    with Saver(tmp_path) as saver:
+        saver.save(state, step=1)
+        saver.wait()
+        with faults.at(f"checkpoint.{point}", rank=rank, action=action):
+            saver.save(state, step=2)
+            with pytest.raises(StorageError, match=said):
+                saver.wait()
+        headway.barrier()
+        assert_only(tmp_path, 1)
+        headway.barrier()
+        saver.save(state, step=2)
+    assert_only(tmp_path, 1, 2)
+
+
+def test_a_helper_that_is_killed_from_outside(tmp_path: Path) -> None:
+    with Saver(tmp_path) as saver:
+        saver.save({"x": 1}, step=1)
+        saver.wait()
+        helpers()[0].kill()
+        saver.save({"x": 2}, step=2)
+        with pytest.raises(StorageError, match=r"helper process .* killed by SIGKILL"):
+            saver.wait()
+        saver.save({"x": 2}, step=2)
+    assert_only(tmp_path, 1, 2)
+
+
+def test_what_cannot_be_saved_is_refused_at_once(tmp_path: Path) -> None:
+    with Saver(tmp_path) as saver:
+        with pytest.raises(UsageError, match=r"'a' is a builtins\.object"):
+            saver.save({"a": object()}, step=1)
+        saver.save({"a": 1}, step=1)
+        saver.save({"a": 1}, step=1)
+        with pytest.raises(UsageError, match="never overwritten"):
+            saver.wait()
+    assert_only(tmp_path, 1)
+
+
+def test_a_run_that_was_taken_over_commits_nothing(tmp_path: Path) -> None:
+    run = Run.create(tmp_path)
+    with run.lock() as lock, Saver(run, lock=lock) as saver:
+        saver.save({"x": 1}, step=1)
+        saver.wait()
+        with faults.at("checkpoint.before_rename", action="stop"):
+            saver.save({"x": 2}, step=2)
+            helper = stopped_helper()
+        newer = run.path / "lock" / "owner-00002.json"
+        newer.write_bytes((run.path / "lock" / "owner-00001.json").read_bytes())
+        helper.send_signal(signal.SIGCONT)
+        with pytest.raises(RunLocked, match="taken over"):
+            saver.wait()
+        newer.unlink()
+    assert_only(run.checkpoints_dir, 1)
+
+
+@ranks(2)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_copy_that_fails_on_one_rank_fails_the_save_on_all(
+    tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_: int) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    with Saver(tmp_path) as saver:
+        with monkeypatch.context() as patch:
+            if headway.rank() == rank:
+                patch.setattr(os, "ftruncate", no_memory)
+            saver.save({"a": torch.ones(8), "b": torch.ones(8)}, step=1)
+            with pytest.raises(StorageError, match=r"could not copy the state into memory.*Cannot allocate"):
+                saver.wait()
+        headway.barrier()
+        assert list(tmp_path.iterdir()) == []
+        headway.barrier()
+        saver.save({"a": torch.ones(8), "b": torch.ones(8)}, step=1)
+    assert_only(tmp_path, 1)
+
+
+@ranks(2)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_disk_that_does_not_answer_is_given_up(tmp_path: Path, rank: int) -> None:
+    state = {"a": torch.ones(8), "b": torch.ones(8)}
+    with Saver(tmp_path, patience=3.0) as saver:
+        with faults.at("checkpoint.before_fsync", rank=rank, action="stop"):
+            saver.save(state, step=1)
+            with pytest.raises(StorageError, match=r"not written to .* within .*the disk is stuck"):
+                saver.wait()
+        headway.barrier()
+        assert list(tmp_path.iterdir()) == []
+        headway.barrier()
+        saver.save(state, step=1)
+    assert_only(tmp_path, 1)
+
+
+@ranks(2)
+def test_training_talks_while_a_save_waits(tmp_path: Path) -> None:
+    """The saver's thread waits at the store; barriers and words of the training go past it."""
+    with Saver(tmp_path) as saver:
+        with faults.at("checkpoint.before_file", rank=1, action="stop"):
+            saver.save({"a": torch.ones(8), "b": torch.ones(8)}, step=1)
+            stopped = [stopped_helper()] if headway.rank() == 1 else []
+        for number in range(20):
+            headway.barrier()
+            assert headway.dist.from_root(lambda number=number: number) == number
+        checkpoint.save(tmp_path / "other", {"x": 1}, step=1)
+        assert saver.finished() == []
+        for helper in stopped:
+            helper.send_signal(signal.SIGCONT)
+    assert_only(tmp_path / "other", 1)
+    assert [saved.step for saved in saver.finished()] == [1]
+
+
+@ranks(2)
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, patience=1.0)
+    if headway.rank() == 0:
+        with pytest.raises(
+            BarrierTimeout, match="rank 1 said nothing for 1 s while the ranks tried to save step 5"
+        ):
+            saver.save({"x": 1}, step=5)
+        headway.barrier()
+    else:
+        headway.barrier()
+        with pytest.raises(BarrierTimeout, match="rank 1 said nothing"):
+            saver.save({"x": 1}, step=5)
+    saver.save({"x": 1}, step=6)
+    saver.close()
+    assert_only(tmp_path, 6)
+
+
+# --- the life of the helper
+
+
+def test_an_error_in_the_block_gives_up_what_is_in_flight(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), Saver(tmp_path) as saver:
+        saver.save({"x": 1}, step=1)
+        saver.wait()
+        with faults.at("checkpoint.before_fsync", action="stop"):
+            saver.save({"x": 2}, step=2)
+            stopped_helper()
+            raise ZeroDivisionError
+    until(lambda: not helpers())
+    with Saver(tmp_path) as saver:
+        saver.save({"x": 3}, step=3)
+    assert_only(tmp_path, 1, 3)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
+def test_the_helper_is_deaf_to_signals_that_mean_the_run(tmp_path: Path, number: signal.Signals) -> None:
+    with Saver(tmp_path) as saver:
+        with faults.at("checkpoint.before_file", action="stop"):
+            saver.save({"x": torch.ones(9)}, step=1)
+            helper = stopped_helper()
+        helper.send_signal(number)
+        helper.send_signal(signal.SIGCONT)
+    assert_only(tmp_path, 1)
+
+
+RANK = """
+import sys, threading, torch
+from headway.checkpoint import Saver
+def train():
+    saver = Saver(sys.argv[1])
+    saver.save({"x": torch.ones(9)}, step=1)
+    print("saved", flush=True)
+thread = threading.Thread(target=train)   # whichever thread saves
+thread.start()
+thread.join()
+if sys.argv[2] == "wait": sys.stdin.read()
+"""
+
+
+def start_rank(folder: Path, then: str, **environ: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", RANK, str(folder), then],
+        env={**os.environ, **environ},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "saved\n"
+    return process
+
+
+def test_the_helper_dies_with_its_rank(tmp_path: Path) -> None:
+    fault = faults.at("checkpoint.before_fsync", action="stop").environ
+    with start_rank(tmp_path, "wait", **fault) as rank:
+        (helper,) = until(lambda: helpers(rank.pid))
+        until(lambda: helper.status() == psutil.STATUS_STOPPED)
+        rank.kill()
+        helper.wait(30)
+    assert checkpoint.load_latest(tmp_path) is None
+    checkpoint.save(tmp_path, {"x": 1}, step=1)
+    assert_only(tmp_path, 1)
+
+
+def test_a_script_that_ends_without_closing_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    with start_rank(
+        tmp_path, "end", **faults.at("checkpoint.before_fsync", action="sleep=0.3").environ
+    ) as rank:
+        assert rank.wait() == 0
+    assert_only(tmp_path, 1)
+
+
+# --- several ranks
+
+
+@ranks(3)
+def test_shards_of_three_ranks(tmp_path: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (3,))
+    whole = torch.arange(35.0).reshape(7, 5)
+    sharded = distribute_tensor(whole, mesh, [Shard(0)])
+    with Saver(tmp_path) as saver:
+        saver.save({"w": sharded, "r": torch.arange(4.0)}, step=1, local={"rank": headway.rank()})
+        sharded.to_local().fill_(-1)
+        saver.wait()
+        (saved,) = saver.finished()
+    assert_only(tmp_path, 1)
+    loaded = checkpoint.load(saved.path)
+    assert torch.equal(loaded.state["w"], whole) and loaded.local == {"rank": headway.rank()}
+    assert saved.bytes == sum(path.stat().st_size for path in saved.path.iterdir())
+
+
+def test_old_checkpoints_are_removed_while_a_new_one_is_written(tmp_path: Path) -> None:
+    with Saver(tmp_path) as saver:
+        for step in range(1, 5):
+            saver.save({"x": step}, step=step)
+        saver.wait()
+        with faults.at("checkpoint.before_file", action="stop"):
+            saver.save({"x": 5}, step=5)
+            helper = stopped_helper()
+        checkpoint.prune(tmp_path, checkpoint.Retention(keep_last=2))
+        helper.send_signal(signal.SIGCONT)
+    assert_only(tmp_path, 3, 4, 5)
