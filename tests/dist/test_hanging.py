@@ -1,0 +1,227 @@
+"""A run that stands still is ended, with the name of the rank that holds it up; one that is only slow is not."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from headway import hanging, heartbeat
+from headway.hanging import Sighting
+from headway.heartbeat import Heartbeat
+from headway.launcher.watchdog import Watchdog
+
+SCRIPT = str(Path(__file__).parents[1] / "scripts" / "hang.py")
+BIN = Path(sys.executable).parent
+RUN = [str(BIN / "headway"), "run", "--nproc", "3"]
+TORCHRUN = [str(BIN / "torchrun"), "--nproc-per-node", "3"]
+PERIOD = 6.0
+
+WAITING = """Thread 0x1 (most recent call first):
+  File "/lib/torch/distributed/distributed_c10d.py", line 7 in all_reduce
+  File "train.py", line 3 in main
+"""
+WORKING = """Thread 0x2 (most recent call first):
+  File "/lib/threading.py", line 1 in wait
+  File "/lib/headway/dist/control.py", line 9 in _listen
+
+Current thread 0x1 (most recent call first):
+  File "data.py", line 5 in read
+"""
+
+
+def seen(rank: int, **facts: object) -> Sighting:
+    known: dict[str, object] = {"host": "node1", "pid": 100 + rank, "phase": "train", "step": 9, "age": 30.0}
+    return Sighting(rank=rank, **(known | facts))  # type: ignore[arg-type]
+
+
+# --- the judgement
+
+
+@pytest.mark.parametrize(
+    ("sightings", "guilty"),
+    [
+        ([seen(0), seen(1, condition="stopped"), seen(2, step=8)], [1]),
+        ([seen(0), seen(1), seen(2, step=8, collectives=3)], [2]),
+        ([seen(0, collectives=7), seen(1, collectives=6), seen(2, collectives=7)], [1]),
+        ([seen(0, stack=WAITING), seen(1, stack=WAITING), seen(2, stack=WORKING)], [2]),
+        ([seen(0, stack=WAITING), seen(1, stack=WAITING)], []),
+        ([seen(0, stack=WORKING), seen(1, stack=WORKING)], []),
+        ([seen(0, condition="silent"), seen(1, condition="silent")], []),
+    ],
+)
+def test_who_is_to_blame(sightings: list[Sighting], guilty: list[int]) -> None:
+    assert [one.rank for one in hanging.suspects(sightings)] == guilty
+    record = hanging.record(sightings, 3)
+    assert record["suspects"] == guilty
+    assert sorted(record["suspects"] + record["victims"]) == [one.rank for one in sightings]
+    assert record["exit_code"] == 1
+
+
+def test_the_words() -> None:
+    record = hanging.record([seen(0, stack=WAITING), seen(1, condition="stopped"), seen(2, stack=WAITING)], 3)
+    assert record["error"] == (
+        "for 30 s no rank has moved: rank 1 of 3 on node1 (pid 101) is stopped (SIGSTOP): kill -CONT would wake it, "
+        "in train at step 9; ranks 0, 2 wait for it"
+    )
+    assert record["traceback"].count("all_reduce") == 1, "equal stacks are shown once"
+    assert record["traceback"].startswith("ranks 0, 2, in train at step 9; most recent call first:\n  File")
+    alone = hanging.record([seen(0)], 1)
+    assert alone["error"] == "for 30 s no rank has moved: rank 0 of 1 stands in the same place"
+
+
+def test_a_stack_without_what_is_ours() -> None:
+    assert hanging.readable(WORKING) == '  File "data.py", line 5 in read'
+
+
+# --- the pulse
+
+
+@pytest.fixture
+def heart() -> Iterator[Heartbeat]:
+    one = Heartbeat()
+    yield one
+    one.stop()
+
+
+def test_limits(heart: Heartbeat, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def step(seconds: float, number: int, phase: str = "train") -> None:
+        now[0] += seconds
+        heart.move(phase, number)
+
+    heart.watch(5.0)
+    assert heart.limit == math.inf, "whoever has not begun a step may take any time"
+    heart.move("train", 0)
+    assert heart.limit == 300, "the first steps may compile"
+    step(60, 1)
+    for number in range(2, 5):
+        step(0.1, number)
+    assert heart.limit == 5, "the pace is known: a compilation at the start does not count"
+    for number in range(5, 50):
+        step(2, number)
+    assert 15 < heart.limit <= 20, "ten times the usual step, where that is more than the period"
+    step(2, 50, "validation")
+    assert heart.limit == 300, "another phase has another pace"
+    with heart.excused():
+        assert heart.limit == math.inf, "a download may take an hour"
+        now[0] += 3600
+    assert heart.limit == 300 and heart.age == 0
+    heart.move("done", None)
+    assert heart.limit == math.inf
+
+
+def test_without_a_period_nothing_is_watched(heart: Heartbeat, tmp_path: Path) -> None:
+    heart.watch(0.0, folder=tmp_path)
+    heart.move("train", 1)
+    assert heart.limit == math.inf and heartbeat.read(tmp_path, 0) is None
+
+
+def test_the_pulse_is_seen_from_outside(heart: Heartbeat, tmp_path: Path) -> None:
+    heart.watch(5.0, rank=3, folder=tmp_path)
+    heart.belongs_to(Path("/runs/größe"))
+    heart.move("validation", 12)
+    beat = heartbeat.read(tmp_path, 3)
+    assert beat is not None
+    assert (beat.pid, beat.phase, beat.step, beat.run) == (os.getpid(), "validation", 12, "/runs/größe")
+    assert beat.limit == 300 and 0 <= beat.age < 60
+    heart.move("train" * 40, None)
+    beat = heartbeat.read(tmp_path, 3)
+    assert beat is not None and beat.step is None and beat.phase.startswith("traintrain")
+
+
+def test_the_agent_reports_only_if_nobody_moves(
+    heart: Heartbeat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    other = Heartbeat()
+    watchdog = Watchdog(tmp_path, ranks=[0, 1], world_size=2)
+    assert watchdog.tick() is None, "nobody is there yet"
+    for rank, one in enumerate((heart, other)):
+        one.watch(100.0, rank=rank, folder=tmp_path)
+        for number in range(1, 5):
+            one.move("train", number)
+    now[0] += 200
+    other.move("train", 5)
+    assert watchdog.tick() is None, "one of them works"
+    now[0] += 200
+    with other.excused():
+        assert watchdog.tick() is None, "one of them has leave"
+    now[0] += 140
+    assert watchdog.tick() is None, "rank 0 speaks first"
+    now[0] += 20
+    record = watchdog.tick()
+    assert record is not None
+    assert (record["suspects"], record["age"]) == ([0], 160), "a step behind"
+    assert "test_the_agent_reports_only_if_nobody_moves" in record["traceback"], "asked for by a signal"
+    other.stop()
+
+
+# --- real ranks
+
+
+def hang(command: list[str], folder: Path, *, how: str, rank: int) -> tuple[float, dict[str, object], str]:
+    """Seconds from the trouble to the record, the record, and what was on the screen by then."""
+    environ = os.environ | {
+        "HANG": how,
+        "HANG_RANK": str(rank),
+        "HANG_MARK": str(folder / "mark"),
+        "HANG_RUNS": str(folder / "runs"),
+        "HEADWAY_WATCHDOG": str(PERIOD),
+    }
+    with (folder / "screen").open("w") as screen:
+        process = subprocess.Popen([*command, SCRIPT], env=environ, stderr=screen, start_new_session=True)
+        try:
+            while process.poll() is None and "\nrecord: " not in (folder / "screen").read_text():
+                time.sleep(0.1)
+            if command is RUN:  # torchrun lets a stopped rank be for half a minute
+                assert process.wait(30) == 1
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    (path,) = folder.glob("runs/hang-*/failure.json")
+    record = json.loads(path.read_text())
+    began = float((folder / "mark").read_text())
+    return datetime.fromisoformat(record["time"]).timestamp() - began, record, (folder / "screen").read_text()
+
+
+@pytest.mark.parametrize(
+    ("command", "how", "rank"),
+    [
+        (RUN, "stop", 1),
+        (RUN, "stop", 0),
+        (RUN, "gil", 0),
+        (RUN, "wait", 2),
+        (TORCHRUN, "stop", 1),
+        (TORCHRUN, "stop", 0),
+    ],
+    ids=lambda value: Path(value[0]).name if isinstance(value, list) else str(value),
+)
+def test_the_rank_that_holds_up_the_others_is_named(
+    command: list[str], how: str, rank: int, tmp_path: Path
+) -> None:
+    seconds, record, screen = hang(command, tmp_path, how=how, rank=rank)
+    assert (record["kind"], record["suspects"], record["exit_code"]) == ("hang", [rank], 1), record
+    assert PERIOD - 1 <= seconds <= 2 * PERIOD
+    if command is RUN:
+        assert (record["phase"], record["step"]) == ("train", 10)
+        assert record["victims"] == [other for other in range(3) if other != rank]
+    report = screen[screen.index("headway: for ") :]
+    assert f"rank {rank} of 3" in report
+    assert ("is stopped (SIGSTOP)" in report) == (how == "stop")
+    assert "in all_reduce" in report, "where the victims wait"
+    if how != "stop":
+        assert "in trouble" in report, "where the culprit is"
