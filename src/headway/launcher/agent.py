@@ -173,8 +173,8 @@ class Agent:
             time.sleep(_POLL)
 
     def _reap(self, rank: Rank) -> None:
+        self._running.remove(rank)  # first: a signal may come in between, and the number may become another's
         self._ended[rank.number] = rank.reap()
-        self._running.remove(rank)
 
     def _kill(self, number: signal.Signals) -> None:
         for rank in self._running:
@@ -186,16 +186,14 @@ class Agent:
         """Passes a signal on to the ranks; a second Ctrl-C means now."""
         again = number == signal.SIGINT and signal.SIGINT in self._signals
         self._signals.append(number)
-        if not self._pids and number in (
-            signal.SIGINT,
-            signal.SIGTERM,
-        ):  # nobody is there yet: we wait for agents
+        waiting = not self._pids  # for the other agents: nobody is there yet
+        if waiting and number in (signal.SIGINT, signal.SIGTERM):
             raise SystemExit(INTERRUPTED if number == signal.SIGINT else TERMINATED)
         for rank in self._running:
             if again:
                 rank.signal_group(signal.SIGKILL)
             else:
-                rank.process.send_signal(number)
+                rank.tell(number)
         if number in (signal.SIGUSR1, signal.SIGUSR2):
             self._repeat = (number, time.monotonic() + _REPEAT_EVERY)
 
@@ -205,7 +203,7 @@ class Agent:
             return
         young = [rank for rank in self._running if now - rank.born < _DEAF]
         for rank in young:
-            rank.process.send_signal(self._repeat[0])
+            rank.tell(self._repeat[0])
         self._repeat = (self._repeat[0], now + _REPEAT_EVERY) if young else None
 
     def _conclude(self, team: Team, world_size: int) -> Outcome:

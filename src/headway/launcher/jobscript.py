@@ -76,13 +76,13 @@ def options(target: Slurm) -> list[str]:
 
 def step_options(target: Slurm) -> list[str]:
     """The options of srun: one task per node, which has all that the job was given there."""
-    cpus = None if target.exclusive and not target.cpus_per_task else target.cpus_per_task or 1
+    cpus = target.cpus_per_task and target.cpus_per_task * target.processes_per_node
     given = {
         "nodes": target.nodes,
         "ntasks": target.nodes,
         "ntasks-per-node": 1,
-        "cpus-per-task": cpus and cpus * target.processes_per_node,
-        "cpu-bind": "none",
+        "cpus-per-task": cpus,
+        "cpu-bind": None if cpus else "none",  # the site decides how many CPUs; the one task may use them all
         "kill-on-bad-exit": 1,
         "wait": 0,
     }

@@ -32,6 +32,11 @@ class Rank:
         self.signal_group(signal.SIGKILL)
         return self.process.wait()
 
+    def tell(self, number: int) -> None:
+        """Signals the rank alone. Not by way of Popen, which would reap it."""
+        with suppress(ProcessLookupError):
+            os.kill(self.process.pid, number)
+
     def signal_group(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):  # all of it is gone already
             os.killpg(self.process.pid, number)

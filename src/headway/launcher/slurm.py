@@ -19,7 +19,7 @@ from headway.errors import HeadwayError, UsageError
 from headway.launcher.jobscript import job_script, options
 from headway.launcher.program import JobFile, Program
 from headway.launcher.refusals import refusal
-from headway.launcher.targets import Slurm
+from headway.launcher.targets import Slurm, seconds
 from headway.run import Run
 
 _PATIENCE = 120.0
@@ -36,7 +36,19 @@ def check(target: Slurm) -> str:
     done = ask("sbatch", "--test-only", *options(target), *_array(target, 1), stdin=text)
     if done.returncode:
         raise refusal(done.stderr, target)
+    if (limit := longest(target)) and target.time and seconds(target.time) > seconds(limit):
+        raise refusal("time limit exceeds", target)  # many sites take such a job, and never start it
     return done.stderr.strip().removeprefix("sbatch: ")
+
+
+def longest(target: Slurm) -> str | None:
+    """The longest time that the partitions of a job allow; None if there is no limit."""
+    which = ["-p", target.partition] if target.partition else []
+    lines = [line.split() for line in ask("sinfo", "-ho", "%P %l", *which).stdout.splitlines()]
+    limits = [limit for name, limit in lines if target.partition or name.endswith("*")]  # * is the default
+    if not limits or "infinite" in limits:
+        return None
+    return max(limits, key=seconds)
 
 
 def submit(runs: Sequence[Run], programs: Sequence[Program], target: Slurm) -> str:

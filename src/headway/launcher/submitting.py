@@ -96,8 +96,10 @@ def _pin(runs: Sequence[Run], script: Script, dirty: Dirty) -> list[str]:
     for run in runs[1:]:
         snapshot.adopt(run, runs[0])
     found = snapshot.load(runs[0])
+    ours = f"{runs[0].path.parent.name}/"  # where the runs are is no news
     notes = [f"not in git, but copied: {_some(found.added)}"] if found.added else []
-    return notes + ([f"left out of the copy: {_some(found.left_out)}"] if found.left_out else [])
+    left_out = [name for name in found.left_out if not name.startswith(ours)]
+    return notes + ([f"left out of the copy: {_some(left_out)}"] if left_out else [])
 
 
 def _some(names: Sequence[str]) -> str:

@@ -1,0 +1,16 @@
+#!/bin/bash
+# What SLURM runs for x-1. Made by headway; it may be submitted again by hand.
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=2
+#SBATCH --exclusive
+#SBATCH --open-mode=append
+#SBATCH --signal=USR2@120
+#SBATCH --no-requeue
+
+run='/data/my runs/x-1'/"$SLURM_ARRAY_TASK_ID"
+# One agent per node starts the ranks there. `--wait=0`: nodes that end early do not hurry the others.
+srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 --wait=0 \
+  /opt/venv/bin/python -P -m headway agent --run "$run"
+# srun's exit status does not say how the run ended; what the agents have left in the run directory does.
+# The status of this last command is the job's.
+exec /opt/venv/bin/python -P -m headway.launcher.after "$run" $?

@@ -1,0 +1,29 @@
+#!/bin/bash
+# What SLURM runs for x-1. Made by headway; it may be submitted again by hand.
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+#SBATCH --gpus-per-node=a100:4
+#SBATCH --cpus-per-task=6
+#SBATCH --mem=64G
+#SBATCH --time=2:00:00
+#SBATCH --partition=gpu
+#SBATCH --account=lab
+#SBATCH --qos=high
+#SBATCH --constraint=nvlink
+#SBATCH --licenses=fluent:1
+#SBATCH --mail-type=END
+#SBATCH --contiguous
+#SBATCH --open-mode=append
+#SBATCH --signal=USR2@300
+#SBATCH --requeue
+
+module load cuda
+source env.sh
+
+run='/data/my runs/x-1'
+# One agent per node starts the ranks there. `--wait=0`: nodes that end early do not hurry the others.
+srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=24 --kill-on-bad-exit=1 --wait=0 \
+  /opt/venv/bin/python -P -m headway agent --run "$run"
+# srun's exit status does not say how the run ended; what the agents have left in the run directory does.
+# The status of this last command is the job's.
+exec /opt/venv/bin/python -P -m headway.launcher.after "$run" $?

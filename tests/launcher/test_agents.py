@@ -1,0 +1,225 @@
+"""Agents: where their ranks sit, what the ranks find around them, restarts, the end of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from headway.errors import RankFailure
+from headway.launcher import surroundings, team as teams
+from headway.launcher.after import job_number, launch_name, read_outcome
+from headway.launcher.agent import Agent
+from headway.launcher.surroundings import cpu_shares, kernel_caches, private_folder, shares
+from headway.launcher.team import Team, seating
+
+AGENT = [sys.executable, "-m", "headway", "agent"]
+
+
+def member(host: str, processes: int) -> dict[str, object]:
+    return {"host": host, "processes": processes, "port": 7, "token": ""}
+
+
+def test_uneven_agents_that_share_hosts() -> None:
+    members = [member("a", 2), member("b", 1), member("a", 3)]
+    found = [seating(members, number) for number in range(3)]
+    assert [seat.first_rank for seat in found] == [0, 2, 3]
+    assert [seat.first_local_rank for seat in found] == [0, 0, 2]
+    assert [seat.local_world_size for seat in found] == [5, 1, 5]
+    assert [(seat.node, seat.nodes, seat.world_size) for seat in found] == [(0, 2, 6), (1, 2, 6), (0, 2, 6)]
+    assert {seat.master for seat in found} == {"a"}
+
+
+def test_agents_meet_in_a_folder_where_an_earlier_launch_has_been(tmp_path: Path) -> None:
+    old = [Team(tmp_path / "meet", number=number, size=2) for number in range(2)]
+    _gather(old, [1, 1])
+    new = [Team(tmp_path / "meet", number=number, size=2) for number in range(2)]
+    assert [seat.world_size for seat in _gather(new, [2, 3])] == [5, 5]
+
+
+def _gather(agents: list[Team], processes: list[int]) -> list[surroundings.Seating]:
+    found: dict[int, surroundings.Seating] = {}
+
+    def meet(index: int) -> None:
+        found[index] = agents[index].gather(processes[index], patience=30)
+
+    # the later agents first: the first one then finds all of them, and no leftovers
+    threads = [threading.Thread(target=meet, args=(index,)) for index in reversed(range(len(agents)))]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.3)
+    for thread in threads:
+        thread.join()
+    return [found[index] for index in range(len(agents))]
+
+
+def test_an_agent_that_waits_in_vain_says_for_what(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match=r"agent 0 of 2 .* waited in vain for agent-00001\.json"):
+        Team(tmp_path / "meet", number=0, size=2).gather(1, patience=0.2)
+
+
+def test_who_says_first_how_it_ended_decides(tmp_path: Path) -> None:
+    first, second = (Team(tmp_path, number=number, size=2) for number in range(2))
+    for each in (first, second):
+        each.begin_round(0)
+    assert second.conclude({"exit_code": 75, "record": None})
+    assert not first.conclude({"exit_code": 1, "record": None})
+    assert first.outcome() == {"exit_code": 75, "record": None}
+    first.begin_round(1)
+    assert first.outcome() is None
+
+
+def test_the_script_reads_the_last_round(tmp_path: Path) -> None:
+    launch = tmp_path / "5-0"
+    assert read_outcome(launch, 2, 0)["exit_code"] == 1, "srun said 0, but nobody knows of an end"
+    assert read_outcome(launch, 2, 143)["exit_code"] == 143
+    agents = [Team(launch, number=number, size=2) for number in range(2)]
+    _gather(agents, [1, 1])
+    for number, code in ((9, 1), (10, 0)):
+        for each in agents:
+            each.begin_round(number)
+        if code:
+            agents[0].conclude({"exit_code": code, "record": None})
+        agents[0].ended(code)
+    assert read_outcome(launch, 2, 0)["exit_code"] == 1, "one agent has not said how it ended"
+    agents[1].ended(0)
+    assert read_outcome(launch, 2, 143)["exit_code"] == 0, "all ended well, whatever srun says"
+
+
+def test_names_of_jobs_and_of_their_starts() -> None:
+    assert launch_name({"SLURM_JOB_ID": "7"}) == "7-0"
+    assert launch_name({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}) == "7-2"
+    assert job_number({"SLURM_JOB_ID": "7"}) == "7"
+    assert job_number({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}) == "7_0"
+
+
+# ---- what a rank finds
+
+
+def test_cpus_are_shared_out_whole() -> None:
+    assert shares(range(8), 3) == [{0, 1, 2}, {3, 4, 5}, {6, 7}]
+    assert shares([4, 5], 3) is None, "more ranks than CPUs: the kernel decides"
+    assert shares([4, 5], 1) is None
+    assert cpu_shares(1 + len(os.sched_getaffinity(0)), {"SLURM_STEP_ID": "0"}) is None
+    assert cpu_shares(2, {}) is None, "without a scheduler the machine is not ours"
+
+
+def test_threads_follow_what_slurm_gave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    assert surroundings.cores({}) == 64
+    assert surroundings.cores({"SLURM_CPUS_PER_TASK": "8", "SLURM_STEP_ID": "0"}) == 8
+    assert surroundings.cores({"SLURM_CPUS_ON_NODE": "16", "SLURM_STEP_ID": "0"}) == 16
+    assert surroundings.cores({"SLURM_CPUS_PER_TASK": "8"}) == 64, "a shell in an allocation is not a task"
+
+
+def test_kernels_are_kept_apart_on_the_nodes_disk(tmp_path: Path) -> None:
+    around = {"SLURM_TMPDIR": str(tmp_path), "TRITON_CACHE_DIR": "mine"}
+    (found,) = kernel_caches(3, around).items()
+    assert found == ("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / f"headway-{os.geteuid()}" / "inductor-3"))
+    assert kernel_caches(3, {"SLURM_TMPDIR": str(tmp_path / "nowhere")}) == {}
+
+
+def test_a_folder_that_others_could_write_is_not_used(tmp_path: Path) -> None:
+    folder = private_folder(tmp_path)
+    assert folder is not None
+    assert private_folder(tmp_path) == folder
+    folder.chmod(0o777)
+    assert private_folder(tmp_path) is None
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    assert private_folder(tmp_path) is None
+
+
+# ---- restarts
+
+CRASHES = """
+import json, os, sys
+from pathlib import Path
+run = Path(os.environ["HEADWAY_RUN"])
+starts = len(list(run.glob("start-*")))
+(run / f"start-{starts}").touch()
+step = run / "checkpoints" / f"step-{starts:012d}"
+if starts < int(sys.argv[1]):  # progress
+    step.mkdir()
+    (step / "manifest.json").touch()
+sys.exit(0 if starts == 5 else int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("progress", "code", "most", "starts", "expected"),
+    [
+        pytest.param(9, 1, 9, 6, 0, id="each made progress, until one ended well"),
+        pytest.param(2, 1, 9, 3, 1, id="the third made none"),
+        pytest.param(9, 1, 2, 3, 1, id="two restarts at most"),
+        pytest.param(9, 75, 9, 1, 75, id="a stop is no crash"),
+        pytest.param(9, 86, 9, 1, 86, id="nor is it a crash that no checkpoint is whole"),
+    ],
+)
+def test_restarts_only_after_progress(
+    tmp_path: Path, progress: int, code: int, most: int, starts: int, expected: int
+) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    script = tmp_path / "crashes.py"
+    script.write_text(CRASHES)
+    command = [sys.executable, str(script), str(progress), str(code)]
+    environ = os.environ | {"HEADWAY_RUN": str(tmp_path)}
+    assert Agent(command, processes=1, environ=environ, max_restarts=most).run() == expected
+    assert len(list(tmp_path.glob("start-*"))) == starts
+
+
+# ---- stopping
+
+STOPS = """
+import os, signal, sys, time
+time.sleep(float(sys.argv[1]))
+stop = []
+signal.signal(signal.SIGUSR2, lambda *_: stop.append(1))
+open(f"ready-{os.environ['RANK']}", "w").close()
+while not stop: time.sleep(0.05)
+sys.exit(75)
+"""
+
+
+def test_a_stop_request_that_comes_too_early_is_repeated(tmp_path: Path) -> None:
+    (tmp_path / "stops.py").write_text(STOPS)
+    agent = subprocess.Popen(
+        [*AGENT, "--nproc", "2", "stops.py", "4"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
+    time.sleep(2.5)  # the agent is there; its ranks are not ready to hear
+    agent.send_signal(12)
+    _, error = agent.communicate(timeout=60)
+    assert (agent.returncode, error.count("\n")) == (75, 1), error
+    assert "stopped with a checkpoint" in error
+
+
+def test_an_agent_says_its_usage(tmp_path: Path) -> None:
+    environ = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
+    done = subprocess.run(
+        [*AGENT, __file__], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert "an agent starts ranks, and torchrun has started this process as one" in done.stderr
+
+
+def test_variables_of_the_ranks(tmp_path: Path) -> None:
+    show = "import json, os; print(json.dumps({n: os.environ.get(n) for n in %r}))"
+    names = ["RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR"]
+    (tmp_path / "show.py").write_text(show % (names,))
+    done = subprocess.run(
+        [*AGENT, "--nproc", "2", "show.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    found = sorted((json.loads(line) for line in done.stdout.splitlines()), key=lambda rank: rank["RANK"])
+    assert [list(rank.values()) for rank in found] == [
+        [str(rank), str(rank), "2", "0", "1", "127.0.0.1"] for rank in range(2)
+    ]
+
+
+def test_a_free_port_is_free() -> None:
+    assert len({teams.free_port() for _ in range(20)}) > 1
