@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -43,6 +43,11 @@ class Dataset:
     def shards(self) -> list[Path]:
         with storage(f"list {self.path}"):
             return sorted(self.path.glob("*.tar"))
+
+    def bytes(self) -> int:
+        """Of all its shards."""
+        with storage(f"list {self.path}"):
+            return sum(path.stat().st_size for path in self.path.glob("*.tar"))
 
 
 @final
@@ -101,8 +106,10 @@ class Catalog:
             )
         return fits[0] if fits else None
 
-    def add(self, confidentiality: str, modality: str, name: str, split: str) -> Dataset:
-        """Makes the folder of a new dataset, for shards to be put in; one that is there is left as it is."""
+    def add(
+        self, confidentiality: str, modality: str, name: str, split: str, *, shards: Sequence[Path] = ()
+    ) -> Dataset:
+        """Makes the folder of a dataset, unless it is there, for shards to be put in; `shards` are linked into it."""
         parts = (confidentiality, modality, name, split)
         for part in parts:
             if not _PART.fullmatch(part):
@@ -111,9 +118,25 @@ class Catalog:
                     "letter, a digit or _"
                 )
         path = self.root.joinpath(*parts)
+        there = sorted({shard.name for shard in shards} & {entry.name for entry in path.glob("*")})
+        if there:
+            raise UsageError(f"{path} has {there[0]} already: shards of one dataset have names of their own")
         with storage(f"make {path}"):
             path.mkdir(parents=True, exist_ok=True)
+            for shard in shards:
+                for file in (shard, *_beside(shard)):
+                    (path / file.name).symlink_to(file.resolve())
         return _dataset(path)
+
+
+def _beside(shard: Path) -> list[Path]:
+    """The index and the checksum of a shard, where it has them."""
+    kept = (
+        shard.with_suffix(".idx"),
+        shard.with_name(f"{shard.name}.idx"),
+        shard.with_name(f"{shard.name}.sum"),
+    )
+    return [path for path in kept if path.is_file()]
 
 
 def is_name(text: str) -> bool:

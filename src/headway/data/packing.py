@@ -6,19 +6,19 @@ import json
 import os
 import tarfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
 from headway.data import checksums
+from headway.data.folders import folder_samples
 from headway.data.shards import Component, Entry, index_text
 from headway.errors import UsageError
 from headway.files import storage
 
 _BLOCK = 512
 _RECORD = 20 * _BLOCK
-_IMAGES = {".jpg", ".jpeg", ".png", ".webp"}
 
 
 def pack(
@@ -27,12 +27,14 @@ def pack(
     *,
     shard_size: int = 256 * 2**20,
     name: str = "shard",
+    done: Callable[[Path], None] | None = None,
 ) -> list[Path]:
     """Writes samples into `out/shard-000000.tar` and so on, at most `shard_size` bytes each, and returns the paths.
 
     A sample is a dict: `__key__`, and for each extension bytes, text, a number or something that JSON can say. A
     folder with one folder of images per class is packed as `jpg` and `cls`, classes numbered in the order of their
-    names, which are kept in `classes.json`.
+    names, which are kept in `classes.json`; one with files only by their names: `a.jpg` and `a.json` are a sample.
+    `done` is called with each shard that is whole.
 
         samples = ({"__key__": f"{i:06d}", "jpg": jpeg, "cls": label} for i, (jpeg, label) in enumerate(items))
         hw.data.pack(samples, "out")
@@ -40,14 +42,21 @@ def pack(
     out = Path(out)
     if shard_size < _RECORD:
         raise UsageError(f"shard_size={shard_size}: a shard has at least {_RECORD} bytes")
-    with storage(f"make {out}"):
-        out.mkdir(parents=True, exist_ok=True)
     if any(out.glob(f"{name}-*.tar")):
         raise UsageError(f"{out} already has shards named {name}-*.tar: choose another folder or name=...")
+    classes = None
     if isinstance(source, str | Path):
-        source = _image_folder(Path(source), out)
+        source, classes = folder_samples(Path(source))
+    paths = []
     with storage(f"write shards to {out}"):
-        return list(_shards(source, out, shard_size, name))
+        out.mkdir(parents=True, exist_ok=True)
+        if classes is not None:
+            (out / "classes.json").write_text(json.dumps(classes))
+        for path in _shards(source, out, shard_size, name):
+            paths.append(path)
+            if done is not None:
+                done(path)
+    return paths
 
 
 def _shards(samples: Iterable[Mapping[str, Any]], out: Path, shard_size: int, name: str) -> Iterator[Path]:
@@ -131,15 +140,3 @@ def _encoded(extension: str, value: Any, key: str) -> bytes:
     raise UsageError(
         f"{extension!r} of sample {key!r} is a {type(value).__name__}: give bytes, text or a number"
     )
-
-
-def _image_folder(folder: Path, out: Path) -> Iterator[dict[str, Any]]:
-    classes = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
-    if not classes:
-        raise UsageError(f"{folder} has no folders: expected one folder of images for each class")
-    (out / "classes.json").write_text(json.dumps([path.name for path in classes]))
-    for number, path in enumerate(classes):
-        for image in sorted(path.rglob("*")):
-            if image.suffix.lower() in _IMAGES and image.is_file():
-                key = f"{number:06d}/{image.relative_to(path).with_suffix('').as_posix().replace('.', '_')}"
-                yield {"__key__": key, image.suffix[1:].lower(): image.read_bytes(), "cls": number}

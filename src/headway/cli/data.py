@@ -1,0 +1,372 @@
+"""`headway data`: datasets and their shards. Parses, calls the data room, prints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from headway.cli.checkpoint import safe, size
+from headway.cli.progress import watched
+from headway.data.catalog import Catalog, Dataset
+from headway.errors import DONE, UsageError
+
+if TYPE_CHECKING:
+    from headway.data.benching import Bench
+
+_Words = Annotated[tuple[str, ...], tyro.conf.Positional]
+_Word = Annotated[str, tyro.conf.Positional]
+_Path = Annotated[Path, tyro.conf.Positional]
+
+_USAGE = """\
+usage: headway data VERB [OPTIONS] ...
+
+  ls      the datasets of the catalogue, as a tree
+  count   how many samples datasets have
+  add     a new dataset: make its folder, and link shards into it
+  pack    a folder of images, or of files that share names, into shards
+  index   write an index beside shards that have none: for DALI, and to start faster
+  check   read everything: is it whole, named well, can it be decoded? 1 if not
+  bench   how fast are these shards here, and what is the limit
+  stubs   a Python module with the names of datasets, for completion in editors
+
+examples:
+  headway data ls --split train
+  headway data add public rgb laion train --shards '/lustre/laion/*.tar'
+  headway data pack imagenet/train shards/train --shard-mb 512
+  headway data check laion /scratch/new/*.tar
+  headway data bench laion --threads 8 --need 2000
+
+A dataset is a name of the catalogue (laion, laion/val, public/rgb/laion/val), a
+folder, a pattern or a shard. The root of the catalogue is --root, data_root under
+[tool.headway] in pyproject.toml, $HEADWAY_DATA or ~/.headway/data: the first that
+is there. `headway data VERB --help` explains a verb.
+"""
+
+
+def main(argv: list[str]) -> int:
+    verbs: dict[str, Callable[[list[str]], int]] = {
+        "ls": _ls,
+        "count": _count,
+        "add": _add,
+        "pack": _pack,
+        "index": _index,
+        "check": _check,
+        "bench": _bench,
+        "stubs": _stubs,
+    }
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_USAGE, end="")
+        return DONE
+    if argv[0] not in verbs:
+        raise UsageError(f"there is no data verb {argv[0]!r}; see: headway data --help")
+    return verbs[argv[0]](argv[1:])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Verb:
+    root: Path | None = None
+    """root of the catalogue"""
+    json: bool = False
+    """print facts for programs"""
+
+    def catalog(self) -> Catalog:
+        return Catalog(self.root)
+
+
+# --- what is there
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ls(_Verb):
+    """The datasets of the catalogue, as a tree, with their shards and bytes."""
+
+    confidentiality: str | None = None
+    """only these, like public"""
+    modality: str | None = None
+    """only these, like rgb"""
+    split: str | None = None
+    """only these, like train"""
+
+
+def _ls(argv: list[str]) -> int:
+    options = tyro.cli(Ls, args=argv, prog="headway data ls")
+    catalog = options.catalog()
+    datasets = catalog.datasets(
+        confidentiality=options.confidentiality, modality=options.modality, split=options.split
+    )
+    facts = [(dataset, dataset.shards(), dataset.bytes()) for dataset in datasets]
+    if options.json:
+        rows = [
+            {"name": dataset.key, "path": str(dataset.path), "shards": len(shards), "bytes": held}
+            for dataset, shards, held in facts
+        ]
+        print(json.dumps({"root": str(catalog.root), "origin": catalog.origin, "datasets": rows}, indent=1))
+        return DONE
+    Console().print(tree(catalog, [(dataset, len(shards), held) for dataset, shards, held in facts]))
+    return DONE
+
+
+def tree(catalog: Catalog, facts: list[tuple[Dataset, int, int]]) -> Tree:
+    """The catalogue for a terminal."""
+    made = Tree(Text.assemble((str(catalog.root), "bold"), f"  (root from {catalog.origin})"))
+    if not facts:
+        made.add("no datasets; make one with: headway data add CONFIDENTIALITY MODALITY NAME SPLIT")
+    nodes: dict[tuple[str, ...], Tree] = {(): made}
+    for dataset, shards, held in facts:
+        *homes, split = dataset.key.split("/")
+        for depth, name in enumerate(homes, 1):
+            place = tuple(homes[:depth])
+            if place not in nodes:
+                nodes[place] = nodes[place[:-1]].add(Text(name, style="bold" if depth == 3 else ""))
+        nodes[tuple(homes)].add(f"{split:<8} {shards:>6,} shards  {size(held):>9}")
+    return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Count(_Verb):
+    """How many samples datasets have: from an index where there is one, else by walking the shards."""
+
+    datasets: _Words = ()
+    """names, folders, patterns or shards; all of the catalogue if none is given"""
+
+
+def _count(argv: list[str]) -> int:
+    from headway.data.finding import count
+
+    options = tyro.cli(Count, args=argv, prog="headway data count")
+    catalog = options.catalog()
+    if options.datasets:
+        found = _found(options.datasets, catalog)
+    else:
+        found = {dataset.key: dataset.shards() for dataset in catalog.datasets()}
+    rows = {
+        name: (len(paths), sum(count([path])[0] for path in watched(paths, len(paths), f"counting {name}")))
+        for name, paths in found.items()
+    }
+    if options.json:
+        print(json.dumps({name: {"shards": n, "samples": samples} for name, (n, samples) in rows.items()}))
+        return DONE
+    table = Table(box=None, pad_edge=False)
+    for title in ("dataset", "shards", "samples"):
+        table.add_column(title, justify="left" if title == "dataset" else "right", overflow="fold")
+    for name, (shards, samples) in rows.items():
+        table.add_row(safe(name), f"{shards:,}", f"{samples:,}")
+    if len(rows) > 1:
+        table.add_row("all", f"{sum(n for n, _ in rows.values()):,}", f"{sum(s for _, s in rows.values()):,}")
+    Console().print(table)
+    return DONE
+
+
+def _found(names: tuple[str, ...], catalog: Catalog) -> dict[str, list[Path]]:
+    """Shards by name; the shards that a shell has made of a pattern stand together."""
+    from headway.data.finding import paths_of
+
+    files = [Path(name) for name in names if name.endswith(".tar") and "*" not in name]
+    others = {name: paths_of(name, name, catalog) for name in names if Path(name) not in files}
+    return others | ({str(files[0].parent): files} if files else {})
+
+
+# --- making
+
+
+@dataclass(frozen=True, kw_only=True)
+class Add(_Verb):
+    """Makes the folder of a new dataset in the catalogue; with --shards, links shards into it."""
+
+    confidentiality: _Word
+    """like public or private"""
+    modality: _Word
+    """like rgb"""
+    name: _Word
+    split: _Word
+    """like train"""
+    shards: str | None = None
+    """a folder or pattern of shards that lie elsewhere; they stay there"""
+
+
+def _add(argv: list[str]) -> int:
+    from headway.data.finding import paths_of
+
+    options = tyro.cli(Add, args=argv, prog="headway data add")
+    catalog = options.catalog()
+    shards = paths_of(options.name, Path(options.shards)) if options.shards else []
+    dataset = catalog.add(
+        options.confidentiality, options.modality, options.name, options.split, shards=shards
+    )
+    if options.json:
+        print(json.dumps({"name": dataset.key, "path": str(dataset.path), "linked": len(shards)}))
+    else:
+        print(f"{dataset.key}: {dataset.path}" + (f", {len(shards)} shards linked" if shards else ""))
+    return DONE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pack(_Verb):
+    """Packs a folder into shards with index and checksums.
+
+    The folder has one folder of images for each class, or nothing but files: a.jpg and a.json are one sample.
+    """
+
+    folder: _Path
+    out: _Path
+    """where shards go; a folder without shards"""
+    shard_mb: int = 256
+    """megabytes of a shard, at most"""
+
+
+def _pack(argv: list[str]) -> int:
+    from headway.data.packing import pack
+
+    options = tyro.cli(Pack, args=argv, prog="headway data pack")
+    with Console(stderr=True).status("packing ...") as status:  # shown on a terminal only
+        paths = pack(
+            options.folder,
+            options.out,
+            shard_size=options.shard_mb * 10**6,
+            done=lambda path: status.update(f"{path.name} is done"),
+        )
+    held = sum(path.stat().st_size for path in paths)
+    if options.json:
+        print(json.dumps({"out": str(options.out), "shards": len(paths), "bytes": held}))
+    else:
+        print(f"{options.out}: {len(paths)} shards, {size(held)}")
+    return DONE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Index(_Verb):
+    """Writes DALI's index beside shards that have none; headway does not need it, but starts faster with it."""
+
+    datasets: _Words
+    """names, folders, patterns or shards"""
+    overwrite: bool = False
+    """write it anew where there is one"""
+
+
+def _index(argv: list[str]) -> int:
+    from headway.data.finding import index
+
+    options = tyro.cli(Index, args=argv, prog="headway data index")
+    written = {}
+    for name, paths in _found(options.datasets, options.catalog()).items():
+        shards = watched(paths, len(paths), f"indexing {name}")
+        written[name] = sum(len(index([path], overwrite=options.overwrite)) for path in shards)
+    if options.json:
+        print(json.dumps(written))
+    else:
+        print("\n".join(f"{name}: {number} indexes written" for name, number in written.items()))
+    return DONE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stubs(_Verb):
+    """Writes a Python module with the names of all datasets, for completion in editors."""
+
+    out: _Path
+    """the module, like datasets.py"""
+
+
+def _stubs(argv: list[str]) -> int:
+    from headway.data.stubs import write_stubs
+
+    options = tyro.cli(Stubs, args=argv, prog="headway data stubs")
+    number = write_stubs(options.catalog(), options.out)
+    if options.json:
+        print(json.dumps({"file": str(options.out), "datasets": number}))
+    else:
+        print(f"{options.out}: {number} datasets")
+    return DONE
+
+
+# --- proving
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check(_Verb):
+    """Reads all of some datasets: tar structure, names, index, checksum, and whether every sample can be decoded.
+
+    Prints what is wrong, shard by shard. Exit code 0 if nothing is, else 1.
+    """
+
+    datasets: _Words
+    """names, folders, patterns or shards"""
+    unique: bool = False
+    """names of samples must differ between the shards of a dataset, too"""
+
+
+def _check(argv: list[str]) -> int:
+    from headway.data.checking import check_shard
+    from headway.data.duplicates import duplicates
+
+    options = tyro.cli(Check, args=argv, prog="headway data check")
+    found = _found(options.datasets, options.catalog())
+    paths = [path for shards in found.values() for path in shards]
+    with ThreadPoolExecutor(thread_name_prefix="headway check") as pool:
+        checked = watched(pool.map(check_shard, paths), len(paths), "checking shards")
+        problems = {str(path): list(told) for path, told in zip(paths, checked, strict=True)}
+    for shards in found.values() if options.unique else []:
+        for key, places in duplicates(shards):
+            others = ", ".join(place.name for place in places[1:])
+            problems[str(places[0])].append(f"{places[0]}: {key!r} is also in {others}")
+    bad = {path: told for path, told in problems.items() if told}
+    if options.json:
+        print(json.dumps({"shards": len(paths), "problems": bad}, indent=1))
+    else:
+        for line in (line for told in bad.values() for line in told):
+            print(safe(line))
+        print(f"{len(paths)} shards: " + (f"{len(bad)} with problems" if bad else "all well"))
+    return 1 if bad else DONE
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(_Verb):
+    """How fast shards are here: reading alone, decoding alone, and the loader; and what is the limit."""
+
+    datasets: _Words
+    """names, folders, patterns or shards"""
+    threads: int | None = None
+    """that read and decode; all cores by default"""
+    batch_size: int = 64
+    seconds: float = 3.0
+    """for each stage, about"""
+    need: float | None = None
+    """samples per second that training takes"""
+
+
+def _bench(argv: list[str]) -> int:
+    from headway.data.benching import bench
+
+    options = tyro.cli(BenchOptions, args=argv, prog="headway data bench")
+    paths = [path for shards in _found(options.datasets, options.catalog()).values() for path in shards]
+    with Console(stderr=True).status("measuring ..."):  # shown on a terminal only
+        seen = bench(paths, threads=options.threads, batch_size=options.batch_size, seconds=options.seconds)
+    if options.json:
+        print(json.dumps(seen.to_dict() | {"verdict": seen.verdict(options.need)}, indent=1))
+        return DONE
+    Console().print(rates(seen))
+    print(seen.verdict(options.need))
+    return DONE
+
+
+def rates(seen: Bench) -> Table:
+    """The measurement for a terminal."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("stage", "samples/s", "bytes/s", "of the limit"):
+        table.add_column(title, justify="left" if title == "stage" else "right")
+    limit = min(seen.read, seen.decode)
+    for name, rate in (("read", seen.read), ("decode", seen.decode), ("loader", seen.load)):
+        part = f"{rate / limit:.0%}" if name == "loader" else ""
+        table.add_row(name, f"{rate:,.0f}", size(round(rate * seen.sample_bytes)), part)
+    table.add_row("memcpy, one thread", "", size(round(seen.memcpy)), "")
+    table.add_row("first batch", f"{seen.first_batch:.2f} s", "", "")
+    return table

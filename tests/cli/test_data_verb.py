@@ -1,0 +1,209 @@
+"""`headway data`: the catalogue in 80 columns; shards made, checked and measured; torch only where it must."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import simplejpeg
+
+from headway.cli import main
+from headway.cli.progress import watched
+from headway.data import pack
+from headway.data.benching import Bench
+
+
+@pytest.fixture(autouse=True)
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HEADWAY_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def laion(root: Path) -> Path:
+    """Two shards of six samples each; the second is called like the first but for its number."""
+    folder = root / "public" / "rgb" / "laion" / "train"
+    for shard in range(2):
+        pack([{"__key__": f"{shard}{n}", "cls": n} for n in range(6)], folder, name=f"shard{shard}")
+    return folder
+
+
+def facts(capsys: pytest.CaptureFixture[str], *args: str, code: int = 0) -> object:
+    capsys.readouterr()
+    assert main(["data", *args, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_tree(root: Path, laion: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["data", "add", "private", "radar", "scenes", "val"])
+    capsys.readouterr()
+    assert main(["data", "ls"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("data  (root from $HEADWAY_DATA)") or "root from $HEADWAY_DATA" in "".join(
+        lines[:3]
+    )
+    assert [line.split()[-5:] for line in lines if "shards" in line] == [
+        ["val", "0", "shards", "0", "B"],
+        ["train", "2", "shards", "20.5", "kB"],
+    ]
+    assert max(map(len, lines)) <= 80
+    listed = facts(capsys, "ls", "--split", "train")
+    assert listed == {
+        "root": str(root),
+        "origin": "$HEADWAY_DATA",
+        "datasets": [{"name": "public/rgb/laion/train", "path": str(laion), "shards": 2, "bytes": 20480}],
+    }
+
+
+def test_an_empty_catalogue_says_how_to_begin(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "ls"]) == 0
+    assert "headway data add" in capsys.readouterr().out
+
+
+def test_count(laion: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["data", "add", "private", "radar", "scenes", "val"])
+    assert facts(capsys, "count") == {
+        "private/radar/scenes/val": {"shards": 0, "samples": 0},
+        "public/rgb/laion/train": {"shards": 2, "samples": 12},
+    }
+    shards = [str(path) for path in sorted(laion.glob("*.tar"))]
+    assert facts(capsys, "count", "laion", *shards) == {
+        "laion": {"shards": 2, "samples": 12},
+        str(laion): {"shards": 2, "samples": 12},
+    }
+    assert main(["data", "count"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["all", "2", "12"]
+    assert main(["data", "count", "layon"]) == 2
+    assert "did you mean 'laion'" in capsys.readouterr().err
+
+
+def test_pack_add_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for n in range(3):
+        (tmp_path / "files").mkdir(exist_ok=True)
+        (tmp_path / "files" / f"{n}.txt").write_text(str(n))
+        (tmp_path / "files" / f"{n}.seg.json").write_text("[]")
+    packed = facts(capsys, "pack", "files", "shards", "--shard-mb", "1")
+    assert packed == {"out": "shards", "shards": 1, "bytes": 10240}
+    added = facts(capsys, "add", "public", "text", "numbers", "train", "--shards", "shards")
+    assert added["linked"] == 1
+    folder = tmp_path / "data/public/text/numbers/train"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "shard-000000.idx",
+        "shard-000000.tar",
+        "shard-000000.tar.sum",
+    ]
+    assert all(path.resolve().parent == tmp_path / "shards" for path in folder.iterdir())
+    assert facts(capsys, "count", "numbers") == {"numbers": {"shards": 1, "samples": 3}}
+    assert main(["data", "add", "public", "text", "numbers", "train", "--shards", "shards"]) == 2
+    assert "has shard-000000.tar already" in capsys.readouterr().err
+    assert facts(capsys, "index", "numbers") == {"numbers": 0}
+    (tmp_path / "shards" / "shard-000000.idx").unlink()
+    assert facts(capsys, "index", "shards") == {"shards": 1}
+    assert facts(capsys, "index", "shards", "--overwrite") == {"shards": 1}
+
+
+def test_a_folder_of_both_kinds_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mixed" / "cat").mkdir(parents=True)
+    (tmp_path / "mixed" / "a.txt").touch()
+    assert main(["data", "pack", "mixed", "shards"]) == 2
+    assert "has 1 folders and 1 files" in capsys.readouterr().err
+    assert not (tmp_path / "shards").exists()
+
+
+def test_check_finds_what_is_wrong(laion: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "check", "laion"]) == 0
+    assert capsys.readouterr().out == "2 shards: all well\n"
+    pack([{"__key__": "x", "cls": "no number"}], laion, name="bad")
+    torn = laion / "shard0-000000.tar"
+    torn.write_bytes(torn.read_bytes()[:-9000])
+    told = facts(capsys, "check", "laion", code=1)
+    assert told["shards"] == 3
+    assert set(told["problems"]) == {str(torn), str(laion / "bad-000000.tar")}
+    assert "'x'" in told["problems"][str(laion / "bad-000000.tar")][0]
+    assert main(["data", "check", "laion"]) == 1
+    assert capsys.readouterr().out.endswith("3 shards: 2 with problems\n")
+
+
+def test_check_finds_names_in_two_shards_when_asked(laion: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "check", "laion", "--unique"]) == 0
+    pack([{"__key__": name, "cls": 1} for name in ("new", "03", "15")], laion, name="zz")
+    assert main(["data", "check", "laion"]) == 0, "a shard may have names of its own"
+    told = facts(capsys, "check", "laion", "--unique", code=1)["problems"]
+    assert [line for lines in told.values() for line in lines] == [
+        f"{laion}/shard0-000000.tar: '03' is also in zz-000000.tar",
+        f"{laion}/shard1-000000.tar: '15' is also in zz-000000.tar",
+    ]
+
+
+def test_stubs(laion: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: ARG001
+    assert main(["data", "stubs", "datasets.py"]) == 0
+    assert capsys.readouterr().out == "datasets.py: 1 datasets\n"
+    assert 'train: Final = "public/rgb/laion/train"' in (tmp_path / "datasets.py").read_text()
+
+
+# --- bench
+
+
+def test_bench_measures_every_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    image = simplejpeg.encode_jpeg(np.zeros((64, 64, 3), np.uint8))
+    pack([{"__key__": str(n), "jpg": image, "cls": n} for n in range(20)], tmp_path / "shards")
+    seen = facts(capsys, "bench", "./shards", "--seconds", "0.05", "--batch-size", "8", "--threads", "1")
+    assert seen["threads"] == 1 and seen["samples"] >= 8
+    assert min(seen[rate] for rate in ("read", "decode", "load", "memcpy", "first_batch")) > 0
+    assert len(image) < seen["sample_bytes"] < len(image) + 3
+    assert main(["data", "bench", "./shards", "--seconds", "0.05"]) == 0
+    assert "is the limit" in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("rates", "need", "says"),
+    [
+        ({"load": 990}, 900, "fast enough: 990 samples/s, and 900 are needed"),
+        ({"load": 500}, None, "the loader is the limit: 500 samples/s, though reading gives 9,000"),
+        ({"read": 300, "load": 290}, None, "reading is the limit: 290 samples/s, 30 MB/s; put"),
+        ({"load": 990}, None, "the decoder is the limit: 990 samples/s with 2 threads; 6 more would use all"),
+        ({"load": 990}, 1500, "with 2 threads; 2 more would do"),
+        ({"load": 990}, 9000, "6 more would not do: 17 more cores needed"),
+        ({"load": 990, "cores": 2}, None, "all 2 cores decode already"),
+    ],
+)
+def test_the_verdict_names_the_limit(rates: dict[str, float], need: float | None, says: str) -> None:
+    how = {"read": 9000.0, "decode": 1000.0, "first_batch": 0.1, "memcpy": 6e9} | rates
+    seen = Bench(**{"samples": 1000, "sample_bytes": 1e5, "threads": 2, "cores": 8} | how)
+    assert says in seen.verdict(need)
+
+
+# --- manners
+
+
+def test_progress_is_a_line_now_and_then_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = iter([0, 1, 2, 6, 6, 7, 11.5, 11.5])
+    assert list(watched("abcde", 5, "checking", clock=lambda: next(clock))) == list("abcde")
+    assert capsys.readouterr().err.splitlines() == ["checking: 2 of 5", "checking: 4 of 5"]
+
+
+@pytest.mark.parametrize("verb", ["ls", "count", "check", "add", "index", "pack", "stubs"])
+def test_no_verb_but_bench_imports_torch(verb: str, laion: Path, tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "a.txt").touch()
+    args = {"ls": [], "add": ["a", "b", "c", "d"], "stubs": ["names.py"], "pack": ["files", "out"]}
+    code = (
+        "import sys; from headway.cli import main\n"
+        f"assert main({['data', verb, *args.get(verb, [str(laion)])]!r}) == 0\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_unknown_verb_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "lss"]) == 2
+    assert main(["data", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "examples:" in out and max(map(len, out.splitlines())) <= 84
