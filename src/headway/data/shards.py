@@ -34,6 +34,7 @@ __all__ = [
     "count_samples",
     "index_text",
     "members",
+    "open_file",
     "samples",
     "walk",
 ]
@@ -100,10 +101,10 @@ class Shard:
                     self._check(part, data[part.offset - BLOCK : part.offset])
 
     @classmethod
-    def open(cls, path: Path, limits: Limits | None = None, *, copy: mmap.mmap | None = None) -> Shard:
-        """Opens a shard, and reads its index or walks its headers; `copy` has the same bytes, and is our own."""
+    def open(cls, path: Path, limits: Limits | None = None, *, data: File | mmap.mmap | None = None) -> Shard:
+        """Opens a shard, and reads its index or walks its headers; `data` are its bytes, if they are at hand."""
         limits = limits or Limits()
-        data = copy if copy is not None else _file(path)
+        data = open_file(path) if data is None else data
         entries = read_dali(path, len(data), limits)
         indexed = entries is not None
         if entries is None:
@@ -137,7 +138,8 @@ class Shard:
         )
 
 
-def _file(path: Path) -> File:
+def open_file(path: Path) -> File:
+    """Opens a file that may be a shard; what cannot be one is refused."""
     file = File(path)
     head = file[:6]
     for magic, command in _COMPRESSED.items():
@@ -152,7 +154,7 @@ def _file(path: Path) -> File:
 
 def walk(path: Path, limits: Limits | None = None) -> Entries:
     """The samples of a shard, from its headers alone."""
-    return samples(members(_file(path), str(path), limits), str(path))
+    return samples(members(open_file(path), str(path), limits), str(path))
 
 
 def count_samples(path: Path, limits: Limits | None = None) -> int:

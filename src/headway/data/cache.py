@@ -1,0 +1,189 @@
+"""`NodeCache`: one copy of each shard per node, in memory, for all processes; never in the way of a run.
+
+    loader = hw.data.ShardLoader(mix, batch_size=256, cache=hw.data.NodeCache(budget="50%"))
+
+Shards on a disk of this machine are in its page cache anyway, and read in place. For those on a file system that many
+nodes share, a copy is made once per node, before it is needed, and removed when it is not needed for longest.
+
+Whatever goes wrong with the cache, shards are read at their source: it may make a run slower, but it never stops one.
+The one exception is a shard whose bytes are not those of its checksum: that is a `BadShard` with and without a cache.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import weakref
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from headway.data.budget import is_local, parse, whole
+from headway.data.cachefolder import CacheFolder, Copy, Found, size_of
+from headway.data.fetching import Terms, get, identify
+from headway.data.leases import Deadline, NotCached, WaitedTooLong
+from headway.data.shards import File, Limits, Shard, open_file
+from headway.errors import UsageError
+
+_STEP = 8 * 2**20
+_HURRY = 300.0  # seconds for which nobody waits again, after one wait was in vain
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class NodeCache:
+    """How shards are kept on a node; all processes of a user on a node share what they keep.
+
+    >>> NodeCache(budget="256GB")
+    NodeCache(budget='256GB', path='/dev/shm', prefetch=2, patience=30.0, copy_local=False)
+    """
+
+    budget: str | int = "50%"
+    """what all copies together may take: bytes, "256GB", or a part of the memory that this job may use"""
+    path: str | Path = "/dev/shm"
+    """where the copies are, in a directory of the user's own; not on a file system that nodes share"""
+    prefetch: int = 2
+    """shards that are copied at once on this node"""
+    patience: float = 30.0
+    """seconds to wait for another process that copies a shard, before it is read at its source"""
+    copy_local: bool = False
+    """copy shards on file systems of this machine, too"""
+
+    def __post_init__(self) -> None:
+        parse(self.budget, 100)
+        if self.prefetch < 1 or self.patience < 0:
+            raise UsageError(
+                f"prefetch={self.prefetch}, patience={self.patience:g}: give at least 1 shard and 0 seconds"
+            )
+
+    def ls(self) -> list[Found]:
+        """What this user has in the cache now, by whichever process."""
+        folder = self._folder()
+        if folder is None:
+            return []
+        try:
+            return folder.found()
+        finally:
+            folder.close()
+
+    def sweep(self) -> int:
+        """Removes what killed processes left behind, and all if nobody uses the cache; returns how many bytes."""
+        folder = self._folder()
+        if folder is None:
+            return 0
+        before, swept = folder.used(), folder.sweep(Deadline(self.patience))
+        return before if folder.leave() else swept
+
+    def _folder(self) -> CacheFolder | None:
+        """The directory, if there is one: looking makes none."""
+        parent = Path(self.path)
+        if not CacheFolder.under(parent).exists():
+            return None
+        try:
+            return CacheFolder.join(parent, Deadline(self.patience))
+        except NotCached as trouble:
+            raise UsageError(f"the node cache cannot be used: {trouble}") from trouble
+
+
+@final
+class CachedShards:
+    """Opens the shards of one loader: copies where it can, sources where it cannot. For many threads."""
+
+    def __init__(self, how: NodeCache, limits: Limits | None = None) -> None:
+        self._how, self._limits = how, limits
+        self._lock = threading.Lock()
+        self._folder: CacheFolder | None = None
+        self._hurry_until = 0.0
+        self._keys: dict[Path, str] = {}
+        self._order: dict[str, int] = {}
+        self._sound: set[str] = set()
+        self._held: dict[Path, Copy] = {}
+        self.counts: Counter[str] = Counter()
+        """shards opened: "hit" and "copied" in the cache, "local" and "source" in place; "bytes": of those copied"""
+
+    def open(self, path: Path) -> Shard:
+        """A shard to read, from wherever it can be read."""
+        source = open_file(path)
+        if is_local(path) and not self._how.copy_local:
+            self._count("local")
+            return Shard.open(path, self._limits, data=source)
+        hurry = time.monotonic() < self._hurry_until
+        try:
+            copy = self._copy(source, turn=-1, patience=0 if hurry else self._how.patience)
+        except (NotCached, OSError) as trouble:
+            if isinstance(trouble, WaitedTooLong) and not hurry:
+                self._hurry_until = time.monotonic() + _HURRY
+            self._say(path, trouble)
+            return Shard.open(path, self._limits, data=source)
+        return Shard.open(path, self._limits, data=copy.data)
+
+    def expect(self, paths: Sequence[Path]) -> list[Path]:
+        """Tells which shards are needed next, in this order; returns those that there is room for all at once."""
+        limit = parse(self._how.budget, whole(Path(self._how.path)))
+        order, fitting = dict[str, int](), list[Path]()
+        for turn, path in enumerate(paths):
+            key = self._keys.get(path) or identify(open_file(path))
+            self._keys[path] = key
+            order[key] = turn
+            limit -= size_of(key)
+            if limit >= 0:
+                fitting.append(path)
+        self._order = order
+        for path in self._held.keys() - set(fitting):
+            del self._held[path]
+        return fitting
+
+    def prepare(self, path: Path, turn: int) -> None:
+        """Copies a shard that is needed later, and keeps its copy from being removed; waits for nobody."""
+        if path not in self._held and (self._how.copy_local or not is_local(path)):
+            self._held[path] = self._copy(open_file(path), turn=turn, patience=0)
+
+    def _copy(self, source: File, *, turn: int, patience: float) -> Copy:
+        folder, key = self._join(), identify(source)
+        self._keys[source.path] = key
+        terms = Terms(
+            budget=self._how.budget,
+            slots=self._how.prefetch,
+            order=self._order,
+            turn=turn,
+            deadline=Deadline(patience),
+        )
+        copy, made = get(folder, key, source, terms)
+        self._count("copied" if made else "hit", bytes=len(source) if made else 0)
+        if not made and key not in self._sound and not _is_sound(copy):
+            folder.discard(key)
+            raise NotCached("its copy in the cache was damaged")
+        self._sound.add(key)
+        return copy
+
+    def _join(self) -> CacheFolder:
+        with self._lock:
+            if self._folder is None:
+                self._folder = CacheFolder.join(Path(self._how.path), Deadline(self._how.patience))
+                weakref.finalize(self, self._folder.leave)
+            return self._folder
+
+    def _count(self, what: str, *, bytes: int = 0) -> int:
+        with self._lock:
+            self.counts["bytes"] += bytes
+            self.counts[what] += 1
+            return self.counts[what]
+
+    def _say(self, path: Path, trouble: Exception) -> None:
+        if self._count("source") == 1:
+            print(
+                f"headway: node cache: {trouble}; reading {path} at its source, and so on without another word",
+                file=sys.stderr,
+            )
+
+
+def _is_sound(copy: Copy) -> bool:
+    """Whether a copy that another process made has the bytes that it had then."""
+    crc, view = 0, memoryview(copy.data)
+    for start in range(0, len(view), _STEP):
+        crc = zlib.crc32(view[start : start + _STEP], crc)
+    return f"{crc:08x}" == copy.note.crc32
