@@ -2,38 +2,70 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
 
 from headway.plan.calibration import Calibration
 from headway.plan.hardware import Node
-from headway.plan.measuring import fit_scale, machine
+from headway.plan.measuring import fit, machine
 from headway.plan.traced import Traced
 
 NODE = Node("h200-sxm1")
 
 
+HOST = {"forward": 30e-6, "backward": 10e-6, "optimizer": 200e-6}
+"""seconds of a slow host per kernel"""
+
+
 def trace_of(samples: int) -> Traced:
-    """A thousand kernels whose work grows with the batch."""
+    """Two thousand kernels whose work grows with the batch, and an optimizer whose work does not."""
+    product, others, update = (
+        ("mm", 1e9 * samples, 10_000),
+        ("add", 0.0, 400_000 * samples),
+        ("adam", 0.0, 10**8),
+    )
+    queue = [("forward", product), ("forward", others)] * 400
+    queue += [("backward", product), ("backward", others)] * 600 + [("optimizer", update)] * 20
     return Traced(
-        work={("mm", 1e9 * samples, 10_000 * samples): 500.0, ("add", 0.0, 400_000 * samples): 500.0}
+        work={kernel: float(count) for kernel, count in Counter(k for _, k in queue).items()}, queue=queue
     )
 
 
-def busy(samples: int) -> float:
-    return sum(trace_of(samples).seconds(NODE, Calibration())[:2])
+def real(samples: int, *, slower: float, host: dict[str, float]) -> dict[str, Any]:
+    """What a device `slower` than its roofline would be seen to do behind such a host, played with events."""
+    found, truth = trace_of(samples), Calibration(kernel_s=1e-12)
+    free = now = 0.0
+    for phase, kernel in found.queue:
+        now += host[phase]
+        free = max(free, now) + slower * Traced(work={kernel: 1.0}).step_s(NODE, truth)
+    launches = Counter(phase for phase, _ in found.queue)
+    return {"step_s": free, "host_s": {phase: host[phase] * count for phase, count in launches.items()}}
 
 
-@pytest.mark.parametrize("host", [5e-6, 50e-6])
-@pytest.mark.parametrize("factor", [1.0, 1.6])
-def test_one_measured_batch_predicts_the_others(host: float, factor: float) -> None:
-    """A device that is `factor` slower than its roofline behind a host that needs `host` seconds per kernel."""
-    real = {size: max(factor * busy(size), 1000 * host) for size in (1, 2, 4, 8, 16, 32, 64, 128)}
-    known: dict[int | None, float] = {1: real[1], 64: real[64]}
-    fitted = fit_scale({size: trace_of(size) for size in (1, 64)}, known, 64, NODE, Calibration())  # type: ignore[misc]
-    for size, seconds in real.items():
-        products, others, launches = trace_of(size).seconds(NODE, fitted)
-        predicted = max(products + others, launches) * fitted.scale
-        assert predicted == pytest.approx(seconds, rel=0.10), size
+@pytest.mark.parametrize("pace", [0.2, 1.0])
+@pytest.mark.parametrize("slower", [1.0, 1.6])
+def test_one_measured_batch_predicts_the_others(pace: float, slower: float) -> None:
+    host = {phase: pace * seconds for phase, seconds in HOST.items()}
+    known: dict[int | None, Any] = {size: real(size, slower=slower, host=host) for size in (1, 64)}
+    fitted = fit({1: trace_of(1), 64: trace_of(64)}, known, 64, NODE, Calibration())
+    assert fitted.scale == pytest.approx(slower, rel=1e-3)
+    for size in (1, 2, 4, 8, 16, 32, 64, 128):
+        predicted = trace_of(size).step_s(NODE, fitted)
+        assert predicted == pytest.approx(real(size, slower=slower, host=host)["step_s"], rel=0.01), size
+
+
+def test_on_a_cpu_the_smallest_batch_tells_what_a_launch_costs() -> None:
+    rows: dict[int | None, Any] = {1: {"step_s": 0.5}, 64: {"step_s": 4.0}}
+    fitted = fit({1: trace_of(1), 64: trace_of(64)}, rows, 64, NODE, Calibration())
+    assert trace_of(64).step_s(NODE, fitted) == pytest.approx(4.0, rel=1e-6)
+    assert trace_of(1).step_s(NODE, fitted) == pytest.approx(0.5, rel=0.2)
+
+
+def test_a_batch_that_the_host_held_up_says_nothing_of_the_device() -> None:
+    row = real(1, slower=1.0, host=HOST)
+    assert fit({1: trace_of(1)}, {1: row}, 1, NODE, Calibration()).scale == 1.0
 
 
 def test_a_known_device_keeps_its_data_sheet() -> None:

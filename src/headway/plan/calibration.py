@@ -1,7 +1,7 @@
 """The constants that no data sheet gives: how near real kernels and links come to their peaks.
 
-Eight numbers and a scale. The defaults were fitted on ten of vTrain's 109 measured A100 steps (docs/plan.md
-has the error on the other 99); `headway plan calibrate` replaces them by what this machine does.
+Eight numbers, and four that one measured model sets. The defaults were fitted on ten of vTrain's 109 measured A100
+steps (docs/plan.md has the error on the other 99); `headway plan calibrate` replaces them by what this machine does.
 """
 
 from __future__ import annotations
@@ -37,7 +37,13 @@ class Calibration:
     network_latency_s: float = 4.8e-6
     """Per step of a ring between nodes."""
     scale: float = 1.0
-    """Measured over predicted step time, once a run has been measured."""
+    """Of the device's own time, measured over predicted, once a run has been measured."""
+    host_forward: float = 1.0
+    """Host time per kernel in the forward pass, in units of kernel_s."""
+    host_backward: float = 1.0
+    """In the backward pass."""
+    host_optimizer: float = 1.0
+    """In the optimizer, whose kernels take lists of tensors."""
     source: str = "fitted on ten vTrain runs (A100, 2023)"
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -106,42 +107,64 @@ def measure_plan(
         raise HeadwayError(f"measured, but there is no prediction to compare: {failed}")
     node, constants = node or _node_of(result["device"]), calibration or Calibration()
     measured = {row["batch_size"]: row for row in result["rows"]}
-    seconds = {size: row["step_s"] for size, row in measured.items()}
-    fitted = fit_scale(traces, seconds, settings.batch_size, node, constants)
+    fitted = fit(traces, measured, settings.batch_size, node, constants)
     used = {settings.batch_size, min(measured, key=lambda size: size or 0)}
     rows = [_compare(size, traces[size], measured[size], node, fitted, known=size in used) for size in sizes]
     return Measurement(device=result["device"], rows=rows, calibration=fitted)
 
 
-def fit_scale(
+def fit(
     traces: dict[int | None, Traced],
-    measured: dict[int | None, float],
+    measured: dict[int | None, dict[str, Any]],
     chosen: int | None,
     node: Node,
     constants: Calibration,
 ) -> Calibration:
-    """Two constants from two rows: host time per kernel from the smallest batch, the device's scale from `chosen`.
+    """The constants of one model: the host's time per kernel from the smallest batch, the device's scale from `chosen`.
 
-    A step takes the longer of the two, so the scale can be read off `chosen` only if the device was the slower there.
+    The host needs as long for a small batch as for a large one, but more in forward than in backward, where no Python
+    runs. The scale makes the queue of `chosen` as long as it was; it can be told only if the device was the slower.
     """
     smallest = min(measured, key=lambda size: size or 0)
     source = f"measured with a batch of {chosen}" if chosen else "measured with one batch"
-    scale = measured[chosen] / sum(traces[chosen].seconds(node, constants)[:2])
-    if smallest == chosen:
-        return replace(constants, scale=scale, kernel_s=constants.kernel_s / scale, source=source)
-    launch = measured[smallest] / sum(traces[smallest].work.values())
-    if measured[chosen] < 1.15 * launch * sum(traces[chosen].work.values()):
-        scale = 1.0
-    return replace(constants, scale=scale, kernel_s=launch / scale, source=source)
+    fitted = replace(
+        constants, source=source, **_host(traces[smallest], measured[smallest], smallest == chosen)
+    )
+    return replace(fitted, scale=_scale(traces[chosen], measured[chosen]["step_s"], node, fitted))
+
+
+def _host(found: Traced, row: dict[str, Any], only: bool) -> dict[str, float]:
+    """Host seconds per kernel, and how they differ by phase. On a CPU host and device are one, and cannot be told
+    apart in the only row there is."""
+    if "host_s" not in row:
+        return {} if only else {"kernel_s": row["step_s"] / found.kernels}
+    launches = Counter(phase for phase, _ in found.queue)
+    kernel_s = sum(row["host_s"].values()) / found.kernels
+    each = {phase: seconds / launches[phase] for phase, seconds in row["host_s"].items() if launches[phase]}
+    return {"kernel_s": kernel_s} | {f"host_{phase}": seconds / kernel_s for phase, seconds in each.items()}
+
+
+def _scale(found: Traced, seconds: float, node: Node, constants: Calibration) -> float:
+    """How many times slower than its roofline the device must be for a step to take so long."""
+
+    def step_s(scale: float) -> float:
+        return found.step_s(node, replace(constants, scale=scale))
+
+    low, high = 1e-3, 1e3
+    if step_s(low) > seconds / 1.15:
+        return 1.0  # the host was the slower: nothing is known of the device
+    for _ in range(50):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if step_s(middle) < seconds else (low, middle)
+    return high
 
 
 def _compare(
     size: int | None, found: Traced, row: dict[str, Any], node: Node, constants: Calibration, *, known: bool
 ) -> Comparison:
-    products, others, launches = found.seconds(node, constants)
     return Comparison(
         batch_size=size,
-        predicted_s=max(products + others, launches) * constants.scale,
+        predicted_s=found.step_s(node, constants),
         measured_s=row["step_s"],
         predicted_allocated=found.allocated,
         measured_allocated=row.get("allocated"),

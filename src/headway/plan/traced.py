@@ -40,6 +40,8 @@ class Traced:
     by_label: dict[str, float] = field(default_factory=dict)
     by_module: dict[str, float] = field(default_factory=dict)
     work: dict[Work, float] = field(default_factory=dict)
+    queue: list[tuple[str, Work]] = field(default_factory=list)
+    """Phase and kernel in the order of launching; empty for a trace that was extended from others."""
     state_bytes: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -56,29 +58,65 @@ class Traced:
             "state_bytes",
             "notes",
         )
-        work = {
-            (str(name), float(flops), int(size)): float(count)
-            for name, flops, size, count in result.get("work", [])
-        }
-        return cls(work=work, **{key: result[key] for key in keys if key in result})
+        rows = result.get("work", [])
+        kernels: list[Work] = [(str(name), float(flops), int(size)) for name, flops, size, _ in rows]
+        return cls(
+            work={kernel: float(row[3]) for kernel, row in zip(kernels, rows, strict=True)},
+            queue=[(str(phase), kernels[number]) for phase, number in result.get("queue", [])],
+            **{key: result[key] for key in keys if key in result},
+        )
 
     @property
     def flops(self) -> float:
         return sum(flops * count for (_, flops, _), count in self.work.items())
 
     def seconds(self, node: Node, constants: Calibration) -> tuple[float, float, float]:
-        """Matrix products, other kernels, and the host's launches, which run beside both."""
-        rate = node.device.matrix_flops("bf16") * constants.matrix
-        stream = node.device.hbm_GBps * 1e9 * node.device.hbm_achievable * constants.memory
-        products = others = launches = 0.0
-        for (name, flops, size), count in self.work.items():
-            launches += count * constants.kernel_s
-            if flops:
-                done = flops / 2 if name.endswith("(causal)") else flops
-                products += count * max(done / rate, size / stream, SHORTEST_KERNEL_S)
+        """Matrix products and other kernels on the device, and the host's launches, which run beside both."""
+        products = others = 0.0
+        for kernel, count in self.work.items():
+            if kernel[1]:
+                products += count * _kernel_s(kernel, node, constants)
             else:
-                others += count * max(size / stream, SHORTEST_KERNEL_S)
-        return products, others, launches
+                others += count * _kernel_s(kernel, node, constants)
+        every: list[tuple[str, float]] = [(phase, 1.0) for phase, _ in self.queue]
+        launches = sum(_launch_s(phase, constants) * count for phase, count in every or [("", self.kernels)])
+        return products * constants.scale, others * constants.scale, launches
+
+    @property
+    def kernels(self) -> float:
+        return sum(self.work.values())
+
+    def step_s(self, node: Node, constants: Calibration) -> float:
+        """Seconds of a step: the host launches one kernel after another, the device runs each when it was launched and
+        the one before it is done."""
+        if not self.queue:
+            products, others, launches = self.seconds(node, constants)
+            return max(products + others, launches)
+        took = {kernel: _kernel_s(kernel, node, constants) * constants.scale for kernel in self.work}
+        needs = {phase: _launch_s(phase, constants) for phase in {phase for phase, _ in self.queue}}
+        host = device = 0.0
+        for phase, kernel in self.queue:
+            host += needs[phase]
+            device = max(device, host) + took[kernel]
+        return device
+
+
+def _kernel_s(kernel: Work, node: Node, constants: Calibration) -> float:
+    """Seconds of one kernel on the device, by its roofline."""
+    name, flops, size = kernel
+    stream = node.device.hbm_GBps * 1e9 * node.device.hbm_achievable * constants.memory
+    done = flops / 2 if name.endswith("(causal)") else flops
+    return max(done / (node.device.matrix_flops("bf16") * constants.matrix), size / stream, SHORTEST_KERNEL_S)
+
+
+def _launch_s(phase: str, constants: Calibration) -> float:
+    """Seconds of the host for one kernel."""
+    part = {
+        "forward": constants.host_forward,
+        "backward": constants.host_backward,
+        "optimizer": constants.host_optimizer,
+    }
+    return constants.kernel_s * part.get(phase, 1.0)
 
 
 def extend(two: Traced, four: Traced, depth: int) -> Traced:
@@ -195,20 +233,19 @@ def _memory(found: Traced, high: float) -> dict[str, Quantity]:
 
 def _time(found: Traced, settings: Trace, node: Node, constants: Calibration) -> dict[str, Quantity]:
     products, others, launches = found.seconds(node, constants)
+    total = found.step_s(node, constants)
     measured = constants.source.startswith("measured")
     low, high = (0.9, 1.1) if measured else (TIME_LOW, TIME_HIGH)
-    busy, kernels = products + others, sum(found.work.values())
-    total = max(busy, launches) * constants.scale
     answers = {
         "flops.step": exact(found.flops, "FLOP", formula="over kernels; attention counted whole", source="trace"),
         "time.products": about(products, low, high, "s", formula="sum of max(FLOP/rate, bytes/HBM)", source="trace"),
         "time.other_kernels": about(others, low, high, "s", formula="sum of bytes/HBM, 2 us at least", source="trace"),
         "time.launches": about(
-            launches, low, high, "s", formula=f"{kernels:.0f} kernels x calibration.kernel_s", source="trace"
+            launches, low, high, "s", formula=f"{found.kernels:.0f} kernels x calibration.kernel_s", source="trace"
         ),
         "time.step": about(
             total, low, high, "s",
-            formula="max(time.products + time.other_kernels, time.launches) x calibration.scale", source="trace",
+            formula="a queue: a kernel runs when it was launched and the one before is done", source="trace",
         ),
         "mfu.full": about(
             found.flops / total / node.device.peak_flops, 1 / high, 1 / low, "share",

@@ -15,6 +15,7 @@ from headway.plan.tracer.blocks import checkpoint_blocks
 from headway.plan.tracer.step import LOSSES, OPTIMIZERS, Request, call
 
 WARM_UP = 3
+PHASES = ("forward", "backward", "optimizer")
 
 
 def measure_steps(request: Request, batch_sizes: list[int | None], steps: int) -> dict[str, Any]:
@@ -34,26 +35,50 @@ def _measure(request: Request, batch_size: int | None, steps: int, device: torch
         torch.cuda.reset_peak_memory_stats()
     model, batch, loss = _build(request, batch_size, device)
     optimizer = (OPTIMIZERS.get(request.optimizer) or loading.find(request.optimizer))(model.parameters())
-    times = []
-    for turn in range(WARM_UP + steps):
-        if gpu:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(request.accumulate):
-            with torch.autocast(device.type, torch.bfloat16, enabled=request.precision == "amp"):
-                value = _loss(model, batch, loss)
-            value.backward()  # type: ignore[no-untyped-call]
-            del value
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if gpu:
-            torch.cuda.synchronize()
-        if turn >= WARM_UP:
-            times.append(time.perf_counter() - start)
-    row: dict[str, Any] = {"batch_size": batch_size, "step_s": median(times)}
+    every = [_step(request, model, batch, loss, optimizer, synchronize=gpu) for _ in range(WARM_UP + steps)][
+        WARM_UP:
+    ]
+    row: dict[str, Any] = {"batch_size": batch_size, "step_s": median(one["step"] for one in every)}
     if gpu:
+        row["host_s"] = {phase: median(one[phase] for one in every) for phase in PHASES}
         row |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
     return row
+
+
+def _step(
+    request: Request,
+    model: Any,
+    batch: Any,
+    loss: Any,
+    optimizer: torch.optim.Optimizer,
+    *,
+    synchronize: bool,
+) -> dict[str, float]:
+    """Seconds of one step, and of those the host's in each phase, where the device does not keep it waiting."""
+    if synchronize:
+        torch.cuda.synchronize()
+    device = "cuda" if synchronize else "cpu"
+    took = dict.fromkeys(PHASES, 0.0)
+    start = last = time.perf_counter()
+
+    def ends(phase: str) -> None:
+        nonlocal last
+        before, last = last, time.perf_counter()
+        took[phase] += last - before
+
+    for _ in range(request.accumulate):
+        with torch.autocast(device, torch.bfloat16, enabled=request.precision == "amp"):
+            value = _loss(model, batch, loss)
+        ends("forward")
+        value.backward()  # type: ignore[no-untyped-call]
+        del value
+        ends("backward")
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    ends("optimizer")
+    if synchronize:
+        torch.cuda.synchronize()
+    return {"step": time.perf_counter() - start, **took}
 
 
 def _build(request: Request, batch_size: int | None, device: torch.device) -> tuple[Any, Any, Any]:

@@ -7,6 +7,7 @@ import re
 import sys
 import traceback
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,8 @@ def _result(step: Step) -> dict[str, Any]:
     meter = step.meter
     allocated, reserved = allocator.play(list(meter.events), built=step.built_at, start=step.measured_from)
     peak, by_label, by_module, by_operation = replay(meter, _OTHERS, step.measured_from)
+    counts = Counter(work for _, work in meter.queue)
+    numbers = {work: number for number, work in enumerate(counts)}
     return {
         "parameters": step.parameters,
         "trainable": step.trainable,
@@ -61,8 +64,9 @@ def _result(step: Step) -> dict[str, Any]:
         "by_label": by_label,
         "by_module": _grouped(by_module),
         "by_operation": by_operation,
-        "flops": sum(work.flops * count for work, count in meter.work.items()),
-        "work": [[*work, count] for work, count in meter.work.items()],
+        "flops": sum(work.flops for _, work in meter.queue),
+        "work": [[*work, count] for work, count in counts.items()],
+        "queue": [[phase, numbers[work]] for phase, work in meter.queue],
         "notes": step.notes,
     }
 

@@ -54,7 +54,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.births: dict[int, Birth] = {}
         self.labels: dict[int, str] = {}
-        self.work: dict[Work, int] = {}
+        self.queue: list[tuple[str, Work]] = []  # phase and kernel, in the order of their launch
         self.phase = "build"
         self.module = ""
         self._restore: Callable[[], None] = lambda: None
@@ -147,8 +147,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         touched = sum(_bytes(leaf) for leaf in tree_leaves((args, kwargs, out)))
         if func in _CAUSAL and len(args) > _CAUSAL[func] and args[_CAUSAL[func]]:
             name = f"{name} (causal)"  # CUDA's kernels skip the masked half; the count stays whole
-        work = Work(name, flops, touched)
-        self.work[work] = self.work.get(work, 0) + 1
+        self.queue.append((self.phase, Work(name, flops, touched)))
 
 
 _MADE_REAL = (torch.ops.aten.arange, torch.ops.aten.linspace, torch.ops.aten.logspace)

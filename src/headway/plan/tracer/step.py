@@ -89,7 +89,7 @@ class Step:
             for turn in range(STEPS):
                 if turn == STEPS - 1:
                     self.measured_from = len(self.meter.events)
-                    self.meter.work = {}
+                    self.meter.queue = []
                 self._one(job)
 
     def _build(self, shard: Callable[[nn.Module], None] | None) -> Job:
