@@ -90,6 +90,19 @@ def test_every_rank_writes_rows_and_the_root_the_metrics(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("alone")
+def test_rows_tell_what_the_loaders_have_done(tmp_path: Path) -> None:
+    samples = [sample for x, y in Batches(6) for sample in zip(x, y, strict=True)]
+    pipe = make_pipe(tmp_path)
+    pipe.register_dataset("train", hw.data.DataLoader(samples, batch_size=8, shuffle=True))
+    pipe.register_dataset("val", Batches(1))  # a loader that does not count
+    pipe.append_stage(Classify(log_every=2), max_epochs=1)
+    rows = [row for row in rows_of(pipe.run(), 0) if row["kind"] == "train"]
+    assert [row["data"]["train"]["batches"] for row in rows] == [row["step"] for row in rows]
+    assert rows[-1]["data"]["train"]["samples"] == len(samples)
+    assert all(set(row["data"]) == {"train"} and row["data"]["train"]["seconds/wait"] > 0 for row in rows)
+
+
+@pytest.mark.usefixtures("alone")
 def test_the_time_before_a_validation_is_not_the_validations(tmp_path: Path) -> None:
     pipe = make_pipe(tmp_path)
     pipe.register_dataset("train", SlowBatches(4))

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Protocol, final, runtime_checkable
 
 import torch
 
@@ -22,6 +22,13 @@ from headway.train.rows import RowWriter
 
 if TYPE_CHECKING:
     from headway.train.stage import Stage
+
+
+@runtime_checkable
+class Counted(Protocol):
+    """A loader that tells what it has done so far."""
+
+    def counters(self) -> dict[str, float]: ...
 
 
 @final
@@ -89,6 +96,9 @@ class Reporter:
             self._wait = seconds.get("data", 0.0) / whole if whole else None
             row["samples_per_second"] = self._rate
         self._since = now
+        loaders = {name: loader for name, loader in stage.datasets.items() if isinstance(loader, Counted)}
+        if loaders:
+            row["data"] = {name: loader.counters() for name, loader in loaders.items()}
         if self._world.device.type == "cuda":
             row["memory_peak"] = torch.cuda.max_memory_allocated(self._world.device)
         self._rows.write(row)
