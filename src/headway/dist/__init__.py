@@ -17,7 +17,10 @@ if TYPE_CHECKING:
         average_parameters as average_parameters,
         optimizer_to as optimizer_to,
     )
-    from headway.dist.failing import set_phase as set_phase
+    from headway.dist.failing import (
+        excused as excused,
+        set_phase as set_phase,
+    )
     from headway.dist.group import (
         World as World,
         is_initialized as is_initialized,
@@ -70,6 +73,7 @@ _HOME = {
     "average_parameters": "headway.dist.averaging",
     "barrier": "headway.dist.guard",
     "broadcast_object": "headway.dist.objects",
+    "excused": "headway.dist.failing",
     "check_interconnect": "headway.dist.interconnect",
     "choose_run": "headway.dist.shared_run",
     "from_root": "headway.dist.guard",

@@ -12,7 +12,7 @@ import re
 import socket
 import sys
 import traceback
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import UTC, datetime
 from types import TracebackType
 
@@ -42,6 +42,15 @@ def set_phase(phase: str, step: int | None = None) -> None:
     >>> set_phase("train", step=37)
     """
     HEART.move(phase, step)
+
+
+def excused() -> AbstractContextManager[None]:
+    """What is done in here may take any time, and is no hang.
+
+    >>> with excused():
+    ...     upload(checkpoint)
+    """
+    return HEART.excused()
 
 
 def record_of(error: BaseException, trace: TracebackType | None, rank: int) -> Record:

@@ -33,6 +33,7 @@ def epochs(stage: Stage) -> Iterator[None]:
         pipe.call("pre_epoch", stage)
         if keeper:
             keeper.go_on()
+        set_phase(stage.name, pipe.step)
         yield
         stage.check_progress(stage.steps - stage.epoch_began)
         log_point(stage)
@@ -56,13 +57,15 @@ def train(stage: TrainValStage) -> Iterator[None]:
         window = None if stage.ended else next(steps, None)
         if window is None:
             break
-        split.mark("compute")
+        split.mark("backward")  # `shares` waits for other ranks, as the backward pass does
         losses = []
         for number, (batch, share) in enumerate(zip(window, stage.shares(window), strict=True), start=1):
+            split.mark("compute")
             # gradients travel once per step, with the last batch
             with stage.no_sync() if number < len(window) else nullcontext():
                 with precision.autocast:
                     loss = stage.check_loss(stage.train_step(batch))
+                split.mark("backward")
                 precision.backward(loss if share is None else loss * share)
             losses.append((loss.detach(), stage.count_samples(batch)))
         split.mark("optimizer")
@@ -85,6 +88,7 @@ def validate(stage: TrainValStage) -> None:
     with stage.evaluating():
         for batch in stage.val_batches(loader):
             stage.pipe.split.mark("validation")
+            set_phase("validation", stage.pipe.step)
             with stage.precision.autocast:
                 loss = stage.val_step(batch)
             if loss is not None:
@@ -121,7 +125,7 @@ def log_point(stage: Stage) -> None:
     """Where ranks meet: metrics come together, the device is waited for once, and a wish to stop is heard by all."""
     stage.before_log_point()
     stage.pipe.split.mark("wait")
-    point = stage.meter.reduce(flags=_flags(stage))
+    point = stage.meter.reduce(flags=_flags(stage), busy=stage.pipe.busy)
     stage.pipe.split.mark("other")
     stage.stopped |= any(word & STOP for word in point.flags)
     stage.pipe.note(stage, "train", point)

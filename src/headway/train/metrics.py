@@ -32,7 +32,7 @@ Key: TypeAlias = tuple[str, str, tuple[int, ...]]
 """name, reduction, shape: what ranks must agree on"""
 
 _START = {"mean": 0.0, "sum": 0.0, "last": 0.0, "min": float("inf"), "max": float("-inf")}
-_HEADER = 2  # hash of the keys, flags
+_HEADER = 3  # hash of the keys, flags, busy seconds
 
 
 @final
@@ -122,6 +122,8 @@ class Point:
     """metrics of scope "rank": this rank's own"""
     flags: Sequence[int]
     """the word of flags of each rank"""
+    busy: Sequence[float]
+    """the busy seconds of each rank, as it has told them"""
     unfinished: Mapping[str, Sequence[int]]
     """metrics whose sum is not finite, and the ranks that brought that about"""
 
@@ -189,12 +191,12 @@ class Meter:
         cells[name] = Cell(name, reduce, shape, self._device)
         return cells[name]
 
-    def reduce(self, flags: int = 0) -> Point:
+    def reduce(self, flags: int = 0, *, busy: float = 0.0) -> Point:
         """The log point: brings together what all ranks have logged since the last one, and their flags."""
         mine = self._keys()
         packed = self._pack(self._agreed)  # empties the cells
         known = _hash(mine) if mine else _hash(self._agreed)
-        table = gather(torch.cat([packed.new_tensor([known, flags]), packed]))
+        table = gather(torch.cat([packed.new_tensor([known, flags, busy]), packed]))
         if (table[:, 0] != _hash(self._agreed)).any():  # somebody has a new metric
             extra = tuple(key for key in _agree(mine) if key not in self._agreed)
             table = torch.cat([table, gather(self._pack(extra))], dim=1)
@@ -260,6 +262,7 @@ class Meter:
                 name: value for name, cell in self._own.items() if (value := self._taken(cell)) is not None
             },
             flags=[int(word) for word in table[:, 1].tolist()],
+            busy=table[:, 2].tolist(),
             unfinished=unfinished,
         )
 

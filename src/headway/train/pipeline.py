@@ -28,6 +28,7 @@ from headway.train.parallel import Blocks, Compile, Model, Parallel, prepare
 from headway.train.reporting import Reporter
 from headway.train.stage import Stage
 from headway.train.state import Stateful
+from headway.train.straggling import Stragglers, busy
 from headway.train.timing import Split
 
 OptimizerLike: TypeAlias = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -83,6 +84,10 @@ class Pipeline:
         self.run_directory: Run | None = None
         self.stateful: dict[str, Stateful] = {}
         self.keeper: Keeper | None = None
+        self.busy = 0.0
+        """seconds of the last interval between log points that this rank was busy by itself"""
+        self._interval = 0.0
+        self._stragglers = Stragglers()
         self._root = root
         self._callbacks: list[Callback] = []
         self._schedules: dict[str, Schedule] = {}
@@ -269,6 +274,7 @@ class Pipeline:
             if self.keeper:
                 stack.enter_context(self.keeper.opened(recording))
             yield
+            dist.set_phase("done")
         self._reporter = None
 
     @contextmanager
@@ -315,16 +321,20 @@ class Pipeline:
         return self._reporter
 
     def call(self, hook: str, subject: Pipeline | Stage) -> None:
-        """A hook: the subject's own first, then those of the callbacks."""
-        getattr(subject, hook)()
-        for callback in self._callbacks:
-            getattr(callback, hook)(subject)
+        """A hook: the subject's own first, then those of the callbacks. It may take any time."""
+        with dist.excused():
+            getattr(subject, hook)()
+            for callback in self._callbacks:
+                getattr(callback, hook)(subject)
 
     def note(self, stage: Stage, kind: str, point: Point) -> None:
         """Writes down what came out of a log point or a validation."""
         if not point.values and not point.local:
             return
         seconds = self.split.take()
+        if kind == "train":
+            self._look_for_stragglers(point, seconds)
+        seconds["compute"] = seconds.get("compute", 0.0) + seconds.pop("backward", 0.0)
         self.history.log_points.append(
             Row(stage=stage.name, epoch=stage.epoch, step=self.step, values=point.values)
         )
@@ -333,6 +343,12 @@ class Pipeline:
             self.keeper.hear(point.values)
         for callback in self._callbacks:
             callback.log_point(stage, kind, point)
+
+    def _look_for_stragglers(self, point: Point, seconds: Mapping[str, float]) -> None:
+        slow = self._stragglers.note(point.busy, whole=self._interval)
+        if slow is not None:
+            dist.print_root(f"headway: {slow}")
+        self.busy, self._interval = busy(seconds)
 
     def begin_epoch(self, stage: Stage) -> None:
         """Tells loaders the epoch, unless it was under way when the run was stopped and they know their place."""

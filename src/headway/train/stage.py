@@ -284,6 +284,7 @@ class Stage(ABC):
         """Around all epochs of the stage."""
         set_phase(self.name)
         yield
+        set_phase("between stages")
 
     def check(self) -> None:  # noqa: B027
         """Looks for what cannot work, before the run starts."""

@@ -14,8 +14,8 @@ from typing import Literal, final
 
 import torch
 
-Phase = Literal["data", "compute", "optimizer", "wait", "validation", "checkpoint", "other"]
-"""waiting for the loader; forward and backward; clipping and stepping; waiting for other ranks at a log point; ..."""
+Phase = Literal["data", "compute", "backward", "optimizer", "wait", "validation", "checkpoint", "other"]
+"""waiting for the loader; forward; backward; clipping and stepping; waiting for other ranks at a log point; ..."""
 
 SAMPLE = 10
 """On a GPU, one step in so many is measured, and counts for all of them."""

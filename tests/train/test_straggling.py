@@ -1,0 +1,75 @@
+"""A rank that is slower than the others is named, once, and only when it stays so."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from headway.train.straggling import Stragglers, busy
+
+SCRIPT = """
+import sys, time
+import torch
+import headway as hw
+
+class Slow(hw.TrainValStage):
+    def step(self, batch):
+        if hw.rank() == 1 and self.pipe.step >= 4:
+            time.sleep(0.15)
+        return self.models["net"](batch[0]).square().mean()
+
+data = torch.utils.data.TensorDataset(torch.randn(96, 4))
+pipe = hw.Pipeline(name="slow", root=sys.argv[1])
+pipe.register_model("net", torch.nn.Linear(4, 1))
+pipe.register_optimizer("sgd", lambda params: torch.optim.SGD(params, lr=0.1))
+pipe.register_dataset("train", hw.data.DataLoader(data, batch_size=2, shuffle=True))
+pipe.append_stage(Slow(log_every=2), max_epochs=1)
+pipe.run()
+"""
+
+
+def test_only_what_persists_is_told() -> None:
+    stragglers = Stragglers()
+    for _ in range(10):  # now this one, now that one
+        assert stragglers.note([1.0, 2.0, 1.0], whole=3.0) is None
+        assert stragglers.note([2.0, 1.0, 1.0], whole=3.0) is None
+    assert [stragglers.note([1.0, 1.0, 1.4], whole=3.0) for _ in range(2)] == [None, None]
+    told = stragglers.note([1.0, 1.0, 1.4], whole=3.0)
+    assert told is not None and told.startswith("rank 2 is slower than the others") and "1.40 s" in told
+    assert [stragglers.note([1.0, 1.0, 1.4], whole=3.0) for _ in range(9)] == [None] * 9, "said once"
+    stragglers.note([1.0, 1.0, 1.0], whole=3.0)
+    again = [stragglers.note([1.0, 1.0, 1.4], whole=3.0) for _ in range(3)]
+    assert again[:2] == [None, None] and again[2] is not None, "and again when it comes back"
+
+
+def test_what_costs_nothing_is_not_worth_a_word() -> None:
+    stragglers = Stragglers()
+    for _ in range(5):
+        assert stragglers.note([0.01, 0.01, 0.05], whole=3.0) is None  # most of the time goes elsewhere
+        assert stragglers.note([1.0, 1.2, 1.0], whole=1.5) is None
+        assert stragglers.note([1.0], whole=1.0) is None
+
+
+def test_waiting_for_others_is_not_being_busy() -> None:
+    assert busy({"data": 1.0, "compute": 2.0, "backward": 4.0, "wait": 8.0}) == (3.0, 15.0)
+
+
+def test_a_slow_rank_of_a_real_run_is_named(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SCRIPT)
+    command = [
+        sys.executable,
+        "-m",
+        "headway",
+        "run",
+        "--nproc",
+        "3",
+        str(tmp_path / "slow.py"),
+        str(tmp_path / "runs"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=dict(os.environ))
+    assert done.returncode == 0, done.stderr
+    text = done.stdout + done.stderr
+    assert text.count("is slower than the others") == 1, text
+    assert "rank 1 is slower than the others" in text
