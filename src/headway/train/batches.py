@@ -81,17 +81,19 @@ def to_device(batch: Any, device: torch.device) -> Any:
                 f"on the CPU or on {device}"
             )
         return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return type(batch)({key: to_device(part, device) for key, part in batch.items()})  # type: ignore[call-arg]
     if isinstance(batch, tuple | list):
         parts = [to_device(part, device) for part in batch]
-        return type(batch)(*parts) if _is_named(batch) else type(batch)(parts)
+        kind = type(batch)
+        return parts if kind is list else tuple(parts) if kind is tuple else _like(batch, parts)
+    if isinstance(batch, Mapping):
+        return type(batch)({key: to_device(part, device) for key, part in batch.items()})  # type: ignore[call-arg]
     return batch
 
 
-def _is_named(batch: tuple[Any, ...] | list[Any]) -> bool:
-    """Whether this is a named tuple, which is made from its parts one by one."""
-    return isinstance(batch, tuple) and "_fields" in type(batch).__dict__
+def _like(batch: tuple[Any, ...] | list[Any], parts: list[Any]) -> Any:
+    """The parts as what they were taken from; a named tuple is made from its parts one by one."""
+    named = isinstance(batch, tuple) and "_fields" in type(batch).__dict__
+    return type(batch)(*parts) if named else type(batch)(parts)
 
 
 def sample_count(batch: Any) -> int:
@@ -99,7 +101,7 @@ def sample_count(batch: Any) -> int:
     first = batch[0] if isinstance(batch, tuple | list) and batch else batch
     if not isinstance(first, Tensor):
         first = _first_tensor(batch)
-    return len(first) if first is not None and first.ndim else 1
+    return first.shape[0] if first is not None and first.ndim else 1
 
 
 def _first_tensor(batch: Any) -> Tensor | None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -52,8 +53,6 @@ class TrainValStage(Stage):
         self.skipped = 0  # steps left out in a row
         # step, loss, samples; since the last log point
         self.recent_losses: list[tuple[int, Tensor, int]] = []
-        self._val_meter: Meter | None = None
-        self._precision: Precision | None = None
         self.validated_at = 0  # the steps that were finished at the last validation
         self._validated: dict[str, Any] = {}
 
@@ -83,6 +82,10 @@ class TrainValStage(Stage):
 
     def optimizers(self) -> Sequence[Optimizer]:
         """The optimisers that this stage steps; by default the only one there is."""
+        return self._only_optimizer
+
+    @cached_property
+    def _only_optimizer(self) -> Sequence[Optimizer]:
         every = self.pipe.optimizers
         if len(every) != 1:
             names = ", ".join(repr(name) for name in every) or "none"
@@ -103,8 +106,9 @@ class TrainValStage(Stage):
 
     def optimize(self) -> None:
         """Steps the optimisers."""
+        precision = self.precision
         for optimizer in self.optimizers():
-            self.precision.step(optimizer)
+            precision.step(optimizer)
 
     def gradient_clip(self) -> float | None:
         """The largest norm of all gradients together, for this step; by default the setting."""
@@ -131,17 +135,13 @@ class TrainValStage(Stage):
     def models(self) -> Mapping[str, nn.Module]:
         return self.pipe.models if self.training else self.pipe.evaluated_models
 
-    @property
+    @cached_property
     def precision(self) -> Precision:
-        if self._precision is None:
-            self._precision = Precision(self.settings.precision, self.device)
-        return self._precision
+        return Precision(self.settings.precision, self.device)
 
-    @property
+    @cached_property
     def val_meter(self) -> Meter:
-        if self._val_meter is None:
-            self._val_meter = Meter(self.device)
-        return self._val_meter
+        return Meter(self.device)
 
     def log(
         self,
@@ -191,9 +191,11 @@ class TrainValStage(Stage):
 
     def note_losses(self, losses: Sequence[tuple[Tensor, int]]) -> None:
         """Keeps the losses of one step's batches until the log point, where one operation adds them up."""
+        pipe = self.pipe
         for loss, count in losses:
-            kept = loss.clone() if self.pipe.outputs_are_reused else loss
-            self.recent_losses.append((self.pipe.step + 1, kept, count))
+            self.recent_losses.append(
+                (pipe.step + 1, loss.clone() if pipe.outputs_are_reused else loss, count)
+            )
             self.samples += count
 
     def before_log_point(self) -> None:
