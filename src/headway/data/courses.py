@@ -15,6 +15,7 @@ from torch.utils import data as torch_data
 
 from headway.data.order import Ints, Order, Shuffle, key
 from headway.data.ranks import Share
+from headway.data.which import describe
 from headway.data.workers import own_random_numbers, reseed
 from headway.errors import UsageError
 
@@ -45,6 +46,14 @@ class Course(ABC):
     @abstractmethod
     def took(self, loaded: Any) -> tuple[Any, int] | None:
         """The training loop takes what was loaded: the batch, and how many samples it has; None: it was none."""
+
+    @abstractmethod
+    def given(self) -> tuple[int, int] | None:
+        """Where in the order the batch lies that was taken last; None where there is no order of ours."""
+
+    @abstractmethod
+    def order(self) -> dict[str, Any] | None:
+        """The order in plain values, for `which`."""
 
     @abstractmethod
     def begin_epoch(self, epoch: int) -> None:
@@ -83,6 +92,7 @@ class MapCourse(Course, torch_data.Sampler[Any]):
         self.length, self.share = _length(dataset), share
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
         self.consumed = 0
+        self._given: tuple[int, int] | None = None
         self._fetch = _Fetch(dataset, collate, seed)
         self._order = Order([self.length], Shuffle(seed=seed) if shuffle else None)
 
@@ -111,9 +121,17 @@ class MapCourse(Course, torch_data.Sampler[Any]):
 
     def took(self, loaded: Any) -> tuple[Any, int]:
         count = min(self.batch(), self.length - self.consumed)
+        start = self.epoch * self.length + self.consumed
+        self._given = start, start + count
         self.consumed += count
         mine = self.share.of(count)
         return loaded, max(mine.stop - mine.start, 1)
+
+    def given(self) -> tuple[int, int] | None:
+        return self._given
+
+    def order(self) -> dict[str, Any]:
+        return describe({"data": [self.length]}, [Shuffle(seed=self.seed)] if self.shuffle else None)
 
     def begin_epoch(self, epoch: int) -> None:
         self.epoch, self.consumed = epoch, 0

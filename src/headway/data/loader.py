@@ -146,6 +146,14 @@ class DataLoader:
 
     # --- position
 
+    def given(self) -> tuple[int, int] | None:
+        """Where in the order, in samples of all ranks, the last batch lies; None for an iterable dataset."""
+        return self._course.given()
+
+    def order(self) -> dict[str, Any] | None:
+        """The order in plain values: `headway.data.which` tells from it which samples a batch had."""
+        return self._course.order()
+
     @property
     def per_rank(self) -> bool:
         """Whether the state is this rank's own, as with an iterable dataset, instead of one for all ranks."""

@@ -86,6 +86,12 @@ class StreamCourse(Course):
         stream.first = (taken.worker + 1) % self._workers
         return taken.batch, taken.samples
 
+    def given(self) -> None:
+        return None
+
+    def order(self) -> None:
+        return None
+
     def begin_epoch(self, epoch: int) -> None:
         self.epoch = self._stream.epoch = epoch
         self._stream.states, self._stream.batches, self._stream.first = {}, {}, 0

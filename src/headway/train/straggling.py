@@ -1,8 +1,8 @@
 """Which rank holds up the others, day in, day out? Told once it has been so for a while, in one line.
 
 Compared is what ranks do by themselves: waiting for data and the forward pass. The backward pass is not, since with DDP
-all ranks wait in it for the slowest; nor is a forward pass with collectives in it, as FSDP's is, in which all ranks look
-alike and nobody is named. The numbers are those of the interval before, and ride on the reduction of a log point.
+all ranks wait in it for the slowest; nor is a forward pass with collectives in it, as FSDP's is: all ranks look alike
+then, and nobody is named. The numbers are those of the interval before, and ride on the reduction of a log point.
 """
 
 from __future__ import annotations
@@ -47,6 +47,6 @@ class Stragglers:
             return None
         worst = max(named, key=lambda rank: times[rank])
         return (
-            f"rank {worst} is slower than the others: at {PERSISTENT} log points in a row its data and forward pass took "
-            f"more than {SLOWER:g} times the median, now {times[worst]:.2f} s against {usual:.2f} s"
+            f"rank {worst} is slower than the others: at {PERSISTENT} log points in a row its data and forward pass "
+            f"took more than {SLOWER:g} times the median, now {times[worst]:.2f} s against {usual:.2f} s"
         )
