@@ -92,6 +92,7 @@ def select(
     states: Iterable[str] = (),
     name: str | None = None,
     most: int | None = None,
+    queue: Queue | None = None,
 ) -> list[Row]:
     """The runs under a root, newest first, of these states and that name."""
     if not Path(root).is_dir():
@@ -102,12 +103,12 @@ def select(
     runs = runs_under(root, name=name)
     if not wanted:  # then the newest are known before anything is read of them
         runs = runs[:most]
-    found = [row for row in rows(runs) if not wanted or row.status.state in wanted]
+    found = [row for row in rows(runs, queue=queue) if not wanted or row.status.state in wanted]
     return found[:most]
 
 
 def resolve(places: Sequence[str], root: str | os.PathLike[str] = "runs") -> list[Run]:
-    """The runs that people mean: paths, ids or the beginnings of ids under the root; a sweep stands for its runs."""
+    """The runs that people mean: by path, or by id, its beginning or its end; a sweep stands for its runs."""
     chosen: dict[str, Run] = {}
     for place in places:
         for run in _meant(place, root):
@@ -119,7 +120,7 @@ def _meant(place: str, root: str | os.PathLike[str]) -> list[Run]:
     if Path(place, "run.json").exists():
         first = Run.open(place)
     else:
-        here = [run for run in runs_under(root) if run.id.startswith(place)]
+        here = [run for run in runs_under(root) if run.id.startswith(place) or run.id.endswith(f"-{place}")]
         sweeps = {member.sweep for run in here if (member := sweep.member(run))}
         if len(here) > 1 and len(sweeps) == 1 and all(sweep.member(run) for run in here):
             here = here[-1:]  # one sweep, named by what its runs have in common

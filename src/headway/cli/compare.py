@@ -1,0 +1,100 @@
+"""`headway compare`: runs side by side. Parses, calls the launcher room, prints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from headway.cli.looks import console, duration, number
+from headway.errors import DONE
+from headway.launcher.comparing import Compared, Metric, compare
+from headway.launcher.listing import resolve
+
+_EXAMPLES = """\
+examples:
+  headway compare runs/digits-2026.11.15-14.30-x7k2 runs/digits-2026.11.15-15.02-m3p9
+  headway compare x7k2 m3p9                     the end of an id will do
+  headway compare lr-2026.11.15-16.00-a2b4      a sweep: its first run stands for all of them
+  headway compare x7k2 m3p9 --metric max:val/f1 --metric train/loss
+
+Shows the settings in which the runs differ, state, steps, time, and of each metric the last value and the best
+(lowest for names like loss or error, highest for names like accuracy; min: and max: say it for others).
+"""
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="headway compare",
+        description="Sets runs side by side: settings that differ, state, and metrics.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="+", help="run directory, id, or beginning or end of an id"
+    )
+    parser.add_argument(
+        "--metric", metavar="NAME", action="append", default=[], help="show this metric; repeatable"
+    )
+    parser.add_argument(
+        "--root", default="runs", metavar="DIR", help="where ids are looked up (default: runs)"
+    )
+    parser.add_argument("--json", action="store_true", help="print facts for programs")
+    options = parser.parse_args(argv)
+    compared = compare(resolve(options.runs, options.root), metrics=options.metric)
+    if options.json:
+        print(json.dumps([run.plain() for run in compared], indent=2))
+    else:
+        _show(compared, console())
+    return DONE
+
+
+def _show(compared: Sequence[Compared], screen: Console) -> None:
+    """One line per run; of up to three runs, one column each."""
+    settings = list(dict.fromkeys(name for run in compared for name in run.settings))
+    metrics = list(compared[0].metrics)
+    heads = ["run", *settings, "state", "step", "time", *metrics]
+    lines = [
+        [
+            _name(run, compared),
+            *(_shortened(str(run.settings.get(name, "-"))) for name in settings),
+            run.row.status.state,
+            number(run.row.step),
+            duration(run.row.seconds),
+            *(_metric(run.metrics[name]) for name in metrics),
+        ]
+        for run in compared
+    ]
+    upright = len(compared) <= 3
+    grid = list(zip(heads, *lines, strict=True)) if upright else [tuple(heads), *map(tuple, lines)]
+    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
+    hidden = 0
+    while not upright and hidden < len(metrics) and sum(widths) + 2 * len(widths) > screen.width:
+        widths.pop()
+        hidden += 1
+    for index, cells in enumerate(grid):
+        text = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=False)).rstrip()
+        screen.print(Text(text, "" if index else "bold"), soft_wrap=True)
+    if metrics:
+        more = f"; not shown for lack of width: {', '.join(metrics[-hidden:])}" if hidden else ""
+        screen.print(Text(f"metrics: last, best @ its step{more}", "dim"), soft_wrap=True)
+
+
+def _name(run: Compared, among: Sequence[Compared]) -> str:
+    """As much of an id as tells the runs apart; what is printed can be given to any verb."""
+    if len(among) <= 3:
+        return run.row.run.id
+    short = [each.row.run.id[-4:] for each in among]
+    return run.row.run.id[-4:] if len(set(short)) == len(short) else run.row.run.id
+
+
+def _metric(metric: Metric) -> str:
+    best = "" if metric.best is None else f", {number(metric.best)} @ {metric.best_step}"
+    return number(metric.last) + best
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 30 else f"{text[:29]}…"

@@ -1,0 +1,103 @@
+"""`headway runs`: which runs there are, and how they are. Parses, calls the launcher room, prints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import get_args
+
+from rich.text import Text
+
+from headway.cli.looks import ago, console, duration, number, state_style
+from headway.errors import DONE
+from headway.launcher.listing import Row, select
+from headway.launcher.queue import Queue
+from headway.launcher.status import State
+from headway.launcher.sweep import label
+
+_EXAMPLES = """\
+examples:
+  headway runs                            the newest twenty in runs/
+  headway runs --state failed lost        what went wrong
+  headway runs --name digits -n 100 --root /scratch/me/runs
+  headway runs --json
+
+A run is shown as running only with a sign of life: its job in squeue, its process, or its heartbeat. One that was
+running and shows none is lost: it was killed with no time to say so. Stopped means with a checkpoint: start it again.
+"""
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="headway runs",
+        description="Lists runs, the newest first: queued, running, done, stopped, failed, and why.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--root", default="runs", metavar="DIR", help="the folder of the runs (default: runs)"
+    )
+    parser.add_argument(
+        "--state", nargs="+", choices=get_args(State), default=[], help="only runs in these states"
+    )
+    parser.add_argument("--name", help="only runs of this name")
+    parser.add_argument(
+        "-n", dest="most", type=int, default=20, metavar="N", help="at most N runs (default: 20; 0: all)"
+    )
+    parser.add_argument("--json", action="store_true", help="print facts for programs")
+    options = parser.parse_args(argv)
+    queue = Queue.ask()
+    if queue.note:
+        print(f"headway: {queue.note}; what follows is from the run directories alone", file=sys.stderr)
+    most = options.most or None
+    rows = select(options.root, states=options.state, name=options.name, most=most, queue=queue)
+    if options.json:
+        print(json.dumps([row.plain() for row in rows], indent=2))
+    else:
+        _show(rows, options.root)
+    return DONE
+
+
+def _show(rows: Sequence[Row], root: str) -> None:
+    screen = console()
+    if not rows:
+        screen.print(f"no such runs in {root}")
+        return
+    now = datetime.now(UTC)
+    lines = [_HEAD] + [_cells(row, now) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    while len(widths) > 2 and sum(widths) + 2 * len(widths) > screen.width:
+        widths.pop()  # a narrow terminal: what is least needed goes first
+    screen.print(_line(_HEAD, widths), style="bold", no_wrap=True, overflow="ignore", crop=False)
+    for row, cells in zip(rows, lines[1:], strict=True):
+        line = _line(cells, widths)
+        begin = widths[0] + 2
+        line.stylize(state_style(row.status.state), begin, begin + widths[1])
+        screen.print(line, no_wrap=True, overflow="ignore", crop=False)
+        if more := "; ".join(filter(None, (row.sweep and label(row.sweep.settings), row.status.why))):
+            screen.print(Text(f"    {more}", "dim"), no_wrap=True, overflow="ellipsis")
+    counts = Counter(row.status.state for row in rows)
+    screen.print(Text(", ".join(f"{count} {state}" for state, count in counts.items()), "dim"))
+
+
+_HEAD = ("run", "state", "step", "time", "job", "made", "tries")
+
+
+def _cells(row: Row, now: datetime) -> tuple[str, ...]:
+    return (
+        row.run.id,
+        row.status.state,
+        number(row.step),
+        duration(row.seconds) if row.attempts else "-",
+        row.job if row.job and (row.job[0].isdigit() or row.status.state == "running") else "-",
+        ago(row.created, now),
+        str(row.attempts),
+    )
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> Text:
+    return Text("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=False)).rstrip())

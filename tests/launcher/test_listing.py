@@ -1,0 +1,309 @@
+"""Where runs stand, from what they left behind; many of them at a glance, and side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway import runlock
+from headway.cli import main
+from headway.errors import UsageError
+from headway.launcher import listing, sweep
+from headway.launcher.background import note_end
+from headway.launcher.comparing import compare
+from headway.launcher.queue import Queue, Ticket
+from headway.launcher.status import status
+from headway.run import Run
+
+NOBODY = Queue()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run.create(tmp_path / "runs", name="digits", config={"lr": 0.1})
+
+
+def submitted(run: Run, **facts: Any) -> None:
+    run.submission_file.write_text(json.dumps({"array_task": None, **facts}))
+
+
+def state(run: Run, queue: Queue = NOBODY) -> tuple[str, str]:
+    found = status(run, queue)
+    return found.state, found.why
+
+
+def slurm(**tickets: tuple[str, str]) -> Queue:
+    return Queue(tickets={job[1:]: Ticket(state=word, reason=why) for job, (word, why) in tickets.items()})
+
+
+def test_what_the_run_wrote_down(run: Run) -> None:
+    assert state(run) == ("new", "")
+    for ending in ("done", "stopped", "interrupted"):
+        run.end_attempt(run.begin_attempt(world={}), status=ending, exit_code=0)
+        assert state(run) == (ending, "")
+    number = run.begin_attempt(world={})
+    run.write_failure({"rank": 3, "step": 7, "error": "ValueError: bad\n  thing"})
+    run.end_attempt(number, status="failed", exit_code=1)
+    assert state(run) == ("failed", "rank 3 at step 7: ValueError: bad thing")
+
+
+def test_running_needs_a_sign_of_life(run: Run) -> None:
+    number = run.begin_attempt(world={})
+    assert state(run) == ("lost", "it ended without a word")
+    with run.lock():
+        assert state(run) == ("running", "")
+    assert state(run)[0] == "lost", "the lock was given back, and the attempt never said how it ended"
+    run.end_attempt(number, status="done", exit_code=0)
+    assert state(run) == ("done", "")
+
+
+def test_a_killed_owner_is_not_alive(run: Run) -> None:
+    code = "import os, sys; from headway.run import Run; r = Run.open(sys.argv[1])\n"
+    code += "with r.lock(): r.begin_attempt(world={}); os.kill(os.getpid(), 9)"
+    killed = subprocess.run([sys.executable, "-c", code, str(run.path)], check=False)
+    assert killed.returncode == -9
+    word, why = state(run)
+    assert word == "lost" and "is gone" in why
+
+
+def test_a_heartbeat_elsewhere_is_looked_at_twice(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.begin_attempt(world={})
+    monkeypatch.setattr(listing, "_LOOK_AGAIN", 0.01)
+    with run.lock():
+        owner = runlock.newest_owner(run.path / "lock")
+    assert owner
+    file = run.path / "lock" / "owner-00001.json"
+    elsewhere = dataclasses.replace(owner, machine="another", host="n7", released=False, beat=3)
+    file.write_bytes(elsewhere.record())
+    (row,) = listing.rows([run], queue=NOBODY)
+    assert row.status.state == "lost" and row.status.why == "on n7, by its last heartbeat: silent now"
+    monkeypatch.setattr(
+        listing.time, "sleep", lambda _: file.write_bytes(dataclasses.replace(elsewhere, beat=4).record())
+    )
+    (row,) = listing.rows([run], queue=NOBODY)
+    assert row.status.state == "running"
+
+
+@pytest.mark.parametrize(
+    ("ticket", "expected"),
+    [
+        (("PENDING", "Priority"), ("queued", "Priority")),
+        (("PENDING", ""), ("queued", "")),
+        (("RUNNING", "n1"), ("running", "")),
+        (("COMPLETING", ""), ("running", "completing")),
+        (("SUSPENDED", ""), ("running", "suspended")),
+        (("COMPLETED", ""), ("done", "")),
+        (("CANCELLED", ""), ("cancelled", "")),
+        (("TIMEOUT", ""), ("failed", "ran into its time limit")),
+        (("NODE_FAIL", ""), ("failed", "a node failed")),
+        (("OUT_OF_MEMORY", ""), ("failed", "out of memory")),
+        (("SOMETHING_NEW", ""), ("failed", "something new")),
+    ],
+)
+def test_the_schedulers_word(run: Run, ticket: tuple[str, str], expected: tuple[str, str]) -> None:
+    submitted(run, job_id="12")
+    assert state(run, slurm(j12=ticket)) == expected
+    submitted(run, job_id="12", array_task=3)
+    assert state(run, slurm(j12_3=ticket)) == expected
+    assert state(run, slurm(j12_4=ticket))[0] == "lost"
+
+
+def test_a_job_that_is_queued_again_is_queued_whatever_its_last_attempt_says(run: Run) -> None:
+    submitted(run, job_id="12")
+    run.end_attempt(run.begin_attempt(world={}), status="stopped", exit_code=75)
+    note_end(run, 75)
+    assert state(run, slurm(j12=("PENDING", "BeginTime"))) == ("queued", "BeginTime")
+    assert state(run, slurm(j12=("COMPLETED", ""))) == ("stopped", "")
+    assert state(run) == ("stopped", "")
+    run.begin_attempt(world={})  # the note of its earlier end does not speak for the new attempt
+    assert state(run, slurm(j12=("NODE_FAIL", ""))) == ("failed", "a node failed")
+
+
+def test_how_a_script_without_attempts_ended(run: Run) -> None:
+    submitted(run, job_id="12")
+    assert state(run) == ("lost", "SLURM no longer knows job 12, and it left no word")
+    for code, word in (
+        (0, "done"),
+        (75, "stopped"),
+        (130, "interrupted"),
+        (143, "interrupted"),
+        (3, "failed"),
+    ):
+        note_end(run, code)
+        assert state(run)[0] == word
+    assert state(run)[1] == "exit code 3"
+    run.end_attempt(run.begin_attempt(world={}), status="done", exit_code=0)
+    note_end(run, 1)
+    assert state(run)[0] == "failed", "it trained to the end, and failed after that"
+
+
+def test_a_job_in_the_background_of_a_process(run: Run) -> None:
+    submitted(run, **runlock.identity(os.getpid()))
+    assert state(run) == ("running", "")
+    submitted(run, **(runlock.identity(os.getpid()) | {"born": "0"}))
+    word, why = state(run)
+    assert word == "lost" and f"pid {os.getpid()} is gone" in why
+    submitted(run, **(runlock.identity(os.getpid()) | {"machine": "another", "host": "n7"}))
+    assert state(run) == ("running", "on n7, as far as can be told from here")
+
+
+def test_damaged_files_do_not_hide_the_run(run: Run) -> None:
+    for path in (run.submission_file, run.ended_file, run.failure_file, run.metrics_file(0)):
+        path.write_bytes(b"{")
+    (row,) = listing.rows([run], queue=NOBODY)
+    assert row.status.state == "new" and row.step is None
+
+
+def metrics(run: Run, *rows: dict[str, Any], tail: str = "") -> None:
+    run.metrics_file(0).write_text("".join(json.dumps(row) + "\n" for row in rows) + tail)
+
+
+def test_the_table_and_its_filters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("PATH", "")  # no SLURM here
+    monkeypatch.chdir(tmp_path)
+    first, second = Run.create("runs", name="digits"), Run.create("runs", name="other")
+    (tmp_path / "runs" / "rubbish").mkdir()
+    metrics(
+        first,
+        {"step": 50, "metrics": {"loss": 1.0}},
+        {"step": 100, "kind": "checkpoint"},
+        tail='{"step": 150, ',
+    )
+    first.end_attempt(first.begin_attempt(world={}), status="failed", exit_code=1)
+    first.write_failure({"rank": 0, "error": "ValueError: " + "long " * 30})
+    sweep.join([second], [{"lr": "1e-3"}])
+    assert main(["runs"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["run", "state", "step", "time", "job", "made", "tries"]
+    assert lines[1].split()[:3] == [second.id, "new", "-"] and lines[2] == "    lr=1e-3"
+    assert lines[3].split()[:3] == [first.id, "failed", "50"]
+    assert lines[4].startswith("    rank 0: ValueError: long") and lines[4].endswith("…")
+    assert lines[5] == "1 new, 1 failed" and max(map(len, lines)) <= 80
+    assert main(["runs", "--state", "failed", "lost", "--json"]) == 0
+    assert [each["id"] for each in json.loads(capsys.readouterr().out)] == [first.id]
+    assert main(["runs", "--name", "other", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["name"], found["sweep"]["settings"]) == ("other", {"lr": "1e-3"})
+    assert main(["runs", "-n", "1", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 1
+    assert main(["runs", "--state", "queued"]) == 0 and capsys.readouterr().out == "no such runs in runs\n"
+    assert main(["runs", "--root", "nowhere"]) == 2
+    assert "there is no folder 'nowhere' with runs in it" in capsys.readouterr().err
+
+
+@pytest.fixture
+def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Run]:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.chdir(tmp_path)
+    settings = (
+        {"lr": 0.1, "model": {"depth": 2, "act": "gelu"}},
+        {"lr": 0.2, "model": {"depth": 2, "act": "gelu"}, "x": [1]},
+    )
+    runs = [
+        Run.create("runs", name=name, config=config)
+        for name, config in zip(("one", "two"), settings, strict=True)
+    ]
+    for run, scale in zip(runs, (1.0, 2.0), strict=True):
+        losses = [
+            {"step": step, "metrics": {"val/loss": scale / step + (step > 2), "lr": 0.1}}
+            for step in (1, 2, 3)
+        ]
+        metrics(run, *losses, {"step": 3, "metrics": {"val/accuracy": "nan"}})
+    return runs
+
+
+def test_side_by_side(pair: list[Run], capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = compare(pair)
+    assert (one.settings, two.settings) == ({"lr": 0.1}, {"lr": 0.2, "x": [1]})
+    loss = two.metrics["val/loss"]
+    assert (loss.last, loss.best, loss.best_step) == (pytest.approx(5 / 3), 1.0, 2)
+    assert one.metrics["val/accuracy"].last == "nan" and one.metrics["val/accuracy"].best is None
+    assert list(one.metrics) == ["val/loss", "val/accuracy"], (
+        "what cannot be better or worse is not shown unasked"
+    )
+    assert compare(pair, metrics=["max:val/loss", "lr"])[0].metrics["val/loss"].best == pytest.approx(4 / 3)
+    assert main(["compare", pair[0].id, pair[1].id[-4:]]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].split() == ["run", pair[0].id, pair[1].id] and out[1].split() == ["lr", "0.1", "0.2"]
+    assert main(["compare", "runs/" + pair[0].id, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["metrics"]["val/loss"]["best"] == 0.5
+    assert main(["compare", pair[0].id, "--metric", "nope"]) == 2
+    assert (
+        "none of these runs has a metric 'nope'; there are: val/loss, lr, val/accuracy"
+        in capsys.readouterr().err
+    )
+
+
+def test_steps_that_were_done_again_count_once(pair: list[Run]) -> None:
+    rows = [{"step": 1, "metrics": {"loss": 5.0}}, {"step": 2, "metrics": {"loss": 0.1}}]
+    metrics(pair[0], *rows, {"step": 2, "metrics": {"loss": 3.0}}, tail='{"step": 9')
+    (one,) = compare(pair[:1])
+    assert (one.metrics["loss"].last, one.metrics["loss"].best) == (3.0, 3.0)
+
+
+def test_a_sweep_stands_for_its_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    runs = [Run.create("runs", name="s", config={"seed": 1}) for _ in range(4)]
+    settings = sweep.grid(["lr=1e-3,1e-4", "width=8,16"])
+    sweep.join(runs, settings)
+    for run in runs:
+        metrics(run, {"step": 10, "metrics": {f"val/loss_{n}": 0.123456 for n in range(4)}})
+    assert listing.resolve([runs[0].id]) == runs
+    assert listing.resolve([runs[2].id, runs[2].id[-4:]]) == [runs[2]]
+    assert listing.resolve(["s-"]) == runs
+    Run.create("runs", name="s")
+    with pytest.raises(UsageError, match="'s-' means 5 runs"):
+        listing.resolve(["s-"])
+    with pytest.raises(UsageError, match="'zz' means no run"):
+        listing.resolve(["zz"])
+    assert main(["compare", runs[0].id]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["run", "lr", "width", "state", "step", "time", "val/loss_0", "val/loss_1"]
+    assert [line.split()[:3] for line in lines[1:5]] == [
+        [run.id[-4:], each["lr"], each["width"]] for run, each in zip(runs, settings, strict=True)
+    ]
+    assert lines[5].endswith("not shown for lack of width: val/loss_2, val/loss_3")
+    assert max(map(len, lines[:5])) <= 80
+
+
+def test_squeue_and_sacct_in_their_own_words(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in {
+        "squeue": "12|PENDING|Priority\n13_1|RUNNING|None\n",
+        "sacct": "9|CANCELLED by 1000|None\n10|NODE_FAIL|None\n12|COMPLETED|\n",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\ncat <<'E'\n{text}E\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    queue = Queue.ask()
+    assert queue.find({"job_id": "12"}) == Ticket(state="PENDING", reason="Priority")
+    assert queue.find({"job_id": "13", "array_task": 1}) == Ticket(state="RUNNING")
+    queue = queue.with_history([{"job_id": "9"}, {"job_id": "10"}, {"job_id": "12"}])
+    nine = queue.find({"job_id": "9"})
+    assert (
+        nine
+        and nine.end == "cancelled"
+        and queue.find({"job_id": "12"}) == Ticket(state="PENDING", reason="Priority")
+    )
+    (tmp_path / "squeue").write_text(
+        "#!/bin/sh\necho 'slurm_load_jobs error: Unable to contact' >&2; exit 1\n"
+    )
+    assert Queue.ask().note == "slurm_load_jobs error: Unable to contact"
+    assert main(["runs", "--root", str(run.path.parent)]) == 0
+    shown = capsys.readouterr()
+    assert run.id in shown.out
+    assert "Unable to contact; what follows is from the run directories alone" in shown.err
