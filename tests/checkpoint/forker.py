@@ -14,15 +14,17 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 import headway
-import headway.checkpoint.keeping  # now, not once per rank
+import headway.checkpoint.saver  # now, not once per rank
 from headway import checkpoint, dist, failpoints
 from headway.checkpoint.retention import Retention, prune
 from headway.errors import HeadwayError
@@ -50,6 +52,40 @@ def body_calls(folder: Path, fault: str) -> None:
     (folder.parent / f"{folder.name}.count").write_text(str(shim.shim_disarm()))
 
 
+def body_beside(folder: Path, fault: str) -> None:
+    """As `body_save`, in the background: the fault strikes in the helper process, or in the rank."""
+    with checkpoint.Saver(folder) as saver:
+        save(folder, 1, saver)
+        failpoints.forget_calls()
+        os.environ[failpoints.VARIABLE] = fault
+        save(folder, 2, saver)
+
+
+def body_both(folder: Path, fault: str) -> None:
+    """The fault stops the helper process of one rank; then that rank is killed, and the helper must follow."""
+    with checkpoint.Saver(folder) as saver:
+        save(folder, 1, saver)
+        os.environ[failpoints.VARIABLE] = fault
+        threading.Thread(target=die_when_stopped, args=psutil.Process().children(), daemon=True).start()
+        save(folder, 2, saver)
+
+
+def die_when_stopped(helper: psutil.Process) -> None:
+    while helper.status() != psutil.STATUS_STOPPED:
+        time.sleep(0.002)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def body_beside_calls(folder: Path, fault: str) -> None:
+    """`fault` is "rank number": which helper dies, and at which of the system calls that change files."""
+    with checkpoint.Saver(folder) as saver:
+        save(folder, 1, saver)
+    if fault.startswith(f"{os.environ['RANK']} "):
+        os.environ["SHIM_KILL_AT"] = fault.split()[1]  # the next helper reads it
+    with checkpoint.Saver(folder) as saver:
+        save(folder, 2, saver)
+
+
 def body_prune(folder: Path, fault: str) -> None:
     for step in range(1, 7):
         save(folder, step)
@@ -68,9 +104,16 @@ def body_find(folder: Path, fault: str) -> None:
     checkpoint.load_latest(folder)
 
 
-def save(folder: Path, step: int) -> None:
+def save(folder: Path, step: int, saver: checkpoint.Saver | None = None) -> None:
     rank = headway.rank() if dist.is_initialized() else 0
-    checkpoint.save(folder, state_of(step), step=step, local={"rank": rank})
+    if saver is None:
+        checkpoint.save(folder, state_of(step), step=step, local={"rank": rank})
+    else:
+        state = state_of(step)
+        saver.save(state, step=step, local={"rank": rank})
+        for tensor in state["net"].values():
+            tensor.fill_(-1)  # training goes on
+        saver.wait()
     with (folder.parent / f"{folder.name}.acknowledged-{rank}").open("a") as file:
         file.write(f"{step}\n")
 
@@ -86,11 +129,14 @@ def become_rank(trial: dict[str, Any], rank: int, meeting: str) -> int:
         globals()[f"body_{trial['body']}"](folder, trial["fault"])
     except HeadwayError as error:
         (folder.parent / f"{folder.name}.error-{rank}").write_text(str(error))
+        if trial["ranks"] > 1 and trial["body"].startswith("beside"):
+            dist.leave()  # all ranks were told
         return error.exit_code
     finally:
         calls = {name: next(count) - 1 for name, count in failpoints._calls.items()}
         (folder.parent / f"{folder.name}.calls-{rank}").write_text(json.dumps(calls))
         os.environ.pop(failpoints.VARIABLE, None)
+        os.environ.pop("SHIM_KILL_AT", None)
     if trial["ranks"] > 1:
         dist.leave()
     return 0

@@ -11,7 +11,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -158,3 +159,87 @@ def test_kill_while_damage_is_set_aside(tmp_path: Path, forker: Forker) -> None:
         assert codes[0] == -9 and codes[1] not in (0, 999)
         assert checkpoint.find_valid(folder) == folder / "step-000000000001"
         assert len(list(folder.glob("step-000000000002*"))) == 1  # nothing was lost
+
+
+# --- saving beside the training: a helper process dies, or its rank and it
+
+
+FULL = os.environ.get("HEADWAY_FAULTS") == "full"
+RANKS = [1, 2, 3] if FULL else [2]
+
+
+SAMPLE = [
+    ("before_directory", 0), ("after_rename", 0), ("before_fsync", 1), ("before_rename", 0), ("mid_file", 1),
+    ("committed", 0), ("rank_written", 1), ("after_manifest", 0),
+]  # fmt: skip
+
+
+def calls_of_helpers(ranks: int, sample: int) -> Iterator[tuple[str, int, Iterable[int]]]:
+    """Failpoints that a helper passes, the rank, and the numbers of calls to try until it makes no more."""
+    if not FULL:
+        yield from ((f"checkpoint.{point}", rank, [1]) for point, rank in SAMPLE[:sample])
+        return
+    for rank in range(ranks):
+        yield from ((point, rank, count(1)) for point in sorted(points_in("writing")))
+
+
+def assert_old_or_new(folder: Path, expected: dict[int, object], fault: str) -> int:
+    whole, problems = judge(str(folder))
+    assert not problems, (fault, problems)
+    assert 1 in whole and acknowledged(folder) <= whole.keys() <= {1, 2}, fault
+    assert all(whole[step] == expected[step] for step in whole), fault
+    checkpoint.save(folder, {"x": 1}, step=3)
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")], fault
+    return max(whole)
+
+
+@pytest.mark.timeout(1800 if FULL else 120)
+@pytest.mark.parametrize("body", ["beside", "both"])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_kill_at_every_point_of_a_save_beside_the_training(
+    tmp_path: Path, forker: Forker, ranks: int, body: str
+) -> None:
+    """`beside`: the helper dies, and all ranks are told. `both`: its rank dies in that moment, and it follows."""
+    assert forker.run(tmp_path / "dry", ranks=ranks, fault="nowhere:sleep=0", body="beside") == [0] * ranks
+    expected, _ = judge(str(tmp_path / "dry"))
+    action = {"beside": "kill9", "both": "stop"}[body]
+    outcomes, struck = [], set()
+    sample = {"beside": 8, "both": 3}[body]
+    for number, (point, rank, numbers) in enumerate(calls_of_helpers(ranks, sample)):
+        for nth in numbers:
+            fault = f"{point}:rank={rank}:nth={nth}:{action}"
+            folder = tmp_path / f"{number}-{nth}"
+            codes = forker.run(folder, ranks=ranks, fault=fault, body=body)
+            if codes == [0] * ranks:  # it does not come to this
+                assert acknowledged(folder) == {1, 2}
+                break
+            if body == "beside":
+                assert codes == [74] * ranks, (fault, codes)
+                said = [(tmp_path / f"{folder.name}.error-{rank}").read_text() for rank in range(ranks)]
+                assert all("killed by SIGKILL" in text for text in said), said
+            else:
+                assert codes[rank] == -9 and not {0, 999} & set(codes), (fault, codes)
+            outcomes.append(assert_old_or_new(folder, expected, fault))
+            struck.add(point)
+    assert set(outcomes) == {1, 2}
+    assert len(struck) == (len(points_in("writing")) if FULL else sample)
+    print(f"{len(outcomes)} kills, {outcomes.count(2)} of them after the commit")
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not here")
+@pytest.mark.timeout(1800 if FULL else 120)
+@pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 0), (2, 1)] if FULL else [(1, 0)])
+def test_kill_at_every_system_call_of_a_helper(tmp_path: Path, forker: Forker, ranks: int, rank: int) -> None:
+    assert forker.run(tmp_path / "dry", ranks=ranks, fault="9 0", body="beside_calls") == [0] * ranks
+    expected, _ = judge(str(tmp_path / "dry"))
+    newest = []
+    for number in range(1, 1000, 1 if FULL else 5):
+        folder = tmp_path / f"call-{number}"
+        codes = forker.run(folder, ranks=ranks, fault=f"{rank} {number}", body="beside_calls")
+        if codes == [0] * ranks:  # it has fewer calls
+            break
+        assert codes == [74] * ranks, (number, codes)
+        newest.append(assert_old_or_new(folder, expected, f"call {number}"))
+    print(f"{number - 1} system calls")
+    assert newest == sorted(newest) and set(newest) == ({1, 2} if rank == 0 else {1})
+    assert number > (40 if rank == 0 else 10)

@@ -89,13 +89,11 @@ def write_out(line: Line, target: Target, contents: Contents, agreed: Agreed, pe
         manifest = planning.manifest(contents, target.save, len(words), facts)
         return [pen.commit(target, documents, manifest)] * len(words)
 
-    try:
-        line.from_root(lambda: pen.begin(target))
-        return line.phase(write, commit)
-    except BaseException:
-        if line.rank == 0:
-            pen.discard(target)
-        raise
+    def undo() -> None:
+        pen.discard(target)
+
+    line.from_root(lambda: pen.begin(target), undo)
+    return line.phase(write, commit, undo)
 
 
 def _document(target: Target, held: object) -> bytes:

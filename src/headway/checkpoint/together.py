@@ -53,17 +53,29 @@ class Line:
             number = group.calls["checkpoint"] = group.calls.get("checkpoint", 0) + 1
             self._store = c10d.PrefixStore(f"headway/checkpoint/{number}", store or group.store)
 
-    def phase(self, work: Callable[[], T], conclude: Callable[[list[T]], Sequence[R]]) -> R:
+    def phase(
+        self,
+        work: Callable[[], T],
+        conclude: Callable[[list[T]], Sequence[R]],
+        undo: Callable[[], None] = lambda: None,
+    ) -> R:
         """Every rank works; rank 0 concludes from all results and answers each rank. Results and answers are JSON.
 
-        If the work fails on any rank, nothing is concluded; if that or the conclusion fails, every rank raises.
+        If the work fails on any rank, nothing is concluded; if that or the conclusion fails, rank 0 undoes what was
+        done, and then every rank raises.
         """
         if self.size == 1:
-            return conclude([work()])[0]
+            try:
+                return conclude([work()])[0]
+            except BaseException:
+                undo()
+                raise
         self._phases += 1
         word, failure = _attempt(work, self.rank)
         if self.rank == 0:
             answers, concluding = self._conclude(word, conclude)
+            if "error" in answers[0]:
+                undo()
             for other in range(1, self.size):
                 self._store.set(f"{self._phases}/to/{other}", json.dumps(answers[other]))
             mine, failure = answers[0], failure or concluding
@@ -80,9 +92,9 @@ class Line:
         """Every rank works and gets the results of all, in the order of ranks."""
         return self.phase(work, lambda results: [results] * len(results))
 
-    def from_root(self, work: Callable[[], T]) -> T:
+    def from_root(self, work: Callable[[], T], undo: Callable[[], None] = lambda: None) -> T:
         """Rank 0 works, and every rank gets its result."""
-        return self.phase(lambda: None, lambda nothing: [work()] * len(nothing))
+        return self.phase(lambda: None, lambda nothing: [work()] * len(nothing), undo)
 
     def _conclude(
         self, own: dict[str, Any], conclude: Callable[[list[Any]], Sequence[object]]
