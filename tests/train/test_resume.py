@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from toys import FEATURES, Classify, make_net, sgd, warm_up
 
@@ -66,6 +72,7 @@ def make(folder: Path, stage: Stage, *, every: Any = 3, model: Any = None, **opt
     pipe.register_dataset("train", train)
     pipe.register_dataset("val", hw.data.DataLoader(dataset(19), global_batch_size=BATCH))
     pipe.append_stage(stage, max_epochs=epochs, name="train")
+    keep.setdefault("background", False)  # so that a cut does not take along what is in flight
     pipe.enable_checkpointing(every=every, **keep)
     return pipe
 
@@ -140,3 +147,77 @@ def test_one_process(case: str, cut: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("case", "cut"), [("plain", 8), ("all", ("val", 8)), ("accumulate", 7)])
 def test_two_ranks(case: str, cut: Any, tmp_path: Path) -> None:
     compare(tmp_path, case, cut)
+
+
+# --- other numbers of ranks: real processes, killed
+
+SCRIPT = Path(__file__).with_name("resumable.py")
+
+
+def launch(folder: Path, nproc: int, *words: str, fault: str = "") -> tuple[int, str]:
+    """Runs the script on so many ranks; exit code and output."""
+    environ = {**os.environ, "HEADWAY_FAILPOINT": fault} if fault else dict(os.environ)
+    command = [
+        sys.executable,
+        "-m",
+        "headway",
+        "run",
+        "--nproc",
+        str(nproc),
+        str(SCRIPT),
+        str(folder),
+        *words,
+    ]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=110, cwd=folder)
+    return done.returncode, done.stdout + done.stderr
+
+
+def by_hand() -> tuple[list[list[int]], list[float]]:
+    """The samples of each step, and the loss of each, from a loop that knows nothing of ranks."""
+    from resumable import EPOCHS, GLOBAL_BATCH, Numbered
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    adamw = torch.optim.AdamW(net.parameters(), lr=0.01)
+    loader = hw.data.DataLoader(
+        Numbered(), global_batch_size=GLOBAL_BATCH, shuffle=True, seed=2, rank=0, world_size=1
+    )
+    samples, losses = [], []
+    for _ in range(EPOCHS):
+        for numbers, x in loader:
+            loss = F.mse_loss(net(x), x[:, :2].cumsum(1))
+            adamw.zero_grad()
+            loss.backward()
+            adamw.step()
+            samples.append(numbers.tolist())
+            losses.append(loss.item())
+    return samples, losses
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_other_numbers_of_ranks_see_the_same_samples(parallel: str, tmp_path: Path) -> None:
+    """Begun on 3 ranks and killed, gone on with 2 and killed, finished by 1."""
+    code, text = launch(tmp_path, 3, parallel, fault="train.step:rank=1:nth=7:kill9")
+    assert code == 1 and "rank 1 of 3" in text, text
+    code, text = launch(tmp_path, 2, parallel, fault="train.step:rank=0:nth=5:kill9")
+    assert code == 1 and "saved by 3 ranks, now 2: the samples are the same" in text, text
+    code, text = launch(tmp_path, 1, parallel)
+    assert code == 0 and "done at step 15" in text, text
+    samples, losses = by_hand()
+    lines: dict[tuple[int, int], list[Any]] = {}
+    for rank in range(3):
+        for line in (tmp_path / f"steps-{rank}.jsonl").read_text().splitlines():
+            told = json.loads(line)
+            lines.setdefault((told["step"], told["ranks"]), []).append(told)
+    assert {step for step, _ in lines} == set(range(1, 16))
+    assert {ranks for _, ranks in lines} == {1, 2, 3}
+    for (step, size), told in lines.items():
+        if len(told) == size:  # else the kill came before all ranks had written
+            assert [number for each in told for number in each["samples"]] == samples[step - 1]
+            mean = sum(each["loss"] for each in told) / size
+            assert mean == pytest.approx(losses[step - 1], rel=1e-4), (step, size)
+    (run,) = (tmp_path / "runs").iterdir()
+    attempts = json.loads((run / "run.json").read_text())["attempts"]
+    assert [each["exit_code"] for each in attempts] == [1, None, 0]  # rank 0 writes that, if it can
+    for before, after in pairwise(attempts):
+        assert after["step_started"] > before["step_started"]

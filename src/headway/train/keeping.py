@@ -67,17 +67,11 @@ class Keeper:
         current().agreement.begin()
         dist.barrier()  # nobody asks for a stop before all have begun to count
         end = stopping.job_end() if root else None
-        with stopping.listening(end, self._pace.lead):
-            self._saver = checkpoint.Saver(run, lock=recording.lock, background=self.policy.background)
+        saver = checkpoint.Saver(run, lock=recording.lock, background=self.policy.background)
+        with stopping.listening(end, self._pace.lead), saver as self._saver:
             try:
                 yield
-            except Stopped:
-                self._saver.close()
-                raise
-            else:
-                self._saver.close()
             finally:
-                # a rank that fails alone does not wait for the others' part of a save
                 if root:
                     with suppress(StorageError):  # a fact for people; how the attempt ended is told elsewhere
                         run.note_attempt(self._attempt, step_ended=self.pipe.step)
@@ -227,9 +221,9 @@ class Keeper:
             elif self._failures >= MAX_FAILURES:
                 raise
             else:
-                dist.print_root(f"headway: the save of step {pipe.step:,} failed, training goes on: {error}")
-        self.settle()
-        set_phase(stage.name if stage else "run", pipe.step)
+                dist.print_root(f"headway: a save failed at step {pipe.step:,}, training goes on: {error}")
+        if not must:  # else the caller waits until it is whole, which takes as long as storage takes
+            set_phase(stage.name if stage else "run", pipe.step)
         pipe.split.mark("other")
         self._pace.pause()
 
@@ -238,6 +232,8 @@ class Keeper:
         facts = self._before_validation or self._local_facts()
         shared = {"best": self._best, "seed": torch.initial_seed(), "datasets": facts["shared"]}
         at, values = self._values
+        self.saver.wait()
+        self.settle()  # while nothing is in flight
         self.saver.save(
             state.contribution(pipe, state.gather(pipe) | {"run": shared}),
             step=pipe.step,
@@ -245,6 +241,7 @@ class Keeper:
             metrics={k: v for k, v in values.items() if type(v) in (int, float)} if at == pipe.step else {},  # type: ignore[misc]
         )
         self._saved_at = pipe.step
+        self.settle()
 
     def _local_facts(self) -> dict[str, Any]:
         """Random numbers and positions. Those of headway's loaders are the same on all ranks, and mean all of them."""

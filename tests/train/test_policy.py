@@ -1,0 +1,481 @@
+"""Which run is gone on with, when a save is made, which are kept, and when to give up."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_resume import Cut, Traced, make, seeded
+from torch import Tensor
+
+import headway as hw
+from headway import dist
+from headway.checkpoint.policy import Every, Policy
+from headway.checkpoint.stopping import job_end
+from headway.errors import (
+    HeadwayError,
+    NoProgress,
+    NoValidCheckpoint,
+    RunLocked,
+    StorageError,
+    UsageError,
+)
+from headway.run import Run
+from headway.testing import ranks
+from headway.train import Callback, Pipeline
+
+alone = pytest.mark.usefixtures("alone")
+
+
+def saved(pipe: Pipeline) -> list[int]:
+    """The steps that have a checkpoint."""
+    names = sorted(path.name for path in pipe.directory.checkpoints_dir.glob("step-????????????"))
+    return [int(name.removeprefix("step-")) for name in names]
+
+
+def rows(pipe: Pipeline, kind: str) -> list[dict[str, Any]]:
+    lines = pipe.directory.metrics_file(0).read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["kind"] == kind]
+
+
+def cut(folder: Path, at: Any, **options: Any) -> Pipeline:
+    """A run that was cut off."""
+    pipe = seeded(make(folder, Traced(cut=at), **options))
+    with pytest.raises(Cut):
+        pipe.run()
+    return pipe
+
+
+# --- settings
+
+
+@pytest.mark.parametrize(
+    ("setting", "every"),
+    [
+        ("10min", Every(seconds=600.0)),
+        ("1.5h", Every(seconds=5400.0)),
+        ("30 s", Every(seconds=30.0)),
+        (500, Every(steps=500)),
+        ("500 steps", Every(steps=500)),
+        ("2ep", Every(epochs=2)),
+    ],
+)
+def test_every_means_a_time_steps_or_epochs(setting: Any, every: Every) -> None:
+    assert Every.of(setting) == every
+
+
+@pytest.mark.parametrize("setting", ["", "often", 0, -3, "0s", "1.5ep", "10", None, 2.5, True])
+def test_what_every_cannot_be_is_said(setting: Any) -> None:
+    with pytest.raises(UsageError, match="give steps such as 500"):
+        Every.of(setting)
+
+
+def test_the_best_is_the_least_or_the_largest() -> None:
+    least, most = Policy(keep_best="val/loss"), Policy(keep_best="max:val/accuracy")
+    assert (least.retention.keep_best, least.retention.best) == ("val/loss", "min")
+    assert (most.retention.keep_best, most.retention.best) == ("val/accuracy", "max")
+    assert least.better({"val/loss": 0.5}, 0.6) == 0.5
+    assert least.better({"val/loss": 0.7}, 0.6) is None
+    assert most.better({"val/accuracy": 0.7}, 0.6) == 0.7
+    assert most.better({"val/accuracy": 0.5}, 0.6) is None
+    assert least.better({"val/loss": float("nan")}, None) is None
+    assert least.better({"other": 1.0}, None) is None
+    with pytest.raises(UsageError, match="give a metric, such as"):
+        Policy(keep_best="best:val/loss")
+
+
+@alone
+def test_unknown_settings_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="enable_checkpointing has no setting 'evry'"):
+        Pipeline(root=tmp_path).enable_checkpointing(evry=3)
+
+
+# --- when and what
+
+
+@alone
+def test_by_steps_with_the_first_and_the_last(tmp_path: Path) -> None:
+    pipe = make(tmp_path, Traced(), every=10, background=True)
+    pipe.run()
+    assert [row["step"] for row in rows(pipe, "checkpoint")] == [0, 10, 20, 30, 33]
+    assert saved(pipe) == [20, 30, 33]
+    assert all(row["stall_seconds"] > 0 and row["bytes"] > 1000 for row in rows(pipe, "checkpoint"))
+    assert any("checkpoint" in row["seconds"] for row in rows(pipe, "train"))
+
+
+@alone
+def test_by_epochs(tmp_path: Path) -> None:
+    pipe = make(tmp_path, Traced(), every="2ep")
+    pipe.run()
+    assert [row["step"] for row in rows(pipe, "checkpoint")] == [0, 22, 33]
+
+
+@ranks(2)
+def test_by_time_rank_0_says_when_and_all_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only rank 0's clock counts: that of rank 1 says that nothing is ever due."""
+    from headway.train import keeping
+
+    class Clock:
+        now = 0.0
+
+        def monotonic(self) -> float:
+            return self.now if hw.rank() == 0 else -1e9
+
+    clock = Clock()
+    monkeypatch.setattr(keeping, "time", clock)
+
+    class Slow(Traced):
+        def step(self, batch: Any) -> Tensor:
+            clock.now += 1 if self.training else 0
+            return super().step(batch)
+
+    pipe = make(tmp_path, Slow(log_every=2), every="7s")
+    pipe.run()
+    hw.barrier()
+    # due after 7 s, seen at the next log point (2, 4, 6, ...; also the end of an epoch), then 7 s from there
+    assert [row["step"] for row in rows(pipe, "checkpoint")] == [0, 8, 16, 24, 32, 33]
+
+
+class Judged(Traced):
+    """A validation metric that the test decides."""
+
+    values = (3.0, 1.0, 2.0)
+
+    def val_step(self, batch: Any) -> None:
+        self.log("score", self.values[self.epoch], weight=len(batch[0]))
+
+
+@alone
+@pytest.mark.parametrize(("best", "kept"), [("val/score", 22), ("max:val/score", 11)])
+def test_the_best_stays(best: str, kept: int, tmp_path: Path) -> None:
+    pipe = make(tmp_path, Judged(), every=6, keep_best=best)
+    pipe.run()
+    assert saved(pipe) == sorted({kept, 24, 30, 33})
+    manifest = json.loads((pipe.directory.checkpoint_dir(kept) / "manifest.json").read_text())
+    assert manifest["metrics"]["val/score"] == (1.0 if kept == 22 else 3.0)
+
+
+@alone
+def test_the_best_is_remembered_over_a_restart(tmp_path: Path) -> None:
+    cut_off = seeded(make(tmp_path, Judged(cut=25), every=6, keep_best="val/score"))
+    with pytest.raises(Cut):
+        cut_off.run()
+    pipe = make(tmp_path, Judged(), every=6, keep_best="val/score")
+    pipe.run()
+    assert saved(pipe) == [22, 24, 30, 33], "the score after 33 steps is no better than the one after 22"
+
+
+@alone
+def test_the_one_gone_on_from_stays_until_two_newer_exist(tmp_path: Path) -> None:
+    seen: list[list[int]] = []
+
+    class Look(Callback):
+        def log_point(self, stage: Any, *_: Any) -> None:
+            seen.append(saved(stage.pipe))
+
+    first = cut(tmp_path, 14, every=3)
+    assert saved(first) == [6, 9, 12]
+    pipe = make(tmp_path, Traced(log_every=1), every=3)
+    pipe.add_callback(Look())
+    pipe.run()
+    for steps in seen:
+        assert 12 in steps or len([step for step in steps if step > 12]) >= 2
+
+
+# --- what is not saved
+
+
+@alone
+def test_spoilt_weights_are_never_saved(tmp_path: Path) -> None:
+    class Spoilt(Traced):
+        def optimize(self) -> None:
+            super().optimize()
+            if self.pipe.step + 1 == 6:  # the loss of step 6 was finite: nobody sees it before the next one
+                with torch.no_grad():
+                    next(iter(self.pipe.models["net"].parameters())).fill_(float("nan"))
+
+    pipe = make(tmp_path, Spoilt(log_every=1000), every=3)
+    with pytest.raises(HeadwayError, match="weights are not finite after step 6, so they are not saved"):
+        pipe.run()
+    assert saved(pipe) == [0, 3]
+
+
+@alone
+def test_a_loss_that_is_not_finite_is_seen_before_a_save(tmp_path: Path) -> None:
+    class Spoilt(Traced):
+        def step(self, batch: Any) -> Tensor:
+            loss = super().step(batch)
+            return loss * float("nan") if self.pipe.step + 1 == 5 else loss
+
+    pipe = make(tmp_path, Spoilt(log_every=1000), every=3)
+    with pytest.raises(HeadwayError, match="not finite since step 5"):
+        pipe.run()
+    assert saved(pipe) == [0, 3]
+
+
+@alone
+def test_a_save_that_fails_costs_no_run_and_three_in_a_row_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from headway.checkpoint import Saver
+
+    original, calls = Saver.save, iter(range(100))
+    failing: set[int] = {1, 3, 4}
+
+    def save(self: Saver, state: Any, **options: Any) -> None:
+        if next(calls) in failing:
+            raise StorageError("no space left")
+        original(self, state, **options)
+
+    monkeypatch.setattr(Saver, "save", save)
+    make(tmp_path, Traced(), every=6).run()
+    assert "a save failed at step 6, training goes on: no space left" in capfd.readouterr().out
+    calls, failing = iter(range(100)), {2, 3, 4}
+    pipe = make(tmp_path, Traced(), every=6)
+    with pytest.raises(StorageError, match="no space left"):
+        pipe.run()
+    assert pipe.step == 24
+
+
+# --- which run
+
+
+@alone
+def test_a_finished_run_is_not_gone_on_with(tmp_path: Path) -> None:
+    first = make(tmp_path, Traced())
+    first.run()
+    second = make(tmp_path, Traced())
+    second.run()
+    assert first.directory.id != second.directory.id
+
+
+@alone
+def test_after_the_end_there_is_nothing_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    first = make(tmp_path, Traced())
+    first.run()
+    for way in ("path", "variable"):
+        if way == "variable":
+            monkeypatch.setenv("HEADWAY_RUN", str(first.directory.path))
+        stage = Traced()
+        pipe = make(tmp_path, stage, resume=first.directory.path if way == "path" else "auto")
+        assert pipe.run() == first.directory
+        assert stage.by_step == {}
+        assert "is finished" in capfd.readouterr().out
+    assert len(first.directory.info()["attempts"]) == 1
+
+
+@alone
+def test_never_must_and_a_path(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no unfinished run 'toy' with these settings"):
+        make(tmp_path, Traced(), resume="must").run()
+    first = cut(tmp_path, 8)
+    second = cut(tmp_path, 8, resume="never")
+    assert first.directory.id != second.directory.id
+    again = cut(tmp_path, 9, resume=first.directory.path)
+    assert again.directory == first.directory
+    newest = make(tmp_path, Traced(), resume="must")
+    newest.run()
+    assert newest.directory == second.directory, "the newest of the unfinished"
+    with pytest.raises(UsageError, match='give "auto", "never", "must" or a run directory'):
+        make(tmp_path, Traced(), resume=tmp_path / "nowhere").run()
+
+
+@alone
+def test_another_name_or_other_settings_are_another_run(tmp_path: Path) -> None:
+    first = cut(tmp_path, 8)
+    other = make(tmp_path, Traced(), max_epochs=1)
+    other.config = {"lr": 2}
+    other.run()
+    assert other.directory.id != first.directory.id
+    other = make(tmp_path, Traced(), max_epochs=1)
+    other.name = "else"
+    other.run()
+    assert other.directory.name == "else"
+
+
+@alone
+def test_a_run_that_somebody_trains_in_is_left_alone(tmp_path: Path) -> None:
+    first = cut(tmp_path, 8)
+    with first.directory.lock():
+        second = make(tmp_path, Traced(), max_epochs=1)
+        second.run()
+        assert second.directory.id != first.directory.id
+        with pytest.raises(RunLocked):
+            make(tmp_path, Traced(), resume=first.directory.path).run()
+
+
+@alone
+def test_the_directory_that_the_job_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = Run.create(tmp_path, name="submitted")
+    monkeypatch.setenv("HEADWAY_RUN", str(given.path))
+    assert cut(tmp_path / "elsewhere", 8).directory == given
+    with pytest.raises(UsageError, match="has checkpoints: take"):
+        make(tmp_path, Traced(), resume="never").run()
+    pipe = make(tmp_path, Traced())
+    pipe.run()
+    assert pipe.directory == given
+    assert dist.open_run("anywhere", name="other") == given
+    monkeypatch.setenv("HEADWAY_RUN", str(tmp_path / "nowhere"))
+    with pytest.raises(UsageError, match="is not a run directory"):
+        make(tmp_path, Traced()).run()
+
+
+@alone
+def test_a_job_finds_its_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "big")
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "4000000000")
+    runs = {}
+    for job in ("7", "8"):
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        runs[job] = cut(tmp_path, 8, resume="never").directory
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    pipe = make(tmp_path, Traced())
+    pipe.run()
+    assert pipe.directory == runs["7"], "not the newest one, which is that of another job"
+    stage = Traced()
+    assert make(tmp_path, stage).run() == runs["7"]
+    assert not stage.by_step, "it is finished"
+
+
+# --- what is there when a run goes on
+
+
+@alone
+def test_damaged_checkpoints_are_passed_over_and_without_a_whole_one_nothing_starts(tmp_path: Path) -> None:
+    first = cut(tmp_path, 14)
+    assert saved(first) == [6, 9, 12]
+    for step in (9, 12):
+        state = first.directory.checkpoint_dir(step) / "state.json"
+        state.write_bytes(state.read_bytes()[:-1])
+    again = make(tmp_path, stage := Traced(cut=12))
+    with pytest.raises(Cut):
+        again.run()
+    assert min(stage.by_step) == 7
+    for step in saved(again):
+        os.truncate(again.directory.checkpoint_dir(step) / "manifest.json", 10)
+    with pytest.raises(NoValidCheckpoint, match="none is whole") as caught:
+        make(tmp_path, Traced()).run()
+    assert caught.value.exit_code == 86
+
+
+@alone
+def test_hooks_are_told(tmp_path: Path) -> None:
+    told: list[str] = []
+
+    class Told(Callback):
+        def resume_run(self, pipe: Pipeline) -> None:
+            told.append(f"at step {pipe.step}")
+
+    for at in (8, None):
+        pipe = make(tmp_path, Traced(cut=at))
+        pipe.add_callback(Told())
+        try:
+            pipe.run()
+        except Cut:
+            assert told == []
+    assert told == ["at step 6"]
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.seen = 0
+        self.table = torch.zeros(3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen, "table": self.table}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen, self.table = state["seen"], state["table"]
+
+
+@alone
+def test_objects_of_the_users_own(tmp_path: Path) -> None:
+    class Counting(Traced):
+        def step(self, batch: Any) -> Tensor:
+            if self.training:
+                counter.seen += 1
+                counter.table += 1
+            return super().step(batch)
+
+    for at in (8, None):
+        counter = Counter()
+        pipe = make(tmp_path, Counting(cut=at))
+        pipe.register_state("counter", counter)
+        try:
+            pipe.run()
+        except Cut:
+            assert counter.seen == 8
+    assert counter.seen == 33 and counter.table.tolist() == [33.0] * 3
+    with pytest.raises(UsageError, match="register an object with state_dict"):
+        pipe.register_state("number", 3)  # type: ignore[arg-type]
+
+
+@alone
+def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
+    cut(tmp_path, 8)
+    pipe = make(tmp_path, Traced())
+    pipe.register_model("more", torch.nn.Linear(1, 1))
+    with pytest.raises(UsageError, match=r"no tensor 'models.more.weight' .* is it of another model"):
+        pipe.run()
+    other = make(tmp_path, Traced())
+    other.append_stage(Traced(), max_epochs=1, name="second")
+    with pytest.raises(
+        UsageError, match="the checkpoint has stages train, and the pipeline has second, train"
+    ):
+        other.run()
+
+
+# --- when to give up
+
+
+@alone
+def test_three_attempts_without_a_new_step(tmp_path: Path) -> None:
+    first = cut(tmp_path, 8)
+    for _ in range(3):
+        cut(tmp_path, 8)  # each begins at 6 and never gets to the save of 9
+    with pytest.raises(NoProgress, match=r"3 attempts in a row got no further than step 6") as caught:
+        make(tmp_path, Traced()).run()
+    assert caught.value.exit_code == 93
+    pipe = make(tmp_path, Traced(), resume="must")
+    pipe.run()
+    assert pipe.directory == first.directory
+
+
+@alone
+def test_attempts_that_got_on_or_were_interrupted_do_not_count(tmp_path: Path) -> None:
+    cut(tmp_path, 8)
+    cut(tmp_path, 8)
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            make(tmp_path, Interrupted()).run()
+    cut(tmp_path, 8)
+    cut(tmp_path, 11)
+    cut(tmp_path, 11)
+    make(tmp_path, Traced()).run()
+
+
+class Interrupted(Traced):
+    def step(self, _: Any) -> Tensor:
+        raise KeyboardInterrupt
+
+
+# --- the end of a job
+
+
+def test_the_end_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert job_end({}) is None
+    assert job_end({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1800000000"}) == 1_800_000_000
+    squeue = tmp_path / "squeue"
+    squeue.write_text('#!/bin/sh\n[ "$2" = --jobs=7 ] && echo 2026-11-15T10:00:00 || echo N/A\n')
+    squeue.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert job_end({"SLURM_JOB_ID": "7"}) == datetime(2026, 11, 15, 10).timestamp()  # in local time
+    assert job_end({"SLURM_JOB_ID": "8"}) is None
