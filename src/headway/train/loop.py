@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from headway.dist import set_phase
-from headway.failpoints import failpoint
+from headway.failpoints import armed, failpoint
 from headway.train.batches import windows
 
 if TYPE_CHECKING:
@@ -24,10 +24,13 @@ STOP, SAVE = (
     2,
 )  # flags that a rank raises at a log point: to stop, one is enough; when to save, rank 0 says
 
+_IN_SYNC = nullcontext()
+
 
 def epochs(stage: Stage) -> Iterator[None]:
     """Around each epoch of a stage: the epoch itself is what the caller does at the `yield`."""
     pipe, keeper = stage.pipe, stage.pipe.keeper
+    stage.may_fail = armed()
     while stage.in_epoch or not stage.finished:  # after a restart, the rest of an epoch may be left
         pipe.begin_epoch(stage)
         pipe.call("pre_epoch", stage)
@@ -47,12 +50,13 @@ def epochs(stage: Stage) -> Iterator[None]:
 def train(stage: TrainValStage) -> Iterator[None]:
     """One epoch of training."""
     settings, split, precision = stage.settings, stage.pipe.split, stage.precision
+    between_steps = settings.val_steps is not None
     loader, limit = stage.train_dataset(), settings.limit_train_batches
     steps = windows(stage.feed(loader, limit, progress=stage.begin_pass(loader, limit)), settings.accumulate)
     stage.check_lengths()
     stage.zero_grad()
     while True:
-        if stage.validation_due(epoch_ends=False):
+        if between_steps and stage.validation_due(epoch_ends=False):
             yield
         window = None if stage.ended else next(steps, None)
         if window is None:
@@ -62,7 +66,7 @@ def train(stage: TrainValStage) -> Iterator[None]:
         for number, (batch, share) in enumerate(zip(window, stage.shares(window), strict=True), start=1):
             split.mark("compute")
             # gradients travel once per step, with the last batch
-            with stage.no_sync() if number < len(window) else nullcontext():
+            with stage.no_sync() if number < len(window) else _IN_SYNC:
                 with precision.autocast:
                     loss = stage.check_loss(stage.train_step(batch))
                 split.mark("backward")
@@ -113,7 +117,8 @@ def finish_step(stage: Stage) -> bool:
     stage.steps += 1
     pipe.step += 1
     set_phase(stage.name, pipe.step)
-    failpoint("train.step")
+    if stage.may_fail:
+        failpoint("train.step")
     if stage.steps % stage.log_every == 0:
         log_point(stage)
     if pipe.keeper:

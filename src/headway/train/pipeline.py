@@ -196,7 +196,7 @@ class Pipeline:
         if any(stage.name == other.name for other in self.stages):
             raise UsageError(f"there is a stage {stage.name!r} already: give this one another name=...")
         stage.max_epochs, stage.max_steps = max_epochs, max_steps
-        stage._pipe = self
+        stage.pipe = self
         self.stages.append(stage)
 
     def add_callback(self, callback: Callback) -> None:

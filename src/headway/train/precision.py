@@ -62,11 +62,6 @@ class Precision:
         else:
             self.scaler.step(optimizer)
 
-    def update(self) -> None:
-        """After all optimisers of a step."""
-        if self.scaler is not None:
-            self.scaler.update()
-
     def state_dict(self) -> dict[str, Any]:
         return {} if self.scaler is None else self.scaler.state_dict()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -61,6 +62,7 @@ class Stage(ABC):
         """steps finished in this stage; the run's own count is `pipe.step`"""
         self.samples = 0
         """samples that this rank has trained on since the last log point"""
+        self.may_fail = False  # on purpose, in a test
         self.stop_requested = False  # on this rank
         self.stopped = False  # agreed by all ranks
         self.columns: list[str] = []
@@ -72,8 +74,6 @@ class Stage(ABC):
         self.passes: list[Pass] = []
         """over datasets, in this epoch, in the order in which they began"""
         self._passes_begun = 0  # by this process
-        self._pipe: Pipeline | None = None
-        self._meter: Meter | None = None
 
     # --- what you write
 
@@ -95,14 +95,10 @@ class Stage(ABC):
 
     # --- what you use
 
-    @property
+    @cached_property
     def pipe(self) -> Pipeline:
-        """The pipeline that this stage is part of."""
-        if self._pipe is None:
-            raise UsageError(
-                f"stage {self.name!r} is not part of a pipeline yet: call pipe.append_stage(stage)"
-            )
-        return self._pipe
+        """The pipeline that this stage is part of; it says so when the stage is appended."""
+        raise UsageError(f"stage {self.name!r} is not part of a pipeline yet: call pipe.append_stage(stage)")
 
     @property
     def models(self) -> Mapping[str, nn.Module]:
@@ -196,12 +192,10 @@ class Stage(ABC):
 
     # --- what the loop uses
 
-    @property
+    @cached_property
     def meter(self) -> Meter:
         """Where `log` adds to."""
-        if self._meter is None:
-            self._meter = Meter(self.device)
-        return self._meter
+        return Meter(self.device)
 
     @property
     def finished(self) -> bool:

@@ -19,6 +19,8 @@ Phase = Literal["data", "compute", "backward", "optimizer", "wait", "validation"
 
 SAMPLE = 10
 """On a GPU, one step in so many is measured, and counts for all of them."""
+_BEGINNINGS = frozenset({"data", "wait", "checkpoint", "other"})
+"""Phases that may begin to be measured where the one before was not."""
 
 
 @final
@@ -45,11 +47,12 @@ class Split:
     def mark(self, phase: Phase) -> None:
         """What was under way ends here, and `phase` begins."""
         if self._cuda:
-            self._mark_event(phase)
+            if self._weight or phase in _BEGINNINGS:
+                self._mark_event(phase)
             return
-        now = time.perf_counter()
-        if self._phase is not None:
-            self._add(self._phase, now - self._since)
+        now, under_way = time.perf_counter(), self._phase
+        if under_way is not None:
+            self._seconds[under_way] = self._seconds.get(under_way, 0.0) + now - self._since
         self._phase, self._since = phase, now
 
     def take(self) -> dict[str, float]:
@@ -60,9 +63,6 @@ class Split:
             self.mark(self._phase)
         taken, self._seconds = self._seconds, {}
         return taken
-
-    def _add(self, phase: Phase, seconds: float) -> None:
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
 
     def _mark_event(self, phase: Phase) -> None:
         before = self._weight
@@ -83,7 +83,8 @@ class Split:
             done = done[:-1]
         for (phase, weight, begin), (_, _, end) in pairwise(done):
             if weight:
-                self._add(phase, weight * begin.elapsed_time(end) / 1e3)
+                seconds = weight * begin.elapsed_time(end) / 1e3
+                self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
         if done:
             self._events = self._events[len(done) - 1 :]
             self._spare.extend(event for _, _, event in done[:-1])

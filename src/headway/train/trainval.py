@@ -236,7 +236,8 @@ class TrainValStage(Stage):
                 self.log("grad_norm", norm)
             self.optimize()
             self.pipe.after_optimizers(optimizers)
-        self.precision.update()
+        if self.precision.scaler is not None:
+            self.precision.scaler.update()
         self.zero_grad()
         return made
 
