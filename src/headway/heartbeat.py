@@ -31,6 +31,7 @@ SLACK = 10.0  # a phase may take so many times its usual time, where that is mor
 
 _SIZE = 4096
 _FIXED = struct.Struct("<4q2d")  # version, pid, 1 if there is a step, step; moved, limit
+_QUICK, _QUICK_AT = struct.Struct("<qd"), 24  # of these, step and moved
 _TEXTS = (_FIXED.size, _FIXED.size + 64, _SIZE)  # phase, path of the run
 _VERSION = 1
 
@@ -71,8 +72,12 @@ class Heartbeat:
         self.limit = math.inf
         self.period = 0.0
         self._paces: dict[str, tuple[int, float]] = {}  # phase -> moves seen, usual seconds of one
+        self._moves, self._since = 0, self.moved  # since the pace was last looked at
+        self._review = math.inf  # when it is to be looked at again
+        self._leaves = 0  # blocks of `excused` that are open
         self._memory: mmap.mmap | None = None
-        self._alarm_wound, self._alarm_limit = 0.0, 0.0
+        self._stack = -1
+        self._alarm_limit = math.inf
 
     @property
     def age(self) -> float:
@@ -83,8 +88,8 @@ class Heartbeat:
         """From now on a rank that stands still for `period` seconds is in trouble; 0 turns that off."""
         self.period = period
         if period and folder is not None:
-            stack = files.open_private(stack_file(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            faulthandler.register(signal.SIGQUIT, file=stack, all_threads=True)  # before anybody may ask
+            self._stack = files.open_private(stack_file(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            faulthandler.register(signal.SIGQUIT, file=self._stack, all_threads=True)  # before anybody asks
             self._memory = _mapped(heartbeat_file(folder, rank))
         self.move(self.phase, self.step)
 
@@ -94,40 +99,56 @@ class Heartbeat:
         self.period = 0.0
         if self._memory is not None:
             faulthandler.unregister(signal.SIGQUIT)
+            os.close(self._stack)
             self._memory.close()
             self._memory = None
 
     def move(self, phase: str, step: int | None) -> None:
         """The rank has come further. Without a step it is in nobody's way, and may take any time."""
         now = time.monotonic()
+        self._moves += 1
+        if phase != self.phase or now >= self._review or step is None or self.step is None:
+            self._turn(phase, step, now)
+            return
+        self.step, self.moved = step, now
+        if self._memory is not None:
+            _QUICK.pack_into(self._memory, _QUICK_AT, step, now)
+
+    def _turn(self, phase: str, step: int | None, now: float) -> None:
+        """Another phase, or time to look at the pace of this one."""
         if self.step is not None:
             seen, usual = self._paces.get(self.phase, (0, 0.0))
-            took = now - self.moved
-            self._paces[self.phase] = seen + 1, took if seen < WARM_UP else 0.9 * usual + 0.1 * took
+            took, old = (now - self._since) / self._moves, 0.9**self._moves if seen >= WARM_UP else 0.0
+            self._paces[self.phase] = seen + self._moves, old * usual + (1 - old) * took
         self.phase, self.step, self.moved = phase, step, now
-        if self.period:
-            self._beat(math.inf if step is None else self._limit(phase))
+        self._begin(now)
+
+    def _begin(self, now: float) -> None:
+        """What comes now is measured from here on."""
+        self._moves, self._since = 0, now
+        seen, usual = self._paces.get(self.phase, (0, 0.0))
+        known = seen >= WARM_UP
+        limit = max(self.period, SLACK * usual if known else PATIENCE)
+        watched = self.period and self.step is not None and not self._leaves
+        self._beat(limit if watched else math.inf)
+        self._review = now + self.limit / 4 if known else now if self.period else math.inf
 
     @contextmanager
     def excused(self) -> Iterator[None]:
         """What is done in here may take any time, as a download may."""
-        if self.period:
-            self._beat(math.inf)
+        self._leaves += 1
+        self._beat(math.inf)
         try:
             yield
         finally:
+            self._leaves -= 1
             self.moved = time.monotonic()
-            if self.period:
-                self._beat(math.inf if self.step is None else self._limit(self.phase))
+            self._begin(self.moved)
 
     def belongs_to(self, run: Path) -> None:
         """Notes the run's directory, for whoever must write there on this rank's behalf."""
         if self._memory is not None:
             _put(self._memory, 1, str(run))
-
-    def _limit(self, phase: str) -> float:
-        seen, usual = self._paces.get(phase, (0, 0.0))
-        return max(self.period, PATIENCE if seen < WARM_UP else SLACK * usual)
 
     def _beat(self, limit: float) -> None:
         self.limit = limit
@@ -135,16 +156,12 @@ class Heartbeat:
             there = self.step is not None
             _FIXED.pack_into(self._memory, 0, _VERSION, os.getpid(), there, self.step or 0, self.moved, limit)
             _put(self._memory, 0, self.phase)
-        if limit != self._alarm_limit or self.moved - self._alarm_wound > limit / 4:
-            self._wind_up(limit)
-
-    def _wind_up(self, limit: float) -> None:
-        """Once in a quarter of the limit, since it takes some microseconds; those who watch from outside go first."""
-        self._alarm_wound, self._alarm_limit = self.moved, limit
-        if limit == math.inf:
-            faulthandler.cancel_dump_traceback_later()
-        else:
+        if limit != math.inf:
+            # a little late, so that those who watch from outside, and can tell who is to blame, go first
             faulthandler.dump_traceback_later(2.25 * limit, file=2)
+        elif self._alarm_limit != math.inf:
+            faulthandler.cancel_dump_traceback_later()
+        self._alarm_limit = limit
 
 
 def read(folder: Path, rank: int) -> Beat | None:

@@ -9,6 +9,7 @@
         code/tree/                  the code as it was when the run was submitted
         log/rank-00000.txt          metrics/rank-00000.jsonl           log/diagnostics.jsonl
         checkpoints/step-000000001000/
+        ledger.jsonl                what each step saw and did, if that was asked for
         failure.json                the first failing rank of this attempt (of older attempts: failure-N.json)
         lock/                       who trains here: see runlock
 """
@@ -212,6 +213,10 @@ class Run:
     @property
     def metrics_dir(self) -> Path:
         return self.path / "metrics"
+
+    @property
+    def ledger_file(self) -> Path:
+        return self.path / "ledger.jsonl"
 
     @property
     def checkpoints_dir(self) -> Path:

@@ -117,6 +117,8 @@ def finish_step(stage: Stage) -> bool:
     stage.steps += 1
     pipe.step += 1
     set_phase(stage.name, pipe.step)
+    if pipe.ledger:
+        pipe.ledger.step(stage)
     if stage.may_fail:
         failpoint("train.step")
     if stage.steps % stage.log_every == 0:
@@ -134,6 +136,8 @@ def log_point(stage: Stage) -> None:
     stage.pipe.split.mark("other")
     stage.stopped |= any(word & STOP for word in point.flags)
     stage.pipe.note(stage, "train", point)
+    if stage.pipe.ledger:
+        stage.pipe.ledger.write(stage)
     stage.examine(point)
     stage.samples, stage.logged_at = 0, stage.steps
     if keeper := stage.pipe.keeper:

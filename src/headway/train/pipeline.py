@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
@@ -17,12 +18,14 @@ from headway import dist, record
 from headway.checkpoint.policy import Policy
 from headway.dist import World
 from headway.errors import UsageError
+from headway.record.ledger import VARIABLE as LEDGER_VARIABLE
 from headway.run import Run, check_name
 from headway.train import loop, state
 from headway.train.batches import set_epoch
 from headway.train.callback import Callback
 from headway.train.history import History, Row
 from headway.train.keeping import Keeper
+from headway.train.ledger import Ledger
 from headway.train.metrics import Point
 from headway.train.parallel import Blocks, Compile, Model, Parallel, prepare
 from headway.train.reporting import Reporter
@@ -84,6 +87,8 @@ class Pipeline:
         self.run_directory: Run | None = None
         self.stateful: dict[str, Stateful] = {}
         self.keeper: Keeper | None = None
+        self.ledger: Ledger | None = None
+        self._ledger_wanted = os.environ.get(LEDGER_VARIABLE, "0") not in ("", "0")
         self.busy = 0.0
         """seconds of the last interval between log points that this rank was busy by itself"""
         self._interval = 0.0
@@ -236,6 +241,13 @@ class Pipeline:
         self._root = self._root if root is None else root
         self.keeper = Keeper(self, Policy(**policy))
 
+    def enable_ledger(self) -> None:
+        """Writes down, of every step, the loss to the last bit, which samples it saw, and the random numbers' state.
+
+        For comparing runs, and for asking later: `headway runs samples RUN --step N`. HEADWAY_LEDGER=1 does the same.
+        """
+        self._ledger_wanted = True
+
     # --- running
 
     def run(self) -> Run:
@@ -271,6 +283,8 @@ class Pipeline:
             recording = stack.enter_context(record.recording(directory, self.world, config=self.config))
             self._reporter = stack.enter_context(Reporter(directory, self.world))
             self._reporter.introduce(self.registered.values(), self.datasets)
+            if self._ledger_wanted:
+                self.ledger = stack.enter_context(Ledger(directory, self.world, attempt=recording.attempt))
             if self.keeper:
                 stack.enter_context(self.keeper.opened(recording))
             yield

@@ -71,6 +71,8 @@ class Stage(ABC):
         """an epoch has begun and is not finished"""
         self.epoch_began = 0  # the steps that were finished then
         self.logged_at = -1  # the steps that were finished at the last log point
+        # step, loss, samples; since the last log point
+        self.recent_losses: list[tuple[int, Tensor, int]] = []
         self.passes: list[Pass] = []
         """over datasets, in this epoch, in the order in which they began"""
         self._passes_begun = 0  # by this process
@@ -235,7 +237,7 @@ class Stage(ABC):
         begun = self.passes[self._passes_begun]
         if begun.of and of and begun.of != of:  # as many samples on another number of ranks
             begun.given = round(begun.given * of / begun.of)
-        begun.of, begun.skip = of, 0 if positioned else begun.given
+        begun.loader, begun.of, begun.skip = loader, of, 0 if positioned else begun.given
         self._passes_begun += 1
         return begun
 
@@ -243,6 +245,7 @@ class Stage(ABC):
         self, loader: Iterable[Any], limit: int | None = None, *, progress: Pass | None = None
     ) -> Iterator[Any]:
         """Batches of a loader, on the device; the time spent waiting for them is "data"."""
+        ledger = self.pipe.ledger if progress is not None else None  # a validation is no step
         split, device = self.pipe.split, self.device
         progress = progress or Pass()
         if progress.done or (progress.given and self.ended):
@@ -255,6 +258,8 @@ class Stage(ABC):
             except StopIteration:
                 break
             progress.given += 1
+            if ledger:
+                ledger.took(loader, batch)
             yield feed.to_device(batch, device)
             split.mark("data")
         progress.done = True

@@ -51,8 +51,6 @@ class TrainValStage(Stage):
         self.training = True
         self.muted = False
         self.skipped = 0  # steps left out in a row
-        # step, loss, samples; since the last log point
-        self.recent_losses: list[tuple[int, Tensor, int]] = []
         self.validated_at = 0  # the steps that were finished at the last validation
         self._validated: dict[str, Any] = {}
 
@@ -200,11 +198,16 @@ class TrainValStage(Stage):
 
     def before_log_point(self) -> None:
         if self.recent_losses:
-            losses = torch.stack([loss for _, loss, _ in self.recent_losses]).double()
+            losses = torch.stack([loss for _, loss, _ in self.recent_losses])
             counts = [count for _, _, count in self.recent_losses]
-            weights = torch.tensor(counts, dtype=losses.dtype, device=losses.device)
             total = max(sum(counts), 1)
-            self.log(self.loss_metric_name(), losses @ weights / total, weight=total)
+            if min(counts) == max(counts):
+                mean = losses.mean(dtype=torch.float64)  # one kernel
+            else:
+                mean = (
+                    losses.double() @ torch.tensor(counts, dtype=torch.float64, device=losses.device) / total
+                )
+            self.log(self.loss_metric_name(), mean, weight=total)
 
     def examine(self, point: Point) -> None:
         """Stops all ranks if the loss of any is not finite, and says where it began."""
