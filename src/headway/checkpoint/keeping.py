@@ -122,7 +122,7 @@ def _verify_together(line: Line, path: Path) -> list[str]:
 
     def check() -> list[str]:
         try:
-            with Folder(path) as folder:
+            with Folder(path, announced=line.rank > 0) as folder:
                 manifest = layout.read_manifest(folder)
                 mine = [name for number, name in enumerate(manifest.files) if number % line.size == line.rank]
                 return layout.check_files(folder, manifest, mine) or layout.check_contents(

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, final
 
+from headway import files
 from headway.errors import StorageError
 from headway.run import Run
 
@@ -108,10 +109,10 @@ class Manifest:
                 "step": int(step), "save": str(save), "created": str(created), "world": {"size": int(world_size)},
                 "versions": dict(versions), "metrics": dict(metrics), "files": dict(listed),
             } if _are_numbers(metrics):  # fmt: skip
-                files = {name: _file_fact(name, fact) for name, fact in listed.items()}
+                facts = {name: _file_fact(name, fact) for name, fact in listed.items()}
                 return cls(
                     step=step, save=save, world_size=world_size, created=created, versions=versions,
-                    metrics=metrics, files=files,
+                    metrics=metrics, files=facts,
                 )  # fmt: skip
         raise Damaged(f"{MANIFEST}: it is not a manifest")
 
@@ -144,12 +145,16 @@ class Entry:
 
 @final
 class Folder:
-    """An open checkpoint directory. What is opened in it is a regular file, and never behind a link."""
+    """An open checkpoint directory. What is opened in it is a regular file, and never behind a link.
 
-    def __init__(self, path: Path) -> None:
+    `announced`: another rank has seen it, so it is there, even if this host's file system does not show it yet.
+    """
+
+    def __init__(self, path: Path, *, announced: bool = False) -> None:
         self.path = path
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            self._fd = files.patiently(lambda: os.open(path, flags)) if announced else os.open(path, flags)
         except OSError as error:
             raise _unreadable(path.name, path, error) from error
 
