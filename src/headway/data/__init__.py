@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         interleave_batches as interleave_batches,
         interleave_dict_batches as interleave_dict_batches,
     )
+    from headway.data.cache import NodeCache as NodeCache
     from headway.data.catalog import Catalog as Catalog, Dataset as Dataset
     from headway.data.finding import index as index
     from headway.data.loader import DataLoader as DataLoader
@@ -38,6 +39,7 @@ _HOME = {
     "Dataset": "headway.data.catalog",
     "Limits": "headway.data.shards",
     "Mix": "headway.data.mix",
+    "NodeCache": "headway.data.cache",
     "Order": "headway.data.order",
     "Shard": "headway.data.shards",
     "ShardLoader": "headway.data.shardloader",

@@ -17,7 +17,8 @@ import time
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -27,7 +28,7 @@ from headway.data.cachefolder import CacheFolder, Copy, Found, size_of
 from headway.data.fetching import Terms, get, identify
 from headway.data.leases import Deadline, NotCached, WaitedTooLong
 from headway.data.shards import File, Limits, Shard, open_file
-from headway.errors import UsageError
+from headway.errors import HeadwayError, UsageError
 
 _STEP = 8 * 2**20
 _HURRY = 300.0  # seconds for which nobody waits again, after one wait was in vain
@@ -98,6 +99,7 @@ class CachedShards:
         self._lock = threading.Lock()
         self._folder: CacheFolder | None = None
         self._hurry_until = 0.0
+        self._local: dict[Path, bool] = {}
         self._keys: dict[Path, str] = {}
         self._order: dict[str, int] = {}
         self._sound: set[str] = set()
@@ -108,41 +110,60 @@ class CachedShards:
     def open(self, path: Path) -> Shard:
         """A shard to read, from wherever it can be read."""
         source = open_file(path)
-        if is_local(path) and not self._how.copy_local:
+        if self._stays(path):
             self._count("local")
             return Shard.open(path, self._limits, data=source)
-        hurry = time.monotonic() < self._hurry_until
         try:
-            copy = self._copy(source, turn=-1, patience=0 if hurry else self._how.patience)
+            copy = self._copy_now(source)
         except (NotCached, OSError) as trouble:
-            if isinstance(trouble, WaitedTooLong) and not hurry:
-                self._hurry_until = time.monotonic() + _HURRY
             self._say(path, trouble)
             return Shard.open(path, self._limits, data=source)
         return Shard.open(path, self._limits, data=copy.data)
 
+    def _copy_now(self, source: File) -> Copy:
+        """The copy of a shard that is needed at once, if need be in the place of those that we keep for later."""
+        patience = self._how.patience if time.monotonic() > self._hurry_until else 0.0
+        try:
+            return self._copy(source, -1, patience, lambda: False)
+        except WaitedTooLong:
+            if patience:
+                self._hurry_until = time.monotonic() + _HURRY
+            raise
+        except NotCached:
+            if not self._held:
+                raise
+        self._held = {}
+        return self._copy(source, -1, patience, lambda: False)
+
     def expect(self, paths: Sequence[Path]) -> list[Path]:
         """Tells which shards are needed next, in this order; returns those that there is room for all at once."""
-        limit = parse(self._how.budget, whole(Path(self._how.path)))
+        left = parse(self._how.budget, whole(Path(self._how.path)))
         order, fitting = dict[str, int](), list[Path]()
-        for turn, path in enumerate(paths):
-            key = self._keys.get(path) or identify(open_file(path))
-            self._keys[path] = key
-            order[key] = turn
-            limit -= size_of(key)
-            if limit >= 0:
-                fitting.append(path)
+        for turn, path in enumerate(path for path in paths if not self._stays(path)):
+            if path not in self._keys:
+                with suppress(NotCached, HeadwayError):  # which is said when it is opened
+                    self._keys[path] = identify(open_file(path))
+            if path in self._keys:
+                order[self._keys[path]] = turn
+                left -= size_of(self._keys[path])
+                fitting += [path] if left >= 0 else []
         self._order = order
         for path in self._held.keys() - set(fitting):
             del self._held[path]
         return fitting
 
-    def prepare(self, path: Path, turn: int) -> None:
+    def prepare(self, path: Path, turn: int, given_up: Callable[[], bool]) -> None:
         """Copies a shard that is needed later, and keeps its copy from being removed; waits for nobody."""
-        if path not in self._held and (self._how.copy_local or not is_local(path)):
-            self._held[path] = self._copy(open_file(path), turn=turn, patience=0)
+        if path not in self._held:
+            self._held[path] = self._copy(open_file(path), turn, 0, given_up)
 
-    def _copy(self, source: File, *, turn: int, patience: float) -> Copy:
+    def _stays(self, path: Path) -> bool:
+        """Whether a shard is read in place. Asked once per folder."""
+        if path.parent not in self._local:
+            self._local[path.parent] = is_local(path.parent)
+        return self._local[path.parent] and not self._how.copy_local
+
+    def _copy(self, source: File, turn: int, patience: float, given_up: Callable[[], bool]) -> Copy:
         folder, key = self._join(), identify(source)
         self._keys[source.path] = key
         terms = Terms(
@@ -151,6 +172,7 @@ class CachedShards:
             order=self._order,
             turn=turn,
             deadline=Deadline(patience),
+            given_up=given_up,
         )
         copy, made = get(folder, key, source, terms)
         self._count("copied" if made else "hit", bytes=len(source) if made else 0)

@@ -6,7 +6,7 @@ import hashlib
 import os
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +46,8 @@ class Terms:
     turn: int
     """when this one is: no copy that is needed before is removed for it"""
     deadline: Deadline
+    given_up: Callable[[], bool]
+    """asked while copying: whether nobody wants it any longer"""
 
 
 def get(folder: CacheFolder, key: str, source: File, terms: Terms) -> tuple[Copy, bool]:
@@ -64,7 +66,7 @@ def get(folder: CacheFolder, key: str, source: File, terms: Terms) -> tuple[Copy
                 if folder.find(key, terms.deadline) is None:  # not published between the two looks
                     with folder.slot(terms.slots, terms.deadline):
                         _reserve(folder, part, source, terms)
-                        note = _copy(part, source)
+                        note = _copy(part, source, terms)
                     folder.publish(key, part)
                     return Copy(folder.map(part, key), note), True
             finally:
@@ -86,7 +88,7 @@ def _reserve(folder: CacheFolder, part: Handle, source: File, terms: Terms) -> N
     failpoint("cache.reserved")
 
 
-def _copy(part: Handle, source: File) -> Note:
+def _copy(part: Handle, source: File, terms: Terms) -> Note:
     """Copies and compares: with the checksum beside the shard, and whether it stayed the same meanwhile."""
     crc = 0
     for start in range(0, len(source), _STEP):
@@ -96,6 +98,8 @@ def _copy(part: Handle, source: File) -> Note:
         # one copy in memory is enough: the file system need not keep another
         os.posix_fadvise(source.fileno(), start, len(piece), os.POSIX_FADV_DONTNEED)
         failpoint("cache.copying")
+        if terms.given_up():
+            raise NotCached("nobody wants it any longer")
     for now in (os.fstat(source.fileno()), source.path.stat()):
         if _version(now) != _version(source.status):
             raise NotCached("it was changed while it was copied")

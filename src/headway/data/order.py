@@ -195,11 +195,12 @@ class Order:
         return lane, start + first + permute(step - first, size, secret_each)
 
     def _on_line(self, epoch: int, point: Ints) -> tuple[Ints, Ints]:
-        if epoch not in self._lines:
-            if len(self._lines) > 1:
-                del self._lines[min(self._lines, key=lambda known: abs(known - epoch))]
-            self._lines[epoch] = self._line(epoch)
-        shards, ends = self._lines[epoch]
+        line = self._lines.get(epoch)
+        if line is None:
+            line = self._line(epoch)
+            latest = list(self._lines.items())[-1:]
+            self._lines = dict([*latest, (epoch, line)])  # never changed in place: threads may be reading it
+        shards, ends = line
         place = np.searchsorted(ends, point, side="right")
         shard = shards[place]
         return shard, point - (ends[place] - self._counts[shard])

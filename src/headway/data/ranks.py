@@ -72,3 +72,12 @@ class Share:
     def of(self, count: int) -> slice:
         """This rank's part of a global batch of `count` samples."""
         return piece(count, *self.place())
+
+    def of_node(self, count: int) -> slice:
+        """The part of all ranks of this node, where they follow each other; else about that."""
+        rank, world_size = self.place()
+        first = last = rank
+        if self.rank is None and dist.is_initialized():
+            first = rank - dist.local_rank()
+            last = min(first + dist.local_world_size(), world_size) - 1
+        return slice(piece(count, first, world_size).start, piece(count, last, world_size).stop)

@@ -14,20 +14,24 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, final, get_args
 
 import numpy as np
 
 from headway import dist
+from headway.data.ahead import Ahead, Needed
+from headway.data.cache import CachedShards, NodeCache
 from headway.data.counting import Counters, Span, Trace
 from headway.data.decode import Decoder
 from headway.data.loading import Bad, Loaded, Loading, Transform, collate
 from headway.data.mix import Mix, Segment, Shards, Timeline
 from headway.data.order import Ints, Order, Shuffle, key
 from headway.data.ranks import Share
-from headway.data.shards import Limits
+from headway.data.shards import Limits, Shard
 from headway.data.sources import OpenShards, find
+from headway.data.which import describe, locate
 from headway.errors import HeadwayError, UsageError
 
 Tail = Literal["carry", "drop", "pad"]
@@ -64,6 +68,7 @@ class ShardLoader:
 
     A sample that cannot be decoded is replaced by another one of its dataset, always the same, and noted in `bad`; more
     than `max_bad` of them (a part of all) stop the run. Batches that wait take at most `memory` bytes, or are one.
+    `cache=hw.data.NodeCache()` keeps a copy of shards in the memory of the node, made before they are needed.
     `trace="traces/train.json"` keeps a time line of the stages, a file per rank, for Perfetto or chrome://tracing.
     """
 
@@ -86,6 +91,7 @@ class ShardLoader:
         memory: int = 2**30,
         max_bad: float = 0.001,
         limits: Limits | None = None,
+        cache: NodeCache | None = None,
         trace: str | Path | None = None,
         rank: int | None = None,
         world_size: int | None = None,
@@ -98,17 +104,22 @@ class ShardLoader:
         self._limits = limits or Limits()
         self._sources = find(mix, self._limits, shared=rank is None and dist.is_initialized())
         self._how = Shuffle(seed=seed, lanes=lanes, window=window)
+        self._hows = [_own(self._how, number) for number in range(len(self._sources))]
         self._orders = [
-            Order(source.counts, _own(self._how, number) if shuffle else None)
-            for number, source in enumerate(self._sources)
+            Order(source.counts, how if shuffle else None)
+            for source, how in zip(self._sources, self._hows, strict=True)
         ]
         self.samples = sum(order.samples for order in self._orders)
         self._shuffle, self._tail, self._schedule = shuffle, tail, mix.schedule
         self._weights = mix.weights
         self._timeline: Timeline | None = None
         self._changing = threading.Lock()
+        self._cache = None if cache is None else CachedShards(cache, self._limits)
+        open_shard = self._cache.open if self._cache else partial(Shard.open, limits=self._limits)
+        self._ahead: Ahead | None = None
+        self._shards = OpenShards(self._sources, 4 * lanes * len(self._sources), open_shard)
         self._loading = Loading(
-            OpenShards(self._sources, self._limits, capacity=4 * lanes * len(self._sources)),
+            self._shards,
             self._sources,
             self._orders,
             seed=seed,
@@ -120,6 +131,7 @@ class ShardLoader:
         self._threads, self._prefetch, self._memory, self._max_bad = threads, prefetch, memory, max_bad
         self._epoch = self._position = self._loops = 0
         self._restored = self._begun = False
+        self._given: tuple[int, int] | None = None
         self._trace_path, self._counters = trace, Counters()
         self.padding = 0
         self.bad: list[Bad] = []
@@ -151,10 +163,13 @@ class ShardLoader:
         if self._trace_path is not None and self._counters.trace is None:
             self._counters.trace = Trace(Path(self._trace_path), rank=self._share.place()[0])
         pool = ThreadPoolExecutor(self._threads or _cores(), "headway load")
+        self._ahead = None if self._cache is None else Ahead(self._cache, self._shards.keep)
         try:
             yield from self._loaded(pool, number)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+            if self._ahead is not None:
+                self._ahead.stop()
             if self._counters.trace is not None:
                 self._counters.trace.save()
         if self._loops == number:
@@ -167,6 +182,7 @@ class ShardLoader:
         waiting: deque[tuple[list[Future[Loaded]], _Plan]] = deque()
         timeline, largest = self._history(), 0
         plans = self._plans(timeline, self._position)
+        self._look_ahead(timeline)
         while True:
             if self._history() is not timeline:
                 for future in (future for futures, _ in waiting for future in futures):
@@ -174,6 +190,7 @@ class ShardLoader:
                 waiting.clear()
                 timeline = self._history()
                 plans = self._plans(timeline, self._position)
+                self._look_ahead(timeline)
             while not waiting or self._may_wait(len(waiting) + 1, largest):
                 plan = next(plans, None)
                 if plan is None:
@@ -190,7 +207,10 @@ class ShardLoader:
                 if self._history() is not timeline:
                     continue  # changed by another thread just now: this batch is no longer the next
                 self._check_loop(number)
+                self._given = self._position, plan.end
                 self._position, self._begun = plan.end, True  # from here on it is the training loop's
+            if self._ahead is not None:
+                self._ahead.moved(plan.end)
             self.padding = plan.padding
             self._note(loaded, waited)
             if loaded:
@@ -234,6 +254,23 @@ class ShardLoader:
 
     def _plans(self, timeline: Timeline, position: int) -> Iterator[_Plan]:
         """What this rank is to load for each batch of the pass, from a position on."""
+        for batch, real, end in self._batches(timeline, position):
+            mine = self._share.of(len(batch))
+            places = [(row[0], row[1], row[2], row[3]) for row in batch[mine, 1:].tolist()]
+            yield _Plan(places, min(len(places), max(0, mine.stop - real)), end)
+
+    def _needed(self, timeline: Timeline, position: int) -> Iterator[Needed]:
+        """The shards that this node is to read for each batch of the pass."""
+        for batch, _, end in self._batches(timeline, position):
+            rows = np.unique(batch[self._share.of_node(len(batch))][:, [1, 3]], axis=0).tolist()
+            yield Needed([self._sources[dataset].paths[shard] for dataset, shard in rows], end)
+
+    def _look_ahead(self, timeline: Timeline) -> None:
+        if self._ahead is not None:
+            self._ahead.follow(self._needed(timeline, self._position), self._position)
+
+    def _batches(self, timeline: Timeline, position: int) -> Iterator[tuple[Ints, int, int]]:
+        """The batches of all ranks, by lane and then what fills the last one; how many do not fill; where each ends."""
         size, stop = self._size(), (self._epoch + 1) * self.samples
         many = max(1, _AHEAD // size)
         while position < stop:
@@ -249,29 +286,11 @@ class ShardLoader:
                 if real < size and self._tail == "pad":
                     first = stop - self.samples + np.arange(size - real) % self.samples
                     batch = np.concatenate([batch, self._locate(timeline, first)])
-                mine = self._share.of(len(batch))
-                places = [(row[0], row[1], row[2], row[3]) for row in batch[mine, 1:].tolist()]
-                yield _Plan(places, min(len(places), max(0, mine.stop - real)), position)
+                yield batch, real, position
 
     def _locate(self, timeline: Timeline, positions: Ints) -> Ints:
         """Rows of lane, dataset, epoch, shard, sample."""
-        dataset, cursor = timeline.draw(positions) if self._shuffle else self._as_stored(positions)
-        table = np.empty((len(positions), 5), np.int64)
-        for number in np.unique(dataset).tolist():
-            here = dataset == number
-            places = self._orders[number].locate(cursor[here])
-            table[here] = np.stack(
-                [places.lane, np.full_like(places.lane, number), places.epoch, places.shard, places.sample], 1
-            )
-        return table
-
-    def _as_stored(self, positions: Ints) -> tuple[Ints, Ints]:
-        """One dataset after the other."""
-        sizes = np.array([order.samples for order in self._orders])
-        epoch, within = np.divmod(positions, self.samples)
-        ends = np.cumsum(sizes)
-        dataset = np.searchsorted(ends, within, side="right")
-        return dataset, epoch * sizes[dataset] + within - (ends - sizes)[dataset]
+        return locate(self._orders, timeline if self._shuffle else None, positions)
 
     def _history(self) -> Timeline:
         """The weights over time. Made late: a step of the schedule is a batch of all ranks, who must have met."""
@@ -326,6 +345,15 @@ class ShardLoader:
         return totals
 
     # --- position
+
+    def given(self) -> tuple[int, int] | None:
+        """Where in the order, in samples of all ranks, the last batch lies."""
+        return self._given
+
+    def order(self) -> dict[str, Any]:
+        """The order in plain values: `headway.data.which` tells from it which samples a batch had."""
+        counts = {source.name: source.counts for source in self._sources}
+        return describe(counts, self._hows, self._history()) if self._shuffle else describe(counts, None)
 
     per_rank = False
     """the state is one for all ranks"""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -56,10 +56,10 @@ def _look(name: str, where: Shards, limits: Limits, catalog: Catalog | None) -> 
 
 @final
 class OpenShards:
-    """The shards in use, mapped; the one not used for longest is let go first. For many threads."""
+    """The shards in use; the one not used for longest is let go first. For many threads."""
 
-    def __init__(self, sources: Sequence[Source], limits: Limits, capacity: int) -> None:
-        self._sources, self._limits, self._capacity = sources, limits, capacity
+    def __init__(self, sources: Sequence[Source], capacity: int, open_shard: Callable[[Path], Shard]) -> None:
+        self._sources, self._capacity, self._open_shard = sources, capacity, open_shard
         self._open: OrderedDict[tuple[int, int], _Opening] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -72,13 +72,21 @@ class OpenShards:
         with opening.lock:  # only those wait who want this very shard
             if opening.shard is None:
                 source = self._sources[dataset]
-                opening.shard = Shard.open(source.paths[shard], self._limits)
+                opening.shard = self._open_shard(source.paths[shard])
                 if len(opening.shard) != source.counts[shard]:
                     raise UsageError(
                         f"{source.paths[shard]} has {len(opening.shard)} samples, but had {source.counts[shard]} when "
                         "the loader was made: it was replaced meanwhile, and positions would mean other samples"
                     )
             return opening.shard
+
+    def keep(self, paths: Collection[Path]) -> None:
+        """Lets go of all other shards: they are not needed soon."""
+        wanted = set(paths)
+        with self._lock:
+            for dataset, shard in list(self._open):
+                if self._sources[dataset].paths[shard] not in wanted:
+                    del self._open[dataset, shard]
 
 
 @final
