@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from headway.cli import main
 from headway.errors import UsageError
+from headway.launcher.listing import resolve, rows
 from headway.launcher.sweep import arguments, grid, join, label, member
 from headway.run import Run
 
@@ -97,3 +99,26 @@ def test_members(tmp_path: Path) -> None:
     runs[0].sweep_file.write_text("{}")
     with pytest.raises(UsageError, match=r"sweep.json cannot be read"):
         member(runs[0])
+
+
+def test_here_one_after_the_other_from_one_copy(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "train.py").write_text(
+        "import os, sys; from pathlib import Path\n"
+        "Path(os.environ['HEADWAY_RUN'], 'said').write_text(' '.join(sys.argv[1:]))\n"
+        f"Path({str(project / 'train.py')!r}).write_text('raise SystemExit(9)')\n"  # the later ones run the copy
+        "sys.exit(3 * ('--lr=2' in sys.argv))\n"
+    )
+    assert main(["run", "--array", "lr=1,2", "--array", "seed=7,8", "train.py", "--seed", "{seed}"]) == 1
+    runs = resolve([label_of(project)])
+    assert [(run.path / "said").read_text() for run in runs] == [
+        f"--seed {seed} --lr={lr}" for lr in (1, 2) for seed in (7, 8)
+    ]
+    assert [row.status.state for row in rows(runs)] == ["done", "done", "failed", "failed"]
+    said = capsys.readouterr().err
+    assert "headway: 3 of 4: lr=2 seed=7 in " in said and f"headway compare {runs[0].path}" in said
+    assert [path.name for run in runs for path in run.code_dir.glob("tree")] == ["tree"], "one copy for all"
+
+
+def label_of(project: Path) -> str:
+    first = min(path.parent for path in project.glob("runs/*/sweep.json") if '"index": 0' in path.read_text())
+    return str(first)

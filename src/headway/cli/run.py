@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 
+from headway.errors import UsageError
 from headway.launcher.agent import Agent
 from headway.launcher.program import python_command
+from headway.launcher.submitting import Script
+from headway.launcher.sweeping import run_sweep
 
 _EXAMPLES = """\
 examples:
   headway run train.py                       one process
   headway run --nproc 4 train.py --lr 3e-4   four; what follows the script belongs to it
   headway run --nproc 2 -m mypackage.train   a module
+  headway run --array lr=1e-3,3e-4 --array seed=1,2 train.py     four runs, one after the other
 
 Exit codes: 0 all ranks ended well; 1 a rank failed (the last lines say which and why); 2 bad usage;
 75 stopped with a checkpoint; 130 Ctrl-C.
@@ -34,10 +38,23 @@ def main(argv: list[str]) -> int:
         help="start again after a crash, at most N times, if there is a newer checkpoint each time (default: 0)",
     )
     parser.add_argument(
+        "--array",
+        action="append",
+        metavar="NAME=V1,V2",
+        help="run once for each combination of values, one after the other; or a file: see headway submit",
+    )
+    parser.add_argument(
         "-m", dest="module", action="store_true", help="SCRIPT names a module, as for python -m"
     )
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="passed on to the script")
     options = parser.parse_args(argv)
+    if options.array:
+        if options.max_restarts:
+            raise UsageError(
+                "--array and --max-restarts do not go together: start the runs that failed again"
+            )
+        script = Script(name=options.script, args=options.args, module=options.module)
+        return run_sweep(script, options.array, processes=options.nproc)
     command = python_command(options.script, options.args, module=options.module)
     return Agent(command, processes=options.nproc, max_restarts=options.max_restarts).run()

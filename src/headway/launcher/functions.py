@@ -56,21 +56,25 @@ def launch(
     called = _name_of(function)
     box = parcel.pack((function, args, kwargs, upon_finish), what=f"{called} with its arguments")
     run = Run.create(root, name=name or _run_name(called), command=["headway.launch", called])
-    cwd = _code(run, function, target)
-    with files.storage(f"write {run.call_dir}"):
-        files.make_dir(run.call_dir)
-        files.write_new(run.call_dir / "call.pickle", box)
-    Call(
-        function=called,
-        target=target.to_dict(),
-        world_size=target.processes,
-        groups=[list(ranks) for ranks in groups] if groups is not None else None,
-        sys_path=_sys_path(run),
-    ).write(run)
-    if isinstance(target, Slurm):
-        _submit(run, target, cwd)
-    else:
-        _start(run, cwd)
+    try:
+        cwd = _code(run, function, target)
+        with files.storage(f"write {run.call_dir}"):
+            files.make_dir(run.call_dir)
+            files.write_new(run.call_dir / "call.pickle", box)
+        Call(
+            function=called,
+            target=target.to_dict(),
+            world_size=target.processes,
+            groups=[list(ranks) for ranks in groups] if groups is not None else None,
+            sys_path=_sys_path(run),
+        ).write(run)
+        if isinstance(target, Slurm):
+            _submit(run, target, cwd)
+        else:
+            _start(run, cwd)
+    except BaseException:
+        shutil.rmtree(run.path, ignore_errors=True)  # what could not be started leaves nothing behind
+        raise
     return Job(run)
 
 

@@ -1,0 +1,70 @@
+"""A sweep on this machine: one run after the other, each in a directory of its own, all from one copy of the code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from headway.errors import DONE, INTERRUPTED, TERMINATED
+from headway.launcher import snapshot, sweep
+from headway.launcher.agent import Agent, check_processes
+from headway.launcher.background import note_end
+from headway.launcher.program import Program, python_command
+from headway.launcher.submitting import Script
+from headway.run import Run, check_name
+
+
+def run_sweep(
+    script: Script,
+    specs: Sequence[str],
+    *,
+    processes: int = 1,
+    root: Path = Path("runs"),
+    name: str | None = None,
+) -> int:
+    """Runs a script once for each setting and returns the exit code of the first that failed; Ctrl-C ends them all.
+
+    >>> run_sweep(Script(name="train.py"), ["lr=1e-3,3e-4"], processes=2)  # doctest: +SKIP
+    0
+    """
+    settings = sweep.grid(specs)
+    name = check_name(name or script.run_name)
+    python_command(script.name, script.args, module=script.module)
+    check_processes(processes)
+    runs = [
+        Run.create(
+            root, name=name, config=values, command=[script.name, *sweep.arguments(script.args, values)]
+        )
+        for values in settings
+    ]
+    sweep.join(runs, settings)
+    snapshot.take(runs[0], Path.cwd() if script.module else script.name)
+    failed = DONE
+    for number, (run, values) in enumerate(zip(runs, settings, strict=True), start=1):
+        if number > 1:
+            snapshot.adopt(run, runs[0])
+        _say(f"{number} of {len(runs)}: {sweep.label(values)} in {run.path}")
+        code = _run(run, script, values, processes)
+        note_end(run, code)
+        failed = failed or code
+        if code in (INTERRUPTED, TERMINATED):
+            break
+    _say(f"to see them side by side: headway compare {runs[0].path}")
+    return failed
+
+
+def _run(run: Run, script: Script, values: sweep.Settings, processes: int) -> int:
+    code = snapshot.load(run)
+    start = ["-m", script.name] if script.module else [str(code.script)]
+    program = Program(
+        command=[sys.executable, *start, *sweep.arguments(script.args, values)],
+        python_path=[str(path) for path in code.python_path],
+    )
+    environ = program.environment(os.environ) | {"HEADWAY_RUN": str(run.path)}
+    return Agent(program.command, processes=processes, environ=environ, cwd=str(code.directory)).run()
+
+
+def _say(text: str) -> None:
+    print(f"headway: {text}", file=sys.stderr, flush=True)
