@@ -15,10 +15,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, TypeAlias, final, get_args
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as c10d
 from torch import Tensor
@@ -28,6 +32,7 @@ from headway.errors import UsageError
 Reduction = Literal["mean", "sum", "min", "max", "last"]
 Scope = Literal["global", "rank"]
 Value: TypeAlias = "float | list[Value]"
+Array: TypeAlias = npt.NDArray[np.float64]
 Key: TypeAlias = tuple[str, str, tuple[int, ...]]
 """name, reduction, shape: what ranks must agree on"""
 
@@ -91,24 +96,22 @@ class Cell:
             case "last":
                 self.total.fill_(value)
 
-    def take(self) -> tuple[Tensor, Tensor]:
-        """What has come together, as flat tensors of the sums and of the weight; the cell starts again."""
+    def sums(self) -> Tensor:
+        """What has come together, flat; valid until `reset`."""
         total = self.total.reshape(-1)
+        if self.host == _START[self.reduction]:
+            return total
         match self.reduction:
-            case "mean" | "sum":
-                total = total + self.host
             case "min":
-                total = total.clamp(max=self.host)
+                return total.clamp(max=self.host)
             case "max":
-                total = total.clamp(min=self.host)
-            case "last":
-                total = total.clone()
-        weight = total.new_full((1,), self.weight)
-        if self.device_weight is not None:
-            weight = weight + self.device_weight.to(weight)
+                return total.clamp(min=self.host)
+            case _:
+                return total + self.host
+
+    def reset(self) -> None:
         self.total.fill_(_START[self.reduction])
         self.host, self.weight, self.device_weight = _START[self.reduction], 0.0, None
-        return total, weight
 
 
 @final
@@ -146,7 +149,7 @@ class Meter:
         self._cells: dict[str, Cell] = {}  # of scope "global"
         self._own: dict[str, Cell] = {}  # of scope "rank"
         self._agreed: tuple[Key, ...] = ()
-        self._epoch: dict[str, Tensor] = {}  # name -> sums and weight over the log points of this epoch
+        self._epoch: dict[str, Array] = {}  # name -> sums and weight over the log points of this epoch
 
     def log(
         self,
@@ -193,15 +196,22 @@ class Meter:
 
     def reduce(self, flags: int = 0, *, busy: float = 0.0) -> Point:
         """The log point: brings together what all ranks have logged since the last one, and their flags."""
-        mine = self._keys()
-        packed = self._pack(self._agreed)  # empties the cells
-        known = _hash(mine) if mine else _hash(self._agreed)
-        table = gather(torch.cat([packed.new_tensor([known, flags, busy]), packed]))
-        if (table[:, 0] != _hash(self._agreed)).any():  # somebody has a new metric
+        mine, agreed = self._keys(), _hash(self._agreed)
+        header = [_hash(mine) if mine else agreed, flags, busy]
+        table = gather(self._pack(self._agreed, header)).numpy()
+        found = self._absorb(self._agreed, table[:, _HEADER:])
+        if (table[:, 0] != agreed).any():  # somebody has a new metric
             extra = tuple(key for key in _agree(mine) if key not in self._agreed)
-            table = torch.cat([table, gather(self._pack(extra))], dim=1)
+            found |= self._absorb(extra, gather(self._pack(extra)).numpy())
             self._agreed += extra
-        return self._point(table)
+        local = {name: self._value(cell.key, self._alone(cell)) for name, cell in self._own.items()}
+        return Point(
+            values={name: value for name, (value, _) in found.items()},
+            local={name: value for name, value in local.items() if value is not None},
+            flags=[int(word) for word in table[:, 1].tolist()],
+            busy=table[:, 2].tolist(),
+            unfinished={name: ranks for name, (_, ranks) in found.items() if ranks},
+        )
 
     def finish_epoch(self) -> dict[str, Value]:
         """The metrics over all log points since the last call; forgets them."""
@@ -220,7 +230,7 @@ class Meter:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._agreed = tuple(_key(key) for key in state["keys"])
-        self._epoch = {name: torch.tensor(sums, dtype=torch.float64) for name, sums in state["epoch"].items()}
+        self._epoch = {name: np.array(sums, dtype=np.float64) for name, sums in state["epoch"].items()}
         for name, reduction, shape in self._agreed:
             self._cells[name] = Cell(name, reduction, shape, self._device)  # type: ignore[arg-type]
 
@@ -229,74 +239,83 @@ class Meter:
     def _keys(self) -> tuple[Key, ...]:
         return tuple(sorted(cell.key for cell in self._cells.values()))
 
-    def _pack(self, keys: Sequence[Key]) -> Tensor:
-        """All sums and weights as one flat vector, in the order of `keys`."""
-        parts = [torch.empty(0, dtype=_precision(self._device), device=self._device)]
-        for name, reduction, shape in keys:
-            cell = self._cells.get(name) or Cell(name, reduction, shape, self._device)  # type: ignore[arg-type]
-            parts.extend(cell.take())
-        return torch.cat(parts)
+    def _pack(self, keys: Sequence[Key], header: Sequence[float] = ()) -> Tensor:
+        """The header, all weights and all sums as one flat vector, in the order of `keys`; empties the cells.
 
-    def _point(self, table: Tensor) -> Point:
-        values: dict[str, Value] = {}
-        unfinished: dict[str, list[int]] = {}
-        at = _HEADER
-        for key in self._agreed:
+        What is on the host goes to the device in one piece.
+        """
+        cells = [self._cells.get(key[0]) or Cell(*key, self._device) for key in keys]  # type: ignore[arg-type]
+        numbers = [*header, *(cell.weight for cell in cells)]
+        first = torch.tensor(numbers, dtype=_precision(self._device), device=self._device)
+        for place, cell in enumerate(cells, start=len(header)):
+            if cell.device_weight is not None:
+                first[place] += cell.device_weight
+        packed = torch.cat([first, *(cell.sums() for cell in cells)])
+        for cell in cells:
+            cell.reset()
+        return packed
+
+    def _absorb(self, keys: Sequence[Key], table: Array) -> dict[str, tuple[Value, list[int]]]:
+        """The value of each metric that was logged, and the ranks whose part in it is not finite.
+
+        `table` has what `_pack` gave on each rank, without the header.
+        """
+        found: dict[str, tuple[Value, list[int]]] = {}
+        at = len(keys)
+        for place, key in enumerate(keys):
             name, reduction, shape = key
-            size = shape_size(shape) + 1
-            columns = table[:, at : at + size]
+            size = shape_size(shape)
+            rows = np.column_stack([table[:, at : at + size], table[:, place]])
             at += size
-            sums = _combine(columns, reduction)
+            sums = _combine(rows, reduction)
             value = self._value(key, sums)
             if value is None:
                 continue
-            values[name] = value
+            bad = ~np.isfinite(rows[:, :-1]).all(axis=1) & (rows[:, -1] > 0)
+            found[name] = value, np.flatnonzero(bad).tolist()
             before = self._epoch.get(name)
-            self._epoch[name] = sums if before is None else _combine(torch.stack([sums, before]), reduction)
-            bad = ~columns[:, :-1].isfinite().all(dim=1) & (columns[:, -1] > 0)
-            if bad.any():
-                unfinished[name] = bad.nonzero().flatten().tolist()
-        return Point(
-            values=values,
-            local={
-                name: value for name, cell in self._own.items() if (value := self._taken(cell)) is not None
-            },
-            flags=[int(word) for word in table[:, 1].tolist()],
-            busy=table[:, 2].tolist(),
-            unfinished=unfinished,
-        )
+            self._epoch[name] = sums if before is None else _combine(np.stack([sums, before]), reduction)
+        return found
 
-    def _taken(self, cell: Cell) -> Value | None:
-        return self._value(cell.key, torch.cat(cell.take()).double().cpu())
+    def _alone(self, cell: Cell) -> Array:
+        """The sums and the weight of a metric of this rank's own."""
+        weight = cell.weight + (0.0 if cell.device_weight is None else cell.device_weight.item())
+        sums: Array = cell.sums().double().cpu().numpy()
+        taken = np.append(sums, weight)
+        cell.reset()
+        return taken
 
     @staticmethod
-    def _value(key: Key, sums: Tensor) -> Value | None:
+    def _value(key: Key, sums: Array) -> Value | None:
         """What a metric's sums and weight (the last element) say; None if nothing was logged."""
         if sums[-1] == 0:
             return None
-        value = sums[:-1] / sums[-1] if key[1] == "mean" else sums[:-1]
-        return value.reshape(key[2]).tolist()
+        with np.errstate(all="ignore"):  # infinite metrics are told elsewhere
+            value = sums[:-1] / sums[-1] if key[1] == "mean" else sums[:-1]
+        plain: Value = value.reshape(key[2]).tolist()
+        return plain
 
 
 def shape_size(shape: Sequence[int]) -> int:
     """How many numbers a value of this shape holds."""
-    return int(torch.Size(shape).numel())
+    return math.prod(shape)
 
 
-def _combine(rows: Tensor, reduction: str) -> Tensor:
+def _combine(rows: Array, reduction: str) -> Array:
     """Several (sums..., weight) rows, of ranks or of log points, as one."""
-    sums, weights = rows[:, :-1], rows[:, -1:]
-    match reduction:
-        case "mean" | "sum":
-            total = sums.sum(0)
-        case "min":
-            total = sums.min(0).values
-        case "max":
-            total = sums.max(0).values
-        case _:  # "last": of the lowest rank that has one; of the log point that is given first
-            there = weights[:, 0].nonzero().flatten()
-            total = sums[int(there[0]) if len(there) else 0]
-    return torch.cat([total, weights.sum(0)])
+    sums, weights = rows[:, :-1], rows[:, -1]
+    with np.errstate(all="ignore"):
+        match reduction:
+            case "mean" | "sum":
+                total = sums.sum(0)
+            case "min":
+                total = sums.min(0)
+            case "max":
+                total = sums.max(0)
+            case _:  # "last": of the lowest rank that has one; of the log point that is given first
+                there = np.flatnonzero(weights)
+                total = sums[there[0] if len(there) else 0]
+        return np.append(total, weights.sum())
 
 
 def _precision(device: torch.device) -> torch.dtype:
@@ -338,7 +357,8 @@ def _world_size() -> int:
     return c10d.get_world_size() if c10d.is_available() and c10d.is_initialized() else 1
 
 
-def _hash(keys: Sequence[Key]) -> float:
+@lru_cache(maxsize=64)
+def _hash(keys: tuple[Key, ...]) -> float:
     """48 bits of the keys' hash: a whole number that a double holds exactly."""
     digest = hashlib.blake2b(json.dumps(sorted(keys)).encode(), digest_size=6).digest()
     return float(int.from_bytes(digest, "little"))
