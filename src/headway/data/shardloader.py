@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, final, get_args
 
@@ -29,7 +28,7 @@ from headway.data.loading import Bad, Loaded, Loading, Transform, collate
 from headway.data.mix import Mix, Segment, Shards, Timeline
 from headway.data.order import Ints, Order, Shuffle, key
 from headway.data.ranks import Share
-from headway.data.shards import Limits, Shard
+from headway.data.shards import Limits
 from headway.data.sources import OpenShards, find
 from headway.data.which import describe, locate
 from headway.errors import HeadwayError, UsageError
@@ -110,14 +109,11 @@ class ShardLoader:
             for source, how in zip(self._sources, self._hows, strict=True)
         ]
         self.samples = sum(order.samples for order in self._orders)
-        self._shuffle, self._tail, self._schedule = shuffle, tail, mix.schedule
-        self._weights = mix.weights
+        self._shuffle, self._tail, self._schedule, self._weights = shuffle, tail, mix.schedule, mix.weights
         self._timeline: Timeline | None = None
-        self._changing = threading.Lock()
-        self._cache = None if cache is None else CachedShards(cache, self._limits)
-        open_shard = self._cache.open if self._cache else partial(Shard.open, limits=self._limits)
         self._ahead: Ahead | None = None
-        self._shards = OpenShards(self._sources, 4 * lanes * len(self._sources), open_shard)
+        self._cache = CachedShards(cache, self._limits) if cache else None
+        self._shards = OpenShards(self._sources, 4 * lanes * len(self._sources), self._limits, self._cache)
         self._loading = Loading(
             self._shards,
             self._sources,
@@ -129,11 +125,10 @@ class ShardLoader:
         )
         self._collate = collate_fn or collate
         self._threads, self._prefetch, self._memory, self._max_bad = threads, prefetch, memory, max_bad
-        self._epoch = self._position = self._loops = 0
+        self._epoch = self._position = self._loops = self.padding = 0
         self._restored = self._begun = False
         self._given: tuple[int, int] | None = None
-        self._trace_path, self._counters = trace, Counters()
-        self.padding = 0
+        self._trace_path, self._counters, self._changing = trace, Counters(), threading.Lock()
         self.bad: list[Bad] = []
 
     # --- iterating

@@ -8,12 +8,13 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
 from headway import dist
+from headway.data.cache import CachedShards
 from headway.data.catalog import Catalog
 from headway.data.finding import count, paths_of
 from headway.data.mix import Mix, Shards
@@ -58,8 +59,10 @@ def _look(name: str, where: Shards, limits: Limits, catalog: Catalog | None) -> 
 class OpenShards:
     """The shards in use; the one not used for longest is let go first. For many threads."""
 
-    def __init__(self, sources: Sequence[Source], capacity: int, open_shard: Callable[[Path], Shard]) -> None:
-        self._sources, self._capacity, self._open_shard = sources, capacity, open_shard
+    def __init__(
+        self, sources: Sequence[Source], capacity: int, limits: Limits, cache: CachedShards | None = None
+    ) -> None:
+        self._sources, self._capacity, self._limits, self._cache = sources, capacity, limits, cache
         self._open: OrderedDict[tuple[int, int], _Opening] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -72,7 +75,8 @@ class OpenShards:
         with opening.lock:  # only those wait who want this very shard
             if opening.shard is None:
                 source = self._sources[dataset]
-                opening.shard = self._open_shard(source.paths[shard])
+                path = source.paths[shard]
+                opening.shard = self._cache.open(path) if self._cache else Shard.open(path, self._limits)
                 if len(opening.shard) != source.counts[shard]:
                     raise UsageError(
                         f"{source.paths[shard]} has {len(opening.shard)} samples, but had {source.counts[shard]} when "
