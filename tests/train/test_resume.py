@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
-from toys import FEATURES, Classify, make_net, sgd, warm_up
+from torch.utils.data import DataLoader as TorchLoader, TensorDataset
+from toys import FEATURES, Classify, Net, make_net, sgd, warm_up
 
 import headway as hw
 from headway.testing import ranks
-from headway.train import Pipeline, Stage
+from headway.train import Callback, Fsdp, Pipeline, Stage
 
 alone = pytest.mark.usefixtures("alone")
 
@@ -147,6 +149,199 @@ def test_one_process(case: str, cut: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("case", "cut"), [("plain", 8), ("all", ("val", 8)), ("accumulate", 7)])
 def test_two_ranks(case: str, cut: Any, tmp_path: Path) -> None:
     compare(tmp_path, case, cut)
+
+
+@ranks(2)
+def test_sharded_models(tmp_path: Path) -> None:
+    """FSDP2: every rank saves its shards, and gets them back to the last bit."""
+    model = partial(Net, width=7, norm=False)  # 7 rows on two ranks: shards of different sizes
+    results = []
+    for folder, cuts in (("golden", (None,)), ("cut", (8, ("val", 22), None))):
+        by_step: dict[int, list[float]] = {}
+        for number, cut in enumerate(cuts):
+            torch.manual_seed(7)
+            stage = Traced(cut=cut, gradient_clip=0.5)
+            pipe = make(tmp_path / folder, stage, model=model, parallel=Fsdp(blocks=(nn.Linear,)), ema=0.9)
+            if number == 0:
+                hw.seed(5, scope="rank")
+            with nullcontext() if cut is None else pytest.raises(Cut):
+                pipe.run()
+            by_step |= stage.by_step
+        results.append((by_step, {name: w.full_tensor() for name, w in weights(pipe).items()}))  # type: ignore[attr-defined]
+    assert results[0][0] == results[1][0]
+    assert_same(results[1][1], results[0][1])
+
+
+# --- loops of one's own, and loaders of others
+
+
+class Gan(Stage):
+    """Two players, two passes over the data in each epoch, and noise."""
+
+    def __init__(self, cut: int | None = None) -> None:
+        super().__init__(log_every=4)
+        self.cut = cut
+        self.by_step: dict[int, tuple[float, float]] = {}
+
+    def run_epoch(self) -> None:
+        players: Any = self.models
+        for dataset in ("train", "more"):
+            for x, _ in self.batches(dataset):
+                if self.pipe.step + 1 == self.cut:
+                    raise Cut
+                fake = players["maker"](torch.randn_like(x))
+                loss_d = (
+                    F.softplus(-players["judge"](x)).mean()
+                    + F.softplus(players["judge"](fake.detach())).mean()
+                )
+                self.move("judge", loss_d)
+                loss_g = F.softplus(-players["judge"](fake)).mean()
+                self.move("maker", loss_g)
+                self.log("loss_d", loss_d, weight=len(x))
+                self.by_step[self.pipe.step + 1] = (loss_d.item(), loss_g.item())
+
+    def move(self, player: str, loss: Tensor) -> None:
+        self.pipe.optimizers[player].zero_grad()
+        loss.backward()
+        self.step_optimizer(player)
+
+
+def make_gan(folder: Path, stage: Gan) -> Pipeline:
+    torch.manual_seed(0)
+    pipe = Pipeline(name="gan", root=folder)
+    for name, out in (("maker", FEATURES), ("judge", 1)):
+        pipe.register_model(name, nn.Linear(FEATURES, out), ema=0.9)
+        pipe.register_optimizer(name, sgd, model=name, scheduler=warm_up)
+    for name, count in (("train", 40), ("more", 24)):  # 5 and 3 steps
+        pipe.register_dataset(
+            name, hw.data.DataLoader(dataset(count), global_batch_size=BATCH, shuffle=True, seed=1)
+        )
+    pipe.append_stage(stage, max_epochs=3)
+    pipe.enable_checkpointing(every=1, background=False)
+    return pipe
+
+
+def compare_gan(folder: Path, cut: int) -> None:
+    whole, first, second = Gan(), Gan(cut), Gan()
+    golden = seeded(make_gan(folder / "golden", whole))
+    golden.run()
+    with pytest.raises(Cut):
+        seeded(make_gan(folder / "cut", first)).run()
+    pipe = make_gan(folder / "cut", second)
+    pipe.run()
+    assert pipe.step == golden.step == 24
+    assert first.by_step | second.by_step == whole.by_step
+    for name in ("maker", "judge"):
+        ours, truth = (each.registered[name].bare.state_dict() for each in (pipe, golden))
+        assert_same(ours, truth)
+    assert len(pipe.history["loss_d"]) == 3
+
+
+@alone
+@pytest.mark.parametrize("cut", [1, 3, 6, 7, 9, 14, 24])  # within and between the passes and the epochs
+def test_a_loop_of_ones_own(cut: int, tmp_path: Path) -> None:
+    compare_gan(tmp_path, cut)
+
+
+@ranks(2)
+def test_a_loop_of_ones_own_on_two_ranks(tmp_path: Path) -> None:
+    compare_gan(tmp_path, 7)
+
+
+class Unsized:
+    """Batches of an unknown number, in an order of its own, without a position."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Any:
+        order = torch.randperm(
+            self.count
+        )  # drawn from the model's random numbers, as torch's own loader does
+        x, y = dataset().tensors
+        for start in order.tolist():
+            yield x[start : start + BATCH], y[start : start + BATCH]
+
+
+@alone
+@pytest.mark.parametrize("cut", [5, 12, 13, ("val", 11)])
+@pytest.mark.parametrize("kind", ["torch", "unsized", "limited"])
+def test_loaders_without_a_position_are_read_again(kind: str, cut: Any, tmp_path: Path) -> None:
+    def loader() -> Any:
+        if kind == "unsized":
+            return Unsized(11)
+        return TorchLoader(dataset(200 if kind == "limited" else SAMPLES), batch_size=BATCH, shuffle=True)
+
+    settings = {"limit_train_batches": 11, "limit_val_batches": 2} if kind == "limited" else {}
+    stages = [Traced(**settings), Traced(cut=cut, **settings), Traced(**settings)]
+    golden = seeded(make(tmp_path / "golden", stages[0], loader=loader(), every=1))
+    golden.run()
+    with pytest.raises(Cut):
+        seeded(make(tmp_path / "cut", stages[1], loader=loader(), every=1)).run()
+    pipe = make(tmp_path / "cut", stages[2], loader=loader(), every=1)
+    pipe.run()
+    assert stages[1].by_step | stages[2].by_step == stages[0].by_step
+    assert_same(weights(pipe), weights(golden))
+    assert pipe.history["val/loss"] == golden.history["val/loss"]
+
+
+@alone
+@pytest.mark.parametrize("cut", [3, 8, 12, 14])
+def test_several_stages_and_an_early_end(cut: int, tmp_path: Path) -> None:
+    """The first stage stops itself, the second is bounded by steps; hooks draw random numbers."""
+
+    class Early(Traced):
+        def step(self, batch: Any) -> Tensor:
+            if self.training and self.name == "train" and self.pipe.step == 6:
+                self.stop_stage()
+            return super().step(batch)
+
+        def pre_stage(self) -> None:
+            torch.rand(3)
+
+        def pre_epoch(self) -> None:
+            torch.rand(self.epoch + 1)
+
+    def build(folder: Path, at: int | None) -> tuple[Pipeline, list[Early]]:
+        stages = [Early(cut=at, log_every=4), Early(cut=at, log_every=4)]
+        pipe = make(folder, stages[0])
+        pipe.append_stage(stages[1], max_steps=7, name="second")
+        return pipe, stages
+
+    golden, whole = build(tmp_path / "golden", None)
+    seeded(golden).run()
+    assert golden.step == 15
+    first, before = build(tmp_path / "cut", cut)
+    with pytest.raises(Cut):
+        seeded(first).run()
+    second, after = build(tmp_path / "cut", None)
+    torch.manual_seed(99)
+    second.run()
+    for number in (0, 1):
+        assert before[number].by_step | after[number].by_step == whole[number].by_step
+    assert_same(weights(second), weights(golden))
+    assert [row.step for row in second.history.epochs] == [row.step for row in golden.history.epochs]
+
+
+@alone
+def test_killed_after_the_last_save(tmp_path: Path) -> None:
+    """All is trained and saved, but the end was not noted: only what comes after the training is made again."""
+
+    class Last(Callback):
+        calls = 0
+
+        def post_run(self, pipe: Pipeline) -> None:  # noqa: ARG002
+            Last.calls += 1
+            if Last.calls == 1:
+                raise Cut
+
+    for number in (1, 2):
+        stage = Traced()
+        pipe = make(tmp_path, stage)
+        pipe.add_callback(Last())
+        with pytest.raises(Cut) if number == 1 else nullcontext():
+            pipe.run()
+    assert stage.by_step == {} and pipe.step == 33 and Last.calls == 2
 
 
 # --- other numbers of ranks: real processes, killed

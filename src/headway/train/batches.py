@@ -46,6 +46,7 @@ class Pass:
     """random numbers at its beginning, for a loader that has no position of its own"""
     skip: int = 0
     """batches to read again and leave out"""
+    loader: object = None
 
     @property
     def ends_here(self) -> bool:

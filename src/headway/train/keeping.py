@@ -20,6 +20,7 @@ from headway import checkpoint, data, dist
 from headway.checkpoint import stopping
 from headway.checkpoint.policy import Policy
 from headway.dist import set_phase
+from headway.dist.agreement import Agreement
 from headway.dist.choosing import Choice
 from headway.dist.group import current
 from headway.dist.seeding import derive_seed
@@ -47,6 +48,7 @@ class Keeper:
         self.due = False
         """a save is to be made as soon as may be"""
         self._saver: checkpoint.Saver | None = None
+        self._agreement = Agreement()
         self._attempt = 0
         self._saved_at: int | None = None
         self._since = time.monotonic()
@@ -64,7 +66,8 @@ class Keeper:
         """Around all stages: stop signals are heard, and saves may be made."""
         run, root = self.pipe.directory, self.pipe.world.is_root
         self._attempt = recording.attempt
-        current().agreement.begin()
+        self._agreement = current().agreement
+        self._agreement.begin()
         dist.barrier()  # nobody asks for a stop before all have begun to count
         end = stopping.job_end() if root else None
         saver = checkpoint.Saver(run, lock=recording.lock, background=self.policy.background)
@@ -113,7 +116,7 @@ class Keeper:
     def after_step(self, stage: Stage) -> None:
         """Between two steps."""
         self._pace.step()
-        why = current().agreement.pass_point()
+        why = self._agreement.pass_point()
         if why is not None:
             self._stop(stage, why)
         every = self.policy.interval.steps
@@ -129,11 +132,11 @@ class Keeper:
     @property
     def leaves_validation(self) -> bool:
         """Whether the end of this validation is where all ranks stop."""
-        return current().agreement.stops_next
+        return self._agreement.stops_next
 
     def in_validation(self, stage: Stage) -> None:
         """When this rank is through with its batches: the validation may be left out here, and made after a restart."""
-        why = current().agreement.pass_point()
+        why = self._agreement.pass_point()
         if why is not None:
             self._stop(stage, why)
         self._before_validation = None
@@ -150,7 +153,7 @@ class Keeper:
         self._look_for_best()
         every = self.policy.interval.epochs
         self.due |= every is not None and self.pipe.epoch % every == 0
-        why = current().agreement.pass_point()
+        why = self._agreement.pass_point()
         if why is not None:
             self._stop(stage, why)
         if self.due:
@@ -246,8 +249,9 @@ class Keeper:
     def _local_facts(self) -> dict[str, Any]:
         """Random numbers and positions. Those of headway's loaders are the same on all ranks, and mean all of them."""
         pipe, stage = self.pipe, self.pipe.current_stage
+        under_way = [each.loader for each in stage.passes if not each.done] if stage else []
         positions = {
-            name: loader.state_dict()
+            name: _position(loader, under_way=any(loader is each for each in under_way))
             for name, loader in pipe.datasets.items()
             if isinstance(loader, Stateful)
         }
@@ -311,6 +315,16 @@ class Keeper:
 
 def _is_global(loader: object) -> bool:
     return isinstance(loader, data.DataLoader | data.ShardLoader)
+
+
+def _position(loader: Stateful, *, under_way: bool) -> dict[str, Any]:
+    """Where a loader is. One without shuffle starts from the top when its next pass begins, wherever it stands now."""
+    position = loader.state_dict()
+    if under_way or not isinstance(loader, data.DataLoader | data.ShardLoader) or position["shuffle"]:
+        return position
+    if isinstance(loader, data.DataLoader):
+        return position | {"samples": 0}
+    return position | {"position": loader.samples * position["epoch"]}
 
 
 @final
