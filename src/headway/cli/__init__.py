@@ -15,11 +15,13 @@ from headway.errors import DONE, INTERRUPTED, HeadwayError
 
 VERBS = {
     "agent": "start the ranks of this node; srun and mpirun call it, one per node",
+    "cache": "the shards that your jobs keep on this node; clear away what killed jobs left",
     "checkpoint": "what is in a checkpoint, is it whole, and its weights as one safetensors file",
     "compare": "runs side by side: settings that differ, state, and metrics",
     "data": "datasets and their shards: list, count, add, pack, index, check, bench",
     "doctor": "what this machine is and whether it is fit to train: a verdict per line",
     "plan": "memory, time and cost of a run before it starts: of a layout, the best layouts, or your own module",
+    "verify-resume": "is a script's training the same when it is killed and goes on? at four points, to the last bit",
     "run": "run a script here, on N processes that live and die together",
     "runs": "which runs there are, and how they are: queued, running, stopped, failed, and why",
     "submit": "a SLURM job that runs the code as it is now, and comes back by itself when it is preempted",

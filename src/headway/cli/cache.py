@@ -1,0 +1,77 @@
+"""`headway cache`: what the node cache holds here, and clearing away what killed jobs left. Parses, calls, prints."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from headway.cli.checkpoint import safe, size
+from headway.errors import DONE, UsageError
+
+_USAGE = """\
+usage: headway cache ls | sweep [--path /dev/shm]
+
+  headway cache ls          the shards that your jobs keep on this node, and which of them are in use
+  headway cache sweep       remove what killed jobs left behind; everything, if no job of yours uses the cache now
+
+The last process that uses the cache clears it away by itself; sweep is for those that were killed, and safe at any
+time. In the epilog of a cluster, as the user of the job: headway cache sweep
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The node cache of this user on this node."""
+
+    path: Path = Path("/dev/shm")
+    """where the cache is, as given to NodeCache(path=...)"""
+    json: bool = False
+    """print facts for programs"""
+
+
+def main(argv: list[str]) -> int:
+    verbs = {"ls": _ls, "sweep": _sweep}
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_USAGE, end="")
+        return DONE
+    if argv[0] not in verbs:
+        raise UsageError(f"there is no cache verb {argv[0]!r}; see: headway cache --help")
+    return verbs[argv[0]](tyro.cli(Options, args=argv[1:], prog=f"headway cache {argv[0]}"))
+
+
+def _ls(options: Options) -> int:
+    from headway.data.cache import NodeCache
+
+    found = NodeCache(path=options.path).ls()
+    if options.json:
+        print(json.dumps([entry._asdict() for entry in found], indent=1))
+        return DONE
+    table = Table(box=None, pad_edge=False)
+    table.add_column("shard", overflow="fold")
+    table.add_column("bytes", justify="right")
+    table.add_column("")
+    for entry in sorted(found, key=lambda entry: entry.source or ""):
+        state = "in use" if entry.in_use else "" if entry.source else "left behind"
+        table.add_row(safe(entry.source or "(being copied)"), size(entry.bytes), state)
+    total = sum(entry.bytes for entry in found)
+    table.add_row(f"{len(found)} shards under {safe(str(options.path))}", size(total), "", style="bold")
+    Console().print(table)
+    return DONE
+
+
+def _sweep(options: Options) -> int:
+    from headway.data.cache import NodeCache
+
+    cache = NodeCache(path=options.path)
+    removed, left = cache.sweep(), cache.ls()
+    if options.json:
+        print(json.dumps({"removed_bytes": removed, "left_bytes": sum(entry.bytes for entry in left)}))
+        return DONE
+    kept = f"; {size(sum(entry.bytes for entry in left))} stay, a job uses them" if left else ""
+    print(f"removed {size(removed)}{kept}")
+    return DONE
