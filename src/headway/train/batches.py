@@ -83,7 +83,12 @@ def to_device(batch: Any, device: torch.device) -> Any:
             )
         return batch.to(device, non_blocking=True)
     if isinstance(batch, tuple | list):
-        parts = [to_device(part, device) for part in batch]
+        parts = [
+            part.to(device, non_blocking=True)
+            if type(part) is Tensor and part.is_cpu
+            else to_device(part, device)
+            for part in batch
+        ]
         kind = type(batch)
         return parts if kind is list else tuple(parts) if kind is tuple else _like(batch, parts)
     if isinstance(batch, Mapping):
