@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_resume import Traced, assert_same, make, seeded, weights
+import torch
+import torch.distributed as c10d
+from test_resume import SCRIPT, Traced, assert_same, make, seeded, weights
 from torch import Tensor
 
 import headway as hw
+from headway.checkpoint import stopping
+from headway.checkpoint.stopping import SIGNALS
 from headway.dist.group import current
 from headway.errors import Stopped
 from headway.testing import ranks
+from headway.train import Stage
 
 alone = pytest.mark.usefixtures("alone")
+
+
+def wait_for_the_word() -> None:
+    """Threads talk about a signal; this machine may be busy."""
+    while not current().agreement.decided:
+        time.sleep(0.001)
 
 
 class Signalled(Traced):
@@ -31,8 +45,7 @@ class Signalled(Traced):
         here = self.pipe.step + 1 if self.training else ("val", self.pipe.step)
         if here == self.at and hw.rank() in self.who:
             os.kill(os.getpid(), self.number)
-            while not current().agreement.decided:  # threads talk; this machine may be busy
-                time.sleep(0.001)
+            wait_for_the_word()
         return super().step(batch)
 
 
@@ -80,3 +93,194 @@ def test_all_ranks_stop_at_the_same_step(who: tuple[int, ...], tmp_path: Path) -
 @alone
 def test_in_a_validation(tmp_path: Path) -> None:
     assert stop_and_go_on(tmp_path, signal.SIGTERM, (0,), ("val", 11)) == 11
+
+
+@ranks(2)
+def test_in_a_validation_of_one_rank(tmp_path: Path) -> None:
+    """Rank 1 hears it in its validation, rank 0 may be through with its own and wait in the reduction."""
+    assert stop_and_go_on(tmp_path, signal.SIGTERM, (1,), ("val", 11)) in (11, 12)
+
+
+class Alone(Stage):
+    """Ranks that have nothing to do with each other, at different paces: no collective for a thousand steps."""
+
+    def __init__(self) -> None:
+        super().__init__(log_every=1000)
+
+    def run_epoch(self) -> None:
+        for _ in self.batches("train"):
+            time.sleep(0.0002 + 0.002 * hw.rank())
+            if self.pipe.step == 20 and hw.rank() == 1:
+                os.kill(os.getpid(), signal.SIGUSR2)
+
+
+@ranks(3)
+def test_ranks_that_are_far_apart(tmp_path: Path) -> None:
+    pipe = make(tmp_path, Alone(), every="1h", parallel="none", loader=[torch.zeros(1)] * 2000)
+    del pipe.datasets["val"]
+    with pytest.raises(Stopped, match="stopped by SIGUSR2"):
+        pipe.run()
+    steps = hw.all_gather_object(pipe.step)
+    assert len(set(steps)) == 1 and 20 < steps[0] < 2000, steps
+
+
+@alone
+def test_many_signals_are_one_stop(tmp_path: Path) -> None:
+    class Many(Traced):
+        def step(self, batch: Any) -> Tensor:
+            if self.pipe.step == 4:
+                for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, *[signal.SIGTERM] * 17):
+                    os.kill(os.getpid(), number)
+                wait_for_the_word()
+            return super().step(batch)
+
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    pipe = make(tmp_path, Many(), every="1h")
+    with pytest.raises(Stopped, match="stopped by SIGTERM after step 5"):
+        pipe.run()
+    assert {number: signal.getsignal(number) for number in SIGNALS} == before
+    assert sorted(path.name for path in pipe.directory.checkpoints_dir.glob("step-*")) == [
+        "step-000000000000",
+        "step-000000000005",
+    ]
+
+
+@alone
+def test_a_second_ctrl_c_leaves_now(tmp_path: Path) -> None:
+    class Twice(Traced):
+        def step(self, batch: Any) -> Tensor:
+            if self.pipe.step == 4:
+                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGINT)
+            return super().step(batch)
+
+    pipe = make(tmp_path, Twice(), every="1h")
+    with pytest.raises(KeyboardInterrupt):
+        pipe.run()
+    assert pipe.step == 4
+    (attempt,) = pipe.directory.info()["attempts"]
+    assert (attempt["status"], attempt["exit_code"]) == ("interrupted", 130)
+
+
+@alone
+def test_handlers_of_the_users_own_are_called_too(tmp_path: Path) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    try:
+        pipe = make(tmp_path, Signalled(number=signal.SIGUSR1, who=(0,), at=5), every="1h")
+        with pytest.raises(Stopped):
+            pipe.run()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert heard == [signal.SIGUSR1]
+
+
+@alone
+def test_without_checkpoints_signals_are_as_ever(tmp_path: Path) -> None:
+    pipe = make(tmp_path, Signalled(number=signal.SIGINT, who=(0,), at=5))
+    pipe.keeper = None
+    with pytest.raises(KeyboardInterrupt):
+        pipe.run()
+
+
+@alone
+def test_the_end_of_the_jobs_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a minute is left, and that is what a save, two steps and the margin would take, for all we know."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 30))
+    monkeypatch.setattr(stopping, "_LOOK", 0.01)
+
+    class Slow(Traced):
+        def step(self, batch: Any) -> Tensor:
+            if self.pipe.step == 4:
+                assert not current().agreement.decided
+                self.pipe.keeper._pace.save = 20.0  # type: ignore[union-attr]  # 1.5 x 20 s
+                wait_for_the_word()
+            return super().step(batch)
+
+    pipe = make(tmp_path, Slow(), every="1h")
+    with pytest.raises(Stopped, match="stopped by the end of the job's time after step 5"):
+        pipe.run()
+
+
+@ranks(2)
+def test_between_log_points_nothing_is_sent_for_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No collective, no word through the store, no file: steps without a save cost nothing but a count."""
+    calls: list[str] = []
+    for where, name in (
+        (c10d, "all_gather"),
+        (c10d, "all_reduce"),
+        (c10d, "broadcast"),
+        (c10d.TCPStore, "set"),
+        (c10d.TCPStore, "get"),
+        (c10d.TCPStore, "wait"),
+        (os, "open"),
+        (os, "write"),
+    ):
+        original = getattr(where, name)
+
+        def counted(*args: Any, _name: str = name, _original: Any = original, **options: Any) -> Any:
+            calls.append(_name)
+            return _original(*args, **options)
+
+        monkeypatch.setattr(where, name, counted)
+
+    class Watched(Traced):
+        def step(self, batch: Any) -> Tensor:
+            if self.pipe.step == 2:
+                calls.clear()
+            if self.pipe.step == 9:
+                seen.extend(calls)
+            return super().step(batch)
+
+    seen: list[str] = []
+    make(tmp_path, Watched(log_every=10), every=20, max_epochs=1).run()
+    assert seen == []
+
+
+# --- real processes: signals from outside, exit codes to the outside
+
+
+def start(folder: Path, *command: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [*command, str(SCRIPT), str(folder), "slow"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    steps = folder / "steps-0.jsonl"
+    while not steps.exists() or len(steps.read_text().splitlines()) < 3:  # it trains
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    return process
+
+
+def finish(folder: Path, *command: str) -> None:
+    done = subprocess.run([*command, str(SCRIPT), str(folder)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and "done at step 15" in done.stdout, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (folder / "steps-0.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 16)), "no step twice"
+
+
+def test_a_script_alone_exits_with_75(tmp_path: Path) -> None:
+    process = start(tmp_path, sys.executable)
+    process.send_signal(signal.SIGTERM)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, text
+    assert text.rstrip().endswith("with a checkpoint: the same command goes on"), text
+    assert "Traceback" not in text
+    finish(tmp_path, sys.executable)
+
+
+def test_ranks_under_headway_run_exit_with_75(tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "headway", "run", "--nproc", "2")
+    process = start(tmp_path, *command)
+    process.send_signal(signal.SIGUSR1)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, text
+    assert "stopped by SIGUSR1" in text and "Traceback" not in text and "failed" not in text, text
+    (run,) = (tmp_path / "runs").iterdir()
+    assert not (run / "failure.json").exists()
+    finish(tmp_path, *command)
