@@ -1,4 +1,4 @@
-"""What is in a checkpoint or a safetensors file, without loading it. Needs no torch."""
+"""What is in a checkpoint, or in a file of others, without loading it. Needs no torch."""
 
 from __future__ import annotations
 
@@ -6,67 +6,15 @@ import math
 import os
 import stat
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import BinaryIO
 
-from headway.checkpoint import layout
+from headway.checkpoint import foreign, layout
 from headway.checkpoint.layout import ITEM_BYTES, Damaged, Entry, Folder
+from headway.checkpoint.tables import Overview, Tensor
 from headway.errors import NoValidCheckpoint, UsageError
 
 _LARGEST_HEADER = 100_000_000  # as safetensors itself has it
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Tensor:
-    """One line of the table."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    bytes: int
-
-    @property
-    def module(self) -> str:
-        return self.name.rpartition(".")[0]
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Overview:
-    """All tensors of a file or checkpoint, and what its manifest says."""
-
-    path: Path
-    about: dict[str, Any]
-    tensors: tuple[Tensor, ...]
-
-    def modules(self) -> dict[str, list[Tensor]]:
-        """The tensors by the module that they belong to, in the order of names."""
-        grouped: dict[str, list[Tensor]] = {}
-        for tensor in self.tensors:
-            grouped.setdefault(tensor.module, []).append(tensor)
-        return grouped
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON."""
-        return {
-            "path": str(self.path),
-            **self.about,
-            "tensors": [asdict(tensor) for tensor in self.tensors],
-            "modules": {name: totals(tensors) for name, tensors in self.modules().items()},
-            "total": totals(self.tensors),
-        }
-
-
-def totals(tensors: Iterable[Tensor]) -> dict[str, int]:
-    """How many tensors, elements and bytes."""
-    listed = list(tensors)
-    return {
-        "tensors": len(listed),
-        "elements": sum(math.prod(tensor.shape) for tensor in listed),
-        "bytes": sum(tensor.bytes for tensor in listed),
-    }
 
 
 def find(path: Path) -> list[Path]:
@@ -74,7 +22,7 @@ def find(path: Path) -> list[Path]:
     path = path.absolute()
     if not path.is_dir():
         raise UsageError(
-            f"{path} is neither a checkpoint nor a run: give a directory, or a .safetensors file to show"
+            f"{path} is neither a checkpoint nor a run: give a directory, or a .safetensors or .pt file to show"
         )
     if (path / layout.MANIFEST).exists() or path.name.startswith("step-"):
         return [path]
@@ -86,10 +34,12 @@ def find(path: Path) -> list[Path]:
 
 
 def look(path: Path) -> Overview:
-    """The table of a checkpoint, of the newest one of a run, or of a plain safetensors file."""
+    """The table of a checkpoint, of the newest one of a run, or of what others wrote: safetensors, .pt, torch's DCP."""
     path = path.absolute()
     try:
         if path.is_dir():
+            if os.path.lexists(path / foreign.METADATA) and not os.path.lexists(path / layout.MANIFEST):
+                return foreign.look_at_distributed(path)
             return _look_at_checkpoint(find(path)[0])
         return _look_at_file(path)
     except Damaged as problem:
@@ -118,25 +68,31 @@ def _line(name: str, entry: Entry) -> Tensor:
 
 
 def _look_at_file(path: Path) -> Overview:
+    with _opened(path) as stream:
+        beginning = stream.read(8)
+        if beginning.startswith((foreign.ZIP, foreign.PICKLE)):
+            stream.seek(0)
+            return foreign.look_at_torch(path, stream)
+        length = int.from_bytes(beginning, "little")
+        if not 2 <= length <= min(_LARGEST_HEADER, os.fstat(stream.fileno()).st_size - 8):
+            raise UsageError(
+                f"{path} is neither a safetensors nor a torch file: only these and checkpoints can be shown"
+            )
+        header = layout.parse(path.name, stream.read(length))
+    return Overview(
+        path=path, about={}, tensors=tuple(sorted(_plain(header, path.name), key=lambda t: t.name))
+    )
+
+
+def _opened(path: Path) -> BinaryIO:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
-    try:
-        about = os.fstat(fd)
-        if not stat.S_ISREG(about.st_mode):
-            raise UsageError(f"{path} is neither a checkpoint nor a safetensors file")
-        length = int.from_bytes(os.read(fd, 8), "little")
-        if not 2 <= length <= min(_LARGEST_HEADER, about.st_size - 8):
-            raise UsageError(
-                f"{path} is not a safetensors file: only these and checkpoints of headway can be shown"
-            )
-        header = layout.parse(path.name, os.read(fd, length))
-    finally:
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-    return Overview(
-        path=path, about={}, tensors=tuple(sorted(_plain(header, path.name), key=lambda t: t.name))
-    )
+        raise UsageError(f"{path} is neither a checkpoint nor a file")
+    return os.fdopen(fd, "rb")
 
 
 def _plain(header: object, file: str) -> Iterable[Tensor]:

@@ -15,7 +15,7 @@ from rich.text import Text
 from headway.errors import DONE, NoValidCheckpoint, UsageError
 
 if TYPE_CHECKING:
-    from headway.checkpoint import looking
+    from headway.checkpoint.tables import Overview
 
 _Path = Annotated[Path, tyro.conf.Positional]
 
@@ -23,7 +23,8 @@ _USAGE = """\
 usage: headway checkpoint show PATH | verify PATH | export PATH OUT.safetensors
 
   headway checkpoint show runs/digits-...           tensors by module: shapes, types, bytes, totals
-  headway checkpoint show model.safetensors         the same for a plain file
+  headway checkpoint show model.safetensors         the same for a plain file; also for model.pt and for a directory of
+                                                    torch's distributed checkpointing: nothing in them is executed
   headway checkpoint verify runs/digits-...         read every byte of every checkpoint and compare
   headway checkpoint export PATH net.safetensors --part net      one file, from however many ranks
 
@@ -82,16 +83,19 @@ def _show(argv: list[str]) -> int:
         return DONE
     console = Console()
     console.print(Text(safe(str(overview.path)), style="bold"))
-    for name in ("step", "world_size", "created", "metrics"):
+    for name in ("format", "step", "world_size", "created", "metrics"):
         if overview.about.get(name) not in (None, {}):
             console.print(Text(safe(f"{name}: {overview.about[name]}")))
+    if imports := overview.about.get("imports"):
+        warning = f"loading it with pickle would import: {', '.join(imports)}"
+        console.print(Text(safe(warning), style="bold red"))
     console.print(table(overview))
     return DONE
 
 
-def table(overview: looking.Overview) -> Table:
+def table(overview: Overview) -> Table:
     """The overview for a terminal."""
-    from headway.checkpoint.looking import totals
+    from headway.checkpoint.tables import totals
 
     made = Table(box=None, pad_edge=False)
     for title in ("tensor", "type", "shape", "elements", "bytes"):

@@ -1,0 +1,61 @@
+"""Tensors in a table: what people and programs see of a checkpoint. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, final
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """One line of the table."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+
+    @property
+    def module(self) -> str:
+        return self.name.rpartition(".")[0]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Overview:
+    """All tensors of a file or checkpoint, and what its manifest says."""
+
+    path: Path
+    about: dict[str, Any]
+    tensors: tuple[Tensor, ...]
+
+    def modules(self) -> dict[str, list[Tensor]]:
+        """The tensors by the module that they belong to, in the order of names."""
+        grouped: dict[str, list[Tensor]] = {}
+        for tensor in self.tensors:
+            grouped.setdefault(tensor.module, []).append(tensor)
+        return grouped
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON."""
+        return {
+            "path": str(self.path),
+            **self.about,
+            "tensors": [asdict(tensor) for tensor in self.tensors],
+            "modules": {name: totals(tensors) for name, tensors in self.modules().items()},
+            "total": totals(self.tensors),
+        }
+
+
+def totals(tensors: Iterable[Tensor]) -> dict[str, int]:
+    """How many tensors, elements and bytes."""
+    listed = list(tensors)
+    return {
+        "tensors": len(listed),
+        "elements": sum(math.prod(tensor.shape) for tensor in listed),
+        "bytes": sum(tensor.bytes for tensor in listed),
+    }

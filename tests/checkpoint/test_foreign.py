@@ -1,0 +1,188 @@
+"""`show` of files that others wrote: torch's .pt files and distributed checkpoints. Nothing in them ever executes."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import random
+import sys
+import time
+import warnings
+import zipfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from headway.checkpoint.looking import look
+from headway.cli import checkpoint as command
+from headway.errors import NoValidCheckpoint, UsageError
+
+NET = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+STATE: dict[str, Any] = {
+    "net": NET.state_dict(),
+    "list": [torch.ones(2, dtype=torch.bfloat16), {"deep": torch.zeros(())}],
+    "parameter": torch.nn.Parameter(torch.ones(5)),
+    "odd": torch.ones(3, dtype=torch.uint16),
+    "small": torch.ones(2).to(torch.float8_e5m2),
+    "large": torch.ones(2, dtype=torch.complex128),
+    "turned": torch.ones(2, 7).t(),
+    "epoch": 3,
+    "name": "x",
+}
+EXPECTED = {
+    "net.0.weight": ("F32", (4, 3), 48), "net.0.bias": ("F32", (4,), 16), "net.1.weight": ("F32", (4,), 16),
+    "net.1.bias": ("F32", (4,), 16), "net.1.running_mean": ("F32", (4,), 16), "net.1.running_var": ("F32", (4,), 16),
+    "net.1.num_batches_tracked": ("I64", (), 8), "list.0": ("BF16", (2,), 4), "list.1.deep": ("F32", (), 4),
+    "parameter": ("F32", (5,), 20), "odd": ("U16", (3,), 6), "small": ("F8_E5M2", (2,), 2), "large": ("C128", (2,), 32),
+    "turned": ("F32", (7, 2), 56),
+}  # fmt: skip
+
+
+def shown(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    return {tensor.name: (tensor.dtype, tensor.shape, tensor.bytes) for tensor in look(path).tensors}
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_torch_file(tmp_path: Path, zipped: bool) -> None:
+    torch.save(STATE, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
+    assert shown(tmp_path / "x.pt") == EXPECTED
+    assert look(tmp_path / "x.pt").about == {"format": "torch file", "imports": []}
+
+
+def test_a_whole_module_is_shown_by_the_names_of_its_state(tmp_path: Path) -> None:
+    torch.save(NET, tmp_path / "net.pt")
+    assert shown(tmp_path / "net.pt") == {
+        name.removeprefix("net."): about for name, about in EXPECTED.items() if name.startswith("net.")
+    }
+    assert "torch.nn.modules.linear.Linear" in look(tmp_path / "net.pt").about["imports"]
+
+
+def distributed(folder: Path) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that it is alone
+        dcp.save({"net": NET.state_dict(), "x": torch.ones(2, 3), "epoch": 3}, checkpoint_id=folder)
+    return folder
+
+
+def test_a_distributed_checkpoint(tmp_path: Path) -> None:
+    expected = {name: about for name, about in EXPECTED.items() if name.startswith("net.")}
+    assert shown(distributed(tmp_path / "dcp")) == expected | {"x": ("F32", (2, 3), 24)}
+    assert look(tmp_path / "dcp").about == {"format": "torch distributed checkpoint", "imports": []}
+
+
+def test_the_command_warns_of_what_a_file_would_import(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"x": torch.ones(1), "bomb": Bomb(tmp_path / "executed")}, tmp_path / "x.pt")
+    assert command.main(["show", str(tmp_path / "x.pt")]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "would import: posix.mkdir" in out and "1 tensors" in out
+    assert not (tmp_path / "executed").exists()
+
+
+class Bomb:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return (os.mkdir, (str(self.marker),))
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("place", ["zip", "legacy", "pickle", "metadata", "shard", "safetensors"])
+def test_a_pickle_in_any_place_is_never_executed(tmp_path: Path, place: str, protocol: int) -> None:
+    marker, file = tmp_path / "executed", tmp_path / "x.pt"
+    bomb = {"a": torch.ones(1), "b": Bomb(marker)}
+    live = pickle.dumps(Bomb(marker), protocol)
+    match place:
+        case "zip":
+            torch.save(bomb, file, pickle_protocol=max(protocol, 2))
+        case "legacy":
+            torch.save(bomb, file, pickle_protocol=max(protocol, 2), _use_new_zipfile_serialization=False)
+        case "pickle":
+            file.write_bytes(live)
+        case "safetensors":
+            file = tmp_path / "x.safetensors"
+            file.write_bytes(len(live).to_bytes(8, "little") + live)
+        case _:
+            file = distributed(tmp_path / "dcp")
+            (file / {"metadata": ".metadata", "shard": "__0_0.distcp"}[place]).write_bytes(live)
+    with suppress(NoValidCheckpoint, UsageError):
+        look(file)
+    assert not marker.exists()
+    pickle.loads(live)  # it was live
+    assert marker.is_dir()
+
+
+def archive(path: Path, data: bytes, compression: int = zipfile.ZIP_STORED) -> Path:
+    with zipfile.ZipFile(path, "w", compression) as made:
+        made.writestr("x/data.pkl", data)
+    return path
+
+
+def laughs(depth: int) -> bytes:
+    """A list of lists, each with the same list ten times: 10 ** depth in some hundred bytes."""
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value] * 10
+    return pickle.dumps(value, 4)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"\x80", b"not a pickle", b"\x80\x04.", b"\x80\x04]", b"(((((((t.", b"\x80\x04h\x05.",
+        b"\x80\x04\x82\x01.", b"\x80\x04R.", b"\x80\x04)R.", b"\x80\x04K\x01K\x02\x93.", b"\x80\x04cosno\n.",
+        b"\x80\x04\x8f(K\x01\x90.",
+        b"\x80\x04](K\x01K\x02K\x03u.", b"\x8e\xff\xff\xff\xff\xff\xff\xff\x7f.", b"I99999999999\n.", b"F1e999\n.",
+        laughs(40), b"\x80\x04" + b"]" * 5000 + b"a" * 4999 + b".", b"\x80\x04K\x01" + b"2\x86" * 100 + b"K\x01\x93.",
+    ],
+)  # fmt: skip
+def test_hostile_pickles_are_refused_or_empty(tmp_path: Path, data: bytes) -> None:
+    begin = time.process_time()
+    with suppress(NoValidCheckpoint):
+        assert look(archive(tmp_path / "x.pt", data)).tensors == ()
+    assert time.process_time() - begin < 60
+
+
+def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
+    bomb = archive(tmp_path / "x.pt", pickle.dumps(b"\0" * 10_000_000), zipfile.ZIP_DEFLATED)
+    assert bomb.stat().st_size < 100_000
+    with pytest.raises(NoValidCheckpoint, match="or compressed"):
+        look(bomb)
+
+
+@pytest.mark.parametrize("kind", ["zip", "metadata"])
+def test_damaged_files_are_refused_in_words(tmp_path: Path, kind: str) -> None:
+    """Whatever bytes are changed: an answer or one of our errors, and never a call."""
+    rng = random.Random(0)
+    if kind == "zip":
+        buffer = io.BytesIO()
+        torch.save(STATE, buffer)
+        name = next(name for name in zipfile.ZipFile(buffer).namelist() if name.endswith("data.pkl"))
+        whole, file = zipfile.ZipFile(buffer).read(name), tmp_path / "x.pt"
+    else:
+        file = distributed(tmp_path / "dcp")
+        whole = (file / ".metadata").read_bytes()
+    outcomes = set()
+    for _ in range(300):
+        data = bytearray(whole[: rng.randrange(1, len(whole))] if rng.random() < 0.2 else whole)
+        for _ in range(rng.randrange(1, 4)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        if kind == "zip":
+            archive(file, bytes(data))
+        else:
+            (file / ".metadata").write_bytes(data)
+        imported = set(sys.modules)
+        try:
+            look(file)
+            outcomes.add("shown")
+        except NoValidCheckpoint:
+            outcomes.add("refused")
+        assert set(sys.modules) == imported
+    assert outcomes == {"shown", "refused"}
