@@ -18,11 +18,13 @@ from headway import lazy
 if TYPE_CHECKING:
     from headway.testing import faults as faults, leaks as leaks
     from headway.testing.marks import ranks as ranks
+    from headway.testing.verify import verify_resume as verify_resume
 
 _HOME = {
     "faults": "headway.testing.faults",
     "leaks": "headway.testing.leaks",
     "ranks": "headway.testing.marks",
+    "verify_resume": "headway.testing.verify",
 }
 
 __all__ = [*_HOME]

@@ -19,6 +19,8 @@ from headway.checkpoint.policy import Policy
 from headway.dist import World
 from headway.errors import UsageError
 from headway.record.ledger import VARIABLE as LEDGER_VARIABLE
+from headway.record.sinks import Mlflow, Sink, TensorBoard, Wandb, feeding
+from headway.record.sinks.settings import folder_of
 from headway.run import Run, check_name
 from headway.train import loop, state
 from headway.train.batches import set_epoch
@@ -95,6 +97,7 @@ class Pipeline:
         self._stragglers = Stragglers()
         self._root = root
         self._callbacks: list[Callback] = []
+        self._sinks: list[Sink] = []
         self._schedules: dict[str, Schedule] = {}
         self._reporter: Reporter | None = None
 
@@ -228,7 +231,8 @@ class Pipeline:
 
         `root` is where run directories are; by default the pipeline's. What may be given by name: `resume` ("auto",
         "never", "must" or a run directory), `every` ("10min", 500, "1ep"), `keep_last`, `keep_every`, `keep_best`
-        ("val/loss", "max:val/accuracy") and `background`: see `headway.checkpoint.policy.Policy`.
+        ("val/loss", "max:val/accuracy") and `background`: see `headway.checkpoint.policy.Policy`. From outside,
+        HEADWAY_SAVE_EVERY takes the place of `every`.
 
         >>> pipe.enable_checkpointing("runs", every="10min", keep_last=3, keep_best="val/loss")
         """
@@ -238,8 +242,31 @@ class Pipeline:
                 raise UsageError(
                     f"enable_checkpointing has no setting {name!r}: there are {', '.join(known)}"
                 )
+        if "HEADWAY_SAVE_EVERY" in os.environ:
+            policy["every"] = os.environ["HEADWAY_SAVE_EVERY"]
         self._root = self._root if root is None else root
         self.keeper = Keeper(self, Policy(**policy))
+
+    def enable_wandb(
+        self,
+        *,
+        project: str | None = None,
+        entity: str | None = None,
+        group: str | None = None,
+        tags: Sequence[str] = (),
+        mode: Literal["online", "offline"] | None = None,
+    ) -> None:
+        """Feeds Weights & Biases from the metrics file, in a process that training does not wait for."""
+        sink = Wandb(project=project, entity=entity, group=group, tags=tuple(tags), mode=mode)
+        self._sinks.append(sink)
+
+    def enable_tensorboard(self, folder: str | Path | None = None) -> None:
+        """Writes event files for TensorBoard, into `tensorboard/` in the run directory if nothing else is said."""
+        self._sinks.append(TensorBoard(folder=folder_of(folder)))
+
+    def enable_mlflow(self, *, tracking_uri: str | None = None, experiment: str | None = None) -> None:
+        """Feeds MLflow from the metrics file, in a process that training does not wait for."""
+        self._sinks.append(Mlflow(tracking_uri=tracking_uri, experiment=experiment))
 
     def enable_ledger(self) -> None:
         """Writes down, of every step, the loss to the last bit, which samples it saw, and the random numbers' state.
@@ -281,6 +308,8 @@ class Pipeline:
         """Around everything: the rank logs, the metrics files, the checkpoints."""
         with ExitStack() as stack:
             recording = stack.enter_context(record.recording(directory, self.world, config=self.config))
+            if self.world.is_root:
+                stack.enter_context(feeding(directory, self._sinks))
             self._reporter = stack.enter_context(Reporter(directory, self.world))
             self._reporter.introduce(self.registered.values(), self.datasets)
             if self._ledger_wanted:

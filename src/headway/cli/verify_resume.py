@@ -1,0 +1,57 @@
+"""`headway verify-resume`: is a script's training the same when it is killed and goes on?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from headway.errors import DONE
+
+_EXAMPLES = """\
+examples:
+  headway verify-resume train.py --epochs 2                       one rank; what follows the script belongs to it
+  headway verify-resume --nproc 2 --other-nproc 1 train.py        also resumed on another number of ranks
+  headway verify-resume --json train.py > verdicts.json
+
+The script must call pipe.enable_checkpointing(). It is started about ten times: give it little to do.
+Exit codes: 0 all the same; 1 something differs, or the script failed; 2 bad usage.
+"""
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="headway verify-resume",
+        description="Runs a script, kills it at four points, resumes it, and compares every step to the last bit.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--nproc", type=int, default=1, metavar="N", help="number of processes (default: 1)")
+    parser.add_argument(
+        "--other-nproc", type=int, metavar="N", help="also resume on this number of processes"
+    )
+    parser.add_argument("--keep", metavar="DIR", help="keep the runs there (default: a temporary folder)")
+    parser.add_argument(
+        "--timeout", type=float, default=3600.0, metavar="S", help="seconds for one start of the script"
+    )
+    parser.add_argument("--json", action="store_true", help="print facts for programs")
+    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="passed on to the script")
+    options = parser.parse_args(argv)
+
+    from headway.testing.verify import verify_resume  # late: it is not needed for --help
+
+    report = verify_resume(
+        options.script,
+        options.args,
+        nproc=options.nproc,
+        other_nproc=options.other_nproc,
+        keep=options.keep,
+        timeout=options.timeout,
+        tell=lambda line: print(f"headway: {line}", file=sys.stderr, flush=True),
+    )
+    if options.json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        print(report.table())
+    return DONE if report.ok else 1
