@@ -8,13 +8,19 @@ import subprocess
 import sys
 import tarfile
 import threading
+import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
+import simplejpeg
+from hypothesis import given, settings, strategies as st
+from PIL import Image
 
-from headway.data import Shard, pack
+from headway.data import Limits, Shard, ShardLoader, pack
+from headway.data.decode import decode
 from headway.data.shards import members, walk
-from headway.errors import BadShard
+from headway.errors import BadSample, BadShard, HeadwayError
 
 
 def header(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
@@ -197,3 +203,169 @@ def test_names_that_lead_outside_are_only_names(tmp_path: Path) -> None:
     path.write_bytes(header("../../etc/a.txt", 0) + header("/b.txt", 0) + bytes(1024))
     assert [entry.key for entry in walk(path)] == ["../../etc/a", "/b"]
     assert [file.name for file in tmp_path.iterdir()] == ["x.tar"]
+
+
+# --- images and texts
+
+
+def png(width: int, height: int, *, chunks: bytes = b"", rows: bytes = b"") -> bytes:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
+
+    head = width.to_bytes(4, "big") + height.to_bytes(4, "big") + b"\x08\x02\0\0\0"
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunks + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def text_chunk(size: int) -> bytes:
+    data = b"key\0\0" + zlib.compress(bytes(size), 9)
+    return len(data).to_bytes(4, "big") + b"zTXt" + data + zlib.crc32(b"zTXt" + data).to_bytes(4, "big")
+
+
+def animation(frames: int) -> bytes:
+    file = io.BytesIO()
+    pictures = [Image.new("RGB", (8, 8), (n % 2 * 200, 0, 0)) for n in range(frames)]
+    pictures[0].save(file, "WEBP", save_all=True, append_images=pictures[1:])
+    return file.getvalue()
+
+
+def progressive(scans: int) -> bytes:
+    """A progressive JPEG whose last scan is there many times."""
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64), (9, 90, 200)).save(file, "JPEG", progressive=True)
+    raw = file.getvalue()
+    last = raw.rindex(b"\xff\xda")
+    return raw[:last] + raw[last:-2] * scans + raw[-2:]
+
+
+BOMBS = {
+    "a PNG that says 50,000 x 50,000": ("png", lambda: png(50_000, 50_000), "pixels"),
+    "300 MB of zeros in 300 kB": (
+        "png",
+        lambda: png(9000, 9000, rows=zlib.compress(bytes(243_009_000))),
+        "times",
+    ),
+    "a comment of 200 MB": ("png", lambda: png(8, 8, chunks=text_chunk(200_000_000)), "cannot be decoded"),
+    "frames without end": ("webp", lambda: animation(300), "more than 200 frames"),
+    "scans without end": ("jpg", lambda: progressive(200), "more than 100 scans"),
+    "a JPEG cut off": ("jpg", lambda: progressive(1)[:400], "cannot be decoded"),
+    "another format under this name": ("png", lambda: b"SIMPLE  =  T" + bytes(4000), "cannot be decoded"),
+    "a number of a million digits": ("cls", lambda: b"9" * 1_000_000, "cannot be decoded"),
+    "a text of 20 MB": ("txt", lambda: b" " * 20_000_000, "bytes of text"),
+    "lists in lists": ("json", lambda: b"[" * 1_000_000, "cannot be decoded"),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_bombs_are_bad_samples_and_take_little_memory(name: str, tmp_path: Path) -> None:
+    kind, make, says = BOMBS[name]
+    data = make()
+    with pytest.raises(BadSample, match=says) as caught:
+        decode({kind: memoryview(data)}, limits=Limits(frames=200))
+    assert len(str(caught.value)) < 400
+    (tmp_path / "bomb").write_bytes(data)
+    code = f"""
+import warnings
+import simplejpeg, numpy, PIL.Image, PIL.PngImagePlugin, PIL.WebPImagePlugin
+data = Path(sys.argv[1]).read_bytes()
+before = peak()
+try:
+    decode({{"{kind}": memoryview(data)}}, limits=Limits(frames=200))
+except BadSample:
+    pass
+else:
+    raise SystemExit("decoded")
+"""
+    assert peak_megabytes(code, tmp_path / "bomb") < 90, (
+        "megabytes; the text chunk and the image would take 200"
+    )
+
+
+def test_a_small_picture_of_one_colour_is_no_bomb() -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (2000, 2000)).save(file, "WEBP")
+    assert 12_000_000 / len(file.getvalue()) > 1000
+    assert decode({"webp": memoryview(file.getvalue())})["webp"].shape == (2000, 2000, 3)
+
+
+def encoded(kind: str) -> bytes:
+    pixels = np.random.default_rng(0).integers(0, 255, (24, 24, 3), np.uint8)
+    file = io.BytesIO()
+    if kind == "npy":
+        np.save(file, pixels)
+    else:
+        Image.fromarray(pixels).save(file, {"jpg": "JPEG"}.get(kind, kind.upper()))
+    return file.getvalue()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    kind=st.sampled_from(["jpg", "png", "webp", "npy"]),
+    flips=st.lists(st.tuples(st.integers(0, 1400), st.integers(1, 255)), max_size=6),
+    cut=st.integers(0, 1500),
+)
+def test_any_damage_is_a_bad_sample_or_a_picture(kind: str, flips: list[tuple[int, int]], cut: int) -> None:
+    raw = bytearray(encoded(kind))
+    for at, value in flips:
+        if at < len(raw):
+            raw[at] ^= value
+    if cut % 3 == 0:
+        del raw[max(0, len(raw) - cut) :]
+    try:
+        value = decode({kind: memoryview(bytes(raw))})[kind]
+    except BadSample:
+        return
+    assert isinstance(value, np.ndarray) and not value.dtype.hasobject
+
+
+# --- what a loader does about it
+
+
+def test_bad_samples_are_replaced_counted_and_named(tmp_path: Path) -> None:
+    good = simplejpeg.encode_jpeg(np.zeros((8, 8, 3), np.uint8))
+    bad = {17: png(50_000, 50_000), 40: b""}
+    made = [
+        {"__key__": f"{n:03d}", **({"png": bad[n]} if n in bad else {"jpg": good}), "cls": n}
+        for n in range(100)
+    ]
+    pack(made, tmp_path)
+    loader = ShardLoader(tmp_path, batch_size=10, max_bad=0.05)
+    seen = [number for batch in loader for number in batch["cls"].tolist()]
+    assert len(seen) == 100 and set(seen) == set(range(100)) - {17, 40}
+    assert sorted(entry.key for entry in loader.bad) == ["017", "040"]
+    assert {entry.shard for entry in loader.bad} == {str(tmp_path / "shard-000000.tar")}
+    with pytest.raises(HeadwayError, match=r"2 of \d+ samples could not be used, more than max_bad=0.001"):
+        list(ShardLoader(tmp_path, batch_size=10))
+
+
+@pytest.mark.parametrize("damage", ["cut off", "cut off in use", "a flipped header"])
+def test_a_damaged_shard_is_so_many_bad_samples(damage: str, tmp_path: Path) -> None:
+    """They are replaced as others are, and the order of the rest is what it was; more than allowed stop the run."""
+    paths = [
+        pack(
+            [{"__key__": f"{n}", "cls": n} for n in range(first, first + 50)], tmp_path, name=f"s{first:03d}"
+        )[0]
+        for first in range(0, 200, 50)
+    ]
+    for path in paths:
+        path.with_suffix(".idx").unlink()
+    how = {"batch_size": 10, "lanes": 2, "window": 20, "threads": 1}
+    whole = [batch["cls"].tolist() for batch in ShardLoader(tmp_path, **how)]
+    loader, strict = ShardLoader(tmp_path, **how, max_bad=1), ShardLoader(tmp_path, **how)
+    if damage == "cut off in use":
+        for each in (loader, strict):
+            for number in range(4):
+                each._shards.get(0, number)
+    if damage.startswith("cut off"):
+        os.truncate(paths[2], 30_000)
+    else:
+        raw = bytearray(paths[2].read_bytes())
+        raw[0] ^= 1
+        paths[2].write_bytes(raw)
+    seen = [batch["cls"].tolist() for batch in loader]
+    lost = range(100, 150)
+    for before, after in zip(whole, seen, strict=True):
+        assert all(a == b for b, a in zip(before, after, strict=True) if b not in lost)
+    assert {entry.shard for entry in loader.bad} == {str(paths[2])}
+    assert len(loader.bad) >= (20 if damage == "cut off in use" else 50)
+    with pytest.raises(HeadwayError, match=rf"more than max_bad.* in {paths[2]}"):
+        list(strict)

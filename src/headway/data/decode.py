@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import struct
+import zlib
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
@@ -21,6 +22,9 @@ from headway.errors import BadSample, HeadwayError, MissingExtra
 
 Decoder = Callable[[memoryview], Any]
 Pixels = npt.NDArray[np.uint8]
+
+_SCAN = b"\xff\xda"
+_SMALL = 2**24
 
 
 def decode(
@@ -49,13 +53,28 @@ def _decode(extension: str, data: memoryview, decoders: Mapping[str, Decoder], l
     try:
         if kind in _IMAGES:
             return _image(kind, data, limits)
+        if kind in _TEXT and len(data) > limits.text_bytes:
+            raise ValueError(f"more than {limits.text_bytes} bytes of text")
         return _PLAIN[kind](data) if kind in _PLAIN else np.frombuffer(data, np.uint8)
     except HeadwayError:
         raise
-    except (ValueError, OSError, SyntaxError, struct.error, RecursionError) as error:
-        raise BadSample(f"a {kind} of {len(data)} bytes cannot be decoded: {error}") from error
+    except _BROKEN as error:
+        raise BadSample(
+            f"a {kind} of {len(data)} bytes cannot be decoded: {str(error)[:_LONGEST]}"
+        ) from error
 
 
+# what the parsers of the libraries raise when bytes are not what they should be
+_BROKEN: tuple[type[Exception], ...] = (
+    ValueError,
+    OSError,
+    SyntaxError,
+    ArithmeticError,
+    LookupError,
+    TypeError,
+)
+_BROKEN += (EOFError, RecursionError, struct.error, zlib.error)
+_LONGEST = 200  # letters of what a library says: some quote the whole file
 _REFUSED = {"pkl", "pickle", "pyd", "pth", "pt", "ckpt"}
 _IMAGES = {"jpg", "jpeg", "png", "webp"}
 
@@ -84,17 +103,20 @@ _PLAIN: dict[str, Decoder] = {
     "json": lambda data: json.loads(bytes(data)),
     "npy": _array,
 }
+_TEXT = _PLAIN.keys() - {"npy"}
 
 
 def _image(kind: str, data: memoryview, limits: Limits) -> Pixels:
     """Height x width x 3, RGB."""
     if kind in ("jpg", "jpeg"):
+        if bytes(data).count(_SCAN) > limits.scans:
+            raise ValueError(f"more than {limits.scans} scans")
         try:
             simplejpeg = import_module("simplejpeg")
         except ModuleNotFoundError:
             return _pillow(data, limits)
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
-        _check_pixels(width, height, limits)
+        _check(width, height, data, limits)
         if colours not in ("CMYK", "YCCK"):
             pixels: Pixels = simplejpeg.decode_jpeg(data, colorspace="RGB")
             return pixels
@@ -109,12 +131,17 @@ def _pillow(data: memoryview, limits: Limits) -> Pixels:
         raise MissingExtra("pillow", extra="images", purpose="to decode images") from error
     try:
         with Image.open(io.BytesIO(data), formats=["JPEG", "PNG", "WEBP"]) as image:
-            _check_pixels(*image.size, limits)
+            _check(*image.size, data, limits)
+            if getattr(image, "n_frames", 1) > limits.frames:  # formats without frames do not have it
+                raise ValueError(f"more than {limits.frames} frames")
             return np.asarray(image.convert("RGB"))
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ValueError(str(error)) from error
 
 
-def _check_pixels(width: int, height: int, limits: Limits) -> None:
+def _check(width: int, height: int, data: memoryview, limits: Limits) -> None:
+    """By what the header says, before anything is decoded."""
     if width * height > limits.pixels:
         raise ValueError(f"{width} x {height} is more than {limits.pixels} pixels")
+    if 3 * width * height > max(_SMALL, limits.ratio * len(data)):
+        raise ValueError(f"{width} x {height} is more than {limits.ratio} times its size")

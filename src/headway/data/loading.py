@@ -15,7 +15,7 @@ from headway.data.decode import Decoder, decode
 from headway.data.order import Order, key
 from headway.data.shards import Limits
 from headway.data.sources import OpenShards, Source
-from headway.errors import BadSample, HeadwayError
+from headway.errors import BadSample, BadShard, HeadwayError
 
 Transform = Callable[[dict[str, Any], np.random.Generator], Any]
 
@@ -66,17 +66,18 @@ class Loading:
         bad: list[Bad] = []
         thread, began = threading.get_native_id(), time.perf_counter()
         for attempt in range(_ATTEMPTS):
-            mapped = self._shards.get(dataset, shard)
-            opened = time.perf_counter()
+            name = f"sample {sample}"  # as long as its shard cannot be read
             try:
-                parts = mapped[sample]
+                source = self._shards.get(dataset, shard)
+                name, opened = source.entries.key(sample), time.perf_counter()
+                parts = source[sample]
                 value = decode(parts, self._decoders, self._limits)
-            except BadSample as error:
-                entry = mapped.entries[sample]
-                bad.append(Bad(self._sources[dataset].name, str(mapped.path), entry.key, str(error)))
+            except (BadSample, BadShard) as error:
+                whose = self._sources[dataset]
+                bad.append(Bad(whose.name, str(whose.paths[shard]), name, str(error)))
                 shard, sample = self._other(dataset, epoch, shard, sample, attempt)
                 continue
-            value["__key__"] = mapped.entries[sample].key
+            value["__key__"] = name
             size, decoded = _bytes(value), time.perf_counter()
             spans = [Span("open", thread, began, opened), Span("decode", thread, opened, decoded)]
             if self._transform is not None:

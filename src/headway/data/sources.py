@@ -19,7 +19,7 @@ from headway.data.catalog import Catalog
 from headway.data.finding import count, paths_of
 from headway.data.mix import Mix, Shards
 from headway.data.shards import Limits, Shard
-from headway.errors import UsageError
+from headway.errors import BadShard, UsageError
 
 
 @final
@@ -73,10 +73,16 @@ class OpenShards:
             if len(self._open) > self._capacity:
                 self._open.popitem(last=False)  # its views, where there are any, keep it mapped
         with opening.lock:  # only those wait who want this very shard
+            if opening.damage:
+                raise BadShard(opening.damage)
             if opening.shard is None:
                 source = self._sources[dataset]
                 path = source.paths[shard]
-                opening.shard = self._cache.open(path) if self._cache else Shard.open(path, self._limits)
+                try:
+                    opening.shard = self._cache.open(path) if self._cache else Shard.open(path, self._limits)
+                except BadShard as error:
+                    opening.damage = str(error)  # it is not read again for each of its samples
+                    raise
                 if len(opening.shard) != source.counts[shard]:
                     raise UsageError(
                         f"{source.paths[shard]} has {len(opening.shard)} samples, but had {source.counts[shard]} when "
@@ -98,3 +104,4 @@ class _Opening:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.shard: Shard | None = None
+        self.damage = ""

@@ -45,8 +45,16 @@ class Limits:
     """bytes of one file in a shard"""
     members: int = 10_000_000
     """files in a shard"""
+    text_bytes: int = 2**24
+    """bytes of one text, number or JSON, which take many times as much when they are read"""
     pixels: int = 100_000_000
     """width x height of an image"""
+    ratio: int = 500
+    """decoded bytes for each byte of an image, where they are more than 16 MB: a photograph has about 10"""
+    frames: int = 10_000
+    """pictures in one image, of which the first is taken"""
+    scans: int = 100
+    """passes over a progressive JPEG: the time to decode it grows with them, and not with its size"""
 
 
 def members(data: Readable, where: str, limits: Limits | None = None) -> Iterator[Member]:
