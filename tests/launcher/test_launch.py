@@ -80,7 +80,7 @@ def test_results_groups_log_and_the_end(work: Any, tmp_path: Path) -> None:
         work.whole,
         (1, Path("x")),
         on=hw.Local(processes=3, device="cpu", env={"WORD": WORD}),
-        groups=[[0, 2], [1]],
+        groups=[[1], [0, 2]],
         upon_finish=functools.partial(work.finish, finished),
         y=slice(2),
     )
@@ -147,7 +147,11 @@ class Point:
 def scaled(factor):
     return lambda point: Point(point.x * factor + hw.world_size())
 job = hw.launch(scaled(10), Point(4))
-other = hw.launch(lambda path: open(path, "w").close(), "late", name="late")
+def late(path):
+    import time
+    time.sleep(3)
+    open(path, "w").close()
+other = hw.launch(late, "late")
 result = job.result()
 print(type(result) is Point, result.x)
 """

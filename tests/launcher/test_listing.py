@@ -189,6 +189,10 @@ def test_the_table_and_its_filters(
     assert lines[3].split()[:3] == [first.id, "failed", "50"]
     assert lines[4].startswith("    rank 0: ValueError: long") and lines[4].endswith("…")
     assert lines[5] == "1 new, 1 failed" and max(map(len, lines)) <= 80
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["runs"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:3] == ["run", "state", "step"] and max(map(len, lines)) <= 60
     assert main(["runs", "--state", "failed", "lost", "--json"]) == 0
     assert [each["id"] for each in json.loads(capsys.readouterr().out)] == [first.id]
     assert main(["runs", "--name", "other", "--json"]) == 0

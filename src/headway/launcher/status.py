@@ -65,9 +65,8 @@ def status(run: Run, queue: Queue, info: Mapping[str, Any] | None = None) -> Sta
         if sign and sign.state == "running" and sign.certain:
             return sign
     ended = read_json(run.ended_file)
-    if ended and not (
-        attempts and ended["time"] < attempts[-1]["started"]
-    ):  # else it tells of an earlier start
+    of_an_earlier_start = ended and attempts and ended["time"] < attempts[-1]["started"]
+    if ended and not of_an_earlier_start:
         return noted if noted and noted.state in _TELLING else _by_exit_code(run, ended)
     if noted and noted.state != "lost":
         return noted
