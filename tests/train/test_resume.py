@@ -53,6 +53,8 @@ class Traced(Classify):
         if self.cut == (step if self.training else ("val", self.pipe.step)):
             raise Cut
         loss = super().step(batch)
+        if not self.training:
+            torch.rand(1)  # a validation may draw random numbers, too
         if self.training:
             self.by_step.setdefault(step, []).append(self.losses[-1])
         return loss
@@ -101,14 +103,16 @@ def assert_same(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
+    "best": ({}, {"keep_best": "train/accuracy", "every": "1h"}),
     "accumulate": ({"accumulate": 2}, {}),  # 6 steps in an epoch, the last of one batch
     "all": (
         {"accumulate": 2, "precision": "bf16", "gradient_clip": 0.5, "val_every": "4 steps"},
-        {"ema": 0.9, "scheduler": warm_up},
+        {"ema": 0.9, "scheduler": warm_up, "keep_best": "val/loss"},
     ),
 }
 CUTS = {
     "plain": [1, 2, 8, 12, 13, ("val", 11), ("epoch", 1), ("epoch", 3), 33],
+    "best": [13],
     "accumulate": [2, 6, 7, ("val", 6)],
     "all": [5, ("val", 4), ("val", 8), 14],
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -87,10 +87,17 @@ def load(directory: str | os.PathLike[str], state: Mapping[str, Any] | None = No
     return _load(path, state)
 
 
-def load_latest(where: Place, state: Mapping[str, Any] | None = None) -> Loaded | None:
-    """Loads the newest whole checkpoint of a run; None if there never was one. See `load` and `find_valid`."""
+def load_latest(
+    where: Place, state: Mapping[str, Any] | Callable[[Path], Mapping[str, Any]] | None = None
+) -> Loaded | None:
+    """Loads the newest whole checkpoint of a run; None if there never was one. See `load` and `find_valid`.
+
+    `state` may be a function that makes it when the checkpoint is known.
+    """
     path = find_valid(where)
-    return None if path is None else _load(path, state)
+    if path is None:
+        return None
+    return _load(path, state(path) if callable(state) else state)
 
 
 def find_valid(where: Place) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -50,11 +51,14 @@ class History:
         return sorted({name for row in (*self.epochs, *self.log_points) for name in row.values})
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "epochs": [asdict(row) for row in self.epochs],
-            "points": [asdict(row) for row in self.log_points],
-        }
+        """The epochs as plain values; the log points, which may be many, as text, which is quick to keep."""
+        points = [[row.stage, row.epoch, row.step, row.values] for row in self.log_points]
+        return {"epochs": [asdict(row) for row in self.epochs], "points": json.dumps(points)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.epochs = [Row(**row) for row in state["epochs"]]
-        self.log_points = deque((Row(**row) for row in state["points"]), maxlen=LOG_POINTS)
+        points = (
+            Row(stage=stage, epoch=epoch, step=step, values=values)
+            for stage, epoch, step, values in json.loads(state["points"])
+        )
+        self.log_points = deque(points, maxlen=LOG_POINTS)

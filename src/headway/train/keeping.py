@@ -34,6 +34,7 @@ from headway.train.state import Stateful
 if TYPE_CHECKING:
     from headway.train.pipeline import Pipeline
     from headway.train.stage import Stage
+    from headway.train.trainval import TrainValStage
 
 MAX_FAILURES = 3
 """saves in a row that may fail before the run stops: a disk that was full for a while costs no run"""
@@ -81,21 +82,19 @@ class Keeper:
 
     def start(self, choice: Choice) -> None:
         """Goes on from the newest whole checkpoint of the run, or makes the first one."""
-        path = checkpoint.find_valid(choice.run)
-        step = 0 if path is None else int(path.name.removeprefix("step-"))
-        dist.from_root(partial(self._begin, step))
-        if path is None:
+        loaded = checkpoint.load_latest(choice.run, partial(state.destinations, self.pipe))
+        dist.from_root(partial(self._begin, loaded.step if loaded else 0))
+        if loaded is None:
             self._save(None, must=True)
             self.saver.wait()  # storage that does not work is known before the first step
             self.settle()
             return
         if self.policy.resume == "never":
             raise UsageError(
-                f'resume="never", but {choice.run.path} has checkpoints: take "auto" to go on from step {step:,}, or a '
-                "new run directory"
+                f'resume="never", but {choice.run.path} has checkpoints: take "auto" to go on from step '
+                f"{loaded.step:,}, or a new run directory"
             )
-        loaded = checkpoint.load(path, state.destinations(self.pipe, path))
-        dist.print_root(f"headway: going on with {choice.run.id} from step {step:,} ({choice.why})")
+        dist.print_root(f"headway: going on with {choice.run.id} from step {loaded.step:,} ({choice.why})")
         self._restore(loaded)
         self.pipe.call("resume_run", self.pipe)
 
@@ -141,16 +140,20 @@ class Keeper:
             self._stop(stage, why)
         self._before_validation = None
 
-    def after_validation(self, stage: Stage) -> None:
-        """After a validation between two steps."""
+    def after_validation(self, stage: TrainValStage) -> None:
+        """After a validation between two steps; at the end of an epoch the save comes a little later."""
+        if stage.settings.val_steps is None:
+            return
         self._look_for_best()
         if self.due and not stage.rests_next():
             self._save(stage)
-        self._pace.pause()
 
     def after_epoch(self, stage: Stage) -> None:
         """Between two epochs."""
         self._look_for_best()
+        if self.pipe.epoch == 1 and self._best is None and (wanted := self.policy.retention.keep_best):
+            there = ", ".join(self.pipe.history.names()) or "none"
+            dist.print_root(f"headway: keep_best={wanted!r}: there is no such metric so far, but {there}")
         every = self.policy.interval.epochs
         self.due |= every is not None and self.pipe.epoch % every == 0
         why = self._agreement.pass_point()
@@ -279,10 +282,8 @@ class Keeper:
             if p.requires_grad and (local := p.to_local() if isinstance(p, DTensor) else p).numel()
         ]
         largest = torch._foreach_norm(weights, float("inf")) if weights else ()
-        bad = torch.zeros(1, device=self.pipe.device)
-        for norm in largest:
-            bad += ~torch.isfinite(norm)
-        if gather(bad).any():
+        bad = [norm.to(self.pipe.device, torch.float32).isfinite().logical_not() for norm in largest]
+        if gather(torch.stack(bad).any(0, keepdim=True).float() if bad else torch.zeros(1)).any():
             raise HeadwayError(
                 f"weights are not finite after step {self.pipe.step:,}, so they are not saved: lower the learning "
                 "rate, set gradient_clip, or look at the data; the run can go on from the checkpoint before"
