@@ -229,6 +229,18 @@ class Run:
     def log_file(self, rank: int) -> Path:
         return self.log_dir / f"rank-{rank:05d}.txt"
 
+    def sink_log(self, kind: str) -> Path:
+        """What the process that feeds a tracker prints."""
+        return self.log_dir / f"sink-{kind}.txt"
+
+    def sink_place(self, kind: str) -> Path:
+        """How much of the metrics file a tracker has been told, in bytes."""
+        return self.metrics_dir / f"sink-{kind}.offset"
+
+    def quarantine_file(self, rank: int) -> Path:
+        """Samples that a rank could not use, one line of JSON each."""
+        return self.log_dir / f"quarantine-{rank:05d}.jsonl"
+
     def metrics_file(self, rank: int) -> Path:
         return self.metrics_dir / f"rank-{rank:05d}.jsonl"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -17,10 +18,12 @@ import simplejpeg
 from hypothesis import given, settings, strategies as st
 from PIL import Image
 
+import headway as hw
 from headway.data import Limits, Shard, ShardLoader, pack
 from headway.data.decode import decode
 from headway.data.shards import members, walk
 from headway.errors import BadSample, BadShard, HeadwayError
+from headway.testing import ranks
 
 
 def header(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
@@ -369,3 +372,22 @@ def test_a_damaged_shard_is_so_many_bad_samples(damage: str, tmp_path: Path) -> 
     assert len(loader.bad) >= (20 if damage == "cut off in use" else 50)
     with pytest.raises(HeadwayError, match=rf"more than max_bad.* in {paths[2]}"):
         list(strict)
+
+
+@ranks(2)
+def test_bad_samples_are_written_down_once_in_the_run(tmp_path: Path) -> None:
+    where = Path(hw.broadcast_object(str(tmp_path)))
+    if hw.is_root():
+        pack([{"__key__": f"{n}", "cls": "\x1b[31m" if n in (3, 70) else n} for n in range(100)], where)
+    run = hw.dist.open_run(where / "runs", name="quarantine")
+    hw.barrier()
+    loader = ShardLoader(where, batch_size=5, max_bad=1)
+    for _ in range(3):
+        list(loader)
+    assert sum(hw.all_gather_object(len(loader.bad))) >= 6, "two in each of three passes, and substitutes"
+    files = [file for rank in range(2) if (file := run.quarantine_file(rank)).exists()]
+    mine = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    assert {line["key"] for lines in mine for line in lines} == {"3", "70"}
+    assert all(len({line["key"] for line in lines}) == len(lines) for lines in mine), "each once"
+    assert all(line["dataset"] == "data" and "a cls of" in line["reason"] for lines in mine for line in lines)
+    assert all("\x1b" not in file.read_text() for file in files)

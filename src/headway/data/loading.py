@@ -13,6 +13,7 @@ import torch
 from headway.data.counting import Span
 from headway.data.decode import Decoder, decode
 from headway.data.order import Order, key
+from headway.data.quarantine import Bad
 from headway.data.shards import Limits
 from headway.data.sources import OpenShards, Source
 from headway.errors import BadSample, BadShard, HeadwayError
@@ -21,15 +22,6 @@ Transform = Callable[[dict[str, Any], np.random.Generator], Any]
 
 _ATTEMPTS = 8
 _TRANSFORM, _SUBSTITUTE = 1, 2  # what a key is for
-
-
-class Bad(NamedTuple):
-    """A sample that could not be used."""
-
-    dataset: str
-    shard: str
-    key: str
-    reason: str
 
 
 class Loaded(NamedTuple):

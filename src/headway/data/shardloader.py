@@ -24,9 +24,10 @@ from headway.data.ahead import Ahead, Needed
 from headway.data.cache import CachedShards, NodeCache
 from headway.data.counting import Counters, Span, Trace
 from headway.data.decode import Decoder
-from headway.data.loading import Bad, Loaded, Loading, Transform, collate
+from headway.data.loading import Loaded, Loading, Transform, collate
 from headway.data.mix import Mix, Segment, Shards, Timeline
 from headway.data.order import Ints, Order, Shuffle, key
+from headway.data.quarantine import Bad, Quarantine
 from headway.data.ranks import Share
 from headway.data.shards import Limits
 from headway.data.sources import OpenShards, find
@@ -129,7 +130,7 @@ class ShardLoader:
         self._restored = self._begun = False
         self._given: tuple[int, int] | None = None
         self._trace_path, self._counters, self._changing = trace, Counters(), threading.Lock()
-        self.bad: list[Bad] = []
+        self.bad, self._quarantine = list[Bad](), Quarantine()
 
     # --- iterating
 
@@ -238,6 +239,7 @@ class ShardLoader:
             counted.bytes_decoded += one.size
             counted.spent(one.spans)
             self.bad += one.bad
+        self._quarantine.add(bad for one in loaded for bad in one.bad)
         if len(self.bad) > 1 + self._max_bad * counted.samples:
             last = self.bad[-1]
             raise HeadwayError(

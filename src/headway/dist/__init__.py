@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from headway.dist.shared_run import (
         at_failure as at_failure,
         choose_run as choose_run,
+        current_run as current_run,
         open_run as open_run,
         terminal as terminal,
     )
@@ -76,6 +77,7 @@ _HOME = {
     "excused": "headway.dist.failing",
     "check_interconnect": "headway.dist.interconnect",
     "choose_run": "headway.dist.shared_run",
+    "current_run": "headway.dist.shared_run",
     "from_root": "headway.dist.guard",
     "gather_object": "headway.dist.objects",
     "ignore_signals": "headway.dist.signals",

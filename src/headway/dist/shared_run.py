@@ -9,7 +9,7 @@ from typing import Any
 
 from headway.dist.choosing import Choice, choose
 from headway.dist.failing import HEART
-from headway.dist.group import current, world
+from headway.dist.group import current, is_initialized, world
 from headway.dist.guard import from_root
 from headway.failure import Record
 from headway.run import Run
@@ -46,6 +46,11 @@ def choose_run(root: str | Path, *, name: str, config: object, resume: str | Pat
     current().run = run
     HEART.belongs_to(run.path)
     return Choice(run=run, why=told["why"], finished=told["finished"])
+
+
+def current_run() -> Run | None:
+    """The run that this rank trains in; None before there is one."""
+    return current().run if is_initialized() else None
 
 
 @contextmanager

@@ -1,0 +1,39 @@
+"""Samples that could not be used, for people: each once, in a file of this rank's in the run directory.
+
+runs/NAME/log/quarantine-00003.jsonl       {"dataset": "web", "shard": "/data/7.tar", "key": "a", "reason": "..."}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import NamedTuple, final
+
+from headway import dist
+
+
+class Bad(NamedTuple):
+    """A sample that could not be used."""
+
+    dataset: str
+    shard: str
+    key: str
+    reason: str
+
+
+@final
+class Quarantine:
+    """Writes down bad samples; a sample that comes again is not written again."""
+
+    def __init__(self) -> None:
+        self._known: set[tuple[str, str]] = set()
+
+    def add(self, samples: Iterable[Bad]) -> None:
+        new = {(bad.shard, bad.key): bad for bad in samples if (bad.shard, bad.key) not in self._known}
+        self._known |= new.keys()
+        run = dist.current_run()
+        if new and run is not None:
+            lines = "".join(json.dumps(bad._asdict()) + "\n" for bad in new.values())
+            with suppress(OSError), run.quarantine_file(dist.rank()).open("a") as file:
+                file.write(lines)  # a full disk is no reason to stop: they are counted all the same
