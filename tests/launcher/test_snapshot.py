@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from headway.errors import UsageError
-from headway.launcher import snapshot
+from headway.launcher import gathering, snapshot
 from headway.launcher.snapshot import adopt, load, take
 from headway.run import Run
 
@@ -265,10 +265,35 @@ def test_too_large_is_one_sentence_and_leaves_nothing(project: Path, run: Run) -
     with pytest.raises(UsageError) as caught:
         take(run, "train.py", limit=2_000_000)
     assert str(caught.value) == (
-        f"the code in {project} is 3.0 MB, more than the 2.0 MB that a snapshot may have (largest: big.bin, 3.0 MB): "
-        "keep data elsewhere, or run the code where it lies with --dirty live"
+        f"the code in {project} has more than the 2.0 MB or 50000 files that a copy may have (largest: big.bin, "
+        "3.0 MB): keep data elsewhere, or run the code where it lies with --dirty live"
     )
     assert list(run.code_dir.iterdir()) == []
+
+
+def test_a_folder_that_is_too_large_is_not_read_to_its_end(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "plain" / "z").mkdir(parents=True)
+    (tmp_path / "plain" / "big").write_bytes(b"0" * 1001)
+    (tmp_path / "plain" / "train.py").touch()
+    monkeypatch.setattr(gathering, "_not_code", lambda path: pytest.fail(f"looked at {path}"))
+    monkeypatch.chdir(tmp_path / "plain")
+    with pytest.raises(UsageError, match="largest: big"):
+        take(run, "train.py", limit=1000)
+
+
+def test_of_a_home_only_the_files_beside_the_script(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text("import helper; print(helper.x)")
+    (tmp_path / "helper.py").write_text("x = 1")
+    (tmp_path / "photos.zip").touch()
+    monkeypatch.chdir(tmp_path)
+    take(run, "train.py")
+    assert runs(run) == "1\n"
+    assert sorted(p.name for p in run.snapshot_dir.iterdir()) == ["helper.py", "train.py"]
+    assert "project/ (a folder of a home)" in load(run).left_out
 
 
 def test_a_copy_that_fails_leaves_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ _PATIENCE = (
 )
 _LARGEST_NEW = 1 << 20  # bytes of a file that git does not know; what is larger is hardly source code
 _MOST_NAMED = 50
+_MOST_FILES = 50_000
 _IMPORTED = (".py", ".pyi", ".so")
 _WRITTEN = (
     *(*_IMPORTED, ".pyx", ".ipynb", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".sh"),
@@ -74,31 +75,32 @@ class Code:
     def check_size(self, limit: int) -> None:
         """Refuses to copy what is too large to be code."""
         sizes = {name: os.lstat(self.root / name).st_size for name in self.names}
-        if (total := sum(sizes.values())) > limit:
+        if sum(sizes.values()) > limit or len(sizes) > _MOST_FILES:
             largest = max(sizes, key=lambda name: sizes[name])
             raise UsageError(
-                f"the code in {self.root} is {_size(total)}, more than the {_size(limit)} that a snapshot may have "
+                f"the code in {self.root} has more than the {_size(limit)} or {_MOST_FILES} files that a copy may have "
                 f"(largest: {largest}, {_size(sizes[largest])}): keep data elsewhere, or run the code where it lies "
                 "with --dirty live"
             )
 
 
-def gather(script: Path) -> Code:
-    """The code that `script` belongs to; a folder stands for whatever is started in it.
+def gather(script: Path, *, limit: int) -> Code:
+    """The code that `script` belongs to; a folder stands for whatever is started in it. More than `limit` is refused.
 
-    >>> gather(Path("train.py")).root
+    >>> gather(Path("train.py"), limit=10**9).root
     PosixPath('/home/me/project')
     """
     folder = script if script.is_dir() else script.parent
     top = git(folder, "rev-parse", "--show-toplevel")
     if top.trouble:
-        return _folder(folder, note=top.trouble)
+        return _folder(folder, limit, note=top.trouble)
     root = Path(os.fsdecode(top.out).removesuffix("\n"))
     if _is_home(root):
-        return _folder(folder, note=f"the repository is all of {root}")
+        return _folder(folder, limit, note=f"the repository is all of {root}")
     code = _work_tree(root)
     if script.is_file() and (name := str(script.relative_to(root))) not in code.names:
         code = replace(code, names=(*code.names, name), added=(*code.added, name))  # ignored, but code
+    code.check_size(limit)
     return code
 
 
@@ -155,19 +157,25 @@ def _why_not(path: Path, suffixes: tuple[str, ...], reason: str) -> str | None:
     return f"{reason}, and {_size(size)} large" if size > _LARGEST_NEW else None
 
 
-def _folder(folder: Path, *, note: str) -> Code:
-    """All of a folder that is not rubbish, results or data by its name."""
+def _folder(folder: Path, limit: int, *, note: str) -> Code:
+    """All of a folder that is not rubbish, results or data by its name; of a home, only the files beside the script."""
     root = _start(folder)
     names: list[str] = []
     left_out: list[str] = []
+    total = 0
 
     def walk(inside: Path) -> None:
+        nonlocal total
         for path in sorted(inside.iterdir()):
             name = str(path.relative_to(root))
+            if total > limit or len(names) > _MOST_FILES:
+                return  # it is refused anyway: do not look through a whole dataset first
             if path.name in _NOISE or path.suffix in (".pyc", ".egg-info"):
                 continue
             if path.is_symlink() or path.is_file():
-                names.append(name)
+                if not _is_home(root) or path.suffix in _WRITTEN:
+                    names.append(name)
+                    total += path.lstat().st_size
             elif not path.is_dir():
                 left_out.append(f"{name} (not a file)")
             elif reason := _not_code(path):
@@ -176,7 +184,9 @@ def _folder(folder: Path, *, note: str) -> Code:
                 walk(path)
 
     walk(root)
-    return Code(root=root, names=tuple(names), left_out=_shortened(left_out), note=note)
+    code = Code(root=root, names=tuple(names), left_out=_shortened(left_out), note=note)
+    code.check_size(limit)
+    return code
 
 
 def _start(folder: Path) -> Path:
@@ -191,6 +201,8 @@ def _is_home(path: Path) -> bool:
 
 
 def _not_code(path: Path) -> str | None:
+    if _is_home(path.parent):
+        return "a folder of a home"
     if (path / "pyvenv.cfg").exists():
         return "a virtual environment"
     if (path / "run.json").exists():

@@ -69,10 +69,9 @@ def take(run: Run, script: str | os.PathLike[str], *, dirty: Dirty = "snapshot",
     path = path if path.is_dir() else path.parent.resolve() / path.name
     if dirty == "live":
         return _live(run, path)
-    code = gather(path)
+    code = gather(path, limit=limit)
     if dirty == "refuse":
         _refuse_changes(code)
-    code.check_size(limit)
     note = _publish(code, run)
     here = Path.cwd()
     start = here if here.is_relative_to(code.root) else path if path.is_dir() else path.parent
