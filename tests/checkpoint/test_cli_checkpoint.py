@@ -109,6 +109,25 @@ def test_export_of_a_part_is_what_was_saved(
     assert len(load_file(tmp_path / "all.safetensors")) == 4
 
 
+def test_export_in_several_files_with_an_index(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "net.safetensors"
+    command.main(["export", str(run.path), str(out), "--part", "net", "--shard-gb", "50e-9", "--json"])
+    files = [Path(file).name for file in json.loads(capsys.readouterr().out)["files"]]
+    shards = ["net-00001-of-00002.safetensors", "net-00002-of-00002.safetensors"]
+    assert files == [*shards, "net.safetensors.index.json"]
+    index = json.loads((tmp_path / "net.safetensors.index.json").read_bytes())
+    assert index["metadata"] == {"total_size": 48 + 16 + 1}
+    assert index["weight_map"] == {"layer.weight": shards[0], "layer.bias": shards[1], "head": shards[1]}
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(tmp_path / file)[name], STATE["net"][name])  # type: ignore[index]
+    with pytest.raises(UsageError, match="exists already"):
+        command.main(["export", str(run.path), str(out), "--part", "net", "--shard-gb", "50e-9"])
+    with pytest.raises(UsageError, match="give 1 or more"):
+        command.main(["export", str(run.path), str(out), "--shard-gb", "0"])
+
+
 def test_export_of_damage_writes_nothing(run: Run, tmp_path: Path) -> None:
     file = run.checkpoint_dir(2) / "rank-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\x07")

@@ -26,7 +26,7 @@ usage: headway checkpoint show PATH | verify PATH | export PATH OUT.safetensors
   headway checkpoint show model.safetensors         the same for a plain file; also for model.pt and for a directory of
                                                     torch's distributed checkpointing: nothing in them is executed
   headway checkpoint verify runs/digits-...         read every byte of every checkpoint and compare
-  headway checkpoint export PATH net.safetensors --part net      one file, from however many ranks
+  headway checkpoint export PATH net.safetensors --part net      plain weights, from however many ranks
 
 PATH is a checkpoint (step-000000001000), a run, or a directory of checkpoints; of several, show and export take the
 newest. `headway checkpoint VERB --help` explains a verb. Exit codes: 0 fine, 2 bad input, 74 disk trouble, 86 damaged.
@@ -53,12 +53,14 @@ class Verify:
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """All tensors, or those of one part, as one plain safetensors file."""
+    """All tensors, or those of one part, as plain safetensors: one file, or several with an index if they are large."""
 
     path: _Path
     out: _Path
     part: str | None = None
     """only this part of the state, as it was named when saved, like net; its name is left out of the file"""
+    shard_gb: float = 5.0
+    """gigabytes that one file may hold; what is larger becomes OUT-00001-of-0000N.safetensors with an index"""
     json: bool = False
     """print facts for programs"""
 
@@ -137,11 +139,13 @@ def _export(argv: list[str]) -> int:
     from headway.checkpoint import export, looking
 
     (path, *_) = looking.find(options.path)
-    written = export(path, options.out, part=options.part)
+    written = export(path, options.out, part=options.part, shard_bytes=int(options.shard_gb * 1e9))
+    total = sum(file.stat().st_size for file in written)
     if options.json:
-        print(json.dumps({"source": str(path), "file": str(options.out), "bytes": written}))
+        print(json.dumps({"source": str(path), "files": [str(file) for file in written], "bytes": total}))
     else:
-        print(f"{options.out}: {size(written)} from {path.name}")
+        print("\n".join(safe(str(file)) for file in written))
+        print(f"{size(total)} from {path.name}")
     return DONE
 
 
