@@ -3,6 +3,8 @@
     python examples/quickstart.py
     headway run --nproc 2 examples/quickstart.py
 
+Stop it with Ctrl-C, or kill it, and start it again: it goes on where it was.
+
 The data is made up (two interleaved spirals), so that nothing has to be downloaded.
 """
 
@@ -48,6 +50,7 @@ def main() -> None:
     stage = Classify(gradient_clip=1.0)
     stage.add_column("val/accuracy")
     pipe.append_stage(stage, max_epochs=config["epochs"])
+    pipe.enable_checkpointing(every="1ep", keep_best="val/loss")
     pipe.run()
 
 

@@ -117,14 +117,14 @@ def test_by_epochs(tmp_path: Path) -> None:
 
 @ranks(2)
 def test_by_time_rank_0_says_when_and_all_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only rank 0's clock counts: that of rank 1 says that nothing is ever due."""
+    """Only rank 0's clock counts: that of rank 1 runs a thousand times as fast."""
     from headway.train import keeping
 
     class Clock:
         now = 0.0
 
         def monotonic(self) -> float:
-            return self.now if hw.rank() == 0 else -1e9
+            return self.now if hw.rank() == 0 else 1000 * self.now
 
     clock = Clock()
     monkeypatch.setattr(keeping, "time", clock)
@@ -309,6 +309,21 @@ def test_a_run_that_somebody_trains_in_is_left_alone(tmp_path: Path) -> None:
         assert second.directory.id != first.directory.id
         with pytest.raises(RunLocked):
             make(tmp_path, Traced(), resume=first.directory.path).run()
+
+
+@alone
+def test_a_run_that_was_taken_over_is_not_written_to(tmp_path: Path) -> None:
+    class Taken(Traced):
+        def step(self, batch: Any) -> Tensor:
+            if self.pipe.step == 4:  # another process has published the next number
+                lock = self.pipe.directory.path / "lock"
+                (lock / "owner-00002.json").write_bytes((lock / "owner-00001.json").read_bytes())
+            return super().step(batch)
+
+    pipe = make(tmp_path, Taken())
+    with pytest.raises(RunLocked, match="was taken over"):
+        pipe.run()
+    assert saved(pipe) == [0, 3]
 
 
 @alone

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader as TorchLoader, TensorDataset
+from torch.utils.data import DataLoader as TorchLoader, Dataset, TensorDataset
 from toys import FEATURES, Classify, Net, make_net, sgd, warm_up
 
 import headway as hw
@@ -37,6 +37,20 @@ def dataset(count: int = SAMPLES) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(count, FEATURES, generator=generator)
     return TensorDataset(x, x[:, :3].argmax(1))
+
+
+class Noisy(Dataset[Any]):
+    """Samples with noise of their own, another one in each epoch of the loader."""
+
+    def __init__(self, count: int) -> None:
+        self.samples = dataset(count)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        x, y = self.samples[number]
+        return x + torch.rand(()), y
 
 
 class Traced(Classify):
@@ -74,7 +88,7 @@ def make(folder: Path, stage: Stage, *, every: Any = 3, model: Any = None, **opt
     pipe.register_optimizer("sgd", sgd, scheduler=scheduler, model="net")
     train = loader or hw.data.DataLoader(dataset(), global_batch_size=BATCH, shuffle=True, seed=3)
     pipe.register_dataset("train", train)
-    pipe.register_dataset("val", hw.data.DataLoader(dataset(19), global_batch_size=BATCH))
+    pipe.register_dataset("val", hw.data.DataLoader(Noisy(19), global_batch_size=BATCH))
     pipe.append_stage(stage, max_epochs=epochs, name="train")
     keep.setdefault("background", False)  # so that a cut does not take along what is in flight
     pipe.enable_checkpointing(every=every, **keep)
