@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 import headway as hw
-from headway.errors import HeadwayError, MissingExtra, RankFailure, StorageError, UsageError
+from headway.errors import HeadwayError, MissingExtra, RankFailure, Stopped, StorageError, UsageError
 from headway.launcher import parcel
+from headway.launcher.listing import rows
 
 WORK = """
 import os, signal, sys, time
@@ -53,6 +54,31 @@ def waits(path):
 
 def leaves():
     sys.exit(0)
+
+def second_time(path):
+    if path.exists():
+        return "went on"
+    path.touch()
+    raise LookupError("the first time")
+
+def trains(epochs, stop):
+    # asks to be stopped in its first epoch, once
+    import torch
+    class Fit(hw.TrainValStage):
+        def step(self, batch):
+            if stop and hw.Run.open(os.environ["HEADWAY_RUN"]).info()["attempts"][1:] == []:
+                os.kill(os.getpid(), signal.SIGUSR2)
+            return self.models["net"](batch[0]).square().mean()
+    pipe = hw.Pipeline(name="inner")
+    pipe.register_model("net", torch.nn.Linear(2, 1))
+    pipe.register_optimizer("sgd", lambda params: torch.optim.SGD(params, lr=0.1), model="net")
+    data = torch.utils.data.TensorDataset(torch.ones(8, 2))
+    for name in ("train", "val"):
+        pipe.register_dataset(name, hw.data.DataLoader(data, batch_size=2))
+    pipe.append_stage(Fit(), max_epochs=epochs)
+    pipe.enable_checkpointing("elsewhere", resume="auto", every=1)
+    pipe.run()
+    return os.environ["HEADWAY_RUN"]
 
 def generator():
     return (number for number in range(3))
@@ -160,6 +186,30 @@ print(type(result) is Point, result.x)
     )
     assert done.stdout == "True 41\n", done.stderr
     assert (tmp_path / "late").exists()
+
+
+def test_a_job_that_is_over_is_started_again_in_its_directory(work: Any, tmp_path: Path) -> None:
+    job = hw.launch(work.second_time, tmp_path / "been")
+    with pytest.raises(UsageError, match="only a job that is over can be started again"):
+        job.resume()
+    with pytest.raises(LookupError, match="the first time"):
+        job.result()
+    job.resume()
+    assert job.result() == "went on" and job.state() == "done"
+    assert sorted(path.name for path in job.run.path.glob("failure*")) == ["failure-0.json"]
+
+
+def test_a_pipeline_in_a_function_trains_in_the_jobs_directory_and_goes_on(work: Any, tmp_path: Path) -> None:
+    job = hw.launch(work.trains, 2, stop=True)
+    with pytest.raises(Stopped, match=r"job\.resume\(\) goes on"):
+        job.result()
+    assert job.state() == "stopped"
+    job.resume()
+    assert job.result() == str(job.run.path)
+    assert [attempt["status"] for attempt in job.run.info()["attempts"]] == ["stopped", "done"]
+    (row,) = rows([job.run])
+    assert (row.status.state, row.step, row.attempts) == ("done", 8, 2)
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_mpi(work: Any) -> None:

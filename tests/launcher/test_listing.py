@@ -308,6 +308,9 @@ def test_squeue_and_sacct_in_their_own_words(
     )
     assert Queue.ask().note == "slurm_load_jobs error: Unable to contact"
     assert main(["runs", "--root", str(run.path.parent)]) == 0
+    assert capsys.readouterr().err == "", "no run here is SLURM's"
+    submitted(run, job_id="12")
+    assert main(["runs", "--root", str(run.path.parent)]) == 0
     shown = capsys.readouterr()
     assert run.id in shown.out
     assert "Unable to contact; what follows is from the run directories alone" in shown.err

@@ -50,11 +50,10 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print facts for programs")
     options = parser.parse_args(argv)
-    queue = Queue.ask()
-    if queue.note:
-        print(f"headway: {queue.note}; what follows is from the run directories alone", file=sys.stderr)
-    most = options.most or None
+    queue, most = Queue.ask(), options.most or None
     rows = select(options.root, states=options.state, name=options.name, most=most, queue=queue)
+    if queue.note and any(row.run.submission_file.exists() for row in rows):
+        print(f"headway: {queue.note}; what follows is from the run directories alone", file=sys.stderr)
     if options.json:
         print(json.dumps([row.plain() for row in rows], indent=2))
     else:

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
-from headway import files, runlock
+from headway import files
 from headway.errors import UsageError
 from headway.launcher import parcel, slurm, snapshot
 from headway.launcher.agent import check_processes
-from headway.launcher.job import Job, keep
-from headway.launcher.program import Program
+from headway.launcher.job import Job
+from headway.launcher.starting import in_background, worker_program
 from headway.launcher.targets import Local, Mpi, Slurm
 from headway.launcher.worker import Call
 from headway.run import Run
@@ -69,9 +66,9 @@ def launch(
             sys_path=_sys_path(run),
         ).write(run)
         if isinstance(target, Slurm):
-            _submit(run, target, cwd)
+            slurm.submit([run], [worker_program(run, target, cwd)], target)
         else:
-            _start(run, cwd)
+            in_background(run, cwd)
     except BaseException:
         shutil.rmtree(run.path, ignore_errors=True)  # what could not be started leaves nothing behind
         raise
@@ -131,37 +128,6 @@ def _sys_path(run: Run) -> list[str]:
         str(copy) if Path(entry).is_relative_to(origin) and copy.is_dir() else entry
         for entry, copy in zip(here, copies, strict=True)
     ]
-
-
-def _start(run: Run, cwd: Path) -> None:
-    """Leaves the job to a process of its own."""
-    with files.storage(f"start {run.id}"):
-        log = files.open_private(run.job_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "headway.launcher.background", str(run.path)],
-                cwd=cwd,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C is for us; we pass it on if need be
-            )
-        finally:
-            os.close(log)
-        keep(run, process)
-        facts = runlock.identity(process.pid) | {"time": datetime.now(UTC).isoformat(timespec="milliseconds")}
-        files.write_atomic(run.submission_file, json.dumps(facts).encode())
-
-
-def _submit(run: Run, target: Slurm, cwd: Path) -> None:
-    """Hands the job to SLURM."""
-    program = Program(
-        command=[sys.executable, "-P", "-m", "headway.launcher.worker", str(run.path)],
-        processes=target.processes_per_node,
-        cwd=str(cwd),
-        env=target.env,
-    )
-    slurm.submit([run], [program], target)
 
 
 def _name_of(function: Any) -> str:

@@ -8,27 +8,26 @@ All that a job knows is in its run directory, so any process that sees the direc
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import signal
-import subprocess
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, final
 
-from headway import runlock
+from headway import files, runlock
 from headway.errors import HeadwayError, RankFailure, Stopped, UsageError
 from headway.failure import cause
 from headway.launcher import parcel, slurm
 from headway.launcher.queue import Queue
+from headway.launcher.starting import OURS, again
 from headway.launcher.status import State, Status, read_json, status
 from headway.launcher.worker import Call
 from headway.run import Run
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0  # seconds between two looks at a job that is waited for
 _LAST_LINES = 20
-_OURS: dict[str, subprocess.Popen[bytes]] = {}  # jobs in the background of this process, by run
 
 
 @final
@@ -64,7 +63,7 @@ class Job:
 
     def status(self) -> Status:
         """State and reason, as `headway runs` shows them."""
-        if process := _OURS.get(self.id):
+        if process := OURS.get(self.id):
             process.poll()  # a child that has ended is not gone until somebody asks
         submitted = read_json(self.run.submission_file) or {}
         queue = Queue.ask().with_history([submitted]) if "job_id" in submitted else Queue()
@@ -83,7 +82,7 @@ class Job:
                 raise TimeoutError(f"{self.id} is still {now.state} after {timeout:g} s")
             left = pause if deadline is None else min(pause, max(0.0, deadline - time.monotonic()))
             time.sleep(left)
-            pause = min(pause * 1.5, _LONGEST_PAUSE if self.id not in _OURS else 0.5)
+            pause = min(pause * 1.5, _LONGEST_PAUSE if self.id not in OURS else 0.5)
         return now.state
 
     def result(self) -> Any:
@@ -108,6 +107,12 @@ class Job:
             with suppress(ProcessLookupError):  # it ended by itself, this moment
                 os.kill(submitted["pid"], signal.SIGTERM)
 
+    def resume(self) -> None:
+        """Starts a job that is over again, in its run directory: a `Pipeline` goes on from its newest checkpoint."""
+        if not (now := self.status()).over:
+            raise UsageError(f"{self.id} is {now.state}: only a job that is over can be started again")
+        again(self.run)
+
     def log(self) -> str:
         """What the job has printed so far, of all attempts."""
         with suppress(FileNotFoundError):
@@ -121,18 +126,25 @@ class Job:
             )
         call = Call.read(self.run)
         left = [self.run.call_dir / f"rank-{rank:05d}.pickle" for rank in range(ranks or call.world_size)]
-        if self.wait() != "done" or not all(path.exists() for path in left):
+        if self.wait() != "done" or not all(map(self._sees, left)):
             raise self._error()
         return [
             parcel.unpack(path, what=f"what {call.function} returned on rank {rank}")
             for rank, path in enumerate(left)
         ]
 
+    def _sees(self, path: Path) -> bool:
+        """Whether a file is there; one that was written on another host may be seen a little later."""
+        with suppress(OSError):
+            path.stat() if self.id in OURS else files.patiently(path.stat)
+            return True
+        return False
+
     def _error(self) -> BaseException:
         """Why there is no result, as the exception that the first failing rank raised, if it could tell."""
         now = self.status()
         if now.state == "stopped":
-            return Stopped(f"{self.id} was stopped, with a checkpoint; launch it again to go on")
+            return Stopped(f"{self.id} was stopped, with a checkpoint; job.resume() goes on from it")
         if now.state in ("interrupted", "cancelled"):
             return HeadwayError(f"{self.id} was {now.state}; there is no result")
         record = read_json(self.run.failure_file)
@@ -141,27 +153,8 @@ class Job:
             what = now.why if now.state != "done" else "a rank left before the function returned"
             return RankFailure(f"{self.id} left no result: {what}\n{tail}".rstrip())
         left = self.run.call_dir / f"rank-{record['rank']:05d}.error.json"
-        if record["kind"] == "exception" and left.exists():
+        if record["kind"] == "exception" and self._sees(left):
             from headway.dist import remote
 
             return remote.unpack(json.loads(left.read_bytes()))
         return RankFailure(cause(record, Call.read(self.run).world_size, self.run.failure_file).strip())
-
-
-def keep(run: Run, process: subprocess.Popen[bytes]) -> None:
-    """Ties a job in our background to this process: when we end, we wait for it; Ctrl-C meanwhile stops it."""
-    if not _OURS:
-        atexit.register(_wait_for_all)
-    _OURS[run.id] = process
-
-
-def _wait_for_all() -> None:
-    try:
-        for process in _OURS.values():
-            process.wait()
-    except KeyboardInterrupt:
-        for process in _OURS.values():
-            process.send_signal(signal.SIGTERM)
-        for process in _OURS.values():
-            process.wait()
-        raise
