@@ -285,6 +285,11 @@ class Run:
             files.write_atomic(self.path / "run.json", _json(info))
         return number
 
+    def set_config(self, config: object) -> None:
+        """Writes the settings of a run that was made, at submission, before its script could say them."""
+        with files.storage(f"write {self.config_file}"):
+            files.write_atomic(self.config_file, config_text(config).encode())
+
     def record_snapshot(self, facts: Mapping[str, object]) -> None:
         """Notes in run.json which copy of the code runs. Jobs are started by these paths, so they are not redacted."""
         info = self.info()

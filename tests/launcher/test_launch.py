@@ -69,7 +69,7 @@ def trains(epochs, stop):
             if stop and hw.Run.open(os.environ["HEADWAY_RUN"]).info()["attempts"][1:] == []:
                 os.kill(os.getpid(), signal.SIGUSR2)
             return self.models["net"](batch[0]).square().mean()
-    pipe = hw.Pipeline(name="inner")
+    pipe = hw.Pipeline(name="inner", config={"epochs": epochs})
     pipe.register_model("net", torch.nn.Linear(2, 1))
     pipe.register_optimizer("sgd", lambda params: torch.optim.SGD(params, lr=0.1), model="net")
     data = torch.utils.data.TensorDataset(torch.ones(8, 2))
@@ -210,6 +210,7 @@ def test_a_pipeline_in_a_function_trains_in_the_jobs_directory_and_goes_on(work:
     (row,) = rows([job.run])
     assert (row.status.state, row.step, row.attempts) == ("done", 8, 2)
     assert not (tmp_path / "elsewhere").exists()
+    assert job.run.config_file.read_text() == "epochs: 2\n"
 
 
 def test_mpi(work: Any) -> None:

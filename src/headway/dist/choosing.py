@@ -39,6 +39,8 @@ def choose(
     given = environ.get(VARIABLE)
     if given is not None:
         run = Run.open(given)
+        if config is not None and not run.info()["attempts"]:
+            run.set_config(config)
         return Choice(run=run, why=f"{VARIABLE} says so", finished=resume != "never" and _finished(run))
     if resume not in ("auto", "never", "must"):
         run = _open(resume)
