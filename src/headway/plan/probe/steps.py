@@ -29,10 +29,7 @@ def measure_steps(request: Request, batch_sizes: list[int | None], steps: int) -
 
 def _measure(request: Request, batch_size: int | None, steps: int, device: torch.device) -> dict[str, Any]:
     gpu = device.type == "cuda"
-    if gpu:
-        gc.collect()  # the model of the previous row
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    gc.collect()  # the model of the previous row
     model, batch, loss = _build(request, batch_size, device)
     optimizer = (OPTIMIZERS.get(request.optimizer) or loading.find(request.optimizer))(model.parameters())
     every = [_step(request, model, batch, loss, optimizer, synchronize=gpu) for _ in range(WARM_UP + steps)][
@@ -82,7 +79,8 @@ def _step(
 
 
 def _build(request: Request, batch_size: int | None, device: torch.device) -> tuple[Any, Any, Any]:
-    made = loading.find(request.factory)(**request.arguments)
+    with device:  # big models are filled with random numbers there
+        made = loading.find(request.factory)(**request.arguments)
     loss = None if request.loss is None else LOSSES.get(request.loss) or loading.find(request.loss)
     if isinstance(made, tuple):
         made, batch, *rest = made
@@ -90,7 +88,12 @@ def _build(request: Request, batch_size: int | None, device: torch.device) -> tu
     else:
         reference = request.inputs or f"{request.factory.rpartition(':')[0]}:batch"
         batch = loading.call_with(loading.find(reference), batch_size)
-    model = made.to(device).train()
+    model = made.cpu().train()
+    if device.type == "cuda":  # and laid out anew, as if they had come from the CPU
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    model = model.to(device)
     if request.checkpoint:
         checkpoint_blocks(model)
     return (
