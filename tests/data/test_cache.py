@@ -515,6 +515,49 @@ def test_a_small_file_system_is_never_filled(small: Path, tmp_path: Path) -> Non
     assert cache.counts["source"] == 1
 
 
+@pytest.fixture
+def limited() -> Iterator[Path]:
+    """A real control group (v1) with 120 MB of memory; more, and the kernel kills."""
+    group = Path("/sys/fs/cgroup/memory/headway-test")
+    try:
+        group.mkdir()
+    except OSError:
+        pytest.skip("this machine does not let us make control groups of the first kind")
+    (group / "memory.limit_in_bytes").write_text("120000000")
+    yield group
+    for _ in range(100):  # the kernel takes a moment to see that its processes are gone
+        with suppress(OSError):
+            group.rmdir()
+            return
+        time.sleep(0.05)
+
+
+def test_a_job_is_not_killed_for_what_it_caches(limited: Path, tmp_path: Path) -> None:
+    """Memory of /dev/shm counts for the job that wrote it: eight shards of 20 MB do not fit 120 MB."""
+    paths = make(tmp_path / "source", 8, 20_000_000)
+    where = Path(tempfile.mkdtemp(dir="/dev/shm"))
+
+    def work() -> Any:
+        (limited / "cgroup.procs").write_text(str(os.getpid()))
+        fetching._STEP = 2**20
+        cache = at(where, budget="100%", patience=0)
+        opened = [cache.open(path) for path in paths]
+        right = all(
+            bytes(shard[number]["bin"]) == bytes(CachedShards(NodeCache()).open(path)[number]["bin"])
+            for shard, path in zip(opened, paths, strict=True)
+            for number in range(10)
+        )
+        return [right, cache.counts["copied"], cache.counts["source"], taken(where)]
+
+    try:
+        result = run(work)
+    finally:
+        shutil.rmtree(where)
+    assert result != -signal.SIGKILL, "the kernel killed it"
+    right, copied, source, held = result
+    assert right and copied >= 2 and copied + source == 8 and held < 114_000_000
+
+
 # --- other users, links, and names of others
 
 STRANGER = 12345

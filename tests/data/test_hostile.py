@@ -300,7 +300,7 @@ def encoded(kind: str) -> bytes:
     return file.getvalue()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     kind=st.sampled_from(["jpg", "png", "webp", "npy"]),
     flips=st.lists(st.tuples(st.integers(0, 1400), st.integers(1, 255)), max_size=6),

@@ -283,6 +283,20 @@ def test_index_writes_what_is_missing(tmp_path: Path) -> None:
     assert index_file.stat().st_mode & 0o777 == path.stat().st_mode & 0o666
 
 
+def test_an_index_is_known_by_what_is_in_it_and_not_by_its_name(tmp_path: Path) -> None:
+    path = packed(tmp_path)
+    text, binary = path.with_suffix(".idx"), path.with_name(path.name + ".idx")
+    whole = [*Shard.open(path).entries]
+    text.replace(binary)
+    assert count_samples(path) == 5 and [*Shard.open(path).entries] == whole, "DALI's under energon's name"
+    binary.write_text(binary.read_text().replace("txt 512", "txt 1024"))
+    with pytest.raises(BadShard, match="does not belong"):
+        [Shard.open(path)[n] for n in range(5)]
+    binary.unlink()
+    text.write_bytes(struct.pack("=6Q", *range(0, 3072, 512)))
+    assert [*Shard.open(path).entries] == whole, "what is neither is not used"
+
+
 def test_energons_index_counts_and_is_compared(tmp_path: Path) -> None:
     path = packed(tmp_path)
     path.with_suffix(".idx").unlink()

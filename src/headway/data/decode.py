@@ -12,6 +12,7 @@ import struct
 import zlib
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -73,7 +74,7 @@ _BROKEN: tuple[type[Exception], ...] = (
     LookupError,
     TypeError,
 )
-_BROKEN += (EOFError, RecursionError, struct.error, zlib.error)
+_BROKEN += (EOFError, RecursionError, TokenError, struct.error, zlib.error)
 _LONGEST = 200  # letters of what a library says: some quote the whole file
 _REFUSED = {"pkl", "pickle", "pyd", "pth", "pt", "ckpt"}
 _IMAGES = {"jpg", "jpeg", "png", "webp"}

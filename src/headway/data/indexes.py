@@ -24,25 +24,25 @@ _WIDTH = {"v1.1": 3, "v1.2": 4}
 
 def stated_count(path: Path, limits: Limits) -> int | None:
     """How many samples the index of a shard says that there are; None without an index."""
-    dali, energon = path.with_suffix(".idx"), energon_file(path)
-    if dali.is_file():
+    dali, energon = _dali_file(path), _energon_file(path)
+    if dali is not None:
         with dali.open("rb") as file:
             words = file.readline(64).split()
-        if len(words) == 2 and words[0].startswith(b"v1.") and words[1].isdigit():
+        if len(words) == 2 and words[1].isdigit():
             return int(words[1])
-    return len(energon_offsets(energon, limits)) - 1 if energon.is_file() else None
+    return len(_energon_offsets(energon, limits)) - 1 if energon is not None else None
 
 
 def read_dali(path: Path, size: int, limits: Limits) -> Entries | None:
     """The entries of DALI's index beside a shard of `size` bytes; None where there is none."""
-    index = path.with_suffix(".idx")
-    if not index.is_file():
+    index = _dali_file(path)
+    if index is None:
         return None
     with index.open(encoding="utf-8", errors="surrogateescape") as file:
         version, _, count = file.readline(64).strip().partition(" ")
         width = _WIDTH.get(version)
         if width is None:
-            return None  # not DALI's; the shard itself knows
+            return None  # of another day; the shard itself knows
         entries = Entries(_parsed(iter(lambda: file.readline(_LONGEST_LINE), ""), width, size, path, limits))
     if not count.isdigit() or int(count) != len(entries):
         raise stale(path)
@@ -52,7 +52,7 @@ def read_dali(path: Path, size: int, limits: Limits) -> Entries | None:
 def stale(path: Path) -> BadShard:
     """An index that says something else than its shard."""
     return BadShard(
-        f"{path.with_suffix('.idx')} does not belong to {path}; remove it, or make it again with "
+        f"{_dali_file(path) or path.with_suffix('.idx')} does not belong to {path}; remove it, or make it again with "
         f"hw.data.index({str(path)!r}, overwrite=True)"
     )
 
@@ -83,12 +83,22 @@ def _entry(words: list[str], width: int, size: int, limits: Limits) -> Entry | N
     return Entry(name.removesuffix("." + words[0]), tuple(parts))
 
 
-def energon_file(path: Path) -> Path:
-    """Where energon keeps the index of a shard."""
-    return path.with_name(path.name + ".idx")
+def _dali_file(path: Path) -> Path | None:
+    """The text index of a shard, by what is in it; `wds2idx` lets its users choose the name."""
+    for index in (path.with_suffix(".idx"), path.with_name(path.name + ".idx")):
+        if index.is_file():
+            with index.open("rb") as file:
+                if file.read(3) == b"v1.":
+                    return index
+    return None
 
 
-def energon_offsets(index: Path, limits: Limits) -> list[int]:
+def _energon_file(path: Path) -> Path | None:
+    index = path.with_name(path.name + ".idx")
+    return index if index.is_file() and index != _dali_file(path) else None
+
+
+def _energon_offsets(index: Path, limits: Limits) -> list[int]:
     """Where the header of each sample is, and where the last sample ends."""
     size = index.stat().st_size
     raw = index.read_bytes() if size <= 8 * (limits.members + 1) else b""
@@ -100,8 +110,8 @@ def energon_offsets(index: Path, limits: Limits) -> list[int]:
 
 def compare_with_energon(path: Path, entries: Sequence[Entry], limits: Limits) -> None:
     """Refuses an index of energon's with another number of samples than the shard has."""
-    index = energon_file(path)
-    if index.is_file() and len(energon_offsets(index, limits)) - 1 != len(entries):
+    index = _energon_file(path)
+    if index is not None and len(_energon_offsets(index, limits)) - 1 != len(entries):
         raise BadShard(f"{index} does not belong to {path}, which has {len(entries)} samples; remove it")
 
 

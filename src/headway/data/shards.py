@@ -129,13 +129,20 @@ class Shard:
         return data[BLOCK:]
 
     def _check(self, part: Component, header: bytes) -> None:
-        if size_in(header, part.offset - BLOCK, str(self.path)) == part.size or part.size >= BEYOND_OCTAL:
-            return
-        if self._indexed:
-            raise stale(self.path)
-        raise BadShard(
-            f"{self.path} was rewritten while it was in use; give a changed shard a name of its own"
-        )
+        try:
+            stated = size_in(header, part.offset - BLOCK, str(self.path))
+        except BadShard as error:
+            if self._indexed:
+                raise stale(self.path) from error
+            raise
+        if stated != part.size and part.size < BEYOND_OCTAL:
+            raise (
+                stale(self.path)
+                if self._indexed
+                else BadShard(
+                    f"{self.path} was rewritten while it was in use; give a changed shard a name of its own"
+                )
+            )
 
 
 def open_file(path: Path) -> File:

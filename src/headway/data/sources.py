@@ -6,6 +6,7 @@ Rank 0 looks, the others are told: a thousand ranks that list a folder each are 
 from __future__ import annotations
 
 import hashlib
+import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
@@ -62,7 +63,10 @@ class OpenShards:
     def __init__(
         self, sources: Sequence[Source], capacity: int, limits: Limits, cache: CachedShards | None = None
     ) -> None:
-        self._sources, self._capacity, self._limits, self._cache = sources, capacity, limits, cache
+        self._sources, self._limits, self._cache = sources, limits, cache
+        self._capacity = min(
+            capacity, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
+        )  # each is an open file
         self._open: OrderedDict[tuple[int, int], _Opening] = OrderedDict()
         self._lock = threading.Lock()
 
