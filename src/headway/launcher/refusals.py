@@ -25,7 +25,7 @@ def refusal(said: str, target: Slurm) -> HeadwayError:
         return HeadwayError(
             "SLURM's controller does not answer (see: scontrol ping); try again later, or ask the site"
         )
-    return UsageError(f"SLURM refuses the job: {lines[-1]}")
+    return UsageError(f"SLURM refuses the job: {lines[0]}")
 
 
 def _partition(target: Slurm) -> str:

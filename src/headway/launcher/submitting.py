@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -75,6 +76,7 @@ def submit(
     settings = sweep.grid(target.array) if target.array else [{}]
     slurm.check(target)
     runs: list[Run] = []
+    is_new = not root.exists()
     try:
         for values in settings:
             command = [script.name, *sweep.arguments(script.args, values)]
@@ -87,6 +89,9 @@ def submit(
     except BaseException:
         for run in runs:
             shutil.rmtree(run.path, ignore_errors=True)
+        if is_new:
+            with suppress(OSError):  # others have found it useful in the meantime
+                root.rmdir()
         raise
 
 

@@ -195,6 +195,6 @@ def free_port() -> int:
 
 def _make(folder: Path) -> None:
     with files.storage(f"make {folder}"):
-        for path in (folder.parent, folder):
+        for path in (folder.parents[1], folder.parent, folder):
             with suppress(FileExistsError):
                 files.make_dir(path)

@@ -1,0 +1,105 @@
+"""Submitting scripts to the test cluster as a user would, and reading what their runs have left."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from .bench import Cluster
+
+HEADWAY = str(Path(sys.executable).with_name("headway"))
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submitted:
+    """A job of the cluster, and its run directory."""
+
+    cluster: Cluster
+    job: int
+    path: Path
+
+    @property
+    def log(self) -> str:
+        """What the job has printed so far, in all its starts."""
+        file = self.path / "log" / "job.txt"
+        return file.read_text(errors="replace") if file.exists() else ""
+
+    def wait(self, states: str | set[str] | None = None, timeout: float = 100) -> str:
+        """As `Cluster.wait`, quoting the job's own log."""
+        try:
+            return self.cluster.wait(self.job, *([states] if states else []), timeout=timeout)
+        except AssertionError as error:
+            error.add_note(self.log)
+            raise
+
+    def until(self, holds: Callable[[], object], what: str, timeout: float = 100) -> None:
+        limit = time.monotonic() + timeout
+        while not holds():
+            state = self.cluster.state(self.job)
+            waiting = time.monotonic() < limit and not set(state.split()) <= {
+                "FAILED",
+                "CANCELLED",
+                "TIMEOUT",
+            }
+            assert waiting or holds(), f"{what}: not after {timeout} s; {state}\n{self.log}"
+            time.sleep(0.1)
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: self.steps() >= step, f"step {step}")
+
+    def steps(self) -> int:
+        """The last step whose loss was written."""
+        return max(self.losses(), default=-1)
+
+    def losses(self) -> dict[int, str]:
+        """Each step's loss; a step that was made twice must have had the same one."""
+        found: dict[int, str] = {}
+        file = self.path / "losses.txt"
+        for line in file.read_text().splitlines() if file.exists() else ():
+            step, _, loss = line.partition(" ")
+            assert found.setdefault(int(step), loss) == loss, f"step {step} was made twice, differently"
+        return found
+
+    def result(self) -> tuple[dict[int, str], str]:
+        """All losses and the last weights."""
+        return self.losses(), (self.path / "weights.txt").read_text()
+
+    def attempts(self) -> list[tuple[str, int]]:
+        """How each attempt ended, and at which step it began."""
+        facts = json.loads((self.path / "run.json").read_bytes())["attempts"]
+        return [(attempt["status"], attempt.get("step_started") or 0) for attempt in facts]
+
+
+def submit(
+    cluster: Cluster,
+    script: Path | str,
+    *arguments: str,
+    options: tuple[str, ...] = (),
+    env: Mapping[str, str] | None = None,
+) -> list[Submitted]:
+    """`headway submit OPTIONS SCRIPT ARGUMENTS` from a folder of its own on the cluster."""
+    project = cluster.work / "project"
+    project.mkdir(exist_ok=True)
+    if isinstance(script, Path):
+        shutil.copy(script, project)
+        script = script.name
+    done = cluster.run(
+        [HEADWAY, "submit", "--json", *options, script, *arguments], cwd=project, env=env, check=True
+    )
+    facts = json.loads(done.stdout)
+    return [Submitted(cluster=cluster, job=int(facts["job_id"]), path=Path(path)) for path in facts["runs"]]
+
+
+def local_result(folder: Path, script: Path, processes: int) -> tuple[dict[int, str], str]:
+    """What the script gives on this machine, uninterrupted."""
+    from .bench import run
+
+    run([HEADWAY, "run", "--nproc", str(processes), str(script)], cwd=folder, timeout=100, check=True)
+    (path,) = (folder / "runs").glob("*-*")
+    return Submitted(cluster=None, job=0, path=path).result()  # type: ignore[arg-type]

@@ -1,0 +1,112 @@
+"""Whatever ends a job before its time, it comes back by itself and ends as if nothing had happened, bit for bit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from .bench import Cluster
+from .jobs import SCRIPTS, Submitted, local_result, submit
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+FIT = SCRIPTS / "fit.py"
+LAST = 47  # the last step of fit.py on two ranks
+TWO_NODES = ("--nodes", "2", "--ntasks-per-node", "1")
+FULL = os.environ.get("HEADWAY_FAULTS") == "full"
+
+Result = tuple[dict[int, str], str]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """What two ranks give when nothing happens."""
+    result = local_result(tmp_path_factory.mktemp("local"), FIT, processes=2)
+    assert max(result[0]) == LAST
+    return result
+
+
+def preempt(job: Submitted) -> None:
+    """Another job, of a partition with a higher priority, wants all nodes."""
+    high = job.cluster.sbatch("hostname", "-N4", "--exclusive", "-p", "high")
+    assert job.cluster.wait(high, timeout=100) == "COMPLETED"
+
+
+def test_preempted_then_requeued(any_cluster: Cluster, undisturbed: Result) -> None:
+    (job,) = submit(any_cluster, FIT, "0.3,0.3", options=TWO_NODES)
+    job.until_step(6)
+    preempt(job)
+    before = job.steps()
+    job.until(lambda: job.steps() >= before + 3, "the second attempt")
+    first = job.log
+    any_cluster.run(["scontrol", "requeue", str(job.job)])
+    assert job.wait() == "COMPLETED", job.log
+    assert job.result() == undisturbed
+    assert job.log.startswith(first), "what the earlier starts have printed is still there"
+    assert job.attempts()[0][0] == "stopped"
+    assert job.attempts()[-1][0] == "done"
+    assert all(step > 0 for _, step in job.attempts()[1:]), "no attempt began anew"
+
+
+def test_its_time_is_over(any_cluster: Cluster, undisturbed: Result) -> None:
+    """The limit is a minute; SLURM tells the ranks some seconds after the start, as its clock is coarse."""
+    (job,) = submit(any_cluster, FIT, "1.0", options=(*TWO_NODES, "--time", "1", "--signal-lead", "50"))
+    assert job.wait() == "COMPLETED", job.log
+    assert job.result() == undisturbed
+    assert job.cluster.restarts(job.job) >= 1
+    assert job.attempts()[0][0] == "stopped"
+
+
+def test_cancelled_it_saves_and_stays_away(any_cluster: Cluster, undisturbed: Result) -> None:
+    (job,) = submit(any_cluster, FIT, "0.5", options=TWO_NODES)
+    job.until_step(7)
+    any_cluster.run(["scontrol", "update", f"jobid={job.job}", "requeue=1"], check=True)
+    any_cluster.cancel(job.job)
+    assert job.wait("CANCELLED") == "CANCELLED"
+    job.until(lambda: job.attempts()[0][0] == "stopped", "the checkpoint", timeout=20)
+    assert any_cluster.restarts(job.job) == 0
+    # the run is whole: the same script goes on with it, by hand
+    number = int(any_cluster.run(["sbatch", "--parsable", job.path / "job.sh"], check=True).stdout)
+    assert any_cluster.wait(number, timeout=100) == "COMPLETED"
+    assert job.result() == undisturbed
+    assert job.attempts()[1][1] >= 7
+
+
+@pytest.fixture(
+    params=[
+        "cgroup_cluster",
+        pytest.param("cluster", marks=pytest.mark.skipif(not FULL, reason="make faults")),
+    ]
+)
+def losing_cluster(request: pytest.FixtureRequest) -> Cluster:
+    cluster: Cluster = request.getfixturevalue(request.param)
+    return cluster
+
+
+def test_nodes_are_lost(losing_cluster: Cluster, undisturbed: Result, tmp_path: Path) -> None:
+    """One node crashes; another loses its network, and its rank goes on until it finds that it was replaced."""
+    cluster = losing_cluster
+    (crashed,) = submit(cluster, FIT, "0.3", options=(*TWO_NODES, "--extra", "nodelist=n[1-2]"))
+    (cut,) = submit(cluster, FIT, "1.5", options=("--extra", "nodelist=n3"))
+    for job in (crashed, cut):
+        job.until_step(3)
+        # SLURM waits for nodes that were asked for by name, though they are lost
+        cluster.run(["scontrol", "update", f"jobid={job.job}", "reqnodelist="], check=True)
+    cluster.node("n2").crash()
+    cluster.node("n3").cut()
+    for job in (crashed, cut):
+        assert job.wait() == "COMPLETED", job.log
+    assert crashed.result() == undisturbed
+    cut.until(lambda: not works_on(cluster, "n3"), "the end of the rank that was cut off", timeout=60)
+    cluster.node("n3").mend()
+    assert cut.result() == local_result(tmp_path, FIT, processes=1)
+    for job in (crashed, cut):
+        assert [status for status, _ in job.attempts()] == ["interrupted", "done"]
+        assert not (job.path / "failure.json").exists(), "what the old attempt says is not about the new one"
+
+
+def works_on(cluster: Cluster, node: str) -> bool:
+    """Whether a rank of fit.py lives on the node."""
+    return cluster.node(node).run("pgrep", "-f", "fit.py").returncode == 0

@@ -1,0 +1,215 @@
+"""`headway submit` against a real SLURM: the code as it was, one job or many, clear words, nothing executed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from .bench import OPEN_MPI, Cluster
+from .jobs import HEADWAY, SCRIPTS, local_result, submit
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(200)]
+
+SHOW = """
+import json, os, sys
+rank = int(os.environ["RANK"])
+facts = {"argv": sys.argv[1:], "env": os.environ.get("GREETING"), "size": os.environ["WORLD_SIZE"],
+         "node": os.environ["SLURMD_NODENAME"], "run": os.environ["HEADWAY_RUN"]}
+with open(os.path.join(os.environ["HEADWAY_RUN"], f"rank-{rank}.json"), "w") as file:
+    json.dump(facts, file)
+"""
+STOPS = """
+import os, signal, sys, time
+stop = []
+signal.signal(signal.SIGUSR2, lambda *_: stop.append(1))
+again = int(os.environ.get("SLURM_RESTART_COUNT", 0)) + int(os.environ.get("HEADWAY_EARLIER_STARTS", 0))
+print(f"start {again}", flush=True)
+while again < int(sys.argv[1]) and not stop: time.sleep(0.05)
+sys.exit(75 if stop else 0)
+"""
+
+
+def project(cluster: Cluster, **files: str) -> Path:
+    folder = cluster.work / "project"
+    folder.mkdir(exist_ok=True)
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text)
+    return folder
+
+
+def test_two_nodes_give_what_one_machine_gives(cluster: Cluster, tmp_path: Path) -> None:
+    (job,) = submit(cluster, SCRIPTS / "fit.py", options=("--nodes", "2", "--ntasks-per-node", "2"))
+    assert job.wait() == "COMPLETED", job.log
+    assert job.result() == local_result(tmp_path, SCRIPTS / "fit.py", processes=4)
+    assert "2 nodes x 2" in job.log
+
+
+def test_a_sweep_of_four(cluster: Cluster) -> None:
+    project(cluster, show=SHOW)
+    jobs = submit(cluster, "show.py", "--fixed", options=("--array", "lr=1e-3,3e-4", "--array", "seed=1,2"))
+    assert len({job.job for job in jobs}) == 1
+    jobs[0].wait({"COMPLETED", "COMPLETED\nCOMPLETED\nCOMPLETED\nCOMPLETED"})
+    given = [json.loads((job.path / "rank-0.json").read_text()) for job in jobs]
+    assert [rank["argv"][1:] for rank in given] == [
+        [f"--lr={lr}", f"--seed={seed}"] for lr in ("1e-3", "3e-4") for seed in (1, 2)
+    ]
+    assert [rank["run"] for rank in given] == [str(job.path) for job in jobs]
+    assert all((job.path / "log" / "job.txt").exists() for job in jobs)
+
+
+def test_the_job_runs_the_code_as_it_was_submitted(cluster: Cluster) -> None:
+    folder = project(cluster, show=SHOW, helper="WORD = 'committed'")
+    for command in (
+        ["init", "-q"],
+        ["add", "."],
+        ["-c", "user.name=x", "-c", "user.email=x", "commit", "-qm", "x"],
+    ):
+        subprocess.run(["git", *command], cwd=folder, check=True)
+    (folder / "show.py").write_text("import helper, os\nos.environ['GREETING'] = helper.WORD\n" + SHOW)
+    (folder / "helper.py").write_text("WORD = 'dirty'")
+    refused = cluster.run([HEADWAY, "submit", "--dirty", "refuse", "show.py"], cwd=folder)
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert not (folder / "runs").exists()
+    (job,) = submit(cluster, "show.py", options=("--extra", "hold"))
+    (folder / "helper.py").write_text("WORD = 'edited after submission'")
+    cluster.run(["scontrol", "release", str(job.job)], check=True)
+    assert job.wait() == "COMPLETED", job.log
+    assert json.loads((job.path / "rank-0.json").read_text())["env"] == "dirty"
+
+
+def test_nothing_that_people_write_is_executed(cluster: Cluster) -> None:
+    folder = project(cluster, show=SHOW)
+    hostile = ["$(touch hit)", "; touch hit", "`touch hit`", "-x", "a\nb", "'\"\\", "%j", " "]
+    greeting = 'it\'s "$HOME" $(touch hit); a  b\n#SBATCH --wrap=id'
+    options = ("--nodes", "2", "--env", f"GREETING={greeting}", "--root", "runs $(touch hit); %j 'x'")
+    (job,) = submit(cluster, "show.py", *hostile, options=options)
+    assert job.wait() == "COMPLETED", job.log
+    given = [json.loads((job.path / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    assert [(rank["argv"], rank["env"], rank["size"]) for rank in given] == [(hostile, greeting, "2")] * 2
+    assert len({rank["node"] for rank in given}) == 2
+    for name in ("a;touch hit", "$(touch hit)", "a\nb", "-x"):
+        refused = cluster.run([HEADWAY, "submit", f"--name={name}", "show.py"], cwd=folder)
+        assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), refused.stderr
+        assert "run name" in refused.stderr
+    assert not list(cluster.work.rglob("hit"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--partition", "hihg"], ["there is no partition 'hihg'; did you mean 'high'?", "low"]),
+        (["--nodes", "9"], ["no nodes here can serve 9 nodes", "4 nodes with 4 CPUs"]),
+        (["--gpus-per-node", "3"], ["3 GPUs", "gpu:2"]),
+        (["--time", "5:00:00"], ["time='5:00:00' is not allowed here", "low at most 1:00:00"]),
+        (["--constraint", "nvlink"], ["no node has the features 'nvlink'"]),
+        (["--mem", "9T"], ["9T of memory"]),
+        (["--extra", "nonsense=1"], ["SLURM refuses the job", "nonsense"]),
+    ],
+)
+def test_refusals_are_one_helpful_sentence_and_leave_nothing(
+    cluster: Cluster, options: list[str], words: list[str]
+) -> None:
+    folder = project(cluster, show=SHOW)
+    done = cluster.run([HEADWAY, "submit", *options, "show.py"], cwd=folder)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
+    assert not (folder / "runs").exists()
+    assert not cluster.run(["squeue", "-h"]).stdout
+
+
+def test_a_dry_run_shows_the_script_and_makes_nothing(cluster: Cluster) -> None:
+    folder = project(cluster, show=SHOW)
+    done = cluster.run([HEADWAY, "submit", "--dry-run", "--nodes", "2", "show.py"], cwd=folder, check=True)
+    assert "#SBATCH --nodes=2" in done.stdout
+    assert sorted(path.name for path in folder.iterdir()) == ["show.py"]
+
+
+def test_where_jobs_are_not_requeued_another_one_follows(cluster: Cluster) -> None:
+    project(cluster, stops=STOPS)
+    (job,) = submit(cluster, "stops.py", "1")
+    job.until(lambda: "start 0" in job.log, "the start")
+    cluster.run(["scontrol", "update", f"jobid={job.job}", "requeue=0"], check=True)
+    cluster.cancel(job.job, "--signal=USR2")
+    assert job.wait("FAILED") == "FAILED"  # 75: it has not done what it was for
+    follower = json.loads((job.path / "submitted.json").read_text())
+    assert follower["before"] == [str(job.job)]
+    assert cluster.wait(int(follower["job_id"])) == "COMPLETED", job.log
+    assert "start 1" in job.log
+
+
+def test_requeues_have_an_end(cluster: Cluster) -> None:
+    project(cluster, stops=STOPS)
+    (job,) = submit(cluster, "stops.py", "9", options=("--max-requeues", "1"))
+    for start in (0, 1):
+        job.until(lambda start=start: f"start {start}" in job.log, f"start {start}")  # type: ignore[misc]
+        cluster.cancel(job.job, "--signal=USR2")
+    assert job.wait("FAILED") == "FAILED"
+    assert "not queued again: it was 1 times, and max_requeues=1" in job.log
+    assert cluster.restarts(job.job) == 1
+
+
+def test_one_job_of_an_array_is_requeued_alone(cluster: Cluster) -> None:
+    project(cluster, stops=STOPS)
+    jobs = submit(cluster, "stops.py", "{starts}", options=("--array", "starts=0,1"))
+    jobs[1].until(lambda: "start 0" in jobs[1].log, "the start")
+    cluster.run(["scancel", "--signal=USR2", f"{jobs[1].job}_1"], check=True)
+    jobs[1].until(lambda: "start 1" in jobs[1].log, "the second start")
+    assert "start 1" not in jobs[0].log
+
+
+# ---- MPI
+
+
+def test_agents_under_mpirun(cluster: Cluster) -> None:
+    script = SCRIPTS / "who.py"
+    command = [
+        *OPEN_MPI,
+        "-n",
+        "1",
+        HEADWAY,
+        "agent",
+        "--nproc",
+        "3",
+        script,
+        ":",
+        "-n",
+        "1",
+        HEADWAY,
+        "agent",
+        script,
+    ]
+    done = cluster.run(command, check=True)
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("headway rank"))
+    assert lines == [f"headway rank {rank}/4 local {rank}/4 node 0/1 sum 10" for rank in range(4)]
+    assert not list(cluster.work.glob("runs/.*")), "the agents' meeting point is removed"
+
+
+def test_under_mpirun_all_go_down_with_one(cluster: Cluster) -> None:
+    folder = project(
+        cluster,
+        dies="import os, time\nif os.environ['RANK'] == '2':\n    time.sleep(1)\n    print(f'{time.time()} died', "
+        "flush=True)\n    os.abort()\ntime.sleep(100)",
+    )
+    command = [
+        "bash",
+        "-c",
+        '"$@"; code=$?; date +"%s.%N down"; exit $code',
+        "x",
+        *OPEN_MPI,
+        "-n",
+        "4",
+        HEADWAY,
+        "agent",
+        "dies.py",
+    ]
+    done = cluster.run(command, cwd=folder, timeout=60)
+    times = {line.split()[1]: float(line.split()[0]) for line in done.stdout.splitlines()[-2:]}
+    assert done.returncode != 0
+    assert times["down"] - times["died"] < 5 + 10 * (os.getloadavg()[0] > 3)
+    assert "rank 2 of 4" in done.stderr
+    assert "crashed in native code (SIGABRT)" in done.stderr
+    assert subprocess.run(["pgrep", "-f", "dies.py"], capture_output=True).returncode == 1
