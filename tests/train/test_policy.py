@@ -261,6 +261,7 @@ def test_after_the_end_there_is_nothing_to_do(
     first = make(tmp_path, Traced())
     first.run()
     for way in ("path", "variable"):
+        dist.leave()  # as another process
         if way == "variable":
             monkeypatch.setenv("HEADWAY_RUN", str(first.directory.path))
         stage = Traced()
@@ -331,11 +332,18 @@ def test_the_directory_that_the_job_was_given(tmp_path: Path, monkeypatch: pytes
     given = Run.create(tmp_path, name="submitted")
     monkeypatch.setenv("HEADWAY_RUN", str(given.path))
     assert cut(tmp_path / "elsewhere", 8).directory == given
+    second = make(tmp_path, Traced(), max_epochs=1)
+    second.run()
+    assert second.directory.id != given.id, "for the first pipeline of a job"
+    dist.leave()
     with pytest.raises(UsageError, match="has checkpoints: take"):
         make(tmp_path, Traced(), resume="never").run()
+    dist.leave()
     pipe = make(tmp_path, Traced())
     pipe.run()
     assert pipe.directory == given
+    dist.leave()
+    hw.init()
     assert dist.open_run("anywhere", name="other") == given
     monkeypatch.setenv("HEADWAY_RUN", str(tmp_path / "nowhere"))
     with pytest.raises(UsageError, match="is not a run directory"):
@@ -355,9 +363,16 @@ def test_a_job_finds_its_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     pipe = make(tmp_path, Traced())
     pipe.run()
     assert pipe.directory == runs["7"], "not the newest one, which is that of another job"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     stage = Traced()
     assert make(tmp_path, stage).run() == runs["7"]
     assert not stage.by_step, "it is finished"
+    monkeypatch.setenv("SLURM_JOB_ID", "9")  # an allocation in which somebody tries things out
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
+    cut(tmp_path, 8, resume="never")
+    for _ in range(2):
+        make(tmp_path, stage := Traced(), max_epochs=3).run()
+        assert stage.by_step, "finished in the same start of the job: that is no reason to do nothing"
 
 
 # --- what is there when a run goes on

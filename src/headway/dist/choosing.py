@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import shlex
+import sys
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
 from headway import runlock
 from headway.errors import RunLocked, UsageError
+from headway.redact import redact_argv
 from headway.run import Run, config_text, runs_under
 
 VARIABLE = "HEADWAY_RUN"
@@ -33,11 +36,15 @@ def choose(
     config: object,
     world: object,
     resume: str | Path,
+    opened: Collection[Path] = (),
     environ: Mapping[str, str] = os.environ,
 ) -> Choice:
-    """Chooses or makes a run. `resume` is "auto", "never", "must", or the directory of the run to go on with."""
+    """Chooses or makes a run. `resume` is "auto", "never", "must", or the directory of the run to go on with.
+
+    `opened` are those that this process had before: what a job was given is for its first pipeline.
+    """
     given = environ.get(VARIABLE)
-    if given is not None:
+    if given is not None and Path(given).absolute() not in opened:
         run = Run.open(given)
         if config is not None and not run.info()["attempts"]:
             run.set_config(config)
@@ -70,16 +77,26 @@ def _find(root: str | Path, name: str, config: str, environ: Mapping[str, str]) 
     alike = [run for run in runs_under(root, name=name) if _config_of(run) == config]
     job = runlock.slurm_ids(environ)
     for run in alike:
-        if job and any(_same_job(attempt["slurm"], job) for attempt in run.info()["attempts"]):
+        if job and any(_earlier_start(attempt["slurm"], job) for attempt in run.info()["attempts"]):
             return Choice(run=run, why=f"begun by SLURM job {job['job_id']}", finished=_finished(run))
     for run in alike:
         if run.info()["attempts"] and not _finished(run) and _is_free(run):
-            return Choice(run=run, why="the newest unfinished run of that name and with these settings")
+            return Choice(
+                run=run, why=f"the newest unfinished run of that name and with these settings{_odd(run)}"
+            )
     return None
 
 
-def _same_job(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return all(one.get(key) == other.get(key) for key in ("cluster_name", "job_id"))
+def _earlier_start(one: Mapping[str, Any], job: Mapping[str, Any]) -> bool:
+    """Whether an attempt was made by this job before it was requeued. In one start, a job may do several runs."""
+    same = all(one.get(key) == job.get(key) for key in ("cluster_name", "job_id"))
+    return same and int(one.get("restart_count", 0)) < int(job["restart_count"])
+
+
+def _odd(run: Run) -> str:
+    """What people should know: another command began this run."""
+    begun, now = run.info()["command"][1:], redact_argv(sys.orig_argv)[1:]
+    return "" if begun == now else f"; it was begun as: {shlex.join(begun):.200}"
 
 
 def _finished(run: Run) -> bool:

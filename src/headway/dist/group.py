@@ -68,6 +68,7 @@ class Group:
         self.peer: Peer | None = None
         self.alone = Agreement()
         self.run: Run | None = None
+        self.opened: set[Path] = set()  # run directories, by now
         self.calls: dict[str, int] = {}
         self.terminal: int | None = None
         self.at_failure: list[Callable[[Record], None]] = []

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from headway import files
 from headway.dist.choosing import Choice, choose
 from headway.dist.failing import HEART
 from headway.dist.group import current, is_initialized, world
@@ -36,7 +38,10 @@ def choose_run(root: str | Path, *, name: str, config: object, resume: str | Pat
             "launcher": here.launcher,
             "device": here.device.type,
         }
-        chosen = choose(root, name=name, config=config, world=facts, resume=resume)
+        opened = current().opened
+        chosen = choose(root, name=name, config=config, world=facts, resume=resume, opened=opened)
+        if not opened:
+            _tell_agent(chosen.run)
         run = {"path": str(chosen.run.path), "id": chosen.run.id, "name": chosen.run.name}
         return {"run": run, "why": chosen.why, "finished": chosen.finished}
 
@@ -44,6 +49,7 @@ def choose_run(root: str | Path, *, name: str, config: object, resume: str | Pat
     told = from_root(choice)
     run = Run(path=Path(told["run"]["path"]), id=told["run"]["id"], name=told["run"]["name"])
     current().run = run
+    current().opened.add(run.path)
     HEART.belongs_to(run.path)
     return Choice(run=run, why=told["why"], finished=told["finished"])
 
@@ -51,6 +57,14 @@ def choose_run(root: str | Path, *, name: str, config: object, resume: str | Pat
 def current_run() -> Run | None:
     """The run that this rank trains in; None before there is one."""
     return current().run if is_initialized() else None
+
+
+def _tell_agent(run: Run) -> None:
+    """Should the agent start the ranks again, they go on with this run."""
+    if "HEADWAY_RENDEZVOUS" in os.environ:
+        files.write_atomic(
+            Path(os.environ["HEADWAY_RENDEZVOUS"]).with_name("run.txt"), str(run.path).encode()
+        )
 
 
 @contextmanager
