@@ -387,6 +387,34 @@ def test_shards_of_three_ranks(tmp_path: Path) -> None:
     assert saved.bytes == sum(path.stat().st_size for path in saved.path.iterdir())
 
 
+@ranks(2)
+def test_a_plan_is_made_anew_when_tensors_change_and_only_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headway.checkpoint import planning
+
+    made: list[int] = []
+    real = planning._make_plan
+    monkeypatch.setattr(planning, "_make_plan", lambda *args: made.append(args[-1]) or real(*args))
+    one, two = {"w": torch.ones(3), "n": 1}, {"w": torch.ones(3), "n": 2}
+    larger, other = {"w": torch.ones(4)}, {"w": torch.ones(4).double()}
+    own = {
+        "w": torch.ones(4).double(),
+        **({"mine": torch.ones(2)} if headway.rank() else {}),
+    }  # on one rank only
+    with Saver(tmp_path) as saver:
+        for step, state in enumerate((one, two, larger, larger, other, own, other)):
+            saver.save(state, step=step)
+            state["w"].mul_(-1)
+    assert len(made) == 5
+    for step, (state, sign) in enumerate(
+        [(one, 1), (two, 1), (larger, 1), (larger, -1), (other, 1), (own, 1), (other, -1)]
+    ):
+        loaded = values(tmp_path, step)
+        assert torch.equal(loaded["w"], torch.full_like(state["w"], sign)), step
+        assert loaded.get("n") == state.get("n") and ("mine" in loaded) == (step == 5)
+
+
 def test_old_checkpoints_are_removed_while_a_new_one_is_written(tmp_path: Path) -> None:
     with Saver(tmp_path) as saver:
         for step in range(1, 5):

@@ -12,7 +12,7 @@ from pathlib import Path
 from headway import files
 from headway.checkpoint import layout, tree
 from headway.checkpoint.layout import Damaged, Folder
-from headway.checkpoint.raw import bytes_of, header_of
+from headway.checkpoint.raw import bytes_of, header_of, table_of
 from headway.checkpoint.storage import Reader
 from headway.checkpoint.writing import write_file
 from headway.errors import NoValidCheckpoint, UsageError
@@ -108,7 +108,7 @@ def _parts(
 ) -> Iterator[memoryview]:
     order = sorted(shard, key=lambda name: (-layout.ITEM_BYTES[reader.entries[name].dtype], name))
     entries = [(names[name], reader.entries[name].dtype, reader.entries[name].shape) for name in order]
-    yield memoryview(header_of(entries, about)[0])
+    yield memoryview(header_of(table_of(entries)[0], about))
     for name in order:
         tensor = reader.read_whole(name)
         if tensor.numel():

@@ -61,7 +61,7 @@ def save(
     failpoint("checkpoint.begin")
     parent, owner = layout.home(where)
     line = Line(f"save step {step}")
-    contents, agreed = planning.agree(
+    contents, agreed = planning.Planner().agree(
         line,
         lambda: planning.contents(state, step=step, local=local, metrics=metrics),
         lambda step: writing.hidden_name(owner, step),

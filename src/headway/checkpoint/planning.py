@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -26,11 +26,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 
 from headway.checkpoint import dtypes, tree
 from headway.checkpoint.dtypes import BY_NAME, NAMES
 from headway.checkpoint.layout import FileFact, Manifest
-from headway.checkpoint.raw import header_of
+from headway.checkpoint.raw import header_of, table_of
 from headway.checkpoint.together import Line
 from headway.errors import UsageError
 
@@ -69,45 +70,58 @@ def _numbers(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 @final
-class Share:
-    """What this rank writes of a save: one safetensors file, if it has any tensors to write."""
+class Plan:
+    """Which tensors this rank writes, and where in its file; on rank 0 also what all of them are together.
 
-    def __init__(self, save: str, items: list[WriteItem], planner: dcp.DefaultSavePlanner) -> None:
-        self._planner = planner
-        self._items = sorted(
-            items, key=lambda item: (-_data(item).properties.dtype.itemsize, item.index.fqn, item.index.offset or ())
-        )  # fmt: skip
+    It holds as long as every rank has the same tensors, so it is made once and used for many saves.
+    """
+
+    def __init__(
+        self, number: int, tensors: list[Any], items: list[WriteItem], planner: dcp.DefaultSavePlanner
+    ) -> None:
+        self.number, self.tensors, self.planner = number, tensors, planner
+        self.items = sorted(items, key=_order)
         described = [
             (_label(item), NAMES[_data(item).properties.dtype], _data(item).chunk.sizes)
-            for item in self._items
+            for item in self.items
         ]
-        self.header, self._ranges = header_of(described, {"format": "pt", "save": save})
-        self.size = self._ranges[-1][1] if self._items else 0
+        self.table, self.ranges = table_of(described)
+
+
+@final
+class Share:
+    """What this rank writes in one save: one safetensors file, if it has any tensors to write."""
+
+    def __init__(self, save: str, plan: Plan) -> None:
+        self._plan = plan
+        self.header = header_of(plan.table, {"format": "pt", "save": save})
+        self.size = len(self.header) + plan.ranges[-1][1] if plan.items else 0
 
     def tensors(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Where each tensor begins in the file, and the tensor; on its device, and laid out in whatever way."""
-        for item, (begin, _) in zip(self._items, self._ranges, strict=True):
-            tensor = self._planner.resolve_data(item)
+        for item, (begin, _) in zip(self._plan.items, self._plan.ranges, strict=True):
+            tensor = self._plan.planner.resolve_data(item)
             about = _data(item)
             assert isinstance(tensor, torch.Tensor)
             if tensor.shape != about.chunk.sizes or tensor.dtype != about.properties.dtype:
                 raise UsageError(
                     f"{item.index.fqn!r} changed its shape or type while it was saved; save between steps"
                 )
-            yield begin, tensor.detach()
+            yield len(self.header) + begin, tensor.detach()
 
     def release(self) -> None:
         """Lets go of the tensors: they have been copied."""
-        self._planner.state_dict = {}
+        self._plan.planner.state_dict = {}
 
     def chunks(self, file: str) -> list[list[Any]]:
         """The name of each tensor, and the part of it that is in this file, as the index has it."""
+        base = len(self.header)
         return [
             [item.index.fqn, {
-                "file": file, "bytes": [begin, end],
+                "file": file, "bytes": [base + begin, base + end],
                 "offsets": list(_data(item).chunk.offsets), "shape": list(_data(item).chunk.sizes),
             }]
-            for item, (begin, end) in zip(self._items, self._ranges, strict=True)
+            for item, (begin, end) in zip(self._plan.items, self._plan.ranges, strict=True)
         ]  # fmt: skip
 
 
@@ -121,7 +135,7 @@ class Agreed:
     tree: dict[str, Any] | None
     metadata: Metadata | None
 
-    def index(self, chunks: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    def index(self, chunks: Iterable[Sequence[Any]]) -> dict[str, Any]:
         """index.json, of the chunks of all ranks. On rank 0."""
         assert self.metadata is not None
         index: dict[str, Any] = {}
@@ -133,41 +147,86 @@ class Agreed:
         return index
 
 
-def agree(line: Line, bring: Callable[[], Contents], name: Callable[[int], str]) -> tuple[Contents, Agreed]:
-    """All ranks bring their contents; rank 0 decides who writes what, and names the save by its step.
+@final
+class Planner:
+    """Agrees on saves with the other ranks. While nobody's tensors change, they exchange a few words each time."""
 
-    What some rank cannot save, or ranks disagree about, is raised on all ranks.
-    """
+    def __init__(self) -> None:
+        self._plan: Plan | None = None
+
+    def agree(
+        self, line: Line, bring: Callable[[], Contents], name: Callable[[int], str]
+    ) -> tuple[Contents, Agreed]:
+        """All ranks bring their contents; rank 0 decides who writes what, and names the save by its step.
+
+        What some rank cannot save, or ranks disagree about, is raised on all ranks.
+        """
+        brought: list[tuple[Contents, list[Any]]] = []
+        merged: list[dict[str, Any]] = []
+
+        def propose() -> dict[str, Any]:
+            mine = bring()
+            tensors = [_facts(each, tensor) for each, tensor in mine.tensors.items()]
+            brought.append((mine, tensors))
+            known = self._plan.number if self._plan is not None and self._plan.tensors == tensors else None
+            return {"step": mine.step, "tree": mine.tree, "plan": known}
+
+        def decide(proposals: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            tree.merge([{"step": proposal["step"]} for proposal in proposals])  # only to see that they agree
+            merged.append(tree.merge([proposal["tree"] for proposal in proposals]))
+            plans = {proposal["plan"] for proposal in proposals}
+            return [
+                {"save": name(proposals[0]["step"]), "known": len(plans) == 1 and None not in plans}
+            ] * len(proposals)
+
+        decided = line.phase(propose, decide)
+        contents, tensors = brought[0]
+        if not decided["known"]:
+            self._plan = _make_plan(
+                line, contents.tensors, tensors, (self._plan.number if self._plan else 0) + 1
+            )
+        plan = self._plan
+        assert plan is not None
+        plan.planner.set_up_planner(contents.tensors, is_coordinator=line.rank == 0)
+        return contents, Agreed(
+            save=decided["save"],
+            share=Share(decided["save"], plan),
+            tree=merged[0] if merged else None,
+            metadata=plan.planner.metadata if merged else None,
+        )
+
+
+def _facts(name: str, tensor: torch.Tensor) -> Any:
+    """What a plan depends on; equal if the plan still holds."""
+    kind = type(tensor)
+    shard: object = None
+    if isinstance(tensor, DTensor):
+        shard = (tensor.device_mesh, tensor.placements, tensor.to_local().shape)
+    elif kind not in (torch.Tensor, torch.nn.Parameter):
+        shard = object()  # torch may shard it in ways that we do not know
+    return (name, tensor.dtype, tensor.shape, tensor.layout, tensor.device, shard)
+
+
+def _make_plan(line: Line, tensors: dict[str, torch.Tensor], facts: list[Any], number: int) -> Plan:
+    """Torch's planner decides: a tensor that all ranks have is written by one of them."""
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    brought: list[Contents] = []
-    merged: list[dict[str, Any]] = []
 
-    def propose() -> dict[str, Any]:
-        mine = bring()
-        for each, tensor in mine.tensors.items():
-            dtypes.check(each, tensor)
-        planner.set_up_planner(mine.tensors, is_coordinator=line.rank == 0)
-        items = [_to_json(item) for item in planner.create_local_plan().items]
-        brought.append(mine)
-        return {"step": mine.step, "tree": mine.tree, "items": items}
+    def propose() -> list[Any]:
+        for name, tensor in tensors.items():
+            dtypes.check(name, tensor)
+        planner.set_up_planner(tensors, is_coordinator=line.rank == 0)
+        return [_to_json(item) for item in planner.create_local_plan().items]
 
-    def decide(proposals: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        tree.merge([{"step": proposal["step"]} for proposal in proposals])  # only to see that they agree
-        tree.merge([{item[0]: item[2:4] for item in proposal["items"]} for proposal in proposals])
-        merged.append(tree.merge([proposal["tree"] for proposal in proposals]))
-        plans = [SavePlan([_from_json(*item) for item in proposal["items"]]) for proposal in proposals]
+    def decide(proposals: list[list[Any]]) -> list[list[Any]]:
+        tree.merge(
+            [{item[0]: item[2:4] for item in items} for items in proposals]
+        )  # only to see that they agree
+        plans = [SavePlan([_from_json(*item) for item in items]) for items in proposals]
         shared, _ = planner.create_global_plan(plans)
-        save = name(proposals[0]["step"])
-        return [{"save": save, "items": [_to_json(item) for item in plan.items]} for plan in shared]
+        return [[_to_json(item) for item in plan.items] for plan in shared]
 
-    decided = line.phase(propose, decide)
-    plan = planner.finish_plan(SavePlan([_from_json(*item) for item in decided["items"]]))
-    return brought[0], Agreed(
-        save=decided["save"],
-        share=Share(decided["save"], plan.items, planner),
-        tree=merged[0] if merged else None,
-        metadata=planner.metadata if merged else None,
-    )
+    items = [_from_json(*item) for item in line.phase(propose, decide)]
+    return Plan(number, facts, planner.finish_plan(SavePlan(items)).items, planner)
 
 
 def manifest(contents: Contents, save: str, world_size: int, files: Mapping[str, FileFact]) -> Manifest:
@@ -190,6 +249,11 @@ def manifest(contents: Contents, save: str, world_size: int, files: Mapping[str,
 def _data(item: WriteItem) -> TensorWriteData:
     assert item.tensor_data is not None  # whatever is not a tensor is in the tree
     return item.tensor_data
+
+
+def _order(item: WriteItem) -> tuple[Any, ...]:
+    """The widest types first: then every tensor of the file begins where its type may."""
+    return -_data(item).properties.dtype.itemsize, item.index.fqn, item.index.offset or ()
 
 
 def _label(item: WriteItem) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -14,19 +14,23 @@ import torch
 from headway.checkpoint.layout import ITEM_BYTES, Chunk, Damaged
 
 
-def header_of(
-    entries: Sequence[tuple[str, str, Sequence[int]]], about: dict[str, str]
-) -> tuple[bytes, list[tuple[int, int]]]:
-    """The header of a safetensors file with these (name, type, shape), and the bytes of each in the file."""
-    listed: dict[str, Any] = {"__metadata__": about}
+def table_of(entries: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[str, list[tuple[int, int]]]:
+    """What the header of a safetensors file says of these (name, type, shape), and where each is behind the header."""
+    listed: dict[str, Any] = {}
     ends = [0]
     for name, dtype, shape in entries:
         ends.append(ends[-1] + math.prod(shape) * ITEM_BYTES[dtype])
         listed[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": ends[-2:]}
-    text = json.dumps(listed, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
-    return header, [(len(header) + begin, len(header) + end) for begin, end in pairwise(ends)]
+    return json.dumps(listed, separators=(",", ":")), list(pairwise(ends))
+
+
+def header_of(table: str, about: dict[str, str]) -> bytes:
+    """The header of a safetensors file: its table, and some words about it."""
+    words = json.dumps({"__metadata__": about}, separators=(",", ":"))
+    text = f"{words[:-1]},{table[1:]}" if table != "{}" else words
+    data = text.encode()
+    data += b" " * (-len(data) % 8)
+    return len(data).to_bytes(8, "little") + data
 
 
 def read_box(fd: int, chunk: Chunk, dtype: torch.dtype, start: Sequence[int], target: torch.Tensor) -> None:

@@ -81,6 +81,7 @@ class Saver:
     ) -> None:
         self._parent, self._owner = layout.home(where)
         self._lock, self._patience = lock, patience
+        self._planner = planning.Planner()
         self._aside = _Aside(patience) if background else None
         self._flying: Future[Saved] | None = None
         self._whole: list[Saved] = []
@@ -98,7 +99,7 @@ class Saver:
         self.wait()
         failpoint("checkpoint.begin")
         line = Line(f"save step {step}", patience=self._patience)
-        contents, agreed = planning.agree(
+        contents, agreed = self._planner.agree(
             line,
             lambda: planning.contents(state, step=step, local=local, metrics=metrics),
             lambda step: writing.hidden_name(self._owner, step),

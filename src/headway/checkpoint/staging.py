@@ -47,11 +47,14 @@ class Memory:
                 self.fd = os.dup(file.fileno())
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._pinned = False
+        self._last = Staged([])
 
     def stage(self, share: Share) -> Staged:
         """Copies a share as the file that it will be. CPU tensors are copied when this returns."""
+        self._last.wait()  # if nobody has, because the save failed before
+        self._last = Staged([])
         if not share.size:
-            return Staged([])
+            return self._last
         tensors = list(share.tensors())
         devices = {tensor.device for _, tensor in tensors if tensor.is_cuda}
         self._reserve(share.size, pin=bool(devices))
@@ -59,7 +62,8 @@ class Memory:
         for begin, tensor in tensors:
             if not tensor.is_cuda:
                 self._place(begin, tensor)
-        return Staged([self._stage_device(device, tensors) for device in sorted(devices, key=str)])
+        self._last = Staged([self._stage_device(device, tensors) for device in sorted(devices, key=str)])
+        return self._last
 
     def _stage_device(
         self, device: torch.device, tensors: list[tuple[int, torch.Tensor]]
@@ -80,7 +84,7 @@ class Memory:
     def _place(self, begin: int, tensor: torch.Tensor) -> None:
         size = tensor.numel() * tensor.element_size()
         place = self._bytes[begin : begin + size].view(tensor.dtype).view(tensor.shape)
-        place.copy_(tensor, non_blocking=True)
+        place.copy_(tensor, non_blocking=tensor.is_cuda)
 
     def _reserve(self, size: int, *, pin: bool) -> None:
         if len(self._bytes) < size:
@@ -106,7 +110,8 @@ class Memory:
             self._pinned = False
 
     def close(self) -> None:
-        """Gives the memory back. Nothing may be in the making."""
+        """Gives the memory back."""
+        self._last.wait()
         self._unpin()
         self._bytes = torch.empty(0, dtype=torch.uint8)
         os.close(self.fd)
