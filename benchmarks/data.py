@@ -1,36 +1,140 @@
 """Decoded images per second from JPEG shards: headway beside its peers, and beside the bare decoder.
 
-    python benchmarks/data.py [--samples 4096] [--threads 2] [--repeat 3]
+    scripts/make-peers.sh            # once: the peers, in an environment of their own
+    python benchmarks/data.py [--samples 3072] [--threads 2] [--rounds 3] [--json results.json]
 
-All read the same samples, in batches of 64, decoded to RGB with simplejpeg, with the page cache warm. Peers that cannot
-be imported are left out. Runs are interleaved and medians printed, because the machine is shared: ratios are safer
-than rates. The limit is as many threads decoding bytes that are already in memory.
+The same photos, page cache warm, batches of 64, decoded to RGB; see data_peers.py. Every contender runs in a process of
+its own, which is timed after its imports; rounds are interleaved and medians printed, because machines are shared:
+ratios are safer than rates. The limit is as many threads decoding bytes that are already in memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import simplejpeg
-from torch.utils import data as torch_data
-
-from headway.data import Shard, ShardLoader, pack
-
-BATCH = 64
+HERE = Path(__file__).resolve().parent
+PEERS = Path(os.environ.get("HEADWAY_PEERS", HERE.parent / ".peers"))
 
 
-def photo(rng: np.random.Generator) -> bytes:
+# --- in the process of a contender
+
+
+def contend(task: str, name: str, data: Path, threads: int) -> dict[str, float]:
+    """One task: `run` an epoch, or the `start` of one, `save` a state at nine tenths of one, or `resume` from that."""
+    from data_peers import BATCH, CONTENDERS
+
+    state = data / f"{name}.state"
+    contender = CONTENDERS[name](data, threads, state if task == "resume" else None)
+    contender.imports()
+    print("ready", flush=True)
+    batches = contender.batches()
+    if task == "resume":
+        began = time.perf_counter()
+        next(batches)
+        seen = {"first": time.perf_counter() - began}
+    elif task == "save":
+        total = sum(1 for _ in (data / "files").iterdir())
+        images = 0
+        while images + BATCH <= total * 9 // 10:
+            images += next(batches)
+        contender.save(state)
+        seen = {"images": images}
+    else:
+        seen = timed(batches if task == "run" else islice(batches, 16))
+    print(json.dumps(seen), flush=True)
+    os._exit(0)  # with workers that are stopped on the way, peers may wait for ever
+
+
+def timed(batches: Iterator[int]) -> dict[str, float]:
+    first, images, began = None, 0, time.perf_counter()
+    for count in batches:
+        if not count:
+            began = time.perf_counter()
+            continue
+        first = first or time.perf_counter() - began
+        images += count
+    return {"rate": images / (time.perf_counter() - began), "first": first or 0.0, "images": images}
+
+
+# --- in the process that compares
+
+
+class Arena:
+    """The data, and the contenders that are here."""
+
+    def __init__(self, data: Path, threads: int) -> None:
+        from data_peers import CONTENDERS
+
+        self.data, self.threads = data, threads
+        self.contenders = {name: kind for name, kind in CONTENDERS.items() if kind.is_here()}
+        self.absent = [kind.title for name, kind in CONTENDERS.items() if name not in self.contenders]
+
+    def let(self, task: str, name: str, *, watch: bool = False) -> dict[str, float]:
+        """One task in a process of its own; `watch`: how much memory it takes beyond its imports."""
+        program = [sys.executable, "-W", "ignore", str(HERE / "data.py")]
+        command = [*program, "--contend", task, name, str(self.data)]
+        log = (self.data / "log.txt").open("a")
+        child = subprocess.Popen(
+            [*command, "--threads", str(self.threads)],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,
+        )
+        assert child.stdout is not None
+        if child.stdout.readline().strip() != "ready":
+            raise SystemExit(f"{name} does not start: {(self.data / 'log.txt').read_text()[-2000:]}")
+        memory = peak_memory(child) if watch else 0.0
+        seen = next((line for line in child.stdout if line.startswith("{")), None)
+        with suppress(ProcessLookupError):  # none left
+            os.killpg(child.pid, signal.SIGKILL)  # the workers, too
+        child.wait()
+        if seen is None:
+            raise SystemExit(f"{name} failed: {(self.data / 'log.txt').read_text()[-2000:]}")
+        return json.loads(seen) | {"memory": memory}
+
+
+def peak_memory(child: subprocess.Popen[str]) -> float:
+    """Bytes of a process and its children, beyond what it has now; shared pages are counted once."""
+    import psutil
+
+    def held() -> int:
+        total = 0
+        for process in [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]:
+            try:
+                total += process.memory_full_info().pss
+            except (psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
+                continue  # ended meanwhile
+        return total
+
+    before, most = held(), 0
+    while child.poll() is None:
+        try:
+            most = max(most, held())
+        except psutil.NoSuchProcess:
+            break
+        time.sleep(0.2)
+    return float(most - before)
+
+
+def photo(rng: Any) -> bytes:
     """Like a photograph to a decoder: smooth, with some noise; around 500 x 375 and 70 kB."""
+    import numpy as np
+    import simplejpeg
+
     height, width = rng.integers(340, 420), rng.integers(460, 540)
     coarse = rng.integers(0, 256, (height // 24 + 2, width // 24 + 2, 3)).astype(np.float32)
     y, x = np.linspace(0, len(coarse) - 1.01, height), np.linspace(0, coarse.shape[1] - 1.01, width)
@@ -43,128 +147,33 @@ def photo(rng: np.random.Generator) -> bytes:
     return simplejpeg.encode_jpeg(noisy.clip(0, 255).astype(np.uint8), quality=85)
 
 
-def make(folder: Path, count: int) -> list[Path]:
+def make(folder: Path, count: int) -> None:
+    import numpy as np
+
+    from headway.data import pack
+
     rng = np.random.default_rng(0)
     photos = [photo(rng) for _ in range(256)]
-    print(f"{count} samples of 256 photos, mean {sum(map(len, photos)) / 256 / 1000:.0f} kB")
+    mean = sum(map(len, photos)) // 256
+    print(f"{count} samples of 256 photos, mean {mean / 1000:.0f} kB", flush=True)
     samples = ({"__key__": f"{n:06d}", "jpg": photos[n % 256], "cls": n % 1000} for n in range(count))
-    return pack(samples, folder, shard_size=sum(map(len, photos)) // 256 * count // 8 + 2**20)
+    pack(samples, folder / "shards", shard_size=mean * count // 8 + 2**20)
 
 
-def limit(paths: list[Path], threads: int) -> Iterator[int]:
-    raw = [bytes(shard[n]["jpg"]) for shard in map(Shard.open, paths) for n in range(len(shard))]
-    yield 0  # reading is not counted
-    with ThreadPoolExecutor(threads) as pool:
-        for at in range(0, len(raw), BATCH):
-            yield len(list(pool.map(simplejpeg.decode_jpeg, raw[at : at + BATCH])))
+def raw_rate(data: Path) -> tuple[float, float]:
+    """Sample bytes out of mapped shards, as from the node cache, and memcpy, in GB/s: the best of five copies each."""
+    import mmap
 
+    import numpy as np
 
-def headway(paths: list[Path], threads: int) -> Iterator[int]:
-    for batch in ShardLoader(paths, batch_size=BATCH, threads=threads):
-        yield len(batch["jpg"])
+    from headway.data import Shard
 
-
-def webdataset(paths: list[Path], threads: int) -> Iterator[int]:
-    import webdataset as wds
-
-    dataset = (
-        wds.WebDataset([str(path) for path in paths], shardshuffle=100)
-        .map(_decode)
-        .batched(BATCH, collation_fn=list)
-    )
-    for batch in wds.WebLoader(dataset, batch_size=None, num_workers=threads):
-        yield len(batch)
-
-
-def _decode(sample: dict[str, Any]) -> Any:
-    return simplejpeg.decode_jpeg(sample["jpg"])
-
-
-class Files(torch_data.Dataset[Any]):
-    """One file per sample: what torch's loader is given most often."""
-
-    def __init__(self, folder: Path) -> None:
-        self.paths = sorted(folder.glob("*.jpg"))
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> Any:
-        return simplejpeg.decode_jpeg(self.paths[index].read_bytes())
-
-
-def torch_files(paths: list[Path], threads: int) -> Iterator[int]:
-    dataset = Files(paths[0].parent / "files")
-    for batch in torch_data.DataLoader(dataset, BATCH, shuffle=True, num_workers=threads, collate_fn=list):
-        yield len(batch)
-
-
-def dali(paths: list[Path], threads: int) -> Iterator[int]:
-    from nvidia.dali import fn, pipeline_def, types
-
-    @pipeline_def(batch_size=BATCH, num_threads=threads, device_id=None)
-    def reader() -> Any:
-        raw, _ = fn.readers.webdataset(
-            paths=[str(path) for path in paths],
-            index_paths=[str(path.with_suffix(".idx")) for path in paths],
-            ext=["jpg", "cls"],
-            random_shuffle=True,
-        )
-        return fn.decoders.image(raw, device="cpu", output_type=types.RGB)
-
-    pipe = reader()
-    pipe.build()
-    total = sum(len(Shard.open(path)) for path in paths)
-    for _ in range(total // BATCH):
-        yield len(pipe.run()[0])
-
-
-PEERS: dict[str, tuple[str | None, Callable[[list[Path], int], Iterator[int]]]] = {
-    "bare decoder threads": (None, limit),
-    "headway": (None, headway),
-    "DALI, CPU": ("nvidia.dali", dali),
-    "WebDataset": ("webdataset", webdataset),
-    "torch DataLoader, files": (None, torch_files),
-}
-
-
-def importable(module: str | None) -> bool:
-    return module is None or (
-        find_spec(module.partition(".")[0]) is not None and find_spec(module) is not None
-    )
-
-
-def measure(run: Iterator[int]) -> tuple[float, float]:
-    """Images per second, and seconds to the first batch."""
-    first, images, began = None, 0, time.perf_counter()
-    for count in run:
-        if not count:
-            began = time.perf_counter()
-            continue
-        first = first or time.perf_counter() - began
-        images += count
-    return images / (time.perf_counter() - began), first or 0.0
-
-
-def resume(paths: list[Path]) -> float:
-    """Seconds from a state at nine tenths of an epoch to the next batch."""
-    loader = ShardLoader(paths, batch_size=BATCH)
-    state = loader.state_dict() | {"position": loader.samples * 9 // 10 // BATCH * BATCH}
-    began = time.perf_counter()
-    again = ShardLoader(paths, batch_size=BATCH)
-    again.load_state_dict(json.loads(json.dumps(state)))
-    batches = iter(again)
-    next(batches)
-    took = time.perf_counter() - began
-    batches.close()  # type: ignore[attr-defined]
-    return took
-
-
-def raw_rate(paths: list[Path]) -> tuple[float, float]:
-    """Sample bytes out of mapped shards, and memcpy, both in GB/s: one copy of all bytes each, the best of five."""
-    views = [
-        view for shard in map(Shard.open, paths) for n in range(len(shard)) for view in shard[n].values()
-    ]
+    views = []
+    for path in sorted((data / "shards").glob("*.tar")):
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        shard = Shard.open(path, data=mapped)
+        views += [view for n in range(len(shard)) for view in shard[n].values()]
     size = sum(map(len, views))
     source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
     samples, copies = [], []
@@ -180,39 +189,86 @@ def raw_rate(paths: list[Path]) -> tuple[float, float]:
     return size / min(samples) / 1e9, size / min(copies) / 1e9
 
 
+def compare(arena: Arena, rounds: int) -> dict[str, Any]:
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in arena.contenders}
+    for _ in range(rounds):
+        for name in arena.contenders:
+            runs[name].append(arena.let("run", name))
+    memory = {name: arena.let("start", name, watch=True)["memory"] for name in arena.contenders}
+    resumed: dict[str, list[float]] = {}
+    for name, kind in arena.contenders.items():
+        if kind.resumes:
+            arena.let("save", name)
+            resumed[name] = []
+    for _ in range(rounds):
+        for name, seconds in resumed.items():
+            seconds.append(arena.let("resume", name)["first"])
+    sample_rate, copy_rate = raw_rate(arena.data)
+    limit = statistics.median(run["rate"] for run in runs["bare"])
+    rows = {
+        name: {
+            "title": arena.contenders[name].title,
+            "rate": statistics.median(run["rate"] for run in each),
+            "of_limit": statistics.median(run["rate"] for run in each) / limit,
+            "first_batch": statistics.median(run["first"] for run in each),
+            "memory": memory[name],
+            "resume": statistics.median(resumed[name]) if name in resumed else None,
+            "runs": each,
+        }
+        for name, each in runs.items()
+    }
+    return {"contenders": rows, "absent": arena.absent, "sample_gb_s": sample_rate, "memcpy_gb_s": copy_rate}
+
+
+def show(seen: dict[str, Any]) -> None:
+    print(f"{'':24} {'img/s':>6} {'of limit':>9} {'1st batch':>10} {'memory':>8} {'resume at 90 %':>15}")
+    for row in seen["contenders"].values():
+        resume = "cannot" if row["resume"] is None else f"{row['resume']:.3f} s"
+        resume = "" if row["title"] == "bare decoder threads" else resume
+        print(
+            f"{row['title']:24} {row['rate']:6.0f} {row['of_limit']:9.0%} {row['first_batch']:8.2f} s "
+            f"{row['memory'] / 1e6:5.0f} MB {resume:>15}"
+        )
+    if seen["absent"]:
+        print(f"not here: {', '.join(seen['absent'])} (scripts/make-peers.sh)")
+    rows = seen["contenders"]
+    for name in ("dali", "webdataset", "torchfiles", "streaming", "litdata", "spdl"):
+        if name in rows:
+            print(f"headway / {rows[name]['title']}: {rows['headway']['rate'] / rows[name]['rate']:.2f} x")
+    others = [row["resume"] for name, row in rows.items() if row["resume"] is not None and name != "headway"]
+    if others:
+        print(
+            f"resume: headway is {min(others) / rows['headway']['resume']:.1f} x as fast as the fastest peer"
+        )
+    share = seen["sample_gb_s"] / seen["memcpy_gb_s"]
+    print(f"sample bytes of a mapped shard {seen['sample_gb_s']:.1f} GB/s, {share:.0%} of memcpy")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--samples", type=int, default=4096)
+    parser.add_argument("--samples", type=int, default=3072)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="also write everything that was seen to this file")
+    parser.add_argument("--contend", nargs=3, metavar=("TASK", "NAME", "DATA"), help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.contend:
+        task, name, data = args.contend
+        contend(task, name, Path(data), args.threads)
+    peers = PEERS / "bin" / "python"
+    if peers.exists() and Path(sys.prefix).resolve() != PEERS.resolve():
+        os.execv(peers, [str(peers), *sys.argv])
     with tempfile.TemporaryDirectory() as folder:
-        paths = make(Path(folder), args.samples)
-        files = Path(folder, "files")
-        files.mkdir()
-        for number, path in enumerate(paths):
-            shard = Shard.open(path)
-            for n in range(len(shard)):
-                (files / f"{number}-{n:05d}.jpg").write_bytes(shard[n]["jpg"])
-        peers = {name: run for name, (module, run) in PEERS.items() if importable(module)}
-        seen: dict[str, list[tuple[float, float]]] = {name: [] for name in peers}
-        for _ in range(args.repeat):
-            for name, run in peers.items():
-                seen[name].append(measure(run(paths, args.threads)))
-        rates = {name: statistics.median(rate for rate, _ in runs) for name, runs in seen.items()}
-        for name, rate in rates.items():
-            first = statistics.median(first for _, first in seen[name])
-            part = rate / rates["bare decoder threads"]
-            print(f"{name:26} {rate:7.0f} img/s  {part:5.0%} of the decoder   first batch {first:5.2f} s")
-        sample_rate, copy_rate = raw_rate(paths)
-        print(
-            f"resume at 90 % of an epoch {resume(paths):.3f} s to the first batch, making the loader included"
-        )
-        print(
-            f"sample bytes {sample_rate:.1f} GB/s, memcpy {copy_rate:.1f} GB/s: {sample_rate / copy_rate:.0%}"
-        )
+        make(Path(folder), args.samples)
+        arena = Arena(Path(folder), args.threads)
+        for kind in arena.contenders.values():
+            kind.prepare(Path(folder))
+        seen = compare(arena, args.rounds)
+    show(seen)
+    if args.json:
+        args.json.write_text(json.dumps(seen, indent=1))
 
 
 if __name__ == "__main__":
