@@ -62,6 +62,7 @@ def test_batches_are_the_same_with_any_cache(budget: str, folder: Path, tmp_path
     for _ in range(2):
         assert classes(cached) == classes(plain)
     counts = cached._cache.counts
+    assert cached.counters()["cache/bytes"] == counts["bytes"]
     if budget == "100MB":
         assert counts["copied"] == 12 and not counts["source"], "room for all: each once, in two passes"
     elif budget == "700kB":

@@ -335,8 +335,11 @@ class ShardLoader:
 
         `seconds/wait` is the training loop's time; `open`, `decode` and `transform` are summed over threads. Of each
         dataset, `share/NAME` is its part of the samples since weights last changed, `target/NAME` what it should be.
+        `cache/...` are shards that were opened: hit or copied in the node cache, local or at their source; and bytes.
         """
         totals = self._counters.totals() | {"bad": len(self.bad)}
+        if self._cache is not None:
+            totals |= {f"cache/{what}": count for what, count in self._cache.counts.items()}
         for name, (share, target) in self._history().shares_at(self._position).items():
             totals |= {f"share/{name}": round(share, 6), f"target/{name}": round(target, 6)}
         return totals
