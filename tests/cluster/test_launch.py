@@ -30,6 +30,10 @@ def fails():
         raise LookupError("no such thing")
     hw.barrier()
 
+def reads():
+    import os, pathlib
+    return os.environ["HEADWAY_STAGED"], pathlib.Path(os.environ["HEADWAY_STAGED"], "set", "x").read_text()
+
 def sleeps():
     time.sleep(300)
 """
@@ -71,3 +75,31 @@ def test_an_exception_and_a_job_that_is_cancelled(work: Any) -> None:
     assert bad.state() == "failed" and "LookupError" in bad.status().why
     long.cancel()
     assert long.wait(timeout=60) in ("cancelled", "interrupted")
+
+
+def test_data_is_staged_once_per_node_before_the_ranks_start(work: Any, tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "x").write_text("data")
+    target = hw.Slurm(
+        nodes=2,
+        ntasks_per_node=2,
+        partition="low",
+        pre=[str(tmp_path / "set")],
+        pre_to=f"{tmp_path}/disk-of-$SLURMD_NODENAME",
+    )
+    results = hw.launch(work.reads, on=target).results()
+    assert [result[1] for result in results] == ["data"] * 4
+    assert {result[0] for result in results} == {str(path) for path in tmp_path.glob("disk-of-n*")}
+    assert len(list(tmp_path.glob("disk-of-n*"))) == 2
+
+
+def test_data_that_cannot_be_staged(work: Any, tmp_path: Path) -> None:
+    nowhere = hw.launch(
+        work.reads, on=hw.Slurm(partition="low", pre=[str(tmp_path / "no")], pre_to=str(tmp_path / "t"))
+    )
+    unset = hw.launch(
+        work.reads, on=hw.Slurm(partition="low", pre=[str(tmp_path)], pre_to="/scratch/$NOT_SET_HERE")
+    )
+    assert nowhere.wait() == unset.wait() == "failed"
+    assert f"headway: there is nothing to stage at {tmp_path / 'no'}" in nowhere.log()
+    assert "not all of these variables are set on n" in unset.log() and "NOT_SET_HERE" in unset.status().why

@@ -13,7 +13,9 @@ import pytest
 
 from headway.errors import StorageError, UsageError
 from headway.launcher import staging
+from headway.launcher.jobscript import job_script
 from headway.launcher.staging import stage
+from headway.launcher.targets import Slurm
 
 STAGE = "import sys; from headway.launcher.staging import stage; print(stage([sys.argv[1]]).copied)"
 
@@ -57,6 +59,7 @@ def test_it_goes_on_within_a_file(source: Path, node: Path) -> None:
     code = """if True:
         import os, sys
         from headway.launcher import staging
+from headway.launcher.jobscript import job_script
         staging._CHUNK, staging._READERS = 1000, 1
         staging.stage([sys.argv[1]], progress=lambda done, total: done > 4000 and os._exit(9))
     """
@@ -110,6 +113,7 @@ def test_one_waits_for_the_other(source: Path, node: Path) -> None:
         import os, sys, time
         from pathlib import Path
         from headway.launcher.staging import stage
+from headway.launcher.targets import Slurm
         def show(done, total):
             Path(sys.argv[2]).touch()
             while not Path(sys.argv[3]).exists(): time.sleep(0.01)
@@ -212,3 +216,17 @@ def test_lines_about_progress(capsys: pytest.CaptureFixture[str], monkeypatch: p
     for done in (0, 3 * 10**9, 4 * 10**9):
         show(done, 10 * 10**9)
     assert capsys.readouterr().err == "headway: staged 3.00 of 10.00 GB, 500 MB/s, 14 s left\n"
+
+
+def test_in_a_job_script_it_is_a_step_before_the_ranks() -> None:
+    def script(target: Slurm) -> str:
+        return job_script(target, run=Path("/runs/x"), python="/bin/python")
+
+    plain, with_data = script(Slurm(nodes=2)), script(Slurm(nodes=2, pre=("/data/$(id) set",)))
+    assert "staging" not in plain and "/data" not in with_data, (
+        "paths wait in job.json, out of reach of the shell"
+    )
+    begin, _, end = with_data.partition("# Data for the ranks")
+    assert plain == begin + end.partition("|| exit\n")[2]
+    with pytest.raises(UsageError, match="pre: 'data' must be a full path"):
+        Slurm(pre=("data",))

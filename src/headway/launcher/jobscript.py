@@ -18,12 +18,18 @@ _TEXT = """\
 {directives}
 {setup}
 run={quoted_run}
-# One agent per node starts the ranks there. `--wait=0`: nodes that end early do not hurry the others.
+{pre}# One agent per node starts the ranks there. `--wait=0`: nodes that end early do not hurry the others.
 srun {step} \\
   {python} -P -m headway agent --run "$run"
 # srun's exit status does not say how the run ended; what the agents have left in the run directory does.
 # The status of this last command is the job's.
 exec {python} -P -m headway.launcher.after "$run" $?
+"""
+
+_PRE = """\
+# Data for the ranks goes to each node's own disk first: a step of its own, which may take its time.
+srun {step} \\
+  {python} -P -m headway.launcher.staging "$run" || exit
 """
 
 
@@ -36,13 +42,15 @@ def job_script(target: Slurm, *, run: Path, python: str) -> str:
     #!/bin/bash
     """
     path = _quoted(run) + ('/"$SLURM_ARRAY_TASK_ID"' if target.array else "")
+    step, interpreter = " ".join(step_options(target)), _quoted(Path(python))
     return _TEXT.format(
         run=run.name,
         directives="\n".join(f"#SBATCH {option}" for option in options(target)),
         setup="".join(f"\n{line}" for line in target.setup) + ("\n" if target.setup else ""),
         quoted_run=path,
-        step=" ".join(step_options(target)),
-        python=_quoted(Path(python)),
+        pre=_PRE.format(step=step, python=interpreter) if target.pre else "",
+        step=step,
+        python=interpreter,
     )
 
 

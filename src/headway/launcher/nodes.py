@@ -13,6 +13,7 @@ from headway.errors import UsageError
 from headway.launcher.after import launch_name
 from headway.launcher.agent import Agent
 from headway.launcher.program import JobFile
+from headway.launcher.staging import staged
 from headway.launcher.team import Team
 from headway.run import Run
 
@@ -26,7 +27,7 @@ def run_submitted(path: str) -> int:
     return Agent(
         job.program.command,
         processes=job.program.processes,
-        environ=job.program.environment(os.environ) | {"HEADWAY_RUN": str(run.path)},
+        environ=job.program.environment(os.environ) | {"HEADWAY_RUN": str(run.path)} | staged(job.target),
         cwd=job.program.cwd,
         team=team,
         host=_host(os.environ),

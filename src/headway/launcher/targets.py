@@ -165,6 +165,10 @@ class Slurm(Target):
     array_limit: int | None = option(None, "how many jobs of the array may run at once")
     extra: Mapping[str, Any] = option({}, "any other option of sbatch: licenses=fluent:1")
     setup: tuple[str, ...] = option((), "shell lines to run first on the first node: 'module load cuda'")
+    pre: tuple[str, ...] = option((), "file or folder to copy to each node's own disk before the ranks start")
+    pre_to: str = option(
+        "$SLURM_TMPDIR", "where to; variables are those of the node. Ranks find it in HEADWAY_STAGED"
+    )
     env: Mapping[str, str] = option({}, "variables for the ranks")
     signal_lead: int = option(120, "seconds before the time limit at which ranks are told to save and stop")
     requeue: bool = option(True, "queue the job again when it was stopped with a checkpoint")
@@ -191,6 +195,10 @@ class Slurm(Target):
             raise UsageError(f"mem={self.mem!r:.80} is no amount of memory; write 64G")
         self._set("setup", _texts(self.setup, "setup"))
         self._set("array", _texts(self.array, "array"))
+        self._set("pre", _texts(self.pre, "pre"))
+        for path in self.pre:
+            if not Path(path).is_absolute():
+                raise UsageError(f"pre: {path!r:.80} must be a full path: the job starts in another folder")
         self._check_lead()
         self._check_extra()
         self._check_env()
