@@ -78,7 +78,7 @@ def test_who_says_first_how_it_ended_decides(tmp_path: Path) -> None:
 def test_the_script_reads_the_last_round(tmp_path: Path) -> None:
     launch = tmp_path / "5-0"
     assert read_outcome(launch, 2, 0)["exit_code"] == 1, "srun said 0, but nobody knows of an end"
-    assert read_outcome(launch, 2, 143)["exit_code"] == 143
+    assert read_outcome(launch, 2, 143)["exit_code"] == 1, "nor of having been told to go"
     agents = [Team(launch, number=number, size=2) for number in range(2)]
     _gather(agents, [1, 1])
     for number, code in ((9, 1), (10, 0)):
@@ -90,6 +90,12 @@ def test_the_script_reads_the_last_round(tmp_path: Path) -> None:
     assert read_outcome(launch, 2, 0)["exit_code"] == 1, "one agent has not said how it ended"
     agents[1].ended(0)
     assert read_outcome(launch, 2, 143)["exit_code"] == 0, "all ended well, whatever srun says"
+    agents[0].ended(143)
+    assert read_outcome(launch, 2, 143)["exit_code"] == 143, "all had to go"
+    (launch / "round-10" / "ended-00001.json").unlink()
+    assert read_outcome(launch, 2, 143)["exit_code"] == 1, "one of them has died, and so the other had to go"
+    agents[0].conclude({"exit_code": 75, "record": None})
+    assert read_outcome(launch, 2, 143)["exit_code"] == 75, "there is a checkpoint"
 
 
 def test_names_of_jobs_and_of_their_starts() -> None:

@@ -13,15 +13,14 @@ import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from headway import files
-from headway.errors import TERMINATED, HeadwayError, Stopped
+from headway.errors import DONE, TERMINATED, HeadwayError, Stopped
 from headway.launcher import slurm
 from headway.launcher.ending import words
 from headway.launcher.program import JobFile
+from headway.launcher.status import note_end
 from headway.launcher.targets import Slurm
 from headway.run import Run
 
@@ -38,7 +37,7 @@ def main(path: str, status: str) -> int:
         code = int(outcome["exit_code"])
         if code:
             _say(words(outcome, job.target.processes))
-        _note_end(run, code)
+        note_end(run, code)
         if code in (Stopped.exit_code, TERMINATED):
             _say(f"headway: {again(run, job, os.environ)}\n")
         return code
@@ -53,18 +52,20 @@ def launch_name(environ: Mapping[str, str]) -> str:
 
 
 def read_outcome(folder: Path, agents: int, status: int) -> dict[str, Any]:
-    """How the launch ended, from what its agents have left in `folder`; srun's status is the last resort."""
+    """How the launch ended, from what its agents have left in `folder`; `status` is what srun said, for people."""
     rounds = [entry for entry in folder.glob("round-*") if re.fullmatch(r"round-\d+", entry.name)]
     last = max(rounds, key=lambda entry: int(entry.name.partition("-")[2]), default=folder / "round-0")
+    outcome: dict[str, Any] = {"exit_code": 0, "record": None}
     with suppress(FileNotFoundError):
-        outcome: dict[str, Any] = json.loads((last / "outcome.json").read_bytes())
-        return outcome
-    ended = len(list(last.glob("ended-*.json")))
-    if ended == agents:
-        return {"exit_code": 0, "record": None}
-    if status == TERMINATED:
-        return {"exit_code": TERMINATED, "record": None}
-    _say(f"headway: {ended} of {agents} node agents said how they ended; srun's exit status is {status}\n")
+        outcome = json.loads((last / "outcome.json").read_bytes())
+    ends = [json.loads(file.read_bytes())["exit_code"] for file in last.glob("ended-*.json")]
+    code = outcome["exit_code"] or max(ends, default=0)
+    # srun ends all agents by SIGTERM when one of them dies, as SLURM does when the job must go: only then all speak
+    if code not in (DONE, TERMINATED) or len(ends) == agents:
+        return outcome | {"exit_code": code}
+    _say(
+        f"headway: {len(ends)} of {agents} node agents said how they ended; srun's exit status is {status}\n"
+    )
     return {"exit_code": 1, "record": None}
 
 
@@ -121,12 +122,6 @@ def _successor(run: Run, target: Slurm, number: str, starts: int, environ: Mappi
 def _alone(target: Slurm) -> Slurm:
     """The same settings without the array."""
     return Slurm.from_dict({**target.to_dict(), "array": (), "array_limit": None})
-
-
-def _note_end(run: Run, code: int) -> None:
-    facts = {"exit_code": code, "time": datetime.now(UTC).isoformat(timespec="milliseconds"), "error": None}
-    with files.storage(f"write {run.ended_file}"):
-        files.write_atomic(run.ended_file, json.dumps(facts).encode())
 
 
 def _say(text: str) -> None:

@@ -107,6 +107,9 @@ class Agent:
                     flush=True,
                 )
             return int(outcome["exit_code"])
+        except SystemExit as told:
+            team.ended(int(told.code or 0))
+            raise
         finally:
             self._kill(signal.SIGKILL)
             for each, handler in handlers.items():
