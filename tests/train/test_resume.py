@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader as TorchLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader as TorchLoader, Dataset, TensorDataset, default_collate
 from toys import FEATURES, Classify, Net, make_net, sgd, warm_up
 
 import headway as hw
@@ -128,7 +128,7 @@ CUTS = {
     "plain": [1, 2, 8, 12, 13, ("val", 11), ("epoch", 1), ("epoch", 3), 33],
     "best": [13],
     "accumulate": [2, 6, 7, ("val", 6)],
-    "all": [5, ("val", 4), ("val", 8), 14],
+    "all": [5, ("val", 4), ("val", 8), 11, 14],
 }
 
 
@@ -282,15 +282,25 @@ class Unsized:
 
 
 @alone
-@pytest.mark.parametrize("cut", [5, 12, 13, ("val", 11)])
-@pytest.mark.parametrize("kind", ["torch", "unsized", "limited"])
+@pytest.mark.parametrize(
+    ("kind", "cut"),
+    [
+        ("torch", 5),
+        ("torch", ("val", 11)),
+        ("unsized", 12),
+        ("unsized", ("val", 11)),
+        ("limited", 6),
+        ("limited", 13),
+    ],
+)
 def test_loaders_without_a_position_are_read_again(kind: str, cut: Any, tmp_path: Path) -> None:
     def loader() -> Any:
         if kind == "unsized":
             return Unsized(11)
         return TorchLoader(dataset(200 if kind == "limited" else SAMPLES), batch_size=BATCH, shuffle=True)
 
-    settings = {"limit_train_batches": 11, "limit_val_batches": 2} if kind == "limited" else {}
+    limited = {"limit_train_batches": 11, "limit_val_batches": 2, "val_every": "4 steps"}
+    settings: dict[str, Any] = limited if kind == "limited" else {}
     stages = [Traced(**settings), Traced(cut=cut, **settings), Traced(**settings)]
     golden = seeded(make(tmp_path / "golden", stages[0], loader=loader(), every=1))
     golden.run()
@@ -301,6 +311,48 @@ def test_loaders_without_a_position_are_read_again(kind: str, cut: Any, tmp_path
     assert stages[1].by_step | stages[2].by_step == stages[0].by_step
     assert_same(weights(pipe), weights(golden))
     assert pipe.history["val/loss"] == golden.history["val/loss"]
+
+
+@alone
+@pytest.mark.parametrize("kind", ["workers", "shards"])
+def test_what_is_loaded_ahead_is_not_consumed(kind: str, tmp_path: Path) -> None:
+    """Workers and threads are many batches ahead of the step; in shards, the rest of a pass begins the next one."""
+    x, y = dataset().tensors
+    hw.data.pack(
+        [{"__key__": f"{n:03d}", "cls": n} for n in range(SAMPLES)], tmp_path / "shards", shard_size=20_480
+    )
+
+    def loader(**how: Any) -> Any:
+        if kind == "workers":
+            return hw.data.DataLoader(
+                Noisy(SAMPLES), batch_size=7, shuffle=True, num_workers=1, prefetch_factor=4
+            )
+        return hw.data.ShardLoader(
+            tmp_path / "shards",
+            batch_size=7,
+            transform=lambda sample, random: (x[sample["cls"]] + random.random(), y[sample["cls"]]),
+            collate_fn=default_collate,
+            **how,
+        )
+
+    results = []
+    for folder, cuts in (("golden", (None,)), ("cut", (6, 16, None))):
+        by_step: dict[int, list[float]] = {}
+        for number, cut in enumerate(cuts):
+            stage = Traced(cut=cut, val_every="4 steps", limit_val_batches=2)
+            pipe = make(tmp_path / folder, stage, loader=loader(), every=1)
+            if kind == "shards":
+                pipe.datasets["val"] = loader(shuffle=False)
+            if number == 0:
+                seeded(pipe)
+            with nullcontext() if cut is None else pytest.raises(Cut):
+                pipe.run()
+            by_step |= stage.by_step
+        results.append((by_step, weights(pipe), pipe.history["val/loss"]))
+    assert len(results[0][0]) == (39 if kind == "workers" else 37)
+    assert results[0][0] == results[1][0]
+    assert_same(results[1][1], results[0][1])
+    assert results[0][2] == results[1][2]
 
 
 @alone
