@@ -16,10 +16,9 @@ from headway import runlock
 from headway.cli import main
 from headway.errors import UsageError
 from headway.launcher import listing, sweep
-from headway.launcher.background import note_end
 from headway.launcher.comparing import compare
 from headway.launcher.queue import Queue, Ticket
-from headway.launcher.status import status
+from headway.launcher.status import note_end, status
 from headway.run import Run
 
 NOBODY = Queue()

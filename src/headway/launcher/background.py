@@ -6,17 +6,15 @@ it is told to stop, so are they.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from types import FrameType
 
-from headway import files
 from headway.launcher.agent import Agent
+from headway.launcher.status import note_end
 from headway.launcher.targets import Local, Mpi
 from headway.launcher.worker import Call
 from headway.run import Run
@@ -40,13 +38,6 @@ def main(argv: Sequence[str]) -> int:
         raise
     note_end(run, code)
     return code
-
-
-def note_end(run: Run, code: int, *, error: str | None = None) -> None:
-    """Writes down that the job is over."""
-    facts = {"exit_code": code, "time": datetime.now(UTC).isoformat(timespec="milliseconds"), "error": error}
-    with files.storage(f"write {run.ended_file}"):
-        files.write_atomic(run.ended_file, json.dumps(facts).encode())
 
 
 def mpirun_command(target: Mpi, command: Sequence[str]) -> list[str]:

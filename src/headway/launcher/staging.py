@@ -28,8 +28,8 @@ from typing import final
 
 from headway import files
 from headway.errors import DONE, HeadwayError, StorageError, UsageError
-from headway.launcher.background import note_end
 from headway.launcher.program import JobFile
+from headway.launcher.status import note_end
 from headway.launcher.targets import Slurm
 from headway.run import Run
 

@@ -13,10 +13,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, final
 
-from headway import runlock
+from headway import files, runlock
 from headway.errors import INTERRUPTED, TERMINATED, Stopped
 from headway.launcher.queue import Queue
 from headway.run import Run
@@ -118,6 +119,13 @@ def _failure(run: Run) -> str:
         return ""
     step = f" at step {record['step']}" if record.get("step") is not None else ""
     return " ".join(f"rank {record.get('rank')}{step}: {record.get('error')}".split())
+
+
+def note_end(run: Run, code: int, *, error: str | None = None) -> None:
+    """Writes down that the job of a run is over: for whoever kept it, and knows nothing but its exit code."""
+    facts = {"exit_code": code, "time": datetime.now(UTC).isoformat(timespec="milliseconds"), "error": error}
+    with files.storage(f"write {run.ended_file}"):
+        files.write_atomic(run.ended_file, json.dumps(facts).encode())
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from headway.errors import DONE, INTERRUPTED, TERMINATED
 from headway.launcher import snapshot, sweep
 from headway.launcher.agent import Agent, check_processes
-from headway.launcher.background import note_end
 from headway.launcher.program import Program, python_command
+from headway.launcher.status import note_end
 from headway.launcher.submitting import Script
 from headway.run import Run, check_name
 
