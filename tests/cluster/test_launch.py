@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 import headway as hw
+from headway.cli import main
+from headway.errors import HeadwayError
 
 from .bench import Cluster
 
@@ -66,15 +68,29 @@ def test_launch(work: Any, tmp_path: Path) -> None:
     assert "launched by" in job.log()
 
 
-def test_an_exception_and_a_job_that_is_cancelled(work: Any) -> None:
+def test_an_exception_comes_back_from_another_node(work: Any) -> None:
     bad = hw.launch(work.fails, on=hw.Slurm(nodes=2, partition="low"))
-    long = hw.launch(work.sleeps, on=hw.Slurm(nodes=4, partition="low", exclusive=True))
     with pytest.raises(LookupError, match="no such thing") as caught:
         bad.result()
     assert "on rank 1" in str(caught.value.__cause__)
     assert bad.state() == "failed" and "LookupError" in bad.status().why
-    long.cancel()
-    assert long.wait(timeout=60) in ("cancelled", "interrupted")
+
+
+def test_waiting_in_the_queue_and_taken_back(
+    work: Any, cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster.wait(cluster.sbatch("sleep 100", "-N4", "--exclusive"), "RUNNING")
+    job = hw.launch(work.sleeps, on=hw.Slurm(nodes=4, partition="low", exclusive=True))
+    while not (now := job.status()).why:  # the scheduler takes a moment to know the reason
+        assert now.state == "queued"
+    assert now.why in ("Resources", "Priority")
+    assert main(["runs", "--state", "queued"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[1].split()[:2] == [job.id, "queued"] and shown[2].strip() == now.why
+    job.cancel()
+    assert job.wait(timeout=60) == "cancelled"
+    with pytest.raises(HeadwayError, match="was cancelled; there is no result"):
+        job.result()
 
 
 def test_data_is_staged_once_per_node_before_the_ranks_start(work: Any, tmp_path: Path) -> None:
