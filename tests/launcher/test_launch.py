@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +188,24 @@ print(type(result) is Point, result.x)
     )
     assert done.stdout == "True 41\n", done.stderr
     assert (tmp_path / "late").exists()
+    assert "headway: waiting for late-" in done.stderr
+
+
+def test_ctrl_c_while_waiting_stops_what_is_running(work: Any, tmp_path: Path) -> None:  # noqa: ARG001  it is imported
+    script = (
+        "import work_of_ranks, pathlib, headway as hw; hw.launch(work_of_ranks.waits, pathlib.Path('begun'))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr and "waiting for waits-" in process.stderr.readline()
+        while not (tmp_path / "begun").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    (run,) = (tmp_path / "runs").iterdir()
+    assert hw.Job.open(run).state() == "interrupted"
 
 
 def test_a_job_that_is_over_is_started_again_in_its_directory(work: Any, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,7 @@ from headway.launcher.targets import Slurm
     with subprocess.Popen([sys.executable, "-c", code, str(source), str(begun), str(go)]) as first:
         while not begun.exists():
             assert first.poll() is None
+            time.sleep(0.05)
         second = subprocess.Popen(
             [sys.executable, "-c", STAGE, str(source)],
             stdout=subprocess.PIPE,

@@ -69,12 +69,18 @@ def again(run: Run) -> None:
 
 
 def _wait_for_all() -> None:
+    running = {name: process for name, process in OURS.items() if process.poll() is None}
+    if running:
+        print(
+            f"headway: waiting for {', '.join(running)}; Ctrl-C stops what is running",
+            file=sys.stderr,
+            flush=True,
+        )
     try:
-        for process in OURS.values():
+        for process in running.values():
             process.wait()
     except KeyboardInterrupt:
-        for process in OURS.values():
+        for process in running.values():
             process.send_signal(signal.SIGTERM)
-        for process in OURS.values():
+        for process in running.values():
             process.wait()
-        raise
