@@ -125,6 +125,17 @@ def test_a_job_that_is_queued_again_is_queued_whatever_its_last_attempt_says(run
     assert state(run, slurm(j12=("NODE_FAIL", ""))) == ("failed", "a node failed")
 
 
+def test_a_scheduler_that_does_not_answer_is_no_evidence(run: Run) -> None:
+    submitted(run, job_id="12")
+    silent = Queue(note="squeue did not answer within 10 s")
+    found = status(run, silent)
+    assert not found.certain and not found.over and found.why.endswith("squeue did not answer within 10 s")
+    run.end_attempt(run.begin_attempt(world={}), status="stopped", exit_code=75)
+    assert not status(run, silent).over, "it may be queued again"
+    run.end_attempt(run.begin_attempt(world={}), status="done", exit_code=0)
+    assert status(run, silent).over
+
+
 def test_how_a_script_without_attempts_ended(run: Run) -> None:
     submitted(run, job_id="12")
     assert state(run) == ("lost", "SLURM no longer knows job 12, and it left no word")

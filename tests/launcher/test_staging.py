@@ -114,7 +114,6 @@ def test_one_waits_for_the_other(source: Path, node: Path) -> None:
         import os, sys, time
         from pathlib import Path
         from headway.launcher.staging import stage
-from headway.launcher.targets import Slurm
         def show(done, total):
             Path(sys.argv[2]).touch()
             while not Path(sys.argv[3]).exists(): time.sleep(0.01)

@@ -75,7 +75,7 @@ def rows(runs: Sequence[Run], *, queue: Queue | None = None) -> list[Row]:
     if any("job_id" in facts for facts in submitted):
         queue = queue.with_history(submitted)
     found = [_row(run, queue, facts) for run, facts in zip(runs, submitted, strict=True)]
-    doubtful = [row.run for row in found if not row.status.certain]
+    doubtful = [row.run for row in found if row.status.state == "running" and not row.status.certain]
     if not doubtful:
         return found
     before = {run.id: _beat(run) for run in doubtful}

@@ -41,11 +41,11 @@ class Status:
     state: State
     why: str = ""
     certain: bool = True
-    """False where only a heartbeat on another machine can tell: look twice."""
+    """False where only a heartbeat on another machine can tell, or SLURM, which does not answer: look again."""
 
     @property
     def over(self) -> bool:
-        return self.state in OVER
+        return self.certain and self.state in OVER
 
 
 def status(run: Run, queue: Queue, info: Mapping[str, Any] | None = None) -> Status:
@@ -54,8 +54,14 @@ def status(run: Run, queue: Queue, info: Mapping[str, Any] | None = None) -> Sta
     >>> status(run, Queue.ask()).state
     'running'
     """
-    info = run.info() if info is None else info
     submitted = read_json(run.submission_file) or {}
+    found = _status(run, queue, run.info() if info is None else info, submitted)
+    if queue.note is None or "job_id" not in submitted or found.state in ("running", "done"):
+        return found
+    return Status(state=found.state, why="; ".join(filter(None, (found.why, queue.note))), certain=False)
+
+
+def _status(run: Run, queue: Queue, info: Mapping[str, Any], submitted: Mapping[str, Any]) -> Status:
     ticket = queue.find(submitted) if "job_id" in submitted else None
     if ticket and not ticket.over:
         return Status(state="queued" if ticket.waiting else "running", why=ticket.why)
