@@ -60,7 +60,6 @@ def test_it_goes_on_within_a_file(source: Path, node: Path) -> None:
     code = """if True:
         import os, sys
         from headway.launcher import staging
-from headway.launcher.jobscript import job_script
         staging._CHUNK, staging._READERS = 1000, 1
         staging.stage([sys.argv[1]], progress=lambda done, total: done > 4000 and os._exit(9))
     """
