@@ -282,6 +282,7 @@ def test_a_fetcher_killed_at_any_step_is_taken_over(step: str, shards: list[Path
     assert run(work, fail=f"{step}:kill9") == -signal.SIGKILL
     assert list(tmp_path.glob("headway-cache-*/*"))
     assert taken(tmp_path) <= ROOM
+    assert taken(tmp_path) >= SIZE or step == "cache.claimed", "all of it is reserved before a byte is copied"
     cache = at(tmp_path, budget=ROOM, patience=0)
     assert contents(cache, shards[0]) == truth(shards[0])
     assert cache.counts["copied"] + cache.counts["hit"] == 1 and not cache.counts["source"]
@@ -289,6 +290,29 @@ def test_a_fetcher_killed_at_any_step_is_taken_over(step: str, shards: list[Path
     assert taken(tmp_path) <= ROOM
     del cache
     assert not list(tmp_path.glob("headway-cache-*"))
+
+
+def test_a_part_that_is_published_before_it_could_be_claimed_is_not_written_to(
+    shards: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between opening a part and locking it, its fetcher may be done: the open file is then a copy that others read."""
+    cache = at(tmp_path)
+    cache.open(shards[0])
+    (copy,) = tmp_path.glob("headway-cache-*/*.shard")
+    part, before, plain = copy.with_suffix(".part"), copy.read_bytes(), CacheFolder._open
+    copy.rename(part)
+
+    def late(folder: CacheFolder, name: str, flags: int) -> Any:
+        handle = plain(folder, name, flags)
+        if name == part.name and part.exists() and not copy.exists():
+            part.rename(copy)
+        return handle
+
+    monkeypatch.setattr(CacheFolder, "_open", late)
+    other = at(tmp_path)
+    assert contents(other, shards[0]) == truth(shards[0])
+    assert other.counts["hit"] == 1 and not other.counts["copied"]
+    assert copy.read_bytes() == before
 
 
 def test_an_evictor_killed_before_it_removes_leaves_a_whole_copy(shards: list[Path], tmp_path: Path) -> None:
@@ -458,6 +482,14 @@ def test_what_is_prepared_is_kept_until_it_is_no_longer_expected(shards: list[Pa
     assert other.counts["copied"] == 1
 
 
+def test_what_is_kept_for_later_gives_way_to_what_is_needed_now(shards: list[Path], tmp_path: Path) -> None:
+    cache = at(tmp_path, budget=ROOM)
+    cache.expect([shards[0]])
+    cache.prepare(shards[0], 0, lambda: False)
+    assert contents(cache, shards[1]) == truth(shards[1])
+    assert cache.counts["copied"] == 2 and not cache.counts["source"]
+
+
 def test_a_shard_larger_than_the_budget_is_read_at_its_source(
     shards: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -499,10 +531,12 @@ def small(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_small_file_system_is_never_filled(small: Path, tmp_path: Path) -> None:
     paths = make(tmp_path / "source", 4, 20_000_000)
-    fetching._STEP = 2**20
+    (small / "others").write_bytes(bytes(25_000_000))
     cache = at(small, budget="100%")
     shards = [cache.open(path) for path in paths]
-    assert cache.counts == {"copied": 3, "source": 1, "bytes": sum(path.stat().st_size for path in paths[:3])}
+    assert cache.counts == {"copied": 1, "source": 3, "bytes": paths[0].stat().st_size}, (
+        "there is room for two, barely"
+    )
     assert [[bytes(shard[n]["bin"]) for n in range(10)] for shard in shards] == [
         truth(path) for path in paths
     ]
@@ -533,13 +567,13 @@ def limited() -> Iterator[Path]:
 
 
 def test_a_job_is_not_killed_for_what_it_caches(limited: Path, tmp_path: Path) -> None:
-    """Memory of /dev/shm counts for the job that wrote it: eight shards of 20 MB do not fit 120 MB."""
-    paths = make(tmp_path / "source", 8, 20_000_000)
+    """Memory of /dev/shm counts for the job that wrote it: eight shards of 8 MB do not fit beside a model of 50 MB."""
+    paths = make(tmp_path / "source", 8, 8_000_000)
     where = Path(tempfile.mkdtemp(dir="/dev/shm"))
 
     def work() -> Any:
         (limited / "cgroup.procs").write_text(str(os.getpid()))
-        fetching._STEP = 2**20
+        model = bytearray(os.urandom(2**20) * 50)
         cache = at(where, budget="100%", patience=0)
         opened = [cache.open(path) for path in paths]
         right = all(
@@ -547,7 +581,7 @@ def test_a_job_is_not_killed_for_what_it_caches(limited: Path, tmp_path: Path) -
             for shard, path in zip(opened, paths, strict=True)
             for number in range(10)
         )
-        return [right, cache.counts["copied"], cache.counts["source"], taken(where)]
+        return [right and len(model) > 0, cache.counts["copied"], cache.counts["source"], taken(where)]
 
     try:
         result = run(work)
@@ -555,7 +589,7 @@ def test_a_job_is_not_killed_for_what_it_caches(limited: Path, tmp_path: Path) -
         shutil.rmtree(where)
     assert result != -signal.SIGKILL, "the kernel killed it"
     right, copied, source, held = result
-    assert right and copied >= 2 and copied + source == 8 and held < 114_000_000
+    assert right and copied >= 1 and copied + source == 8 and held < 64_000_000
 
 
 # --- other users, links, and names of others

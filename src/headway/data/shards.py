@@ -94,8 +94,8 @@ class Shard:
 
     def __init__(self, path: Path, data: File | mmap.mmap, entries: Entries, *, indexed: bool) -> None:
         self.path, self._data, self.entries, self._indexed = path, data, entries, indexed
-        self._views = memoryview(data) if isinstance(data, mmap.mmap) else None
-        if self._views is not None and indexed:  # of a file it is seen when it is read
+        self._view = memoryview(data) if isinstance(data, mmap.mmap) else None
+        if self._view is not None and indexed:  # of a file it is seen when it is read
             for number in range(len(entries)):
                 for part in entries.parts(number):
                     self._check(part, data[part.offset - BLOCK : part.offset])
@@ -117,10 +117,9 @@ class Shard:
 
     def __getitem__(self, number: int) -> dict[str, memoryview]:
         """The parts of a sample by extension."""
-        parts = self.entries.parts(number)
-        if self._views is not None:
-            return {name: self._views[offset : offset + size] for name, offset, size in parts}
-        return {part.extension: self._read(part) for part in parts}
+        if self._view is not None:
+            return self.entries.cut(number, self._view)
+        return {part.extension: self._read(part) for part in self.entries.parts(number)}
 
     def _read(self, part: Component) -> memoryview:
         """Bytes of a file, after a look at the header before them: the file, or its index, may be of another day."""
