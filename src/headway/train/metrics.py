@@ -33,6 +33,8 @@ Reduction = Literal["mean", "sum", "min", "max", "last"]
 Scope = Literal["global", "rank"]
 Value: TypeAlias = "float | list[Value]"
 Array: TypeAlias = npt.NDArray[np.float64]
+Sums: TypeAlias = tuple[Array, float]
+"""what has come together of a metric, flat, and its weight"""
 Key: TypeAlias = tuple[str, str, tuple[int, ...]]
 """name, reduction, shape: what ranks must agree on"""
 
@@ -149,7 +151,7 @@ class Meter:
         self._cells: dict[str, Cell] = {}  # of scope "global"
         self._own: dict[str, Cell] = {}  # of scope "rank"
         self._agreed: tuple[Key, ...] = ()
-        self._epoch: dict[str, Array] = {}  # name -> sums and weight over the log points of this epoch
+        self._epoch: dict[str, Sums] = {}  # name -> sums and weight over the log points of this epoch
 
     def log(
         self,
@@ -204,7 +206,7 @@ class Meter:
             extra = tuple(key for key in _agree(mine) if key not in self._agreed)
             found |= self._absorb(extra, gather(self._pack(extra)).numpy())
             self._agreed += extra
-        local = {name: self._value(cell.key, self._alone(cell)) for name, cell in self._own.items()}
+        local = {name: _value(cell.key, self._alone(cell)) for name, cell in self._own.items()}
         return Point(
             values={name: value for name, (value, _) in found.items()},
             local={name: value for name, value in local.items() if value is not None},
@@ -215,9 +217,7 @@ class Meter:
 
     def finish_epoch(self) -> dict[str, Value]:
         """The metrics over all log points since the last call; forgets them."""
-        found = {
-            key[0]: self._value(key, self._epoch[key[0]]) for key in self._agreed if key[0] in self._epoch
-        }
+        found = {key[0]: _value(key, self._epoch[key[0]]) for key in self._agreed if key[0] in self._epoch}
         self._epoch = {}
         return {name: value for name, value in found.items() if value is not None}
 
@@ -225,12 +225,12 @@ class Meter:
         """The sums of the unfinished epoch, as plain values. Call it right after a log point, on any rank."""
         return {
             "keys": [list(key) for key in self._agreed],
-            "epoch": {name: sums.tolist() for name, sums in self._epoch.items()},
+            "epoch": {name: [*sums.tolist(), weight] for name, (sums, weight) in self._epoch.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._agreed = tuple(_key(key) for key in state["keys"])
-        self._epoch = {name: np.array(sums, dtype=np.float64) for name, sums in state["epoch"].items()}
+        self._epoch = {name: (np.array(sums[:-1]), sums[-1]) for name, sums in state["epoch"].items()}
         for name, reduction, shape in self._agreed:
             self._cells[name] = Cell(name, reduction, shape, self._device)  # type: ignore[arg-type]
 
@@ -262,60 +262,66 @@ class Meter:
         """
         found: dict[str, tuple[Value, list[int]]] = {}
         at = len(keys)
-        for place, key in enumerate(keys):
-            name, reduction, shape = key
-            size = shape_size(shape)
-            rows = np.column_stack([table[:, at : at + size], table[:, place]])
-            at += size
-            sums = _combine(rows, reduction)
-            value = self._value(key, sums)
-            if value is None:
-                continue
-            bad = ~np.isfinite(rows[:, :-1]).all(axis=1) & (rows[:, -1] > 0)
-            found[name] = value, np.flatnonzero(bad).tolist()
-            before = self._epoch.get(name)
-            self._epoch[name] = sums if before is None else _combine(np.stack([sums, before]), reduction)
+        with np.errstate(all="ignore"):  # what is not finite is told in another way
+            for place, key in enumerate(keys):
+                name, reduction, shape = key
+                size = math.prod(shape)
+                sums, weights = table[:, at : at + size], table[:, place]
+                at += size
+                now = _over_ranks(sums, weights, reduction)
+                value = _value(key, now)
+                if value is None:
+                    continue
+                finite = np.isfinite(sums)
+                bad = [] if finite.all() else np.flatnonzero(~finite.all(axis=1) & (weights > 0)).tolist()
+                found[name] = value, bad
+                before = self._epoch.get(name)
+                self._epoch[name] = now if before is None else _over_time(before, now, reduction)
         return found
 
-    def _alone(self, cell: Cell) -> Array:
+    def _alone(self, cell: Cell) -> Sums:
         """The sums and the weight of a metric of this rank's own."""
         weight = cell.weight + (0.0 if cell.device_weight is None else cell.device_weight.item())
-        sums: Array = cell.sums().double().cpu().numpy()
-        taken = np.append(sums, weight)
+        sums: Array = cell.sums().double().cpu().numpy().copy()
         cell.reset()
-        return taken
-
-    @staticmethod
-    def _value(key: Key, sums: Array) -> Value | None:
-        """What a metric's sums and weight (the last element) say; None if nothing was logged."""
-        if sums[-1] == 0:
-            return None
-        with np.errstate(all="ignore"):  # infinite metrics are told elsewhere
-            value = sums[:-1] / sums[-1] if key[1] == "mean" else sums[:-1]
-        plain: Value = value.reshape(key[2]).tolist()
-        return plain
+        return sums, weight
 
 
-def shape_size(shape: Sequence[int]) -> int:
-    """How many numbers a value of this shape holds."""
-    return math.prod(shape)
+def _value(key: Key, sums: Sums) -> Value | None:
+    """What a metric's sums and weight say; None if nothing was logged."""
+    total, weight = sums
+    if weight == 0:
+        return None
+    plain: Value = (total / weight if key[1] == "mean" else total).reshape(key[2]).tolist()
+    return plain
 
 
-def _combine(rows: Array, reduction: str) -> Array:
-    """Several (sums..., weight) rows, of ranks or of log points, as one."""
-    sums, weights = rows[:, :-1], rows[:, -1]
-    with np.errstate(all="ignore"):
-        match reduction:
-            case "mean" | "sum":
-                total = sums.sum(0)
-            case "min":
-                total = sums.min(0)
-            case "max":
-                total = sums.max(0)
-            case _:  # "last": of the lowest rank that has one; of the log point that is given first
-                there = np.flatnonzero(weights)
-                total = sums[there[0] if len(there) else 0]
-        return np.append(total, weights.sum())
+def _over_ranks(sums: Array, weights: Array, reduction: str) -> Sums:
+    """The rows of all ranks as one."""
+    match reduction:
+        case "mean" | "sum":
+            total = sums.sum(0)
+        case "min":
+            total = sums.min(0)
+        case "max":
+            total = sums.max(0)
+        case _:  # "last": of the lowest rank that has one
+            total = sums[int((weights != 0).argmax())].copy()
+    return total, float(weights.sum())
+
+
+def _over_time(before: Sums, now: Sums, reduction: str) -> Sums:
+    """Two log points as one."""
+    match reduction:
+        case "mean" | "sum":
+            total = before[0] + now[0]
+        case "min":
+            total = np.minimum(before[0], now[0])
+        case "max":
+            total = np.maximum(before[0], now[0])
+        case _:
+            total = now[0]
+    return total, before[1] + now[1]
 
 
 def _precision(device: torch.device) -> torch.dtype:
