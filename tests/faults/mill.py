@@ -59,7 +59,7 @@ def become_rank(trial: dict[str, Any], rank: int, meeting: str) -> None:
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(trial["ranks"]), "GROUP_RANK": "0"}
     os.environ |= {failpoints.VARIABLE: trial["fault"]} if trial["fault"] else {}
     os.environ["HEADWAY_RENDEZVOUS"] = f"{meeting}/address"
-    dist.init(device="cpu", setup_timeout=100)
+    dist.init(device="cpu", setup_timeout=25)  # there is no agent to tell that a rank died before it came
     train()
     dist.leave()
 

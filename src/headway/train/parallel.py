@@ -87,20 +87,12 @@ class Model:
     def sharded(self) -> bool:
         return isinstance(self.wrapped, FSDPModule)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Gradients only add up on this rank while in here."""
+    def travel(self, now: bool) -> None:
+        """Whether the gradients of the next forward and backward travel, or only add up on this rank."""
         if isinstance(self.wrapped, DistributedDataParallel):
-            with self.wrapped.no_sync():
-                yield
+            self.wrapped.require_backward_grad_sync = now  # what torch's own no_sync() sets
         elif isinstance(self.wrapped, FSDPModule):
-            self.wrapped.set_requires_gradient_sync(False)
-            try:
-                yield
-            finally:
-                self.wrapped.set_requires_gradient_sync(True)
-        else:
-            yield
+            self.wrapped.set_requires_gradient_sync(now)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -185,7 +177,7 @@ def _wrap(name: str, module: nn.Module, parallel: Parallel, world: World) -> nn.
 def _replicate(module: nn.Module, settings: Ddp, world: World) -> nn.Module:
     if world.world_size == 1 or not any(p.requires_grad for p in module.parameters()):
         return module  # nothing to average
-    return DistributedDataParallel(
+    replica = DistributedDataParallel(
         module,
         device_ids=[world.device] if world.device.type == "cuda" else None,
         static_graph=settings.static_graph,
@@ -193,6 +185,41 @@ def _replicate(module: nn.Module, settings: Ddp, world: World) -> nn.Module:
         find_unused_parameters=settings.find_unused_parameters,
         gradient_as_bucket_view=True,
     )
+    if world.world_size > 2 and not (settings.static_graph or settings.find_unused_parameters):
+        _choose_buckets(replica)
+    return replica
+
+
+def _choose_buckets(replica: DistributedDataParallel) -> None:
+    """Lets DDP choose once and for all what it sends together, by a first step in which all gradients are zero.
+
+    Else it chooses after the first real step. Three numbers summed in another order have another last bit, so the first
+    step after a restart would differ from the same step of a run that was never stopped.
+    """
+    module = replica.module
+    if any(isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse for part in module.modules()):
+        return  # their gradients have no zeros to send
+    replica.module = _Nothing([p for p in module.parameters() if p.requires_grad])
+    try:
+        replica().backward()
+    finally:
+        replica.module = module
+    module.zero_grad(set_to_none=True)
+
+
+@final
+class _Nothing(nn.Module):
+    """Uses all parameters, to no effect."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self._parameters_used = parameters
+
+    def forward(self) -> torch.Tensor:
+        total = torch.zeros((), device=self._parameters_used[0].device)
+        for parameter in self._parameters_used:  # backward takes the last first, as it does in a model
+            total = total + (parameter * 0).sum()
+        return total
 
 
 def _shard(name: str, module: nn.Module, settings: Fsdp, world: World) -> nn.Module:
