@@ -7,6 +7,7 @@ import io
 import json
 import multiprocessing
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -757,3 +759,31 @@ def test_slots_limit_how_many_copy_at_once(tmp_path: Path) -> None:
 def test_bad_settings_are_refused(how: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         NodeCache(**how)
+
+
+@pytest.mark.parametrize("seed", range(40 if os.environ.get("HEADWAY_FAULTS") == "full" else 3))
+def test_processes_that_come_and_are_killed_anywhere(seed: int, shards: list[Path], tmp_path: Path) -> None:
+    """Four at a time read shards in a random order, in random steps of their own, until a random step kills them."""
+    draw = random.Random(seed)
+    budget, most, rounds = draw.choice([ROOM, 2 * ROOM, 3 * ROOM]), 0, []
+    for _ in range(3):
+        children = []
+        for _ in range(4):
+            order = draw.choices(shards, k=8)
+            fail = f"{draw.choice([*STEPS, 'cache.evicting'])}:kill9" if draw.random() < 0.7 else ""
+            if ":nth=" not in fail:
+                fail = fail.replace(":kill9", f":nth={draw.randint(1, 4)}:kill9")
+            how = {"budget": budget, "patience": draw.choice([0, 0.02, 1]), "prefetch": draw.randint(1, 3)}
+            children.append(child(partial(read_all, tmp_path, order, how), fail=fail)[1])
+        rounds += [wait() for wait in children]
+        most = max(most, taken(tmp_path))
+    assert set(rounds) <= {True, -signal.SIGKILL} and True in rounds, "right bytes, or killed"
+    assert most <= budget
+    NodeCache(path=tmp_path).sweep()
+    assert not list(tmp_path.glob("headway-cache-*"))
+
+
+def read_all(where: Path, order: list[Path], how: dict[str, Any]) -> bool:
+    cache = at(where, **how)
+    with redirect_stderr(io.StringIO()):
+        return all(contents(cache, path) == truth(path) for path in order)

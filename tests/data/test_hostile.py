@@ -253,6 +253,7 @@ BOMBS = {
     "a JPEG cut off": ("jpg", lambda: progressive(1)[:400], "cannot be decoded"),
     "another format under this name": ("png", lambda: b"SIMPLE  =  T" + bytes(4000), "cannot be decoded"),
     "a number of a million digits": ("cls", lambda: b"9" * 1_000_000, "cannot be decoded"),
+    "a million letters for a number": ("cls", lambda: b"x" * 1_000_000, "cannot be decoded"),
     "a text of 20 MB": ("txt", lambda: b" " * 20_000_000, "bytes of text"),
     "lists in lists": ("json", lambda: b"[" * 1_000_000, "cannot be decoded"),
 }
