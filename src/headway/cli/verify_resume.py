@@ -30,6 +30,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--other-nproc", type=int, metavar="N", help="also resume on this number of processes"
     )
+    parser.add_argument(
+        "--at",
+        action="append",
+        metavar="POINT",
+        help="first-epoch, boundary, last-epoch or end (default: all)",
+    )
     parser.add_argument("--keep", metavar="DIR", help="keep the runs there (default: a temporary folder)")
     parser.add_argument(
         "--timeout", type=float, default=3600.0, metavar="S", help="seconds for one start of the script"
@@ -39,13 +45,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="passed on to the script")
     options = parser.parse_args(argv)
 
-    from headway.testing.verify import verify_resume  # late: it is not needed for --help
+    from headway.testing.verify import POINTS, verify_resume  # late: it is not needed for --help
 
     report = verify_resume(
         options.script,
         options.args,
         nproc=options.nproc,
         other_nproc=options.other_nproc,
+        at=options.at or tuple(POINTS),
         keep=options.keep,
         timeout=options.timeout,
         tell=lambda line: print(f"headway: {line}", file=sys.stderr, flush=True),

@@ -28,6 +28,14 @@ from headway.testing import faults
 
 _TAIL = 2000  # characters of a script's output that are shown when it fails
 
+POINTS = {
+    "first-epoch": "in the middle of the first epoch",
+    "boundary": "just after the first epoch",
+    "last-epoch": "in the middle of the last epoch",
+    "end": "after the last step",
+}
+"""where a run may be killed; in words"""
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +43,7 @@ class Point:
     """Where a run is killed: right after its n-th step has been counted."""
 
     name: str
+    """one of POINTS"""
     step: int
     every: str
     """how often the run saves meanwhile"""
@@ -47,7 +56,7 @@ class Verdict:
 
     point: str
     killed_at: int
-    resumed_from: int | None
+    resumed_from: int
     ranks: int
     ranks_after: int
     same: bool
@@ -83,7 +92,7 @@ class Report:
                 each.point,
                 str(each.killed_at),
                 str(each.ranks) if each.ranks == each.ranks_after else f"{each.ranks} -> {each.ranks_after}",
-                "the start" if each.resumed_from is None else f"step {each.resumed_from}",
+                f"step {each.resumed_from}",
                 str(each.repeated),
                 ("same" if each.same else "DIFFERS") + f": {each.words}",
             )
@@ -102,20 +111,24 @@ def verify_resume(
     *,
     nproc: int = 1,
     other_nproc: int | None = None,
+    at: Sequence[str] = tuple(POINTS),
     keep: str | Path | None = None,
     timeout: float = 3600.0,
     tell: Callable[[str], object] = lambda _: None,
 ) -> Report:
     """Kills and resumes a script at four points, on `nproc` ranks and, if given, resumed on `other_nproc`.
 
-    The script must use `pipe.enable_checkpointing(...)`; how often it saves is set from outside. Runs are written to a
-    temporary folder, or to `keep`. `timeout` is for one start of the script; `tell` gets a line before each.
+    `at` chooses among the points: first-epoch, boundary, last-epoch, end. The script must use
+    `pipe.enable_checkpointing(...)`; when and how it saves is set from outside. Runs are written to a temporary folder,
+    or to `keep`. `timeout` is for one start of the script; `tell` gets a line before each.
 
     >>> report = hw.testing.verify_resume("train.py", ["--epochs", "2"], nproc=2, other_nproc=1)
     >>> assert report.ok, report.table()
     """
     if not Path(script).is_file():
         raise UsageError(f"there is no file {str(script)!r} in {Path.cwd()}")
+    if unknown := [name for name in at if name not in POINTS]:
+        raise UsageError(f"{unknown[0]!r} is no point to kill at: there are {', '.join(POINTS)}")
     began = time.monotonic()
     with ExitStack() as stack:
         folder = Path(keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="headway-verify-")))
@@ -124,8 +137,8 @@ def verify_resume(
         golden = trial.undisturbed(nproc)
         verdicts = []
         for after in [nproc] if other_nproc is None else [nproc, other_nproc]:
-            for point in points(golden):
-                tell(f"killed {point.name} at step {point.step}, then on {_ranks(after)}")
+            for point in (each for each in points(golden) if each.name in at):
+                tell(f"killed {POINTS[point.name]}, at step {point.step}, then on {_ranks(after)}")
                 verdicts.append(trial.kill(golden, point, nproc, after))
         tell("started once more after its end")
         verdicts.append(trial.start_again(golden, nproc))
@@ -145,11 +158,11 @@ def points(golden: Ledger) -> Iterator[Point]:
         epochs.setdefault((row.stage, row.epoch), []).append(row.step)
     first, *_, last = *epochs.values(), list(epochs.values())[-1]
     often = f"{max(1, len(first) // 4)} steps"
-    yield Point(name="in the middle of the first epoch", step=first[len(first) // 2], every=often)
+    yield Point(name="first-epoch", step=first[len(first) // 2], every=often)
     if len(epochs) > 1:
-        yield Point(name="just after the first epoch", step=first[-1] + 1, every="1ep")
-        yield Point(name="in the middle of the last epoch", step=last[len(last) // 2], every=often)
-    yield Point(name="after the last step", step=steps[-1].step, every=often)
+        yield Point(name="boundary", step=first[-1] + 1, every="1ep")
+        yield Point(name="last-epoch", step=last[len(last) // 2], every=often)
+    yield Point(name="end", step=steps[-1].step, every=often)
 
 
 def compare(golden: Ledger, other: Ledger, *, same_ranks: bool) -> tuple[bool, str]:
@@ -212,21 +225,21 @@ class _Trial:
         fault = faults.at("train.step", rank=victim, nth=point.step, action="kill9")
         self._start(run, nproc, fault=fault, every=point.every)
         self._start(run, after, every=point.every)
-        found = ledger.load(run)
-        same, words = compare(golden, found, same_ranks=nproc == after)
+        began = int(run.info()["attempts"][-1]["step_started"])
+        same, words = compare(golden, ledger.load(run), same_ranks=nproc == after)
         if not same and nproc == after and not self._repeatable(golden, nproc)[0]:
             words += (
                 "\n    but two undisturbed runs differ, too: seed all random numbers with hw.seed(), and on GPUs set "
                 "TrainValStage(deterministic=True)"
             )
         return Verdict(
-            point=point.name,
+            point=POINTS[point.name],
             killed_at=point.step,
-            resumed_from=run.info()["attempts"][-1].get("step_started") or None,
+            resumed_from=began,
             ranks=nproc,
             ranks_after=after,
             same=same,
-            repeated=found.repeated,
+            repeated=point.step - began,
             words=words,
         )
 
@@ -261,7 +274,8 @@ class _Trial:
     ) -> None:
         environ = {name: value for name, value in os.environ.items() if name != failpoints.VARIABLE}
         environ |= {"HEADWAY_RUN": str(run.path), ledger.VARIABLE: "1"}
-        environ |= {"HEADWAY_SAVE_EVERY": every} if every else {}
+        # not in the background: whether a save is whole at the moment of the kill must not be a matter of luck
+        environ |= {"HEADWAY_SAVE_EVERY": every, "HEADWAY_SAVE_IN_BACKGROUND": "0"} if every else {}
         environ |= fault.environ if fault else {}
         command = [sys.executable, "-m", "headway", "run", "--nproc", str(nproc), self.script, *self.args]
         done = subprocess.run(

@@ -232,7 +232,7 @@ class Pipeline:
         `root` is where run directories are; by default the pipeline's. What may be given by name: `resume` ("auto",
         "never", "must" or a run directory), `every` ("10min", 500, "1ep"), `keep_last`, `keep_every`, `keep_best`
         ("val/loss", "max:val/accuracy") and `background`: see `headway.checkpoint.policy.Policy`. From outside,
-        HEADWAY_SAVE_EVERY takes the place of `every`.
+        HEADWAY_SAVE_EVERY takes the place of `every`, and HEADWAY_SAVE_IN_BACKGROUND=0 that of `background=False`.
 
         >>> pipe.enable_checkpointing("runs", every="10min", keep_last=3, keep_best="val/loss")
         """
@@ -244,6 +244,8 @@ class Pipeline:
                 )
         if "HEADWAY_SAVE_EVERY" in os.environ:
             policy["every"] = os.environ["HEADWAY_SAVE_EVERY"]
+        if os.environ.get("HEADWAY_SAVE_IN_BACKGROUND") == "0":
+            policy["background"] = False
         self._root = self._root if root is None else root
         self.keeper = Keeper(self, Policy(**policy))
 
