@@ -165,7 +165,7 @@ def test_a_job_in_the_background_of_a_process(run: Run) -> None:
 
 
 def test_damaged_files_do_not_hide_the_run(run: Run) -> None:
-    for path in (run.submission_file, run.ended_file, run.failure_file, run.metrics_file(0)):
+    for path in (run.submission_file, run.ended_file, run.failure_file, run.metrics_file(0), run.sweep_file):
         path.write_bytes(b"{")
     (row,) = listing.rows([run], queue=NOBODY)
     assert row.status.state == "new" and row.step is None

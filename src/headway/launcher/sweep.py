@@ -107,13 +107,11 @@ def join(runs: Sequence[Run], settings: Sequence[Settings]) -> str:
 
 
 def member(run: Run) -> Member | None:
-    """The run's place in a sweep, if it has one."""
+    """The run's place in a sweep, if it has one that can be read."""
     try:
         return Member(**json.loads(run.sweep_file.read_bytes()))
-    except FileNotFoundError:
+    except (OSError, ValueError, TypeError):
         return None
-    except (OSError, ValueError, TypeError) as error:
-        raise UsageError(f"{run.sweep_file} cannot be read: {error}") from error
 
 
 def _spec(spec: str) -> list[Settings]:
