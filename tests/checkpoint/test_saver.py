@@ -246,7 +246,9 @@ def test_a_disk_that_does_not_answer_is_given_up(tmp_path: Path, rank: int) -> N
     with Saver(tmp_path, patience=3.0) as saver:
         with faults.at("checkpoint.before_fsync", rank=rank, action="stop"):
             saver.save(state, step=1)
-            with pytest.raises(StorageError, match=r"not written to .* within .*the disk is stuck"):
+            with pytest.raises(
+                StorageError, match=r"not written to .* within 3 s \(stuck in write\): the disk hangs"
+            ):
                 saver.wait()
         headway.barrier()
         assert list(tmp_path.iterdir()) == []

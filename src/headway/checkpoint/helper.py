@@ -52,8 +52,8 @@ class Helper:
         self._ended: list[subprocess.Popen[bytes]] = []
         self._given_up = False
 
-    def do(self, command: str, target: Target, *, patience: float, **details: object) -> Any:
-        """Has something done on disk. `StorageError` if the helper dies or takes longer than `patience`."""
+    def do(self, command: str, target: Target, *, deadline: float, **details: object) -> Any:
+        """Has something done on disk. `StorageError` if the helper dies, TimeoutError if it is not done in time."""
         if self._given_up:
             raise StorageError(f"the save of step {target.step} in {target.parent} was given up")
         process = self._process = self._process or self._start()
@@ -64,7 +64,6 @@ class Helper:
             "faults": os.environ.get(failpoints.VARIABLE, ""),
             **details,
         }
-        deadline = time.monotonic() + patience
         try:
             _send(process.stdin.fileno(), json.dumps(order).encode() + b"\n", deadline)
             answer = _receive(process.stdout.fileno(), deadline)
@@ -72,10 +71,7 @@ class Helper:
             answer = b""
         except TimeoutError:
             self._end()
-            raise StorageError(
-                f"step {target.step} was not written to {target.parent} within {patience:g} s ({command}): the disk is "
-                "stuck or too slow; this save was given up, and earlier checkpoints are as they were"
-            ) from None
+            raise
         if not answer:
             raise StorageError(
                 f"the helper process that was writing step {target.step} to {target.parent} {self._end()}; "

@@ -162,13 +162,15 @@ class _Aside:
         self._helper = Helper(self._memory.fd)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headway-saver")
         self._store: c10d.Store | None = None
+        self._closed = False
 
     def start(self, target: Target, contents: Contents, agreed: Agreed, begun: float) -> Future[Saved]:
         """Copies what this rank writes, and leaves the rest to the helper. A copy that fails is a save that fails."""
         if self._store is None and together.place()[1] > 1:
             self._store = current().store.clone()  # type: ignore[attr-defined]
-        line = Line(f"write step {target.step}", store=self._store, patience=self._patience)
-        pen = _ByHelper(self._helper, self._copy(agreed.share), time.monotonic() + self._patience)
+        # each rank gives its own helper up before the others give up the rank
+        line = Line(f"write step {target.step}", store=self._store, patience=self._patience + 6 * _TIDY_UP)
+        pen = _ByHelper(self._helper, self._copy(agreed.share), self._patience)
         agreed.share.release()
         contents = dataclasses.replace(contents, tensors={})
         stalled = time.monotonic() - begun
@@ -201,13 +203,16 @@ class _Aside:
 
     def abandon(self) -> None:
         """Gives up what is in flight, without waiting."""
+        self._closed = True
         self._helper.interrupt()
         self._thread.submit(self._release)
         self._thread.shutdown(wait=False)
 
     def close(self) -> None:
-        self._thread.submit(self._release).result()
-        self._thread.shutdown()
+        if not self._closed:
+            self._closed = True
+            self._thread.submit(self._release).result()
+            self._thread.shutdown()
 
     def _release(self) -> None:
         self._helper.close()  # in the thread that started it
@@ -218,8 +223,9 @@ class _Aside:
 class _ByHelper(Pen):
     """One save by the helper process. `copied_s` is known when it has begun to write: see `Staged.wait`."""
 
-    def __init__(self, helper: Helper, copied: Callable[[], float], deadline: float) -> None:
-        self._helper, self._copied, self._deadline = helper, copied, deadline
+    def __init__(self, helper: Helper, copied: Callable[[], float], patience: float) -> None:
+        self._helper, self._copied, self._patience = helper, copied, patience
+        self._deadline = time.monotonic() + patience
         self.copied_s = 0.0
 
     def begin(self, target: Target) -> None:
@@ -239,8 +245,17 @@ class _ByHelper(Pen):
         return size
 
     def discard(self, target: Target) -> None:
-        with suppress(StorageError):  # the disk may be what failed; the next save removes the rest
-            self._helper.do("discard", target, patience=_TIDY_UP)
+        with suppress(
+            StorageError, TimeoutError
+        ):  # the disk may be what failed; the next save removes the rest
+            self._helper.do("discard", target, deadline=time.monotonic() + _TIDY_UP)
 
     def _do(self, command: str, target: Target, **details: object) -> Any:
-        return self._helper.do(command, target, patience=self._deadline - time.monotonic(), **details)
+        try:
+            return self._helper.do(command, target, deadline=self._deadline, **details)
+        except TimeoutError:
+            raise StorageError(
+                f"step {target.step} was not written to {target.parent} within {self._patience:g} s (stuck in "
+                f"{command}): the disk hangs or is too slow; the save was given up, and earlier checkpoints are as "
+                "they were. Check that file system"
+            ) from None
