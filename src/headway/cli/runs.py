@@ -12,6 +12,7 @@ from typing import get_args
 
 from rich.text import Text
 
+from headway.cli import samples
 from headway.cli.looks import ago, console, duration, number, state_style
 from headway.errors import DONE
 from headway.launcher.listing import Row, select
@@ -25,6 +26,7 @@ examples:
   headway runs --state failed lost        what went wrong
   headway runs --name digits -n 100 --root /scratch/me/runs
   headway runs --json
+  headway runs samples RUN --step 37      which samples were in a step
 
 A run is shown as running only with a sign of life: its job in squeue, its process, or its heartbeat. One that was
 running and shows none is lost: it was killed with no time to say so. Stopped means with a checkpoint: start it again.
@@ -32,6 +34,8 @@ running and shows none is lost: it was killed with no time to say so. Stopped me
 
 
 def main(argv: list[str]) -> int:
+    if argv[:1] == ["samples"]:
+        return samples.main(argv[1:])
     parser = argparse.ArgumentParser(
         prog="headway runs",
         description="Lists runs, the newest first: queued, running, done, stopped, failed, and why.",
