@@ -321,7 +321,13 @@ class Run:
             files.write_atomic(self.path / "run.json", _json(info))
 
     def write_failure(self, record: Mapping[str, object]) -> bool:
-        """Writes failure.json unless another rank was faster; of all ranks and agents exactly one gets True."""
+        """Writes failure.json unless another rank was faster; of all ranks and agents exactly one gets True.
+
+        What ends an attempt that SLURM has replaced by another is not told here: the run is about the newer one.
+        """
+        ours, newest = runlock.slurm_ids(), self.info()["attempts"][-1:]
+        if newest and runlock.is_earlier_start(ours, newest[0]["slurm"]):
+            return False
         with files.storage(f"write {self.failure_file}"):
             return files.publish(self.failure_file, _json(redact_tree(record)))
 

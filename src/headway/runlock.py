@@ -7,11 +7,14 @@ To take the run is to publish the next number, which exactly one process on any 
 twice. The owner rewrites a counter in its file every second. Whoever finds an owner that did not release the
 run takes it only on evidence that this owner is gone. Clocks of different hosts are never compared:
 
+    an earlier start of our own SLURM job, or a job that is over    free
     flock is held, or the owner lives on this machine               locked
     released, or dead on this machine                               free
-    an earlier start of our own SLURM job, or a job that is over    free
     a suspended SLURM job                                           locked
     otherwise, if the counter moves within 10 s of our own clock    locked, and if not: taken, with a note
+
+An owner that was replaced ends within seconds: what it writes is in the way of the one who replaced it. A node that was
+cut off from its scheduler may hold one, and its flock, too.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from headway import files
 from headway.errors import RunLocked
 
 BEAT = 1.0  # seconds between two beats of the owner's counter
+REPLACED = 5.0  # seconds that an owner who was replaced may live on, to find it out by itself and say so
 PATIENCE = 10.0  # seconds without a beat until an owner counts as gone: one that holds the GIL misses a few
 _NO_FLOCK_HERE = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP)
 _SLURM_IDS = ("CLUSTER_NAME", "JOB_ID", "STEP_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT")
@@ -95,10 +99,7 @@ class Fence:
         newest = _newest(directory)
         if newest > self.number:
             taker = Owner.read(_owner_file(directory, newest).read_bytes())
-            raise RunLocked(
-                f"run {directory.parent.name} was taken over by {taker or 'another process'} "
-                "while this process stood still; this process must stop"
-            )
+            raise RunLocked(_taken_over(directory, taker))
 
 
 @final
@@ -143,6 +144,19 @@ class RunLock:
             # A file system that fails for a while must not end the heartbeat; training will notice by itself.
             with suppress(OSError):
                 self._write(beat=self._owner.beat + 1)
+                self._end_if_replaced()
+
+    def _end_if_replaced(self) -> None:
+        newest = _newest(self._directory)
+        taker = Owner.read(_owner_file(self._directory, newest).read_bytes())
+        if newest == self._number or (
+            taker and (taker.machine, taker.pid) == (self._owner.machine, self._owner.pid)
+        ):
+            return
+        if self._stop.wait(REPLACED):
+            return
+        os.write(2, f"headway: {_taken_over(self._directory, taker)}\n".encode())
+        os._exit(RunLocked.exit_code)
 
     def _write(self, **changes: Any) -> None:
         self._owner = dataclasses.replace(self._owner, **changes)
@@ -202,6 +216,18 @@ def lives(machine: str, pid: int, born: str | None) -> bool | None:
     return born is not None and _born(pid) == born
 
 
+def is_earlier_start(ids: Mapping[str, str], ours: Mapping[str, str]) -> bool:
+    """Whether `ids` are those of an earlier start of the SLURM job that `ours` are of.
+
+    >>> job = {"cluster_name": "big", "job_id": "7"}
+    >>> is_earlier_start({**job, "restart_count": "0"}, {**job, "restart_count": "1"})
+    True
+    """
+    names = ("cluster_name", "job_id")
+    same = "job_id" in ours and all(ids.get(name) == ours.get(name) for name in names)
+    return same and ids.get("restart_count", "0").zfill(9) < ours.get("restart_count", "0").zfill(9)
+
+
 def _acquire(directory: Path, attempt: int, patience: float) -> RunLock:
     with suppress(FileExistsError):
         files.make_dir(directory)
@@ -216,7 +242,7 @@ def _acquire(directory: Path, attempt: int, patience: float) -> RunLock:
     flock = files.open_private(directory / "flock", os.O_RDWR | os.O_CREAT)
     try:
         number, note = _newest(directory), None
-        if not _try_flock(flock):
+        if not _try_flock(flock) and not _is_earlier_start(directory, number, me):
             raise _in_use(directory, number)
         while True:
             if number:
@@ -227,6 +253,19 @@ def _acquire(directory: Path, attempt: int, patience: float) -> RunLock:
     except BaseException:
         os.close(flock)
         raise
+
+
+def _is_earlier_start(directory: Path, number: int, me: Owner) -> bool:
+    """SLURM has given up the node on which our own job ran before: it is our turn, even if the node does not know."""
+    owner = Owner.read(_owner_file(directory, number).read_bytes()) if number else None
+    return owner is not None and is_earlier_start(owner.slurm, me.slurm)
+
+
+def _taken_over(directory: Path, taker: Owner | None) -> str:
+    return (
+        f"run {directory.parent.name} was taken over by {taker or 'another process'} "
+        "while this process stood still; this process must stop"
+    )
 
 
 def _note_if_gone(directory: Path, number: int, me: Owner, patience: float) -> str | None:
@@ -260,8 +299,7 @@ def _is_gone(owner: Owner, me: Owner) -> bool | None:
     if cluster is None or owner.slurm.get("cluster_name") != cluster or "job_id" not in owner.slurm:
         return None
     if owner.slurm["job_id"] == me.slurm["job_id"]:
-        before = owner.slurm.get("restart_count", "0").zfill(9) < me.slurm["restart_count"].zfill(9)
-        return True if before else None
+        return True if is_earlier_start(owner.slurm, me.slurm) else None
     return _job_is_gone(owner.slurm["job_id"])
 
 

@@ -88,23 +88,31 @@ def losing_cluster(request: pytest.FixtureRequest) -> Cluster:
 def test_nodes_are_lost(losing_cluster: Cluster, undisturbed: Result, tmp_path: Path) -> None:
     """One node crashes; another loses its network, and its rank goes on until it finds that it was replaced."""
     cluster = losing_cluster
-    (crashed,) = submit(cluster, FIT, "0.3", options=(*TWO_NODES, "--extra", "nodelist=n[1-2]"))
-    (cut,) = submit(cluster, FIT, "1.5", options=("--extra", "nodelist=n3"))
+    (crashed,) = submit(cluster, FIT, "0.3", options=(*TWO_NODES, "--exclusive"))
+    (cut,) = submit(cluster, FIT, "1.5", options=("--exclusive",))
     for job in (crashed, cut):
         job.until_step(3)
-        # SLURM waits for nodes that were asked for by name, though they are lost
-        cluster.run(["scontrol", "update", f"jobid={job.job}", "reqnodelist="], check=True)
+    assert (nodes_of(crashed), nodes_of(cut)) == ("n[1-2]", "n3")
     cluster.node("n2").crash()
     cluster.node("n3").cut()
+    crashed.until(lambda: cluster.restarts(crashed.job) == 1, "SLURM to see that a node is lost")
+    cluster.node("n2").start()
     for job in (crashed, cut):
         assert job.wait() == "COMPLETED", job.log
     assert crashed.result() == undisturbed
     cut.until(lambda: not works_on(cluster, "n3"), "the end of the rank that was cut off", timeout=60)
     cluster.node("n3").mend()
     assert cut.result() == local_result(tmp_path, FIT, processes=1)
+    assert [status for status, _ in crashed.attempts()] == ["failed", "done"]
+    assert [status for status, _ in cut.attempts()] == ["interrupted", "done"], (
+        "the replaced rank wrote nothing"
+    )
     for job in (crashed, cut):
-        assert [status for status, _ in job.attempts()] == ["interrupted", "done"]
         assert not (job.path / "failure.json").exists(), "what the old attempt says is not about the new one"
+
+
+def nodes_of(job: Submitted) -> str:
+    return job.cluster.run(["squeue", "-h", "-j", str(job.job), "-o", "%N"], check=True).stdout.strip()
 
 
 def works_on(cluster: Cluster, node: str) -> bool:

@@ -221,6 +221,21 @@ def test_owner_that_stood_still_learns_that_it_lost_the_run(start: Start) -> Non
     assert here.tell("check") == "mine"
 
 
+def test_an_earlier_start_of_the_same_job_is_replaced_though_it_lives_and_holds_the_flock(
+    start: Start,
+) -> None:
+    """As on a node that SLURM has given up, and that does not know it: here, in another space of process ids."""
+    job = {"SLURM_CLUSTER_NAME": "big", "SLURM_JOB_ID": "7"}
+    there = start("container", **job)
+    there.tell("take")
+    assert "in use" in start("here", **job).tell("take"), "another process of the same start"
+    assert "in use" in start("here", **(job | {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"})).tell("take")
+    here = start("here", **(job | {"SLURM_RESTART_COUNT": "1"}))
+    assert here.tell("take") == "held None"
+    assert there.process.wait(timeout=60) == RunLocked.exit_code, "it ends by itself, without being asked"
+    assert here.tell("check") == "mine"
+
+
 def test_of_many_hosts_that_come_at_once_one_wins(start: Start) -> None:
     trainers = [start(f"node{number}", patience=30) for number in range(5)]
     for trainer in trainers:
