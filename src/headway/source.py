@@ -51,6 +51,7 @@ class Answer:
     """What git said; `trouble` is why it could not."""
 
     out: bytes = b""
+    code: int = 0
     trouble: str | None = None
 
 
@@ -113,5 +114,5 @@ def git(cwd: Path, *command: str, patience: float | None = None) -> Answer:
         return Answer(trouble=f"git could not be started: {error.strerror}")
     complaint = done.stderr.decode(errors="backslashreplace").strip().removeprefix("fatal: ")
     if done.returncode and complaint:
-        return Answer(trouble=redact(complaint.splitlines()[0]))
-    return Answer(out=done.stdout)
+        return Answer(code=done.returncode, trouble=redact(complaint.splitlines()[0]))
+    return Answer(out=done.stdout, code=done.returncode)

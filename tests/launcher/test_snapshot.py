@@ -310,6 +310,26 @@ def test_a_commit_that_cannot_be_kept_is_a_note(run: Run, monkeypatch: pytest.Mo
     assert runs(run) == "v1 1\n" and not (run.snapshot_dir / ".git").exists()
 
 
+def test_a_folder_without_code_to_start_in(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    (project / "results" / "today").mkdir(parents=True)
+    monkeypatch.chdir(project / "results" / "today")
+    assert take(run, project / "train.py") == run.snapshot_dir / "results" / "today"
+    assert runs(run) == "v1 1\n"
+
+
+def test_a_git_that_is_killed_does_not_pass_for_an_empty_project(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "git").write_text(
+        f'#!/bin/sh\ncase "$*" in *--others*) kill -9 $$ ;; esac\nexec {shutil.which("git")} "$@"\n'
+    )
+    (tmp_path / "bin" / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    with pytest.raises(UsageError, match="git ended with status -9; mend it, or use --dirty live"):
+        take(run, "train.py")
+
+
 def test_one_copy_for_all_runs_of_a_sweep(run: Run) -> None:
     take(run, "train.py")
     other = Run.create(run.path.parent, name="other")

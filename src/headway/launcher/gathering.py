@@ -8,6 +8,7 @@ What stays behind is named, so that nobody learns from a failed job that `data/`
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -17,44 +18,21 @@ from typing import final
 from headway.errors import UsageError
 from headway.source import git
 
-_PATIENCE = (
-    120.0  # seconds: whoever submits waits for the listing of a large work tree rather than go without it
-)
+_PATIENCE = 120.0  # seconds: whoever submits waits for a large work tree rather than go without it
 _LARGEST_NEW = 1 << 20  # bytes of a file that git does not know; what is larger is hardly source code
 _MOST_NAMED = 50
 _MOST_FILES = 50_000
-_IMPORTED = (".py", ".pyi", ".so")
-_WRITTEN = (
-    *(*_IMPORTED, ".pyx", ".ipynb", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".sh"),
-    *(".yaml", ".yml", ".json", ".toml", ".cfg", ".conf", ".ini", ".csv", ".txt", ".jinja", ".j2"),
+_IMPORTED = re.compile(r"\.(py|pyi|so)")
+_WRITTEN = re.compile(
+    r"\.(py|pyi|so|pyx|ipynb|c|cc|cpp|cu|cuh|h|hpp|sh|yaml|yml|json|toml|cfg|conf|ini|csv|txt|jinja|j2)"
 )
-_NOISE = {
-    ".git",
-    ".hg",
-    ".svn",
-    ".venv",
-    ".tox",
-    ".nox",
-    ".eggs",
-    ".idea",
-    ".vscode",
-    ".DS_Store",
-    "node_modules",
-}
-_NOISE |= {"__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".ipynb_checkpoints"}
-_RESULTS = {
-    "build",
-    "checkpoints",
-    "data",
-    "datasets",
-    "dist",
-    "lightning_logs",
-    "logs",
-    "mlruns",
-    "outputs",
-    "runs",
-}
-_RESULTS |= {"tmp", "wandb"}
+_NOISE = re.compile(
+    r"\.(git|hg|svn|venv|tox|nox|eggs|idea|vscode|DS_Store|ipynb_checkpoints|(mypy|ruff|pytest)_cache)"
+    r"|__pycache__|node_modules|.*\.(pyc|egg-info)"
+)
+_RESULTS = re.compile(
+    "build|checkpoints|data|datasets|dist|lightning_logs|logs|mlruns|outputs|runs|tmp|wandb"
+)
 
 
 @final
@@ -143,15 +121,15 @@ def _new_files(root: Path) -> tuple[list[str], list[str]]:
         if not any(map(is_run, PurePath(name).parents)):
             verdicts[name] = _why_not(root / name, _WRITTEN, "not tracked by git")
     for name in _names(root, "--others", "--ignored", "--exclude-standard", "--directory"):
-        if not _NOISE & {*PurePath(name).parts} and not (root / name / "pyvenv.cfg").exists():
+        if not any(map(_NOISE.fullmatch, PurePath(name).parts)) and not (root / name / "pyvenv.cfg").exists():
             # a generated _version.py or a compiled extension is needed, whatever git thinks of it
             verdicts[name] = _why_not(root / name, _IMPORTED, "ignored by git")
     added = [name for name, reason in verdicts.items() if reason is None]
     return added, [f"{name} ({reason})" for name, reason in verdicts.items() if reason]
 
 
-def _why_not(path: Path, suffixes: tuple[str, ...], reason: str) -> str | None:
-    if path.is_symlink() or not path.is_file() or path.suffix not in suffixes:
+def _why_not(path: Path, suffixes: re.Pattern[str], reason: str) -> str | None:
+    if path.is_symlink() or not path.is_file() or not suffixes.fullmatch(path.suffix):
         return reason
     size = path.stat().st_size
     return f"{reason}, and {_size(size)} large" if size > _LARGEST_NEW else None
@@ -170,10 +148,10 @@ def _folder(folder: Path, limit: int, *, note: str) -> Code:
             name = str(path.relative_to(root))
             if total > limit or len(names) > _MOST_FILES:
                 return  # it is refused anyway: do not look through a whole dataset first
-            if path.name in _NOISE or path.suffix in (".pyc", ".egg-info"):
+            if _NOISE.fullmatch(path.name):
                 continue
             if path.is_symlink() or path.is_file():
-                if not _is_home(root) or path.suffix in _WRITTEN:
+                if not _is_home(root) or _WRITTEN.fullmatch(path.suffix):
                     names.append(name)
                     total += path.lstat().st_size
             elif not path.is_dir():
@@ -207,25 +185,23 @@ def _not_code(path: Path) -> str | None:
         return "a virtual environment"
     if (path / "run.json").exists():
         return "a run"
-    if path.name in _RESULTS and not any(path.glob("*.py")):
+    if _RESULTS.fullmatch(path.name) and not any(path.glob("*.py")):
         return "data or results, by its name"
     return None
 
 
 def _submodules(root: Path) -> dict[str, str]:
     """Path and commit of each submodule."""
-    staged = git(root, "ls-files", "-z", "--stage", patience=_PATIENCE)
-    lines = (os.fsdecode(line).partition("\t") for line in staged.out.split(b"\0"))
+    lines = (line.partition("\t") for line in _names(root, "--stage"))
     return {name: facts.split()[1] for facts, _, name in lines if facts.startswith("160000 ")}
 
 
 def _names(root: Path, *options: str) -> list[str]:
-    """Names from `git ls-files`, each once."""
+    """What `git ls-files` lists, each once."""
     answer = git(root, "ls-files", "-z", "--deduplicate", *options, patience=_PATIENCE)
-    if answer.trouble:
-        raise UsageError(
-            f"git cannot list the files of {root}: {answer.trouble}; mend it, or use --dirty live"
-        )
+    if answer.code or answer.trouble:
+        reason = answer.trouble or f"git ended with status {answer.code}"
+        raise UsageError(f"git cannot list the files of {root}: {reason}; mend it, or use --dirty live")
     return [os.fsdecode(name) for name in answer.out.split(b"\0") if name]
 
 

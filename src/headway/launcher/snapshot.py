@@ -72,9 +72,9 @@ def take(run: Run, script: str | os.PathLike[str], *, dirty: Dirty = "snapshot",
     code = gather(path, limit=limit)
     if dirty == "refuse":
         _refuse_changes(code)
-    note = _publish(code, run)
     here = Path.cwd()
     start = here if here.is_relative_to(code.root) else path if path.is_dir() else path.parent
+    note = _publish(code, run, start)
     run.record_snapshot(
         {
             "tree": "code/tree",
@@ -140,7 +140,7 @@ def _refuse_changes(code: Code) -> None:
         )
 
 
-def _publish(code: Code, run: Run) -> str | None:
+def _publish(code: Code, run: Run, start: Path) -> str | None:
     """Makes the copy under a hidden name and then shows it; returns what is worth a note."""
     staged = run.code_dir / f".tree-{secrets.token_hex(8)}.tmp"
     try:
@@ -149,9 +149,9 @@ def _publish(code: Code, run: Run) -> str | None:
             for name in code.names:
                 _copy(code.root, name, staged)
             note = _keep_commit(code, staged)
-            shutil.rmtree(
-                run.snapshot_dir, ignore_errors=True
-            )  # of a submission that was killed before it was recorded
+            (staged / start.relative_to(code.root)).mkdir(parents=True, exist_ok=True)  # it may hold no code
+            # of a submission that was killed before it was recorded
+            shutil.rmtree(run.snapshot_dir, ignore_errors=True)
             staged.rename(run.snapshot_dir)
             files.sync_dir(run.code_dir)
     except BaseException:
@@ -181,19 +181,12 @@ def _keep_commit(code: Code, tree: Path) -> str | None:
     """
     if code.commit is None:
         return None
-    fetch = [
-        "-c",
-        "core.hooksPath=/dev/null",
-        "-c",
-        "gc.auto=0",
-        "fetch",
-        "--quiet",
-        "--depth=1",
-        "--no-tags",
-    ]
+    fetch = (
+        "-c core.hooksPath=/dev/null -c gc.auto=0 fetch --quiet --depth=1 --no-tags --no-recurse-submodules"
+    )
     steps = (
         ["init", "--quiet", "--template="],
-        [*fetch, "--no-recurse-submodules", "--no-write-fetch-head", code.root.as_uri(), code.commit],
+        [*fetch.split(), "--no-write-fetch-head", code.root.as_uri(), code.commit],
         ["update-ref", "--no-deref", "HEAD", code.commit],
         ["read-tree", "HEAD"],
     )
