@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -144,30 +145,43 @@ def test_by_time_rank_0_says_when_and_all_save(tmp_path: Path, monkeypatch: pyte
 class Judged(Traced):
     """A validation metric that the test decides."""
 
-    values = (3.0, 1.0, 2.0)
+    values = (3.0, 1.0, 2.0, 2.5)
 
     def val_step(self, batch: Any) -> None:
         self.log("score", self.values[self.epoch], weight=len(batch[0]))
 
 
 @alone
-@pytest.mark.parametrize(("best", "kept"), [("val/score", 22), ("max:val/score", 11)])
-def test_the_best_stays(best: str, kept: int, tmp_path: Path) -> None:
-    pipe = make(tmp_path, Judged(), every=6, keep_best=best)
+@pytest.mark.parametrize(
+    ("best", "every", "kept", "others"),
+    [
+        ("val/score", 6, 22, [24, 30, 33]),
+        ("max:val/score", 6, 11, [24, 30, 33]),
+        (
+            "val/score",
+            11,
+            22,
+            [11, 33],
+        ),  # due at the last step of an epoch: the save waits for the validation
+    ],
+)
+def test_the_best_stays(best: str, every: int, kept: int, others: list[int], tmp_path: Path) -> None:
+    pipe = make(tmp_path, Judged(), every=every, keep_best=best)
     pipe.run()
-    assert saved(pipe) == sorted({kept, 24, 30, 33})
+    assert saved(pipe) == sorted({kept, *others})
     manifest = json.loads((pipe.directory.checkpoint_dir(kept) / "manifest.json").read_text())
     assert manifest["metrics"]["val/score"] == (1.0 if kept == 22 else 3.0)
 
 
 @alone
 def test_the_best_is_remembered_over_a_restart(tmp_path: Path) -> None:
-    cut_off = seeded(make(tmp_path, Judged(cut=25), every=6, keep_best="val/score"))
-    with pytest.raises(Cut):
-        cut_off.run()
-    pipe = make(tmp_path, Judged(), every=6, keep_best="val/score")
-    pipe.run()
-    assert saved(pipe) == [22, 24, 30, 33], "the score after 33 steps is no better than the one after 22"
+    for at in (25, None):
+        pipe = make(tmp_path, Judged(cut=at), every=12, keep_best="val/score", max_epochs=4)
+        with pytest.raises(Cut) if at else nullcontext():
+            pipe.run()
+    steps = [row["step"] for row in rows(pipe, "checkpoint")]
+    assert steps == [0, 11, 12, 22, 24, 36, 44], "the score after 33 steps is no better than the one after 22"
+    assert saved(pipe) == [22, 24, 36, 44]
 
 
 @alone
