@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -63,12 +62,6 @@ def length(loader: Iterable[Any], limit: int | None) -> int | None:
     except TypeError:
         return limit
     return count if limit is None else min(count, limit)
-
-
-def windows(batches: Iterator[Any], size: int) -> Iterator[list[Any]]:
-    """Groups of `size` batches; what is left at the end is a group, too."""
-    while window := list(islice(batches, size)):
-        yield window
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

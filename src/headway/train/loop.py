@@ -7,15 +7,17 @@ for _ in epochs(stage):             # hooks, set_epoch, the epoch's metrics
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from headway.dist import set_phase
 from headway.failpoints import armed, failpoint
-from headway.train.batches import windows
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from headway.train.stage import Stage
     from headway.train.trainval import TrainValStage
 
@@ -24,7 +26,7 @@ STOP, SAVE = (
     2,
 )  # flags that a rank raises at a log point: to stop, one is enough; when to save, rank 0 says
 
-_IN_SYNC = nullcontext()
+_WHOLE = (None,)
 
 
 def epochs(stage: Stage) -> Iterator[None]:
@@ -50,27 +52,37 @@ def epochs(stage: Stage) -> Iterator[None]:
 def train(stage: TrainValStage) -> Iterator[None]:
     """One epoch of training."""
     settings, split, precision = stage.settings, stage.pipe.split, stage.precision
-    between_steps = settings.val_steps is not None
+    between_steps, accumulate, autocast = (
+        settings.val_steps is not None,
+        settings.accumulate,
+        precision.autocast,
+    )
     loader, limit = stage.train_dataset(), settings.limit_train_batches
-    steps = windows(stage.feed(loader, limit, progress=stage.begin_pass(loader, limit)), settings.accumulate)
+    batches = stage.feed(loader, limit, progress=stage.begin_pass(loader, limit))
     stage.check_lengths()
     stage.zero_grad()
     while True:
         if between_steps and stage.validation_due(epoch_ends=False):
             yield
-        window = None if stage.ended else next(steps, None)
-        if window is None:
+        window = () if stage.ended else tuple(islice(batches, accumulate))  # the last one may be short
+        if not window:
             break
-        split.mark("backward")  # `shares` waits for other ranks, as the backward pass does
+        shares: Sequence[Tensor | float | None] = _WHOLE  # torch's own average over ranks
+        if accumulate > 1:
+            split.mark("backward")  # `shares` waits for other ranks, as the backward pass does
+            shares = stage.shares(window)
         losses = []
-        for number, (batch, share) in enumerate(zip(window, stage.shares(window), strict=True), start=1):
+        for number, (batch, share) in enumerate(zip(window, shares, strict=True), start=1):
             split.mark("compute")
-            # gradients travel once per step, with the last batch
-            with stage.no_sync() if number < len(window) else _IN_SYNC:
-                with precision.autocast:
+            if accumulate > 1:
+                stage.let_gradients_travel(number == len(window))  # once per step, with the last batch
+            if autocast is None:
+                loss = stage.check_loss(stage.train_step(batch))
+            else:
+                with autocast:
                     loss = stage.check_loss(stage.train_step(batch))
-                split.mark("backward")
-                precision.backward(loss if share is None else loss * share)
+            split.mark("backward")
+            precision.backward(loss if share is None else loss * share)
             losses.append((loss.detach(), stage.count_samples(batch)))
         split.mark("optimizer")
         if stage.step_optimizers():
@@ -93,7 +105,7 @@ def validate(stage: TrainValStage) -> None:
         for batch in stage.val_batches(loader):
             stage.pipe.split.mark("validation")
             set_phase("validation", stage.pipe.step)
-            with stage.precision.autocast:
+            with stage.precision.autocast or nullcontext():
                 loss = stage.val_step(batch)
             if loss is not None:
                 stage.log(loss_name, loss, weight=stage.count_samples(batch))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal, final, get_args
 
 import torch
@@ -31,9 +31,7 @@ class Precision:
         self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
 
         dtype = _AUTOCAST.get(name)
-        self.autocast: AbstractContextManager[object] = (
-            nullcontext() if dtype is None else torch.autocast(device.type, dtype)
-        )
+        self.autocast = None if dtype is None else torch.autocast(device.type, dtype)
         """Around forward and loss; entered anew in each step, not made anew, which would cost microseconds."""
 
     @contextmanager
@@ -55,12 +53,6 @@ class Precision:
         """Gradients as they are, for looking at their norm."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
-
-    def step(self, optimizer: Optimizer) -> None:
-        if self.scaler is None:
-            optimizer.step()
-        else:
-            self.scaler.step(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.scaler is None else self.scaler.state_dict()

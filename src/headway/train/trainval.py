@@ -104,9 +104,12 @@ class TrainValStage(Stage):
 
     def optimize(self) -> None:
         """Steps the optimisers."""
-        precision = self.precision
+        scaler = self.precision.scaler
         for optimizer in self.optimizers():
-            precision.step(optimizer)
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
 
     def gradient_clip(self) -> float | None:
         """The largest norm of all gradients together, for this step; by default the setting."""
@@ -167,10 +170,8 @@ class TrainValStage(Stage):
         groups = [group for optimizer in self.optimizers() for group in optimizer.param_groups]
         return [p for group in groups for p in group["params"] if p.grad is not None]
 
-    def shares(self, window: Sequence[Any]) -> Sequence[Tensor | float | None]:
+    def shares(self, window: Sequence[Any]) -> Sequence[Tensor | float]:
         """What each batch's mean loss counts in the mean over all samples of the window, on all ranks."""
-        if self.settings.accumulate == 1:
-            return [None]  # torch's own average over ranks; nothing is sent
         counts = [self.count_samples(batch) for batch in window]
         mine, size = sum(counts), self.pipe.world.world_size
         if size == 1:
@@ -179,13 +180,10 @@ class TrainValStage(Stage):
         c10d.all_reduce(every)  # ranks may have different last batches
         return [count / mine * (mine * size / every) for count in counts]
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Gradients only add up on this rank while in here."""
-        with ExitStack() as stack:
-            for model in self.pipe.registered.values():
-                stack.enter_context(model.no_sync())
-            yield
+    def let_gradients_travel(self, now: bool) -> None:
+        """Between ranks, with the next backward; else they only add up on this rank."""
+        for model in self.pipe.registered.values():
+            model.travel(now)
 
     def note_losses(self, losses: Sequence[tuple[Tensor, int]]) -> None:
         """Keeps the losses of one step's batches until the log point, where one operation adds them up."""
