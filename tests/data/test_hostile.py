@@ -240,6 +240,11 @@ def progressive(scans: int) -> bytes:
     return raw[:last] + raw[last:-2] * scans + raw[-2:]
 
 
+def story() -> bytes:
+    """An array whose header is long, and quoted by numpy when it complains."""
+    return b"\x93NUMPY\1\0" + (9000).to_bytes(2, "little") + b"{'" + b"x" * 8994 + b"':1}"
+
+
 BOMBS = {
     "a PNG that says 50,000 x 50,000": ("png", lambda: png(50_000, 50_000), "pixels"),
     "300 MB of zeros in 300 kB": (
@@ -253,7 +258,7 @@ BOMBS = {
     "a JPEG cut off": ("jpg", lambda: progressive(1)[:400], "cannot be decoded"),
     "another format under this name": ("png", lambda: b"SIMPLE  =  T" + bytes(4000), "cannot be decoded"),
     "a number of a million digits": ("cls", lambda: b"9" * 1_000_000, "cannot be decoded"),
-    "a million letters for a number": ("cls", lambda: b"x" * 1_000_000, "cannot be decoded"),
+    "an array with a story": ("npy", story, "npy of"),
     "a text of 20 MB": ("txt", lambda: b" " * 20_000_000, "bytes of text"),
     "lists in lists": ("json", lambda: b"[" * 1_000_000, "cannot be decoded"),
 }
