@@ -227,5 +227,23 @@ def test_variables_of_the_ranks(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.timeout(240)
+def test_twenty_jobs_at_once_do_not_meet() -> None:
+    """Three whose rank 0 takes a port of the kernel's choice, and seventeen that are given one by the agent."""
+    meets = (
+        "import os, socket; s = socket.create_server(('', int(os.environ['MASTER_PORT']))); print('got it')"
+    )
+    who = str(Path(__file__).parents[1] / "scripts" / "who.py")
+    command = [sys.executable, "-m", "headway", "run"]
+    jobs = [[*command, "--nproc", "2", who]] * 3 + [[*command, "-m", "timeit", "-n1", "-r1", meets]] * 17
+    running = [
+        subprocess.Popen(job, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for job in jobs
+    ]
+    for number, job in enumerate(running):
+        out, error = job.communicate(timeout=200)
+        assert job.returncode == 0, error
+        assert out.count("sum 3") == 2 if number < 3 else "got it" in out
+
+
 def test_a_free_port_is_free() -> None:
     assert len({teams.free_port() for _ in range(20)}) > 1

@@ -16,7 +16,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import final
@@ -53,7 +53,7 @@ class Agent:
 
     `team` are the agents of the other nodes. `announce` says whether the last words are this agent's, or those of
     whoever started all agents. A crash is followed by another round, up to `max_restarts` times, if checkpoints in
-    the run have grown since this one began.
+    the run have grown since this one began. `prepare` is done first, and gives further variables.
 
     >>> Agent([sys.executable, "train.py"], processes=4).run()
     0
@@ -70,6 +70,7 @@ class Agent:
         host: str | None = None,
         announce: bool = True,
         max_restarts: int = 0,
+        prepare: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         check_processes(processes)
         self._command = list(command)
@@ -80,6 +81,7 @@ class Agent:
         self._host = host
         self._announce = announce
         self._max_restarts = max_restarts
+        self._prepare = prepare
         self._running: list[Rank] = []
         self._ended: dict[int, int] = {}  # rank -> return code, in the order in which they ended
         self._pids: dict[int, int] = {}
@@ -91,6 +93,7 @@ class Agent:
         handlers = {number: signal.signal(number, self._forward) for number in _FORWARDED}
         team = self._team or Team(folder, number=0, size=1)
         try:
+            self._environ |= self._prepare()
             seats = team.gather(self._processes, host=self._host)
             for number in itertools.count():
                 team.begin_round(number)
@@ -150,7 +153,9 @@ class Agent:
             self._pids[rank.number] = rank.process.pid
         ranks = range(seats.first_rank, seats.first_rank + seats.processes)
         self._supervise(team, Watchdog(beats, ranks=ranks, world_size=seats.world_size))
-        return self._conclude(team, seats.world_size)
+        return self._conclude(
+            team, seats.world_size, spoken=any(heartbeat.read(beats, rank) for rank in ranks)
+        )
 
     def _supervise(self, team: Team, watchdog: Watchdog) -> None:
         """Waits for all ranks. Once one has failed, here or elsewhere, the others have a grace to leave, then none."""
@@ -209,8 +214,11 @@ class Agent:
             rank.tell(self._repeat[0])
         self._repeat = (self._repeat[0], now + _REPEAT_EVERY) if young else None
 
-    def _conclude(self, team: Team, world_size: int) -> Outcome:
-        """Agrees with the other agents on what happened, and says it, once and last."""
+    def _conclude(self, team: Team, world_size: int, *, spoken: bool) -> Outcome:
+        """Agrees with the other agents on what happened, and says it, once and last.
+
+        `spoken`: the ranks are headway's, and have said themselves that they stopped, and where.
+        """
         mine = self._outcome(team)
         code = int(mine["exit_code"])
         first = team.conclude(mine) if code else False
@@ -221,7 +229,7 @@ class Agent:
             patience = math.inf if self._max_restarts else 0  # they may need us for another round
         team.await_ends(patience, unless=lambda: signal.SIGTERM in self._signals)
         outcome = team.outcome() if code or patience else None
-        if first and self._announce:
+        if first and self._announce and not (spoken and code == Stopped.exit_code):
             print(words(mine, world_size), end="", file=sys.stderr, flush=True)
         return outcome or mine
 

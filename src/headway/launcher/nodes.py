@@ -27,12 +27,13 @@ def run_submitted(path: str) -> int:
     return Agent(
         job.program.command,
         processes=job.program.processes,
-        environ=job.program.environment(os.environ) | {"HEADWAY_RUN": str(run.path)} | staged(job.target),
+        environ=job.program.environment(os.environ) | {"HEADWAY_RUN": str(run.path)},
         cwd=job.program.cwd,
         team=team,
         host=_host(os.environ),
         announce=False,
         max_restarts=job.target.max_restarts,
+        prepare=lambda: staged(job.target),
     ).run()
 
 

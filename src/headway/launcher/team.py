@@ -26,8 +26,8 @@ from headway import files
 from headway.errors import RankFailure
 from headway.launcher.surroundings import Seating
 
-COMING = 300.0
-"""seconds that agents wait for each other to come"""
+COMING = 3600.0
+"""seconds that agents wait for each other to come: one of them may have to copy data to its node first"""
 _PAUSE = 0.1
 Outcome = dict[str, Any]
 """exit_code, and the record of the failure if there is one"""
