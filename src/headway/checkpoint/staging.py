@@ -11,14 +11,15 @@ import mmap
 import os
 import sys
 import tempfile
-import warnings
 from typing import Any, final
 
 import torch
 
 from headway.checkpoint.planning import Share
+from headway.errors import StorageError
 
 _GRAIN = 2 << 20  # a state that grows a little needs no new memory
+_PORTABLE = 1  # page-locked for all devices: cudaHostRegisterPortable
 
 
 @final
@@ -59,10 +60,10 @@ class Memory:
         devices = {tensor.device for _, tensor in tensors if tensor.is_cuda}
         self._reserve(share.size, pin=bool(devices))
         self._bytes[: len(share.header)] = torch.frombuffer(bytearray(share.header), dtype=torch.uint8)
-        for begin, tensor in tensors:
+        self._last = Staged([self._stage_device(device, tensors) for device in sorted(devices, key=str)])
+        for begin, tensor in tensors:  # while the devices copy
             if not tensor.is_cuda:
                 self._place(begin, tensor)
-        self._last = Staged([self._stage_device(device, tensors) for device in sorted(devices, key=str)])
         return self._last
 
     def _stage_device(
@@ -94,15 +95,13 @@ class Memory:
             # never closed by hand: the tensor keeps it, and it goes with the tensor
             self._bytes = torch.frombuffer(mmap.mmap(self.fd, whole), dtype=torch.uint8)
         if pin and not self._pinned:
-            refused = int(_cudart().cudaHostRegister(self._bytes.data_ptr(), len(self._bytes), 0))
-            self._pinned = refused == 0
-            if not self._pinned:
-                warnings.warn(
-                    f"{len(self._bytes)} bytes for checkpoints could not be page-locked (CUDA error {refused}): "
-                    "the copy from the device is slower",
-                    RuntimeWarning,
-                    stacklevel=4,
+            refused = int(_cudart().cudaHostRegister(self._bytes.data_ptr(), len(self._bytes), _PORTABLE))
+            if refused:
+                raise StorageError(
+                    f"{len(self._bytes)} bytes of host memory could not be page-locked to save from the GPU "
+                    f"(CUDA error {refused}): free host memory, or save with background=False"
                 )
+            self._pinned = True
 
     def _unpin(self) -> None:
         if self._pinned:
