@@ -164,10 +164,10 @@ class Keeper:
         self._pace.pause()
 
     def flags(self) -> int:
-        """For the word of flags at a log point: rank 0 has the clock."""
+        """For the word of flags at a log point, where rank 0's is heard: it has the clock."""
         every = self.policy.interval.seconds
         late = every is not None and not self.due and time.monotonic() - self._since >= every
-        return loop.SAVE if late and self.pipe.world.is_root else 0
+        return loop.SAVE if late else 0
 
     def hear(self, values: Mapping[str, Value]) -> None:
         """The metrics of an epoch or a validation."""
