@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -48,35 +49,41 @@ class Call:
 def main(argv: Sequence[str]) -> int:
     run = Run.open(argv[0])
     call = Call.read(run)
-    sys.path[:] = call.sys_path
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(
-            stream, io.TextIOWrapper
-        ):  # ranks share the job's log: whole lines, as soon as they are printed
-            stream.reconfigure(line_buffering=True, write_through=False)
+    _settle(run, call)
     from headway import dist
 
     world = dist.init(device=call.target.get("device", "auto"))
     dist.open_run()  # HEADWAY_RUN: failures are recorded there
     mine = run.call_dir / f"rank-{world.rank:05d}"
-    for suffix in (".pickle", ".error.json"):  # of an earlier attempt
-        mine.with_suffix(suffix).unlink(missing_ok=True)
-    function, args, kwargs, upon_finish = parcel.unpack(run.call_dir / "call.pickle", what=call.function)
-    if call.groups is not None:
-        kwargs = {**kwargs, "group": _group(call.groups, world.rank)}
+    result_file, error_file = mine.with_suffix(".pickle"), mine.with_suffix(".error.json")
+    for file in (result_file, error_file):  # of an earlier attempt
+        file.unlink(missing_ok=True)
     try:
+        function, args, kwargs, upon_finish = parcel.unpack(run.call_dir / "call.pickle", what=call.function)
+        if call.groups is not None:
+            kwargs = {**kwargs, "group": _group(call.groups, world.rank)}
         result = function(*args, **kwargs)
-        files.write_atomic(
-            mine.with_suffix(".pickle"), parcel.pack(result, what=f"what {call.function} returned")
-        )
+        files.write_atomic(result_file, parcel.pack(result, what=f"what {call.function} returned"))
         if upon_finish is not None:
             dist.barrier()  # all ranks have returned, and what they returned is safe
             if world.rank == 0:
                 upon_finish(result)
     except BaseException as error:
-        _leave_error(mine.with_suffix(".error.json"), error, world.rank)
+        _leave_error(error_file, error, world.rank)
         raise
     return DONE
+
+
+def _settle(run: Run, call: Call) -> None:
+    """Makes this process like the one that launched it, whoever started it."""
+    sys.path[:] = call.sys_path
+    # mpirun does not take variables to other hosts
+    os.environ.update(call.target.get("env", {}), HEADWAY_RUN=str(run.path))
+    os.environ.setdefault("HEADWAY_RUNS", str(run.path.parent))
+    for stream in (sys.stdout, sys.stderr):
+        # ranks share the job's log: whole lines, as soon as they are printed
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _group(groups: Ranks, rank: int) -> ProcessGroup:
