@@ -75,7 +75,7 @@ class Helper:
         if not answer:
             raise StorageError(
                 f"the helper process that was writing step {target.step} to {target.parent} {self._end()}; "
-                "earlier checkpoints are as they were"
+                "earlier checkpoints are as they were. See this rank's log, and whether the memory was full"
             )
         return _value(json.loads(answer))
 
@@ -106,9 +106,9 @@ class Helper:
         if status is None:  # it waits for a disk that does not answer, and ends when that does
             return "hangs in the kernel"
         return (
-            f"was killed by {signal.Signals(-status).name}"
-            if status < 0
-            else f"ended with exit code {status}"
+            f"ended with exit code {status}"
+            if status >= 0
+            else f"was killed by {signal.Signals(-status).name}"
         )
 
     def _reap(self, patience: float) -> None:
