@@ -12,6 +12,8 @@ import sys
 import tempfile
 import time
 import traceback
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ class Fit(hw.TrainValStage):
         return nn.functional.mse_loss(self.models["net"](x), y)
 
 
-def train() -> None:
+def train(epochs: int = EPOCHS) -> None:
     hw.seed(3, scope="rank")
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(SAMPLES, 8, generator=generator)
@@ -48,7 +50,7 @@ def train() -> None:
     pipe.register_optimizer("adam", lambda params: torch.optim.Adam(params, lr=3e-3))
     pipe.register_dataset("train", hw.data.DataLoader(data, global_batch_size=BATCH, shuffle=True, seed=5))
     pipe.register_dataset("val", hw.data.DataLoader(data, global_batch_size=BATCH * 2))
-    pipe.append_stage(Fit(log_every=1, val_every=2), max_epochs=EPOCHS)
+    pipe.append_stage(Fit(log_every=1, val_every=2), max_epochs=epochs)
     pipe.enable_checkpointing(resume="must", every=EVERY, keep_last=3)
     pipe.enable_ledger()
     pipe.run()
@@ -111,7 +113,30 @@ def run(trial: dict[str, Any]) -> dict[str, Any]:
         return {"codes": codes, "seconds": time.monotonic() - began}
 
 
+def import_what_ranks_import() -> None:
+    """Lets a child train alone, and imports all that it has imported: once here, and not in every rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        if not (pid := os.fork()):
+            code = 1
+            try:
+                os.dup2(2, 1)
+                os.environ["HEADWAY_RUN"] = str(hw.Run.create(folder, name="warm-up", world={}).path)
+                train(epochs=2)
+                (Path(folder) / "modules").write_text("\n".join(sys.modules))
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(pid, 0)[1] == 0
+        for name in (Path(folder) / "modules").read_text().split("\n"):
+            if name not in sys.modules and name.startswith(
+                ("torch", "numpy", "headway", "safetensors", "rich")
+            ):
+                with suppress(ImportError):  # made by hand, as some of torch are
+                    import_module(name)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    import_what_ranks_import()
     for line in sys.stdin:
         print(json.dumps(run(json.loads(line))), flush=True)
