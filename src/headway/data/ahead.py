@@ -113,4 +113,4 @@ class Ahead:
         if not window.complete:
             self._wake.set()
         self._let_go(paths)
-        self._wanted = {path: turn for turn, path in enumerate(self._cache.expect(paths))}
+        self._wanted = self._cache.expect(paths)

@@ -135,10 +135,10 @@ class CachedShards:
         self._held = {}
         return self._copy(source, -1, patience, lambda: False)
 
-    def expect(self, paths: Sequence[Path]) -> list[Path]:
-        """Tells which shards are needed next, in this order; returns those that there is room for all at once."""
+    def expect(self, paths: Sequence[Path]) -> dict[Path, int]:
+        """Tells which shards are needed next, in this order; returns those that there is room for, and their turns."""
         left = parse(self._how.budget, whole(Path(self._how.path)))
-        order, fitting = dict[str, int](), list[Path]()
+        order, fitting = dict[str, int](), dict[Path, int]()
         for turn, path in enumerate(path for path in paths if not self._stays(path)):
             if path not in self._keys:
                 with suppress(NotCached, HeadwayError):  # which is said when it is opened
@@ -146,10 +146,10 @@ class CachedShards:
             if path in self._keys:
                 order[self._keys[path]] = turn
                 left -= size_of(self._keys[path])
-                fitting += [path] if left >= 0 else []
+                if left >= 0:
+                    fitting[path] = turn
         self._order = order
-        for path in self._held.keys() - set(fitting):
-            del self._held[path]
+        self._held = {path: copy for path, copy in self._held.items() if path in fitting}
         return fitting
 
     def prepare(self, path: Path, turn: int, given_up: Callable[[], bool]) -> None:
