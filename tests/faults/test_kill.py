@@ -226,6 +226,19 @@ def test_kill_at_every_point_of_a_save_beside_the_training(
     print(f"{len(outcomes)} kills, {outcomes.count(2)} of them after the commit")
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_kill_of_a_rank_in_its_step(tmp_path: Path, forker: Forker, rank: int) -> None:
+    """Before anything is copied, and when all is copied and nothing written: the old one stays."""
+    assert forker.run(tmp_path / "dry", ranks=2, fault="nowhere:sleep=0", body="beside") == [0, 0]
+    expected, _ = judge(str(tmp_path / "dry"))
+    assert points_in("saver") == {"checkpoint.begin", "checkpoint.staged"}
+    for point in points_in("saver"):
+        fault = f"{point}:rank={rank}:kill9"
+        codes = forker.run(tmp_path / point, ranks=2, fault=fault, body="beside")
+        assert codes[rank] == -9 and not {0, 999} & set(codes), (fault, codes)
+        assert assert_old_or_new(tmp_path / point, expected, fault) == 1
+
+
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not here")
 @pytest.mark.timeout(1800 if FULL else 120)
 @pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 0), (2, 1)] if FULL else [(1, 0)])
