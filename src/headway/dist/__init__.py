@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         choose_run as choose_run,
         current_run as current_run,
         open_run as open_run,
+        record_failures_in as record_failures_in,
         terminal as terminal,
     )
     from headway.dist.signals import (
@@ -94,6 +95,7 @@ _HOME = {
     "print_rank": "headway.dist.objects",
     "print_root": "headway.dist.objects",
     "rank": "headway.dist.objects",
+    "record_failures_in": "headway.dist.shared_run",
     "root_first": "headway.dist.guard",
     "root_only": "headway.dist.guard",
     "seed": "headway.dist.seeding",

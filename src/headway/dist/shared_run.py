@@ -54,6 +54,15 @@ def choose_run(root: str | Path, *, name: str, config: object, resume: str | Pat
     return Choice(run=run, why=told["why"], finished=told["finished"])
 
 
+def record_failures_in(run: Run) -> None:
+    """Failures of this rank are recorded in `run`, until it trains in one: for jobs whose code need not train at all.
+
+    >>> record_failures_in(Run.open(os.environ["HEADWAY_RUN"]))  # doctest: +SKIP
+    """
+    current().run = run
+    HEART.belongs_to(run.path)
+
+
 def current_run() -> Run | None:
     """The run that this rank trains in; None before there is one."""
     return current().run if is_initialized() else None

@@ -53,7 +53,7 @@ def unpack(path: Path, *, what: str) -> Any:
         return pickle.loads(data)
     except (pickle.UnpicklingError, EOFError, ImportError, AttributeError, RuntimeError, TypeError) as error:
         raise HeadwayError(
-            f"{what} cannot be opened here ({type(error).__name__}: {error}); send and return what both sides can import"
+            f"{what} cannot be opened here ({type(error).__name__}: {error}); send what both sides can import"
         ) from error
 
 

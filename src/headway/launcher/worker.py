@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     from headway import dist
 
     world = dist.init(device=call.target.get("device", "auto"))
-    dist.open_run()  # HEADWAY_RUN: failures are recorded there
+    dist.record_failures_in(run)
     mine = run.call_dir / f"rank-{world.rank:05d}"
     result_file, error_file = mine.with_suffix(".pickle"), mine.with_suffix(".error.json")
     for file in (result_file, error_file):  # of an earlier attempt
