@@ -21,12 +21,13 @@ from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, suppress
 from functools import partial
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
 
 from headway import failpoints
-from headway.data import checksums, fetching, pack
+from headway.data import checksums, fetching, leases, pack
 from headway.data.cache import CachedShards, NodeCache
 from headway.data.cachefolder import CacheFolder
 from headway.data.leases import Deadline, NotCached, WaitedTooLong
@@ -375,8 +376,18 @@ def test_a_stopped_process_with_any_lock_stops_nobody(held: str, shards: list[Pa
     for file in files:
         fcntl.flock(file, fcntl.LOCK_EX)
     cache = at(tmp_path, patience=0.2)
-    assert contents(cache, shards[0]) == truth(shards[0])
-    assert cache.counts["source"] == 1
+    with pytest.MonkeyPatch.context() as patch:
+        waits = []
+        patch.setattr(leases.time, "sleep", lambda seconds: waits.append(seconds) or sleep(seconds))
+        assert contents(cache, shards[0]) == truth(shards[0])
+        assert waits
+        waits.clear()
+        assert contents(cache, shards[1]) == truth(shards[1])
+        assert not waits, "not twice"
+    assert cache.counts["source"] == 2
+    if held != "slots":
+        with pytest.raises(UsageError, match=r"cannot be used: waited 0\.1 s"):
+            NodeCache(path=tmp_path, patience=0.1).sweep()
     for file in files:
         file.close()
 

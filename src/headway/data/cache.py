@@ -17,8 +17,8 @@ import time
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -63,31 +63,30 @@ class NodeCache:
 
     def ls(self) -> list[Found]:
         """What this user has in the cache now, by whichever process."""
-        folder = self._folder()
-        if folder is None:
-            return []
-        try:
-            return folder.found()
-        finally:
-            folder.close()
+        with self._joined() as folder:
+            return folder.found() if folder else []
 
     def sweep(self) -> int:
         """Removes what killed processes left behind, and all if nobody uses the cache; returns how many bytes."""
-        folder = self._folder()
-        if folder is None:
-            return 0
-        before, swept = folder.used(), folder.sweep(Deadline(self.patience))
-        return before if folder.leave() else swept
+        with self._joined() as folder:
+            if folder is None:
+                return 0
+            before, swept = folder.used(), folder.sweep(Deadline(self.patience))
+            return before if folder.leave() else swept
 
-    def _folder(self) -> CacheFolder | None:
-        """The directory, if there is one: looking makes none."""
+    @contextmanager
+    def _joined(self) -> Iterator[CacheFolder | None]:
+        """The directory, if there is one: looking makes none, and leaves all as it is."""
         parent = Path(self.path)
-        if not CacheFolder.under(parent).exists():
-            return None
         try:
-            return CacheFolder.join(parent, Deadline(self.patience))
-        except NotCached as trouble:
+            folder = None
+            if CacheFolder.under(parent).exists():
+                folder = CacheFolder.join(parent, Deadline(self.patience))
+            yield folder
+        except (NotCached, OSError) as trouble:
             raise UsageError(f"the node cache cannot be used: {trouble}") from trouble
+        if folder is not None:
+            folder.close()
 
 
 @final
@@ -164,7 +163,7 @@ class CachedShards:
         return self._local[path.parent] and not self._how.copy_local
 
     def _copy(self, source: File, turn: int, patience: float, given_up: Callable[[], bool]) -> Copy:
-        folder, key = self._join(), identify(source)
+        folder, key = self._join(patience), identify(source)
         self._keys[source.path] = key
         terms = Terms(
             budget=self._how.budget,
@@ -182,10 +181,10 @@ class CachedShards:
         self._sound.add(key)
         return copy
 
-    def _join(self) -> CacheFolder:
+    def _join(self, patience: float) -> CacheFolder:
         with self._lock:
             if self._folder is None:
-                self._folder = CacheFolder.join(Path(self._how.path), Deadline(self._how.patience))
+                self._folder = CacheFolder.join(Path(self._how.path), Deadline(patience))
                 weakref.finalize(self, self._folder.leave)
             return self._folder
 

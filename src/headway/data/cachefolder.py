@@ -157,12 +157,13 @@ class CacheFolder:
         handle.close()
         return None
 
-    def publish(self, key: str, handle: Handle) -> None:
+    def publish(self, key: str, handle: Handle, deadline: Deadline) -> None:
         """Gives a whole copy its name. From here on it may be read, and only read."""
         where = self._directory.fd
         os.rename(f"{key}.part", f"{key}.shard", src_dir_fd=where, dst_dir_fd=where)
         failpoint("cache.published")
-        if not handle.lock(LOCK_SH) or not self._is(handle, f"{key}.shard"):
+        handle.wait(LOCK_SH, deadline, "a copy that is being removed")
+        if not self._is(handle, f"{key}.shard"):
             raise NotCached("its copy was removed at once")
 
     def abandon(self, key: str, handle: Handle) -> None:
@@ -204,15 +205,14 @@ class CacheFolder:
         those that are needed last; never one that is needed before `turn`. The caller holds the ledger.
         """
         freed = 0
-        for name in sorted(self._names(), key=lambda name: self._worth(name, order)):
-            if freed >= want:
+        for (kind, next_use), name in sorted((self._worth(name, order), name) for name in self._names()):
+            if freed >= want or (kind == 2 and -next_use <= turn):
                 break
-            if self._worth(name, order)[0] < 2 or order[name.removesuffix(".shard")] > turn:
-                freed += self._remove(name)
+            freed += self._remove(name)
         return freed
 
     def _worth(self, name: str, order: Mapping[str, int]) -> tuple[int, float]:
-        """Parts, whose fetchers are gone if they can be removed; unknown copies by age; copies by next use."""
+        """Parts first: if one can be removed, its fetcher is gone. Then unknown copies by age, then others by next use."""
         key = name.removesuffix(".shard")
         if key in order:
             return 2, -order[key]
@@ -244,10 +244,7 @@ class CacheFolder:
                 note = (
                     Note.read(os.pread(handle.fd, _LONGEST_NOTE, size_of(key))) if kind == "shard" else None
                 )
-                if key:
-                    files.append(
-                        Found(key, note and note.source, self._bytes(name), not handle.lock(LOCK_EX))
-                    )
+                files.append(Found(key, note and note.source, self._bytes(name), not handle.lock(LOCK_EX)))
         return files
 
     # --- names

@@ -19,9 +19,7 @@ from headway.failpoints import failpoint
 
 _STEP = 8 * 2**20
 _PAGE = 4096
-_SETTLED = (
-    2.0  # seconds: file systems count time in ticks, and two versions of a file in one tick look the same
-)
+_SETTLED = 2.0  # seconds: file systems count in ticks, and two versions of a file in one tick look the same
 
 
 def identify(source: File) -> str:
@@ -67,7 +65,7 @@ def get(folder: CacheFolder, key: str, source: File, terms: Terms) -> tuple[Copy
                     with folder.slot(terms.slots, terms.deadline):
                         _reserve(folder, part, source, terms)
                         note = _copy(part, source, terms)
-                    folder.publish(key, part)
+                    folder.publish(key, part, terms.deadline)
                     return Copy(folder.map(part, key), note), True
             finally:
                 folder.abandon(key, part)
