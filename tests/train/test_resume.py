@@ -117,6 +117,7 @@ def assert_same(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
+    "fp16": ({"precision": "fp16"}, {}),
     "best": ({}, {"keep_best": "train/accuracy", "every": "1h"}),
     "accumulate": ({"accumulate": 2}, {}),  # 6 steps in an epoch, the last of one batch
     "all": (
@@ -126,6 +127,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 CUTS = {
     "plain": [1, 2, 8, 12, 13, ("val", 11), ("epoch", 1), ("epoch", 3), 33],
+    "fp16": [8],
     "best": [13],
     "accumulate": [2, 6, 7, ("val", 6)],
     "all": [5, ("val", 4), ("val", 8), 11, 14],
@@ -433,7 +435,7 @@ def launch(folder: Path, nproc: int, *words: str, fault: str = "") -> tuple[int,
         str(folder),
         *words,
     ]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=110, cwd=folder)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, cwd=folder)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -462,6 +464,7 @@ def by_hand() -> tuple[list[list[int]], list[float]]:
 LONG = pytest.mark.skipif(os.environ.get("HEADWAY_FAULTS") != "full", reason="HEADWAY_FAULTS=full")
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 @pytest.mark.parametrize(
     "sizes", [(3, 2, 1), *(pytest.param(each, marks=LONG) for each in [(4, 3, 2), (4, 2, 1), (4, 1, 3)])]

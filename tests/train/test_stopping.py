@@ -121,7 +121,7 @@ def test_ranks_that_are_far_apart(tmp_path: Path) -> None:
     with pytest.raises(Stopped, match="stopped by SIGUSR2"):
         pipe.run()
     steps = hw.all_gather_object(pipe.step)
-    assert len(set(steps)) == 1 and 20 < steps[0] < 2000, steps
+    assert len(set(steps)) == 1 and 20 < steps[0] <= 2000, steps
 
 
 @alone
@@ -258,27 +258,29 @@ def start(folder: Path, *command: str) -> subprocess.Popen[str]:
 
 
 def finish(folder: Path, *command: str) -> None:
-    done = subprocess.run([*command, str(SCRIPT), str(folder)], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([*command, str(SCRIPT), str(folder)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "done at step 15" in done.stdout, done.stdout + done.stderr
     lines = [json.loads(line) for line in (folder / "steps-0.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 16)), "no step twice"
 
 
+@pytest.mark.timeout(600)
 def test_a_script_alone_exits_with_75(tmp_path: Path) -> None:
     process = start(tmp_path, sys.executable)
     process.send_signal(signal.SIGTERM)
-    text, _ = process.communicate(timeout=60)
+    text, _ = process.communicate(timeout=300)
     assert process.returncode == 75, text
     assert text.rstrip().endswith("with a checkpoint: the same command goes on"), text
     assert "Traceback" not in text
     finish(tmp_path, sys.executable)
 
 
+@pytest.mark.timeout(600)
 def test_ranks_under_headway_run_exit_with_75(tmp_path: Path) -> None:
     command = (sys.executable, "-m", "headway", "run", "--nproc", "2")
     process = start(tmp_path, *command)
     process.send_signal(signal.SIGUSR1)
-    text, _ = process.communicate(timeout=60)
+    text, _ = process.communicate(timeout=300)
     assert process.returncode == 75, text
     assert "stopped by SIGUSR1" in text and "Traceback" not in text and "failed" not in text, text
     (run,) = (tmp_path / "runs").iterdir()
