@@ -22,7 +22,7 @@ import headway as hw
 from headway.data import Limits, Shard, ShardLoader, pack
 from headway.data.decode import decode
 from headway.data.shards import members, walk
-from headway.errors import BadSample, BadShard, HeadwayError
+from headway.errors import BadSample, BadShard, HeadwayError, UsageError
 from headway.testing import ranks
 
 
@@ -397,3 +397,23 @@ def test_bad_samples_are_written_down_once_in_the_run(tmp_path: Path) -> None:
     assert all(len({line["key"] for line in lines}) == len(lines) for lines in mine), "each once"
     assert all(line["dataset"] == "data" and "a cls of" in line["reason"] for lines in mine for line in lines)
     assert all("\x1b" not in file.read_text() for file in files)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "pipe:touch sprung",
+        "file:///etc/passwd",
+        "http://169.254.169.254/x.tar",
+        "/**/**/**/*.tar",
+        "$(touch sprung)",
+    ],
+)
+def test_only_files_are_shards_and_no_shell_is_asked(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for source in (where, [where]):
+        with pytest.raises(UsageError):
+            ShardLoader(source, batch_size=1)
+    assert not list(tmp_path.iterdir())

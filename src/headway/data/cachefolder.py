@@ -212,7 +212,7 @@ class CacheFolder:
         return freed
 
     def _worth(self, name: str, order: Mapping[str, int]) -> tuple[int, float]:
-        """Parts first: if one can be removed, its fetcher is gone. Then unknown copies by age, then others by next use."""
+        """Parts first: if one can be removed, its fetcher is gone. Then unknown copies by age, others by next use."""
         key = name.removesuffix(".shard")
         if key in order:
             return 2, -order[key]

@@ -27,6 +27,8 @@ def paths_of(name: str, where: Shards, catalog: Catalog | None = None) -> list[P
         raise UsageError(
             f"dataset {name!r}: {str(where)!r} is not a path; shards are read from file systems only"
         )
+    elif str(where).count("**") > 1:  # takes longer with the power of them, and finds files several times
+        raise UsageError(f"dataset {name!r}: {str(where)!r} has '**' more than once; give it once, or a list")
     elif Path(where).is_dir():
         paths = sorted(Path(where).glob("*.tar"))
     else:
