@@ -79,7 +79,10 @@ def test_a_submission_that_was_killed_halfway_is_made_anew(run: Run) -> None:
 
 
 def test_untracked_files_that_matter_come_along_and_the_rest_is_named(project: Path, run: Run) -> None:
-    (project / ".gitignore").write_text("_version.py\ndata/\n*.bin\n__pycache__\n")
+    (project / ".gitignore").write_text("_version.py\ndata/\n*.bin\n__pycache__\n.cache-of-a-tool\n.env\n")
+    (project / ".cache-of-a-tool").mkdir()
+    (project / ".cache-of-a-tool" / "x").touch()
+    (project / ".env").touch()
     (project / "train.py").write_text("import layers, _version\nprint(layers.depth, _version.number)\n")
     (project / "layers.py").write_text("depth = 12\n")
     (project / "_version.py").write_text("number = 7\n")  # generated, ignored, imported
@@ -95,6 +98,7 @@ def test_untracked_files_that_matter_come_along_and_the_rest_is_named(project: P
     assert load(run).added == ("_version.py", "config/small.yaml", "layers.py")
     assert set(load(run).left_out) == {
         ".gitignore (not tracked by git)",
+        ".env (ignored by git)",
         "data/ (ignored by git)",
         "weights.bin (ignored by git)",
         "table.json (not tracked by git, and 2.0 MB large)",

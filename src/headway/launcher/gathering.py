@@ -121,7 +121,9 @@ def _new_files(root: Path) -> tuple[list[str], list[str]]:
         if not any(map(is_run, PurePath(name).parents)):
             verdicts[name] = _why_not(root / name, _WRITTEN, "not tracked by git")
     for name in _names(root, "--others", "--ignored", "--exclude-standard", "--directory"):
-        if not any(map(_NOISE.fullmatch, PurePath(name).parts)) and not (root / name / "pyvenv.cfg").exists():
+        hidden_folder = name.startswith(".") and name.endswith("/")  # caches of tools
+        noise = hidden_folder or any(map(_NOISE.fullmatch, PurePath(name).parts))
+        if not noise and not (root / name / "pyvenv.cfg").exists():
             # a generated _version.py or a compiled extension is needed, whatever git thinks of it
             verdicts[name] = _why_not(root / name, _IMPORTED, "ignored by git")
     added = [name for name, reason in verdicts.items() if reason is None]
