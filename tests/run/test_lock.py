@@ -236,6 +236,19 @@ def test_an_earlier_start_of_the_same_job_is_replaced_though_it_lives_and_holds_
     assert here.tell("check") == "mine"
 
 
+def test_only_a_smaller_count_of_the_same_job_is_an_earlier_start() -> None:
+    ours = {"cluster_name": "big", "job_id": "7", "restart_count": "10"}
+    assert runlock.is_earlier_start(ours | {"restart_count": "9"}, ours)
+    for other in (
+        {},
+        {"restart_count": "10"},
+        {"restart_count": "11"},
+        {"job_id": "6", "restart_count": "0"},
+    ):
+        assert not runlock.is_earlier_start(ours | other, ours)
+    assert not runlock.is_earlier_start({}, {})
+
+
 def test_of_many_hosts_that_come_at_once_one_wins(start: Start) -> None:
     trainers = [start(f"node{number}", patience=30) for number in range(5)]
     for trainer in trainers:
