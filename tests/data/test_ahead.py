@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -107,6 +108,28 @@ def test_loops_leave_no_threads_behind(folder: Path, tmp_path: Path) -> None:
         break
     list(loader)
     assert threading.active_count() == before
+
+
+def test_a_copy_under_way_is_given_up_when_the_loop_ends(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copying = threading.Event()
+
+    def slow(name: str) -> None:
+        if name == "cache.copying" and threading.current_thread().name == "headway cache":
+            copying.set()
+            time.sleep(0.01)
+
+    monkeypatch.setattr(fetching, "failpoint", slow)
+    monkeypatch.setattr(fetching, "_STEP", 10)  # a shard would take minutes
+    before = threading.active_count()
+    loader = ShardLoader(folder, batch_size=6, cache=NodeCache(path=tmp_path, copy_local=True, patience=0))
+    iterator = iter(loader)
+    next(iterator)
+    assert copying.wait(60)
+    iterator.close()
+    assert threading.active_count() == before
+    assert not list(tmp_path.glob("*/*.part"))
 
 
 @ranks(2)

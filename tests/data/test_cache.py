@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 
 from headway import failpoints
-from headway.data import checksums, fetching, leases, pack
+from headway.data import cachefolder, checksums, fetching, leases, pack
 from headway.data.cache import CachedShards, NodeCache
 from headway.data.cachefolder import CacheFolder
 from headway.data.leases import Deadline, NotCached, WaitedTooLong
@@ -316,6 +316,20 @@ def test_a_part_that_is_published_before_it_could_be_claimed_is_not_written_to(
     assert contents(other, shards[0]) == truth(shards[0])
     assert other.counts["hit"] == 1 and not other.counts["copied"]
     assert copy.read_bytes() == before
+
+
+def test_a_copy_that_is_removed_as_soon_as_it_has_its_name_is_not_read(
+    shards: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bytes would take space that nobody counts."""
+    monkeypatch.setattr(
+        cachefolder,
+        "failpoint",
+        lambda name: name == "cache.published" and next(tmp_path.glob("*/*.shard")).unlink(),
+    )
+    cache = at(tmp_path)
+    assert contents(cache, shards[0]) == truth(shards[0])
+    assert cache.counts["source"] == 1
 
 
 def test_an_evictor_killed_before_it_removes_leaves_a_whole_copy(shards: list[Path], tmp_path: Path) -> None:
