@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from headway.cli import main
 from headway.errors import StorageError, UsageError
 from headway.launcher import staging
 from headway.launcher.jobscript import job_script
@@ -54,6 +56,16 @@ def test_folders_and_files(source: Path, node: Path) -> None:
     os.utime(source / "a" / "2.tar", ns=(1, 1))  # another file, by its looks
     again = stage([source, single])
     assert (again.files, again.copied) == (7, 2501 + 2502)
+
+
+def test_the_verb(source: Path, node: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "stage", str(source)]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == str(node / "data set")
+    assert main(["data", "stage", "--tmp", str(node), "--json", str(source)]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts == {"paths": [str(node / "data set")], "files": 6, "bytes": 12510, "copied": 0}
+    assert main(["data", "stage", str(source / "nope")]) == 2
+    assert "there is nothing to stage at" in capsys.readouterr().err
 
 
 def test_it_goes_on_within_a_file(source: Path, node: Path) -> None:

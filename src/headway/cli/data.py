@@ -37,6 +37,7 @@ usage: headway data VERB [OPTIONS] ...
   index   write an index beside shards that have none: for DALI, and to start faster
   check   read everything: is it whole, named well, can it be decoded? 1 if not
   bench   how fast are these shards here, and what is the limit
+  stage   copy data to this node's own disk, once, before the ranks need it
   stubs   a Python module with the names of datasets, for completion in editors
 
 examples:
@@ -62,6 +63,7 @@ def main(argv: list[str]) -> int:
         "index": _index,
         "check": _check,
         "bench": _bench,
+        "stage": _stage,
         "stubs": _stubs,
     }
     if not argv or argv[0] in ("-h", "--help"):
@@ -70,6 +72,12 @@ def main(argv: list[str]) -> int:
     if argv[0] not in verbs:
         raise UsageError(f"there is no data verb {argv[0]!r}; see: headway data --help")
     return verbs[argv[0]](argv[1:])
+
+
+def _stage(argv: list[str]) -> int:
+    from headway.cli import stage
+
+    return stage.main(argv)
 
 
 @dataclass(frozen=True, kw_only=True)

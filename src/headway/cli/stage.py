@@ -1,0 +1,42 @@
+"""`headway data stage`: data to a node's own disk. Parses, calls the launcher room, prints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from headway.cli.checkpoint import size
+from headway.errors import DONE
+from headway.launcher.staging import stage
+
+_EXAMPLES = """\
+examples:
+  headway data stage /datasets/imagenet /datasets/labels.csv      into $SLURM_TMPDIR
+  headway data stage --tmp /scratch/me /datasets/imagenet
+  srun --ntasks-per-node=1 headway data stage /datasets/imagenet  on each node of a job
+
+Started twice, it copies what is missing; started by many at once, one copies and the others wait.
+For a job that headway submits: headway submit --pre /datasets/imagenet ...
+"""
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="headway data stage",
+        description="Copies files and folders to a node's own disk, whole and once.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("sources", metavar="SOURCE", nargs="+", help="file or folder; links are followed")
+    parser.add_argument("--tmp", metavar="DIR", help="where to (default: $SLURM_TMPDIR)")
+    parser.add_argument("--json", action="store_true", help="print facts for programs")
+    options = parser.parse_args(argv)
+    staged = stage(options.sources, options.tmp)
+    if options.json:
+        facts = {"files": staged.files, "bytes": staged.bytes, "copied": staged.copied}
+        print(json.dumps({"paths": [str(path) for path in staged.paths], **facts}, indent=1))
+        return DONE
+    for path in staged.paths:
+        print(path)
+    print(f"{staged.files} files, {size(staged.bytes)}, of which {size(staged.copied)} were copied now")
+    return DONE
