@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import headway as hw
@@ -51,7 +54,8 @@ def killed():
     hw.barrier()
 
 def waits(path):
-    path.touch()
+    path.with_suffix(".tmp").write_text(str(os.getpid()))
+    path.with_suffix(".tmp").rename(path)
     time.sleep(100)
 
 def leaves():
@@ -154,6 +158,21 @@ def test_waiting_and_cancelling(work: Any, tmp_path: Path) -> None:
     with pytest.raises(HeadwayError, match="was interrupted; there is no result"):
         job.result()
     job.cancel()  # nothing left to do, and no other process of that number is hit
+
+
+def test_a_job_whose_keeper_is_killed(work: Any, tmp_path: Path) -> None:
+    job = hw.launch(work.waits, tmp_path / "begun")
+    while not (tmp_path / "begun").exists():
+        assert job.state() == "running"
+        time.sleep(0.05)
+    os.kill(json.loads(job.run.submission_file.read_text())["pid"], signal.SIGKILL)
+    assert job.wait(timeout=60) == "lost"
+    with pytest.raises(RankFailure, match=r"left no result: pid .* is gone and left no word"):
+        job.result()
+    rank = int((tmp_path / "begun").read_text())
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(rank).wait(30)  # it dies with its parent
+    assert not psutil.pid_exists(rank)
 
 
 def test_no_result(work: Any) -> None:
