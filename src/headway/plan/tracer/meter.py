@@ -17,6 +17,9 @@ from torch.utils.flop_counter import flop_registry
 
 BLOCK = 512
 """CUDA's caching allocator hands out multiples of this."""
+WORKSPACE = 32 << 20
+"""cuBLAS's workspace on Hopper; 8 MiB on older devices."""
+_BLAS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot"})
 
 
 class Event(NamedTuple):
@@ -57,6 +60,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.queue: list[tuple[str, Work]] = []  # phase and kernel, in the order of their launch
         self.phase = "build"
         self.module = ""
+        self._workspaces: set[str] = set()  # phases that have one
         self._restore: Callable[[], None] = lambda: None
         self._alive: dict[int, tuple[int, int, weakref.ref[Any]]] = {}
 
@@ -148,6 +152,17 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _CAUSAL and len(args) > _CAUSAL[func] and args[_CAUSAL[func]]:
             name = f"{name} (causal)"  # CUDA's kernels skip the masked half; the count stays whole
         self.queue.append((self.phase, Work(name, flops, touched)))
+        if name in _BLAS:
+            self._give_workspace()
+
+    def _give_workspace(self) -> None:
+        """cuBLAS has one for each thread that multiplies, and keeps it: the caller's, and that of the backward pass."""
+        if self.phase in ("forward", "backward") and self.phase not in self._workspaces:
+            self._workspaces.add(self.phase)
+            serial = len(self.births)
+            self.births[serial] = Birth(self.phase, "", "workspace")
+            self.labels[serial] = "workspaces"
+            self.events.append(Event(serial, WORKSPACE))
 
 
 _MADE_REAL = (torch.ops.aten.arange, torch.ops.aten.linspace, torch.ops.aten.logspace)

@@ -17,14 +17,16 @@ from torch.utils._pytree import tree_map
 
 # operations that CUDA's autocast runs in fp32 and the CPU's leaves alone
 _CUDA_FP32 = (
-    "layer_norm", "group_norm", "softmax.int", "log_softmax.int", "exp", "expm1", "log", "log10", "log2", "log1p",
+    "layer_norm", "group_norm", "exp", "expm1", "log", "log10", "log2", "log1p",
     "pow.Tensor_Scalar", "pow.Tensor_Tensor",
     "pow.Scalar", "reciprocal", "rsqrt", "softplus", "norm.Scalar", "norm.ScalarOpt_dim", "cosine_similarity",
     "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "soft_margin_loss", "binary_cross_entropy_with_logits",
     "logsumexp", "nll_loss_nd",
 )  # fmt: skip
-# those that it asks for an fp32 result, without a copy of what goes in
-_CUDA_FP32_RESULT = ("sum", "sum.dim_IntList", "prod", "prod.dim_int", "cumsum", "cumprod")
+# those that it asks for an fp32 result, unless another was asked for: cross_entropy asks for that of its input
+_CUDA_FP32_RESULT = (
+    "softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", "prod", "prod.dim_int", "cumsum", "cumprod",
+)  # fmt: skip
 
 
 def install() -> list[torch.library.Library]:
@@ -69,6 +71,9 @@ def _autocast_as_cuda() -> torch.library.Library:
         packet, _, overload = name.partition(".")
         operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
         rules.impl(name, rule(operation, keys), "AutocastCPU")  # type: ignore[no-untyped-call]
+    # the CPU's rule casts what goes in; CUDA has none, and the parts follow theirs
+    whole = torch.ops.aten.cross_entropy_loss.default
+    rules.impl("cross_entropy_loss", whole.decompose, "AutocastCPU", allow_override=True)  # type: ignore[no-untyped-call]
     return rules
 
 
@@ -79,7 +84,8 @@ def _low(value: Any) -> bool:
 def _to_fp32(operation: Callable[..., Any], keys: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(keys):
-            if _low(args[0]) and kwargs.get("dtype") is None:
+            asked = [kwargs.get("dtype"), *args[1:]]
+            if _low(args[0]) and not any(isinstance(value, torch.dtype) for value in asked):
                 kwargs["dtype"] = torch.float32
             return operation(*args, **kwargs)
 
