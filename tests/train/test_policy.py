@@ -269,6 +269,24 @@ def test_a_finished_run_is_not_gone_on_with(tmp_path: Path) -> None:
 
 
 @alone
+def test_a_run_that_never_got_to_its_first_checkpoint(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Early(Callback):
+        def pre_run(self, pipe: Pipeline) -> None:  # noqa: ARG002
+            raise Cut
+
+    first = make(tmp_path, Traced())
+    first.add_callback(Early())
+    with pytest.raises(Cut):
+        first.run()
+    second = make(tmp_path, Traced(), max_epochs=1)
+    second.run()
+    assert second.directory == first.directory
+    assert "has no checkpoint yet: it begins here" in capfd.readouterr().out
+
+
+@alone
 def test_after_the_end_there_is_nothing_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,9 @@ VARIABLE = "HEADWAY_RUN"
 """names the run directory that was made when the job was submitted"""
 
 
+NEW = "new"
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class Choice:
@@ -60,7 +63,7 @@ def choose(
             f'resume="must", but there is no unfinished run {name!r} with these settings in {root}: start one with '
             'resume="auto", or give the directory of the run'
         )
-    return Choice(run=Run.create(root, name=name, config=config, world=world), why="new")
+    return Choice(run=Run.create(root, name=name, config=config, world=world), why=NEW)
 
 
 def _open(path: str | Path) -> Run:

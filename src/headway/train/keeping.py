@@ -21,7 +21,7 @@ from headway.checkpoint import stopping
 from headway.checkpoint.policy import Policy
 from headway.dist import set_phase
 from headway.dist.agreement import Agreement
-from headway.dist.choosing import Choice
+from headway.dist.choosing import NEW, Choice
 from headway.dist.group import current
 from headway.dist.seeding import derive_seed
 from headway.errors import HeadwayError, RunLocked, Stopped, StorageError, UsageError
@@ -85,6 +85,10 @@ class Keeper:
         loaded = checkpoint.load_latest(choice.run, partial(state.destinations, self.pipe))
         dist.from_root(partial(self._begin, loaded.step if loaded else 0))
         if loaded is None:
+            if choice.why != NEW:
+                dist.print_root(
+                    f"headway: {choice.run.id} has no checkpoint yet: it begins here ({choice.why})"
+                )
             self._save(None, must=True)
             self.saver.wait()  # storage that does not work is known before the first step
             self.settle()
