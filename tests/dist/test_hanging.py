@@ -25,6 +25,7 @@ BIN = Path(sys.executable).parent
 RUN = [str(BIN / "headway"), "run", "--nproc", "3"]
 TORCHRUN = [str(BIN / "torchrun"), "--nproc-per-node", "3"]
 PERIOD = 6.0
+FULL = os.environ.get("HEADWAY_FAULTS") == "full"
 
 WAITING = """Thread 0x1 (most recent call first):
   File "/lib/torch/distributed/distributed_c10d.py", line 7 in all_reduce
@@ -204,11 +205,9 @@ def hang(command: list[str], folder: Path, *, how: str, rank: int) -> tuple[floa
     ("command", "how", "rank"),
     [
         (RUN, "stop", 1),
-        (RUN, "stop", 0),
         (RUN, "gil", 0),
-        (RUN, "wait", 2),
-        (TORCHRUN, "stop", 1),
         (TORCHRUN, "stop", 0),
+        *([(RUN, "stop", 0), (RUN, "wait", 2), (RUN, "spin", 2), (TORCHRUN, "stop", 1)] if FULL else []),
     ],
     ids=lambda value: Path(value[0]).name if isinstance(value, list) else str(value),
 )

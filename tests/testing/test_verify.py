@@ -1,0 +1,158 @@
+"""verify-resume: says "same" where it is, and finds what a script forgets to keep."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from headway.cli import main
+from headway.errors import HeadwayError, UsageError
+from headway.record.ledger import Ledger, Row
+from headway.testing import verify_resume
+from headway.testing.verify import Report, Verdict, compare, points
+
+SCRIPT = """
+import torch
+import headway as hw
+
+calls = 0
+
+class Fit(hw.TrainValStage):
+    def step(self, batch):
+        global calls
+        calls += 1
+        x = batch[0] + torch.rand(1)
+        {forgets}
+        return self.models["net"](x).square().mean()
+
+hw.init(device="cpu")
+hw.seed(0, scope="rank")
+data = torch.utils.data.TensorDataset(torch.linspace(0, 1, 32)[:, None])
+pipe = hw.Pipeline(name="fit")
+pipe.register_model("net", torch.nn.Linear(1, 1))
+pipe.register_optimizer("adam", lambda parameters: torch.optim.Adam(parameters, lr=0.1))
+pipe.register_dataset("train", hw.data.DataLoader(data, global_batch_size=4, shuffle=True))
+pipe.append_stage(Fit(log_every=3), max_epochs=2)
+{keeps}
+pipe.run()
+"""
+
+
+def script(folder: Path, *, forgets: str = "", keeps: str = "pipe.enable_checkpointing()") -> str:
+    path = folder / "fit.py"
+    path.write_text(SCRIPT.format(forgets=forgets, keeps=keeps))
+    return str(path)
+
+
+def row(step: int, **facts: object) -> Row:
+    known = Row(
+        step=step,
+        attempt=1,
+        stage="fit",
+        epoch=(step - 1) // 10,
+        world_size=2,
+        loss=float(step).hex(),
+        samples=f"s{step}",
+        random=f"r{step}",
+        batches=[],
+    )
+    return replace(known, **facts)  # type: ignore[arg-type]
+
+
+def book(*rows: Row) -> Ledger:
+    return Ledger(rows=list(rows), orders={})
+
+
+GOLDEN = book(*(row(step) for step in range(1, 31)))
+
+
+def test_where_to_kill() -> None:
+    assert [(point.name, point.step, point.every) for point in points(GOLDEN)] == [
+        ("first-epoch", 6, "2 steps"),
+        ("boundary", 11, "1ep"),
+        ("last-epoch", 26, "2 steps"),
+        ("end", 30, "2 steps"),
+    ]
+    short = book(row(1))
+    assert [(point.name, point.step, point.every) for point in points(short)] == [
+        ("first-epoch", 1, "1 steps"),
+        ("end", 1, "1 steps"),
+    ]
+
+
+def test_what_is_compared() -> None:
+    again = book(*GOLDEN.rows, *(row(step, attempt=2) for step in range(8, 12)))
+    assert compare(GOLDEN, again, same_ranks=True) == (
+        True,
+        "losses, samples and random numbers of all steps",
+    )
+    for facts in ({"loss": (12.0000001).hex()}, {"samples": "x"}, {"random": "x"}):
+        other = book(*GOLDEN.rows, row(12, attempt=2, **facts))
+        same, words = compare(GOLDEN, other, same_ranks=True)
+        assert not same and words.startswith(f"{next(iter(facts))} since step 12\n"), (
+            "the last row of a step counts"
+        )
+        assert compare(GOLDEN, other, same_ranks=False)[0] == ("samples" not in facts)
+    assert compare(GOLDEN, book(*GOLDEN.rows[:-1]), same_ranks=True) == (
+        False,
+        "29 steps instead of 30; step 30 was never made",
+    )
+    assert not compare(GOLDEN, book(*GOLDEN.rows, row(31)), same_ranks=False)[0]
+    foreign = book(*(row(step, samples=f"bytes:{step}") for step in range(1, 31)))
+    assert compare(foreign, foreign, same_ranks=True)[0]
+    assert "hw.data.DataLoader" in compare(foreign, foreign, same_ranks=False)[1]
+
+
+def test_the_table() -> None:
+    verdict = Verdict(
+        point="after the last step",
+        killed_at=30,
+        resumed_from=28,
+        ranks=2,
+        ranks_after=1,
+        same=False,
+        repeated=2,
+        words="samples since step 29\n    one\n    other",
+    )
+    report = Report(script="fit.py", steps=30, seconds=1.0, verdicts=[verdict])
+    assert not report.ok and report.to_dict()["ok"] is False
+    head, line, *rest = report.table().splitlines()
+    assert " ".join(line.split()) == "after the last step 30 2 -> 1 step 28 2 DIFFERS: samples since step 29"
+    assert head.index("verdict") == line.index("DIFFERS") and rest == ["    one", "    other"]
+
+
+@pytest.mark.timeout(400)
+def test_a_script_that_keeps_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--nproc", "1", "--other-nproc", "2", "--at", "first-epoch", "--json", "--keep", str(tmp_path)]
+    assert main(["verify-resume", *options, script(tmp_path)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] and report["steps"] == 16
+    same, other, end = report["verdicts"]
+    assert (same["ranks_after"], same["killed_at"], same["resumed_from"], same["repeated"]) == (1, 5, 4, 1)
+    assert (other["ranks_after"], other["words"]) == (2, "samples of all steps")
+    assert end["words"] == "nothing was done"
+    assert len(list(tmp_path.glob("verify-*"))) == 3, "kept"
+
+
+@pytest.mark.timeout(400)
+def test_a_script_that_forgets_something(tmp_path: Path) -> None:
+    report = verify_resume(script(tmp_path, forgets="x = x * (1 + calls)"), at=["first-epoch"])
+    verdict = report.verdicts[0]
+    assert not report.ok and not verdict.same
+    assert verdict.words.startswith("loss since step 5\n"), "the first step after the checkpoint"
+    assert "two undisturbed runs differ" not in verdict.words
+
+
+@pytest.mark.timeout(400)
+def test_what_cannot_be_verified(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no file"):
+        verify_resume(tmp_path / "absent.py")
+    with pytest.raises(UsageError, match="first-epoch, boundary, last-epoch, end"):
+        verify_resume(script(tmp_path), at=["middle"])
+    with pytest.raises(UsageError, match="makes no checkpoints"):
+        verify_resume(script(tmp_path, keeps=""))
+    with pytest.raises(HeadwayError, match=r"its last words(.|\n)*kaputt"):
+        verify_resume(script(tmp_path, keeps="raise SystemExit('kaputt')"))
