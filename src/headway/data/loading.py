@@ -18,6 +18,8 @@ from headway.data.shards import Limits
 from headway.data.sources import OpenShards, Source
 from headway.errors import BadSample, BadShard, HeadwayError
 
+Place = tuple[int, int, int, int]
+"""dataset, epoch, shard, sample"""
 Transform = Callable[[dict[str, Any], np.random.Generator], Any]
 
 _ATTEMPTS = 8
@@ -54,7 +56,11 @@ class Loading:
         self._shards, self._sources, self._orders, self._seed = shards, sources, orders, seed
         self._transform, self._decoders, self._limits = transform, decoders, limits
 
-    def load(self, dataset: int, epoch: int, shard: int, sample: int) -> Loaded:
+    def load(self, places: Sequence[Place]) -> list[Loaded]:
+        """A few samples, one after the other."""
+        return [self._load(*place) for place in places]
+
+    def _load(self, dataset: int, epoch: int, shard: int, sample: int) -> Loaded:
         bad: list[Bad] = []
         thread, began = threading.get_native_id(), time.perf_counter()
         for attempt in range(_ATTEMPTS):

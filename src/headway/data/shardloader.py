@@ -24,7 +24,7 @@ from headway.data.ahead import Ahead, Needed
 from headway.data.cache import CachedShards, NodeCache
 from headway.data.counting import Counters, Span, Trace
 from headway.data.decode import Decoder
-from headway.data.loading import Loaded, Loading, Transform, collate
+from headway.data.loading import Loaded, Loading, Place, Transform, collate
 from headway.data.mix import Mix, Segment, Shards, Timeline
 from headway.data.order import Ints, Order, Shuffle, key
 from headway.data.quarantine import Bad, Quarantine
@@ -37,13 +37,13 @@ from headway.errors import HeadwayError, UsageError
 Tail = Literal["carry", "drop", "pad"]
 
 _AHEAD = 8192  # positions that are looked up at once
+_PORTION = 4
 
 
 class _Plan(NamedTuple):
     """This rank's part of a batch."""
 
-    places: list[tuple[int, int, int, int]]
-    """dataset, epoch, shard, sample"""
+    places: list[Place]
     padding: int
     """how many of the last ones are there to fill the batch"""
     end: int
@@ -159,13 +159,13 @@ class ShardLoader:
         if self._trace_path is not None and self._counters.trace is None:
             self._counters.trace = Trace(Path(self._trace_path), rank=self._share.place()[0])
         pool = ThreadPoolExecutor(self._threads or _cores(), "headway load")
-        self._ahead = None if self._cache is None else Ahead(self._cache, self._shards.keep)
+        ahead = self._ahead = None if self._cache is None else Ahead(self._cache, self._shards.keep)
         try:
             yield from self._loaded(pool, number)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-            if self._ahead is not None:
-                self._ahead.stop()
+            if ahead is not None:
+                ahead.stop()
             if self._counters.trace is not None:
                 self._counters.trace.save()
         if self._loops == number:
@@ -175,7 +175,7 @@ class ShardLoader:
 
     def _loaded(self, pool: ThreadPoolExecutor, number: int) -> Iterator[Any]:
         """Batches, loaded ahead; what is ahead is loaded anew when weights change."""
-        waiting: deque[tuple[list[Future[Loaded]], _Plan]] = deque()
+        waiting: deque[tuple[list[Future[list[Loaded]]], _Plan]] = deque()
         timeline, largest = self._history(), 0
         plans = self._plans(timeline, self._position)
         self._look_ahead(timeline)
@@ -191,12 +191,15 @@ class ShardLoader:
                 plan = next(plans, None)
                 if plan is None:
                     break
-                waiting.append(([pool.submit(self._loading.load, *place) for place in plan.places], plan))
+                portions = self._portions(plan.places)
+                waiting.append(([pool.submit(self._loading.load, portion) for portion in portions], plan))
             if not waiting:
                 return
             futures, plan = waiting.popleft()
             began = time.perf_counter()
-            loaded = [future.result() for future in futures]
+            if futures:
+                futures[-1].exception()  # waits for all but a few, and is woken once
+            loaded = [one for future in futures for one in future.result()]
             waited = Span("wait", threading.get_native_id(), began, time.perf_counter())
             largest = max(largest, sum(one.size for one in loaded))
             with self._changing:
@@ -211,6 +214,11 @@ class ShardLoader:
             self._note(loaded, waited)
             if loaded:
                 yield self._collated([one.value for one in loaded])
+
+    def _portions(self, places: list[Place]) -> Iterator[list[Place]]:
+        """What a thread takes at a time: a few samples, because handing over costs, and never too few portions."""
+        size = max(1, min(_PORTION, len(places) // (2 * (self._threads or _cores()))))
+        return (places[at : at + size] for at in range(0, len(places), size))
 
     def _may_wait(self, batches: int, largest: int) -> bool:
         """Whether so many batches may wait; until one is known, its size is not, and the second waits its turn."""
