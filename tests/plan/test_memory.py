@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import assume, given, settings, strategies as st
@@ -96,6 +97,23 @@ def test_zero_stages_are_ordered(layout: Layout) -> None:
     assert totals == sorted(totals, reverse=True)
     if layout.dp > 1:
         assert len(set(totals)) == 4
+
+
+@given(layout=layouts())
+def test_whole_peaks_fall_with_each_zero_stage(layout: Layout) -> None:
+    """ZeRO-3 gathers layers again to use them: that comes on top, and can be more than it saves on a small model."""
+    peaks = [peak(MODEL, replace(layout, zero=stage)) for stage in range(4)]
+    whole = [found.allocated for found in peaks]
+    whole[3] -= peaks[3].parts.get("gathered weights", 0.0)
+    for more, less in pairwise(whole):
+        assert less <= more * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "llama-2-70b"])
+def test_on_large_models_and_many_ranks_zero_3_needs_least(name: str) -> None:
+    layouts = [Layout(dp=64, zero=stage, microbatch=1, global_batch=64, sequence=2048) for stage in range(4)]
+    whole = [peak(preset(name), layout).allocated for layout in layouts]
+    assert whole == sorted(whole, reverse=True)
 
 
 @given(layout=layouts())

@@ -10,6 +10,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
+from headway.cli.parsing import parse
 from headway.errors import UsageError
 from headway.plan.economy import Job
 from headway.plan.estimating import Estimate
@@ -146,7 +147,7 @@ def _file(argv: list[str]) -> int:
     from headway.plan.document import read_document
     from headway.plan.estimating import estimate
 
-    options = tyro.cli(FilePlan, args=argv, prog="headway plan", description=_USAGE)
+    options = parse(FilePlan, argv, prog="headway plan", description=_USAGE)
     if not options.file.exists() and "." not in options.file.name:
         raise UsageError(f"there is no plan verb or file {str(options.file)!r}; see: headway plan --help")
     plan = read_document(options.file)
@@ -159,7 +160,7 @@ def _preset(argv: list[str]) -> int:
     from headway.plan.estimating import estimate
     from headway.plan.presets import preset
 
-    options = tyro.cli(PresetPlan, args=argv, prog="headway plan preset")
+    options = parse(PresetPlan, argv, prog="headway plan preset")
     node = read_node(options.node if options.node == "this" else {"name": options.node, **_price(options)})
     constants = read_calibration(None, Path(), options.node)
     found = estimate(preset(options.name), options.layout, node, job=options.job, calibration=constants)
@@ -175,7 +176,7 @@ def _search(argv: list[str]) -> int:
     from headway.plan.searching import search
     from headway.plan.tables import print_search
 
-    options = tyro.cli(SearchPlan, args=argv, prog="headway plan search")
+    options = parse(SearchPlan, argv, prog="headway plan search")
     plan = read_document(options.file)
     if plan.search is None:
         raise UsageError(f"{options.file} has no 'search'; give search: {{gpus: N, global_batch: B}}")
@@ -196,7 +197,7 @@ def _import_dlcalc(argv: list[str]) -> int:
     from headway.plan.dlcalc import import_dlcalc
     from headway.plan.reading import read_yaml
 
-    options = tyro.cli(ImportDlcalc, args=argv, prog="headway plan import-dlcalc")
+    options = parse(ImportDlcalc, argv, prog="headway plan import-dlcalc")
     print(yaml.safe_dump(import_dlcalc(read_yaml(options.file)), sort_keys=False), end="")
     return 0
 
@@ -216,7 +217,7 @@ def _module(argv: list[str]) -> int:
     from headway.plan.document import read_calibration, read_node
     from headway.plan.tracing import trace_plan
 
-    options = tyro.cli(ModulePlan, args=_with_factory(argv), prog="headway plan module")
+    options = parse(ModulePlan, _with_factory(argv), prog="headway plan module")
     constants = read_calibration(options.calibration, Path(), options.node)
     found = trace_plan(
         options.trace,
@@ -248,7 +249,7 @@ def _measure(argv: list[str]) -> int:
     from headway.plan.measuring import measure_plan
     from headway.plan.tables import print_measurement
 
-    options = tyro.cli(MeasurePlan, args=_with_factory(argv), prog="headway plan measure")
+    options = parse(MeasurePlan, _with_factory(argv), prog="headway plan measure")
     node = None if options.node is None else read_node(options.node)
     constants = read_calibration(options.calibration, Path(), options.node)
     found = measure_plan(
@@ -265,7 +266,7 @@ def _calibrate(argv: list[str]) -> int:
     from headway.plan.calibration import machine_file, save
     from headway.plan.measuring import calibrate
 
-    options = tyro.cli(Calibrate, args=argv, prog="headway plan calibrate")
+    options = parse(Calibrate, argv, prog="headway plan calibrate")
     node, constants, facts = calibrate(folder=options.storage, loader=options.loader)
     file = options.file or machine_file()
     save(file, constants, node=node, facts=facts)

@@ -1,0 +1,58 @@
+"""Command lines by tyro; a mistake in them is one sentence, like every other."""
+
+from __future__ import annotations
+
+import io
+import re
+from contextlib import redirect_stderr
+from typing import Any, TypeVar
+
+import tyro
+
+from headway.errors import UsageError
+
+T = TypeVar("T")
+
+
+def parse(settings: type[T], argv: list[str], *, prog: str, **more: Any) -> T:
+    """What `tyro.cli` gives; `UsageError` where it would draw a box and leave.
+
+    >>> options = parse(Show, argv, prog="headway checkpoint show")
+    """
+    drawn = io.StringIO()
+    try:
+        with redirect_stderr(drawn):
+            options: T = tyro.cli(settings, args=argv, prog=prog, **more)
+            return options
+    except SystemExit as left:
+        if not left.code:
+            raise
+        raise UsageError(f"{sentence(drawn.getvalue())}; see: {prog} --help") from None
+
+
+def sentence(box: str) -> str:
+    """What a box of tyro's says, and what it would take instead.
+
+    >>> sentence('''╭─ Unrecognized options ────────────╮
+    ... │ Unrecognized options: --nod, h200 │
+    ... │ ───────────────────────────────── │
+    ... │ Perhaps you meant:                │
+    ... │     --node STR                    │
+    ... ╰───────────────────────────────────╯''')
+    'Unrecognized options: --nod, h200; perhaps you meant --node STR'
+    """
+    lines = [line.strip("│ ").rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()]
+    parts: list[list[str]] = [[]]
+    for line in lines:
+        if line.startswith("──"):
+            parts.append([])
+        elif line and line[0] not in "╭╰":
+            parts[-1].append(line)
+    what = " ".join(parts[0]).partition(" Got errors:")[0].rstrip(" .")
+    for part in parts[1:]:
+        match part:
+            case ["Perhaps you meant:", option, *_]:
+                return f"{what}; perhaps you meant {option}"
+            case ["Argument helptext:", option, *_]:
+                return f"{what}; expected {option}"
+    return what
