@@ -263,6 +263,9 @@ def test_a_mapped_copy_outlives_its_name(shards: list[Path], tmp_path: Path) -> 
     (copy,) = tmp_path.glob("headway-cache-*/*.shard")
     copy.unlink()
     assert [bytes(shard[n]["bin"]) for n in range(10)] == truth(shards[0])
+    for number in (-1, 10):
+        with pytest.raises(IndexError):
+            _ = shard[number]
 
 
 # --- processes that die, stop or wait

@@ -159,6 +159,10 @@ def test_limits_are_kept(tmp_path: Path) -> None:
         Shard.open(path, Limits(member_bytes=99))
     with pytest.raises(BadShard, match="file 2"):
         Shard.open(path, Limits(members=1))
+    assert index(tmp_path)
+    for limits in (Limits(member_bytes=99), Limits(members=1)):
+        with pytest.raises(BadShard, match="beyond the limits"):
+            Shard.open(path, limits)
 
 
 def test_a_long_name_is_not_a_way_to_take_memory() -> None:

@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from headway.data.entries import Component, Entries, Entry
-from headway.data.tar import BLOCK, Limits
+from headway.data.tar import BLOCK, Limits, beyond
 from headway.errors import BadShard
 
 _LONGEST_LINE = 2**20
@@ -59,13 +59,15 @@ def stale(path: Path) -> BadShard:
 
 def _parsed(lines: Iterator[str], width: int, size: int, path: Path, limits: Limits) -> Iterator[Entry]:
     for number, line in enumerate(lines):
-        entry = _entry(line.split(), width, size, limits)
-        if entry is None or number >= limits.members:
+        entry = _entry(line.split(), width, size)
+        if entry is None:
             raise stale(path)
+        if number >= limits.members or any(part.size > limits.member_bytes for part in entry.parts):
+            raise beyond(f"{path}: sample {number}, {entry.key!r},", limits)
         yield entry
 
 
-def _entry(words: list[str], width: int, size: int, limits: Limits) -> Entry | None:
+def _entry(words: list[str], width: int, size: int) -> Entry | None:
     parts = []
     for at in range(0, len(words), width):
         group = words[at : at + width]
@@ -73,8 +75,6 @@ def _entry(words: list[str], width: int, size: int, limits: Limits) -> Entry | N
             return None
         part = Component(group[0].lower(), int(group[1]), int(group[2]))
         if part.offset % BLOCK or part.offset < BLOCK or part.offset + part.size > size:
-            return None
-        if part.size > limits.member_bytes:
             return None
         parts.append(part)
     if not parts:

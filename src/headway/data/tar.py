@@ -91,16 +91,18 @@ def members(data: Readable, where: str, limits: Limits | None = None) -> Iterato
         if kind in _FILE:
             seen += 1
             if size > limits.member_bytes or seen > limits.members:
-                raise BadShard(
-                    f"{where}: {name!r}, file {seen} with {size} bytes, is beyond the limits: {limits}. "
-                    "If it is meant to be so, give larger Limits"
-                )
+                raise beyond(f"{where}: {name!r}, file {seen} with {size} bytes,", limits)
             yield Member(name, start, size)
         elif kind != _DIRECTORY:
             raise BadShard(
                 f"{where}: {name!r} is a link, device or sparse file (type {kind!r}); pack files only"
             )
         name, size_given = "", None
+
+
+def beyond(what: str, limits: Limits) -> BadShard:
+    """More than a shard may have."""
+    return BadShard(f"{what} is beyond the limits: {limits}. If it is meant to be so, give larger Limits")
 
 
 def size_in(header: bytes, offset: int, where: str) -> int:
