@@ -106,6 +106,10 @@ def test_pack_add_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     (tmp_path / "shards" / "shard-000000.idx").unlink()
     assert facts(capsys, "index", "shards") == {"shards": 1}
     assert facts(capsys, "index", "shards", "--overwrite") == {"shards": 1}
+    kept = (tmp_path / "shards" / "shard-000000.tar.sum").read_bytes()
+    (tmp_path / "shards" / "shard-000000.tar.sum").unlink()
+    assert facts(capsys, "index", "shards", "--checksums") == {"shards": 0}
+    assert (tmp_path / "shards" / "shard-000000.tar.sum").read_bytes() == kept
 
 
 def test_a_folder_of_both_kinds_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -259,16 +259,22 @@ class Index(_Verb):
     """names, folders, patterns or shards"""
     overwrite: bool = False
     """write it anew where there is one"""
+    checksums: bool = False
+    """also write a checksum beside shards that have none; reads all of them"""
 
 
 def _index(argv: list[str]) -> int:
+    from headway.data import checksums
     from headway.data.finding import index
 
     options = tyro.cli(Index, args=argv, prog="headway data index")
     written = {}
     for name, paths in _found(options.datasets, options.catalog()).items():
-        shards = watched(paths, len(paths), f"indexing {name}")
-        written[name] = sum(len(index([path], overwrite=options.overwrite)) for path in shards)
+        written[name] = 0
+        for path in watched(paths, len(paths), f"indexing {name}"):
+            written[name] += len(index([path], overwrite=options.overwrite))
+            if options.checksums and checksums.read(path) is None:
+                checksums.write(path, checksums.compute(path))
     if options.json:
         print(json.dumps(written))
     else:
