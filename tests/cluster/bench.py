@@ -126,10 +126,10 @@ class Node:
         """Take the node's network away; its processes go on running."""
         self._do("cut")
 
-    def mend(self) -> None:
+    def mend(self, timeout: float = 40) -> None:
         """Give the network back; return when the node takes jobs."""
         self._do("mend")
-        self._until_ready()
+        self._until_ready(timeout)
 
     def down(self) -> None:
         """Tell Slurm that the node is lost, the fast way to a node failure; no job gets it until `up`."""

@@ -28,6 +28,18 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Result:
     return result
 
 
+@pytest.fixture(
+    params=[
+        "cgroup_cluster",
+        pytest.param("cluster", marks=pytest.mark.skipif(not FULL, reason="with HEADWAY_FAULTS=full")),
+    ]
+)
+def one_cluster(request: pytest.FixtureRequest) -> Cluster:
+    """For what takes long and does not depend on who gets a signal: both kinds only in `make faults`."""
+    cluster: Cluster = request.getfixturevalue(request.param)
+    return cluster
+
+
 def preempt(job: Submitted) -> None:
     """Another job, of a partition with a higher priority, wants all nodes."""
     high = job.cluster.sbatch("hostname", "-N4", "--exclusive", "-p", "high")
@@ -50,9 +62,9 @@ def test_preempted_then_requeued(any_cluster: Cluster, undisturbed: Result) -> N
     assert all(step > 0 for _, step in job.attempts()[1:]), "no attempt began anew"
 
 
-def test_its_time_is_over(any_cluster: Cluster, undisturbed: Result) -> None:
+def test_its_time_is_over(one_cluster: Cluster, undisturbed: Result) -> None:
     """The limit is a minute; SLURM tells the ranks some seconds after the start, as its clock is coarse."""
-    (job,) = submit(any_cluster, FIT, "1.0", options=(*TWO_NODES, "--time", "1", "--signal-lead", "50"))
+    (job,) = submit(one_cluster, FIT, "1.0", options=(*TWO_NODES, "--time", "1", "--signal-lead", "50"))
     assert job.wait() == "COMPLETED", job.log
     assert job.result() == undisturbed
     assert job.cluster.restarts(job.job) >= 1
@@ -74,20 +86,9 @@ def test_cancelled_it_saves_and_stays_away(any_cluster: Cluster, undisturbed: Re
     assert job.attempts()[1][1] >= 7
 
 
-@pytest.fixture(
-    params=[
-        "cgroup_cluster",
-        pytest.param("cluster", marks=pytest.mark.skipif(not FULL, reason="make faults")),
-    ]
-)
-def losing_cluster(request: pytest.FixtureRequest) -> Cluster:
-    cluster: Cluster = request.getfixturevalue(request.param)
-    return cluster
-
-
-def test_nodes_are_lost(losing_cluster: Cluster, undisturbed: Result, tmp_path: Path) -> None:
+def test_nodes_are_lost(one_cluster: Cluster, undisturbed: Result, tmp_path: Path) -> None:
     """One node crashes; another loses its network, and its rank goes on until it finds that it was replaced."""
-    cluster = losing_cluster
+    cluster = one_cluster
     (crashed,) = submit(cluster, FIT, "0.3", options=(*TWO_NODES, "--exclusive"))
     (cut,) = submit(cluster, FIT, "1.5", options=("--exclusive",))
     for job in (crashed, cut):
@@ -101,7 +102,7 @@ def test_nodes_are_lost(losing_cluster: Cluster, undisturbed: Result, tmp_path: 
         assert job.wait() == "COMPLETED", job.log
     assert crashed.result() == undisturbed
     cut.until(lambda: not works_on(cluster, "n3"), "the end of the rank that was cut off", timeout=60)
-    cluster.node("n3").mend()
+    cluster.node("n3").mend(timeout=120)
     assert cut.result() == local_result(tmp_path, FIT, processes=1)
     assert [status for status, _ in crashed.attempts()] == ["failed", "done"]
     assert [status for status, _ in cut.attempts()] == ["interrupted", "done"], (
