@@ -224,5 +224,9 @@ def test_the_rank_that_holds_up_the_others_is_named(
     assert f"rank {rank} of 3" in report
     assert ("is stopped (SIGSTOP)" in report) == (how == "stop")
     assert "in all_reduce" in report, "where the victims wait"
+    by_rank_0 = rank != 0 or how == "wait"
+    assert (record["traceback"].count("in collective") > 0) == (by_rank_0 or command is TORCHRUN), (
+        "who found out"
+    )
     if how != "stop":
         assert "in trouble" in report, "where the culprit is"
