@@ -74,6 +74,7 @@ def train(stage: TrainValStage) -> Iterator[None]:
         losses = []
         for number, (batch, share) in enumerate(zip(window, shares, strict=True), start=1):
             split.mark("compute")
+            stage.batch = batch
             if accumulate > 1:
                 stage.let_gradients_travel(number == len(window))  # once per step, with the last batch
             if autocast is None:
@@ -104,6 +105,7 @@ def validate(stage: TrainValStage) -> None:
     with stage.evaluating():
         for batch in stage.val_batches(loader):
             stage.pipe.split.mark("validation")
+            stage.batch = batch
             set_phase("validation", stage.pipe.step)
             with stage.precision.autocast or nullcontext():
                 loss = stage.val_step(batch)

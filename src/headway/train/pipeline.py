@@ -25,6 +25,7 @@ from headway.run import Run, check_name
 from headway.train import loop, state
 from headway.train.batches import set_epoch
 from headway.train.callback import Callback
+from headway.train.evidence import explained
 from headway.train.history import History, Row
 from headway.train.keeping import Keeper
 from headway.train.ledger import Ledger
@@ -328,7 +329,7 @@ class Pipeline:
         self.current_stage = stage
         if self.keeper and not stage.begun:
             self.keeper.go_on()
-        with stage.running(), self.reporter.watching(stage):
+        with stage.running(), self.reporter.watching(stage), explained(stage):
             self.call("pre_stage", stage)
             yield
             self.call("post_stage", stage)

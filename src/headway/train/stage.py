@@ -62,6 +62,8 @@ class Stage(ABC):
         """steps finished in this stage; the run's own count is `pipe.step`"""
         self.samples = 0
         """samples that this rank has trained on since the last log point"""
+        self.batch: Any = None
+        """the batch that was taken last"""
         self.may_fail = False  # on purpose, in a test
         self.stop_requested = False  # on this rank
         self.stopped = False  # agreed by all ranks
@@ -174,6 +176,7 @@ class Stage(ABC):
         progress = self.begin_pass(loader)
         try:
             for batch in self.feed(loader, progress=progress):
+                self.batch = batch
                 self.samples += self.count_samples(batch)
                 self.pipe.split.mark("compute")
                 yield batch

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from headway.dist import set_phase
 from headway.errors import HeadwayError, UsageError
-from headway.train import batches as feed, loop
+from headway.train import batches as feed, evidence, loop
 from headway.train.metrics import Meter, Point, Reduction, Scope, gather
 from headway.train.precision import Precision
 from headway.train.settings import TrainSettings
@@ -216,9 +216,12 @@ class TrainValStage(Stage):
                 gather(torch.tensor([float(bad[0]) if bad else math.inf], device=self.device)).min().item()
             )
             who = ", ".join(str(rank) for rank in ranks)
+            known = evidence.of_a_loss(
+                self, first, point.values.get(self.train_metric_prefix() + "grad_norm")
+            )
             raise HeadwayError(
-                f"the loss of stage {self.name!r} is not finite since step {first:g}, on rank {who}: lower the "
-                'learning rate, set gradient_clip, look at the data of that step, or pass on_nan="skip"'
+                f"the loss of stage {self.name!r} is not finite since step {first:g}, on rank {who}{known}: "
+                'lower the learning rate, set gradient_clip, look at the data of that step, or pass on_nan="skip"'
             )
         self.recent_losses.clear()
 

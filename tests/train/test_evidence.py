@@ -1,0 +1,145 @@
+"""When training goes wrong: what is said about running out of memory, and about a loss that is not finite."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+from toys import BATCH, FEATURES, Batches, Classify, make_pipe
+
+import headway as hw
+from headway.errors import HeadwayError
+from headway.testing import ranks
+from headway.train import Pipeline
+
+
+class Greedy(Classify):
+    """Runs out of memory at step 4, in the phase it is told."""
+
+    phase = "forward"
+
+    def step(self, batch: Any) -> Tensor | None:
+        loss = super().step(batch)
+        if self.pipe.step == 3 and self.phase == ("forward" if self.training else "validation"):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 GiB\nand more")
+        if self.pipe.step == 3 and self.phase == "backward" and loss is not None:
+            loss.register_hook(self.fail)
+        return loss
+
+    def optimize(self) -> None:
+        if self.pipe.step == 3 and self.phase == "optimiser":
+            self.fail()
+        super().optimize()
+
+    def fail(self, *_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 GiB\nand more")
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("phase", "words"),
+    [
+        ("forward", "in the forward pass of step 4"),
+        ("backward", "in the backward pass of step 4"),
+        ("optimiser", "in the optimiser's step of step 4"),
+        ("validation", "in the validation of step 4"),
+    ],
+)
+def test_running_out_of_memory_is_told_with_what_is_known(phase: str, words: str, tmp_path: Path) -> None:
+    pipe = make_pipe(tmp_path)
+    pipe.register_dataset("train", Batches(3 if phase == "validation" else 8))
+    pipe.register_dataset("val", Batches(2))
+    stage = Greedy()
+    stage.phase = phase
+    pipe.append_stage(stage, max_epochs=1)
+
+    def plan() -> None:
+        answers = {"memory.needed": {"value": 61.0 * 2**30}, "device.memory": {"value": 80 * 2**30}}
+        pipe.directory.plan_file.write_text(json.dumps({"answers": answers}))
+
+    pipe.pre_run = plan  # type: ignore[method-assign]
+    with pytest.raises(HeadwayError) as caught:
+        pipe.run()
+    said = str(caught.value)
+    assert said.startswith(f"rank 0 ran out of memory on cpu {words}")
+    assert f"shapes ({BATCH}, {FEATURES}) and ({BATCH},)" in said
+    assert "the plan said 61.0 of 80.0 GiB" in said
+    assert said.endswith("(CUDA out of memory. Tried to allocate 7 GiB)") and "\n" not in said
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+
+
+class Log(nn.Module):
+    """Its output is not finite where its input is not positive."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.log()
+
+
+def logarithmic() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Sequential(Log()), nn.Linear(8, 3))
+
+
+def run_into_it(tmp_path: Path, loader: Any, net: nn.Module, **settings: Any) -> str:
+    pipe = Pipeline(root=tmp_path)
+    pipe.register_model("net", net)
+    pipe.register_optimizer("sgd", lambda params: torch.optim.SGD(params, lr=0.0), model="net")
+    pipe.register_dataset("train", loader)
+    pipe.append_stage(Classify(log_every=4, **settings), max_epochs=1)
+    with pytest.raises(HeadwayError) as caught:
+        pipe.run()
+    return str(caught.value)
+
+
+@pytest.mark.usefixtures("alone")
+def test_spoilt_weights_are_named(tmp_path: Path) -> None:
+    """The weights stay as they are, as nothing is learnt; so the module is to blame that takes the logarithm of 0."""
+    said = run_into_it(tmp_path, Batches(8), logarithmic(), on_nan="stop")
+    assert "not finite since step 1, on rank 0" in said
+    # the weights are spoilt by the first step: 0 x nan is nan
+    assert "the weights '0.weight' of model 'net' are no longer finite" in said
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_module_is_named_when_the_weights_are_sound(tmp_path: Path) -> None:
+    net = logarithmic()
+    for parameter in net.parameters():
+        parameter.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
+    said = run_into_it(tmp_path, Batches(8), net)
+    assert "the first module whose output is not finite is 2.0 of model 'net'" in said
+    assert "whose input" not in said
+
+
+@pytest.mark.usefixtures("alone")
+def test_samples_are_named(tmp_path: Path) -> None:
+    x = torch.rand(64, FEATURES)
+    x[37] = float("nan")
+    data = TensorDataset(x, torch.zeros(64, dtype=torch.long))
+    loader = hw.data.DataLoader(data, batch_size=8, shuffle=False)
+    net = nn.Linear(FEATURES, 3)
+    for parameter in net.parameters():
+        parameter.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
+    said = run_into_it(tmp_path, loader, net)  # seen at step 8
+    assert "not finite since step 5" in said
+    assert "step 5 saw the samples 32, 33, 34, 35, 36, 37, 38, 39" in said
+
+
+@ranks(2)
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_all_ranks_look_for_it_together(parallel: str, tmp_path: Path) -> None:
+    class Bad(Batches):
+        def __iter__(self) -> Any:
+            for number, (x, y) in enumerate(super().__iter__()):
+                yield (x * float("nan") if number == 2 and hw.rank() == 1 else x), y
+
+    pipe = make_pipe(tmp_path, parallel=parallel)
+    pipe.register_dataset("train", Bad(8, rank=hw.rank()))
+    pipe.append_stage(Classify(log_every=4), max_epochs=1)
+    with pytest.raises(
+        HeadwayError, match=r"not finite since step 3, on rank 0, 1; the weights .* no longer finite"
+    ):
+        pipe.run()
