@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, final, get_args
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
@@ -26,18 +26,16 @@ from headway.data.counting import Counters, Span, Trace
 from headway.data.decode import Decoder
 from headway.data.loading import Loaded, Loading, Place, Transform, collate
 from headway.data.mix import Mix, Segment, Shards, Timeline
-from headway.data.order import Ints, Order, Shuffle, key
+from headway.data.order import Order, Shuffle, key
+from headway.data.passes import Passes, Tail
 from headway.data.quarantine import Bad, Quarantine
 from headway.data.ranks import Share
 from headway.data.shards import Limits
 from headway.data.sources import OpenShards, find
-from headway.data.which import describe, locate
+from headway.data.which import describe
 from headway.errors import HeadwayError, UsageError
 
-Tail = Literal["carry", "drop", "pad"]
-
-_AHEAD = 8192  # positions that are looked up at once
-_PORTION = 4
+_PORTION = 4  # samples that a thread takes at a time, at most
 
 
 class _Plan(NamedTuple):
@@ -99,7 +97,7 @@ class ShardLoader:
         self._share = Share(
             batch_size=batch_size, global_batch_size=global_batch_size, rank=rank, world_size=world_size
         )
-        _check(tail, prefetch, threads, max_bad)
+        _check(prefetch, threads, max_bad)
         mix = source if isinstance(source, Mix) else Mix({"data": 1.0}, shards={"data": source})
         self._limits = limits or Limits()
         self._sources = find(mix, self._limits, shared=rank is None and dist.is_initialized())
@@ -109,8 +107,9 @@ class ShardLoader:
             Order(source.counts, how if shuffle else None)
             for source, how in zip(self._sources, self._hows, strict=True)
         ]
-        self.samples = sum(order.samples for order in self._orders)
-        self._shuffle, self._tail, self._schedule, self._weights = shuffle, tail, mix.schedule, mix.weights
+        self._passes = Passes(self._orders, self._share, shuffle=shuffle, tail=tail)
+        self.samples = self._passes.samples
+        self._shuffle, self._schedule, self._weights = shuffle, mix.schedule, mix.weights
         self._timeline: Timeline | None = None
         self._ahead: Ahead | None = None
         self._cache = CachedShards(cache, self._limits) if cache else None
@@ -136,19 +135,10 @@ class ShardLoader:
 
     def __len__(self) -> int:
         """Batches of the present pass from its beginning, on this rank."""
-        start, size = self._pass_start(self._epoch), self._size()
-        whole, rest = divmod((self._epoch + 1) * self.samples - start, size)
-        if self._tail == "pad":
-            return whole + bool(rest)
-        mine = self._share.of(rest)
-        return whole + (mine.start < mine.stop and self._may_be_short())
+        return self._passes.length(self._epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._size() > self.samples and not (self._may_be_short() or self._tail == "pad"):
-            raise UsageError(
-                f"a global batch of {self._size()} samples, but all datasets together have {self.samples}: "
-                'take a smaller batch, or tail="pad"'
-            )
+        self._passes.check()
         if not (self._shuffle or self._restored):
             self._position = self._epoch * self.samples
         self._restored = False
@@ -170,7 +160,7 @@ class ShardLoader:
                 self._counters.trace.save()
         if self._loops == number:
             self._epoch, self._begun = self._epoch + 1, False
-            if self._tail != "carry" or not self._shuffle:
+            if not self._passes.carries():
                 self._position = self._epoch * self.samples
 
     def _loaded(self, pool: ThreadPoolExecutor, number: int) -> Iterator[Any]:
@@ -259,62 +249,28 @@ class ShardLoader:
 
     def _plans(self, timeline: Timeline, position: int) -> Iterator[_Plan]:
         """What this rank is to load for each batch of the pass, from a position on."""
-        for batch, real, end in self._batches(timeline, position):
-            mine = self._share.of(len(batch))
-            places = [(row[0], row[1], row[2], row[3]) for row in batch[mine, 1:].tolist()]
+        for rows, real, end in self._passes.batches(timeline, self._epoch, position):
+            mine = self._share.of(len(rows))
+            places = [(row[0], row[1], row[2], row[3]) for row in rows[mine, 1:].tolist()]
             yield _Plan(places, min(len(places), max(0, mine.stop - real)), end)
 
     def _needed(self, timeline: Timeline, position: int) -> Iterator[Needed]:
         """The shards that this node is to read for each batch of the pass."""
-        for batch, _, end in self._batches(timeline, position):
-            rows = np.unique(batch[self._share.of_node(len(batch))][:, [1, 3]], axis=0).tolist()
-            yield Needed([self._sources[dataset].paths[shard] for dataset, shard in rows], end)
+        for rows, _, end in self._passes.batches(timeline, self._epoch, position):
+            wanted = np.unique(rows[self._share.of_node(len(rows))][:, [1, 3]], axis=0).tolist()
+            yield Needed([self._sources[dataset].paths[shard] for dataset, shard in wanted], end)
 
     def _look_ahead(self, timeline: Timeline) -> None:
         if self._ahead is not None:
             self._ahead.follow(self._needed(timeline, self._position), self._position)
 
-    def _batches(self, timeline: Timeline, position: int) -> Iterator[tuple[Ints, int, int]]:
-        """The batches of all ranks, by lane and then what fills the last one; how many do not fill; where each ends."""
-        size, stop = self._size(), (self._epoch + 1) * self.samples
-        many = max(1, _AHEAD // size)
-        while position < stop:
-            whole = min(many, (stop - position) // size)
-            if not (whole or self._may_be_short() or self._tail == "pad"):
-                return
-            count = whole * size or stop - position
-            table = self._locate(timeline, np.arange(position, position + count))
-            for batch in np.split(table, max(whole, 1)):
-                position += len(batch)
-                batch = batch[np.argsort(batch[:, 0], kind="stable")]  # by lane
-                real = len(batch)
-                if real < size and self._tail == "pad":
-                    first = stop - self.samples + np.arange(size - real) % self.samples
-                    batch = np.concatenate([batch, self._locate(timeline, first)])
-                yield batch, real, position
-
-    def _locate(self, timeline: Timeline, positions: Ints) -> Ints:
-        """Rows of lane, dataset, epoch, shard, sample."""
-        return locate(self._orders, timeline if self._shuffle else None, positions)
-
     def _history(self) -> Timeline:
         """The weights over time. Made late: a step of the schedule is a batch of all ranks, who must have met."""
         if self._timeline is None:
-            size = self._size()
+            size = self._passes.size()
             planned = [Segment(step * size, weights) for step, weights in self._schedule if self._shuffle]
             self._timeline = Timeline([Segment(0, self._weights), *planned])
         return self._timeline
-
-    def _may_be_short(self) -> bool:
-        """Whether the last batch has what is left, and ranks may end a batch apart: in validation."""
-        return not self._shuffle and self._tail == "carry"
-
-    def _size(self) -> int:
-        return self._share.batch(self._share.place()[1])
-
-    def _pass_start(self, epoch: int) -> int:
-        start = epoch * self.samples
-        return start // self._size() * self._size() if self._shuffle and self._tail == "carry" else start
 
     # --- weights
 
@@ -377,7 +333,7 @@ class ShardLoader:
             raise UsageError(f"set_epoch({epoch}): epochs are counted from 0")
         if epoch == self._epoch and (self._restored or not self._begun):
             return  # there already; what the last pass carried over stays
-        self._epoch, self._position = epoch, self._pass_start(epoch)
+        self._epoch, self._position = epoch, self._passes.start(epoch)
         self._restored = self._begun = False
         self._loops += 1
 
@@ -418,9 +374,7 @@ class ShardLoader:
         }
 
 
-def _check(tail: str, prefetch: int, threads: int | None, max_bad: float) -> None:
-    if tail not in get_args(Tail):
-        raise UsageError(f'tail={tail!r} is unknown: use "carry" (into the next pass), "drop" or "pad"')
+def _check(prefetch: int, threads: int | None, max_bad: float) -> None:
     if prefetch < 1 or (threads is not None and threads < 1):
         raise UsageError(f"prefetch={prefetch}, threads={threads}: both must be at least 1")
     if not 0 <= max_bad <= 1:
