@@ -268,6 +268,18 @@ def test_a_mapped_copy_outlives_its_name(shards: list[Path], tmp_path: Path) -> 
             _ = shard[number]
 
 
+def test_a_cache_that_is_removed_in_use_is_made_again(shards: list[Path], tmp_path: Path) -> None:
+    cache = at(tmp_path)
+    shard = cache.open(shards[0])
+    (folder,) = tmp_path.glob("headway-cache-*")
+    shutil.rmtree(folder)
+    assert [bytes(shard[n]["bin"]) for n in range(10)] == truth(shards[0])
+    assert contents(cache, shards[0]) == truth(shards[0])
+    assert cache.counts["copied"] == 2 and not cache.counts["source"]
+    del cache, shard
+    assert not folder.exists()
+
+
 # --- processes that die, stop or wait
 
 STEPS = [

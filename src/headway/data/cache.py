@@ -183,7 +183,7 @@ class CachedShards:
 
     def _join(self, patience: float) -> CacheFolder:
         with self._lock:
-            if self._folder is None:
+            if self._folder is None or self._folder.is_gone():
                 self._folder = CacheFolder.join(Path(self._how.path), Deadline(patience))
                 weakref.finalize(self, self._folder.leave)
             return self._folder

@@ -110,7 +110,7 @@ class CacheFolder:
         if self._live.fd < 0 or os.getpid() != self._process:
             return False
         last = self._live.lock(LOCK_EX)
-        if last:
+        if last and not self.is_gone():
             for name in sorted(self._names(_ALL), key=_LIVE.__eq__):  # that one last: newcomers wait for it
                 with suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=self._directory.fd)
@@ -118,6 +118,10 @@ class CacheFolder:
                 self.path.rmdir()
         self.close()
         return last
+
+    def is_gone(self) -> bool:
+        """Whether somebody removed the directory: what is mapped stays, but nothing new finds a place in it."""
+        return os.fstat(self._directory.fd).st_nlink == 0
 
     def close(self) -> None:
         """Ends this process's use, and leaves everything as it is."""
