@@ -28,14 +28,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Result:
     return result
 
 
-@pytest.fixture(
-    params=[
-        "cgroup_cluster",
-        pytest.param("cluster", marks=pytest.mark.skipif(not FULL, reason="with HEADWAY_FAULTS=full")),
-    ]
-)
+@pytest.fixture(params=["cgroup_cluster", *(["cluster"] if FULL else [])])
 def one_cluster(request: pytest.FixtureRequest) -> Cluster:
-    """For what takes long and does not depend on who gets a signal: both kinds only in `make faults`."""
+    """For what takes long and does not depend on who gets a signal: both kinds only with HEADWAY_FAULTS=full."""
     cluster: Cluster = request.getfixturevalue(request.param)
     return cluster
 

@@ -161,6 +161,31 @@ def test_one_job_of_an_array_is_requeued_alone(cluster: Cluster) -> None:
     assert "start 1" not in jobs[0].log
 
 
+# ---- failing
+
+
+def test_the_last_lines_of_the_log_are_the_cause(cluster: Cluster) -> None:
+    options = ("--nodes", "2", "--ntasks-per-node", "2", "--env", "FAIL=raise", "--env", "FAIL_RANK=3")
+    (job,) = submit(cluster, SCRIPTS / "fail.py", options=options)
+    assert job.wait() == "FAILED"
+    block = job.log[job.log.rindex("headway: rank 3 of 4 on n2") :]
+    assert "Traceback" in block
+    assert "ValueError: the third step is cursed" in block
+    assert "again" not in block
+
+
+def test_an_agent_that_is_killed_ends_the_job_for_good(cluster: Cluster) -> None:
+    """SLURM then ends the others by SIGTERM, as when a job is preempted; it is none."""
+    project(cluster, sleeps="import time\nprint('here', flush=True)\ntime.sleep(100)")
+    (job,) = submit(cluster, "sleeps.py", options=("--nodes", "2"))
+    job.until(lambda: job.log.count("here") == 2, "both ranks")
+    cluster.node("n2").run("pkill", "-KILL", "-f", "headway agent")
+    assert job.wait("FAILED", timeout=30) == "FAILED"
+    assert "1 of 2 node agents said how they ended" in job.log
+    assert cluster.restarts(job.job) == 0
+    assert cluster.node("n2").run("pgrep", "-f", "sleeps.py").returncode == 1
+
+
 # ---- MPI
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -33,7 +34,9 @@ def main(path: str, status: str) -> int:
     try:
         run = Run.open(Path(path).resolve())
         job = JobFile.read(run)
-        outcome = read_outcome(run.launch_dir / launch_name(os.environ), job.target.nodes, int(status))
+        folder = run.launch_dir / launch_name(os.environ)
+        outcome = read_outcome(folder, job.target.nodes, int(status))
+        shutil.rmtree(folder, ignore_errors=True)  # an agent on a lost node may still be writing there
         code = int(outcome["exit_code"])
         if code:
             _say(words(outcome, job.target.processes))
