@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from toys import FEATURES, Batches, Classify, make_pipe
 
 import headway as hw
+from headway.errors import UsageError
 from headway.testing import ranks
-from headway.train import Ddp, Fsdp, Pipeline, count_parameters
+from headway.train import Ddp, Fsdp, Pipeline, Tp, count_parameters
 
 STEPS = 40
 
@@ -116,6 +118,80 @@ def test_a_mesh_of_ones_own(tmp_path: Path) -> None:
     hybrid, _ = train(tmp_path, parallel=Fsdp(blocks=(Block,), mesh=mesh))
     replicated, _ = train(tmp_path)
     assert_close(hybrid, replicated)
+
+
+@ranks(2)
+def test_sharded_equals_replicated_over_200_steps(tmp_path: Path) -> None:
+    def losses(**model: Any) -> list[float]:
+        pipe = make_pipe(tmp_path, net=Tower(), **model)
+        pipe.register_dataset("train", Batches(200, rank=pipe.world.rank))
+        stage = Classify()
+        pipe.append_stage(stage, max_epochs=1)
+        pipe.run()
+        return stage.losses
+
+    assert losses(parallel=Fsdp(blocks=(Block,))) == pytest.approx(losses(), abs=1e-6)
+
+
+class Wide(nn.Module):
+    """Two layers that a plan may split: the first by its outputs, the second by its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.up, self.down = nn.Linear(FEATURES, 32), nn.Linear(32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))  # type: ignore[no-any-return]
+
+
+def plan() -> dict[str, Any]:
+    return {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+@ranks(2, leaks=False)  # the groups of a mesh last as long as the process
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_layers_split_by_a_plan_equal_whole_ones(accumulate: int, tmp_path: Path) -> None:
+    def run(**model: Any) -> tuple[Pipeline, Classify]:
+        pipe = make_pipe(tmp_path, net=Wide(), ema=0.9, **model)
+        pipe.register_dataset("train", Batches(60))  # the same on all ranks
+        pipe.register_dataset("val", Batches(3))
+        stage = Classify(gradient_clip=0.5, accumulate=accumulate)
+        pipe.append_stage(stage, max_epochs=1)
+        pipe.run()
+        return pipe, stage
+
+    split, found = run(parallel=Tp(plan=plan()))
+    alone, expected = run(parallel="none")
+    assert split.registered["net"].bare.up.weight.to_local().shape == (16, FEATURES)  # type: ignore[operator, union-attr]
+    assert found.losses == pytest.approx(expected.losses, abs=1e-6)
+    assert split.history["val/loss"] == pytest.approx(alone.history["val/loss"], abs=1e-6)
+    assert_close(split, alone)
+    assert "split over ranks" in split.registered["net"].describe()
+
+
+@ranks(2, leaks=False)
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # the output is a view of a DTensor; nobody writes into it
+def test_a_mesh_of_two_dimensions_splits_and_shards(tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    pipe = make_pipe(tmp_path, net=Wide(), parallel=Tp(plan=plan(), mesh=mesh))
+    pipe.register_dataset("train", Batches(10))
+    pipe.append_stage(Classify(), max_epochs=1)
+    pipe.run()
+    alone = make_pipe(tmp_path, net=Wide(), parallel="none")
+    alone.register_dataset("train", Batches(10))
+    alone.append_stage(Classify(), max_epochs=1)
+    alone.run()
+    assert_close(pipe, alone)
+
+
+@ranks(2, leaks=False)
+def test_a_plan_for_modules_that_are_not_there_is_refused(tmp_path: Path) -> None:
+    pipe = Pipeline(root=tmp_path)
+    with pytest.raises(
+        UsageError, match="the plan splits 'upp', but there is no such module: there are up, down"
+    ):
+        pipe.register_model("net", Wide(), parallel=Tp(plan={"upp": ColwiseParallel()}))
 
 
 @ranks(2)

@@ -5,7 +5,7 @@
 
 from headway.train.callback import Callback
 from headway.train.history import History
-from headway.train.parallel import Ddp, Fsdp, count_parameters
+from headway.train.parallel import Ddp, Fsdp, Tp, count_parameters
 from headway.train.pipeline import Pipeline
 from headway.train.schedules import scale_lr, warmup_cosine
 from headway.train.settings import TrainSettings
@@ -19,6 +19,7 @@ __all__ = [
     "History",
     "Pipeline",
     "Stage",
+    "Tp",
     "TrainSettings",
     "TrainValStage",
     "count_parameters",

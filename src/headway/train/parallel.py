@@ -6,10 +6,11 @@ state dicts are always those of `bare`: no `module.`, no `_orig_mod.`, whatever 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from fnmatch import fnmatchcase
+from functools import cached_property, partial
 from typing import Literal, TypeAlias, final
 
 import torch
@@ -23,6 +24,8 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -65,7 +68,23 @@ class Fsdp:
     """over which ranks; a 2-D mesh shards along its second dimension and replicates along the first"""
 
 
-Parallel: TypeAlias = Ddp | Fsdp | Literal["ddp", "fsdp", "none"]
+@final
+@dataclass(frozen=True, kw_only=True)
+class Tp:
+    """Every rank holds a part of each layer that the plan names (tensor parallelism).
+
+    All ranks of such a group must be given the same batches: they compute one result together.
+
+    >>> Tp(plan={"up": ColwiseParallel(), "down": RowwiseParallel()})
+    """
+
+    plan: Mapping[str, ParallelStyle]
+    """names of modules, and how each is split; `*` stands for any name, as for torch's parallelize_module"""
+    mesh: DeviceMesh | None = None
+    """over which ranks; of a 2-D mesh the second dimension splits layers, and FSDP2 shards along the first"""
+
+
+Parallel: TypeAlias = Ddp | Fsdp | Tp | Literal["ddp", "fsdp", "none"]
 Compile: TypeAlias = bool | str
 
 
@@ -81,11 +100,12 @@ class Model:
     @property
     def synced(self) -> bool:
         """Whether gradients are the same on all ranks after backward."""
-        return isinstance(self.wrapped, DistributedDataParallel | FSDPModule)
+        return isinstance(self.wrapped, DistributedDataParallel) or self.sharded
 
-    @property
+    @cached_property
     def sharded(self) -> bool:
-        return isinstance(self.wrapped, FSDPModule)
+        """Whether all ranks must take part in each forward."""
+        return any(isinstance(parameter, DTensor) for parameter in self.bare.parameters())
 
     def travel(self, now: bool) -> None:
         """Whether the gradients of the next forward and backward travel, or only add up on this rank."""
@@ -113,7 +133,8 @@ class Model:
         every, trainable = count_parameters(self.bare), count_parameters(self.bare, trainable=True)
         some = "" if trainable == every else f" ({trainable:,} trainable)"
         how = {DistributedDataParallel: "ddp", FSDPModule: "fsdp"}
-        kind = next((word for kind, word in how.items() if isinstance(self.wrapped, kind)), "not wrapped")
+        plain = "split over ranks" if self.sharded else "not wrapped"
+        kind = next((word for kind, word in how.items() if isinstance(self.wrapped, kind)), plain)
         average = f", ema {self.ema.decay:g}" if self.ema else ""
         return f"model {self.name}: {every:,} parameters{some}, {kind}{average}"
 
@@ -169,8 +190,10 @@ def _wrap(name: str, module: nn.Module, parallel: Parallel, world: World) -> nn.
             return _replicate(module, parallel, world)
         case Fsdp():
             return _shard(name, module, parallel, world)
+        case Tp():
+            return _split(name, module, parallel, world)
     raise UsageError(
-        f'model {name!r}: parallel={parallel!r} is unknown: use "ddp", "fsdp", "none", Ddp() or Fsdp()'
+        f'model {name!r}: parallel={parallel!r} is unknown: use "ddp", "fsdp", "none", Ddp(), Fsdp() or Tp()'
     )
 
 
@@ -235,6 +258,31 @@ def _shard(name: str, module: nn.Module, settings: Fsdp, world: World) -> nn.Mod
         shard(block)
     shard(module)
     return module
+
+
+def _split(name: str, module: nn.Module, settings: Tp, world: World) -> nn.Module:
+    mesh = settings.mesh or init_device_mesh(world.device.type, (world.world_size,))
+    names = [part for part, _ in module.named_modules() if part]
+    for pattern in settings.plan:
+        if not any(fnmatchcase(part, pattern) for part in names):
+            raise UsageError(
+                f"model {name!r}: the plan splits {pattern!r}, but there is no such module: there are "
+                f"{', '.join(names[:20])}"
+            )
+    inner = mesh if mesh.ndim == 1 else mesh[_dimension(name, mesh, 1)]
+    module = parallelize_module(module, inner, dict(settings.plan))
+    if mesh.ndim > 1:
+        fully_shard(module, mesh=mesh[_dimension(name, mesh, 0)])
+    return module
+
+
+def _dimension(name: str, mesh: DeviceMesh, number: int) -> str:
+    if mesh.ndim != 2 or mesh.mesh_dim_names is None:
+        raise UsageError(
+            f"model {name!r}: Tp(mesh=...) takes one dimension, or two with names: "
+            'init_device_mesh("cuda", (2, 4), mesh_dim_names=("data", "tensor"))'
+        )
+    return mesh.mesh_dim_names[number]
 
 
 def _checkpoint_activations(name: str, module: nn.Module, blocks: Blocks) -> None:
