@@ -12,6 +12,7 @@ import pytest
 import headway as hw
 from headway.data import Mix, NodeCache, ShardLoader, fetching, pack
 from headway.data.ahead import Needed, Window
+from headway.data.cache import CachedShards
 from headway.testing import ranks
 
 A, B, C, D = (Path(name) for name in "abcd")
@@ -130,6 +131,17 @@ def test_a_copy_under_way_is_given_up_when_the_loop_ends(
     iterator.close()
     assert threading.active_count() == before
     assert not list(tmp_path.glob("*/*.part"))
+
+
+def test_the_memory_of_the_job_is_watched(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = threading.Event()
+    monkeypatch.setattr(CachedShards, "relieve", lambda _: looked.set())
+    iterator = iter(ShardLoader(folder, batch_size=6, cache=NodeCache(path=tmp_path, copy_local=True)))
+    next(iterator)
+    assert looked.wait(60)
+    iterator.close()
 
 
 @ranks(2)

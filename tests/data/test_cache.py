@@ -634,6 +634,36 @@ def test_a_job_is_not_killed_for_what_it_caches(limited: Path, tmp_path: Path) -
     assert right and copied >= 1 and copied + source == 8 and held < 64_000_000
 
 
+def test_copies_go_when_the_job_needs_their_memory(limited: Path, tmp_path: Path) -> None:
+    """A model that grows to 80 MB beside copies of 40 MB, where 120 MB are all there is."""
+    paths = make(tmp_path / "source", 5, 8_000_000)
+    where = Path(tempfile.mkdtemp(dir="/dev/shm"))
+
+    def work() -> Any:
+        (limited / "cgroup.procs").write_text(str(os.getpid()))
+        cache = at(where, patience=0)
+        cache.expect(paths)
+        for turn, path in enumerate(paths):
+            cache.prepare(path, turn, lambda: False)
+        before, model = taken(where), []
+        view = cache.open(paths[0])[0]["bin"]
+        for _ in range(80):
+            model.append(os.urandom(2**20))
+            cache.relieve()
+        after = taken(where)
+        model.clear()
+        right = [contents(cache, path) == truth(path) for path in paths]
+        return [right, before, after, bytes(view) == truth(paths[0])[0]]
+
+    try:
+        result = run(work)
+    finally:
+        shutil.rmtree(where)
+    assert result != -signal.SIGKILL, "the kernel killed it"
+    right, before, after, held = result
+    assert right == [True] * 5 and held and before > 40_000_000 > 33_000_000 > after >= 8_000_000
+
+
 # --- other users, links, and names of others
 
 STRANGER = 12345

@@ -7,6 +7,7 @@ ranks of a node walk the same way; whoever is first copies a shard, for all.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
@@ -18,6 +19,7 @@ from headway.data.leases import NotCached, WaitedTooLong
 from headway.errors import HeadwayError
 
 _HORIZON = 2**18  # positions that are looked at: some windows of all lanes
+_RELIEF = 1.0  # seconds between two looks at whether the job needs the memory of its copies
 _STEP = 2**14  # positions by which it grows at a time, so that the first shards are known at once
 
 
@@ -64,6 +66,7 @@ class Ahead:
         self._cache, self._let_go = cache, let_go
         self._window, self._position = Window(iter(())), 0
         self._wanted: dict[Path, int] = {}
+        self._relief = 0.0
         self._wake, self._stopped = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="headway cache", daemon=True)
 
@@ -114,3 +117,6 @@ class Ahead:
             self._wake.set()
         self._let_go(paths)
         self._wanted = self._cache.expect(paths)
+        if time.monotonic() >= self._relief:
+            self._relief = time.monotonic() + _RELIEF
+            self._cache.relieve()

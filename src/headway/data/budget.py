@@ -2,7 +2,8 @@
 
 A file in /dev/shm is memory. It counts against the memory limit of the job that wrote it, and a job beyond its limit
 is killed; so limits of control groups (v1 and v2, at every level above this process) are read each time that space is
-taken, and a twentieth of each is left free.
+taken, and a twentieth of each is left free. They are read again while the job runs: if it has come to need that
+twentieth, copies go.
 """
 
 from __future__ import annotations
@@ -63,6 +64,11 @@ def whole(directory: Path) -> int:
 def spare(directory: Path) -> int:
     """How many bytes more may be taken in a directory now."""
     return max(0, min(space.spare() for space in spaces(directory)))
+
+
+def shortage(directory: Path) -> int:
+    """How many bytes must go, because others need what was free when they were taken."""
+    return max(0, -min(space.spare() for space in spaces(directory)))
 
 
 def spaces(directory: Path, root: Path = Path("/")) -> Iterator[Space]:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from headway.data.budget import is_local, parse, whole
+from headway.data.budget import is_local, parse, shortage, whole
 from headway.data.cachefolder import CacheFolder, Copy, Found, size_of
 from headway.data.fetching import Terms, get, identify
 from headway.data.leases import Deadline, NotCached, WaitedTooLong
@@ -150,6 +150,16 @@ class CachedShards:
         self._order = order
         self._held = {path: copy for path, copy in self._held.items() if path in fitting}
         return fitting
+
+    def relieve(self) -> None:
+        """Removes copies when the job needs the memory that they take; what is being read stays."""
+        if self._folder is None or self._folder.is_gone():
+            return
+        missing = shortage(self._folder.path)
+        if missing:
+            self._held = {}
+            with self._folder.ledger(Deadline(0)):
+                self._folder.free(missing, self._order, -1)
 
     def prepare(self, path: Path, turn: int, given_up: Callable[[], bool]) -> None:
         """Copies a shard that is needed later, and keeps its copy from being removed; waits for nobody."""
