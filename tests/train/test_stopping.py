@@ -49,25 +49,27 @@ class Signalled(Traced):
         return super().step(batch)
 
 
-def stop_and_go_on(folder: Path, number: int, who: tuple[int, ...], at: Any) -> int:
+def stop_and_go_on(folder: Path, number: int, who: tuple[int, ...], at: Any, **settings: Any) -> int:
     """Returns the step at which all ranks stopped."""
-    whole = Traced(log_every=1000)
+    settings |= {"log_every": 1000}
+    whole = Traced(**settings)
     golden = seeded(make(folder / "golden", whole, every="1h"))
     golden.run()
-    first = Signalled(number=number, who=who, at=at, log_every=1000)
+    first = Signalled(number=number, who=who, at=at, **settings)
     pipe = seeded(make(folder / "cut", first, every="1h"))
     with pytest.raises(Stopped, match="with a checkpoint: the same command goes on"):
         pipe.run()
     stopped = hw.all_gather_object(pipe.step)
     assert len(set(stopped)) == 1, "all at the same step"
     assert (pipe.directory.checkpoint_dir(pipe.step) / "manifest.json").exists()
-    second = Traced(log_every=1000)
+    second = Traced(**settings)
     again = make(folder / "cut", second, every="1h")
     again.run()
     assert first.by_step | second.by_step == whole.by_step
     assert not set(first.by_step) & set(second.by_step), "no step twice"
     assert_same(weights(again), weights(golden))
     assert again.history["val/loss"] == golden.history["val/loss"]
+    assert again.history.points("val/loss") == golden.history.points("val/loss"), "none twice, none left out"
     hw.barrier()
     attempts = again.directory.info()["attempts"]
     assert [(each["status"], each["exit_code"]) for each in attempts] == [("stopped", 75), ("done", 0)]
@@ -93,6 +95,14 @@ def test_all_ranks_stop_at_the_same_step(who: tuple[int, ...], tmp_path: Path) -
 @alone
 def test_in_a_validation(tmp_path: Path) -> None:
     assert stop_and_go_on(tmp_path, signal.SIGTERM, (0,), ("val", 11)) == 11
+
+
+@alone
+@pytest.mark.parametrize("at", [8, ("val", 8), 11, ("val", 20)])
+def test_where_a_validation_between_steps_is_due(at: Any, tmp_path: Path) -> None:
+    """A stop does not wait for it; it is made first thing afterwards."""
+    stopped = stop_and_go_on(tmp_path, signal.SIGTERM, (0,), at, val_every="4 steps")
+    assert stopped == (at[1] if isinstance(at, tuple) else at)
 
 
 @ranks(2)
