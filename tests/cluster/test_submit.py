@@ -11,6 +11,7 @@ import pytest
 
 from .bench import OPEN_MPI, Cluster
 from .jobs import HEADWAY, SCRIPTS, local_result, submit
+from .test_join import expected, ranks
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(200)]
 
@@ -186,7 +187,14 @@ def test_an_agent_that_is_killed_ends_the_job_for_good(cluster: Cluster) -> None
     assert cluster.node("n2").run("pgrep", "-f", "sleeps.py").returncode == 1
 
 
-# ---- MPI
+# ---- agents without a job script, and MPI
+
+
+def test_agents_under_srun_may_bring_different_numbers_of_ranks(cluster: Cluster) -> None:
+    agent = f"exec {HEADWAY} agent --nproc $((SLURM_NODEID + 1)) {SCRIPTS / 'who.py'} --hosts"
+    done = cluster.srun("-N2", "--ntasks-per-node=1", "bash", "-c", agent, check=True)
+    assert ranks(done.stdout) == expected("headway", [(0, 1, 0), (0, 2, 1), (1, 2, 1)])
+    assert not list(cluster.work.glob("runs/.*")), "the agents' meeting point is removed"
 
 
 def test_agents_under_mpirun(cluster: Cluster) -> None:

@@ -205,6 +205,18 @@ def test_a_stop_request_that_comes_too_early_is_repeated(tmp_path: Path) -> None
     assert "stopped with a checkpoint" in error
 
 
+def test_a_rank_that_hears_it_twice_while_it_exits_has_stopped(tmp_path: Path) -> None:
+    exits = STOPS.replace("sys.exit(75)", "signal.signal(signal.SIGUSR2, signal.SIG_DFL); time.sleep(100)")
+    (tmp_path / "exits.py").write_text(exits)
+    agent = subprocess.Popen([*AGENT, "exits.py", "0"], cwd=tmp_path, stderr=subprocess.DEVNULL)
+    while not (tmp_path / "ready-0").exists():
+        time.sleep(0.05)
+    agent.send_signal(12)
+    time.sleep(1)
+    agent.send_signal(12)
+    assert agent.wait(timeout=60) == 75
+
+
 def test_an_agent_says_its_usage(tmp_path: Path) -> None:
     environ = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
     done = subprocess.run(

@@ -33,6 +33,7 @@ from headway.launcher.team import Outcome, Team
 from headway.launcher.watchdog import Watchdog
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_STOP_REQUESTS = (signal.SIGUSR1, signal.SIGUSR2)
 _POLL = 0.02
 _LOOK_EVERY = 0.5
 """seconds between two looks at what the other agents have to say"""
@@ -182,7 +183,10 @@ class Agent:
 
     def _reap(self, rank: Rank) -> None:
         self._running.remove(rank)  # first: a signal may come in between, and the number may become another's
-        self._ended[rank.number] = rank.reap()
+        status = rank.reap()
+        # SLURM and we may both have told it; Python forgets its handlers while it exits, and dies of the second word
+        told = -status in _STOP_REQUESTS and -status in self._signals
+        self._ended[rank.number] = Stopped.exit_code if told else status
 
     def _kill(self, number: signal.Signals) -> None:
         for rank in self._running:
@@ -202,7 +206,7 @@ class Agent:
                 rank.signal_group(signal.SIGKILL)
             else:
                 rank.tell(number)
-        if number in (signal.SIGUSR1, signal.SIGUSR2):
+        if number in _STOP_REQUESTS:
             self._repeat = (number, time.monotonic() + _REPEAT_EVERY)
 
     def _repeat_to_the_deaf(self, now: float) -> None:
