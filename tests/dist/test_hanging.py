@@ -116,9 +116,10 @@ def test_limits(heart: Heartbeat, monkeypatch: pytest.MonkeyPatch) -> None:
     step(2, 50, "validation")
     assert heart.limit == 300, "another phase has another pace"
     with heart.excused():
+        assert heart.limit == math.inf, "a download may take an hour"
         with heart.excused():
             pass
-        assert heart.limit == math.inf, "a download may take an hour"
+        assert heart.limit == math.inf, "and the other half of it, too"
         now[0] += 3600
     assert heart.limit == 300 and heart.age == 0
     heart.move("done", None)
@@ -139,6 +140,11 @@ def test_the_pulse_is_seen_from_outside(heart: Heartbeat, tmp_path: Path) -> Non
     assert beat is not None
     assert (beat.pid, beat.phase, beat.step, beat.run) == (os.getpid(), "validation", 12, "/runs/größe")
     assert beat.limit == 300 and 0 <= beat.age < 60
+    for step in range(13, 20):  # until the pace is known, and quicker from then on
+        heart.move("validation", step)
+        time.sleep(0.001)
+    later = heartbeat.read(tmp_path, 3)
+    assert later is not None and (later.step, later.limit) == (19, 5) and later.moved > beat.moved
     heart.move("train" * 40, None)
     beat = heartbeat.read(tmp_path, 3)
     assert beat is not None and beat.step is None and beat.phase.startswith("traintrain")

@@ -45,11 +45,13 @@ def test_only_what_persists_is_told() -> None:
 
 
 def test_what_costs_nothing_is_not_worth_a_word() -> None:
-    stragglers = Stragglers()
-    for _ in range(5):
-        assert stragglers.note([0.01, 0.01, 0.05], whole=3.0) is None  # most of the time goes elsewhere
-        assert stragglers.note([1.0, 1.2, 1.0], whole=1.5) is None
-        assert stragglers.note([1.0], whole=1.0) is None
+    for times, whole in (
+        ([0.01, 0.01, 0.05], 3.0),  # most of the time goes elsewhere
+        ([1.0, 1.2, 1.0], 1.5),
+        ([1.0], 1.0),
+    ):
+        stragglers = Stragglers()
+        assert [stragglers.note(times, whole=whole) for _ in range(5)] == [None] * 5
 
 
 def test_waiting_for_others_is_not_being_busy() -> None:
