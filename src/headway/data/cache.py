@@ -198,6 +198,11 @@ class CachedShards:
                 weakref.finalize(self, self._folder.leave)
             return self._folder
 
+    def totals(self) -> dict[str, int]:
+        """The counts as they are now; threads go on counting."""
+        with self._lock:
+            return {f"cache/{what}": count for what, count in self.counts.items()}
+
     def _count(self, what: str, *, bytes: int = 0) -> int:
         with self._lock:
             self.counts["bytes"] += bytes

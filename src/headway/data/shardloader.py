@@ -303,7 +303,7 @@ class ShardLoader:
         """
         totals = self._counters.totals() | {"bad": len(self.bad)}
         if self._cache is not None:
-            totals |= {f"cache/{what}": count for what, count in self._cache.counts.items()}
+            totals |= self._cache.totals()
         for name, (share, target) in self._history().shares_at(self._position).items():
             totals |= {f"share/{name}": round(share, 6), f"target/{name}": round(target, 6)}
         return totals
