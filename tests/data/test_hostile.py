@@ -255,6 +255,11 @@ BOMBS = {
     "a comment of 200 MB": ("png", lambda: png(8, 8, chunks=text_chunk(200_000_000)), "cannot be decoded"),
     "frames without end": ("webp", lambda: animation(300), "more than 200 frames"),
     "scans without end": ("jpg", lambda: progressive(200), "more than 100 scans"),
+    "scans without end, after fill bytes": (
+        "jpg",
+        lambda: progressive(200).replace(b"\xff\xdb", b"\xff\xff\xdb", 1),
+        "more than 100 scans",
+    ),
     "a JPEG cut off": ("jpg", lambda: progressive(1)[:400], "cannot be decoded"),
     "another format under this name": ("png", lambda: b"SIMPLE  =  T" + bytes(4000), "cannot be decoded"),
     "a number of a million digits": ("cls", lambda: b"9" * 1_000_000, "cannot be decoded"),
