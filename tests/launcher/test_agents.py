@@ -8,10 +8,12 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from headway.data import cache, pack
 from headway.errors import RankFailure
 from headway.launcher import surroundings, team as teams
 from headway.launcher.after import job_number, launch_name, read_outcome
@@ -259,3 +261,22 @@ def test_twenty_jobs_at_once_do_not_meet() -> None:
 
 def test_a_free_port_is_free() -> None:
     assert len({teams.free_port() for _ in range(20)}) > 1
+
+
+def test_copies_of_killed_ranks_are_cleared_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "NodeCache", partial(cache.NodeCache, path=tmp_path))
+    pack([{"__key__": "a", "bin": bytes(9000)}], tmp_path / "shards")
+    job = f"""
+import os
+from pathlib import Path
+from headway.data import cache, fetching
+fetching._SETTLED = 0.0
+copies = cache.CachedShards(cache.NodeCache(path={str(tmp_path)!r}, copy_local=True))
+copies.open(Path({str(tmp_path / "shards" / "shard-000000.tar")!r}))
+assert copies.counts["copied"] == 1
+Path({str(tmp_path / "copied")!r}).touch()
+os.kill(os.getpid(), 9)
+"""
+    assert Agent([sys.executable, "-c", job], processes=1, environ=dict(os.environ)).run() != 0
+    assert (tmp_path / "copied").exists()
+    assert not list(tmp_path.glob("headway-cache-*"))

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import final
@@ -25,7 +26,7 @@ import psutil
 
 from headway import heartbeat
 from headway.checkpoint import layout
-from headway.errors import INTERRUPTED, TERMINATED, Stopped, UsageError
+from headway.errors import INTERRUPTED, TERMINATED, HeadwayError, Stopped, UsageError
 from headway.launcher.ending import crashed, first_failure, keep, words
 from headway.launcher.ranks import Rank, start
 from headway.launcher.surroundings import Seating, cpu_shares, kernel_caches, rank_environment
@@ -119,6 +120,7 @@ class Agent:
             for each, handler in handlers.items():
                 signal.signal(each, handler)
             shutil.rmtree(folder)
+            _clear_cache()
 
     def _follow(self, beats: Path) -> None:
         """The ranks of the next round go on in the run in which those of the last one were."""
@@ -251,6 +253,14 @@ class Agent:
         if signal.SIGTERM in self._signals:
             return {"exit_code": TERMINATED, "record": None}
         return {"exit_code": int(record["exit_code"]), "record": record}
+
+
+def _clear_cache() -> None:
+    """Ranks that were killed leave copies of shards in this node's memory, unless others still use them."""
+    from headway.data.cache import NodeCache  # imported here: most runs have none
+
+    with suppress(HeadwayError):  # it is the user's to see: headway cache ls
+        NodeCache(patience=1.0).sweep()
 
 
 def check_processes(processes: int) -> None:
