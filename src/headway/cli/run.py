@@ -7,6 +7,7 @@ import argparse
 from headway.errors import UsageError
 from headway.launcher.agent import Agent
 from headway.launcher.program import python_command
+from headway.launcher.smoking import run_smoke
 from headway.launcher.submitting import Script
 from headway.launcher.sweeping import run_sweep
 
@@ -15,6 +16,7 @@ examples:
   headway run train.py                       one process
   headway run --nproc 4 train.py --lr 3e-4   four; what follows the script belongs to it
   headway run --nproc 2 -m mypackage.train   a module
+  headway run --smoke --nproc 2 train.py     two steps, a validation, a save, a step after resuming
   headway run --array lr=1e-3,3e-4 --array seed=1,2 train.py     four runs, one after the other
 
 Exit codes: 0 all ranks ended well; 1 a rank failed (the last lines say which and why); 2 bad usage;
@@ -48,6 +50,11 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="passed on to the script")
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="try everything once: two steps, a validation, a save, and a step after resuming; nothing is kept",
+    )
     options = parser.parse_args(argv)
     if options.array:
         if options.max_restarts:
@@ -57,4 +64,6 @@ def main(argv: list[str]) -> int:
         script = Script(name=options.script, args=options.args, module=options.module)
         return run_sweep(script, options.array, processes=options.nproc)
     command = python_command(options.script, options.args, module=options.module)
+    if options.smoke:
+        return run_smoke(command, processes=options.nproc)
     return Agent(command, processes=options.nproc, max_restarts=options.max_restarts).run()

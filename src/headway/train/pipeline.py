@@ -22,8 +22,8 @@ from headway.record.ledger import VARIABLE as LEDGER_VARIABLE
 from headway.record.sinks import Mlflow, Sink, TensorBoard, Wandb, feeding
 from headway.record.sinks.settings import folder_of
 from headway.run import Run, check_name
-from headway.train import loop, state
-from headway.train.batches import set_epoch
+from headway.train import loop, smoke, state
+from headway.train.batches import FirstBatch, set_epoch
 from headway.train.callback import Callback
 from headway.train.evidence import explained
 from headway.train.history import History, Row
@@ -188,7 +188,7 @@ class Pipeline:
             raise UsageError(
                 f"dataset {name!r} is a {type(loader).__name__}: register something to iterate over"
             )
-        self.datasets[name] = loader
+        self.datasets[name] = FirstBatch(loader) if os.environ.get("HEADWAY_FAKE_DATA") == "1" else loader
 
     def append_stage(
         self,
@@ -283,6 +283,9 @@ class Pipeline:
     def run(self) -> Run:
         """Runs all stages and returns the run's directory. Exceptions and Ctrl-C end the run and are raised again."""
         self._check()
+        trial = smoke.wanted()
+        if trial:
+            smoke.shorten(self, trial)
         resume = self.keeper.policy.resume if self.keeper else "never"
         choice = dist.choose_run(self._root, name=self.name, config=self.config, resume=resume)
         self.run_directory = choice.run
@@ -303,6 +306,8 @@ class Pipeline:
                         stage.run_epoch()
             if self.keeper:
                 self.keeper.finish()
+            if trial:
+                smoke.end(trial)
             self.call("post_run", self)
         return choice.run
 
