@@ -60,7 +60,8 @@ class Ledger:
         self._now = _Step()
         self._steps: list[_Step] = []
         self._known: dict[str, Which] = {}  # orders that are in the file
-        self._latest: dict[int, tuple[Mapping[str, Any], str]] = {}  # of each loader: its order, and the order's id
+        # of each loader: its order, and the order's id
+        self._latest: dict[int, tuple[Mapping[str, Any], str]] = {}
         self._news: list[Mapping[str, Any]] = []
         self._fd: int | None = None
         self._lost = False
@@ -68,9 +69,7 @@ class Ledger:
     def __enter__(self) -> Ledger:
         if self._world.is_root:
             with files.storage(f"open {self._run.ledger_file}"):
-                self._fd = files.open_private(
-                    self._run.ledger_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT
-                )
+                self._fd = files.open_private(self._run.ledger_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             self._append(b"\n")  # an attempt that was killed may have left half a line
         return self
 
