@@ -10,8 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from headway.record import ledger
+from headway.run import Run
+
 from .bench import Cluster
 
+Result = tuple[dict[int, tuple[str | None, str | None, str]], str]
 HEADWAY = str(Path(sys.executable).with_name("headway"))
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
@@ -66,9 +70,12 @@ class Submitted:
             assert found.setdefault(int(step), loss) == loss, f"step {step} was made twice, differently"
         return found
 
-    def result(self) -> tuple[dict[int, str], str]:
-        """All losses and the last weights."""
-        return self.losses(), (self.path / "weights.txt").read_text()
+    def result(self) -> Result:
+        """What each step saw and did, by the run's ledger, and the last weights."""
+        rows = ledger.load(Run.open(self.path)).last
+        told = {step: (row.loss, row.samples, row.random) for step, row in rows.items()}
+        assert len(told) == len(self.losses())
+        return told, (self.path / "weights.txt").read_text()
 
     def attempts(self) -> list[tuple[str, int]]:
         """How each attempt ended, and at which step it began."""
@@ -96,7 +103,7 @@ def submit(
     return [Submitted(cluster=cluster, job=int(facts["job_id"]), path=Path(path)) for path in facts["runs"]]
 
 
-def local_result(folder: Path, script: Path, processes: int) -> tuple[dict[int, str], str]:
+def local_result(folder: Path, script: Path, processes: int) -> Result:
     """What the script gives on this machine, uninterrupted."""
     from .bench import run
 

@@ -129,6 +129,18 @@ def test_a_dry_run_shows_the_script_and_makes_nothing(cluster: Cluster) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["show.py"]
 
 
+def test_the_output_can_be_watched_to_the_end(cluster: Cluster) -> None:
+    folder = project(cluster, stops=STOPS)
+    done = cluster.run([HEADWAY, "submit", "--watch", "stops.py", "0"], cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "\nstart 0\n" in done.stdout
+    assert done.stdout.rstrip().endswith("is done")
+    (folder / "stops.py").write_text("raise SystemExit(3)")
+    done = cluster.run([HEADWAY, "submit", "--watch", "stops.py"], cwd=folder)
+    assert done.returncode == 1
+    assert "left with exit code 3" in done.stdout
+
+
 def test_where_jobs_are_not_requeued_another_one_follows(cluster: Cluster) -> None:
     project(cluster, stops=STOPS)
     (job,) = submit(cluster, "stops.py", "1")

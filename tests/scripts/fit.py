@@ -50,6 +50,7 @@ def main() -> None:
     pipe.register_dataset("val", hw.data.DataLoader(numbers(16, seed=2), 4))
     pipe.append_stage(Fit(), max_epochs=3)
     pipe.enable_checkpointing(every=5, keep_last=2)
+    pipe.enable_ledger()
     run = pipe.run()
     if hw.is_root():
         bits = b"".join(value.detach().numpy().tobytes() for value in net.state_dict().values())
