@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import shutil
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, final
@@ -87,7 +88,8 @@ def _remove(path: Path, condemned: Path) -> None:
     failpoint("retention.after_rename")
     files.sync_dir(path.parent)
     failpoint("retention.before_delete")
-    shutil.rmtree(condemned)
+    with suppress(FileNotFoundError):  # a save that begins now removes it, too
+        shutil.rmtree(condemned)
     failpoint("retention.after_delete")
 
 
