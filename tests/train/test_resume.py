@@ -16,7 +16,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader as TorchLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import (
+    DataLoader as TorchLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    default_collate,
+)
 from toys import FEATURES, Classify, Net, make_net, sgd, warm_up
 
 import headway as hw
@@ -86,8 +92,9 @@ def make(folder: Path, stage: Stage, *, every: Any = 3, model: Any = None, **opt
     pipe = Pipeline(name="toy", root=folder)
     pipe.register_model("net", make_net() if model is None else model(), **options)
     pipe.register_optimizer("sgd", sgd, scheduler=scheduler, model="net")
-    train = loader or hw.data.DataLoader(dataset(), global_batch_size=BATCH, shuffle=True, seed=3)
-    pipe.register_dataset("train", train)
+    if loader is None:
+        loader = hw.data.DataLoader(dataset(), global_batch_size=BATCH, shuffle=True, seed=3)
+    pipe.register_dataset("train", loader)
     pipe.register_dataset("val", hw.data.DataLoader(Noisy(19), global_batch_size=BATCH))
     pipe.append_stage(stage, max_epochs=epochs, name="train")
     keep.setdefault("background", False)  # so that a cut does not take along what is in flight
@@ -315,8 +322,27 @@ def test_loaders_without_a_position_are_read_again(kind: str, cut: Any, tmp_path
     assert pipe.history["val/loss"] == golden.history["val/loss"]
 
 
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """Samples in an order of its own; goes on after the last one given."""
+
+    def __init__(self) -> None:
+        self.samples, self.at = Noisy(SAMPLES), 0
+
+    def __iter__(self) -> Any:
+        while self.at < SAMPLES:
+            self.at += 1
+            yield self.samples[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
 @alone
-@pytest.mark.parametrize("kind", ["workers", "shards"])
+@pytest.mark.parametrize("kind", ["workers", "shards", "stream"])
 def test_what_is_loaded_ahead_is_not_consumed(kind: str, tmp_path: Path) -> None:
     """Workers and threads are many batches ahead of the step; in shards, the rest of a pass begins the next one."""
     x, y = dataset().tensors
@@ -329,6 +355,8 @@ def test_what_is_loaded_ahead_is_not_consumed(kind: str, tmp_path: Path) -> None
             return hw.data.DataLoader(
                 Noisy(SAMPLES), batch_size=7, shuffle=True, num_workers=1, prefetch_factor=4
             )
+        if kind == "stream":
+            return hw.data.DataLoader(Stream(), batch_size=7, num_workers=1, prefetch_factor=4)
         return hw.data.ShardLoader(
             tmp_path / "shards",
             batch_size=7,
@@ -345,13 +373,15 @@ def test_what_is_loaded_ahead_is_not_consumed(kind: str, tmp_path: Path) -> None
             pipe = make(tmp_path / folder, stage, loader=loader(), every=1)
             if kind == "shards":
                 pipe.datasets["val"] = loader(shuffle=False)
+            if kind == "stream":
+                pipe.datasets["val"] = loader()
             if number == 0:
                 seeded(pipe)
             with nullcontext() if cut is None else pytest.raises(Cut):
                 pipe.run()
             by_step |= stage.by_step
         results.append((by_step, weights(pipe), pipe.history["val/loss"]))
-    assert len(results[0][0]) == (39 if kind == "workers" else 37)
+    assert len(results[0][0]) == (37 if kind == "shards" else 39)
     assert results[0][0] == results[1][0]
     assert_same(results[1][1], results[0][1])
     assert results[0][2] == results[1][2]

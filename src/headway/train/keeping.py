@@ -316,19 +316,27 @@ class Keeper:
                 f"headway: saved by {loaded.world_size} ranks, now {pipe.world.world_size}: the samples are the same, "
                 "random numbers of ranks are derived anew from the seed and the step"
             )
+            own = [
+                n for n, each in pipe.datasets.items() if isinstance(each, Stateful) and not _is_global(each)
+            ]
+            if own:
+                dist.print_root(
+                    f"headway: {', '.join(own)}: deals its samples itself, and begins its epoch anew"
+                )
 
 
 def _is_global(loader: object) -> bool:
-    return isinstance(loader, data.DataLoader | data.ShardLoader)
+    """Whether its position is one for all ranks, and means all of them."""
+    return isinstance(loader, data.DataLoader | data.ShardLoader) and not loader.per_rank
 
 
 def _position(loader: Stateful, *, under_way: bool) -> dict[str, Any]:
     """Where a loader is. One without shuffle starts from the top when its next pass begins, wherever it stands now."""
     position = loader.state_dict()
-    if under_way or not isinstance(loader, data.DataLoader | data.ShardLoader) or position["shuffle"]:
+    if under_way or not isinstance(loader, data.DataLoader | data.ShardLoader) or position.get("shuffle"):
         return position
     if isinstance(loader, data.DataLoader):
-        return position | {"samples": 0}
+        return position | ({"next": 0, "places": {}} if loader.per_rank else {"samples": 0})
     return position | {"position": loader.samples * position["epoch"]}
 
 
