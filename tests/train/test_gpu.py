@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 from toys import FEATURES, Batches, make_net, make_pipe, sgd
 
-from headway.train import TrainValStage
+from headway.errors import HeadwayError
+from headway.train import Fsdp, TrainValStage
 
 pytestmark = [
     pytest.mark.gpu,
@@ -109,3 +115,87 @@ def test_time_is_split_by_events(tmp_path: Path) -> None:
     pipe.split.take = lambda: (seconds.append(take()), seconds[-1])[1]  # type: ignore[method-assign]
     pipe.run()
     assert seconds[1]["compute"] > 0.8 * sum(seconds[1].values())
+
+
+class Greedy(Quiet):
+    def step(self, batch: Any) -> Tensor:
+        if self.pipe.step == 2:
+            torch.empty(1 << 40, dtype=torch.uint8, device=self.device)
+        return super().step(batch)
+
+
+def test_running_out_of_memory_is_told(tmp_path: Path) -> None:
+    pipe = make_pipe(tmp_path)
+    pipe.register_dataset("train", Batches(5))
+    pipe.append_stage(Greedy(), max_epochs=1)
+    with pytest.raises(
+        HeadwayError, match=r"rank 0 ran out of memory on cuda:0 in the forward pass of step 3"
+    ) as caught:
+        pipe.run()
+    said = str(e.value)
+    assert "GiB were in use" in said and "Tried to allocate 1024.00 GiB" in said
+    assert "PyTorch CUDA memory summary" in (pipe.directory.log_dir / "memory-00000.txt").read_text()
+
+
+def test_states_in_host_memory(tmp_path: Path) -> None:
+    def weights(parallel: Any) -> list[Tensor]:
+        pipe = make_pipe(tmp_path, net=make_net(dropout=0.0, norm=False), parallel=parallel)
+        pipe.register_dataset("train", Batches(20))
+        pipe.append_stage(Quiet(), max_epochs=1)
+        pipe.run()
+        found = list(pipe.registered["net"].bare.parameters())
+        if parallel != "none":
+            assert all(p.device.type == "cpu" for p in found)
+            assert all(
+                s.device.type == "cpu"
+                for s in tree_leaves(pipe.optimizers["sgd"].state)
+                if isinstance(s, Tensor)
+            )
+        return [p.full_tensor().cpu() if isinstance(p, DTensor) else p.cpu() for p in found]
+
+    for ours, truth in zip(weights(Fsdp(cpu_offload=True)), weights("none"), strict=True):
+        torch.testing.assert_close(ours, truth, rtol=0, atol=1e-5)
+
+
+SYNCED = """
+import os, sys
+os.environ["NCCL_HOSTID"] = "host" + os.environ["RANK"]  # two ranks may share a GPU if they seem to be on two hosts
+sys.path.insert(0, sys.argv[1])
+import torch
+import headway as hw
+from toys import Batches, Classify, make_net, make_pipe
+
+class Half(Batches):
+    def __iter__(self):
+        for x, y in super().__iter__():
+            yield x[hw.rank() :: 2], y[hw.rank() :: 2]
+
+pipe = make_pipe(sys.argv[2], net=make_net(dropout=0.0), sync_batchnorm=True)
+pipe.register_dataset("train", Half(20))
+pipe.append_stage(Classify(), max_epochs=1)
+pipe.run()
+if hw.is_root():
+    torch.save(pipe.registered["net"].bare.state_dict(), sys.argv[2] + "/weights")
+"""
+
+
+@pytest.mark.timeout(200)
+def test_batch_norm_over_all_ranks(tmp_path: Path) -> None:
+    """Two ranks with half of each batch have the statistics, and so the weights, of one with the whole."""
+    (tmp_path / "synced.py").write_text(SYNCED)
+    command = [sys.executable, "-m", "headway", "run", "--nproc", "2", str(tmp_path / "synced.py")]
+    share = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    done = subprocess.run(
+        [*command, str(Path(__file__).parent), str(tmp_path)],
+        env=os.environ | share,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    pipe = make_pipe(tmp_path, net=make_net(dropout=0.0))
+    pipe.register_dataset("train", Batches(20))
+    pipe.append_stage(Quiet(), max_epochs=1)
+    pipe.run()
+    found = torch.load(tmp_path / "weights", map_location="cuda", weights_only=True)
+    for name, truth in pipe.registered["net"].bare.state_dict().items():
+        torch.testing.assert_close(found[name], truth, rtol=1e-4, atol=1e-5)

@@ -223,10 +223,11 @@ def _choose_buckets(replica: DistributedDataParallel) -> None:
     if any(isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse for part in module.modules()):
         return  # their gradients have no zeros to send
     replica.module = _Nothing([p for p in module.parameters() if p.requires_grad])
+    replica.require_forward_param_sync = False  # it would look for the buffers of a module that has none
     try:
         replica().backward()
     finally:
-        replica.module = module
+        replica.module, replica.require_forward_param_sync = module, True
     module.zero_grad(set_to_none=True)
 
 
