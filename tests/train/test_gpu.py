@@ -132,7 +132,7 @@ def test_running_out_of_memory_is_told(tmp_path: Path) -> None:
         HeadwayError, match=r"rank 0 ran out of memory on cuda:0 in the forward pass of step 3"
     ) as caught:
         pipe.run()
-    said = str(e.value)
+    said = str(caught.value)
     assert "GiB were in use" in said and "Tried to allocate 1024.00 GiB" in said
     assert "PyTorch CUDA memory summary" in (pipe.directory.log_dir / "memory-00000.txt").read_text()
 
