@@ -149,7 +149,7 @@ class Count(_Verb):
 
 
 def _count(argv: list[str]) -> int:
-    from headway.data.finding import count
+    from headway.data.finding import counts
 
     options = tyro.cli(Count, args=argv, prog="headway data count")
     catalog = options.catalog()
@@ -158,7 +158,7 @@ def _count(argv: list[str]) -> int:
     else:
         found = {dataset.key: dataset.shards() for dataset in catalog.datasets()}
     rows = {
-        name: (len(paths), sum(count([path])[0] for path in watched(paths, len(paths), f"counting {name}")))
+        name: (len(paths), sum(watched(counts(paths), len(paths), f"counting {name}")))
         for name, paths in found.items()
     }
     if options.json:
@@ -265,15 +265,15 @@ class Index(_Verb):
 
 def _index(argv: list[str]) -> int:
     from headway.data import checksums
-    from headway.data.finding import index
+    from headway.data.finding import indexes
 
     options = tyro.cli(Index, args=argv, prog="headway data index")
     written = {}
     for name, paths in _found(options.datasets, options.catalog()).items():
-        written[name] = 0
-        for path in watched(paths, len(paths), f"indexing {name}"):
-            written[name] += len(index([path], overwrite=options.overwrite))
-            if options.checksums and checksums.read(path) is None:
+        done = watched(indexes(paths, overwrite=options.overwrite), len(paths), f"indexing {name}")
+        written[name] = sum(path is not None for path in done)
+        for path in watched(paths if options.checksums else [], len(paths), f"summing {name}"):
+            if checksums.read(path) is None:
                 checksums.write(path, checksums.compute(path))
     if options.json:
         print(json.dumps(written))

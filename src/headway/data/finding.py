@@ -5,7 +5,7 @@ Nothing here imports torch: commands that list and count answer at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 from pathlib import Path
@@ -54,10 +54,10 @@ def _named(name: str, here: list[Path], catalog: Catalog) -> list[Path]:
     return here
 
 
-def count(paths: Sequence[Path], limits: Limits | None = None) -> list[int]:
-    """How many samples each shard has."""
+def counts(paths: Sequence[Path], limits: Limits | None = None) -> Iterator[int]:
+    """How many samples each shard has, as it becomes known."""
     with ThreadPoolExecutor(_THREADS, "headway count") as pool:
-        return list(pool.map(lambda path: count_samples(path, limits), paths))
+        yield from pool.map(lambda path: count_samples(path, limits), paths)
 
 
 def index(shards: Shards, *, overwrite: bool = False, catalog: Catalog | None = None) -> list[Path]:
@@ -68,13 +68,19 @@ def index(shards: Shards, *, overwrite: bool = False, catalog: Catalog | None = 
 
         hw.data.index("/data/laion/*.tar")
     """
-    found = paths_of("index", shards, catalog)
-    paths = [path for path in found if overwrite or not path.with_suffix(".idx").exists()]
+    written = indexes(paths_of("index", shards, catalog), overwrite=overwrite)
+    return [path for path in written if path is not None]
+
+
+def indexes(paths: Sequence[Path], *, overwrite: bool) -> Iterator[Path | None]:
+    """Writes the index of each shard, and gives its path as it is done; None where it was there or cannot be."""
     with ThreadPoolExecutor(_THREADS, "headway index") as pool:
-        return [written for written in pool.map(_write_index, paths) if written is not None]
+        yield from pool.map(lambda path: _write_index(path, overwrite), paths)
 
 
-def _write_index(path: Path) -> Path | None:
+def _write_index(path: Path, overwrite: bool) -> Path | None:
+    if path.with_suffix(".idx").exists() and not overwrite:
+        return None
     text = index_text(walk(path))
     if text is None:
         return None

@@ -17,7 +17,7 @@ from typing import final
 from headway import dist
 from headway.data.cache import CachedShards
 from headway.data.catalog import Catalog
-from headway.data.finding import count, paths_of
+from headway.data.finding import counts, paths_of
 from headway.data.mix import Mix, Shards
 from headway.data.shards import Limits, Shard
 from headway.errors import BadShard, UsageError
@@ -50,10 +50,10 @@ def find(mix: Mix, limits: Limits, *, shared: bool) -> list[Source]:
 
 def _look(name: str, where: Shards, limits: Limits, catalog: Catalog | None) -> tuple[list[str], list[int]]:
     paths = paths_of(name, where, catalog)
-    counts = count(paths, limits)
-    if not any(counts):
+    each = list(counts(paths, limits))
+    if not any(each):
         raise UsageError(f"dataset {name!r}: none of its {len(paths)} shards has a sample")
-    return [str(path) for path in paths], counts
+    return [str(path) for path in paths], each
 
 
 @final
