@@ -164,14 +164,14 @@ def test_a_disk_that_stands_still_for_too_long_is_given_up(
     freezer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headway.checkpoint.saver._TIDY_UP", 0.5)
+    checkpoint.save(freezer, {"x": 1}, step=1)
     with Saver(freezer, patience=2.0) as saver:
-        saver.save({"x": 1}, step=1)
-        saver.wait()
         freeze(freezer)
         saver.save({"x": 2}, step=2)
         with pytest.raises(StorageError, match=r"step 2 was not written .* within 2 s .*the disk hangs"):
             saver.wait()
         freeze(freezer, "--unfreeze")
+    with Saver(freezer) as saver:
         saver.save({"x": 3}, step=3)
         saver.save({"x": 4}, step=4)  # sweeps what came to the disk only now
     whole, problems = judge(str(freezer))
