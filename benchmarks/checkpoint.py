@@ -1,7 +1,7 @@
 """How long training stands still for a save, and how long until it is on disk: torch.save, torch's DCP, headway.
 
     python benchmarks/checkpoint.py [--gigabytes 0.1 0.5 1 2] [--repeat 5] [--folder PATH] [--json PATH]
-    python benchmarks/checkpoint.py --device cuda --params 1.5e9 --repeat 3 --budget 540 --json results.json
+    python benchmarks/checkpoint.py --device cuda --params 1.5e9 --repeat 2 --budget 420 --json results.json
 
 One process. On the CPU: a state of equal float32 tensors. On a CUDA device: a transformer of that many float32
 parameters with the state of AdamW, so three times their bytes.
