@@ -151,13 +151,23 @@ def test_two_sizes_for_one_file_are_refused() -> None:
         list(members(data, "x"))
 
 
-def test_a_million_pax_records_are_read_in_one_pass() -> None:
+class Counted(bytes):
+    """Bytes that count how many of them are looked at."""
+
+    looked_at = 0
+
+    def __getitem__(self, part: slice) -> bytes:  # type: ignore[override]
+        found = Counted(super().__getitem__(part))
+        Counted.looked_at += len(found)
+        assert Counted.looked_at < 10_000_000, "again and again"
+        return found
+
+
+def test_very_many_pax_records_are_read_in_one_pass() -> None:
     record = b"6 a=b\n" * 170_000
     data = header("p", len(record), tarfile.XHDTYPE) + record + bytes(-len(record) % 512)
-    data += header("a.bin", 0) + bytes(1024)
-    began = os.times().user
-    assert [m.name for m in members(data, "x")] == ["a.bin"]
-    assert os.times().user - began < 5, "seconds of this process; copying the rest for each record took 20"
+    Counted.looked_at = 0
+    assert [m.name for m in members(Counted(data + header("a.bin", 0) + bytes(1024)), "x")] == ["a.bin"]
 
 
 def test_a_name_that_is_no_text_is_a_name(tmp_path: Path) -> None:
@@ -170,7 +180,7 @@ def test_a_name_that_is_no_text_is_a_name(tmp_path: Path) -> None:
     assert bytes(shard[0]["bin"]) == b"abc"
 
 
-def test_a_million_files_take_little_memory(tmp_path: Path) -> None:
+def test_very_many_files_take_little_memory(tmp_path: Path) -> None:
     path = tmp_path / "x.tar"
     one = b"".join(header(f"{n:06d}.bin", 0) for n in range(1000))
     with path.open("wb") as file:
