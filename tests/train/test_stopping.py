@@ -287,12 +287,10 @@ def test_a_script_alone_exits_with_75(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(600)
 def test_ranks_under_headway_run_exit_with_75(tmp_path: Path) -> None:
-    command = (sys.executable, "-m", "headway", "run", "--nproc", "2")
-    process = start(tmp_path, *command)
+    process = start(tmp_path, sys.executable, "-m", "headway", "run", "--nproc", "2")
     process.send_signal(signal.SIGUSR1)
     text, _ = process.communicate(timeout=300)
     assert process.returncode == 75, text
     assert "stopped by SIGUSR1" in text and "Traceback" not in text and "failed" not in text, text
     (run,) = (tmp_path / "runs").iterdir()
     assert not (run / "failure.json").exists()
-    finish(tmp_path, *command)
