@@ -185,6 +185,15 @@ def test_one_process(case: str, cut: Any, tmp_path: Path) -> None:
     compare(tmp_path, case, cut)
 
 
+@alone
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("case", ["plain", "fp16", "all"])
+def test_on_a_gpu(case: str, tmp_path: Path) -> None:
+    """Dropout draws from the device's random numbers there."""
+    compare(tmp_path, case, 8)
+
+
 @ranks(2)
 @pytest.mark.parametrize(("case", "cut"), [("plain", 8), ("all", ("val", 8)), ("accumulate", 7)])
 def test_two_ranks(case: str, cut: Any, tmp_path: Path) -> None:
