@@ -24,7 +24,9 @@ def test_predicted_against_measured(index: int, also: tuple[int, ...]) -> None:
     """One measured batch size calibrates; the others must come out within 10 %, all peaks within 2 %."""
     found = measure_plan(settings(index), also=also)
     for row in found.rows:
-        print(ROWS[index]["name"], row.batch_size, f"time {row.time_error:+.1%}, memory {row.memory_error:+.2%}")
+        print(
+            ROWS[index]["name"], row.batch_size, f"time {row.time_error:+.1%}, memory {row.memory_error:+.2%}"
+        )
     for row in found.rows:
         assert row.memory_error is not None and abs(row.memory_error) < 0.02, (ROWS[index]["name"], row)
         assert row.fitted or abs(row.time_error) < 0.10, (ROWS[index]["name"], row)
