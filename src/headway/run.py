@@ -325,11 +325,17 @@ class Run:
 
         What ends an attempt that SLURM has replaced by another is not told here: the run is about the newer one.
         """
-        ours, newest = runlock.slurm_ids(), self.info()["attempts"][-1:]
-        if newest and runlock.is_earlier_start(ours, newest[0]["slurm"]):
+        if self._was_replaced():
             return False
         with files.storage(f"write {self.failure_file}"):
             return files.publish(self.failure_file, _json(redact_tree(record)))
+
+    def _was_replaced(self) -> bool:
+        ours = runlock.slurm_ids()
+        with suppress(UsageError):  # run.json cannot be read: whatever failed must be told all the same
+            attempts = self.info()["attempts"] if ours else []
+            return bool(attempts) and runlock.is_earlier_start(ours, attempts[-1]["slurm"])
+        return False
 
 
 def find_latest(root: str | os.PathLike[str] = "runs", *, name: str | None = None) -> Run | None:

@@ -147,13 +147,13 @@ class RunLock:
                 self._end_if_replaced()
 
     def _end_if_replaced(self) -> None:
+        """Leaves the main thread some seconds to find it out by itself; it may be stuck in a collective."""
         newest = _newest(self._directory)
-        taker = Owner.read(_owner_file(self._directory, newest).read_bytes())
-        if newest == self._number or (
-            taker and (taker.machine, taker.pid) == (self._owner.machine, self._owner.pid)
-        ):
+        if newest <= self._number:
             return
-        if self._stop.wait(REPLACED):
+        taker = Owner.read(_owner_file(self._directory, newest).read_bytes())
+        ourselves = taker and (taker.machine, taker.pid) == (self._owner.machine, self._owner.pid)
+        if ourselves or self._stop.wait(REPLACED):
             return
         os.write(2, f"headway: {_taken_over(self._directory, taker)}\n".encode())
         os._exit(RunLocked.exit_code)

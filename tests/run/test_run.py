@@ -474,3 +474,21 @@ def test_find_latest(tmp_path: Path) -> None:
 
 def test_run_imports_no_torch(run_python: Any) -> None:
     assert run_python("import headway.run, sys; print('torch' in sys.modules)").stdout == "False\n"
+
+
+def test_a_start_that_slurm_has_replaced_tells_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "big")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    run = Run.create(tmp_path / "runs")
+    run.begin_attempt(world={})
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "0")  # the one before, on a node that was cut off
+    assert not run.write_failure({"rank": 0})
+    assert not run.failure_file.exists()
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert run.write_failure({"rank": 0})
+    run.failure_file.unlink()
+    (run.path / "run.json").write_text("{")
+    assert run.write_failure({"rank": 0}), "whatever failed is told, though run.json cannot be read"

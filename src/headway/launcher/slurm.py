@@ -27,7 +27,7 @@ _PATIENCE = 120.0
 _TRANSIENT = re.compile(
     "timed out|unable to contact|try again|temporarily|connection|communication", re.IGNORECASE
 )
-_KEPT = ("SLURM_CONF",)
+_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")
 
 
 def check(target: Slurm) -> str:
