@@ -23,7 +23,7 @@ _WAITS = re.compile(
     r"distributed_c10d\.py|/dist/guard\.py|/dist/tournament\.py|in _engine_run_backward|in (barrier|gather)$",
     re.M,
 )
-_OURS = re.compile(r"/headway/(testing|dist/control|dist/answering|runlock)")
+_OURS = re.compile(r"/headway/(testing|dist/control|dist/peer|checkpoint/stopping|runlock)")
 _WORDS = {
     "silent": "does not answer: stopped, or busy in native code that holds the interpreter lock",
     "stopped": "is stopped (SIGSTOP): kill -CONT would wake it",

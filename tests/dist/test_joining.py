@@ -16,11 +16,12 @@ import torch
 import torch.distributed
 
 import headway as hw
-from headway.dist.control import Hub, join
+from headway.dist.control import Hub
 from headway.dist.devices import choose_device
 from headway.dist.failing import is_echo
 from headway.dist.launchers import Place
 from headway.dist.meeting import Address, FileMeeting, listen
+from headway.dist.peer import join
 from headway.dist.roster import Member, Seat
 from headway.errors import RankFailure, UsageError
 from headway.failure import Record

@@ -48,6 +48,14 @@ class Channel:
         self.socket.sendall(f"{self._sign(self._calling, self._sent, body)} {body}\n".encode())
         self._sent += 1
 
+    def offer(self, message: Mapping[str, object]) -> bool:
+        """Sends, unless the other side is gone."""
+        try:
+            self.send(message)
+        except OSError:
+            return False
+        return True
+
     def receive(self, timeout: float | None = None) -> Message | None:
         """Waits for the next message; None when the other side is gone; TimeoutError when time is up."""
         deadline = None if timeout is None else time.monotonic() + timeout

@@ -19,12 +19,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import final
 
-from headway.dist.agreement import Agreement
-from headway.dist.channel import Channel, Forged, Message, call
-from headway.dist.meeting import Meeting
+from headway.dist.channel import Channel, Forged, Message
 from headway.dist.roster import Member, seats
-from headway.dist.watching import Watch, answer, pause
-from headway.errors import RankFailure, UsageError
+from headway.dist.watching import Watch
 from headway.failure import Record
 from headway.heartbeat import Heartbeat
 
@@ -147,7 +144,7 @@ class Hub(threading.Thread):
         elif message["type"] == "stop" and message["round"] == self._stop_round and self._stop_why is None:
             self._stop_why, self._next_points = message["why"], {}
             for channel in self._channels.values():
-                _send_if_there(channel, {"type": "next"})
+                channel.offer({"type": "next"})
         elif message["type"] == "next":
             assert caller.rank is not None
             self._next_points[caller.rank] = message["point"]
@@ -158,7 +155,7 @@ class Hub(threading.Thread):
             self._decide_stop()
             if len(self._left) == self._world_size:
                 for channel in self._channels.values():
-                    _send_if_there(channel, {"type": "farewell"})
+                    channel.offer({"type": "farewell"})
                 self.everybody_left.set()
         elif message["type"] == "here":
             assert caller.rank is not None
@@ -177,7 +174,7 @@ class Hub(threading.Thread):
     def _ask(self, stacks: bool) -> None:
         for rank, channel in self._channels.items():
             if rank not in self._left:
-                _send_if_there(channel, {"type": "ask", "stacks": stacks})
+                channel.offer({"type": "ask", "stacks": stacks})
 
     def _decide_stop(self) -> None:
         """Once all have said which point comes next for them, the latest is it."""
@@ -186,7 +183,7 @@ class Hub(threading.Thread):
         word = {"type": "stop", "point": max(self._next_points.values(), default=0), "why": self._stop_why}
         self._stop_why, self._stop_round = None, self._stop_round + 1
         for channel in self._channels.values():
-            _send_if_there(channel, word)
+            channel.offer(word)
 
     def _enter(self, caller: _Caller, member: Member) -> None:
         twin = self._members.get(member.rank)
@@ -209,7 +206,7 @@ class Hub(threading.Thread):
         root = asdict(self._members[0])
         for rank, seat in enumerate(seats([self._members[rank] for rank in range(self._world_size)])):
             welcome = {"type": "welcome", "seat": asdict(seat), "root": root, **self._welcome}
-            _send_if_there(self._channels[rank], welcome)
+            self._channels[rank].offer(welcome)
 
     def _hung_up(self, caller: _Caller) -> None:
         if caller.rank is None or caller.rank in self._left:
@@ -241,7 +238,7 @@ class Hub(threading.Thread):
         self._on_verdict(record)
         others = [channel for rank, channel in self._channels.items() if rank != 0]
         for channel in others:
-            _send_if_there(channel, {"type": "abort", "record": record})
+            channel.offer({"type": "abort", "record": record})
         deadline = time.monotonic() + _EXIT_GRACE
         for channel in others:
             _wait_for_end(channel, deadline)
@@ -257,117 +254,6 @@ class _Caller:
         self.rank: int | None = None
 
 
-@final
-class Peer:
-    """A rank's line to the hub. `heart` says what this rank is doing, when the hub asks."""
-
-    def __init__(self, channel: Channel, heart: Heartbeat) -> None:
-        self._channel = channel
-        self._heart = heart
-        self.agreement = Agreement()
-        self._sending = threading.Lock()
-        self._heard = threading.Event()
-        self._leaving = False
-
-    def enter(self, member: Member, timeout: float) -> Message:
-        """Introduces this rank and waits until all are here. Returns the hub's welcome."""
-        self._channel.send({"type": "hello", "member": asdict(member)})
-        noted = self._channel.receive(timeout)
-        if noted is None:
-            raise Forged("this is the hub of another launch")
-        if noted["type"] == "refused":
-            raise UsageError(f"{noted['why']}; start each rank once")
-        answer = self._channel.receive(timeout)
-        if answer is None:
-            raise RankFailure("rank 0 died while the ranks were joining; its own output says why")
-        if answer["type"] == "abort":
-            raise RankFailure(
-                f"rank {answer['record']['rank']} failed while joining: {answer['record']['error']}"
-            )
-        return answer
-
-    def watch(
-        self,
-        on_abort: Callable[[Record], None],
-        on_hub_lost: Callable[[], None],
-        on_hub_silent: Callable[[], None],
-    ) -> None:
-        """Listens in the background for the rest of the run."""
-        self._channel.socket.settimeout(None)
-        threading.Thread(
-            target=self._listen,
-            args=(on_abort, on_hub_lost, on_hub_silent),
-            name="headway peer",
-            daemon=True,
-        ).start()
-
-    def report(self, record: Record) -> None:
-        """Tells the hub that this rank failed. The answer, or the hub's end, comes to those whom `watch` was given."""
-        self._say({"type": "failed", "record": record})
-
-    def ask_to_stop(self, why: str) -> None:
-        """Asks for a stop of all ranks; where it will be comes to `agreement`."""
-        self._say({"type": "stop", "why": why, "round": self.agreement.round})
-
-    def leave(self, patience: float) -> None:
-        """Says goodbye, so that the end of this connection is no failure, and waits a moment for the others to say so.
-
-        When all have, nobody's connections are torn while somebody still reads from them.
-        """
-        self._leaving = True
-        self._say({"type": "goodbye"})
-        self._heard.wait(patience)
-
-    def close(self) -> None:
-        self._channel.close()
-
-    def _say(self, message: Mapping[str, object]) -> None:
-        with self._sending:  # the main thread and the listening one
-            _send_if_there(self._channel, message)
-
-    def _listen(
-        self,
-        on_abort: Callable[[Record], None],
-        on_hub_lost: Callable[[], None],
-        on_hub_silent: Callable[[], None],
-    ) -> None:
-        try:
-            message = self._last_word(on_hub_silent)
-        except (OSError, Forged, ValueError):  # ValueError: closed by the main thread
-            message = None
-        self._heard.set()
-        if message is not None and message["type"] == "abort":
-            on_abort(message["record"])
-        elif message is None and not self._leaving:
-            on_hub_lost()
-
-    def _last_word(self, on_hub_silent: Callable[[], None]) -> Message | None:
-        """Answers the hub's questions until it says its last word; None when it is gone."""
-        heart, heard = self._heart, time.monotonic()
-        with selectors.DefaultSelector() as line:
-            line.register(self._channel.socket, selectors.EVENT_READ)
-            while True:
-                for message in self._channel.take():
-                    heard = time.monotonic()
-                    if message["type"] == "ask":
-                        self._say(answer(heart, message))
-                    elif message["type"] == "next":
-                        self._say({"type": "next", "point": self.agreement.promise()})
-                    elif message["type"] == "stop":
-                        self.agreement.decide(message["point"], message["why"])
-                    elif message["type"] != "noted":
-                        return message
-                if line.select(pause(heart) if heart.period else None):
-                    chunk = self._channel.socket.recv(65536)
-                    if not chunk:
-                        return None
-                    self._channel.feed(chunk)
-                elif heart.age >= 1.75 * heart.limit and time.monotonic() - heard >= heart.limit / 2:
-                    on_hub_silent()
-                elif heart.age >= heart.limit:
-                    self._say({"type": "still"})  # a hub that lives takes note
-
-
 def vanished(member: Member) -> Record:
     """The record of a rank that can no longer speak for itself."""
     return {
@@ -381,50 +267,6 @@ def vanished(member: Member) -> Record:
         "exit_code": 1,
         "echo": False,
     }
-
-
-def join(
-    meeting: Meeting, member: Member, timeout: float, heart: Heartbeat | None = None
-) -> tuple[Peer, Message, str]:
-    """Finds rank 0 and enters. Returns the line to it, its welcome, and the name under which it was reached.
-
-    An address that does not answer, or answers with another key, may be left over from a launch that died: look again.
-    """
-    deadline = time.monotonic() + timeout
-    pause = 0.01
-    trouble = "it has not published its address"
-    while (left := deadline - time.monotonic()) > 0:
-        address = meeting.look()
-        for host in address.hosts if address else ():
-            assert address is not None
-            try:
-                channel = call(host, address.port, address.key, timeout=min(left, 5.0))
-            except (OSError, Forged) as error:
-                trouble = f"{host}:{address.port}: {error}"
-                continue
-            try:
-                peer = Peer(channel, heart or Heartbeat())
-                return peer, peer.enter(member, deadline - time.monotonic()), host
-            except (OSError, Forged) as error:
-                trouble = f"{host}:{address.port} did not let us in ({error or 'some ranks never came'})"
-                channel.close()
-            except BaseException:
-                channel.close()
-                raise
-        time.sleep(pause)
-        pause = min(pause * 1.5, 0.5)
-    raise RankFailure(
-        f"rank {member.rank} on {member.host} waited {timeout:.0f} s for rank 0 and the others: {trouble}; "
-        f"check that all ranks were started and that the hosts can reach each other"
-    )
-
-
-def _send_if_there(channel: Channel, message: Mapping[str, object]) -> bool:
-    try:
-        channel.send(message)
-    except OSError:
-        return False
-    return True
 
 
 def _wait_for_end(channel: Channel, deadline: float) -> None:

@@ -22,8 +22,9 @@ import torch.distributed as c10d
 from headway import files, hanging
 from headway.dist import failing, signals
 from headway.dist.agreement import Agreement
-from headway.dist.control import Hub, Peer, vanished
+from headway.dist.control import Hub, vanished
 from headway.dist.launchers import Place
+from headway.dist.peer import Peer
 from headway.dist.roster import Member
 from headway.dist.watching import myself, silent
 from headway.errors import HeadwayError, Stopped, StorageError, UsageError

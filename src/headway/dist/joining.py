@@ -20,7 +20,7 @@ import torch
 import torch.distributed as c10d
 
 from headway.dist import topology
-from headway.dist.control import Hub, join
+from headway.dist.control import Hub
 from headway.dist.devices import check_kind, choose_device
 from headway.dist.failing import HEART
 from headway.dist.group import (
@@ -37,6 +37,7 @@ from headway.dist.group import (
 from headway.dist.launchers import Place, detect
 from headway.dist.meeting import Address, FileMeeting, Meeting, StoreMeeting, file_meeting, listen
 from headway.dist.nccl import nccl_settings, read_conf
+from headway.dist.peer import join
 from headway.dist.roster import Member, Seat, seats
 from headway.errors import RankFailure, UsageError
 
