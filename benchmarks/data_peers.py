@@ -74,7 +74,7 @@ class Bare(Contender):
 
 class Headway(Contender):
     title = "headway"
-    modules = ("headway.data.shardloader",)
+    modules = ("headway.data.shardloader", "headway.dist.shared_run")
     resumes = True
 
     def batches(self) -> Iterator[int]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from headway.data.order import Order, Shuffle, key, keys, permute, piece
+from headway.data.order import Order, Shuffle, distinct, key, keys, permute, piece
 from headway.errors import UsageError
 
 COUNTS = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any)
@@ -166,3 +166,8 @@ def test_ten_thousand_million_samples_in_a_second_and_little_memory() -> None:
     assert samples > 9.9e9
     assert took < 5, "seconds; under 1 on an idle core"
     assert megabytes < 200
+
+
+@given(st.lists(st.integers(0, 2**40) | st.integers(-3, 3)))
+def test_distinct_values_rise(values: list[int]) -> None:
+    assert distinct(np.array(values, np.int64)) == sorted(set(values))

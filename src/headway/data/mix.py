@@ -16,7 +16,7 @@ from typing import NamedTuple, final
 import numpy as np
 
 from headway.data.catalog import Catalog
-from headway.data.order import Ints
+from headway.data.order import Ints, distinct
 from headway.errors import UsageError
 
 _ONE = 2**26
@@ -156,7 +156,7 @@ class Timeline:
         """For each position, the number of its dataset and the cursor within that dataset's own endless order."""
         dataset, cursor = np.empty_like(positions), np.empty_like(positions)
         segment_of = self._segment_of(positions)
-        for number in np.unique(segment_of).tolist():
+        for number in distinct(segment_of):
             here = np.flatnonzero(segment_of == number)
             k = positions[here] - self.segments[number].start
             before, after = counts(k, self._weights[number]), counts(k + 1, self._weights[number])

@@ -12,7 +12,7 @@ from typing import Any, Protocol, final, runtime_checkable
 import numpy as np
 
 from headway.data.mix import Segment, Timeline
-from headway.data.order import Ints, Order, Shuffle
+from headway.data.order import Ints, Order, Shuffle, distinct
 
 
 @runtime_checkable
@@ -76,7 +76,7 @@ def locate(orders: Sequence[Order], timeline: Timeline | None, positions: Ints) 
     """Rows of lane, dataset, epoch, shard, sample; without a timeline, one dataset after the other."""
     dataset, cursor = timeline.draw(positions) if timeline else _as_stored(orders, positions)
     table = np.empty((len(positions), 5), np.int64)
-    for number in np.unique(dataset).tolist():
+    for number in distinct(dataset):
         here = dataset == number
         places = orders[number].locate(cursor[here])
         table[here] = np.stack(
