@@ -11,9 +11,9 @@ import os
 import re
 import struct
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO, final
+from typing import Any, BinaryIO
 
 from headway.checkpoint.layout import ITEM_BYTES, Damaged, Folder
 from headway.checkpoint.opcodes import DICT, PERSISTENT, Name, Read, Thing, read
@@ -23,7 +23,7 @@ METADATA = ".metadata"  # of torch's distributed checkpoints
 ZIP, PICKLE = b"PK\x03\x04", b"\x80"  # how torch's files begin: those of today, and those before 1.6
 
 _LARGEST_PICKLE = 256 << 20
-_MOST_NODES = 1_000_000
+_MOST_NODES = 400_000
 _DEEPEST = 100
 _LEGACY_PICKLES = 4  # a magic number, a version, about the machine, the object
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
@@ -53,8 +53,7 @@ def look_at_torch(path: Path, stream: BinaryIO) -> Overview:
     beginning = stream.read(len(ZIP))
     stream.seek(0)
     found = _read_zip(stream, path.name) if beginning == ZIP else _read_legacy(stream, path.name)
-    tensors = {tensor.name: tensor for tensor in _Walk(path.name).tensors(found.value, "", 0)}
-    return _overview(path, "torch file", found, list(tensors.values()))
+    return _overview(path, "torch file", found, list(_tensors_in(found.value, path.name).values()))
 
 
 def look_at_distributed(path: Path) -> Overview:
@@ -138,49 +137,63 @@ def _tensor(name: str, dtype: str, shape: tuple[Any, ...]) -> Tensor:
     return Tensor(name=name, dtype=dtype, shape=shape, bytes=math.prod(shape) * _SIZES.get(dtype, 0))
 
 
-@final
-class _Walk:
-    """Finds tensors in what a pickle stands for. A small pickle can stand for very much: there is a limit."""
+def _tensors_in(value: object, file: str) -> dict[str, Tensor]:
+    """The tensors in what a pickle stands for. A small pickle can stand for very much: there is a limit."""
+    found: dict[str, Tensor] = {}
+    todo = [(value, "", 0)]
+    for _ in range(_MOST_NODES):
+        if not todo:
+            return found
+        value, name, depth = todo.pop()
+        if depth > _DEEPEST:
+            break
+        tensor = _as_tensor(value, name)
+        if tensor is not None:
+            found[name] = tensor
+        else:
+            inside = [(inner, _inside(name, key), depth + 1) for key, inner in _members(value)]
+            todo += reversed(inside)
+    raise Damaged(f"{file}: it stands for more than can be shown")
 
-    def __init__(self, file: str) -> None:
-        self._file, self._left = file, _MOST_NODES
 
-    def tensors(self, value: object, name: str, depth: int) -> Iterator[Tensor]:
-        self._left -= 1
-        if self._left < 0 or depth > _DEEPEST:
-            raise Damaged(f"{self._file}: it stands for more than can be shown")
-        if isinstance(value, tuple):
-            yield from self._all(enumerate(value), name, depth)
-        if not isinstance(value, Thing):
-            return
-        match value.what, value.args:
-            case Name("torch._utils", "_rebuild_tensor_v2"), (Thing() as storage, _, tuple(shape), *_):
-                yield _tensor(name, _storage_type(storage), shape)
-            case Name("torch._utils", "_rebuild_tensor_v3"), (
-                _,
-                _,
-                tuple(shape),
-                _,
-                _,
-                _,
-                Name(_, dtype),
-                *_,
-            ):
-                yield _tensor(name, _DTYPES.get(dtype, dtype), shape)
-            case Name("torch._tensor", "_rebuild_from_type_v2"), (Name() as how, _, tuple(args), *_):
-                yield from self.tensors(Thing(how, args), name, depth + 1)
-            case Name("torch._utils", "_rebuild_parameter" | "_rebuild_parameter_with_state"), (tensor, *_):
-                yield from self.tensors(tensor, name, depth + 1)
-            case _:
-                yield from self._all(value.pairs, name, depth)
-                yield from self._all(enumerate(value.parts), name, depth)
-                if value.what not in _DICTS:  # a state dict's own attributes are not part of the state
-                    yield from self._all(_attributes(value).items(), name, depth)
+def _as_tensor(value: object, name: str) -> Tensor | None:
+    match value:
+        case Thing(
+            what=Name("torch._utils", "_rebuild_tensor_v2"), args=(Thing() as storage, _, tuple(shape), *_)
+        ):
+            return _tensor(name, _storage_type(storage), shape)
+        case Thing(
+            what=Name("torch._utils", "_rebuild_tensor_v3"),
+            args=(_, _, tuple(shape), _, _, _, Name(_, dtype), *_),
+        ):
+            return _tensor(name, _DTYPES.get(dtype, dtype), shape)
+    return None
 
-    def _all(self, pairs: Iterable[tuple[object, object]], name: str, depth: int) -> Iterator[Tensor]:
-        for key, value in pairs:
-            inner = name if key in _INSIDE_MODULES else f"{name}.{_label(key)}".lstrip(".")
-            yield from self.tensors(value, inner, depth + 1)
+
+def _members(value: object) -> Iterable[tuple[object, object]]:
+    """What something is made of, by name; what only wraps another thing passes its own name on."""
+    match value:
+        case tuple():
+            return enumerate(value)
+        case Thing(
+            what=Name("torch._tensor", "_rebuild_from_type_v2"), args=(Name() as how, _, tuple(args), *_)
+        ):
+            return [(None, Thing(how, args))]
+        case Thing(
+            what=Name("torch._utils", "_rebuild_parameter" | "_rebuild_parameter_with_state"),
+            args=(tensor, *_),
+        ):
+            return [(None, tensor)]
+        case Thing(what=what):  # a state dict's own attributes are not part of the state
+            attributes = [] if what in _DICTS else _attributes(value).items()
+            return [*value.pairs, *enumerate(value.parts), *attributes]
+    return ()
+
+
+def _inside(name: str, key: object) -> str:
+    if key is None or key in _INSIDE_MODULES:
+        return name
+    return f"{name}.{_label(key)}".lstrip(".")
 
 
 def _storage_type(storage: Thing) -> str:
