@@ -21,7 +21,7 @@ import headway as hw
 from headway import dist
 from headway.errors import HeadwayError
 from headway.testing import ranks
-from headway.train import Callback, Pipeline, Stage, TrainValStage
+from headway.train import Callback, Pipeline, Stage, TrainValStage, loop
 
 alone = pytest.mark.usefixtures("alone")
 
@@ -118,6 +118,10 @@ def test_user_code_runs_at_most_four_frames_below_run(tmp_path: Path) -> None:
     pipe.append_stage(Own(), max_epochs=1)
     pipe.run()
     assert depths == {"train": 4, "val": 4, "own": 1}
+
+
+def test_the_loop_fits_on_a_page() -> None:
+    assert len(Path(loop.__file__).read_text().splitlines()) <= 150
 
 
 @alone

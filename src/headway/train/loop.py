@@ -21,11 +21,8 @@ if TYPE_CHECKING:
     from headway.train.stage import Stage
     from headway.train.trainval import TrainValStage
 
-STOP, SAVE = (
-    1,
-    2,
-)  # flags that a rank raises at a log point: to stop, one is enough; when to save, rank 0 says
-
+# what a rank may want at a log point: to stop, one is enough; when to save, rank 0 says
+STOP, SAVE = 1, 2
 _WHOLE = (None,)
 
 
@@ -35,16 +32,13 @@ def epochs(stage: Stage) -> Iterator[None]:
     stage.may_fail = armed()
     while stage.in_epoch or not stage.finished:  # after a restart, the rest of an epoch may be left
         pipe.begin_epoch(stage)
-        pipe.call("pre_epoch", stage)
-        if keeper:
-            keeper.go_on()
         set_phase(stage.name, pipe.step)
         yield
         stage.check_progress(stage.steps - stage.epoch_began)
         log_point(stage)
         pipe.end_epoch(stage, stage.epoch_values())
         pipe.call("post_epoch", stage)
-        stage.stopped |= any(word & STOP for word in stage.meter.reduce(flags=_flags(stage)).flags)
+        stage.stopped |= any(word & STOP for word in stage.meter.reduce(flags=stage.wishes).flags)
         if keeper:
             keeper.after_epoch(stage)
 
@@ -52,11 +46,7 @@ def epochs(stage: Stage) -> Iterator[None]:
 def train(stage: TrainValStage) -> Iterator[None]:
     """One epoch of training."""
     settings, split, precision = stage.settings, stage.pipe.split, stage.precision
-    between_steps, accumulate, autocast = (
-        settings.val_steps is not None,
-        settings.accumulate,
-        precision.autocast,
-    )
+    accumulate, autocast, between_steps = settings.accumulate, precision.autocast, bool(settings.val_steps)
     loader, limit = stage.train_dataset(), settings.limit_train_batches
     batches = stage.feed(loader, limit, progress=stage.begin_pass(loader, limit))
     stage.check_lengths()
@@ -99,12 +89,12 @@ def validate(stage: TrainValStage) -> None:
     if loader is None:
         return
     log_point(stage)  # what was trained so far is told first, and its time is not the validation's
-    loss_name, keeper = stage.loss_metric_name(), stage.pipe.keeper
+    loss_name, split, keeper = stage.loss_metric_name(), stage.pipe.split, stage.pipe.keeper
     if keeper:
         keeper.before_validation()
     with stage.evaluating():
         for batch in stage.val_batches(loader):
-            stage.pipe.split.mark("validation")
+            split.mark("validation")
             stage.batch = batch
             set_phase("validation", stage.pipe.step)
             with stage.precision.autocast or nullcontext():
@@ -115,9 +105,9 @@ def validate(stage: TrainValStage) -> None:
                 break
     if keeper:
         keeper.in_validation(stage)
-    stage.pipe.split.mark("wait")
+    split.mark("wait")
     point = stage.val_meter.reduce()
-    stage.pipe.split.mark("other")
+    split.mark("other")
     stage.val_meter.finish_epoch()
     stage.validated(point.values)
     stage.pipe.note(stage, "validation", point)
@@ -146,7 +136,7 @@ def log_point(stage: Stage) -> None:
     """Where ranks meet: metrics come together, the device is waited for once, and a wish to stop is heard by all."""
     stage.before_log_point()
     stage.pipe.split.mark("wait")
-    point = stage.meter.reduce(flags=_flags(stage), busy=stage.pipe.busy)
+    point = stage.meter.reduce(flags=stage.wishes, busy=stage.pipe.busy)
     stage.pipe.split.mark("other")
     stage.stopped |= any(word & STOP for word in point.flags)
     stage.pipe.note(stage, "train", point)
@@ -157,8 +147,3 @@ def log_point(stage: Stage) -> None:
     if keeper := stage.pipe.keeper:
         keeper.due |= bool(point.flags[0] & SAVE)
         keeper.settle()
-
-
-def _flags(stage: Stage) -> int:
-    keeper = stage.pipe.keeper
-    return (STOP if stage.stop_requested else 0) | (keeper.flags() if keeper else 0)

@@ -402,12 +402,16 @@ class Pipeline:
         self.busy, self._interval = busy(seconds)
 
     def begin_epoch(self, stage: Stage) -> None:
-        """Tells loaders the epoch, unless it was under way when the run was stopped and they know their place."""
+        """Tells loaders the epoch, unless it was under way when the run was stopped and they know their place; and
+        calls the hook, whose random numbers do not count after a restart."""
         if self.keeper and not stage.in_epoch:
             self.keeper.go_on()
         for loader in self.datasets.values():
             set_epoch(loader, self.epoch, in_place=stage.in_epoch and isinstance(loader, Stateful))
         stage.begin_epoch()
+        self.call("pre_epoch", stage)
+        if self.keeper:
+            self.keeper.go_on()
 
     def end_epoch(self, stage: Stage, values: Mapping[str, Any]) -> None:
         """Counts an epoch, keeps its metrics, and moves the schedulers that move with epochs."""

@@ -214,6 +214,12 @@ class Stage(ABC):
         return self.stopped or self.steps_done
 
     @property
+    def wishes(self) -> int:
+        """What this rank wants at a log point."""
+        keeper = self.pipe.keeper
+        return (loop.STOP if self.stop_requested else 0) | (keeper.flags() if keeper else 0)
+
+    @property
     def begun(self) -> bool:
         return self.in_epoch or self.epoch > 0
 
