@@ -16,7 +16,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from headway.cli.checkpoint import safe, size
-from headway.cli.progress import watched
+from headway.cli.progress import sayer, watched
 from headway.data.catalog import Catalog, Dataset
 from headway.errors import DONE, UsageError
 
@@ -236,12 +236,14 @@ def _pack(argv: list[str]) -> int:
     from headway.data.packing import pack
 
     options = tyro.cli(Pack, args=argv, prog="headway data pack")
-    with Console(stderr=True).status("packing ...") as status:  # shown on a terminal only
+    console = Console(stderr=True)
+    with console.status("packing ...") as status:  # shown on a terminal only
+        say = status.update if console.is_terminal else sayer()
         paths = pack(
             options.folder,
             options.out,
             shard_size=options.shard_mb * 10**6,
-            done=lambda path: status.update(f"{path.name} is done"),
+            done=lambda path: say(f"{path.name} is done"),
         )
     held = sum(path.stat().st_size for path in paths)
     if options.json:

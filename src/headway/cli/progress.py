@@ -27,9 +27,25 @@ def watched(
     if console.is_terminal:
         yield from track(items, what, total=total, console=console, transient=True)
         return
-    told = clock()
+    say = sayer(clock)
     for number, item in enumerate(items):
-        if clock() - told >= _EVERY:
-            told = clock()
-            print(f"{what}: {number}{'' if total is None else f' of {total}'}", file=sys.stderr, flush=True)
+        say(f"{what}: {number}{'' if total is None else f' of {total}'}")
         yield item
+
+
+def sayer(clock: Callable[[], float] = time.monotonic) -> Callable[[str], None]:
+    """Says what it is told on standard error, but not more often than every few seconds.
+
+    >>> say = sayer()
+    >>> say("shard-000007.tar is done")
+    """
+    said = clock()
+
+    def say(line: str) -> None:
+        nonlocal said
+        now = clock()
+        if now - said >= _EVERY:
+            said = now
+            print(line, file=sys.stderr, flush=True)
+
+    return say
