@@ -153,6 +153,7 @@ class Row:
     stalls: list[float] = field(default_factory=list)
     totals: list[float] = field(default_factory=list)
     step: float = math.nan
+    failed: str = ""
 
 
 class Trainer:
@@ -246,8 +247,13 @@ def compare(
     try:
         for work in [measure] * (1 + options.repeat) + [measure_steps]:
             for name, way in chosen.items():
-                if time.monotonic() < deadline:
-                    work(way, root, state, trainer, rows[name])
+                if time.monotonic() < deadline and not rows[name].failed:
+                    try:
+                        work(way, root, state, trainer, rows[name])
+                    except Exception as error:  # noqa: BLE001  a peer's failure is a result
+                        if name.startswith("headway"):
+                            raise
+                        rows[name].failed = repr(error)
                     keep(list(rows.values()))
     finally:
         for way in ways.values():
@@ -298,7 +304,8 @@ def show(rows: list[Row]) -> None:
     )
     for row in rows:
         if not row.totals:
-            print(f"  {row.way:21} {row.first_stall:9.3f} s   (no time left)")
+            why = f"failed: {row.failed:.80}" if row.failed else "no time left"
+            print(f"  {row.way:21} {row.first_stall:9.3f} s   ({why})")
             continue
         stall, total = statistics.median(row.stalls), statistics.median(row.totals)
         spread = f"({min(row.totals):.3f} to {max(row.totals):.3f})"
