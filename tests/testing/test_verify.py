@@ -7,12 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from headway import checkpoint
 from headway.cli import main
 from headway.errors import HeadwayError, UsageError
 from headway.record.ledger import Ledger, Row
+from headway.run import Run
 from headway.testing import verify_resume
-from headway.testing.verify import Report, Verdict, compare, points
+from headway.testing.verify import Report, Verdict, compare, last_checkpoint, points
 
 SCRIPT = """
 import torch
@@ -124,6 +127,16 @@ def test_the_table() -> None:
     assert head.index("verdict") == line.index("DIFFERS") and rest == ["    one", "    other"]
 
 
+def test_the_last_checkpoints_are_compared(tmp_path: Path) -> None:
+    runs = [Run.create(tmp_path, name="fit", world={}) for _ in range(3)]
+    for run, value in zip(runs, (1.0, 1.0, 2.0), strict=True):
+        checkpoint.save(run, {"net": {"a": torch.ones(3), "b": torch.zeros(2)}}, step=1)
+        checkpoint.save(run, {"net": {"a": torch.ones(3), "b": torch.full((2,), value)}}, step=2)
+    golden, same, other = map(last_checkpoint, runs)
+    assert golden == same and len(golden) == 2
+    assert [name for name in golden if golden[name] != other[name]] == ["net.b"]
+
+
 @pytest.mark.timeout(400)
 def test_a_script_that_keeps_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--nproc", "1", "--other-nproc", "2", "--at", "first-epoch", "--json", "--keep", str(tmp_path)]
@@ -132,6 +145,7 @@ def test_a_script_that_keeps_everything(tmp_path: Path, capsys: pytest.CaptureFi
     assert report["ok"] and report["steps"] == 16
     same, other, end = report["verdicts"]
     assert (same["ranks_after"], same["killed_at"], same["resumed_from"], same["repeated"]) == (1, 5, 4, 1)
+    assert same["words"] == "losses, samples and random numbers of all steps, and the last checkpoint"
     assert (other["ranks_after"], other["words"]) == (2, "samples of all steps")
     assert end["words"] == "nothing was done"
     assert len(list(tmp_path.glob("verify-*"))) == 3, "kept"

@@ -2,8 +2,8 @@
 
 The script runs once undisturbed, with a ledger of what each step saw and did. Then it is killed with SIGKILL at points
 that tend to go wrong, started again with the same command, and the ledgers are compared: on as many ranks as before
-every loss, sample and random number must be the same to the last bit; on another number of ranks, the samples of every
-step.
+every loss, sample and random number, and the last checkpoint, must be the same to the last bit; on another number of
+ranks, the samples of every step.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, final
 
 from headway import failpoints
+from headway.checkpoint import layout
 from headway.errors import HeadwayError, UsageError
 from headway.record import ledger
 from headway.record.ledger import Ledger, Row
@@ -186,6 +187,32 @@ def compare(golden: Ledger, other: Ledger, *, same_ranks: bool) -> tuple[bool, s
     return True, f"{losses}samples and random numbers of all steps" if same_ranks else "samples of all steps"
 
 
+def last_checkpoint(run: Run) -> dict[str, str]:
+    """A digest of each tensor in the run's last checkpoint: weights, averages, the state of optimisers."""
+    path = layout.step_dir(run.checkpoints_dir, layout.steps(run.checkpoints_dir)[-1])
+    with layout.Folder(path) as folder:
+        entries = layout.read_index(folder, layout.read_manifest(folder))
+    return {
+        name: " ".join(_part(path / chunk.file, chunk.begin, chunk.end) for chunk in entry.chunks)
+        for name, entry in entries.items()
+    }
+
+
+def _part(path: Path, begin: int, end: int) -> str:
+    with path.open("rb") as file:
+        file.seek(begin)
+        return ledger.digest(file.read(end - begin))
+
+
+def _compare_ends(golden: Run, other: Run, words: str) -> tuple[bool, str]:
+    """A loop of one's own tells no losses: what it has learnt must be the same as well."""
+    mine, theirs = last_checkpoint(golden), last_checkpoint(other)
+    wrong = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
+    if wrong:
+        return False, f"{len(wrong)} of {len(mine)} tensors of the last checkpoint, the first one {wrong[0]}"
+    return True, f"{words}, and the last checkpoint"
+
+
 def _differences(one: Row, other: Row, *, same_ranks: bool) -> list[str]:
     names = ("loss", "samples", "random") if same_ranks else ("samples",)
     return [name for name in names if getattr(one, name) != getattr(other, name)]
@@ -227,6 +254,9 @@ class _Trial:
         self._start(run, after, every=point.every)
         began = int(run.info()["attempts"][-1]["step_started"])
         same, words = compare(golden, ledger.load(run), same_ranks=nproc == after)
+        if same and nproc == after:
+            assert self._finished is not None
+            same, words = _compare_ends(self._finished, run, words)
         if not same and nproc == after and not self._repeatable(golden, nproc)[0]:
             words += (
                 "\n    but two undisturbed runs differ, too: seed all random numbers with hw.seed(), and on GPUs set "
