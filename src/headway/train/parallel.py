@@ -242,7 +242,7 @@ class _Nothing(nn.Module):
     def forward(self) -> torch.Tensor:
         total = torch.zeros((), device=self._parameters_used[0].device)
         for parameter in self._parameters_used:  # backward takes the last first, as it does in a model
-            total = total + (parameter * 0).sum()
+            total = total + (parameter * 0).sum().real
         return total
 
 
