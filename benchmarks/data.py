@@ -300,6 +300,8 @@ def main() -> None:
         for kind in arena.contenders.values():
             kind.prepare(Path(folder))
         seen = compare(arena, args.rounds)
+        for kind in arena.contenders.values():
+            kind.tidy()
     show(seen)
     if args.json:
         args.json.write_text(json.dumps(seen, indent=1))

@@ -46,6 +46,11 @@ class Contender(ABC):
         """Writes the photos in a format of its own, if it has one."""
         assert (data / "shards").is_dir()
 
+    @classmethod
+    def tidy(cls) -> None:
+        """Removes what it leaves behind; nothing, as a rule."""
+        assert cls.title
+
     def imports(self) -> None:
         """Imports what it needs, before the clock starts."""
         for module in self.modules:
@@ -217,6 +222,12 @@ class Streaming(Contender):
             for photo in photos(data):
                 out.write({"jpg": photo})
 
+    @classmethod
+    def tidy(cls) -> None:
+        """Removes what processes that were stopped on the way have left in shared memory."""
+        for path in Path("/dev/shm").glob("0000[0-9][0-9]_*"):  # its own cleaning stops at the first gap
+            path.unlink(missing_ok=True)
+
     def batches(self) -> Iterator[int]:
         streaming = self.module()
 
@@ -224,7 +235,7 @@ class Streaming(Contender):
             def __getitem__(self, at: int) -> Any:
                 return simplejpeg.decode_jpeg(super().__getitem__(at)["jpg"])
 
-        streaming.base.util.clean_stale_shared_memory()
+        self.tidy()
         dataset = Photos(local=str(self.data / "mds"), shuffle=True, batch_size=BATCH)
         self.loader = streaming.StreamingDataLoader(
             dataset, batch_size=BATCH, num_workers=self.threads, collate_fn=_named
