@@ -172,7 +172,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "unknown parallel": (
         lambda folder: make_pipe(folder, parallel="dp"),
-        'model \'net\': parallel=\'dp\' is unknown: use "ddp", "fsdp", "none", Ddp() or Fsdp()',
+        'model \'net\': parallel=\'dp\' is unknown: use "ddp", "fsdp", "none", Ddp(), Fsdp() or Tp()',
     ),
     "blocks that are not there": (
         lambda folder: make_pipe(folder, parallel=Fsdp(blocks=(nn.Conv2d,))),
