@@ -250,7 +250,7 @@ def compare(
                 if time.monotonic() < deadline and not rows[name].failed:
                     try:
                         work(way, root, state, trainer, rows[name])
-                    except Exception as error:  # noqa: BLE001  a peer's failure is a result
+                    except Exception as error:  # a failure of a peer is a result
                         if name.startswith("headway"):
                             raise
                         rows[name].failed = repr(error)
