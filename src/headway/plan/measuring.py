@@ -120,27 +120,32 @@ def fit(
     node: Node,
     constants: Calibration,
 ) -> Calibration:
-    """The constants of one model: the host's time per kernel from the smallest batch, the device's scale from `chosen`.
+    """The constants of one model: the host's time per kernel, and the device's scale from the batch size `chosen`.
 
     The host needs as long for a small batch as for a large one, but more in forward than in backward, where no Python
     runs. The scale makes the queue of `chosen` as long as it was; it can be told only if the device was the slower.
     """
     smallest = min(measured, key=lambda size: size or 0)
     source = f"measured with a batch of {chosen}" if chosen else "measured with one batch"
-    fitted = replace(
-        constants, source=source, **_host(traces[smallest], measured[smallest], smallest == chosen)
-    )
+    host = _host(traces[smallest], measured[smallest], measured[chosen])
+    fitted = replace(constants, source=source, **host)
     return replace(fitted, scale=_scale(traces[chosen], measured[chosen]["step_s"], node, fitted))
 
 
-def _host(found: Traced, row: dict[str, Any], only: bool) -> dict[str, float]:
-    """Host seconds per kernel, and how they differ by phase. On a CPU host and device are one, and cannot be told
-    apart in the only row there is."""
-    if "host_s" not in row:
-        return {} if only else {"kernel_s": row["step_s"] / found.kernels}
+def _host(found: Traced, smallest: dict[str, Any], chosen: dict[str, Any]) -> dict[str, float]:
+    """Host seconds per kernel, and how they differ by phase: seen twice, as hosts are noisy.
+
+    The optimizer's come from the smallest batch alone: after a large one the host waits there for the device. On a CPU
+    host and device are one, and cannot be told apart in the only row there is.
+    """
+    if "host_s" not in smallest:
+        return {} if smallest is chosen else {"kernel_s": smallest["step_s"] / found.kernels}
+    seen = [smallest["host_s"], chosen["host_s"]]
+    host = {phase: (seen[0][phase] + seen[1][phase]) / 2 for phase in ("forward", "backward")}
+    host["optimizer"] = smallest["host_s"]["optimizer"]
     launches = Counter(phase for phase, _ in found.queue)
-    kernel_s = sum(row["host_s"].values()) / found.kernels
-    each = {phase: seconds / launches[phase] for phase, seconds in row["host_s"].items() if launches[phase]}
+    kernel_s = sum(host.values()) / found.kernels
+    each = {phase: seconds / launches[phase] for phase, seconds in host.items() if launches[phase]}
     return {"kernel_s": kernel_s} | {f"host_{phase}": seconds / kernel_s for phase, seconds in each.items()}
 
 

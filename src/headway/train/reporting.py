@@ -42,6 +42,7 @@ class Reporter:
         self._since = time.monotonic()  # the last log point or validation
         self._began, self._began_at = self._since, 0  # the stage: when, and at which of its steps
         self._shown: dict[str, Any] = {}  # the newest value of each metric
+        self._peak, self._peak_at = 0, float("-inf")  # of the device's memory, and when it was asked for
         self._rate: float | None = None
         self._wait: float | None = None
 
@@ -100,7 +101,7 @@ class Reporter:
         if loaders:
             row["data"] = {name: loader.counters() for name, loader in loaders.items()}
         if self._world.device.type == "cuda":
-            row["memory_peak"] = torch.cuda.max_memory_allocated(self._world.device)
+            row["memory_peak"] = self._memory_peak(now)
         self._rows.write(row)
         self._shown.update(point.values)
         if self._display is not None:
@@ -118,6 +119,12 @@ class Reporter:
                 "bytes": saved.bytes,
             }
         )
+
+    def _memory_peak(self, now: float) -> int:
+        """Asked for once a second at most: it takes some hundred microseconds."""
+        if now - self._peak_at > 1.0:
+            self._peak, self._peak_at = torch.cuda.max_memory_allocated(self._world.device), now
+        return self._peak
 
     def end_epoch(self, stage: Stage, values: Mapping[str, Any], step: int) -> None:
         self._shown.update(values)
