@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
+import psutil
 import pytest
 
 from headway import hanging, heartbeat
@@ -199,7 +200,10 @@ def hang(command: list[str], folder: Path, *, how: str, rank: int) -> tuple[floa
                 assert process.wait(30) == 1
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+                for each in psutil.Process(process.pid).children(recursive=True):  # in sessions of their own
+                    with suppress(psutil.NoSuchProcess):
+                        each.kill()
+                process.kill()
                 process.wait()
     (path,) = folder.glob("runs/hang-*/failure.json")
     record = json.loads(path.read_text())
