@@ -1,6 +1,6 @@
 """What a training loop costs per step: headway and its peers, where they are installed, against a raw loop.
 
-    python benchmarks/loop.py [--blocks 40] [--device cpu|cuda] [--only headway ...]
+    scripts/make-loop-peers.sh && .peers-loop/bin/python benchmarks/loop.py [--blocks 40] [--device cpu|cuda]
 
 A tiny model (4 x 256, batch 64, AdamW), so that the loop shows beside the mathematics; batches are in host memory
 already. Lightning, dmlcloud and headway log the loss in each step, in their own way.
