@@ -171,7 +171,8 @@ def test_layers_split_by_a_plan_equal_whole_ones(accumulate: int, tmp_path: Path
 
 
 @ranks(2, leaks=False)
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # the output is a view of a DTensor; nobody writes into it
+# the output is a view of a DTensor; nobody writes into it
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_a_mesh_of_two_dimensions_splits_and_shards(tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
     pipe = make_pipe(tmp_path, net=Wide(), parallel=Tp(plan=plan(), mesh=mesh))
