@@ -16,7 +16,7 @@ from headway.plan.remedies import Remedy
 if TYPE_CHECKING:
     from headway.plan.tracing import Trace
 
-# against eight models on one H200: allocated -0.8 to +0.2 %, reserved -1.9 to +0.7 %
+# against eight models on one H200: allocated -0.3 to +0.7 %, reserved -1.3 to +0.5 %
 ALLOCATED_LOW, ALLOCATED_HIGH = 0.99, 1.02
 RESERVED_LOW, RESERVED_HIGH = 0.98, 1.04
 # two torchtitan runs with FSDP: reserved -6.9 and -2.3 %
