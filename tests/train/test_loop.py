@@ -611,3 +611,16 @@ def test_memory_does_not_grow(tmp_path: Path) -> None:
     pipe.append_stage(Weighed(log_every=50), max_epochs=10)
     pipe.run()
     assert sizes[1] - sizes[0] < 4 * 2**20, sizes
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_training_loss_is_the_mean_over_samples_of_batches_of_any_size(tmp_path: Path) -> None:
+    class Counting(Classify):
+        def train_step(self, batch: Any) -> Tensor:
+            return super().train_step(batch) * 0 + len(batch[1])  # type: ignore[operator, return-value]
+
+    pipe = make_pipe(tmp_path)
+    pipe.register_dataset("train", Batches(4, sizes=lambda number: (2, 10)[number % 2]))
+    pipe.append_stage(Counting(log_every=4), max_epochs=1)
+    pipe.run()
+    assert pipe.history.points("train/loss") == [(4, pytest.approx((2 * 2 + 10 * 10) / 12))]
