@@ -229,6 +229,14 @@ class Run:
     def log_file(self, rank: int) -> Path:
         return self.log_dir / f"rank-{rank:05d}.txt"
 
+    @property
+    def tensorboard_dir(self) -> Path:
+        return self.path / "tensorboard"
+
+    def memory_file(self, rank: int) -> Path:
+        """What the allocator said when a rank ran out of memory."""
+        return self.log_dir / f"memory-{rank:05d}.txt"
+
     def sink_log(self, kind: str) -> Path:
         """What the process that feeds a tracker prints."""
         return self.log_dir / f"sink-{kind}.txt"

@@ -52,7 +52,7 @@ def _out_of_memory(error: torch.OutOfMemoryError, stage: Stage) -> str:
         peak = torch.cuda.max_memory_allocated(pipe.device)
         whole = torch.cuda.get_device_properties(pipe.device).total_memory
         known.append(f"at most {peak / _GIB:.1f} of {whole / _GIB:.1f} GiB were in use")
-        file = pipe.directory.log_dir / f"memory-{pipe.world.rank:05d}.txt"
+        file = pipe.directory.memory_file(pipe.world.rank)
         file.write_text(torch.cuda.memory_summary(pipe.device))
         known.append(f"the allocator's own summary is in {file}")
     known += _planned(pipe.directory)

@@ -58,7 +58,7 @@ class TensorBoardTracker(Tracker):
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._events, self._summaries = event_pb2, summary_pb2
-        self._writer = EventFileWriter(settings["folder"] or str(run.path / "tensorboard"))
+        self._writer = EventFileWriter(settings["folder"] or str(run.tensorboard_dir))
         self._restarted = len(run.info()["attempts"]) > 1
 
     def log(self, row: dict[str, Any]) -> None:
