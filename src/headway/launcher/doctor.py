@@ -64,10 +64,12 @@ def examine(*, root: Path, canary: bool = True) -> Report:
     checks = [python(sys.version_info[:3]), packages(probes.required(), probes.installed(probes.required()))]
     topology: Topology | None = None
     try:
-        from headway.dist import nvml, topology as topologies
+        import torch  # noqa: F401
     except (ImportError, OSError) as error:  # OSError: a library that torch needs is missing or broken
         checks.append(_bad("torch", f"cannot be imported: {error}", "pip install --force-reinstall torch"))
     else:
+        from headway.dist import nvml, topology as topologies
+
         topology = topologies.detect()
         checks += machine(topology, nvml.read_driver())
     checks += [*system(), *run_root(root), *launchers()]
