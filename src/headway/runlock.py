@@ -164,8 +164,12 @@ class RunLock:
         os.fsync(self._file)  # other hosts see it only when it has left ours
 
     def _close(self) -> None:
-        os.close(self._file)
-        os.close(self._flock)
+        """Once only: children forked after our release come here, too, where the numbers are other files by now."""
+        file, flock = self._file, self._flock
+        self._file = self._flock = -1
+        if file >= 0:
+            os.close(file)
+            os.close(flock)
 
 
 @contextmanager

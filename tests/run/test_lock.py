@@ -438,3 +438,18 @@ def test_a_run_that_cannot_be_locked(directory: Path) -> None:
     directory.write_text("in the way")
     with pytest.raises(StorageError, match="could not lock"), hold(directory, attempt=1):
         pass
+
+
+def test_a_lock_that_was_released_closes_nobody_elses_files_in_a_forked_child(tmp_path: Path) -> None:
+    (tmp_path / "lock").mkdir()
+    with runlock.hold(tmp_path / "lock", attempt=1) as lock:
+        numbers = {lock._file, lock._flock}
+    ours = os.pipe()  # takes the numbers that have become free
+    assert numbers & set(ours)
+    child = multiprocessing.get_context("fork").Process(target=os.write, args=(ours[1], b"word"))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    assert os.read(ours[0], 4) == b"word"
+    for end in ours:
+        os.close(end)
