@@ -1,6 +1,6 @@
-"""How long until something happens: `headway --help`, and a script on two ranks under headway and under torchrun.
+"""How long until something happens: `headway --help`, and a script on some ranks under headway and under torchrun.
 
-    python benchmarks/startup.py [--repeat 5]
+    python benchmarks/startup.py [--repeat 5] [--nproc 4]
 
 Runs are interleaved and medians printed, because the machine is shared; ratios are safer than seconds.
 """
@@ -21,7 +21,7 @@ import torch, torch.distributed as dist
 {join}
 total = torch.ones(1)
 dist.all_reduce(total)
-assert total.item() == 2
+assert total.item() == dist.get_world_size() == {nproc}
 dist.destroy_process_group()
 """
 
@@ -37,12 +37,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--repeat", type=int, default=5)
-    repeat = parser.parse_args().repeat
+    parser.add_argument("--nproc", type=int, default=4)
+    options = parser.parse_args()
+    nproc = options.nproc
     with tempfile.TemporaryDirectory() as folder:
         plain, ours = Path(folder, "plain.py"), Path(folder, "ours.py")
-        plain.write_text(SCRIPT.format(join="dist.init_process_group('gloo')"))
+        plain.write_text(SCRIPT.format(nproc=nproc, join="dist.init_process_group('gloo')"))
         ours.write_text(
-            SCRIPT.format(join="import headway; headway.init(device='cpu')").replace(
+            SCRIPT.format(nproc=nproc, join="import headway; headway.init(device='cpu')").replace(
                 "dist.destroy_process_group()", ""
             )
         )
@@ -50,18 +52,18 @@ def main() -> None:
             "python -c pass": [sys.executable, "-c", "pass"],
             "headway --help": [str(BIN / "headway"), "--help"],
             "python -c 'import torch'": [sys.executable, "-c", "import torch"],
-            "torchrun, 2 ranks": [str(BIN / "torchrun"), "--standalone", "--nproc-per-node=2", str(plain)],
-            "headway run, 2 ranks": [str(BIN / "headway"), "run", "--nproc=2", str(ours)],
+            "torchrun": [str(BIN / "torchrun"), "--standalone", f"--nproc-per-node={nproc}", str(plain)],
+            "headway run": [str(BIN / "headway"), "run", f"--nproc={nproc}", str(ours)],
         }
         times: dict[str, list[float]] = {name: [] for name in commands}
-        for _ in range(repeat):
+        for _ in range(options.repeat):
             for name, command in commands.items():
                 times[name].append(seconds(command))
     medians = {name: statistics.median(values) for name, values in times.items()}
     for name, median in medians.items():
         print(f"{name:26} {median:7.3f} s")
-    ratio = medians["headway run, 2 ranks"] / medians["torchrun, 2 ranks"]
-    print(f"headway run takes {ratio:.2f} x the time of torchrun, joining included")
+    ratio = medians["headway run"] / medians["torchrun"]
+    print(f"headway run takes {ratio:.2f} x the time of torchrun on {nproc} ranks, joining included")
 
 
 if __name__ == "__main__":
