@@ -21,7 +21,7 @@ demo: install  ## a short tour on this machine
 	@$(BIN)/headway run --nproc 2 examples/quickstart.py
 
 test: install services check  ## everything that must hold: checks, then all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --durations=15
 
 check: install  ## style, types, and who may import whom
 	$(BIN)/ruff check .
