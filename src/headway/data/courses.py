@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 from torch.utils import data as torch_data
 
-from headway.data.order import Ints, Order, Shuffle, key
+from headway.data.order import Ints, Order, Shuffle, check_same_order, key
 from headway.data.ranks import Share
 from headway.data.which import describe
 from headway.data.workers import own_random_numbers, reseed
@@ -143,14 +143,7 @@ class MapCourse(Course, torch_data.Sampler[Any]):
         ours = self._identity()
         if {*state} != {*ours, "epoch", "samples"}:
             raise UsageError(f"this is not the state of a DataLoader: {dict(state)}")
-        other = [
-            f"{name} {state[name]} there, {ours[name]} here" for name in ours if state[name] != ours[name]
-        ]
-        if other:
-            raise UsageError(
-                f"the position belongs to another order of samples: {'; '.join(other)}. Make the loader as it was, "
-                "or start without its state"
-            )
+        check_same_order(state, ours)
         self.epoch, self.consumed = int(state["epoch"]), int(state["samples"])
 
     def _identity(self) -> dict[str, Any]:

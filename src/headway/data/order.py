@@ -16,9 +16,9 @@ The idea of canonical lanes is MosaicML Streaming's, shuffling by an index funct
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
@@ -237,3 +237,13 @@ def piece(count: int, rank: int, world_size: int) -> slice:
     [slice(0, 2, None), slice(2, 4, None), slice(4, 7, None)]
     """
     return slice(rank * count // world_size, (rank + 1) * count // world_size)
+
+
+def check_same_order(state: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Refuses a position that was taken in another order of samples than ours."""
+    other = [f"{name} {state[name]} there, {ours[name]} here" for name in ours if state[name] != ours[name]]
+    if other:
+        raise UsageError(
+            f"the position belongs to another order of samples: {'; '.join(other)}. Make the loader as it was, "
+            "or start without its state"
+        )

@@ -26,7 +26,7 @@ from headway.data.counting import Counters, Span, Trace
 from headway.data.decode import Decoder
 from headway.data.loading import Loaded, Loading, Place, Transform, collate
 from headway.data.mix import Mix, Segment, Shards, Timeline
-from headway.data.order import Order, Shuffle, key
+from headway.data.order import Order, Shuffle, check_same_order, key
 from headway.data.passes import Passes, Tail
 from headway.data.quarantine import Bad, Quarantine
 from headway.data.ranks import Share
@@ -347,14 +347,7 @@ class ShardLoader:
         ours = self._identity()
         if {*state} != {*ours, "epoch", "position", "segments"}:
             raise UsageError(f"this is not the state of a ShardLoader: {dict(state)}")
-        other = [
-            f"{name} {state[name]} there, {ours[name]} here" for name in ours if state[name] != ours[name]
-        ]
-        if other:
-            raise UsageError(
-                f"the position belongs to another order of samples: {'; '.join(other)}. Make the loader as it was, "
-                "or start without its state"
-            )
+        check_same_order(state, ours)
         self._timeline = Timeline(
             [Segment(int(start), dict(weights)) for start, weights in state["segments"]]
         )
