@@ -237,6 +237,10 @@ class Agent:
         outcome = team.outcome() if code or patience else None
         if first and self._announce and not (spoken and code == Stopped.exit_code):
             print(words(mine, world_size), end="", file=sys.stderr, flush=True)
+        if first:
+            team.spoke()
+        elif code and self._announce:
+            team.await_words(_GRACE)  # mpirun ends them all with the first that leaves
         return outcome or mine
 
     def _outcome(self, team: Team) -> Outcome:

@@ -7,6 +7,7 @@ They meet in a folder that all of them can write. One writer per file, and what 
     round-0/                 the ranks meet here (rendezvous.json); another round for each local restart
         outcome.json         the first failure, or stop; who writes it first decides
         ended-00001.json     the ranks of this agent are down
+        spoken.json          the last words are said: agents may leave
         again.json           agent 0: whether there is another round
 """
 
@@ -89,9 +90,7 @@ class Team:
 
     def await_outcome(self, patience: float) -> None:
         """Waits until somebody has said how this round ended, but not for long."""
-        deadline = time.monotonic() + patience
-        while self.outcome() is None and time.monotonic() < deadline:
-            time.sleep(_PAUSE)
+        self._await_file("outcome.json", patience)
 
     def ended(self, code: int) -> None:
         """Tells the others that the ranks of this agent are down."""
@@ -105,6 +104,14 @@ class Team:
             missing = {number for number in missing if self._read(self._ended_file(number)) is None}
             if missing:
                 time.sleep(_PAUSE)
+
+    def spoke(self) -> None:
+        """Tells the others that the last words of this round are said."""
+        self._write(self.round_folder / "spoken.json", {})
+
+    def await_words(self, patience: float) -> None:
+        """Waits until the agent that was first to fail has said why, but not for long: it may be lost."""
+        self._await_file("spoken.json", patience)
 
     def agree_on_restart(self, mine: Callable[[], bool], patience: float = 60.0) -> bool:
         """Agent 0 decides whether all start again. Who hears nothing ends."""
@@ -134,6 +141,11 @@ class Team:
                 raise self._absent(path.name)
             time.sleep(_PAUSE)
         return found
+
+    def _await_file(self, name: str, patience: float) -> None:
+        deadline = time.monotonic() + patience
+        while self._read(self.round_folder / name) is None and time.monotonic() < deadline:
+            time.sleep(_PAUSE)
 
     def _absent(self, name: str) -> RankFailure:
         return RankFailure(
