@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, final
 
 from headway.files import storage, write_atomic
 
+STAGES = ("open", "decode", "transform")  # of a sample
 _LONGEST = 200_000  # spans of a trace; a viewer has trouble with more
 
 
@@ -30,11 +32,19 @@ class Counters:
         self.trace: Trace | None = None
         self._seconds: dict[str, float] = {}
 
-    def spent(self, spans: Sequence[Span]) -> None:
-        for span in spans:
-            self._seconds[span.stage] = self._seconds.get(span.stage, 0.0) + span.ended - span.began
+    def spent(self, span: Span) -> None:
+        self._seconds[span.stage] = self._seconds.get(span.stage, 0.0) + span.ended - span.began
         if self.trace is not None:
-            self.trace.add(spans)
+            self.trace.add([span])
+
+    def loaded(self, thread: int, times: Sequence[float]) -> None:
+        """The stages of a sample, between the times at which each began, and the last one ended."""
+        for stage, began, ended in zip(STAGES, times, times[1:], strict=False):
+            self._seconds[stage] = self._seconds.get(stage, 0.0) + ended - began
+        if self.trace is not None:
+            self.trace.add(
+                [Span(stage, thread, *pair) for stage, pair in zip(STAGES, pairwise(times), strict=False)]
+            )
 
     def totals(self) -> dict[str, float]:
         counts = {

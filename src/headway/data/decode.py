@@ -11,6 +11,7 @@ import json
 import struct
 import zlib
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib import import_module
 from tokenize import TokenError
 from typing import Any
@@ -112,9 +113,8 @@ def _image(kind: str, data: memoryview, limits: Limits) -> Pixels:
     if kind in ("jpg", "jpeg"):
         if not _has_one_scan(data) and bytes(data).count(_SCAN) > limits.scans:
             raise ValueError(f"more than {limits.scans} scans")
-        try:
-            simplejpeg = import_module("simplejpeg")
-        except ModuleNotFoundError:
+        simplejpeg = _simplejpeg()
+        if simplejpeg is None:
             return _pillow(data, limits)
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
         _check(width, height, data, limits)
@@ -122,6 +122,15 @@ def _image(kind: str, data: memoryview, limits: Limits) -> Pixels:
             pixels: Pixels = simplejpeg.decode_jpeg(data, colorspace="RGB")
             return pixels
     return _pillow(data, limits)
+
+
+@cache
+def _simplejpeg() -> Any:
+    """libjpeg-turbo without Pillow's copies: a third faster; None where it is not installed."""
+    try:
+        return import_module("simplejpeg")
+    except ModuleNotFoundError:
+        return None
 
 
 def _has_one_scan(data: memoryview) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,9 +28,9 @@ class Entry:
     parts: tuple[Component, ...]
 
 
-def samples(files: Iterable[Member], where: str) -> Entries:
+def samples(files: Iterable[Member], where: str) -> Table:
     """Groups files by key: the path up to the first dot of its last part. `dir/a.seg.png` is `seg.png` of `dir/a`."""
-    return Entries(_grouped(files, where))
+    return Table(_grouped(files, where))
 
 
 def _grouped(files: Iterable[Member], where: str) -> Iterator[Entry]:
@@ -51,9 +52,34 @@ def _grouped(files: Iterable[Member], where: str) -> Iterator[Entry]:
         yield Entry(key, tuple(parts.values()))
 
 
+class Entries(Sequence[Entry], ABC):
+    """The samples of a shard, by number."""
+
+    @overload
+    def __getitem__(self, number: int) -> Entry: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Entry]: ...
+    def __getitem__(self, number: int | slice) -> Entry | list[Entry]:
+        if isinstance(number, slice):
+            return [self[each] for each in range(*number.indices(len(self)))]
+        return Entry(self.key(number), tuple(self.parts(number)))
+
+    @abstractmethod
+    def key(self, number: int) -> str:
+        """The name that the files of a sample have in common."""
+
+    @abstractmethod
+    def parts(self, number: int) -> list[Component]:
+        """The parts of a sample, without its name."""
+
+    def _check(self, number: int) -> None:
+        if not 0 <= number < len(self):
+            raise IndexError(f"sample {number} of {len(self)}")
+
+
 @final
-class Entries(Sequence[Entry]):
-    """The index of a shard in a few arrays: as objects, the samples of a hundred open shards would fill a gigabyte."""
+class Table(Entries):
+    """In a few arrays: as objects, the samples of a hundred open shards would fill a gigabyte."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         numbers: dict[str, int] = {}
@@ -72,23 +98,12 @@ class Entries(Sequence[Entry]):
     def __len__(self) -> int:
         return len(self._first) - 1
 
-    @overload
-    def __getitem__(self, number: int) -> Entry: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[Entry]: ...
-    def __getitem__(self, number: int | slice) -> Entry | list[Entry]:
-        if isinstance(number, slice):
-            return [self[each] for each in range(*number.indices(len(self)))]
-        return Entry(self.key(number), tuple(self.parts(number)))
-
     def key(self, number: int) -> str:
-        """The name that the files of a sample have in common."""
         self._check(number)
         name = self._keys[self._key_end[number] : self._key_end[number + 1]]
         return name.decode("utf-8", "surrogateescape")
 
     def parts(self, number: int) -> list[Component]:
-        """The parts of a sample, without its name."""
         self._check(number)
         names, extensions, offsets, sizes = self._extensions, self._extension, self._offset, self._size
         rows = range(self._first[number], self._first[number + 1])
@@ -104,7 +119,3 @@ class Entries(Sequence[Entry]):
             start = self._offset[row]
             parts[self._extensions[self._extension[row]]] = shard[start : start + self._size[row]]
         return parts
-
-    def _check(self, number: int) -> None:
-        if not 0 <= number < len(self._first) - 1:
-            raise IndexError(f"sample {number} of {len(self)}")

@@ -10,16 +10,19 @@ energon's `shard.tar.idx` has where the header of each sample is and where the l
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import final
+
+import numpy as np
 
 from headway.data.entries import Component, Entries, Entry
 from headway.data.tar import BLOCK, Limits, beyond
 from headway.errors import BadShard
 
-_LONGEST_LINE = 2**20
-_WIDTH = {"v1.1": 3, "v1.2": 4}
+_WIDTH = {b"v1.1": 3, b"v1.2": 4}
 
 
 def stated_count(path: Path, limits: Limits) -> int | None:
@@ -38,14 +41,19 @@ def read_dali(path: Path, size: int, limits: Limits) -> Entries | None:
     index = _dali_file(path)
     if index is None:
         return None
-    with index.open(encoding="utf-8", errors="surrogateescape") as file:
-        version, _, count = file.readline(64).strip().partition(" ")
-        width = _WIDTH.get(version)
-        if width is None:
-            return None  # of another day; the shard itself knows
-        entries = Entries(_parsed(iter(lambda: file.readline(_LONGEST_LINE), ""), width, size, path, limits))
-    if not count.isdigit() or int(count) != len(entries):
+    with index.open("rb") as file:
+        text = file.read(2 * size + 64)  # every line is about a header of the shard, which is longer
+        whole = not file.read(1)
+    version, _, count = text[:64].partition(b"\n")[0].strip().partition(b" ")
+    if version not in _WIDTH:
+        return None  # of another day; the shard itself knows
+    entries = Lines(text, _WIDTH[version], path, size, limits)
+    if not whole or not count.isdigit() or int(count) != len(entries):
         raise stale(path)
+    if len(entries) > limits.members:
+        raise beyond(f"{path}: {len(entries)} samples", limits)
+    for number in {0, len(entries) - 1} if entries else ():
+        entries.parts(number)  # whether it is of this shard at all
     return entries
 
 
@@ -57,30 +65,44 @@ def stale(path: Path) -> BadShard:
     )
 
 
-def _parsed(lines: Iterator[str], width: int, size: int, path: Path, limits: Limits) -> Iterator[Entry]:
-    for number, line in enumerate(lines):
-        entry = _entry(line.split(), width, size)
-        if entry is None:
-            raise stale(path)
-        if number >= limits.members or any(part.size > limits.member_bytes for part in entry.parts):
-            raise beyond(f"{path}: sample {number}, {entry.key!r},", limits)
-        yield entry
+@final
+class Lines(Entries):
+    """The samples of DALI's index. A line is read when its sample is asked for: a loader that goes on in the middle of
+    large shards needs few of them, and is not to wait for all."""
 
+    def __init__(self, text: bytes, width: int, path: Path, size: int, limits: Limits) -> None:
+        self._text = text if text.endswith(b"\n") else text + b"\n"
+        ends = np.flatnonzero(np.frombuffer(self._text, np.uint8) == ord("\n"))
+        self._ends = array("q", ends.astype(np.int64).tobytes())
+        self._width, self._path, self._size, self._limits = width, path, size, limits
 
-def _entry(words: list[str], width: int, size: int) -> Entry | None:
-    parts = []
-    for at in range(0, len(words), width):
-        group = words[at : at + width]
-        if len(group) < width or not (group[1].isdigit() and group[2].isdigit()):
-            return None
-        part = Component(group[0].lower(), int(group[1]), int(group[2]))
-        if part.offset % BLOCK or part.offset < BLOCK or part.offset + part.size > size:
-            return None
-        parts.append(part)
-    if not parts:
-        return None
-    name = words[3] if width == 4 else ""
-    return Entry(name.removesuffix("." + words[0]), tuple(parts))
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def key(self, number: int) -> str:
+        words = self._words(number)
+        name = words[3] if self._width == 4 and len(words) > 3 else b""
+        return name.removesuffix(b"." + words[0]).decode("utf-8", "surrogateescape") if words else ""
+
+    def parts(self, number: int) -> list[Component]:
+        words, width = self._words(number), self._width
+        if not words or len(words) % width:
+            raise stale(self._path)
+        parts = []
+        for at in range(0, len(words), width):
+            if not (words[at + 1].isdigit() and words[at + 2].isdigit()):
+                raise stale(self._path)
+            offset, size = int(words[at + 1]), int(words[at + 2])
+            if offset % BLOCK or offset < BLOCK or offset + size > self._size:
+                raise stale(self._path)
+            if size > self._limits.member_bytes:
+                raise beyond(f"{self._path}: sample {number} with {size} bytes", self._limits)
+            parts.append(Component(words[at].decode("utf-8", "surrogateescape").lower(), offset, size))
+        return parts
+
+    def _words(self, number: int) -> list[bytes]:
+        self._check(number)
+        return self._text[self._ends[number] + 1 : self._ends[number + 1]].split()
 
 
 def _dali_file(path: Path) -> Path | None:

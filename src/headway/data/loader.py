@@ -134,7 +134,7 @@ class DataLoader:
             batch, samples = taken
             self._counters.samples += samples
             self._counters.batches += 1
-            self._counters.spent([waited])
+            self._counters.spent(waited)
             yield batch
         if self._loops == number:
             course.begin_epoch(course.epoch + 1)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, final
 import numpy as np
 import torch
 
-from headway.data.counting import Span
 from headway.data.decode import Decoder, decode
 from headway.data.order import Order, key
 from headway.data.quarantine import Bad
@@ -35,7 +34,9 @@ class Loaded(NamedTuple):
     read: int
     """bytes in the shard"""
     bad: list[Bad]
-    spans: list[Span]
+    thread: int
+    times: tuple[float, ...]
+    """when its stages began, and the last one ended"""
 
 
 @final
@@ -58,11 +59,12 @@ class Loading:
 
     def load(self, places: Sequence[Place]) -> list[Loaded]:
         """A few samples, one after the other."""
-        return [self._load(*place) for place in places]
+        thread = threading.get_native_id()
+        return [self._load(thread, *place) for place in places]
 
-    def _load(self, dataset: int, epoch: int, shard: int, sample: int) -> Loaded:
+    def _load(self, thread: int, dataset: int, epoch: int, shard: int, sample: int) -> Loaded:
         bad: list[Bad] = []
-        thread, began = threading.get_native_id(), time.perf_counter()
+        began = time.perf_counter()
         for attempt in range(_ATTEMPTS):
             name = f"sample {sample}"  # as long as its shard cannot be read
             try:
@@ -76,14 +78,14 @@ class Loading:
                 shard, sample = self._other(dataset, epoch, shard, sample, attempt)
                 continue
             value["__key__"] = name
-            size, decoded = _bytes(value), time.perf_counter()
-            spans = [Span("open", thread, began, opened), Span("decode", thread, opened, decoded)]
+            times: tuple[float, ...] = (began, opened, time.perf_counter())
+            size = _bytes(value)
             if self._transform is not None:
                 secret = key(self._seed, _TRANSFORM, dataset, epoch, shard, sample)
                 value = self._transform(value, np.random.Generator(np.random.Philox(secret)))
                 size = max(size, _bytes(value))
-                spans.append(Span("transform", thread, decoded, time.perf_counter()))
-            return Loaded(value, size, sum(map(len, parts.values())), bad, spans)
+                times += (time.perf_counter(),)
+            return Loaded(value, size, sum(map(len, parts.values())), bad, thread, times)
         raise HeadwayError(f"{_ATTEMPTS} samples in a row could not be used; the last one: {bad[-1]}")
 
     def _other(self, dataset: int, epoch: int, shard: int, sample: int, attempt: int) -> tuple[int, int]:
@@ -97,11 +99,13 @@ class Loading:
 def _bytes(value: Any) -> int:
     if isinstance(value, np.ndarray | torch.Tensor):
         return int(value.nbytes)
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, int | float):
+        return 8
     if isinstance(value, Mapping):
         return sum(map(_bytes, value.values()))
-    if isinstance(value, list | tuple):
-        return sum(map(_bytes, value))
-    return len(value) if isinstance(value, str | bytes) else 8
+    return sum(map(_bytes, value)) if isinstance(value, list | tuple) else 8
 
 
 def collate(samples: list[Any]) -> Any:

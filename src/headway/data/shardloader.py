@@ -224,20 +224,21 @@ class ShardLoader:
     def _collated(self, values: list[Any]) -> Any:
         began = time.perf_counter()
         batch = self._collate(values)
-        self._counters.spent([Span("collate", threading.get_native_id(), began, time.perf_counter())])
+        self._counters.spent(Span("collate", threading.get_native_id(), began, time.perf_counter()))
         return batch
 
     def _note(self, loaded: list[Loaded], waited: Span) -> None:
         counted = self._counters
         counted.batches += bool(loaded)
         counted.samples += len(loaded)
-        counted.spent([waited])
+        counted.spent(waited)
         for one in loaded:
             counted.bytes_read += one.read
             counted.bytes_decoded += one.size
-            counted.spent(one.spans)
-            self.bad += one.bad
-        self._quarantine.add(bad for one in loaded for bad in one.bad)
+            counted.loaded(one.thread, one.times)
+            if one.bad:
+                self.bad += one.bad
+                self._quarantine.add(one.bad)
         if len(self.bad) > 1 + self._max_bad * counted.samples:
             last = self.bad[-1]
             raise HeadwayError(

@@ -4,7 +4,8 @@
     shard[7]["jpg"]                     # the bytes of one file of the eighth sample
 
 Nothing is ever extracted. An index is not needed: headers are walked at some hundred thousand a second. Where there is
-one (DALI's text format, which `pack` writes, or energon's), it is used, and checked against the shard.
+one (DALI's text format, which `pack` writes, or energon's), it is used, and checked against the shard: as a whole when
+the shard is opened, each of its lines when the sample is read.
 
 A shard belongs to somebody else, who may shorten it while it is in use; of a mapped file, that would kill this process
 with SIGBUS. So shards are read piece by piece, and what is no longer there is a `BadShard`. Only copies of our own, in
@@ -16,10 +17,11 @@ from __future__ import annotations
 import mmap
 import os
 import stat
+from itertools import pairwise
 from pathlib import Path
 from typing import final
 
-from headway.data.entries import Component, Entries, Entry, samples
+from headway.data.entries import Component, Entries, Entry, Table, samples
 from headway.data.indexes import compare_with_energon, index_text, read_dali, stale, stated_count
 from headway.data.tar import BEYOND_OCTAL, BLOCK, Limits, members, size_in
 from headway.errors import BadShard, UsageError
@@ -45,6 +47,7 @@ _COMPRESSED = {
     b"BZh": "bzip2 -d",
     b"\xfd7zXZ": "xz -d",
 }
+_BETWEEN = 4 * BLOCK  # bytes before a file of a sample: the rest of a block, a header, a long name
 
 
 @final
@@ -94,10 +97,12 @@ class Shard:
 
     def __init__(self, path: Path, data: File | mmap.mmap, entries: Entries, *, indexed: bool) -> None:
         self.path, self._data, self.entries, self._indexed = path, data, entries, indexed
-        self._view = memoryview(data) if isinstance(data, mmap.mmap) else None
-        if self._view is not None and indexed:  # of a file it is seen when it is read
-            for number in range(len(entries)):
-                for part in entries.parts(number):
+        self._mapped: tuple[Table, memoryview] | None = None
+        if isinstance(data, mmap.mmap):
+            table = entries if isinstance(entries, Table) else Table(entries)
+            self.entries, self._mapped = table, (table, memoryview(data))
+            for number in range(len(table)) if indexed else ():  # of a file it is seen when it is read
+                for part in table.parts(number):
                     self._check(part, data[part.offset - BLOCK : part.offset])
 
     @classmethod
@@ -106,26 +111,36 @@ class Shard:
         limits = limits or Limits()
         data = open_file(path) if data is None else data
         entries = read_dali(path, len(data), limits)
-        indexed = entries is not None
-        if entries is None:
-            entries = samples(members(data, str(path), limits), str(path))
-            compare_with_energon(path, entries, limits)
-        return cls(path, data, entries, indexed=indexed)
+        if entries is not None:
+            return cls(path, data, entries, indexed=True)
+        walked = samples(members(data, str(path), limits), str(path))
+        compare_with_energon(path, walked, limits)
+        return cls(path, data, walked, indexed=False)
 
     def __len__(self) -> int:
         return len(self.entries)
 
     def __getitem__(self, number: int) -> dict[str, memoryview]:
         """The parts of a sample by extension."""
-        if self._view is not None:
-            return self.entries.cut(number, self._view)
-        return {part.extension: self._read(part) for part in self.entries.parts(number)}
+        if self._mapped is not None:
+            table, view = self._mapped
+            return table.cut(number, view)
+        parts = self.entries.parts(number)
+        if not _are_together(parts):
+            return {part.extension: self._cut(part, *self._read([part])) for part in parts}
+        start, data = self._read(parts)
+        return {part.extension: self._cut(part, start, data) for part in parts}
 
-    def _read(self, part: Component) -> memoryview:
+    def _read(self, parts: list[Component]) -> tuple[int, memoryview]:
+        """Files with what lies between them, and where that begins."""
+        start = parts[0].offset - BLOCK
+        return start, memoryview(self._data[start : parts[-1].offset + parts[-1].size])
+
+    def _cut(self, part: Component, start: int, data: memoryview) -> memoryview:
         """Bytes of a file, after a look at the header before them: the file, or its index, may be of another day."""
-        data = memoryview(self._data[part.offset - BLOCK : part.offset + part.size])
-        self._check(part, bytes(data[:BLOCK]))
-        return data[BLOCK:]
+        at = part.offset - start
+        self._check(part, bytes(data[at - BLOCK : at]))
+        return data[at : at + part.size]
 
     def _check(self, part: Component, header: bytes) -> None:
         try:
@@ -142,6 +157,13 @@ class Shard:
                     f"{self.path} was rewritten while it was in use; give a changed shard a name of its own"
                 )
             )
+
+
+def _are_together(parts: list[Component]) -> bool:
+    """Whether files follow each other, so that one read gets them all; an index can say anything."""
+    return all(
+        0 <= after.offset - before.offset - before.size <= _BETWEEN for before, after in pairwise(parts)
+    )
 
 
 def open_file(path: Path) -> File:
