@@ -21,10 +21,10 @@ from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "plan"))
 
-from truth import FITTED_ROWS, Measured, h200_rows, korthikanti, vtrain
+from truth import FITTED_ROWS, Measured, h200_rows, korthikanti, torchtitan, vtrain
 
 from headway.plan import Calibration, Layout, Node, preset, search
-from headway.plan.memory import RESERVE, peak
+from headway.plan.memory import peak, reserve
 from headway.plan.steptime import step_time
 
 DGX, VTRAIN = Node("dgx-a100"), Node("a100-sxm8")
@@ -149,41 +149,11 @@ def steps_in_papers() -> None:
     table("Korthikanti et al. 2022, table 5", ["run", "published", "headway", "error"], rows)
 
 
-SP = {"sequence_parallel": True}
-# model, GPUs, local batch, sequence, recompute, compiled, extra layout keys, GiB
-TORCHTITAN = [
-    ("llama-3.1-8b", 8, 2, 8192, "sac", False, {}, 82.4),
-    ("llama-3.1-8b", 128, 2, 8192, "sac", False, {}, 67.0),
-    ("llama-3.1-8b", 8, 2, 8192, "sac", True, {}, 77.0),
-    ("llama-3.1-8b", 128, 2, 8192, "sac", True, {}, 62.0),
-    ("llama-3.1-8b", 8, 1, 32768, "full", True, {}, 83.9),
-    ("llama-3.1-8b", 8, 1, 131072, "full", True, {"cp": 4}, 84.0),
-    ("llama-3.1-70b", 256, 16, 8192, "full", True, {"tp": 8, **SP}, 71.9),
-    (
-        "llama-3.1-405b",
-        512,
-        4,
-        8192,
-        "full",
-        True,
-        {"tp": 8, "pp": 8, "sequence_parallel": True, "reshard": False},
-        82.5,
-    ),
-]
-
-
 def memory_of_torchtitan() -> None:
     rows = []
-    for name, gpus, local, sequence, recompute, compiled, keys, published in TORCHTITAN:
-        ways = {key: value for key, value in keys.items() if key in ("tp", "cp", "pp")}
-        dp = gpus // math.prod(ways.values())
-        batch = dp * local * (8 if "pp" in keys else 1)
-        layout = Layout(
-            dp=dp, zero=3, microbatch=local, global_batch=batch, sequence=sequence, recompute=recompute,
-            precision="amp", compiled=compiled, **keys,
-        )  # fmt: skip
-        guess = peak(preset(name), layout).allocated * RESERVE / 2**30
-        what = f"{name} {layout.describe()}{' compiled' if compiled else ''}"
+    for model, layout, published in torchtitan():
+        guess = peak(model, layout).allocated * reserve(layout).value / 2**30
+        what = f"{model.name} {layout.describe()}{' compiled' if layout.compiled else ''}"
         rows.append([what, f"{published} GiB", f"{guess:.1f} GiB", f"{guess / published - 1:+.1%}"])
     table("torchtitan on H100, memory by closed forms", ["run", "published", "headway", "error"], rows)
 

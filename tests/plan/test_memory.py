@@ -3,38 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import assume, given, settings, strategies as st
+from truth import TORCHTITAN, torchtitan
 
 from headway.plan.layout import Layout
-from headway.plan.memory import RESERVE, peak, rank_memory, ranks_to_look_at
+from headway.plan.memory import peak, rank_memory, ranks_to_look_at, reserve
 from headway.plan.presets import preset
 from headway.plan.states import on_rank, states
 from headway.plan.transformer import Transformer
 
 GIB = 2**30
-LLAMA = preset("llama-3.1-8b")
 
 
-# torchtitan, Llama 3.1 8B, H100, sequence 8192, local batch 2, selective checkpointing; GiB reserved
-@pytest.mark.parametrize(
-    ("gpus", "compiled", "published"),
-    [(8, False, 82.4), (128, False, 67.0), (8, True, 77.0), (128, True, 62.0)],
-)
-def test_torchtitan_fsdp_memory(gpus: int, compiled: bool, published: float) -> None:
-    layout = Layout(
-        dp=gpus,
-        zero=3,
-        microbatch=2,
-        global_batch=2 * gpus,
-        sequence=8192,
-        recompute="sac",
-        precision="amp",
-        compiled=compiled,
+@pytest.mark.parametrize("row", range(len(TORCHTITAN)))
+def test_torchtitan_memory(row: int) -> None:
+    """FSDP alone, with context, tensor and pipeline parallelism; the first two rows gave the allocator's share."""
+    model, layout, published = torchtitan()[row]
+    reserved = peak(model, layout).allocated * reserve(layout).value / GIB
+    # interleaved, the sums of one chunk's gradients are scattered before the other's exist: that is not modelled
+    assert reserved == pytest.approx(
+        published, rel=0.02 if layout.tp == 1 else 0.10 if layout.vpp == 1 else 0.18
     )
-    assert peak(LLAMA, layout).allocated * RESERVE / GIB == pytest.approx(published, rel=0.10)
 
 
 # one H200, eager, AMP: the closed forms, without tracing anything
@@ -99,21 +91,47 @@ def test_zero_stages_are_ordered(layout: Layout) -> None:
         assert len(set(totals)) == 4
 
 
-@given(layout=layouts())
-def test_whole_peaks_fall_with_each_zero_stage(layout: Layout) -> None:
-    """ZeRO-3 gathers layers again to use them: that comes on top, and can be more than it saves on a small model."""
-    peaks = [peak(MODEL, replace(layout, zero=stage)) for stage in range(4)]
-    whole = [found.allocated for found in peaks]
-    whole[3] -= peaks[3].parts.get("gathered weights", 0.0)
-    for more, less in pairwise(whole):
-        assert less <= more * (1 + 1e-9)
+GRID = [
+    Layout(
+        tp=tp, pp=pp, dp=dp, microbatch=mb, global_batch=mb * dp * m, recompute=recompute, precision=precision,  # type: ignore[arg-type]
+        sequence_parallel=sp, sequence=1024,
+    )
+    for tp, pp, dp in product((1, 2, 8), (1, 2, 8), (1, 2, 4, 8))
+    for mb, m in product((1, 8), (1, 8))
+    for recompute, sp in product(("none", "sac", "full"), (False, True))
+    for precision in ("bf16", "amp", "pure-bf16")
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["llama-3.1-8b", "llama-2-70b"])
-def test_on_large_models_and_many_ranks_zero_3_needs_least(name: str) -> None:
-    layouts = [Layout(dp=64, zero=stage, microbatch=1, global_batch=64, sequence=2048) for stage in range(4)]
-    whole = [peak(preset(name), layout).allocated for layout in layouts]
-    assert whole == sorted(whole, reverse=True)
+def leaves_order(layout: Layout, stage: int) -> bool:
+    """Whether what ZeRO 2 and 3 put together again for a moment is at most what they have spread.
+
+    FSDP holds its shard beside the embedding, the head and two layers as a whole: on a model of few layers and on two
+    ranks that is more than the model. The same goes for the gradient of one layer.
+    """
+    rank, numbers = on_rank(MODEL, layout, stage), layout.numbers
+    spread = (1 - 1 / layout.shards) * rank.shared
+    gathered = numbers.activation * min(rank.shared, rank.outer + 2 * rank.layer)
+    return layout.dp == 1 or (gathered <= numbers.weight * spread and rank.layer <= spread)
+
+
+def test_whole_peaks_fall_with_each_zero_stage() -> None:
+    ordered = 0
+    for layout in GRID:
+        for stage in ranks_to_look_at(layout):
+            peaks = [rank_memory(MODEL, replace(layout, zero=zero), stage).allocated for zero in range(4)]
+            falls = all(less <= more * (1 + 1e-9) for more, less in pairwise(peaks))
+            assert falls or not leaves_order(layout, stage), (layout, stage, peaks)
+            ordered += falls
+    assert ordered > 0.98 * sum(len(ranks_to_look_at(layout)) for layout in GRID)
+
+
+def test_gathered_weights_can_be_more_than_fsdp_saves() -> None:
+    """Two layers on two ranks: all weights are gathered at once, and the shard is there beside them."""
+    small = replace(MODEL, layers=2)
+    peaks = [peak(small, Layout(dp=2, zero=zero, global_batch=2, sequence=128)) for zero in (2, 3)]
+    assert peaks[1].parts["gathered weights"] == 2 * small.parameters
+    assert peaks[1].allocated > peaks[0].allocated
 
 
 @given(layout=layouts())

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headway.plan.layout import Layout
+from headway.plan.presets import preset
 from headway.plan.transformer import Transformer
 
 VOCAB = 51200
@@ -75,6 +76,36 @@ def korthikanti() -> list[Measured]:
         both = Layout(**{**vars(common), "recompute": "selective", "sequence_parallel": True})
         found.append(Measured(f"{row[0]} full", model, full, row[9]))
         found.append(Measured(f"{row[0]} selective+sequence", model, both, row[10]))
+    return found
+
+
+FSDP = {"zero": 3, "precision": "amp"}
+SAC = {**FSDP, "microbatch": 2, "sequence": 8192, "recompute": "sac"}
+FULL = {**FSDP, "recompute": "full", "compiled": True}
+TENSOR = {**FULL, "tp": 8, "sequence_parallel": True}
+STAGES = {**TENSOR, "pp": 8, "reshard": False}
+# model, layout without its batch, microbatches, GiB reserved on the fullest GPU
+TORCHTITAN: list[tuple[str, dict[str, Any], int, float]] = [
+    ("llama-3.1-8b", {**SAC, "dp": 8}, 1, 82.4),
+    ("llama-3.1-8b", {**SAC, "dp": 128}, 1, 67.0),
+    ("llama-3.1-8b", {**SAC, "dp": 8, "compiled": True}, 1, 77.0),
+    ("llama-3.1-8b", {**SAC, "dp": 128, "compiled": True}, 1, 62.0),
+    ("llama-3.1-8b", {**FULL, "dp": 8, "sequence": 32768}, 1, 83.9),
+    ("llama-3.1-8b", {**FULL, "dp": 2, "cp": 4, "sequence": 131072}, 1, 84.0),
+    ("llama-3.1-70b", {**TENSOR, "dp": 32, "microbatch": 16, "sequence": 8192}, 1, 71.9),
+    ("llama-3.1-405b", {**STAGES, "dp": 8, "microbatch": 4, "sequence": 8192}, 8, 82.5),
+    ("llama-3.1-405b", {**STAGES, "dp": 8, "microbatch": 4, "sequence": 8192, "vpp": 2}, 8, 72.7),
+    ("llama-3.1-405b", {**STAGES, "dp": 8, "sequence": 32768}, 8, 75.3),
+    ("llama-3.1-405b", {**STAGES, "dp": 2, "cp": 4, "sequence": 131072}, 8, 77.1),
+]  # fmt: skip
+
+
+def torchtitan() -> list[tuple[Transformer, Layout, float]]:
+    """Memory on H100 at the end of 2024; the first two ran eagerly, those of 70B and 405B multiplied in fp8."""
+    found = []
+    for name, keys, microbatches, gib in TORCHTITAN:
+        batch = keys["dp"] * keys.get("microbatch", 1) * microbatches
+        found.append((preset(name), Layout(**keys, global_batch=batch), gib))
     return found
 
 

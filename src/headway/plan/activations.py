@@ -21,15 +21,18 @@ class Saved(NamedTuple):
     """Kept whole on every tensor-parallel rank unless the sequence is split too."""
     core: bool = False
     """Part of the attention core, which selective recomputation drops."""
+    gathered: bool = False
+    """Gathered along the sequence: Megatron keeps its piece and gathers again, torch keeps the whole."""
 
 
 def saved_tensors(model: Transformer, layout: Layout, *, moe: bool = False) -> tuple[Saved, ...]:
     """The tensors that one layer keeps, in the order they are made."""
     act, res, h = layout.numbers.activation, layout.residual_bytes, model.hidden
     mask = 1 if model.dropout else 0
-    kept = [Saved("norm inputs", 2 * res * h, True), Saved("qkv input", act * h, True)]
+    kept = [Saved("norm inputs", 2 * res * h, True), Saved("qkv input", act * h, True, gathered=True)]
     kept += _attention(model, layout)
-    kept += [Saved("attention dropout mask", mask * h, True), Saved("feed-forward input", act * h, True)]
+    kept.append(Saved("attention dropout mask", mask * h, True))
+    kept.append(Saved("feed-forward input", act * h, True, gathered=True))
     kept += _feedforward(model, act, moe=moe)
     kept.append(Saved("feed-forward dropout mask", mask * h, True))
     return tuple(entry for entry in kept if entry.bytes)
@@ -87,8 +90,10 @@ def working_set(model: Transformer, layout: Layout, *, moe: bool = False) -> flo
     return _layer_bytes(model, layout, "none", moe) - layer_bytes(model, layout, moe=moe)
 
 
-_per_token: dict[tuple[object, ...], tuple[float, float]] = {}
-"""Bytes per token that stay whole and that tensor parallelism splits; few, whatever the number of layouts."""
+_PerToken = tuple[float, float, float]
+"""Bytes per token that nothing splits, that sequence parallelism splits, and that tensor parallelism splits."""
+_per_token: dict[tuple[object, ...], _PerToken] = {}
+"""Few, whatever the number of layouts."""
 
 
 def _layer_bytes(model: Transformer, layout: Layout, recompute: str, moe: bool) -> float:
@@ -97,18 +102,20 @@ def _layer_bytes(model: Transformer, layout: Layout, recompute: str, moe: bool) 
            layout.zero == 3)  # fmt: skip
     if key not in _per_token:
         _per_token[key] = _kept_per_token(model, layout, recompute, moe)
-    whole, split = _per_token[key]
+    always, whole, split = _per_token[key]
     tokens = layout.microbatch * sequence / layout.cp
-    return tokens * (whole / (layout.tp if layout.sequence_parallel else 1) + split / layout.tp)
+    return tokens * (always + whole / (layout.tp if layout.sequence_parallel else 1) + split / layout.tp)
 
 
-def _kept_per_token(model: Transformer, layout: Layout, recompute: str, moe: bool) -> tuple[float, float]:
+def _kept_per_token(model: Transformer, layout: Layout, recompute: str, moe: bool) -> _PerToken:
     if recompute == "full":
-        return float(layout.residual_bytes * model.hidden), 0.0
+        return 0.0, float(layout.residual_bytes * model.hidden), 0.0
     if recompute == "sac":
-        return _sac(model, layout)
+        return 0.0, *_sac(model, layout)
     kept = [e for e in saved_tensors(model, layout, moe=moe) if not (e.core and recompute == "selective")]
-    return sum(e.bytes for e in kept if e.whole), sum(e.bytes for e in kept if not e.whole)
+    always = sum(e.bytes for e in kept if e.gathered and not layout.megatron)
+    whole = sum(e.bytes for e in kept if e.whole)
+    return always, whole - always, sum(e.bytes for e in kept if not e.whole)
 
 
 def _sac(model: Transformer, layout: Layout) -> tuple[float, float]:

@@ -15,16 +15,8 @@ from headway.plan.transformer import Transformer
 
 Answers = dict[str, Quantity]
 
-# closed forms against six single-GPU and six FSDP peaks: -6 % to +3 %
+# closed forms against six single-GPU peaks: -6 % to +3 %
 MEMORY_LOW, MEMORY_HIGH = 0.97, 1.07
-# with FSDP and tensor or pipeline parallelism together they were up to 30 % low (torchtitan, 70B and 405B)
-MIXED_HIGH = 1.45
-
-
-def memory_range(layout: Layout) -> tuple[float, float]:
-    """How far off a peak may be, by what published runs showed."""
-    mixed = layout.zero == 3 and layout.tp * layout.pp > 1
-    return MEMORY_LOW, MIXED_HIGH if mixed else MEMORY_HIGH
 
 
 def time_range(node: Node, constants: Calibration) -> tuple[float, float]:
@@ -55,7 +47,7 @@ def model_answers(model: Transformer) -> Answers:
 def memory_answers(model: Transformer, layout: Layout, ranks: list[RankMemory]) -> Answers:
     full = max(ranks, key=lambda rank: rank.allocated)
     flying = pipeline.in_flight(layout.pp, layout.microbatches, full.stage, layout.vpp)
-    allocated, (low, high) = full.allocated, memory_range(layout)
+    allocated, low, high = full.allocated, MEMORY_LOW, MEMORY_HIGH
     found = {
         "memory.state_bytes_per_parameter": exact(
             states.bytes_per_parameter(layout), formula=f"weight + gradient + optimizer; {layout.numbers.source}"
@@ -72,14 +64,16 @@ def memory_answers(model: Transformer, layout: Layout, ranks: list[RankMemory]) 
         found[f"memory.rank.{rank.stage}"] = about(
             rank.allocated, low, high, "bytes", formula=f"sum of the parts on pipeline rank {rank.stage}"
         )
-    least = memory.reserved(allocated * low, layout, factor=memory.RESERVE_LOW)
-    most = memory.reserved(allocated * high, layout, factor=memory.RESERVE_HIGH)
+    reserve = memory.reserve(layout)
+    least = memory.reserved(allocated * low, layout, factor=reserve.low)
+    most = memory.reserved(allocated * high, layout, factor=reserve.high)
     found["memory.allocated"] = about(
         allocated, low, high, "bytes", formula="sum of memory.part.* on the fullest rank"
     )
     found["memory.needed"] = Quantity(
         value=memory.reserved(allocated, layout), low=least, high=most, unit="bytes",
-        formula=f"allocated x {memory.RESERVE} (caching allocator) + 767 MiB (context) + 0.5 GiB (communicators)",
+        formula=f"allocated x {reserve.value} (caching allocator) + 767 MiB (context)"
+        + (" + 0.5 GiB (communicators)" if layout.gpus > 1 else ""),
     )  # fmt: skip
     return found
 
@@ -91,9 +85,11 @@ _PART_FORMULAS = {
     "activations": "layers in flight x memory.activations_per_layer",
     "recomputed layer": "what the backward pass of one layer rebuilds",
     "embedding": "dropout mask: tokens x hidden x microbatches in flight",
-    "logits and loss": "tokens x vocab x 12 bytes (6 with vocabulary-parallel loss) / tp / loss_chunks",
+    "logits and loss": "tokens x vocab x 12 bytes (with tp: 16, Megatron 6) / tp / loss_chunks, and the head's input",
     "16-bit weight copies": "2 bytes x parameters: autocast keeps them until the backward pass",
-    "gathered weights": "two layers and the largest unit whole in 16 bits, and the gradient of that unit",
+    "gathered weights": "embedding, head and two layers whole in the precision of products, at most all weights",
+    "gradients on their way": "the whole gradient of a layer, which ZeRO 2 and 3 scatter",
+    "between stages": "torch's pipeline: outputs in flight, and a buffer for each microbatch's gradient",
     "buckets": "DDP: a second copy of the gradients; sharded optimizers: two buckets",
     "optimizer temporaries": "a for-each optimizer's copy of the weights it updates",
 }

@@ -148,6 +148,11 @@ class Layout:
         return PRECISIONS[self.precision]
 
     @property
+    def megatron(self) -> bool:
+        """Whether the precision is that of Megatron or DeepSpeed, with buffers of their own, rather than torch's."""
+        return self.precision in ("bf16", "zero16", "fp8")
+
+    @property
     def residual_bytes(self) -> int:
         """Of one element of the residual stream: fp32 under autocast, 16 bits under FSDP."""
         return self.numbers.activation if self.zero == 3 else self.numbers.residual

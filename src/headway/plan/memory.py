@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from headway.plan import activations, pipeline
 from headway.plan.hardware import GIB
@@ -11,16 +12,30 @@ from headway.plan.states import RankParameters, States, on_rank, states
 from headway.plan.transformer import Transformer
 
 # Bytes alive per logit while the loss is differentiated: fp32 log-probabilities, their gradient, the gradient
-# of the fp32 logits. Megatron's vocabulary-parallel loss works in place on one fp32 copy.
+# of the fp32 logits. Where the vocabulary is split, torch's loss needs one more fp32 copy (traced); Megatron's works in
+# place on one.
 LOGIT_BYTES_TORCH = 12
+LOGIT_BYTES_TORCH_SPLIT = 16
 LOGIT_BYTES_MEGATRON = 6
-# Reserved over allocated, seen on 12 H200 runs: 1.02 to 1.17, and 767 MiB that belong to the context.
-RESERVE, RESERVE_LOW, RESERVE_HIGH = 1.07, 1.02, 1.17
 CONTEXT_BYTES = 767 * 2**20
 COLLECTIVE_BYTES = 0.5 * GIB
 """Communicator buffers, per process that talks to others (from memory; low 0, high 1 GiB)."""
 COMPILED_ACTIVATIONS = 0.88
 """torch.compile recomputes cheap steps: torchtitan's Llama 3 8B went from 66 to 61 GiB beside its states."""
+
+
+class Reserve(NamedTuple):
+    """Reserved over allocated bytes: what the caching allocator cannot use."""
+
+    low: float
+    value: float
+    high: float
+
+
+RESERVE = Reserve(1.02, 1.07, 1.17)
+"""Seen on 12 H200 runs."""
+RESERVE_FSDP = Reserve(1.1, 1.14, 1.23)
+"""torch's FSDP gathers and scatters on streams with blocks of their own. From torchtitan's two eager runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,21 +63,21 @@ def peak(model: Transformer, layout: Layout) -> RankMemory:
 
 
 def rank_memory(model: Transformer, layout: Layout, stage: int) -> RankMemory:
-    """Peak of a rank: the loss or the first backward on one hand, the optimizer step on the other."""
+    """Peak of a rank: at the loss, in the backward pass of a layer, or in the optimizer step."""
     parameters = on_rank(model, layout, stage)
     kept = states(parameters, layout)
-    whole = parameters.shared + parameters.experts
     always = {"weights": kept.weights, "optimizer": kept.optimizer}
-    gradients = {"gradients": kept.gradients}
-    if layout.zero == 3 and not layout.reshard and layout.microbatches > 1:
-        # whole gradients pile up over the microbatches and are scattered once, after the last
-        gradients = {"gradients": layout.numbers.gradient * whole}
+    gradients = {"gradients": _piled_up(model, layout, stage, parameters) or kept.gradients}
     training = _training_parts(model, layout, stage, parameters) | (
         gradients if gradients_stay(layout) else {}
     )
-    stepping = gradients | {"optimizer temporaries": _step_temporaries(kept, layout)}
-    fuller = max(training, stepping, key=lambda parts: sum(parts.values()))
-    return RankMemory(stage=stage, parts=always | {name: size for name, size in fuller.items() if size})
+    moments = [
+        training | {"logits and loss": _logits(model, layout) if stage == layout.pp - 1 else 0.0},
+        training | _backward_parts(model, layout, parameters),
+        gradients | {"optimizer temporaries": _step_temporaries(kept, layout)},
+    ]
+    fullest = max(moments, key=lambda parts: sum(parts.values()))
+    return RankMemory(stage=stage, parts=always | {name: size for name, size in fullest.items() if size})
 
 
 def gradients_stay(layout: Layout) -> bool:
@@ -71,36 +86,74 @@ def gradients_stay(layout: Layout) -> bool:
     torch drops them after a step, unless they accumulate, are sharded (their blocks stay reserved), or are
     in Megatron's own buffer.
     """
-    return layout.zero > 0 or layout.microbatches > 1 or layout.precision in ("bf16", "zero16", "fp8")
+    sharded = layout.zero > 0 and layout.shards > 1
+    return sharded or layout.microbatches > 1 or layout.megatron
 
 
-def reserved(allocated: float, layout: Layout, *, factor: float = RESERVE) -> float:
+def reserve(layout: Layout) -> Reserve:
+    """How much more than it allocates a process takes."""
+    return RESERVE_FSDP if layout.zero == 3 and layout.shards > 1 and not layout.megatron else RESERVE
+
+
+def reserved(allocated: float, layout: Layout, *, factor: float | None = None) -> float:
     """What the process takes from the device: allocator slack, CUDA context, communicator buffers."""
-    return allocated * factor + CONTEXT_BYTES + (COLLECTIVE_BYTES if layout.gpus > 1 else 0.0)
+    slack = reserve(layout).value if factor is None else factor
+    return allocated * slack + CONTEXT_BYTES + (COLLECTIVE_BYTES if layout.gpus > 1 else 0.0)
+
+
+def _piled_up(model: Transformer, layout: Layout, stage: int, parameters: RankParameters) -> float:
+    """FSDP that keeps its weights gathered adds up whole gradients, and scatters them after the last microbatch."""
+    if layout.zero < 3 or layout.reshard or layout.microbatches == 1:
+        return 0.0
+    whole = parameters.shared + parameters.experts
+    if stage == 0 and not layout.megatron:
+        # every tensor-parallel rank of torch has a sum for the whole vocabulary until then (traced)
+        whole += model.vocab * model.hidden * (1 - 1 / layout.tp)
+    return layout.numbers.gradient * whole
 
 
 def _training_parts(
     model: Transformer, layout: Layout, stage: int, parameters: RankParameters
 ) -> dict[str, float]:
+    """What is there from the first forward to the last backward."""
     layers = pipeline.layers_in_flight(model.layers, layout.pp, layout.vpp, stage, layout.microbatches)
     share = model.moe_layers / model.layers
     per_layer = (1 - share) * activations.layer_bytes(model, layout)
-    working = 0.0 if share == 1 else activations.working_set(model, layout)
     if share:
         per_layer += share * activations.layer_bytes(model, layout, moe=True)
-        working = max(working, activations.working_set(model, layout, moe=True))
-    compiled = COMPILED_ACTIVATIONS if layout.compiled else 1.0
-    logits = _logits(model, layout) if stage == layout.pp - 1 else 0.0
-    # the logits are gone when the first layer is rebuilt
-    late = {"logits and loss": logits} if logits > working else {"recomputed layer": working * compiled}
+    # the input of a layer that is recomputed as a whole is kept by compiled code, too
+    compiled = COMPILED_ACTIVATIONS if layout.compiled and layout.recompute != "full" else 1.0
     return {
         "activations": layers * per_layer * compiled,
         "embedding": _embedding(model, layout, stage),
-        **late,
+        "between stages": _between_stages(model, layout, stage),
         "16-bit weight copies": _casts(layout, parameters),
         "gathered weights": _gathered(layout, parameters),
         "buckets": _buckets(layout, parameters),
     }
+
+
+def _backward_parts(model: Transformer, layout: Layout, parameters: RankParameters) -> dict[str, float]:
+    """What one layer needs on top, the logits being gone: what it rebuilds, and its gradient until that is spread."""
+    share = model.moe_layers / model.layers
+    dense = 0.0 if share == 1 else activations.working_set(model, layout)
+    working = max(dense, activations.working_set(model, layout, moe=True)) if share else dense
+    scattered = layout.numbers.gradient * parameters.layer if layout.zero > 1 and layout.shards > 1 else 0.0
+    return {
+        "recomputed layer": working * (COMPILED_ACTIVATIONS if layout.compiled else 1.0),
+        "gradients on their way": scattered,
+    }
+
+
+def _between_stages(model: Transformer, layout: Layout, stage: int) -> float:
+    """torch's pipeline keeps the outputs in flight, and has a buffer for the gradient of each microbatch."""
+    if layout.megatron or stage == layout.pp - 1:
+        return 0.0
+    tokens = (
+        layout.microbatch * layout.tokens(model) / layout.cp / (layout.tp if layout.sequence_parallel else 1)
+    )
+    flying = pipeline.in_flight(layout.pp, layout.microbatches, stage, layout.vpp)
+    return tokens * model.hidden * layout.residual_bytes * (flying + layout.microbatches * layout.vpp)
 
 
 def _embedding(model: Transformer, layout: Layout, stage: int) -> float:
@@ -115,13 +168,16 @@ def _embedding(model: Transformer, layout: Layout, stage: int) -> float:
 def _logits(model: Transformer, layout: Layout) -> float:
     """Final norm and head inputs, and the logits through the loss."""
     tokens = layout.microbatch * layout.tokens(model) / layout.cp
-    inputs = tokens * 2 * layout.numbers.activation * model.hidden
-    inputs /= layout.tp if layout.sequence_parallel else 1
+    each = tokens * layout.numbers.activation * model.hidden
+    piece = each / (layout.tp if layout.sequence_parallel else 1)
+    inputs = piece + (piece if layout.megatron else each)  # torch keeps what it gathered for the head
     if model.image:
         return inputs + layout.microbatch * model.image.classes * LOGIT_BYTES_TORCH
-    megatron = layout.precision in ("bf16", "zero16") and layout.tp > 1
-    each = LOGIT_BYTES_MEGATRON if megatron else LOGIT_BYTES_TORCH
-    return inputs + tokens * model.vocab * each / (layout.tp * layout.loss_chunks)
+    if layout.tp == 1:
+        per_logit = LOGIT_BYTES_TORCH
+    else:
+        per_logit = LOGIT_BYTES_MEGATRON if layout.megatron else LOGIT_BYTES_TORCH_SPLIT
+    return inputs + tokens * model.vocab * per_logit / (layout.tp * layout.loss_chunks)
 
 
 def _casts(layout: Layout, parameters: RankParameters) -> float:
@@ -132,14 +188,12 @@ def _casts(layout: Layout, parameters: RankParameters) -> float:
 
 
 def _gathered(layout: Layout, parameters: RankParameters) -> float:
-    """FSDP: two layers of whole weights (one in use, one on its way), the largest unit, and its gradient."""
+    """FSDP: embedding and head, which stay gathered, a layer in use and one on its way; at most all there is."""
     if layout.zero < 3 or layout.shards == 1:
         return 0.0
-    width = layout.numbers.activation
-    gradient = parameters.largest_unit * (width + layout.numbers.gradient)
-    if not layout.reshard:
-        return width * (parameters.shared + parameters.experts) + gradient
-    return width * (2 * parameters.layer + parameters.largest_unit) + gradient
+    whole = parameters.shared + parameters.experts
+    units = parameters.outer + 2 * parameters.layer
+    return layout.numbers.activation * (min(whole, units) if layout.reshard else whole)
 
 
 def _buckets(layout: Layout, parameters: RankParameters) -> float:
@@ -147,7 +201,7 @@ def _buckets(layout: Layout, parameters: RankParameters) -> float:
     if layout.dp == 1 or layout.zero == 3:
         return 0.0
     copy = layout.numbers.gradient * (parameters.shared + parameters.experts)
-    if layout.zero == 0 and layout.precision in ("amp", "fp32", "pure-bf16"):
+    if layout.zero == 0 and not layout.megatron:
         return copy
     return min(copy, 2 * layout.bucket_MB * 1e6)
 

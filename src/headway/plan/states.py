@@ -16,9 +16,14 @@ class RankParameters:
 
     shared: float
     experts: float
-    largest_unit: float
-    """The largest piece that FSDP gathers at once: a layer, the embedding, or the head."""
     layer: float
+    outer: float
+    """Embedding and head: FSDP's outermost unit."""
+
+    @property
+    def largest_unit(self) -> float:
+        """The largest piece whose gradient is reduced at once."""
+        return max(self.layer, self.outer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +69,7 @@ def _on_rank(model: Transformer, tp: int, pp: int, vpp: int, ep: int, stage: int
     head = _head_on_rank(model, tp, pp) if stage == pp - 1 else 0.0
     shared = dense * (layers - moe_layers) + mixture * moe_layers + embedding + head
     layer = max(dense, mixture + (experts if moe_layers else 0.0))
-    return RankParameters(
-        shared=shared, experts=experts * moe_layers, largest_unit=max(layer, embedding, head), layer=layer
-    )
+    return RankParameters(shared=shared, experts=experts * moe_layers, layer=layer, outer=embedding + head)
 
 
 def _embedding_on_rank(model: Transformer, tp: int) -> float:

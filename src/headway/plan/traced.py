@@ -9,7 +9,7 @@ from headway.plan.calibration import Calibration
 from headway.plan.estimating import Estimate, verdict
 from headway.plan.hardware import Node
 from headway.plan.layout import Layout
-from headway.plan.memory import CONTEXT_BYTES, RESERVE_LOW
+from headway.plan.memory import CONTEXT_BYTES, RESERVE
 from headway.plan.quantity import Quantity, about, exact
 from headway.plan.remedies import Remedy
 
@@ -138,7 +138,7 @@ def extend(two: Traced, four: Traced, depth: int) -> Traced:
         trainable=round(at(two.trainable, four.trainable)),
         allocated=allocated,
         # segments of a shallow model are no guide to those of a deep one
-        reserved=max(at(two.reserved, four.reserved), allocated * RESERVE_LOW),
+        reserved=max(at(two.reserved, four.reserved), allocated * RESERVE.low),
         by_label=each(two.by_label, four.by_label),
         by_module=each(two.by_module, four.by_module),
         work=each(two.work, four.work),
