@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import headway
-from headway.errors import DONE, INTERRUPTED, HeadwayError
+from headway.errors import DONE, INTERRUPTED, HeadwayError, UsageError
 
 VERBS = {
     "agent": "start the ranks of this node; srun and mpirun call it, one per node",
@@ -52,20 +52,8 @@ def help_text() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb and returns its exit code; errors that headway raises on purpose become one sentence."""
     args = list(sys.argv[1:] if argv is None else argv)
-    if not args or args[0] in ("-h", "--help", "help"):
-        print(help_text(), end="")
-        return 0
-    if args[0] in ("-V", "--version"):
-        print(f"headway {headway.__version__}")
-        return 0
-    if args[0] not in VERBS:
-        print(
-            f"headway: there is no verb {args[0]!r}{_nearest(args[0])}; see: headway --help", file=sys.stderr
-        )
-        return 2
-    verb = import_module(f"headway.cli.{args[0].replace('-', '_')}")
     try:
-        code = int(verb.main(args[1:]))
+        code = _call(args)
         sys.stdout.flush()  # here, where a closed pipe can still be caught
         return code
     except HeadwayError as error:
@@ -76,10 +64,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `headway ... | head`: whoever read us has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
         return DONE
+    except SystemExit as left:
+        if isinstance(left.__context__, BrokenPipeError):  # the same, where rich was printing
+            return DONE
+        raise
+
+
+def _call(args: Sequence[str]) -> int:
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(help_text(), end="")
+        return DONE
+    if args[0] in ("-V", "--version"):
+        print(f"headway {headway.__version__}")
+        return DONE
+    if args[0] not in VERBS:
+        raise UsageError(f"there is no verb {args[0]!r}{_nearest(args[0])}; see: headway --help")
+    verb = import_module(f"headway.cli.{args[0].replace('-', '_')}")
+    return int(verb.main(args[1:]))
 
 
 def _nearest(word: str) -> str:
     from difflib import get_close_matches
 
-    close = get_close_matches(word, VERBS, n=1)
+    close = get_close_matches(word, [*VERBS, "--version", "--help"], n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

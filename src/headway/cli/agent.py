@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-
+from headway.cli.commandline import Parser, natural
 from headway.launcher import nodes
 from headway.launcher.program import python_command
 
@@ -19,22 +18,17 @@ directory, or $HEADWAY_RUNS (default: runs). Exit codes are those of `headway ru
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="headway agent",
-        description="Starts the ranks of this node, and sees to it that those of all nodes live and die together.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = Parser(
+        "agent",
+        "Starts the ranks of this node, and sees to it that those of all nodes live and die together.",
+        _EXAMPLES,
     )
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks of this agent (default: 1)")
     parser.add_argument(
-        "--max-restarts", type=int, default=0, metavar="N", help="as for `headway run` (default: 0)"
+        "--max-restarts", type=natural, default=0, metavar="N", help="as for `headway run` (default: 0)"
     )
     parser.add_argument("--run", metavar="DIR", help="run what was submitted into this run directory")
-    parser.add_argument(
-        "-m", dest="module", action="store_true", help="SCRIPT names a module, as for python -m"
-    )
-    parser.add_argument("script", metavar="SCRIPT", nargs="?")
-    parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="passed on to the script")
+    parser.add_script(needed=False)
     options = parser.parse_args(argv)
     if (options.run is None) == (options.script is None):
         parser.error("give a script, or --run DIR")

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from headway.cli.looks import console
+from headway.cli.parsing import parse
 from headway.errors import DONE, NoValidCheckpoint, UsageError
 
 if TYPE_CHECKING:
@@ -56,7 +58,7 @@ class Export:
     """All tensors, or those of one part, as plain safetensors: one file, or several with an index if they are large."""
 
     path: _Path
-    out: _Path
+    out: Annotated[_Path, tyro.conf.arg(metavar="OUT.safetensors")]
     part: str | None = None
     """only this part of the state, as it was named when saved, like net; its name is left out of the file"""
     shard_gb: float = 5.0
@@ -78,20 +80,20 @@ def main(argv: list[str]) -> int:
 def _show(argv: list[str]) -> int:
     from headway.checkpoint import looking
 
-    options = tyro.cli(Show, args=argv, prog="headway checkpoint show")
+    options = parse(Show, argv, prog="headway checkpoint show")
     overview = looking.look(options.path)
     if options.json:
         print(json.dumps(overview.to_dict(), indent=1))
         return DONE
-    console = Console()
-    console.print(Text(safe(str(overview.path)), style="bold"))
+    screen = console()
+    screen.print(Text(safe(str(overview.path)), style="bold"))
     for name in ("format", "step", "world_size", "created", "metrics"):
         if overview.about.get(name) not in (None, {}):
-            console.print(Text(safe(f"{name}: {overview.about[name]}")))
+            screen.print(Text(safe(f"{name}: {overview.about[name]}")))
     if imports := overview.about.get("imports"):
         warning = f"loading it with pickle would import: {', '.join(imports)}"
-        console.print(Text(safe(warning), style="bold red"))
-    console.print(table(overview))
+        screen.print(Text(safe(warning), style="bold red"))
+    screen.print(table(overview))
     return DONE
 
 
@@ -119,11 +121,11 @@ def table(overview: Overview) -> Table:
 def _verify(argv: list[str]) -> int:
     from headway.checkpoint import layout, looking
 
-    options = tyro.cli(Verify, args=argv, prog="headway checkpoint verify")
-    console = Console(stderr=True)
+    options = parse(Verify, argv, prog="headway checkpoint verify")
+    waiting = Console(stderr=True)
     found = {}
     for path in looking.find(options.path):
-        with console.status(f"reading {path.name} ..."):  # shown on a terminal only
+        with waiting.status(f"reading {path.name} ..."):  # shown on a terminal only
             found[path] = layout.verify(path)
         if not options.json:
             print(f"{'damaged' if found[path] else 'whole  '}  {safe(str(path))}")
@@ -135,7 +137,7 @@ def _verify(argv: list[str]) -> int:
 
 
 def _export(argv: list[str]) -> int:
-    options = tyro.cli(Export, args=argv, prog="headway checkpoint export")
+    options = parse(Export, argv, prog="headway checkpoint export")
     from headway.checkpoint import export, looking
 
     (path, *_) = looking.find(options.path)

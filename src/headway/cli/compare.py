@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.text import Text
 
+from headway.cli.commandline import Parser
 from headway.cli.looks import console, duration, number
 from headway.errors import DONE
 from headway.launcher.comparing import Compared, Metric, compare
@@ -27,12 +27,7 @@ Shows the settings in which the runs differ, state, steps, time, and of each met
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="headway compare",
-        description="Sets runs side by side: settings that differ, state, and metrics.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("compare", "Sets runs side by side: settings that differ, state, and metrics.", _EXAMPLES)
     parser.add_argument(
         "runs", metavar="RUN", nargs="+", help="run directory, id, or beginning or end of an id"
     )
@@ -42,7 +37,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--root", default="runs", metavar="DIR", help="where ids are looked up (default: runs)"
     )
-    parser.add_argument("--json", action="store_true", help="print facts for programs")
+    parser.add_json()
     options = parser.parse_args(argv)
     compared = compare(resolve(options.runs, options.root), metrics=options.metric)
     if options.json:

@@ -7,11 +7,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from headway.cli.looks import console
+from headway.cli.parsing import parse
 from headway.launcher.doctor import Check, Report, examine
 
 _STYLES = {"ok": "green", "warn": "yellow", "bad": "bold red"}
@@ -33,14 +34,13 @@ class Doctor:
 
 
 def main(argv: list[str]) -> int:
-    options = tyro.cli(Doctor, args=argv, prog="headway doctor")
-    console = Console(stderr=True)
-    with console.status("examining this machine ..."):  # shown on a terminal only
+    options = parse(Doctor, argv, prog="headway doctor")
+    with Console(stderr=True).status("examining this machine ..."):  # shown on a terminal only
         report = examine(root=options.root, canary=options.canary)
     if options.json:
         print(json.dumps(report.to_dict(), indent=2))
     elif sys.stdout.isatty():
-        Console().print(table(report))
+        console().print(table(report))
     else:
         print("\n".join(line(check) for check in report.checks))
     return 1 if report.verdict == "bad" else 0

@@ -41,13 +41,15 @@ def sentence(box: str) -> str:
     ... ╰───────────────────────────────────╯''')
     'Unrecognized options: --nod, h200; perhaps you meant --node STR'
     """
-    lines = [line.strip("│ ").rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()]
+    lines = [line.strip("│ ") for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()]
     parts: list[list[str]] = [[]]
     for line in lines:
-        if line.startswith("──"):
+        if line.startswith(("──", "--")) and not line.strip("─-"):
             parts.append([])
         elif line and line[0] not in "╭╰":
             parts[-1].append(line)
+    if "╭" not in box:  # where the terminal has no UTF-8, the title stands above a line of its own
+        parts = parts[1:]
     what = " ".join(parts[0]).partition(" Got errors:")[0].rstrip(" .")
     for part in parts[1:]:
         match part:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-
+from headway.cli.commandline import Parser, natural
 from headway.errors import UsageError
 from headway.launcher.agent import Agent
 from headway.launcher.program import python_command
@@ -17,7 +16,7 @@ examples:
   headway run --nproc 4 train.py --lr 3e-4   four; what follows the script belongs to it
   headway run --nproc 2 -m mypackage.train   a module
   headway run --smoke --nproc 2 train.py     two steps, a validation, a save, a step after resuming
-  headway run --array lr=1e-3,3e-4 --array seed=1,2 train.py     four runs, one after the other
+  headway run --array lr=1e-3,3e-4 seed=1,2 train.py             four runs, one after the other
 
 Exit codes: 0 all ranks ended well; 1 a rank failed (the last lines say which and why); 2 bad usage;
 75 stopped with a checkpoint; 130 Ctrl-C.
@@ -25,16 +24,11 @@ Exit codes: 0 all ranks ended well; 1 a rank failed (the last lines say which an
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="headway run",
-        description="Runs a script here, on N processes that live and die together.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("run", "Runs a script here, on N processes that live and die together.", _EXAMPLES)
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="number of processes (default: 1)")
     parser.add_argument(
         "--max-restarts",
-        type=int,
+        type=natural,
         default=0,
         metavar="N",
         help="start again after a crash, at most N times, if there is a newer checkpoint each time (default: 0)",
@@ -46,16 +40,12 @@ def main(argv: list[str]) -> int:
         help="run once for each combination of values, one after the other; or a file: see headway submit",
     )
     parser.add_argument(
-        "-m", dest="module", action="store_true", help="SCRIPT names a module, as for python -m"
-    )
-    parser.add_argument("script", metavar="SCRIPT")
-    parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="passed on to the script")
-    parser.add_argument(
         "--smoke",
         action="store_true",
         help="try everything once: two steps, a validation, a save, and a step after resuming; nothing is kept",
     )
-    options = parser.parse_args(argv)
+    parser.add_script()
+    options = parser.parse_sweep(argv)
     if options.array:
         if options.max_restarts:
             raise UsageError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections import Counter
@@ -13,6 +12,7 @@ from typing import get_args
 from rich.text import Text
 
 from headway.cli import samples
+from headway.cli.commandline import Parser, natural
 from headway.cli.looks import ago, console, duration, number, state_style
 from headway.errors import DONE
 from headway.launcher.listing import Row, select
@@ -36,23 +36,25 @@ running and shows none is lost: it was killed with no time to say so. Stopped me
 def main(argv: list[str]) -> int:
     if argv[:1] == ["samples"]:
         return samples.main(argv[1:])
-    parser = argparse.ArgumentParser(
-        prog="headway runs",
-        description="Lists runs, the newest first: queued, running, done, stopped, failed, and why.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = Parser(
+        "runs", "Lists runs, the newest first: queued, running, done, stopped, failed, and why.", _EXAMPLES
     )
     parser.add_argument(
         "--root", default="runs", metavar="DIR", help="the folder of the runs (default: runs)"
     )
     parser.add_argument(
-        "--state", nargs="+", choices=get_args(State), default=[], help="only runs in these states"
+        "--state",
+        nargs="+",
+        choices=get_args(State),
+        default=[],
+        metavar="STATE",
+        help=f"only runs in these states: {', '.join(get_args(State))}",
     )
     parser.add_argument("--name", help="only runs of this name")
     parser.add_argument(
-        "-n", dest="most", type=int, default=20, metavar="N", help="at most N runs (default: 20; 0: all)"
+        "-n", dest="most", type=natural, default=20, metavar="N", help="at most N runs (default: 20; 0: all)"
     )
-    parser.add_argument("--json", action="store_true", help="print facts for programs")
+    parser.add_json()
     options = parser.parse_args(argv)
     queue, most = Queue.ask(), options.most or None
     rows = select(options.root, states=options.state, name=options.name, most=most, queue=queue)

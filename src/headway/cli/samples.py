@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 
+from headway.cli.commandline import Parser
 from headway.errors import DONE
 from headway.launcher.sampling import samples_of
 from headway.run import Run
@@ -19,15 +19,14 @@ The run must have been started with HEADWAY_LEDGER=1, or with pipe.enable_ledger
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="headway runs samples",
-        description="Which samples were in a step: those of all ranks, in the order of the global batch.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = Parser(
+        "runs samples",
+        "Which samples were in a step: those of all ranks, in the order of the global batch.",
+        _EXAMPLES,
     )
     parser.add_argument("run", metavar="RUN", help="a run directory")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="counted from 1")
-    parser.add_argument("--json", action="store_true", help="print facts for programs")
+    parser.add_json()
     options = parser.parse_args(argv)
     found = samples_of(Run.open(options.run), options.step)
     if options.json:

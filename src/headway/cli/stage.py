@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 
 from headway.cli.checkpoint import size
+from headway.cli.commandline import Parser
 from headway.errors import DONE
 from headway.launcher.staging import stage
 
@@ -21,15 +21,10 @@ For a job that headway submits: headway submit --pre /datasets/imagenet ...
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="headway data stage",
-        description="Copies files and folders to a node's own disk, whole and once.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("data stage", "Copies files and folders to a node's own disk, whole and once.", _EXAMPLES)
     parser.add_argument("sources", metavar="SOURCE", nargs="+", help="file or folder; links are followed")
     parser.add_argument("--tmp", metavar="DIR", help="where to (default: $SLURM_TMPDIR)")
-    parser.add_argument("--json", action="store_true", help="print facts for programs")
+    parser.add_json()
     options = parser.parse_args(argv)
     staged = stage(options.sources, options.tmp)
     if options.json:

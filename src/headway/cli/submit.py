@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from headway.cli.commandline import Parser
 from headway.errors import UsageError
 from headway.launcher import submitting, watching
 from headway.launcher.submitting import Script, Submitted
@@ -16,7 +17,7 @@ from headway.launcher.targets import Slurm, read, target_fields
 _EXAMPLES = """\
 examples:
   headway submit --nodes 2 --gpus-per-node 8 --time 2:00:00 train.py --lr 3e-4
-  headway submit --on cluster.yaml --array lr=1e-3,3e-4 --array seed=1,2,3 train.py
+  headway submit --on cluster.yaml --array lr=1e-3,3e-4 seed=1,2,3 train.py
   headway submit --dry-run --nodes 2 train.py       show the job script, submit nothing
   headway submit --extra mail-type=END --setup 'module load cuda' --env WANDB_MODE=offline train.py
 
@@ -26,7 +27,7 @@ it saves, and queues itself again. Exit codes: 0 submitted; 2 refused, by headwa
 
 
 def main(argv: list[str]) -> int:
-    options = _parser().parse_args(argv)
+    options = _parser().parse_sweep(argv)
     target = _target(options)
     script = Script(name=options.script, args=options.args, module=options.module)
     root = Path(options.root)
@@ -41,14 +42,8 @@ def main(argv: list[str]) -> int:
     return watching.follow(done.runs[0], sys.stdout) if options.watch else 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="headway submit",
-        description="Submits a script as a SLURM job, with the code as it is now.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def _parser() -> Parser:
+    parser = Parser("submit", "Submits a script as a SLURM job, with the code as it is now.", _EXAMPLES)
     parser.add_argument("--name", help="name of the run (default: the script's)")
     parser.add_argument("--root", default="runs", help="where run directories are made (default: runs)")
     parser.add_argument("--dirty", choices=("snapshot", "refuse", "live"), default="snapshot",
@@ -57,15 +52,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--on", metavar="FILE", help="settings from a YAML file; options override them")
     parser.add_argument("--dry-run", action="store_true", help="show the job script; submit nothing")
     parser.add_argument("--watch", action="store_true", help="show the job's output until it ends")
-    parser.add_argument("--json", action="store_true", help="print facts as JSON")
-    parser.add_argument(
-        "-m", dest="module", action="store_true", help="SCRIPT names a module, as for python -m"
-    )
+    parser.add_json()
     settings = parser.add_argument_group("settings of the job, as sbatch calls them")
     for each in target_fields(Slurm):
         _add(settings, each.name, each.type, each.metadata["help"])
-    parser.add_argument("script", metavar="SCRIPT")
-    parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="passed on to the script")
+    parser.add_script()
     return parser
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 
+from headway.cli.commandline import Parser
 from headway.errors import DONE
 
 _EXAMPLES = """\
@@ -20,12 +20,8 @@ Exit codes: 0 all the same; 1 something differs, or the script failed; 2 bad usa
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="headway verify-resume",
-        description="Runs a script, kills it at four points, resumes it, and compares every step to the last bit.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    does = "Runs a script, kills it at four points, resumes it, and compares every step to the last bit."
+    parser = Parser("verify-resume", does, _EXAMPLES)
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="number of processes (default: 1)")
     parser.add_argument(
         "--other-nproc", type=int, metavar="N", help="also resume on this number of processes"
@@ -40,9 +36,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--timeout", type=float, default=3600.0, metavar="S", help="seconds for one start of the script"
     )
-    parser.add_argument("--json", action="store_true", help="print facts for programs")
-    parser.add_argument("script", metavar="SCRIPT")
-    parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="passed on to the script")
+    parser.add_json()
+    parser.add_script(module=False)
     options = parser.parse_args(argv)
 
     from headway.testing.verify import POINTS, verify_resume  # late: it is not needed for --help

@@ -161,7 +161,7 @@ class Slurm(Target):
     qos: str | None = option(None, "quality of service")
     constraint: str | None = option(None, "features that nodes must have")
     exclusive: bool = option(False, "share the nodes with no other job")
-    array: tuple[str, ...] = option((), "NAME=V1,V2: one job of an array for each combination of values")
+    array: tuple[str, ...] = option((), "NAME=V1,V2 ...: one job of an array for each combination of values")
     array_limit: int | None = option(None, "how many jobs of the array may run at once")
     extra: Mapping[str, Any] = option({}, "any other option of sbatch: licenses=fluent:1")
     setup: tuple[str, ...] = option((), "shell lines to run first on the first node: 'module load cuda'")

@@ -1,0 +1,107 @@
+"""What people see when they mistype: one sentence on standard error, exit code 2, and nothing made."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headway.cli import main
+from headway.cli.run import main as run_verb
+
+HEADWAY = [sys.executable, "-m", "headway"]
+
+MISTAKES = [
+    ("rnu", "did you mean 'run'?"),
+    ("--verison", "did you mean '--version'?"),
+    ("run", "the following arguments are required: SCRIPT; see: headway run --help"),
+    ("run --nprc 2 train.py", "unrecognized arguments: --nprc; perhaps you meant --nproc"),
+    ("run --nproc two train.py", "argument --nproc: invalid int value: 'two'"),
+    ("run --nproc 0 train.py", "at least one process is needed"),
+    ("run --max 2 train.py", "unrecognized arguments: --max"),
+    ("run --max-restarts -1 train.py", "'-1' is not a whole number of 0 or more"),
+    ("run missing.py", "there is no file 'missing.py'"),
+    ("run --array lr=1,2", "the following arguments are required: SCRIPT"),
+    ("run --array lr=1 lr=2 train.py", "the sweep sets 'lr' twice"),
+    ("submit --gpus 8 train.py", "unrecognized arguments: --gpus"),
+    ("submit --dry-run --time tomorrow train.py", "is no time limit"),
+    ("submit --dry-run --on missing.yaml train.py", "missing.yaml cannot be read"),
+    ("submit --dry-run --env HOME train.py", "write NAME=VALUE"),
+    ("runs --root nowhere", "there is no folder 'nowhere'"),
+    ("runs --state faild", "invalid choice: 'faild'"),
+    ("runs -n -3", "'-3' is not a whole number of 0 or more"),
+    ("runs samples", "required: RUN, --step"),
+    ("compare", "required: RUN"),
+    ("compare nosuch", "'nosuch' means no run"),
+    ("doctor --rot x", "perhaps you meant --root PATH"),
+    ("verify-resume missing.py", "there is no file 'missing.py'"),
+    ("verify-resume --at middle train.py", "'middle' is no point to kill at"),
+    ("checkpoint shwo .", "there is no checkpoint verb 'shwo'"),
+    ("checkpoint show", "Missing from headway checkpoint show: PATH"),
+    ("checkpoint export .", "OUT.safetensors"),
+    ("checkpoint show nowhere", "nowhere cannot be read: No such file or directory"),
+    ("checkpoint verify .", "has no checkpoints"),
+    ("agent", "give a script, or --run DIR; see: headway agent --help"),
+    ("data stage", "required: SOURCE"),
+]
+
+
+@pytest.mark.parametrize(("line", "said"), MISTAKES, ids=[line for line, _ in MISTAKES])
+def test_a_mistake_is_one_sentence(
+    line: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("print('nobody should run this')\n")
+    assert main(line.split()) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("headway: ") and shown.err.count("\n") == 1
+    assert said in shown.err
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_sentence_needs_no_utf8(encoding: str) -> None:
+    command = [*HEADWAY, "doctor", "--rot", "x"]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONIOENCODING": encoding}, capture_output=True, text=True
+    )
+    expected = (
+        "headway: Unrecognized options: --rot, x; perhaps you meant --root PATH; see: headway doctor --help\n"
+    )
+    assert (done.returncode, done.stderr) == (2, expected)
+
+
+@pytest.mark.parametrize("verb", ["", "run --help", "checkpoint --help", "runs", "plan list"])
+def test_a_reader_who_has_seen_enough_is_no_error(verb: str, tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    command = subprocess.Popen(
+        [*HEADWAY, *verb.split()], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path
+    )
+    assert command.stdout is not None and command.stderr is not None
+    command.stdout.close()  # before anything can have been written
+    with command.stderr:
+        assert command.stderr.read() == b""
+    assert command.wait() == 0
+
+
+def test_an_array_takes_several_axes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    (tmp_path / "train.py").write_text(
+        "import os, sys\nprint(*sys.argv[1:], file=open(os.environ['OUT'], 'a'))\n"
+    )
+    code = run_verb(
+        ["--array", "lr=1,2", "seed=3,4", "--nproc", "1", "train.py", "a=b", "--array", "x=1", "y=2"]
+    )
+    assert code == 0
+    own = "a=b --array x=1 y=2"  # what follows the script is the script's, however it looks
+    expected = [f"{own} --lr={lr} --seed={seed}" for lr in (1, 2) for seed in (3, 4)]
+    assert (tmp_path / "out").read_text().splitlines() == expected
