@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 import strangers
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import flop_counter
 from truth import h200_rows
 
 import headway as hw
 from headway.errors import UsageError
 from headway.plan.traced import Traced
-from headway.plan.tracer import meter
+from headway.plan.tracer import meter, recurrent
 from headway.plan.tracing import Trace, run, run_all
 
 ZOO = str(Path(__file__).parent / "zoo.py")
@@ -198,7 +200,13 @@ def test_attention_counts_as_torch_counts_it() -> None:
 
 # measured on an H200 (benchmarks/peaks.py); no constant was fitted to them, but they showed two rules to be missing:
 # cuBLAS's workspaces, and the precision of a loss
-MEASURED = {"group_resnet": 3076807680, "unet": 10379473408, "plain_gpt": 6797698048, "moe_gpt": 6692845056}
+MEASURED = {
+    "group_resnet": 3076807680,
+    "unet": 10379473408,
+    "plain_gpt": 6797698048,
+    "moe_gpt": 6692845056,
+    "lstm": 6867 * 2**20,
+}
 
 
 @pytest.mark.timeout(400)
@@ -219,3 +227,22 @@ def test_peaks_of_models_that_were_not_known_before() -> None:
         assert ("workspaces" in found.by_label) == (
             name != "unet"
         )  # the only one that multiplies no matrices
+
+
+@pytest.mark.parametrize(
+    ("kind", "cells", "reserved"), [("lstm", nn.LSTM, 736_000_000), ("gru", nn.GRU, 864_000_000)]
+)
+def test_recurrent_layers_keep_what_cudnn_said(
+    kind: str, cells: type[nn.RNNBase], reserved: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes of cuDNN's reserve as pytorch issue 2895 prints them; parameters tell four layers of 320 cells."""
+    monkeypatch.setattr(torch._VF, kind, recurrent._as_cudnn(kind, getattr(torch._VF, kind)))
+    with FakeTensorMode():
+        layers = cells(123, 320, 4)
+        output, last = layers(torch.empty(250, 100, 123))
+        states = last if isinstance(last, tuple) else (last,)
+        _, kept_output, kept, *_ = output.grad_fn.saved_tensors
+        assert kept_output.shape == output.shape == (250, 100, 320)
+        assert kept.numel() * kept.element_size() == reserved
+        states[0].sum().backward()  # the last state leads back, too
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in layers.parameters())

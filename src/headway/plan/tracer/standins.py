@@ -1,8 +1,8 @@
 """Makes a CPU without data behave, in memory, as CUDA would.
 
 Tensors in a trace are empty, so only what operations keep matters. Where CPU kernels keep other tensors than CUDA's
-(dropout, RMS norm, attention with dropout) or autocast chooses other precisions, the CUDA behaviour is put in place.
-All of this happens in the tracing process only.
+(dropout, RMS norm, attention with dropout, recurrent layers) or autocast chooses other precisions, the CUDA behaviour
+is put in place. All of this happens in the tracing process only.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as functional
 from torch import nn
 from torch.utils._pytree import tree_map
+
+from headway.plan.tracer import recurrent
 
 # operations that CUDA's autocast runs in fp32 and the CPU's leaves alone
 _CUDA_FP32 = (
@@ -36,6 +38,7 @@ def install() -> list[torch.library.Library]:
     functional.dropout = _dropout
     functional.rms_norm = _rms_norm
     functional.scaled_dot_product_attention = _attention(functional.scaled_dot_product_attention)
+    recurrent.install()
     return [_autocast_as_cuda()]
 
 
