@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -17,8 +18,12 @@ from headway.cli import main
 from headway.errors import StorageError, UsageError
 from headway.launcher import staging
 from headway.launcher.jobscript import job_script
+from headway.launcher.program import JobFile, Program
+from headway.launcher.queue import Queue
 from headway.launcher.staging import stage
+from headway.launcher.status import status
 from headway.launcher.targets import Slurm
+from headway.run import Run
 
 STAGE = "import sys; from headway.launcher.staging import stage; print(stage([sys.argv[1]]).copied)"
 
@@ -235,10 +240,52 @@ def test_in_a_job_script_it_is_a_step_before_the_ranks() -> None:
         return job_script(target, run=Path("/runs/x"), python="/bin/python")
 
     plain, with_data = script(Slurm(nodes=2)), script(Slurm(nodes=2, pre=("/data/$(id) set",)))
-    assert "staging" not in plain and "/data" not in with_data, (
+    assert "before" not in plain and "/data" not in with_data, (
         "paths wait in job.json, out of reach of the shell"
     )
     begin, _, end = with_data.partition("# Data for the ranks")
-    assert plain == begin + end.partition("|| exit\n")[2]
+    assert plain == begin + end.partition('launcher.after "$run" $?\n')[2]
+    assert with_data.count("headway.launcher.before") == 1, "what it leaves behind is read by `after`"
     with pytest.raises(UsageError, match="pre: 'data' must be a full path"):
         Slurm(pre=("data",))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR2, 75), (signal.SIGTERM, 143)])
+def test_a_job_that_is_stopped_while_it_copies_may_come_back(
+    number: int, code: int, source: Path, node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run.create(tmp_path / "runs", name="x", command=["train"])
+    target = Slurm(pre=(str(source),), requeue=False)
+    JobFile(program=Program(command=["train"]), target=target).write(run)
+    signalled = """if True:
+        import os, sys
+        from functools import partial
+        from headway.launcher import before
+        before.stage = partial(before.stage, progress=lambda done, _: done and os.kill(os.getpid(), int(sys.argv[2])))
+        sys.exit(before.main(sys.argv[1]))
+    """
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    done = subprocess.run([sys.executable, "-c", signalled, str(run.path), str(number)], capture_output=True)
+    assert (done.returncode, done.stderr) == (code, b"")
+    after = [sys.executable, "-m", "headway.launcher.after", str(run.path), str(code)]
+    told = subprocess.run(after, capture_output=True, text=True)
+    assert told.returncode == code
+    assert f"not queued again, as requeue is off; to go on: sbatch {run.job_script}" in told.stderr
+    if number == signal.SIGUSR2:
+        assert "headway: stopped while data was copied to the nodes; the next start goes on" in told.stderr
+        assert status(run, Queue()).state == "stopped"
+    assert not list(run.launch_dir.glob("*"))
+    assert stage([source]).files == 6 and contents(node / "data set") == contents(source)
+
+
+@pytest.mark.usefixtures("node")
+def test_data_that_is_not_there_ends_the_job(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "runs", name="x", command=["train"])
+    JobFile(program=Program(command=["train"]), target=Slurm(pre=(str(tmp_path / "no"),))).write(run)
+    environ = {**os.environ, "SLURM_JOB_ID": "7"}
+    for line in (["before", str(run.path)], ["after", str(run.path), "2"]):
+        command = [sys.executable, "-m", f"headway.launcher.{line[0]}", *line[1:]]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True)
+        assert done.returncode == 2
+    assert done.stderr == f"headway: there is nothing to stage at {tmp_path / 'no'}\n"
+    assert status(run, Queue()).why == f"there is nothing to stage at {tmp_path / 'no'}"

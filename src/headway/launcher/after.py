@@ -40,7 +40,7 @@ def main(path: str, status: str) -> int:
         code = int(outcome["exit_code"])
         if code:
             _say(words(outcome, job.target.processes))
-        note_end(run, code)
+        note_end(run, code, error=(outcome.get("record") or {}).get("sentence"))
         if code in (Stopped.exit_code, TERMINATED):
             _say(f"headway: {again(run, job, os.environ)}\n")
         return code
@@ -105,7 +105,7 @@ def job_number(environ: Mapping[str, str]) -> str:
 def _successor(run: Run, target: Slurm, number: str, starts: int, environ: Mapping[str, str]) -> str:
     """Submits the same script to run when this job is over, for sites where jobs are not requeued."""
     task = environ.get("SLURM_ARRAY_TASK_ID")
-    arguments = slurm.submission(run, run.path, _alone(target))
+    arguments = slurm.submission(run, run.path, target.alone())
     arguments = [
         f"--array={task}" if task else "",
         f"--dependency=afterany:{environ['SLURM_JOB_ID']}",
@@ -120,11 +120,6 @@ def _successor(run: Run, target: Slurm, number: str, starts: int, environ: Mappi
     job = done.stdout.strip().partition(";")[0]
     slurm.record(run, job, task=int(task) if task else None, before=[number])
     return f"job {job} goes on when this one is over"
-
-
-def _alone(target: Slurm) -> Slurm:
-    """The same settings without the array."""
-    return Slurm.from_dict({**target.to_dict(), "array": (), "array_limit": None})
 
 
 def _say(text: str) -> None:

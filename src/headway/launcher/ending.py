@@ -38,8 +38,10 @@ def crashed(outcome: Mapping[str, Any]) -> bool:
 def words(outcome: Mapping[str, Any], world_size: int) -> str:
     """What people read last."""
     code, record = int(outcome["exit_code"]), outcome.get("record")
+    sentence = (record or {}).get("sentence")
     if code in _NOT_CRASHES:
-        sentence = (record or {}).get("sentence") or _NOT_CRASHES[code]
+        return f"headway: {sentence or _NOT_CRASHES[code]}\n"
+    if record and record["kind"] == "staging":  # there were no ranks yet
         return f"headway: {sentence}\n"
     return cause(record, world_size, record.get("failure_file")) if record else f"headway: exit code {code}\n"
 

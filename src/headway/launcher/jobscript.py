@@ -29,7 +29,7 @@ exec {python} -P -m headway.launcher.after "$run" $?
 _PRE = """\
 # Data for the ranks goes to each node's own disk first: a step of its own, which may take its time.
 srun {step} \\
-  {python} -P -m headway.launcher.staging "$run" || exit
+  {python} -P -m headway.launcher.before "$run" || exec {python} -P -m headway.launcher.after "$run" $?
 """
 
 

@@ -12,8 +12,8 @@ from headway.dist.meeting import file_meeting
 from headway.errors import UsageError
 from headway.launcher.after import launch_name
 from headway.launcher.agent import Agent
+from headway.launcher.before import staged
 from headway.launcher.program import JobFile
-from headway.launcher.staging import staged
 from headway.launcher.team import Team
 from headway.run import Run
 

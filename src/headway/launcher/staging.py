@@ -15,7 +15,6 @@ import hashlib
 import io
 import os
 import shutil
-import socket
 import sys
 import threading
 import time
@@ -27,11 +26,7 @@ from pathlib import Path
 from typing import final
 
 from headway import files
-from headway.errors import DONE, HeadwayError, StorageError, UsageError
-from headway.launcher.program import JobFile
-from headway.launcher.status import note_end
-from headway.launcher.targets import Slurm
-from headway.run import Run
+from headway.errors import StorageError, UsageError
 
 _CHUNK = 8 << 20
 _READERS = 8
@@ -39,8 +34,6 @@ _READERS = 8
 _SPARE = 1.01  # of the space needed: file systems need some for themselves
 _EVERY = 5.0  # seconds between two lines about progress
 _LOCK = ".headway-staging.lock"
-VARIABLE = "HEADWAY_STAGED"
-"""names the folder with what was staged for a job"""
 
 Progress = Callable[[int, int], None]
 """called now and then with the bytes that are there and the bytes in all"""
@@ -116,32 +109,6 @@ def stage(
         bytes=meter.total,
         copied=sum(item.size for item in missing),
     )
-
-
-def staged(target: Slurm) -> dict[str, str]:
-    """What tells ranks where their data is; nothing if none was staged. Variables are those of this node."""
-    if not target.pre:
-        return {}
-    folder = os.path.expandvars(target.pre_to)
-    if "$" in folder:
-        raise UsageError(
-            f"pre_to={target.pre_to!r}: not all of these variables are set on {socket.gethostname()}; "
-            "give a folder on the node's own disk, like /scratch/$USER"
-        )
-    return {VARIABLE: folder}
-
-
-def main(path: str) -> int:
-    """Stages what a submitted run asks for; its job script calls this on each node."""
-    run = Run.open(Path(path).resolve())
-    try:
-        target = JobFile.read(run).target
-        stage(target.pre, staged(target)[VARIABLE])
-    except HeadwayError as error:
-        _say(str(error))
-        note_end(run, error.exit_code, error=str(error))
-        return error.exit_code
-    return DONE
 
 
 def _folder(to: str | os.PathLike[str] | None) -> Path:
@@ -384,7 +351,3 @@ def _boot() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))

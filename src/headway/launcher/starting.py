@@ -62,8 +62,7 @@ def again(run: Run) -> None:
             run.failure_file.rename(run.path / f"failure-{len(run.info()['attempts'])}.json")
     if run.job_file.exists():
         job = JobFile.read(run)
-        alone = Slurm.from_dict({**job.target.to_dict(), "array": (), "array_limit": None})
-        slurm.submit([run], [job.program], alone)
+        slurm.submit([run], [job.program], job.target.alone())
     else:
         in_background(run, snapshot.load(run).directory)
 

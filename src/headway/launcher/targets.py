@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, Self, final
@@ -220,6 +220,10 @@ class Slurm(Target):
         """GPUs of each node."""
         match = _GPUS.fullmatch(str(self.gpus_per_node or 0))
         return int(match[1]) if match else 0
+
+    def alone(self) -> Slurm:
+        """The same settings without the array: for one of its jobs that starts again."""
+        return replace(self, array=(), array_limit=None)
 
     def _check_lead(self) -> None:
         _at_least(1, self.signal_lead, "signal_lead")
