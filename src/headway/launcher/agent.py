@@ -11,10 +11,8 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -29,6 +27,7 @@ from headway.checkpoint import layout
 from headway.errors import INTERRUPTED, TERMINATED, HeadwayError, Stopped, UsageError
 from headway.launcher.ending import crashed, first_failure, keep, words
 from headway.launcher.ranks import Rank, start
+from headway.launcher.scratch import scratch_folder
 from headway.launcher.surroundings import Seating, cpu_shares, kernel_caches, rank_environment
 from headway.launcher.team import Outcome, Team
 from headway.launcher.watchdog import Watchdog
@@ -91,7 +90,10 @@ class Agent:
         self._repeat: tuple[int, float] | None = None  # a stop request, and when it is next repeated
 
     def run(self) -> int:
-        folder = Path(tempfile.mkdtemp(prefix="headway-"))  # 0700: it holds the key of the control channel
+        with scratch_folder() as folder:  # nobody else may read it: it holds the key of the control channel
+            return self._run_in(folder)
+
+    def _run_in(self, folder: Path) -> int:
         handlers = {number: signal.signal(number, self._forward) for number in _FORWARDED}
         team = self._team or Team(folder, number=0, size=1)
         try:
@@ -119,7 +121,6 @@ class Agent:
             self._kill(signal.SIGKILL)
             for each, handler in handlers.items():
                 signal.signal(each, handler)
-            shutil.rmtree(folder)
             _clear_cache()
 
     def _follow(self, beats: Path) -> None:
