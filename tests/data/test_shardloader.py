@@ -397,7 +397,7 @@ def test_counters_tell_what_was_done(folder: Path) -> None:
     assert (counted["share/a"], counted["target/a"], counted["share/b"]) == (0.75, 0.75, 0.25)
     assert counted["bytes_read"] == sum(len(text) + len(text[1:]) for text in read(folder, loader))
     assert counted["bytes_decoded"] > 0
-    assert {f"seconds/{stage}" for stage in ("open", "decode", "transform", "collate", "wait")} <= {*counted}
+    assert {f"seconds/{stage}" for stage in ("read", "decode", "transform", "collate", "wait")} <= {*counted}
     loader.set_weights({"a": 1})
     next(iterator)
     assert loader.counters()["share/a"] == loader.counters()["target/a"] == 0.5, "since the change"
@@ -414,7 +414,7 @@ def test_a_trace_shows_every_stage(folder: Path, tmp_path: Path) -> None:
     loader = ShardLoader(folder / "a", batch_size=8, threads=2, trace=tmp_path / "traces" / "train.json")
     assert len(texts(loader)) == 3
     events = json.loads((tmp_path / "traces" / "train-rank-00000.json").read_text())["traceEvents"]
-    assert Counter(event["name"] for event in events) == {"open": 24, "decode": 24, "collate": 3, "wait": 3}
+    assert Counter(event["name"] for event in events) == {"read": 24, "decode": 24, "collate": 3, "wait": 3}
     assert all(event["ph"] == "X" and event["dur"] >= 0 and event["pid"] == 0 for event in events)
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, final
 
 from headway.files import storage, write_atomic
 
-STAGES = ("open", "decode", "transform")  # of a sample
+STAGES = ("read", "decode", "transform")  # of a sample
 _LONGEST = 200_000  # spans of a trace; a viewer has trouble with more
 
 
@@ -37,14 +36,12 @@ class Counters:
         if self.trace is not None:
             self.trace.add([span])
 
-    def loaded(self, thread: int, times: Sequence[float]) -> None:
-        """The stages of a sample, between the times at which each began, and the last one ended."""
-        for stage, began, ended in zip(STAGES, times, times[1:], strict=False):
+    def loaded(self, thread: int, times: Sequence[tuple[float, float]]) -> None:
+        """When the stages of a sample began and ended; not all of them need be there."""
+        for stage, (began, ended) in zip(STAGES, times, strict=False):
             self._seconds[stage] = self._seconds.get(stage, 0.0) + ended - began
         if self.trace is not None:
-            self.trace.add(
-                [Span(stage, thread, *pair) for stage, pair in zip(STAGES, pairwise(times), strict=False)]
-            )
+            self.trace.add([Span(stage, thread, *each) for stage, each in zip(STAGES, times, strict=False)])
 
     def totals(self) -> dict[str, float]:
         counts = {

@@ -1,4 +1,4 @@
-"""What the threads of a `ShardLoader` do: one sample at a time, read, decoded, transformed; a bad one replaced."""
+"""What the threads of a `ShardLoader` do: a few samples at a time, read, decoded, transformed; bad ones replaced."""
 
 from __future__ import annotations
 
@@ -35,13 +35,23 @@ class Loaded(NamedTuple):
     """bytes in the shard"""
     bad: list[Bad]
     thread: int
-    times: tuple[float, ...]
-    """when its stages began, and the last one ended"""
+    times: list[tuple[float, float]]
+    """when each of its stages began and ended"""
+
+
+class _Found(NamedTuple):
+    """A sample that is read, and not yet decoded."""
+
+    place: Place
+    name: str
+    parts: dict[str, memoryview]
+    bad: list[Bad]
+    times: list[tuple[float, float]]
 
 
 @final
 class Loading:
-    """One sample: read, decoded, transformed."""
+    """Samples: read, decoded, transformed."""
 
     def __init__(
         self,
@@ -58,42 +68,54 @@ class Loading:
         self._transform, self._decoders, self._limits = transform, decoders, limits
 
     def load(self, places: Sequence[Place]) -> list[Loaded]:
-        """A few samples, one after the other."""
+        """A few samples. All are read before the first is decoded: decoding drives Python out of the processor's cache,
+        and what is slow after it is slow once."""
         thread = threading.get_native_id()
-        return [self._load(thread, *place) for place in places]
+        found = [self._find(place, []) for place in places]
+        return [self._load(thread, one) for one in found]
 
-    def _load(self, thread: int, dataset: int, epoch: int, shard: int, sample: int) -> Loaded:
-        bad: list[Bad] = []
+    def _find(self, place: Place, bad: list[Bad]) -> _Found:
         began = time.perf_counter()
-        for attempt in range(_ATTEMPTS):
+        while True:
+            dataset, _, shard, sample = place
             name = f"sample {sample}"  # as long as its shard cannot be read
             try:
                 source = self._shards.get(dataset, shard)
-                name, opened = source.entries.key(sample), time.perf_counter()
+                name = source.entries.key(sample)
                 parts = source[sample]
-                value = decode(parts, self._decoders, self._limits)
-            except (BadSample, BadShard) as error:
-                whose = self._sources[dataset]
-                bad.append(Bad(whose.name, str(whose.paths[shard]), name, str(error)))
-                shard, sample = self._other(dataset, epoch, shard, sample, attempt)
+            except BadShard as error:
+                place = self._other(place, name, error, bad)
                 continue
-            value["__key__"] = name
-            times: tuple[float, ...] = (began, opened, time.perf_counter())
-            size = _bytes(value)
-            if self._transform is not None:
-                secret = key(self._seed, _TRANSFORM, dataset, epoch, shard, sample)
-                value = self._transform(value, np.random.Generator(np.random.Philox(secret)))
-                size = max(size, _bytes(value))
-                times += (time.perf_counter(),)
-            return Loaded(value, size, sum(map(len, parts.values())), bad, thread, times)
-        raise HeadwayError(f"{_ATTEMPTS} samples in a row could not be used; the last one: {bad[-1]}")
+            return _Found(place, name, parts, bad, [(began, time.perf_counter())])
 
-    def _other(self, dataset: int, epoch: int, shard: int, sample: int, attempt: int) -> tuple[int, int]:
-        """A substitute: the same one on every rank, in every run."""
-        order = self._orders[dataset]
-        position = key(self._seed, _SUBSTITUTE, epoch, shard, sample, attempt) % order.samples
+    def _load(self, thread: int, found: _Found) -> Loaded:
+        began = time.perf_counter()
+        decoded_parts: dict[str, Any] | None = None
+        while decoded_parts is None:
+            try:
+                decoded_parts = decode(found.parts, self._decoders, self._limits)
+            except (BadSample, BadShard) as error:
+                found = self._find(self._other(found.place, found.name, error, found.bad), found.bad)
+        value: Any = decoded_parts | {"__key__": found.name}
+        decoded, size = time.perf_counter(), _bytes(value)
+        found.times.append((began, decoded))
+        if self._transform is not None:
+            secret = key(self._seed, _TRANSFORM, *found.place)
+            value = self._transform(value, np.random.Generator(np.random.Philox(secret)))
+            size = max(size, _bytes(value))
+            found.times.append((decoded, time.perf_counter()))
+        return Loaded(value, size, sum(map(len, found.parts.values())), found.bad, thread, found.times)
+
+    def _other(self, place: Place, name: str, error: HeadwayError, bad: list[Bad]) -> Place:
+        """Notes a bad sample, and says which one to take instead: the same one on every rank, in every run."""
+        dataset, epoch, shard, sample = place
+        whose, order = self._sources[dataset], self._orders[dataset]
+        position = key(self._seed, _SUBSTITUTE, epoch, shard, sample, len(bad)) % order.samples
+        bad.append(Bad(whose.name, str(whose.paths[shard]), name, str(error)))
+        if len(bad) == _ATTEMPTS:
+            raise HeadwayError(f"{_ATTEMPTS} samples in a row could not be used; the last one: {bad[-1]}")
         places = order.locate(np.array([position]))
-        return int(places.shard[0]), int(places.sample[0])
+        return dataset, epoch, int(places.shard[0]), int(places.sample[0])
 
 
 def _bytes(value: Any) -> int:

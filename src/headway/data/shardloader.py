@@ -35,7 +35,7 @@ from headway.data.sources import OpenShards, find
 from headway.data.which import describe
 from headway.errors import HeadwayError, UsageError
 
-_PORTION = 4  # samples that a thread takes at a time, at most
+_PORTION = 8  # samples that a thread takes at a time, at most
 
 
 class _Plan(NamedTuple):
@@ -298,7 +298,7 @@ class ShardLoader:
     def counters(self) -> dict[str, float]:
         """Totals of this rank: samples, bytes, bad samples, and seconds of each stage; and the proportions.
 
-        `seconds/wait` is the training loop's time; `open`, `decode` and `transform` are summed over threads. Of each
+        `seconds/wait` is the training loop's time; `read`, `decode` and `transform` are summed over threads. Of each
         dataset, `share/NAME` is its part of the samples since weights last changed, `target/NAME` what it should be.
         `cache/...` are shards that were opened: hit or copied in the node cache, local or at their source; and bytes.
         """

@@ -143,6 +143,8 @@ class Shard:
         return data[at : at + part.size]
 
     def _check(self, part: Component, header: bytes) -> None:
+        if header[257:262] == b"ustar" and header[124:135] == b"%011o" % part.size:
+            return  # nearly always; what follows takes ten times as long
         try:
             stated = size_in(header, part.offset - BLOCK, str(self.path))
         except BadShard as error:
