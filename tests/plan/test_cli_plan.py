@@ -13,6 +13,7 @@ import pytest
 from headway.cli import plan as verb
 from headway.errors import HeadwayError, UsageError
 from headway.plan import Layout, Node, estimate, preset
+from headway.plan.calibration import load
 from headway.plan.html import page
 
 GOOD = """
@@ -179,7 +180,7 @@ def test_calibrate_writes_a_machine_that_plans_can_use(
     assert step["high"] / step["value"] < 1.2  # measured constants narrow the interval
 
 
-def test_measure_compares_on_this_device(capsys: pytest.CaptureFixture[str]) -> None:
+def test_measure_compares_on_this_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     zoo = Path(__file__).parent / "zoo.py"
     argv = [
         "measure",
@@ -191,11 +192,13 @@ def test_measure_compares_on_this_device(capsys: pytest.CaptureFixture[str]) -> 
         "--also",
         "16",
     ]
-    assert verb.main([*argv, "--precision", "fp32", "--steps", "2", "--json"]) == 0
+    argv += ["--precision", "fp32", "--steps", "2", "--save", str(tmp_path / "own.yaml")]
+    assert verb.main([*argv, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [row["batch_size"] for row in found["rows"]] == [8, 16]
     assert all(row["measured_s"] > 0 and row["predicted_s"] > 0 for row in found["rows"])
-    assert found["calibration"]["source"].startswith("measured")
+    assert found["calibration"]["source"] == "measured with a batch of 8"
+    assert vars(load(tmp_path / "own.yaml")) == found["calibration"]
 
 
 class _Reader(HTMLParser):

@@ -17,12 +17,13 @@ NO_GPU = shutil.which("nvidia-smi") is None
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("index", "also"),
-    [(0, (4, 16)), (2, (2, 8)), (3, (64, 128)), (4, (64, 128)), (6, (4,))],
+    [(0, (4, 16)), (2, (3, 8)), (3, (64, 128)), (4, (64, 128)), (6, (4,))],
     ids=lambda value: str(value),
 )
 def test_predicted_against_measured(index: int, also: tuple[int, ...]) -> None:
     """One measured batch size calibrates; the others must come out within 10 %, all peaks within 2 %."""
     found = measure_plan(settings(index), also=also)
+    print(*found.notes, sep="\n")
     for row in found.rows:
         print(
             ROWS[index]["name"], row.batch_size, f"time {row.time_error:+.1%}, memory {row.memory_error:+.2%}"

@@ -9,7 +9,7 @@ import pytest
 
 from headway.plan.calibration import Calibration
 from headway.plan.hardware import Node
-from headway.plan.measuring import fit, machine
+from headway.plan.measuring import Rows, _order, doubts, fit, machine
 from headway.plan.traced import Traced
 
 NODE = Node("h200-sxm1")
@@ -33,39 +33,92 @@ def trace_of(samples: int) -> Traced:
     )
 
 
-def real(samples: int, *, slower: float, host: dict[str, float]) -> dict[str, Any]:
-    """What a device `slower` than its roofline would be seen to do behind such a host, played with events."""
+def real(samples: int, *, slower: float, host: dict[str, float], room: int = 1024) -> dict[str, Any]:
+    """What a device `slower` than its roofline would be seen to do behind such a host, played with events.
+
+    The host goes on as long as there is room for another kernel in the queue, and waits when there is none.
+    """
     found, truth = trace_of(samples), Calibration(kernel_s=1e-12)
-    free = now = 0.0
+    done: list[float] = []
+    now, took = 0.0, dict.fromkeys(host, 0.0)
     for phase, kernel in found.queue:
+        before = now
         now += host[phase]
-        free = max(free, now) + slower * Traced(work={kernel: 1.0}).step_s(NODE, truth)
-    launches = Counter(phase for phase, _ in found.queue)
-    return {"step_s": free, "host_s": {phase: host[phase] * count for phase, count in launches.items()}}
+        if len(done) >= room:
+            now = max(now, done[-room])
+        took[phase] += now - before
+        start = max(done[-1], now) if done else now
+        done.append(start + slower * Traced(work={kernel: 1.0}).step_s(NODE, truth))
+    return {"batch_size": samples, "step_s": done[-1], "host_s": took}
+
+
+def fitted(rows: list[dict[str, Any]], chosen: int) -> tuple[Calibration, list[str]]:
+    sizes = {row["batch_size"] for row in rows}
+    measured: Rows = {size: [row for row in rows if row["batch_size"] == size] for size in sizes}
+    return fit({size: trace_of(size) for size in sizes}, measured, chosen, NODE, Calibration())
+
+
+def noisy(row: dict[str, Any], times: float) -> dict[str, Any]:
+    return {**row, "host_s": {phase: times * seconds for phase, seconds in row["host_s"].items()}}
 
 
 @pytest.mark.parametrize("pace", [0.2, 1.0])
 @pytest.mark.parametrize("slower", [1.0, 1.6])
 def test_one_measured_batch_predicts_the_others(pace: float, slower: float) -> None:
+    """Among them those with which the host has to wait for room in the queue."""
     host = {phase: pace * seconds for phase, seconds in HOST.items()}
-    known: dict[int | None, Any] = {size: real(size, slower=slower, host=host) for size in (1, 64)}
-    fitted = fit({1: trace_of(1), 64: trace_of(64)}, known, 64, NODE, Calibration())
-    assert fitted.scale == pytest.approx(slower, rel=1e-3)
-    for size in (1, 2, 4, 8, 16, 32, 64, 128):
-        predicted = trace_of(size).step_s(NODE, fitted)
-        assert predicted == pytest.approx(real(size, slower=slower, host=host)["step_s"], rel=0.01), size
+    truth = {size: real(size, slower=slower, host=host) for size in (1, 2, 4, 8, 16, 32, 64, 128, 256)}
+    assert truth[256]["host_s"]["backward"] > 3 * truth[1]["host_s"]["backward"]
+    for chosen in (64, 128, 256):
+        constants, notes = fitted([truth[1], truth[chosen]], chosen)
+        assert constants.scale == pytest.approx(slower, rel=1e-2) and not notes
+        for size, row in truth.items():
+            assert trace_of(size).step_s(NODE, constants) == pytest.approx(row["step_s"], rel=0.02), (
+                chosen,
+                size,
+            )
+
+
+@pytest.mark.parametrize("times", [0.6, 1.8])
+def test_one_noisy_row_does_not_set_the_pace(times: float) -> None:
+    truth = {size: real(size, slower=1.3, host=HOST) for size in (1, 8, 64)}
+    for noise in (0, 2, 3):
+        rows = [
+            noisy(row, times if i == noise else 1.0) for i, row in enumerate(truth[n] for n in (1, 64, 1, 1))
+        ]
+        constants, _ = fitted(rows, 64)
+        assert trace_of(8).step_s(NODE, constants) == pytest.approx(truth[8]["step_s"], rel=0.01)
 
 
 def test_on_a_cpu_the_smallest_batch_tells_what_a_launch_costs() -> None:
-    rows: dict[int | None, Any] = {1: {"step_s": 0.5}, 64: {"step_s": 4.0}}
-    fitted = fit({1: trace_of(1), 64: trace_of(64)}, rows, 64, NODE, Calibration())
-    assert trace_of(64).step_s(NODE, fitted) == pytest.approx(4.0, rel=1e-6)
-    assert trace_of(1).step_s(NODE, fitted) == pytest.approx(0.5, rel=0.2)
+    constants, _ = fitted([{"batch_size": 1, "step_s": 0.5}, {"batch_size": 64, "step_s": 4.0}], 64)
+    assert trace_of(64).step_s(NODE, constants) == pytest.approx(4.0, rel=1e-6)
+    assert trace_of(1).step_s(NODE, constants) == pytest.approx(0.5, rel=0.2)
 
 
 def test_a_batch_that_the_host_held_up_says_nothing_of_the_device() -> None:
-    row = real(1, slower=1.0, host=HOST)
-    assert fit({1: trace_of(1)}, {1: row}, 1, NODE, Calibration()).scale == 1.0
+    constants, notes = fitted([real(1, slower=1.0, host=HOST)], 1)
+    assert constants.scale == 1.0
+    assert len(notes) == 1 and notes[0].startswith("the device waited for the host with a batch of 1")
+    assert notes[0].endswith("calibrate with a larger batch_size")
+
+
+def test_more_work_in_less_time_is_doubted() -> None:
+    rows: Rows = {
+        8: [{"step_s": 0.2}],
+        2: [{"step_s": 0.1}, {"step_s": 0.9}, {"step_s": 0.11}],
+        32: [{"step_s": 0.1}],
+    }
+    assert [note.partition(":")[0] for note in doubts(rows)] == ["a batch of 32 took less time than one of 8"]
+    assert doubts({None: [{"step_s": 0.1}]}) == []
+
+
+def test_the_smallest_batch_is_measured_three_times() -> None:
+    assert _order([8, 4, 16]) == [2, 8, 2, 4, 16, 2]
+    assert _order([8, 1]) == [1, 8, 1, 1]
+    assert _order([8]) == [2, 8, 2, 2]
+    assert _order([1]) == [1, 1, 1]
+    assert _order([None]) == [None]
 
 
 def test_a_known_device_keeps_its_data_sheet() -> None:

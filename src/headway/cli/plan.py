@@ -99,8 +99,11 @@ class MeasurePlan:
 
     trace: tyro.conf.OmitArgPrefixes[Trace]
     also: tuple[int, ...] = ()
-    """Further batch sizes: the first calibrates, these test."""
+    """Further batch sizes: that of --batch-size calibrates, these test."""
     steps: int = 10
+    """Timed steps of each batch size, at least; on a GPU they go on for a second."""
+    save: Path | None = None
+    """Write the constants that were found, for `headway plan module --calibration FILE`."""
     node: str | None = None
     """What the device is, if its name is not enough."""
     calibration: str | None = None
@@ -245,6 +248,7 @@ def _depth(given: str | None) -> tuple[str, int] | None:
 
 
 def _measure(argv: list[str]) -> int:
+    from headway.plan.calibration import save
     from headway.plan.document import read_calibration, read_node
     from headway.plan.measuring import measure_plan
     from headway.plan.tables import print_measurement
@@ -255,6 +259,8 @@ def _measure(argv: list[str]) -> int:
     found = measure_plan(
         options.trace, also=options.also, node=node, calibration=constants, steps=options.steps
     )
+    if options.save is not None:
+        save(options.save, found.calibration, facts={"device": found.device, "rows": found.plain()["rows"]})
     if options.json:
         print(json.dumps(found.plain(), indent=1))
     else:

@@ -7,8 +7,10 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from headway.errors import HeadwayError, UsageError
@@ -49,13 +51,20 @@ class Measurement:
     device: str
     rows: list[Comparison]
     calibration: Calibration
+    notes: list[str] = field(default_factory=list)
+    """What could not be told from these steps."""
 
     def plain(self) -> dict[str, object]:
         """For JSON."""
         rows = [
             {**vars(row), "time_error": row.time_error, "memory_error": row.memory_error} for row in self.rows
         ]
-        return {"device": self.device, "rows": rows, "calibration": vars(self.calibration)}
+        return {
+            "device": self.device,
+            "rows": rows,
+            "calibration": vars(self.calibration),
+            "notes": self.notes,
+        }
 
 
 def measure(
@@ -95,31 +104,39 @@ def measure_plan(
     checks.whole("steps", steps)
     if also and settings.batch_size is None:
         raise UsageError("also is given without batch_size; expected the batch size that calibrates, too")
-    sizes: list[int | None] = [settings.batch_size, *(size for size in also if size != settings.batch_size)]
-    # the smallest batch shows what the host needs for a step, however little the device has to do
-    floor = 1 if settings.batch_size is not None and 1 not in sizes else None
-    every = [*sizes, *([floor] if floor else [])]
-    request = {"kind": "steps", "trace": settings.request(), "steps": steps, "batch_sizes": every}
+    sizes = list(dict.fromkeys([settings.batch_size, *also]))
+    order = _order(sizes)
+    request = {"kind": "steps", "trace": settings.request(), "steps": steps, "batch_sizes": order}
     result = _probe(request, timeout)
+    every = list(dict.fromkeys(order))
     traces = dict(zip(every, run_all([replace(settings, batch_size=size) for size in every]), strict=True))
     failed = next((found.error for found in traces.values() if found.error), None)
     if failed:
         raise HeadwayError(f"measured, but there is no prediction to compare: {failed}")
     node, constants = node or _node_of(result["device"]), calibration or Calibration()
-    measured = {row["batch_size"]: row for row in result["rows"]}
-    fitted = fit(traces, measured, settings.batch_size, node, constants)
-    used = {settings.batch_size, min(measured, key=lambda size: size or 0)}
+    measured = {size: [row for row in result["rows"] if row["batch_size"] == size] for size in every}
+    fitted, notes = fit(traces, measured, settings.batch_size, node, constants)
+    used = {settings.batch_size, order[0]}
     rows = [_compare(size, traces[size], measured[size], node, fitted, known=size in used) for size in sizes]
-    return Measurement(device=result["device"], rows=rows, calibration=fitted)
+    return Measurement(device=result["device"], rows=rows, calibration=fitted, notes=notes + doubts(measured))
+
+
+def _order(sizes: list[int | None]) -> list[int | None]:
+    """A small batch shows what the host needs when the device has little to do: three times, as hosts are noisy."""
+    given = [size for size in sizes if size is not None]
+    if not given:
+        return sizes
+    smallest = min(2, *given)  # one sample alone is too few for batch norm
+    others = [size for size in sizes if size != smallest]
+    return [smallest, *others[:1], smallest, *others[1:], smallest]
+
+
+Rows = dict[int | None, list[dict[str, Any]]]
 
 
 def fit(
-    traces: dict[int | None, Traced],
-    measured: dict[int | None, dict[str, Any]],
-    chosen: int | None,
-    node: Node,
-    constants: Calibration,
-) -> Calibration:
+    traces: dict[int | None, Traced], measured: Rows, chosen: int | None, node: Node, constants: Calibration
+) -> tuple[Calibration, list[str]]:
     """The constants of one model: the host's time per kernel, and the device's scale from the batch size `chosen`.
 
     The host needs as long for a small batch as for a large one, but more in forward than in backward, where no Python
@@ -129,35 +146,57 @@ def fit(
     source = f"measured with a batch of {chosen}" if chosen else "measured with one batch"
     host = _host(traces[smallest], measured[smallest], measured[chosen])
     fitted = replace(constants, source=source, **host)
-    return replace(fitted, scale=_scale(traces[chosen], measured[chosen]["step_s"], node, fitted))
+    scale = _scale(traces[chosen], _step_s(measured[chosen]), node, fitted)
+    if scale is not None:
+        return replace(fitted, scale=scale), []
+    note = (
+        f"the device waited for the host{f' with a batch of {chosen}' if chosen else ''}: its own pace cannot be told, "
+        "and larger batches may take longer than predicted; calibrate with a larger batch_size"
+    )
+    return fitted, [note]
 
 
-def _host(found: Traced, smallest: dict[str, Any], chosen: dict[str, Any]) -> dict[str, float]:
-    """Host seconds per kernel, and how they differ by phase: seen twice, as hosts are noisy.
+def doubts(measured: Rows) -> list[str]:
+    """What makes the times themselves doubtful: more work in less time."""
+    took = sorted((size, _step_s(rows)) for size, rows in measured.items() if size is not None)
+    return [
+        f"a batch of {large} took less time than one of {small}: something else keeps this machine busy, measure again"
+        for (small, more), (large, less) in pairwise(took)
+        if less < 0.9 * more
+    ]
 
-    The optimizer's come from the smallest batch alone: after a large one the host waits there for the device. On a CPU
-    host and device are one, and cannot be told apart in the only row there is.
+
+def _step_s(rows: list[dict[str, Any]]) -> float:
+    return float(median(row["step_s"] for row in rows))
+
+
+def _host(found: Traced, smallest: list[dict[str, Any]], chosen: list[dict[str, Any]]) -> dict[str, float]:
+    """Host seconds per kernel, and how they differ by phase.
+
+    From the smallest batch alone: with a large one the host waits for room in the queue, and in the optimizer for the
+    device. On a CPU host and device are one, and cannot be told apart in the only row there is.
     """
-    if "host_s" not in smallest:
-        return {} if smallest is chosen else {"kernel_s": smallest["step_s"] / found.kernels}
-    seen = [smallest["host_s"], chosen["host_s"]]
-    host = {phase: (seen[0][phase] + seen[1][phase]) / 2 for phase in ("forward", "backward")}
-    host["optimizer"] = smallest["host_s"]["optimizer"]
+    if "host_s" not in smallest[0]:
+        return {} if smallest is chosen else {"kernel_s": _step_s(smallest) / found.kernels}
+    host = {phase: float(median(row["host_s"][phase] for row in smallest)) for phase in smallest[0]["host_s"]}
     launches = Counter(phase for phase, _ in found.queue)
     kernel_s = sum(host.values()) / found.kernels
     each = {phase: seconds / launches[phase] for phase, seconds in host.items() if launches[phase]}
     return {"kernel_s": kernel_s} | {f"host_{phase}": seconds / kernel_s for phase, seconds in each.items()}
 
 
-def _scale(found: Traced, seconds: float, node: Node, constants: Calibration) -> float:
-    """How many times slower than its roofline the device must be for a step to take so long."""
+def _scale(found: Traced, seconds: float, node: Node, constants: Calibration) -> float | None:
+    """How many times slower than its roofline the device must be for a step to take so long.
+
+    None if the host was the slower: then nothing is known of the device.
+    """
 
     def step_s(scale: float) -> float:
         return found.step_s(node, replace(constants, scale=scale))
 
     low, high = 1e-3, 1e3
     if step_s(low) > seconds / 1.15:
-        return 1.0  # the host was the slower: nothing is known of the device
+        return None
     for _ in range(50):
         middle = (low * high) ** 0.5
         low, high = (middle, high) if step_s(middle) < seconds else (low, middle)
@@ -165,12 +204,19 @@ def _scale(found: Traced, seconds: float, node: Node, constants: Calibration) ->
 
 
 def _compare(
-    size: int | None, found: Traced, row: dict[str, Any], node: Node, constants: Calibration, *, known: bool
+    size: int | None,
+    found: Traced,
+    rows: list[dict[str, Any]],
+    node: Node,
+    constants: Calibration,
+    *,
+    known: bool,
 ) -> Comparison:
+    row = rows[0]
     return Comparison(
         batch_size=size,
         predicted_s=found.step_s(node, constants),
-        measured_s=row["step_s"],
+        measured_s=_step_s(rows),
         predicted_allocated=found.allocated,
         measured_allocated=row.get("allocated"),
         predicted_reserved=found.reserved,

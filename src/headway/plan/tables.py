@@ -133,6 +133,15 @@ def print_measurement(found: Measurement, console: Console) -> None:
             *memory,
         )
     console.print(table)
+    constants = found.calibration
     console.print(
-        f"scale {found.calibration.scale:.3g}, host {found.calibration.kernel_s * 1e6:.3g} us a kernel"
+        f"the device takes {constants.scale:.3g} x its roofline, the host {constants.kernel_s * 1e6:.3g} us a kernel"
     )
+    notes = found.notes
+    if all(row.fitted for row in found.rows):
+        notes = [
+            *notes,
+            "no row is a test of the prediction; give other batch sizes: --batch-size N --also M",
+        ]
+    for note in notes:
+        console.print(Text(f"Note: {note}."), soft_wrap=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -15,6 +16,8 @@ from headway.plan.tracer.blocks import checkpoint_blocks
 from headway.plan.tracer.step import LOSSES, OPTIMIZERS, Request, call
 
 WARM_UP = 3
+SETTLE_S = 1.0
+"""A GPU's clocks need a while under load: so long at least it is warmed up, and so long it is measured."""
 PHASES = ("forward", "backward", "optimizer")
 
 
@@ -23,7 +26,13 @@ def measure_steps(request: Request, batch_sizes: list[int | None], steps: int) -
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_default_dtype(torch.bfloat16 if request.precision == "pure-bf16" else torch.float32)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    rows = [_measure(request, size, steps, device) for size in batch_sizes]
+    rows = []
+    for size in batch_sizes:
+        try:
+            rows.append(_measure(request, size, steps, device))
+        except torch.OutOfMemoryError as error:
+            said = str(error).partition(". ")[0]
+            raise loading.NotFound(f"a batch of {size} does not fit on {name}: {said}") from error
     return {"device": name, "torch": torch.__version__, "rows": rows}
 
 
@@ -32,14 +41,27 @@ def _measure(request: Request, batch_size: int | None, steps: int, device: torch
     gc.collect()  # the model of the previous row
     model, batch, loss = _build(request, batch_size, device)
     optimizer = (OPTIMIZERS.get(request.optimizer) or loading.find(request.optimizer))(model.parameters())
-    every = [_step(request, model, batch, loss, optimizer, synchronize=gpu) for _ in range(WARM_UP + steps)][
-        WARM_UP:
-    ]
+
+    def one() -> dict[str, float]:
+        return _step(request, model, batch, loss, optimizer, synchronize=gpu)
+
+    least_s = SETTLE_S if gpu else 0.0
+    _repeated(one, WARM_UP, least_s)
+    every = _repeated(one, steps, least_s)
     row: dict[str, Any] = {"batch_size": batch_size, "step_s": median(one["step"] for one in every)}
     if gpu:
         row["host_s"] = {phase: median(one[phase] for one in every) for phase in PHASES}
         row |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
     return row
+
+
+def _repeated(one: Callable[[], dict[str, float]], times: int, least_s: float) -> list[dict[str, float]]:
+    """So many times and so long at least."""
+    found: list[dict[str, float]] = []
+    end = time.monotonic() + least_s
+    while len(found) < times or time.monotonic() < end:
+        found.append(one())
+    return found
 
 
 def _step(
