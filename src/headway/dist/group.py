@@ -116,6 +116,8 @@ class Group:
 
     def _failed_alone(self, record: Record, error: BaseException, trace: TracebackType | None) -> None:
         where = self.keep(record)
+        if (beside := _for_the_agent()) is not None and beside.exists():
+            raise SystemExit(record["exit_code"])  # the agent has the last word, and has read what it is
         if record["sentence"] is None and record["kind"] != "interrupted":
             self.previous_hook(type(error), error, trace)
             sys.stderr.write(f"record: {where}\n" if where else "")
@@ -127,8 +129,7 @@ class Group:
         """Writes failure.json, if nobody has yet. Returns where people find it."""
         where = self.run.failure_file if self.run else None
         try:
-            if "HEADWAY_RENDEZVOUS" in os.environ:  # the agent looks for it beside the meeting point
-                beside = Path(os.environ["HEADWAY_RENDEZVOUS"]).with_name("failure.json")
+            if (beside := _for_the_agent()) is not None:
                 files.publish(beside, json.dumps(record | {"failure_file": where and str(where)}).encode())
             if self.run:
                 self.run.write_failure(record)
@@ -181,6 +182,12 @@ class Group:
         else:
             sys.stderr.write(pointer(self.place.rank, record, where))
         failing.hard_exit(record["exit_code"])
+
+
+def _for_the_agent() -> Path | None:
+    """Where an agent looks for the record: beside the meeting point."""
+    meeting = os.environ.get("HEADWAY_RENDEZVOUS")
+    return Path(meeting).with_name("failure.json") if meeting else None
 
 
 _group: Group | None = None
