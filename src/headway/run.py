@@ -25,7 +25,7 @@ import secrets
 import shutil
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -351,10 +351,15 @@ def find_latest(root: str | os.PathLike[str] = "runs", *, name: str | None = Non
     return next(iter(runs_under(root, name=name)), None)
 
 
-def runs_under(root: str | os.PathLike[str] = "runs", *, name: str | None = None) -> list[Run]:
+def runs_under(
+    root: str | os.PathLike[str] = "runs",
+    *,
+    name: str | None = None,
+    tell: Callable[[str], object] = lambda _: None,
+) -> list[Run]:
     """The runs under `root`, of that name if one is given, the newest first.
 
-    Half-made runs, links and directories of other kinds are passed over.
+    Half-made runs, links and directories of other kinds are passed over; `tell` hears of runs that cannot be read.
     """
     if name is not None:
         check_name(name)
@@ -370,10 +375,14 @@ def runs_under(root: str | os.PathLike[str] = "runs", *, name: str | None = None
         ) from error
     found: list[tuple[str, str, Path]] = []
     for path in paths:
-        with suppress(UsageError):  # not a run, or not yet
+        try:
             info = _read_info(path)
-            if name in (None, info["name"]):
-                found.append((info["created"], info["id"], path))
+        except UsageError as error:
+            if (path / "run.json").exists():  # else it is not a run, or not yet
+                tell(str(error))
+            continue
+        if name in (None, info["name"]):
+            found.append((info["created"], info["id"], path))
     return [Run.open(path) for _, _, path in sorted(found, reverse=True)]
 
 

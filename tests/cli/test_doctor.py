@@ -204,6 +204,8 @@ def test_kinds_of_file_systems() -> None:
 def test_programs_answer_fail_hang_or_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert probes.ask("no-such-program") is None
     assert probes.ask("sh", "-c", "echo one; echo two") == Answer(good=True, line="one")
+    heading = "printf 'HYDRA build details:\\n  Version:   4.3\\n  CC: gcc\\n'"
+    assert probes.ask("sh", "-c", heading) == Answer(good=True, line="HYDRA build details: Version: 4.3")
     assert probes.ask("sh", "-c", "echo trouble >&2; exit 3") == Answer(good=False, line="trouble")
     assert probes.ask("false") == Answer(good=False, line="exit code 1")
     monkeypatch.setattr(probes, "_ANSWER_TIMEOUT", 0.2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -173,6 +174,23 @@ def test_damaged_files_do_not_hide_the_run(run: Run) -> None:
 
 def metrics(run: Run, *rows: dict[str, Any], tail: str = "") -> None:
     run.metrics_file(0).write_text("".join(json.dumps(row) + "\n" for row in rows) + tail)
+
+
+def test_a_run_that_cannot_be_read_is_named(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = run.path.with_name("broken")
+    broken.mkdir()
+    (broken / "run.json").write_text("{")
+    run.path.with_name("notes").mkdir()  # not a run
+    assert main(["runs", "--root", str(run.path.parent)]) == 0
+    shown = capsys.readouterr()
+    assert run.id in shown.out
+    assert shown.err.startswith(f"headway: {broken}/run.json is damaged") and shown.err.count("\n") == 1
+
+
+def test_a_copy_of_a_run_is_another_run(run: Run, tmp_path: Path) -> None:
+    shutil.copytree(run.path, tmp_path / "copy")
+    places = [str(run.path), str(tmp_path / "copy"), str(run.path)]
+    assert [found.path for found in listing.resolve(places)] == [run.path, tmp_path / "copy"]
 
 
 def test_the_table_and_its_filters(

@@ -40,7 +40,8 @@ def look(path: Path) -> Overview:
         if path.is_dir():
             if os.path.lexists(path / foreign.METADATA) and not os.path.lexists(path / layout.MANIFEST):
                 return foreign.look_at_distributed(path)
-            return _look_at_checkpoint(find(path)[0])
+            path = find(path)[0]
+            return _look_at_checkpoint(path)
         return _look_at_file(path)
     except Damaged as problem:
         raise NoValidCheckpoint(f"{path} is damaged: {problem}") from problem

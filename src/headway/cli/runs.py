@@ -57,14 +57,20 @@ def main(argv: list[str]) -> int:
     parser.add_json()
     options = parser.parse_args(argv)
     queue, most = Queue.ask(), options.most or None
-    rows = select(options.root, states=options.state, name=options.name, most=most, queue=queue)
+    rows = select(
+        options.root, states=options.state, name=options.name, most=most, queue=queue, tell=_complain
+    )
     if queue.note and any(row.run.submission_file.exists() for row in rows):
-        print(f"headway: {queue.note}; what follows is from the run directories alone", file=sys.stderr)
+        _complain(f"{queue.note}; what follows is from the run directories alone")
     if options.json:
         print(json.dumps([row.plain() for row in rows], indent=2))
     else:
         _show(rows, options.root)
     return DONE
+
+
+def _complain(what: str) -> None:
+    print(f"headway: {what}", file=sys.stderr)
 
 
 def _show(rows: Sequence[Row], root: str) -> None:

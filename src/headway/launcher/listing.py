@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -78,10 +78,10 @@ def rows(runs: Sequence[Run], *, queue: Queue | None = None) -> list[Row]:
     doubtful = [row.run for row in found if row.status.state == "running" and not row.status.certain]
     if not doubtful:
         return found
-    before = {run.id: _beat(run) for run in doubtful}
+    before = {run.path: _beat(run) for run in doubtful}
     time.sleep(_LOOK_AGAIN)
     return [
-        _silenced(row) if row.run.id in before and _beat(row.run) == before[row.run.id] else row
+        _silenced(row) if row.run.path in before and _beat(row.run) == before[row.run.path] else row
         for row in found
     ]
 
@@ -93,14 +93,15 @@ def select(
     name: str | None = None,
     most: int | None = None,
     queue: Queue | None = None,
+    tell: Callable[[str], object] = lambda _: None,
 ) -> list[Row]:
-    """The runs under a root, newest first, of these states and that name."""
+    """The runs under a root, newest first, of these states and that name; `tell` hears of those that are damaged."""
     if not Path(root).is_dir():
         raise UsageError(
             f"there is no folder {str(root)!r} with runs in it; give another: headway runs --root DIR"
         )
     wanted = set(states)
-    runs = runs_under(root, name=name)
+    runs = runs_under(root, name=name, tell=tell)
     if not wanted:  # then the newest are known before anything is read of them
         runs = runs[:most]
     found = [row for row in rows(runs, queue=queue) if not wanted or row.status.state in wanted]
@@ -109,11 +110,8 @@ def select(
 
 def resolve(places: Sequence[str], root: str | os.PathLike[str] = "runs") -> list[Run]:
     """The runs that people mean: by path, or by id, its beginning or its end; a sweep stands for its runs."""
-    chosen: dict[str, Run] = {}
-    for place in places:
-        for run in _meant(place, root):
-            chosen[run.id] = run
-    return list(chosen.values())
+    meant = [run for place in places for run in _meant(place, root)]
+    return list({run.path: run for run in meant}.values())
 
 
 def _meant(place: str, root: str | os.PathLike[str]) -> list[Run]:

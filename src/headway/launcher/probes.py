@@ -146,7 +146,7 @@ def try_writing(folder: Path) -> Writing:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a program answered: whether it did so without complaint, and the first line that it printed."""
+    """What a program answered: whether it did so without complaint, and the first fact that it printed."""
 
     good: bool
     line: str
@@ -161,7 +161,8 @@ def ask(*command: str) -> Answer | None:
     except subprocess.TimeoutExpired:
         return Answer(good=False, line=f"no answer within {_ANSWER_TIMEOUT:.0f} s")
     lines = (done.stdout + done.stderr).strip().splitlines() or [f"exit code {done.returncode}"]
-    return Answer(good=done.returncode == 0, line=lines[0].strip())
+    first = lines[:2] if lines[0].endswith(":") else lines[:1]  # a heading says nothing by itself
+    return Answer(good=done.returncode == 0, line=" ".join(" ".join(first).split()))
 
 
 def canary(processes: int, device: str) -> dict[str, Any]:
