@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,13 @@ from headway.testing import faults, ranks
 
 
 def helpers(of: int | None = None) -> list[psutil.Process]:
-    children = psutil.Process(of).children()
-    return [child for child in children if "headway.checkpoint.helper" in " ".join(child.cmdline())]
+    return [child for child in psutil.Process(of).children() if _is_helper(child)]
+
+
+def _is_helper(child: psutil.Process) -> bool:
+    with suppress(psutil.ZombieProcess, psutil.NoSuchProcess):  # it may end while we look
+        return "headway.checkpoint.helper" in " ".join(child.cmdline())
+    return False
 
 
 def until(condition: Callable[[], Any]) -> Any:

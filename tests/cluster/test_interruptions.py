@@ -63,17 +63,17 @@ def test_its_time_is_over(one_cluster: Cluster, undisturbed: Result) -> None:
     assert job.attempts()[0][0] == "stopped"
 
 
-def test_cancelled_it_saves_and_stays_away(any_cluster: Cluster, undisturbed: Result) -> None:
-    (job,) = submit(any_cluster, FIT, "0.5", options=TWO_NODES)
+def test_cancelled_it_saves_and_stays_away(one_cluster: Cluster, undisturbed: Result) -> None:
+    (job,) = submit(one_cluster, FIT, "0.3", options=TWO_NODES)
     job.until_step(7)
-    any_cluster.run(["scontrol", "update", f"jobid={job.job}", "requeue=1"], check=True)
-    any_cluster.cancel(job.job)
+    one_cluster.run(["scontrol", "update", f"jobid={job.job}", "requeue=1"], check=True)
+    one_cluster.cancel(job.job)
     assert job.wait("CANCELLED") == "CANCELLED"
     job.until(lambda: job.attempts()[0][0] == "stopped", "the checkpoint", timeout=20)
-    assert any_cluster.restarts(job.job) == 0
+    assert one_cluster.restarts(job.job) == 0
     # the run is whole: the same script goes on with it, by hand
-    number = int(any_cluster.run(["sbatch", "--parsable", job.path / "job.sh"], check=True).stdout)
-    assert any_cluster.wait(number, timeout=100) == "COMPLETED"
+    number = int(one_cluster.run(["sbatch", "--parsable", job.path / "job.sh"], check=True).stdout)
+    assert one_cluster.wait(number, timeout=100) == "COMPLETED"
     assert job.result() == undisturbed
     assert job.attempts()[1][1] >= 7
 

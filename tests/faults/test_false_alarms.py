@@ -1,6 +1,6 @@
 """A run that is slow, uneven, or busy with something else is not a run that hangs.
 
-20 seconds here, five minutes with `HEADWAY_FAULTS=full`, beside a process that takes a core away.
+12 seconds here, five minutes with `HEADWAY_FAULTS=full`, beside a process that takes a core away.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "soak.py"
-SECONDS = 300 if os.environ.get("HEADWAY_FAULTS") == "full" else 20
+SECONDS = 300 if os.environ.get("HEADWAY_FAULTS") == "full" else 12
 
 
 @pytest.mark.timeout(SECONDS + 200)
