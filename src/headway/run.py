@@ -62,6 +62,11 @@ def check_name(name: str) -> str:
     return name
 
 
+def step_name(step: int) -> str:
+    """The name of a checkpoint: wide enough that names sort as steps do."""
+    return f"step-{step:012d}"
+
+
 def config_text(config: object) -> str:
     """What `config.yaml` says of these settings: secrets left out."""
     return to_yaml(redact_tree(to_plain(config)))
@@ -253,7 +258,7 @@ class Run:
         return self.metrics_dir / f"rank-{rank:05d}.jsonl"
 
     def checkpoint_dir(self, step: int) -> Path:
-        return self.checkpoints_dir / f"step-{step:012d}"
+        return self.checkpoints_dir / step_name(step)
 
     def lock(self) -> AbstractContextManager[runlock.RunLock]:
         """Keeps every other process out while the `with` block runs; `RunLocked` names who is in already.

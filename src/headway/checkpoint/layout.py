@@ -28,7 +28,7 @@ from typing import Any, final
 
 from headway import files
 from headway.errors import StorageError
-from headway.run import Run
+from headway.run import Run, step_name
 
 Place = Run | str | os.PathLike[str]
 
@@ -209,7 +209,7 @@ def any_traces(parent: Path) -> bool:
 
 
 def step_dir(parent: Path, step: int) -> Path:
-    return parent / f"step-{step:012d}"
+    return parent / step_name(step)
 
 
 def read_manifest(folder: Folder) -> Manifest:

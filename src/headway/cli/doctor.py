@@ -55,6 +55,9 @@ def line(check: Check) -> str:
 def table(report: Report) -> Table:
     """The report for a terminal."""
     made = Table(title=f"headway doctor on {report.host}", box=None, title_justify="left", show_header=False)
+    made.add_column(no_wrap=True)
+    made.add_column(no_wrap=True)
+    made.add_column(overflow="fold")  # a path that is cut short helps nobody
     for check in report.checks:
         detail = Text(check.detail)
         if check.advice:

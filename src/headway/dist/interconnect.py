@@ -287,19 +287,17 @@ def _canary(wire: Wire, size: int) -> tuple[float, int]:
 def _send_timed(wire: Wire, to: int, size: int) -> tuple[float, float]:
     """Seconds that the payload took (the receiver's answer stops the clock), and half of a round trip's."""
     payload, token = _pattern(td.get_rank(), to, size).to(wire.device), _token(wire)
-    trips = []
-    for _ in range(_PINGS):
+
+    def trip(what: Tensor) -> float:
         start = time.perf_counter()
-        wire.send(token, to)
+        wire.send(what, to)
         wire.receive(token, to)
-        trips.append(time.perf_counter() - start)
-    latency = min(trips) / 2
+        return time.perf_counter() - start
+
+    latency = min(trip(token) for _ in range(_PINGS)) / 2
     times = []
     for _ in range(_REPEATS):
-        start = time.perf_counter()
-        wire.send(payload, to)
-        wire.receive(token, to)
-        times.append(time.perf_counter() - start)
+        times.append(trip(payload))
         wire.receive(token, to)  # the receiver has checked what it got and is ready
     return max(min(times) - latency, 1e-9), latency
 
