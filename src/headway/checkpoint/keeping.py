@@ -13,12 +13,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from headway import files
-from headway.checkpoint import dtypes, layout, planning, together, tree, writing
+from headway.checkpoint import dtypes, layout, together, tree
 from headway.checkpoint.layout import Damaged, Folder, Manifest, Place
-from headway.checkpoint.saving import Direct, write_out
+from headway.checkpoint.saver import Saver
 from headway.checkpoint.storage import Reader
 from headway.checkpoint.together import Line
-from headway.checkpoint.writing import Target
 from headway.errors import NoValidCheckpoint, UsageError
 from headway.failpoints import failpoint
 from headway.runlock import RunLock
@@ -58,17 +57,9 @@ def save(
 
     >>> save(run, {"net": net.state_dict(), "sgd": sgd.state_dict(), "epoch": 3}, step=1000)  # doctest: +SKIP
     """
-    failpoint("checkpoint.begin")
-    parent, owner = layout.home(where)
-    line = Line(f"save step {step}")
-    contents, agreed = planning.Planner().agree(
-        line,
-        lambda: planning.contents(state, step=step, local=local, metrics=metrics),
-        lambda step: writing.hidden_name(owner, step),
-    )
-    target = Target(parent=str(parent), owner=owner, step=step, save=agreed.save, fence=lock and lock.fence)
-    write_out(line, target, contents, agreed, Direct())
-    return target.final
+    saver = Saver(where, lock=lock, background=False)
+    saver.save(state, step=step, local=local, metrics=metrics)
+    return saver.finished()[0].path
 
 
 def load(directory: str | os.PathLike[str], state: Mapping[str, Any] | None = None) -> Loaded:
