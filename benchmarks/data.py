@@ -1,11 +1,15 @@
 """Decoded images per second from JPEG shards: headway beside its peers, and beside the bare decoder.
 
     scripts/make-peers.sh            # once: the peers, in an environment of their own
-    python benchmarks/data.py [--samples 3072] [--threads 2] [--rounds 3] [--json results.json]
+    python benchmarks/data.py [--samples 3072] [--thumbnails 300000] [--threads 2] [--rounds 3] [--json results.json]
 
 The same photos, page cache warm, batches of 64, decoded to RGB; see data_peers.py. Every contender runs in a process of
 its own, which is timed after its imports; rounds are interleaved and medians printed, because machines are shared:
-ratios are safer than rates. The limit is as many threads decoding bytes that are already in memory.
+ratios are safer than rates, and CPU time for an image is safer than both. The limit is as many threads decoding bytes
+that are already in memory into memory that has been used before.
+
+Going on at 90 % of an epoch is timed twice, from a state to the first batch. Of a few photos, most of that is decoding
+64 of them. Of many thumbnails, decoding is nothing, and what is left is the search for the position.
 """
 
 from __future__ import annotations
@@ -46,8 +50,7 @@ def contend(task: str, name: str, data: Path, threads: int) -> dict[str, float]:
         next(batches)
         seen = {"first": time.perf_counter() - began}
     elif task == "save":
-        total = sum(1 for _ in (data / "files").iterdir())
-        images = 0
+        total, images = int((data / "samples").read_text()), 0
         while images + BATCH <= total * 9 // 10:
             images += next(batches)
         contender.save(state)
@@ -59,14 +62,23 @@ def contend(task: str, name: str, data: Path, threads: int) -> dict[str, float]:
 
 
 def timed(batches: Iterator[int]) -> dict[str, float]:
-    first, images, began = None, 0, time.perf_counter()
+    first, images, began, spent = None, 0, time.perf_counter(), cpu_seconds()
     for count in batches:
         if not count:
-            began = time.perf_counter()
+            began, spent = time.perf_counter(), cpu_seconds()
             continue
         first = first or time.perf_counter() - began
         images += count
-    return {"rate": images / (time.perf_counter() - began), "first": first or 0.0, "images": images}
+    took, spent = time.perf_counter() - began, cpu_seconds() - spent
+    return {"rate": images / took, "first": first or 0.0, "images": images, "cpu": spent / images}
+
+
+def cpu_seconds() -> float:
+    """Of this process and its workers, those that have ended and those that have not."""
+    import psutil
+
+    workers = [each.cpu_times() for each in psutil.Process().children(recursive=True)]
+    return sum(os.times()[:4]) + sum(each.user + each.system for each in workers)
 
 
 # --- in the process that compares
@@ -150,14 +162,29 @@ def photo(rng: Any) -> bytes:
 def make(folder: Path, count: int) -> None:
     import numpy as np
 
-    from headway.data import pack
-
     rng = np.random.default_rng(0)
     photos = [photo(rng) for _ in range(256)]
     mean = sum(map(len, photos)) // 256
     print(f"{count} samples of 256 photos, mean {mean / 1000:.0f} kB", flush=True)
-    samples = ({"__key__": f"{n:06d}", "jpg": photos[n % 256], "cls": n % 1000} for n in range(count))
-    pack(samples, folder / "shards", shard_size=mean * count // 8 + 2**20)
+    _pack(folder, photos, count, mean * count // 8 + 2**20)
+
+
+def make_thumbnails(folder: Path, count: int) -> None:
+    """About a thousand to a shard, as many datasets have it."""
+    import numpy as np
+    import simplejpeg
+
+    rng = np.random.default_rng(1)
+    images = [simplejpeg.encode_jpeg(rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)) for _ in range(256)]
+    _pack(folder, images, count, 2560 * 1000)
+
+
+def _pack(folder: Path, images: list[bytes], count: int, shard_size: int) -> None:
+    from headway.data import pack
+
+    samples = ({"__key__": f"{n:07d}", "jpg": images[n % 256], "cls": n % 1000} for n in range(count))
+    pack(samples, folder / "shards", shard_size=shard_size)
+    (folder / "samples").write_text(str(count))
 
 
 def raw_bytes(data: Path) -> dict[str, float]:
@@ -220,30 +247,32 @@ def _copy_pieces(sizes: list[int], plain: memoryview, batch: memoryview) -> None
         at, start = at + size, start + size
 
 
-def compare(arena: Arena, rounds: int) -> dict[str, Any]:
+def resuming(arena: Arena, rounds: int) -> dict[str, float]:
+    """Seconds from a state at nine tenths of an epoch to the first batch, of those that can go on."""
+    seconds: dict[str, list[float]] = {name: [] for name, kind in arena.contenders.items() if kind.resumes}
+    for name in seconds:
+        arena.let("save", name)
+    for _ in range(rounds):
+        for name, each in seconds.items():
+            each.append(arena.let("resume", name)["first"])
+    return {name: statistics.median(each) for name, each in seconds.items()}
+
+
+def compare(arena: Arena, thumbnails: Arena, rounds: int) -> dict[str, Any]:
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in arena.contenders}
     for _ in range(rounds):
         for name in arena.contenders:
             runs[name].append(arena.let("run", name))
     memory = {name: arena.let("start", name, watch=True)["memory"] for name in arena.contenders}
-    resumed: dict[str, list[float]] = {}
-    for name, kind in arena.contenders.items():
-        if kind.resumes:
-            arena.let("save", name)
-            resumed[name] = []
-    for _ in range(rounds):
-        for name, seconds in resumed.items():
-            seconds.append(arena.let("resume", name)["first"])
+    resumed, found = resuming(arena, rounds), resuming(thumbnails, rounds)
     raw = raw_bytes(arena.data)
-    limit = statistics.median(run["rate"] for run in runs["bare"])
     rows = {
         name: {
             "title": arena.contenders[name].title,
-            "rate": statistics.median(run["rate"] for run in each),
-            "of_limit": statistics.median(run["rate"] for run in each) / limit,
-            "first_batch": statistics.median(run["first"] for run in each),
+            **{part: statistics.median(run[part] for run in each) for part in ("rate", "cpu", "first")},
             "memory": memory[name],
-            "resume": statistics.median(resumed[name]) if name in resumed else None,
+            "resume": resumed.get(name),
+            "resume_thumbnails": found.get(name),
             "runs": each,
         }
         for name, each in runs.items()
@@ -252,25 +281,38 @@ def compare(arena: Arena, rounds: int) -> dict[str, Any]:
 
 
 def show(seen: dict[str, Any]) -> None:
-    print(f"{'':24} {'img/s':>6} {'of limit':>9} {'1st batch':>10} {'memory':>8} {'resume at 90 %':>15}")
-    for row in seen["contenders"].values():
-        resume = "cannot" if row["resume"] is None else f"{row['resume']:.3f} s"
-        resume = "" if row["title"] == "bare decoder threads" else resume
+    rows = seen["contenders"]
+    print(
+        f"{'':24} {'img/s':>6} {'of limit':>9} {'CPU/img':>8} {'of limit':>9} {'1st batch':>10} {'memory':>7} "
+        f"{'resume: photos':>15} {'thumbnails':>11}"
+    )
+    bare = rows["bare"]
+    for name, row in rows.items():
+        resume = [
+            "" if name == "bare" else "cannot" if row[part] is None else f"{row[part]:.3f} s"
+            for part in ("resume", "resume_thumbnails")
+        ]
         print(
-            f"{row['title']:24} {row['rate']:6.0f} {row['of_limit']:9.0%} {row['first_batch']:8.2f} s "
-            f"{row['memory'] / 1e6:5.0f} MB {resume:>15}"
+            f"{row['title']:24} {row['rate']:6.0f} {row['rate'] / bare['rate']:9.0%} {row['cpu'] * 1e3:5.2f} ms "
+            f"{bare['cpu'] / row['cpu']:9.0%} {row['first']:8.3f} s {row['memory'] / 1e6:4.0f} MB "
+            f"{resume[0]:>15} {resume[1]:>11}"
         )
     if seen["absent"]:
         print(f"not here: {', '.join(seen['absent'])} (scripts/make-peers.sh)")
-    rows = seen["contenders"]
     for name in ("dali", "webdataset", "torchfiles", "streaming", "litdata", "spdl"):
         if name in rows:
-            print(f"headway / {rows[name]['title']}: {rows['headway']['rate'] / rows[name]['rate']:.2f} x")
-    others = [row["resume"] for name, row in rows.items() if row["resume"] is not None and name != "headway"]
-    if others:
-        print(
-            f"resume: headway is {min(others) / rows['headway']['resume']:.1f} x as fast as the fastest peer"
-        )
+            faster, cheaper = (
+                rows["headway"]["rate"] / rows[name]["rate"],
+                rows[name]["cpu"] / rows["headway"]["cpu"],
+            )
+            print(
+                f"headway / {rows[name]['title']}: {faster:.2f} x the rate; {cheaper:.2f} x for a CPU second"
+            )
+    for part, what in (("resume", "photos"), ("resume_thumbnails", "thumbnails")):
+        others = [row[part] for name, row in rows.items() if row[part] is not None and name != "headway"]
+        if others:
+            ratio = min(others) / rows["headway"][part]
+            print(f"resume, {what}: headway is {ratio:.1f} x as fast as the fastest peer")
     pieces, whole = (seen["sample_gb_s"] / seen[name] for name in ("memcpy_pieces_gb_s", "memcpy_gb_s"))
     print(
         f"sample bytes from the node cache {seen['sample_gb_s']:.1f} GB/s: {pieces:.0%} of memcpy in such pieces, "
@@ -283,6 +325,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--samples", type=int, default=3072)
+    parser.add_argument("--thumbnails", type=int, default=300_000, help="samples of the epoch to go on in")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="also write everything that was seen to this file")
@@ -294,13 +337,16 @@ def main() -> None:
     peers = PEERS / "bin" / "python"
     if peers.exists() and Path(sys.prefix).resolve() != PEERS.resolve():
         os.execv(peers, [str(peers), *sys.argv])
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as other:
         make(Path(folder), args.samples)
-        arena = Arena(Path(folder), args.threads)
-        for kind in arena.contenders.values():
+        make_thumbnails(Path(other), args.thumbnails)
+        photos, thumbnails = Arena(Path(folder), args.threads), Arena(Path(other), args.threads)
+        for kind in photos.contenders.values():
             kind.prepare(Path(folder))
-        seen = compare(arena, args.rounds)
-        for kind in arena.contenders.values():
+            if kind.resumes:
+                kind.prepare(Path(other))
+        seen = compare(photos, thumbnails, args.rounds)
+        for kind in photos.contenders.values():
             kind.tidy()
     show(seen)
     if args.json:

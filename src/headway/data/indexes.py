@@ -9,6 +9,8 @@ energon's `shard.tar.idx` has where the header of each sample is and where the l
 
 from __future__ import annotations
 
+import os
+import stat
 import struct
 from array import array
 from collections.abc import Sequence
@@ -22,17 +24,17 @@ from headway.data.entries import Component, Entries, Entry
 from headway.data.tar import BLOCK, Limits, beyond
 from headway.errors import BadShard
 
+_DALI = b"v1."
 _WIDTH = {b"v1.1": 3, b"v1.2": 4}
 
 
 def stated_count(path: Path, limits: Limits) -> int | None:
     """How many samples the index of a shard says that there are; None without an index."""
-    dali, energon = _dali_file(path), _energon_file(path)
-    if dali is not None:
-        with dali.open("rb") as file:
-            words = file.readline(64).split()
-        if len(words) == 2 and words[1].isdigit():
+    for index in _names(path):
+        words = _head(index).partition(b"\n")[0].split()
+        if len(words) == 2 and words[0].startswith(_DALI) and words[1].isdigit():
             return int(words[1])
+    energon = _energon_file(path)
     return len(_energon_offsets(energon, limits)) - 1 if energon is not None else None
 
 
@@ -107,12 +109,24 @@ class Lines(Entries):
 
 def _dali_file(path: Path) -> Path | None:
     """The text index of a shard, by what is in it; `wds2idx` lets its users choose the name."""
-    for index in (path.with_suffix(".idx"), path.with_name(path.name + ".idx")):
-        if index.is_file():
-            with index.open("rb") as file:
-                if file.read(3) == b"v1.":
-                    return index
-    return None
+    return next((index for index in _names(path) if _head(index).startswith(_DALI)), None)
+
+
+def _names(path: Path) -> tuple[Path, Path]:
+    return path.with_suffix(".idx"), path.with_name(path.name + ".idx")
+
+
+def _head(index: Path) -> bytes:
+    """The first bytes of a file, or nothing where there is no file."""
+    how = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe would make us wait for its writer
+    try:
+        fd = os.open(index, how)
+    except FileNotFoundError:
+        return b""
+    try:
+        return os.read(fd, 64) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
+    finally:
+        os.close(fd)
 
 
 def _energon_file(path: Path) -> Path | None:

@@ -15,7 +15,7 @@ from headway.errors import UsageError
 
 Tail = Literal["carry", "drop", "pad"]
 
-_AHEAD = 8192  # positions that are looked up at once
+_AHEAD = 8192  # positions that are looked up at once, at most
 
 
 class Batch(NamedTuple):
@@ -71,9 +71,10 @@ class Passes:
     def batches(self, timeline: Timeline, epoch: int, position: int) -> Iterator[Batch]:
         """The batches of a pass, from a position on."""
         size, stop = self.size(), (epoch + 1) * self.samples
-        many = max(1, _AHEAD // size)
+        many, most = 1, max(1, _AHEAD // size)
         while position < stop:
             whole = min(many, (stop - position) // size)
+            many = min(2 * many, most)  # few at first: somebody waits for the first batch
             if not (whole or self._may_be_short() or self._tail == "pad"):
                 return
             count = whole * size or stop - position
