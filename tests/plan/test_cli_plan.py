@@ -99,7 +99,7 @@ def test_presets_answer_without_torch() -> None:
 def test_the_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert verb.main(["list"]) == 0
     said = capsys.readouterr().out
-    assert "deepseek-v3" in said and "'h200-sxm8': 8 x h200-sxm-141, 3200 Gb/s" in said
+    assert "deepseek-v3" in said and "h200-sxm8       8 x h200-sxm-141, 3200 Gb/s" in said
     assert verb.main([]) == 0
     assert "usage: headway plan" in capsys.readouterr().out
 
@@ -159,6 +159,37 @@ hardware: {node_type: p4de.24xlarge}
     new = tmp_path / "new.yaml"
     new.write_text(capsys.readouterr().out)
     assert verb.main([str(new)]) == 0
+
+
+def test_a_group_of_answers_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert verb.main(["preset", "gpt2", "--explain", "flops"]) == 0
+    said = capsys.readouterr().out
+    assert [line.split(" = ")[0] for line in said.splitlines() if " = " in line] == [
+        "flops.full",
+        "flops.causal",
+        "flops.hardware",
+    ]
+    assert said.count("formula: ") == said.count("source: ") == 3
+
+
+def test_every_answer_explains_itself() -> None:
+    layout = Layout(dp=2, tp=8, pp=8, cp=2, zero=1, global_batch=64, recompute="sac", sequence_parallel=True)
+    plan = estimate(preset("llama-3.1-70b"), layout, Node("dgx-h100"))
+    for key, answer in plan.answers.items():
+        assert answer.formula and plan.explain(key).startswith(f"{key} = {answer}\n"), key
+
+
+@pytest.mark.parametrize("flag", ["--html", "--save"])
+def test_a_file_that_cannot_be_written_is_one_sentence(flag: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot write .*/none/x: No such file or directory"):
+        verb.main(["preset", "gpt2", flag, str(tmp_path / "none" / "x")])
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "llama-3.1-405b"])
+def test_tables_fit_into_eighty_columns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    verb.main(["preset", name, "--tp", "8", "--dp", "64", "--global-batch", "64", "--no-flash"])
+    table = capsys.readouterr().out.partition("Matrix products")[2]
+    assert "head" in table and "\u2026" not in table
 
 
 def test_calibrate_writes_a_machine_that_plans_can_use(

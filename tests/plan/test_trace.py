@@ -144,11 +144,12 @@ def test_a_module_that_looks_at_its_data_falls_back_to_states() -> None:
     assert "_local_scalar_dense" in plan.verdict and "could not be traced" in plan.verdict
     assert plan.answers["parameters"].value == 64 * 64 + 64
     assert plan.answers["memory.needed"].low == pytest.approx(16 * (64 * 64 + 64) + 767 * 2**20)
+    assert str(plan.answers["memory.needed"]) == "at least 767 MiB"
 
 
 def test_a_factory_that_raises_is_quoted() -> None:
-    plan = hw.plan.trace(f"{ZOO}:broken", f"{ZOO}:float_batch")
-    assert "RuntimeError: no such weights (zoo.py:" in plan.verdict
+    with pytest.raises(UsageError, match=r"nothing is known of it: RuntimeError: no such weights \(zoo.py:"):
+        hw.plan.trace(f"{ZOO}:broken", f"{ZOO}:float_batch")
 
 
 def test_a_module_without_a_loss_is_noted() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -44,7 +46,7 @@ class Output:
     json: bool = False
     """Print JSON and nothing else."""
     explain: str | None = None
-    """Print one answer with its formula and source."""
+    """Print one answer (time.step), or all that begin so (memory), with formula and source."""
     html: Path | None = None
     """Write a self-contained page."""
     save: Path | None = None
@@ -211,8 +213,9 @@ def _list(argv: list[str]) -> int:
 
     if argv:
         raise UsageError(f"headway plan list takes no arguments, got {argv[0]!r}")
+    nodes = [Node(name) for name in node_names()]
     print("presets:", *names(), sep="\n  ")
-    print("nodes:", *(repr(Node(name))[5:-1] for name in node_names()), sep="\n  ")
+    print("nodes:", *(f"{n.name:<15} {n.describe()}" for n in nodes), sep="\n  ")
     return 0
 
 
@@ -260,7 +263,10 @@ def _measure(argv: list[str]) -> int:
         options.trace, also=options.also, node=node, calibration=constants, steps=options.steps
     )
     if options.save is not None:
-        save(options.save, found.calibration, facts={"device": found.device, "rows": found.plain()["rows"]})
+        with _writing(options.save):
+            save(
+                options.save, found.calibration, facts={"device": found.device, "rows": found.plain()["rows"]}
+            )
     if options.json:
         print(json.dumps(found.plain(), indent=1))
     else:
@@ -275,7 +281,8 @@ def _calibrate(argv: list[str]) -> int:
     options = parse(Calibrate, argv, prog="headway plan calibrate")
     node, constants, facts = calibrate(folder=options.storage, loader=options.loader)
     file = options.file or machine_file()
-    save(file, constants, node=node, facts=facts)
+    with _writing(file):
+        save(file, constants, node=node, facts=facts)
     if options.json:
         print(
             json.dumps(
@@ -288,13 +295,23 @@ def _calibrate(argv: list[str]) -> int:
     return 0
 
 
+@contextmanager
+def _writing(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"cannot write {file}: {error.strerror}") from error
+
+
 def _print(plan: Estimate, options: Output) -> int:
     if options.html is not None:
         from headway.plan.html import page
 
-        options.html.write_text(page(plan))
+        with _writing(options.html):
+            options.html.write_text(page(plan))
     if options.save is not None:
-        plan.save(options.save)
+        with _writing(options.save):
+            plan.save(options.save)
     if options.explain is not None:
         print(plan.explain(options.explain))
     elif options.json:

@@ -140,7 +140,7 @@ def time_answers(
         ("causal", causal, "attention counted half: Megatron-LM, Megatron-Bridge"),
         ("hardware", hardware, "full, plus what is recomputed"),
     ):
-        found[f"flops.{key}"] = exact(count, "FLOP", formula=f"per token, {text}")
+        found[f"flops.{key}"] = exact(count, "FLOP/token", formula=text)
         use = flops.utilisation(count, per_gpu, peak)
         name = "hfu" if key == "hardware" else f"mfu.{key}"
         found[name] = about(

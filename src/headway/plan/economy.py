@@ -18,7 +18,9 @@ class Job:
     tokens: float | None = None
     """Tokens to train on; for images, `samples`."""
     samples: float | None = None
+    """Images to train on."""
     mtbf_gpu_hours: float = LLAMA3_MTBF_GPU_HOURS
+    """GPU-hours between failures of one GPU; Llama 3's if not given."""
     restart_s: float = 300
     """From a failure to the next useful step."""
     storage_GBps: float = 10

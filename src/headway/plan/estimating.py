@@ -44,12 +44,16 @@ class Estimate:
         return 0 if self.fits else 3
 
     def explain(self, key: str) -> str:
-        """One number with its formula and where it comes from."""
-        if key not in self.answers:
+        """One number, or all whose names begin so, with formula and where it comes from."""
+        keys = [name for name in self.answers if name == key or name.startswith(f"{key}.")]
+        if not keys:
             raise UsageError(f"there is no answer {key!r}{checks.nearest(key, self.answers)}; "
                              f"valid: {checks.listed(self.answers)}")  # fmt: skip
-        found = self.answers[key]
-        return f"{key} = {found}\n  formula: {found.formula}\n  source:  {found.source}"
+        return "\n".join(
+            f"{name} = {found}\n  formula: {found.formula}\n  source:  {found.source}"
+            for name, found in self.answers.items()
+            if name in keys
+        )
 
     def plain(self) -> dict[str, object]:
         """For JSON: the plan.json of a run directory."""

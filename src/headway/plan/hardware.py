@@ -114,9 +114,15 @@ class Node:
         self.source = str(keys.get("source", "given by the user"))
 
     def __repr__(self) -> str:
-        return (
-            f"Node({self.name!r}: {self.gpus} x {self.device.name}, {self.inter_bytes_per_s * 8e-9:g} Gb/s)"
-        )
+        return f"Node({self.name!r}: {self.describe()})"
+
+    def describe(self) -> str:
+        """The GPUs, and what connects nodes.
+
+        >>> Node("dgx-h100").describe()
+        '8 x h100-sxm-80, 3200 Gb/s'
+        """
+        return f"{self.gpus} x {self.device.name}, {self.inter_bytes_per_s * 8e-9:g} Gb/s"
 
 
 def node_names() -> list[str]:

@@ -102,6 +102,8 @@ def measure_plan(
 ) -> Measurement:
     """The same from settings."""
     checks.whole("steps", steps)
+    for size in also:
+        checks.whole("also", size)
     if also and settings.batch_size is None:
         raise UsageError("also is given without batch_size; expected the batch size that calibrates, too")
     sizes = list(dict.fromkeys([settings.batch_size, *also]))

@@ -9,8 +9,23 @@ from headway.plan.hardware import GIB
 
 Source = Literal["trace", "formula", "measured", "datasheet", "given"]
 Unit = Literal[
-    "", "bytes", "s", "1/s", "tokens/s", "samples/s", "FLOP", "share", "hours", "kWh", "money", "bytes/s"
+    "",
+    "bytes",
+    "s",
+    "1/s",
+    "tokens/s",
+    "samples/s",
+    "FLOP",
+    "FLOP/token",
+    "share",
+    "hours",
+    "kWh",
+    "money",
+    "bytes/s",
 ]
+
+UNBOUNDED = 1000.0
+"""An upper end so many times the value says that nothing is known of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +51,8 @@ class Quantity:
         shown = show(self.value, self.unit)
         if self.low == self.high:
             return shown
+        if self.high >= UNBOUNDED * self.value:
+            return f"at least {shown}"
         low, high = (show(bound, self.unit, like=self.value).split(" ")[0] for bound in (self.low, self.high))
         return f"{shown} ({low} to {high})"
 
@@ -59,7 +76,8 @@ def about(
 
 
 _COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
-_FLOPS = ((1e21, "ZFLOP"), (1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1.0, "FLOP"))
+_FLOPS = ((1e21, "ZFLOP"), (1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"),
+          (1.0, "FLOP"))  # fmt: skip
 _BYTES = ((1 << 40, "TiB"), (GIB, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
 _SECONDS = ((86400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
@@ -73,8 +91,8 @@ def show(value: float, unit: Unit, *, like: float | None = None) -> str:
         return _scaled(value, size, ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1.0, "B/s")))
     if unit == "s":
         return _scaled(value, size, _SECONDS)
-    if unit == "FLOP":
-        return _scaled(value, size, _FLOPS)
+    if unit in ("FLOP", "FLOP/token"):
+        return _scaled(value, size, _FLOPS) + unit[len("FLOP") :]
     if unit == "share":
         return f"{100 * value:.1f} %"
     if unit == "hours":

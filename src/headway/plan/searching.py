@@ -212,6 +212,8 @@ def _why_it_wins(best: Found, fitting: list[Found]) -> str:
     rival = next((found for found in fitting if _shape(found.layout) != _shape(best.layout)), None)
     if rival is None:
         return text
+    if rival.seconds < 1.0005 * best.seconds:
+        return f"{text}; {rival.layout.describe()} is as fast"
     changes = {
         part: rival.step.parts.get(part, 0.0) - best.step.parts.get(part, 0.0)
         for part in {**rival.step.parts, **best.step.parts}

@@ -58,14 +58,13 @@ def _products(plan: Estimate) -> RenderableType | None:
     if not plan.products:
         return None
     table = Table(title="Matrix products of a layer, forward", title_justify="left", box=None, pad_edge=False)
-    for column in ("product", "m x k x n", "batch", "FLOP", "FLOP/byte", "bound by", "time"):
-        table.add_column(
-            column, justify="left" if column in ("product", "bound by") else "right", no_wrap=True
-        )
+    for column in ("product", "m x k x n", "FLOP", "FLOP/B", "bound by", "time"):
+        left = column in ("product", "bound by")
+        table.add_column(column, justify="left" if left else "right", no_wrap=True)
     for row in plan.products:
-        shape = f"{row['m']} x {row['k']} x {row['n']}"
+        several = "" if row["batch"] == 1 else f"{row['batch']} of "
         table.add_row(
-            str(row["name"]), shape, str(row["batch"]), show(_number(row["flops"]), "FLOP"),
+            str(row["name"]), f"{several}{row['m']}x{row['k']}x{row['n']}", show(_number(row["flops"]), "FLOP"),
             f"{_number(row['flops_per_byte']):.0f}", str(row["bound"]), show(_number(row["seconds"]), "s"),
         )  # fmt: skip
     return Group(table, Text(""))

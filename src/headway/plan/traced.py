@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from headway.errors import UsageError
 from headway.plan.calibration import Calibration
 from headway.plan.estimating import Estimate, verdict
 from headway.plan.hardware import Node
 from headway.plan.layout import Layout
 from headway.plan.memory import CONTEXT_BYTES, RESERVE
-from headway.plan.quantity import Quantity, about, exact
+from headway.plan.quantity import UNBOUNDED, Quantity, about, exact, show
 from headway.plan.remedies import Remedy
 
 if TYPE_CHECKING:
@@ -160,6 +161,8 @@ def estimate_of(
 ) -> Estimate:
     """A trace as an estimate: the same answers, verdict and exit code as a planned layout."""
     if found.error is not None:
+        if not found.state_bytes:
+            raise UsageError(f"{title} could not be traced, and nothing is known of it: {found.error}")
         return _states_only(title, found, settings, node)
     capacity = node.device.memory_bytes
     high = CONVOLUTION_HIGH if found.convolves else RESERVED_HIGH if settings.fsdp == 1 else SHARDED_HIGH
@@ -289,13 +292,11 @@ def _states_only(title: str, found: Traced, settings: Trace, node: Node) -> Esti
     total = (weights + gradients * (1 + moments)) / settings.fsdp + CONTEXT_BYTES
     answers = {"parameters": exact(found.parameters, formula="counted on the module", source="trace")}
     answers["memory.needed"] = Quantity(
-        value=total, low=total, high=max(total, node.device.memory_bytes * 10), unit="bytes", source="formula",
+        value=total, low=total, high=total * UNBOUNDED, unit="bytes", source="formula",
         formula="weights + gradients + optimizer + context: a lower bound without activations",
     )  # fmt: skip
     fits = total <= node.device.memory_bytes
     least = f"needs at least {total / 2**30:.1f} GiB of {node.device.memory_bytes / 2**30:.1f} for its states"
-    if not found.state_bytes:
-        least = "nothing is known"
     text = (
         f"could not be traced, {least}: {found.error}" if fits else f"does not fit: {least} ({found.error})"
     )
@@ -304,5 +305,5 @@ def _states_only(title: str, found: Traced, settings: Trace, node: Node) -> Esti
 
 def _biggest(found: Traced) -> list[str]:
     top = sorted(found.by_module.items(), key=lambda item: -item[1])[:5]
-    shown = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in top if size)
+    shown = ", ".join(f"{name} {show(size, 'bytes')}" for name, size in top if size > 0.01 * found.allocated)
     return [f"most of the peak is kept by {shown}"] if shown else []

@@ -42,6 +42,7 @@ class Trace:
     precision: str = "amp"
     """amp (autocast to bf16), fp32, or pure-bf16."""
     batch_size: int | None = None
+    """Samples of one batch, if the function that makes it wants to know."""
     accumulate: int = 1
     """Microbatches per step."""
     arguments: dict[str, int] = field(default_factory=dict)

@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -45,8 +46,15 @@ def _traced(request: Request) -> dict[str, Any]:
     except (UnsupportedOperatorException, DataDependentOutputException, DynamicOutputShapeException) as error:
         return _failure(step, f"the operation {error.func} cannot be traced without data")
     except Exception as error:  # noqa: BLE001 - the user's own code failed, in whatever way: the parent reports it
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        return _failure(step, f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})")
+        return _failure(step, f"{type(error).__name__}: {error}{_where(error)}")
+
+
+def _where(error: Exception) -> str:
+    """The last line of the user's own that led there."""
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    frames = traceback.extract_tb(error.__traceback__)
+    last = next((frame for frame in reversed(frames) if not frame.filename.startswith(ours)), None)
+    return "" if last is None else f" ({Path(last.filename).name}:{last.lineno})"
 
 
 def _result(step: Step) -> dict[str, Any]:
