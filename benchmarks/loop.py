@@ -10,6 +10,9 @@ in the same process and thread, out of the loader that the loop asks for its nex
 mean of its two neighbours, which takes a steady drift out; the median of these ratios is printed with its 95 %
 interval, which comes from their ranks and assumes nothing about the noise. "raw again" is a raw loop measured like the
 others: it should give 0.
+
+With --ablate, raw loops that do some of what headway does, and headway without some of it, tell where its time goes:
+microseconds per step beyond the raw loop, by the clock on the wall and by that of this thread on its CPU.
 """
 
 from __future__ import annotations
@@ -25,10 +28,10 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +39,7 @@ from torch import Tensor, nn
 
 from headway import dist
 from headway.train import Pipeline, TrainValStage
+from headway.train.settings import LOG_EVERY
 
 BLOCK = 100
 """steps between two looks at the clock: two of headway's log points"""
@@ -65,6 +69,13 @@ def train(batches: Any, device: torch.device, net: nn.Module, optimizer: torch.o
         optimizer.step()
 
 
+class Took(NamedTuple):
+    """Seconds, by the clock on the wall and by that of this thread on its CPU."""
+
+    wall: float
+    cpu: float
+
+
 class Course:
     """The batches of one run. Between two blocks of them, a block of raw steps is run and timed."""
 
@@ -75,8 +86,8 @@ class Course:
         self.batch = x, torch.randint(0, 10, (64,), generator=generator)
         self.net = make_net().to(device)
         self.optimizer = adamw(self.net.parameters())
-        self.raw: list[float] = []
-        self.measured: list[float] = []
+        self.raw: list[Took] = []
+        self.measured: list[Took] = []
 
     def __len__(self) -> int:
         return self.blocks * BLOCK
@@ -87,24 +98,34 @@ class Course:
             began = self._now()
             for _ in range(BLOCK):
                 yield self.batch
-            self.measured.append(self._now() - began)
+            self.measured.append(self._since(began))
         self.raw.append(self._raw_block())
 
-    def _raw_block(self) -> float:
+    def _raw_block(self) -> Took:
         began = self._now()
         with torch.enable_grad():
             train([self.batch] * BLOCK, self.device, self.net, self.optimizer)
-        return self._now() - began
+        return self._since(began)
 
-    def _now(self) -> float:
+    def _now(self) -> Took:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        return time.perf_counter()
+        return Took(time.perf_counter(), time.thread_time())
+
+    def _since(self, began: Took) -> Took:
+        now = self._now()
+        return Took(now.wall - began.wall, now.cpu - began.cpu)
 
     def ratios(self) -> list[float]:
         """Of each block to the mean of the raw ones before and after it."""
-        beside = [(before + after) / 2 for before, after in pairwise(self.raw)]
-        return [mine / base for mine, base in zip(self.measured, beside, strict=False)][WARM_UP:]
+        beside = [(before.wall + after.wall) / 2 for before, after in pairwise(self.raw)]
+        return [mine.wall / base for mine, base in zip(self.measured, beside, strict=False)][WARM_UP:]
+
+    def extra(self, clock: str) -> list[float]:
+        """Microseconds per step beyond the raw blocks beside, by one of the clocks."""
+        raw, mine = ([getattr(took, clock) for took in every] for every in (self.raw, self.measured))
+        beside = [(before + after) / 2 for before, after in pairwise(raw)]
+        return [(took - base) / BLOCK * 1e6 for took, base in zip(mine, beside, strict=False)][WARM_UP:]
 
 
 def raw_again(course: Course) -> None:
@@ -119,13 +140,15 @@ class Classify(TrainValStage):
         return F.cross_entropy(logits, y)
 
 
-def headway(course: Course) -> None:
+def headway(course: Course, stage: TrainValStage | None = None, *, measured: bool = True) -> None:
     with tempfile.TemporaryDirectory() as folder:
         pipe = Pipeline(name="loop", root=Path(folder))
+        if not measured:
+            pipe.split.every = NEVER
         pipe.register_model("net", make_net())
         pipe.register_optimizer("adamw", adamw, model="net")
         pipe.register_dataset("train", course)
-        pipe.append_stage(Classify(), max_epochs=1)
+        pipe.append_stage(stage or Classify(), max_epochs=1)
         pipe.run()
 
 
@@ -207,6 +230,54 @@ def dmlcloud(course: Course) -> None:
     pipe.run()
 
 
+NEVER = 10**9
+"""steps"""
+
+
+def losses_kept(course: Course) -> None:
+    """A raw loop that keeps its losses, and has their mean come to the host now and then."""
+    net, losses = make_net().to(course.device), []
+    optimizer = adamw(net.parameters())
+    for x, y in course:
+        x, y = x.to(course.device, non_blocking=True), y.to(course.device, non_blocking=True)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+        if len(losses) == LOG_EVERY:
+            torch.stack(losses).mean(dtype=torch.float64).item()
+            losses.clear()
+
+
+class Raw(Classify):
+    """A raw loop in the midst of a run: all that surrounds it is there."""
+
+    def run_epoch(self) -> None:  # type: ignore[misc]
+        self.steps += 1
+        train(self.train_dataset(), self.device, self.models["net"], self.optimizers()[0])
+
+
+class Fed(Classify):
+    """A raw loop whose batches come by headway."""
+
+    def run_epoch(self) -> None:  # type: ignore[misc]
+        self.steps += 1
+        train(self.feed(self.train_dataset()), self.device, self.models["net"], self.optimizers()[0])
+
+
+PARTS: dict[str, Callable[[Course], None]] = {
+    "raw again": raw_again,
+    "raw, losses kept, their mean read every 50 steps": losses_kept,
+    "raw, in a stage": lambda course: headway(course, Raw()),
+    "raw, in a stage, batches by headway": lambda course: headway(course, Fed()),
+    "headway without log points, no step timed": lambda course: headway(
+        course, Classify(log_every=NEVER), measured=False
+    ),
+    "headway without log points, each step timed": lambda course: headway(course, Classify(log_every=NEVER)),
+    "headway": headway,
+}
+
 LOOPS: dict[str, tuple[Callable[[Course], None], str]] = {
     "raw again": (raw_again, "torch"),
     "headway": (headway, "headway"),
@@ -225,6 +296,30 @@ def interval(values: list[float]) -> tuple[float, float, float]:
     return ordered[low], statistics.median(ordered), ordered[high]
 
 
+def run(
+    loops: Mapping[str, Callable[[Course], None]], arguments: argparse.Namespace, device: torch.device
+) -> dict[str, list[Course]]:
+    """Runs the loops in turn, back and forth."""
+    courses: dict[str, list[Course]] = {name: [] for name in loops}
+    for number in range(arguments.rounds):
+        for name, loop in list(loops.items())[:: 1 if number % 2 == 0 else -1]:
+            course = Course(arguments.blocks // arguments.rounds, device)
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                loop(course)
+            courses[name].append(course)
+    return courses
+
+
+def tell_parts(courses: Mapping[str, list[Course]]) -> None:
+    for name, mine in courses.items():
+        told = []
+        for clock in Took._fields:
+            low, middle, high = interval([extra for course in mine for extra in course.extra(clock)])
+            told.append(f"{clock} {middle:+7.1f} us ({low:+.1f} to {high:+.1f})")
+        print(f"{name:50} {'   '.join(told)}")
+    sys.stdout.flush()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -233,6 +328,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="runs of each loop, in turn")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", nargs="+", choices=[*LOOPS], default=[*LOOPS])
+    parser.add_argument("--ablate", action="store_true", help="tell where headway's time goes")
     arguments = parser.parse_args()
     dist.init(device=arguments.device)
     device = dist.world().device
@@ -245,22 +341,19 @@ def main() -> None:
         for name in arguments.only
         if importlib.util.find_spec(LOOPS[name][1]) is not None
     }
-    raw: list[float] = []
-    ratios: dict[str, list[float]] = {name: [] for name in there}
-    for number in range(arguments.rounds):
-        for name, loop in list(there.items())[:: 1 if number % 2 == 0 else -1]:
-            course = Course(arguments.blocks // arguments.rounds, device)
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                loop(course)
-            ratios[name] += course.ratios()
-            raw += course.raw[WARM_UP:]
-    each = [seconds / BLOCK * 1e6 for seconds in raw]
+    courses = run(PARTS if arguments.ablate else there, arguments, device)
+    every = [course for each in courses.values() for course in each]
+    each = [took.wall / BLOCK * 1e6 for course in every for took in course.raw[WARM_UP:]]
     low, _, high = statistics.quantiles(each, n=4)
     print(
         f"{device.type}, torch {torch.__version__}, {arguments.blocks} blocks of {BLOCK} steps for each loop"
     )
     print(f"{'raw loop':12} {statistics.median(each):7.1f} us/step   (quartiles {low:.1f} to {high:.1f})")
-    for name, found in ratios.items():
+    if arguments.ablate:
+        tell_parts(courses)
+        return
+    for name, mine in courses.items():
+        found = [ratio for course in mine for ratio in course.ratios()]
         low, middle, high = (value - 1 for value in interval(found))
         print(f"{name:12} {middle:+7.1%}           (95 %: {low:+.1%} to {high:+.1%})")
     if missing := [name for name in arguments.only if name not in there]:

@@ -103,12 +103,10 @@ def to_device(batch: Any, device: torch.device) -> Any:
             )
         return batch.to(device, non_blocking=True)
     if isinstance(batch, tuple | list):
-        parts = [
-            part.to(device, non_blocking=True)
-            if type(part) is Tensor and part.is_cpu
-            else to_device(part, device)
-            for part in batch
-        ]
+        parts = []
+        for part in batch:  # plain tensors, as most are, without another call
+            plain = type(part) is Tensor and part.is_cpu
+            parts.append(part.to(device, non_blocking=True) if plain else to_device(part, device))
         kind = type(batch)
         return parts if kind is list else tuple(parts) if kind is tuple else _like(batch, parts)
     if isinstance(batch, Mapping):
@@ -122,15 +120,8 @@ def _like(batch: tuple[Any, ...] | list[Any], parts: list[Any]) -> Any:
     return type(batch)(*parts) if named else type(batch)(parts)
 
 
-def sample_count(batch: Any) -> int:
-    """How many samples a batch has: the length of the first tensor in it, 1 if there is none."""
-    first = batch[0] if isinstance(batch, tuple | list) and batch else batch
-    if not isinstance(first, Tensor):
-        first = _first_tensor(batch)
-    return first.shape[0] if first is not None and first.ndim else 1
-
-
-def _first_tensor(batch: Any) -> Tensor | None:
+def first_tensor(batch: Any) -> Tensor | None:
+    """The first tensor in a batch, wherever it is."""
     if isinstance(batch, Tensor):
         return batch
     if isinstance(batch, Mapping):
@@ -138,7 +129,7 @@ def _first_tensor(batch: Any) -> Tensor | None:
     elif not isinstance(batch, tuple | list):
         return None
     for part in batch:
-        found = _first_tensor(part)
+        found = first_tensor(part)
         if found is not None:
             return found
     return None

@@ -28,7 +28,7 @@ from headway.errors import HeadwayError, RunLocked, Stopped, StorageError, Usage
 from headway.failpoints import failpoint
 from headway.record import Recording
 from headway.train import attempts, loop, randomness, state
-from headway.train.metrics import Value, gather
+from headway.train.metrics import Point, Value, gather
 from headway.train.state import Stateful
 
 if TYPE_CHECKING:
@@ -172,6 +172,11 @@ class Keeper:
         every = self.policy.interval.seconds
         late = every is not None and not self.due and time.monotonic() - self._since >= every
         return loop.SAVE if late else 0
+
+    def after_log_point(self, point: Point) -> None:
+        """Rank 0's wish to save has been heard by all; what was saved meanwhile is told."""
+        self.due |= bool(point.flags[0] & loop.SAVE)
+        self.settle()
 
     def hear(self, values: Mapping[str, Value]) -> None:
         """The metrics of an epoch or a validation."""

@@ -7,77 +7,83 @@ for _ in epochs(stage):             # hooks, set_epoch, the epoch's metrics
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from headway.dist import set_phase
-from headway.failpoints import armed, failpoint
+from torch import Tensor
+
+from headway.dist.failing import HEART
+from headway.failpoints import failpoint
+from headway.train.precision import copied
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from headway.train.stage import Stage
     from headway.train.trainval import TrainValStage
 
 # what a rank may want at a log point: to stop, one is enough; when to save, rank 0 says
 STOP, SAVE = 1, 2
-_WHOLE = (None,)
 
 
 def epochs(stage: Stage) -> Iterator[None]:
     """Around each epoch of a stage: the epoch itself is what the caller does at the `yield`."""
-    pipe, keeper = stage.pipe, stage.pipe.keeper
-    stage.may_fail = armed()
+    pipe = stage.pipe
     while stage.in_epoch or not stage.finished:  # after a restart, the rest of an epoch may be left
         pipe.begin_epoch(stage)
-        set_phase(stage.name, pipe.step)
         yield
         stage.check_progress(stage.steps - stage.epoch_began)
         log_point(stage)
         pipe.end_epoch(stage, stage.epoch_values())
         pipe.call("post_epoch", stage)
         stage.stopped |= any(word & STOP for word in stage.meter.reduce(flags=stage.wishes).flags)
-        if keeper:
-            keeper.after_epoch(stage)
+        if pipe.keeper:
+            pipe.keeper.after_epoch(stage)
 
 
 def train(stage: TrainValStage) -> Iterator[None]:
     """One epoch of training."""
-    settings, split, precision = stage.settings, stage.pipe.split, stage.precision
+    pipe, settings, split, precision = stage.pipe, stage.settings, stage.pipe.split, stage.precision
     accumulate, autocast, between_steps = settings.accumulate, precision.autocast, bool(settings.val_steps)
-    loader, limit = stage.train_dataset(), settings.limit_train_batches
+    loader, limit, losses = stage.train_dataset(), settings.limit_train_batches, stage.recent_losses
+    last = math.inf if stage.max_steps is None else stage.max_steps
     batches = stage.feed(loader, limit, progress=stage.begin_pass(loader, limit))
+    train_step, backward, count_samples = stage.train_step, precision.backward, stage.count_samples
+    keep = copied if pipe.outputs_are_reused else Tensor.detach  # losses are read at log points
     stage.check_lengths()
     stage.zero_grad()
     while True:
         if between_steps and stage.validation_due(epoch_ends=False):
             yield
-        window = () if stage.ended else tuple(islice(batches, accumulate))  # the last one may be short
+        if weight := stage.weight:  # of this step in the split of time; most brief ones have none
+            split.mark("data", weight)
+        ended = stage.stopped or stage.steps >= last
+        window = () if ended else tuple(islice(batches, accumulate))  # the last one may be short
         if not window:
             break
-        shares: Sequence[Tensor | float | None] = _WHOLE  # torch's own average over ranks
-        if accumulate > 1:
-            split.mark("backward")  # `shares` waits for other ranks, as the backward pass does
-            shares = stage.shares(window)
-        losses = []
-        for number, (batch, share) in enumerate(zip(window, shares, strict=True), start=1):
-            split.mark("compute")
+        shares = stage.shares(window) if accumulate > 1 else ()  # (): torch's own average over ranks
+        for number, batch in enumerate(window):
+            if weight:
+                split.mark("compute", weight)
             stage.batch = batch
-            if accumulate > 1:
-                stage.let_gradients_travel(number == len(window))  # once per step, with the last batch
+            if shares:
+                stage.let_gradients_travel(number + 1 == len(window))  # once per step, with the last batch
             if autocast is None:
-                loss = stage.check_loss(stage.train_step(batch))
+                loss = train_step(batch)
             else:
                 with autocast:
-                    loss = stage.check_loss(stage.train_step(batch))
-            split.mark("backward")
-            precision.backward(loss if share is None else loss * share)
-            losses.append((loss.detach(), stage.count_samples(batch)))
-        split.mark("optimizer")
-        if stage.step_optimizers():
-            stage.note_losses(losses)
+                    loss = train_step(batch)
+            if not (isinstance(loss, Tensor) and loss.requires_grad and loss.ndim == 0):
+                raise stage.not_a_loss(loss)
+            if weight:
+                split.mark("backward", weight)
+            backward(loss * shares[number] if shares else loss)
+            losses.append((pipe.step + 1, keep(loss), count_samples(batch)))
+        if weight:
+            split.mark("optimizer", weight)
+        if not stage.step_optimizers():
+            del losses[-len(window) :]
         finish_step(stage)
     if stage.validation_due(epoch_ends=True):
         yield
@@ -90,13 +96,11 @@ def validate(stage: TrainValStage) -> None:
         return
     log_point(stage)  # what was trained so far is told first, and its time is not the validation's
     loss_name, split, keeper = stage.loss_metric_name(), stage.pipe.split, stage.pipe.keeper
-    if keeper:
-        keeper.before_validation()
     with stage.evaluating():
         for batch in stage.val_batches(loader):
             split.mark("validation")
             stage.batch = batch
-            set_phase("validation", stage.pipe.step)
+            HEART.move("validation", stage.pipe.step)
             with stage.precision.autocast or nullcontext():
                 loss = stage.val_step(batch)
             if loss is not None:
@@ -108,19 +112,14 @@ def validate(stage: TrainValStage) -> None:
     split.mark("wait")
     point = stage.val_meter.reduce()
     split.mark("other")
-    stage.val_meter.finish_epoch()
-    stage.validated(point.values)
-    stage.pipe.note(stage, "validation", point)
-    if keeper:
-        keeper.after_validation(stage)
+    stage.validated(point)
 
 
-def finish_step(stage: Stage) -> bool:
-    """Counts a step, holds the log point if one is due, and tells whether the stage ends here."""
-    pipe = stage.pipe
-    stage.steps += 1
-    pipe.step += 1
-    set_phase(stage.name, pipe.step)
+def finish_step(stage: Stage) -> None:
+    """Counts a step, and holds the log point if one is due."""
+    pipe, split = stage.pipe, stage.pipe.split
+    stage.steps, pipe.step = stage.steps + 1, pipe.step + 1
+    HEART.move(stage.name, pipe.step)
     if pipe.ledger:
         pipe.ledger.step(stage)
     if stage.may_fail:
@@ -129,7 +128,10 @@ def finish_step(stage: Stage) -> bool:
         log_point(stage)
     if pipe.keeper:
         pipe.keeper.after_step(stage)
-    return stage.ended
+    # one of many is measured, but not the first after a log point, which finds the device idle
+    stage.weight = split.every if stage.steps % split.every == split.every // 5 else 0
+    if split.measuring and not stage.weight:
+        split.rest()
 
 
 def log_point(stage: Stage) -> None:
@@ -144,6 +146,5 @@ def log_point(stage: Stage) -> None:
         stage.pipe.ledger.write(stage)
     stage.examine(point)
     stage.samples, stage.logged_at = 0, stage.steps
-    if keeper := stage.pipe.keeper:
-        keeper.due |= bool(point.flags[0] & SAVE)
-        keeper.settle()
+    if stage.pipe.keeper:
+        stage.pipe.keeper.after_log_point(point)

@@ -412,6 +412,7 @@ class Pipeline:
         self.call("pre_epoch", stage)
         if self.keeper:
             self.keeper.go_on()
+        dist.set_phase(stage.name, self.step)
 
     def end_epoch(self, stage: Stage, values: Mapping[str, Any]) -> None:
         """Counts an epoch, keeps its metrics, and moves the schedulers that move with epochs."""
@@ -430,15 +431,20 @@ class Pipeline:
             elif schedule.monitor in values:
                 schedule.scheduler.step(values[schedule.monitor])
 
-    def after_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """After optimisers have stepped: their schedulers move, and the averages of their models follow."""
-        for optimizer in optimizers:
-            for schedule in self._schedules.values():
-                if schedule.every == "step" and schedule.optimizer is optimizer:
-                    schedule.scheduler.step()
-        for model in self.registered.values():
-            if model.ema is not None and any(model.ema.follows(optimizer) for optimizer in optimizers):
-                model.ema.update()
+    def followers(self, optimizers: Sequence[Optimizer]) -> list[Callable[[], object]]:
+        """What is to be called when optimisers have stepped: their schedulers, and the averages of their models."""
+        schedulers = [
+            schedule.scheduler.step
+            for optimizer in optimizers
+            for schedule in self._schedules.values()
+            if schedule.every == "step" and schedule.optimizer is optimizer
+        ]
+        averages = [
+            model.ema.update
+            for model in self.registered.values()
+            if model.ema is not None and any(model.ema.follows(optimizer) for optimizer in optimizers)
+        ]
+        return [*schedulers, *averages]
 
     def _parameters(self, optimizer: str, model: str | None) -> list[nn.Parameter]:
         if model is not None and model not in self.registered:

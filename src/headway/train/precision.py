@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, final, get_args
 
@@ -22,6 +22,11 @@ def check_name(name: str) -> None:
         raise UsageError(f"precision={name!r} is unknown: use one of {known}")
 
 
+def copied(loss: Tensor) -> Tensor:
+    """The loss alone, in memory of its own: outputs of CUDA graphs are overwritten by the next step."""
+    return loss.detach().clone()
+
+
 @final
 class Precision:
     """Autocasting and, for fp16 alone, a gradient scaler: bf16 has the range of fp32 and needs none."""
@@ -33,6 +38,10 @@ class Precision:
         dtype = _AUTOCAST.get(name)
         self.autocast = None if dtype is None else torch.autocast(device.type, dtype)
         """Around forward and loss; entered anew in each step, not made anew, which would cost microseconds."""
+        self.backward: Callable[[Tensor], None] = (
+            torch.autograd.backward if self.scaler is None else self._scaled_backward
+        )
+        """The gradients of a loss, with or without a scale."""
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -45,9 +54,9 @@ class Precision:
         finally:
             torch.set_float32_matmul_precision(before)
 
-    def backward(self, loss: Tensor) -> None:
-        scaled = loss if self.scaler is None else self.scaler.scale(loss)
-        torch.autograd.backward(scaled)
+    def _scaled_backward(self, loss: Tensor) -> None:
+        assert self.scaler is not None
+        torch.autograd.backward(self.scaler.scale(loss))
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Gradients as they are, for looking at their norm."""

@@ -60,8 +60,12 @@ class Display(ABC):
     """Shows how a stage goes."""
 
     @abstractmethod
+    def due(self, now: float) -> bool:
+        """Whether it is time to show something again, by the monotonic clock."""
+
+    @abstractmethod
     def update(self, sight: Sight) -> None:
-        """At a log point."""
+        """At a log point, if one is due."""
 
     @abstractmethod
     def end_epoch(self, sight: Sight) -> None:
@@ -79,9 +83,11 @@ class Lines(Display):
     def __init__(self) -> None:
         self._last = time.monotonic()
 
+    def due(self, now: float) -> bool:
+        return now - self._last >= LINE_SECONDS
+
     def update(self, sight: Sight) -> None:
-        if time.monotonic() - self._last >= LINE_SECONDS:
-            self._print(sight)
+        self._print(sight)
 
     def end_epoch(self, sight: Sight) -> None:
         self._print(sight)
@@ -106,11 +112,12 @@ class LiveTable(Display):
         self._last = 0.0
         self._live.start()
 
+    def due(self, now: float) -> bool:
+        return now - self._last >= REFRESH_SECONDS
+
     def update(self, sight: Sight) -> None:
-        now = time.monotonic()
-        if now - self._last >= REFRESH_SECONDS:
-            self._last = now
-            self._show(sight, [*self._done, sight.cells()])
+        self._last = time.monotonic()
+        self._show(sight, [*self._done, sight.cells()])
 
     def end_epoch(self, sight: Sight) -> None:
         self._done.append(sight.cells())

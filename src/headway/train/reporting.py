@@ -42,6 +42,7 @@ class Reporter:
         self._since = time.monotonic()  # the last log point or validation
         self._began, self._began_at = self._since, 0  # the stage: when, and at which of its steps
         self._shown: dict[str, Any] = {}  # the newest value of each metric
+        self._counted: dict[str, Counted] | None = None
         self._peak, self._peak_at = 0, float("-inf")  # of the device's memory, and when it was asked for
         self._rate: float | None = None
         self._wait: float | None = None
@@ -70,6 +71,7 @@ class Reporter:
         """Around a stage: its display."""
         self._since = self._began = time.monotonic()
         self._began_at, self._shown, self._rate, self._wait = stage.steps, {}, None, None
+        self._counted = None
         with ExitStack() as stack:
             if self._world.is_root:
                 self._display = display()
@@ -97,14 +99,15 @@ class Reporter:
             self._wait = seconds.get("data", 0.0) / whole if whole else None
             row["samples_per_second"] = self._rate
         self._since = now
-        loaders = {name: loader for name, loader in stage.datasets.items() if isinstance(loader, Counted)}
-        if loaders:
-            row["data"] = {name: loader.counters() for name, loader in loaders.items()}
+        if self._counted is None:  # once for the stage, since it takes many microseconds to ask
+            self._counted = {name: each for name, each in stage.datasets.items() if isinstance(each, Counted)}
+        if self._counted:
+            row["data"] = {name: loader.counters() for name, loader in self._counted.items()}
         if self._world.device.type == "cuda":
             row["memory_peak"] = self._memory_peak(now)
         self._rows.write(row)
         self._shown.update(point.values)
-        if self._display is not None:
+        if self._display is not None and self._display.due(now):
             self._display.update(self._sight(stage, step))
 
     def checkpoint(self, saved: Saved) -> None:

@@ -12,6 +12,8 @@ from typing import Any, final
 from headway import files
 from headway.run import Run
 
+_encode = json.JSONEncoder(allow_nan=False).encode
+
 
 @final
 class RowWriter:
@@ -28,7 +30,11 @@ class RowWriter:
         self.lost = 0
 
     def write(self, row: dict[str, Any]) -> None:
-        data = json.dumps(_plain(row), allow_nan=False).encode() + b"\n"
+        try:
+            text = _encode(row)
+        except ValueError:  # some number is not finite, which is rare
+            text = _encode(_plain(row))
+        data = text.encode() + b"\n"
         try:
             written = os.write(self._fd, data)
         except OSError as error:

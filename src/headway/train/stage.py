@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from headway import dist
 from headway.dist import set_phase
 from headway.errors import UsageError
+from headway.failpoints import armed
 from headway.train import batches as feed, loop, randomness
 from headway.train.batches import Pass
 from headway.train.metrics import Meter, Point, Reduction, Scope
@@ -64,6 +65,8 @@ class Stage(ABC):
         """samples that this rank has trained on since the last log point"""
         self.batch: Any = None
         """the batch that was taken last"""
+        self.weight = 1
+        """how many steps the next one stands for where time is measured; 0 if it is not measured"""
         self.may_fail = False  # on purpose, in a test
         self.stop_requested = False  # on this rank
         self.stopped = False  # agreed by all ranks
@@ -173,15 +176,20 @@ class Stage(ABC):
         loader = self.datasets.get(name)
         if loader is None:
             raise UsageError(missing_dataset(self, name))
-        progress = self.begin_pass(loader)
+        progress, split = self.begin_pass(loader), self.pipe.split
+        split.mark("data")
         try:
             for batch in self.feed(loader, progress=progress):
                 self.batch = batch
                 self.samples += self.count_samples(batch)
-                self.pipe.split.mark("compute")
+                if self.weight:
+                    split.mark("compute", self.weight)
                 yield batch
-                if loop.finish_step(self):
+                loop.finish_step(self)
+                if self.ended:
                     return
+                if self.weight:
+                    split.mark("data", self.weight)
         finally:
             progress.done = True
 
@@ -189,11 +197,15 @@ class Stage(ABC):
         """Steps an optimiser of your own loop; its scheduler moves, and the average of its model follows."""
         optimizer = self.pipe.optimizers[name]
         optimizer.step()
-        self.pipe.after_optimizers([optimizer])
+        for follow in self.pipe.followers([optimizer]):
+            follow()
 
     def count_samples(self, batch: Any) -> int:
         """How many samples (or tokens) count for this batch; override it if the first tensor's length does not say."""
-        return feed.sample_count(batch)
+        first = batch[0] if isinstance(batch, tuple | list) and batch else batch
+        if not isinstance(first, Tensor):
+            first = feed.first_tensor(batch)
+        return first.shape[0] if first is not None and first.ndim else 1
 
     # --- what the loop uses
 
@@ -233,6 +245,7 @@ class Stage(ABC):
 
     def begin_epoch(self) -> None:
         """A new epoch, unless one was under way when the run was stopped."""
+        self.may_fail = armed()
         if not self.in_epoch:
             self.in_epoch, self.epoch_began, self.passes = True, self.steps, []
         self._passes_begun = 0
@@ -248,18 +261,18 @@ class Stage(ABC):
             begun.given = round(begun.given * of / begun.of)
         begun.loader, begun.of, begun.skip = loader, of, 0 if positioned else begun.given
         self._passes_begun += 1
+        self.weight = 1  # the first batch, for which the loader starts, is always waited for by the clock
         return begun
 
     def feed(
         self, loader: Iterable[Any], limit: int | None = None, *, progress: Pass | None = None
     ) -> Iterator[Any]:
-        """Batches of a loader, on the device; the time spent waiting for them is "data"."""
+        """Batches of a loader, on the device."""
         ledger = self.pipe.ledger if progress is not None else None  # a validation is no step
-        split, device = self.pipe.split, self.device
+        device = self.device
         progress = progress or Pass()
         if progress.done or (progress.given and self.ended):
             return
-        split.mark("data")
         source = self._opened(loader, progress)
         while limit is None or progress.given < limit:
             try:
@@ -270,7 +283,6 @@ class Stage(ABC):
             if ledger:
                 ledger.took(loader, batch)
             yield feed.to_device(batch, device)
-            split.mark("data")
         progress.done = True
 
     def _opened(self, loader: Iterable[Any], progress: Pass) -> Iterator[Any]:

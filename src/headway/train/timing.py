@@ -1,9 +1,11 @@
 """Where a step's time goes, measured without waiting for the device.
 
 On the CPU a clock is read when one kind of work ends and the next begins. On a GPU the host runs ahead, so events are
-put into the stream instead, in every tenth step, since each takes some microseconds; they are read at log points, where
-the device has just been waited for anyway. "data" is then the time in which the GPU had nothing to do because the next
-batch was not there.
+put into the stream instead; they are read at log points, where the device has just been waited for anyway. "data" is
+then the time in which the GPU had nothing to do because the next batch was not there.
+
+Even a look at a clock takes a microsecond or two where operations before it have emptied the caches, and an event
+takes more. So of brief steps one in ten is measured, and counts for all of them; the loop does nothing in the others.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ import torch
 Phase = Literal["data", "compute", "backward", "optimizer", "wait", "validation", "checkpoint", "other"]
 """waiting for the loader; forward; backward; clipping and stepping; waiting for other ranks at a log point; ..."""
 
+BRIEF = 0.01
+"""seconds; of steps that take less, not all are measured"""
 SAMPLE = 10
-"""On a GPU, one step in so many is measured, and counts for all of them."""
-_BEGINNINGS = frozenset({"data", "wait", "checkpoint", "other"})
-"""Phases that may begin to be measured where the one before was not."""
+"""but one in so many"""
+_IN_A_STEP = ("data", "compute", "backward", "optimizer")
 
 
 @final
@@ -35,46 +38,56 @@ class Split:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.every = 1
+        """one step in so many is to be measured"""
+        self.measuring = False
         self._cuda = device.type == "cuda"
         self._seconds: dict[str, float] = {}
-        self._phase: Phase | None = None
-        self._since = 0.0
-        self._steps = 0
-        self._weight = 0  # how often what is under way counts; 0 if it is not measured
+        self._steps = 0  # that were measured, or are stood for by one that was
+        self._phase: Phase = "other"
+        self._since, self._weight = 0.0, 1
         self._events: list[tuple[Phase, int, torch.cuda.Event]] = []
         self._spare: list[torch.cuda.Event] = []
 
-    def mark(self, phase: Phase) -> None:
-        """What was under way ends here, and `phase` begins."""
-        if self._cuda:
-            if self._weight or phase in _BEGINNINGS:
-                self._mark_event(phase)
-            return
-        now, under_way = time.perf_counter(), self._phase
-        if under_way is not None:
-            self._seconds[under_way] = self._seconds.get(under_way, 0.0) + now - self._since
-        self._phase, self._since = phase, now
+    def mark(self, phase: Phase, weight: int = 1) -> None:
+        """What was under way ends here, and `phase` begins, whose time counts `weight` times."""
+        self._turn(phase, weight)
+        self.measuring = True
+        if phase == "compute":
+            self._steps += weight
+
+    def rest(self) -> None:
+        """What was under way ends here, and what comes now is not measured."""
+        if self.measuring:
+            self._turn("other", 0)
+            self.measuring = False
 
     def take(self) -> dict[str, float]:
         """Seconds per phase since the last call. On a GPU: call it when the device was just waited for."""
         if self._cuda:
             self._read_events()
-        elif self._phase is not None:
-            self.mark(self._phase)
+        elif self.measuring:
+            self._turn(self._phase, self._weight)
         taken, self._seconds = self._seconds, {}
+        if self._steps >= SAMPLE:
+            step = sum(taken.get(phase, 0.0) for phase in _IN_A_STEP) / self._steps
+            self.every = SAMPLE if step < BRIEF else 1
+        self._steps = 0
         return taken
 
-    def _mark_event(self, phase: Phase) -> None:
-        before = self._weight
-        if phase == "data":  # a step begins
-            self._steps += 1
-            self._weight = SAMPLE if self._steps % SAMPLE == 2 else 0
-        elif phase in ("wait", "checkpoint", "other"):  # rare, so always measured
-            self._weight = 1
-        if before or self._weight:
+    def _turn(self, phase: Phase, weight: int) -> None:
+        if self._cuda:
             event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
-            self._events.append((phase, self._weight, event))
+            self._events.append((phase, weight, event))
+            return
+        now = time.perf_counter()
+        if self.measuring:
+            self._add(self._phase, self._weight * (now - self._since))
+        self._phase, self._weight, self._since = phase, weight, now
+
+    def _add(self, phase: Phase, seconds: float) -> None:
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
 
     def _read_events(self) -> None:
         done = self._events
@@ -83,8 +96,7 @@ class Split:
             done = done[:-1]
         for (phase, weight, begin), (_, _, end) in pairwise(done):
             if weight:
-                seconds = weight * begin.elapsed_time(end) / 1e3
-                self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
+                self._add(phase, weight * begin.elapsed_time(end) / 1e3)
         if done:
             self._events = self._events[len(done) - 1 :]
             self._spare.extend(event for _, _, event in done[:-1])

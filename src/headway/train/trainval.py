@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from functools import cached_property
+from types import MethodType
 from typing import Any, final
 
 import torch
@@ -53,6 +54,7 @@ class TrainValStage(Stage):
         self.skipped = 0  # steps left out in a row
         self.validated_at = 0  # the steps that were finished at the last validation
         self._validated: dict[str, Any] = {}
+        self._updates: list[Callable[[], object]] | None = None
 
     # --- what you may override
 
@@ -172,6 +174,8 @@ class TrainValStage(Stage):
 
     def shares(self, window: Sequence[Any]) -> Sequence[Tensor | float]:
         """What each batch's mean loss counts in the mean over all samples of the window, on all ranks."""
+        if self.weight:
+            self.pipe.split.mark("backward", self.weight)  # where other ranks are waited for, too
         counts = [self.count_samples(batch) for batch in window]
         mine, size = sum(counts), self.pipe.world.world_size
         if size == 1:
@@ -185,20 +189,12 @@ class TrainValStage(Stage):
         for model in self.pipe.registered.values():
             model.travel(now)
 
-    def note_losses(self, losses: Sequence[tuple[Tensor, int]]) -> None:
-        """Keeps the losses of one step's batches until the log point, where one operation adds them up."""
-        pipe = self.pipe
-        for loss, count in losses:
-            self.recent_losses.append(
-                (pipe.step + 1, loss.clone() if pipe.outputs_are_reused else loss, count)
-            )
-            self.samples += count
-
     def before_log_point(self) -> None:
         if self.recent_losses:
             losses = torch.stack([loss for _, loss, _ in self.recent_losses])
             counts = [count for _, _, count in self.recent_losses]
-            total = max(sum(counts), 1)
+            self.samples = sum(counts)
+            total = max(self.samples, 1)
             if min(counts) == max(counts):
                 mean = losses.mean(dtype=torch.float64)  # one kernel
             else:
@@ -227,6 +223,10 @@ class TrainValStage(Stage):
 
     def step_optimizers(self) -> bool:
         """Clips, steps, schedules and averages; or leaves the step out, if that is the policy for a bad gradient."""
+        if self._updates is not None:
+            for update in self._updates:
+                update()
+            return True
         optimizers, limit = self.optimizers(), self.gradient_clip()
         norm = None
         if limit is not None or self.settings.on_nan == "skip":
@@ -239,11 +239,28 @@ class TrainValStage(Stage):
                 self.clip_gradients(norm, limit)
                 self.log("grad_norm", norm)
             self.optimize()
-            self.pipe.after_optimizers(optimizers)
+            for follow in self.pipe.followers(optimizers):
+                follow()
         if self.precision.scaler is not None:
             self.precision.scaler.update()
         self.zero_grad()
         return made
+
+    def begin_epoch(self) -> None:
+        super().begin_epoch()
+        self._updates = self._fixed_updates()
+
+    def _fixed_updates(self) -> list[Callable[[], object]] | None:
+        """All that a step does with its gradients, as calls; None if some of it is decided in the step."""
+        settings = self.settings
+        if settings.gradient_clip is not None or settings.on_nan == "skip" or self.precision.scaler:
+            return None
+        for name in ("optimizers", "zero_grad", "optimize", "gradient_clip"):
+            if getattr(self, name) != MethodType(getattr(TrainValStage, name), self):  # it is the stage's own
+                return None
+        optimizers = self.optimizers()
+        stepped, cleared = [each.step for each in optimizers], [each.zero_grad for each in optimizers]
+        return [*stepped, *self.pipe.followers(optimizers), *cleared]
 
     def _is_sound(self, norm: Tensor) -> bool:
         """For `on_nan="skip"`: whether the step is to be made, the same on all ranks."""
@@ -269,6 +286,8 @@ class TrainValStage(Stage):
         """Around a validation: modules in eval mode, without wrappers, with averaged weights; then as before."""
         models = self.pipe.registered.values()
         modes = [(part, part.training) for model in models for part in model.bare.modules()]
+        if self.pipe.keeper:
+            self.pipe.keeper.before_validation()
         self.training = False
         set_phase("validation", self.pipe.step)
         try:
@@ -304,9 +323,12 @@ class TrainValStage(Stage):
     def val_batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The batches to validate on. Sharded models need all ranks for each of them: a rank that has no more data goes
         on with its last batch, and what it logs then does not count."""
-        batches = self.feed(loader, self.settings.limit_val_batches)
+        batches, mark = self.feed(loader, self.settings.limit_val_batches), self.pipe.split.mark
+        mark("data")
         if not self.shares_batches:
-            yield from batches
+            for batch in batches:
+                yield batch
+                mark("data")
             return
         last = None
         while True:
@@ -320,6 +342,7 @@ class TrainValStage(Stage):
             self.muted = batch is None
             last = last if batch is None else batch
             yield last
+            mark("data")
         self.muted = False
 
     def validation_due(self, *, epoch_ends: bool) -> bool:
@@ -356,21 +379,19 @@ class TrainValStage(Stage):
         if steps == 0:
             raise UsageError(no_batch(self))
 
-    def check_loss(self, loss: object) -> Tensor:
-        """The loss that a training step returned, if it is one."""
-        if isinstance(loss, Tensor) and loss.ndim == 0 and loss.requires_grad:
-            return loss
-        if not isinstance(loss, Tensor):
-            raise UsageError(
-                f"train_step of stage {self.name!r} returned {type(loss).__name__} instead of a loss: return the "
+    def not_a_loss(self, returned: object) -> UsageError:
+        """What is wrong with what a training step returned."""
+        if not isinstance(returned, Tensor):
+            return UsageError(
+                f"train_step of stage {self.name!r} returned {type(returned).__name__} instead of a loss: return the "
                 "tensor to call backward() on"
             )
-        if loss.ndim:
-            raise UsageError(
-                f"train_step of stage {self.name!r} returned a loss of shape {tuple(loss.shape)}: return one number, "
-                "such as loss.mean()"
+        if returned.ndim:
+            return UsageError(
+                f"train_step of stage {self.name!r} returned a loss of shape {tuple(returned.shape)}: return one "
+                "number, such as loss.mean()"
             )
-        raise UsageError(
+        return UsageError(
             f"train_step of stage {self.name!r} returned a loss that no parameter has a part in: do not detach it, and "
             "let the model's parameters require gradients"
         )
@@ -388,9 +409,14 @@ class TrainValStage(Stage):
         self._validated = {}
         return values
 
-    def validated(self, values: Mapping[str, Any]) -> None:
-        """Notes the result of a validation, for the epoch's row."""
-        self._validated, self.validated_at = dict(values), self.steps
+    def validated(self, point: Point) -> None:
+        """Notes the result of a validation, for its own row and for the epoch's."""
+        self.val_meter.finish_epoch()
+        self._validated, self.validated_at = dict(point.values), self.steps
+        self.pipe.note(self, "validation", point)
+        if self.pipe.keeper:
+            self.pipe.keeper.after_validation(self)
+        self.pipe.split.rest()
 
     def rests_next(self) -> bool:
         return super().rests_next() or self.validation_due(epoch_ends=False)

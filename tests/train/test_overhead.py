@@ -1,0 +1,201 @@
+"""What a step costs beyond a loop by hand, counted and not timed: calls of headway's own, and operations of torch."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from toys import Batches, make_net, make_pipe, sgd
+
+import headway
+from headway.train import Pipeline, TrainValStage, timing
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+HOME = str(Path(headway.__file__).parent)
+FIRST, LAST = 63, 69  # between two log points, and between two steps whose time is measured
+
+
+class Quiet(TrainValStage):
+    measured: ClassVar[list[int]] = []
+
+    def pre_stage(self) -> None:
+        self.measured.clear()
+
+    def step(self, batch: Any) -> Tensor:
+        x, y = batch
+        if self.pipe.split.measuring:
+            self.measured.append(self.pipe.step)
+        return F.cross_entropy(self.models["net"](x), y)
+
+
+class Watched(Batches):
+    """Batches of which some are watched: from the moment when the first is asked for to the end of the last."""
+
+    def __init__(self, watch: Callable[[], Any]) -> None:
+        super().__init__(100)
+        self.watch = watch
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        every = list(super().__iter__())
+        yield from every[:FIRST]
+        with self.watch():
+            yield from every[FIRST:LAST]
+        yield from every[LAST:]
+
+
+def run(folder: Path, watch: Callable[[], Any], **settings: Any) -> Pipeline:
+    pipe = make_pipe(folder)
+    pipe.register_dataset("train", Watched(watch))
+    pipe.append_stage(Quiet(**settings), max_epochs=1)
+    pipe.run()
+    return pipe
+
+
+class Calls:
+    """Python functions of headway's that are called, and built-in ones that they call."""
+
+    def __init__(self) -> None:
+        self.python: Counter[str] = Counter()
+        self.built_in: Counter[str] = Counter()
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        sys.setprofile(self._see)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+
+    def _see(self, frame: FrameType, event: str, what: Any) -> None:
+        if frame.f_code.co_filename.startswith(HOME):
+            if event == "call":
+                self.python[frame.f_code.co_name] += 1
+            elif event == "c_call":
+                self.built_in[what.__name__] += 1
+
+
+def test_a_step_makes_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between operations that empty the caches, each function costs about half a microsecond: so each is listed."""
+    monkeypatch.setattr(timing, "BRIEF", math.inf)
+    calls, steps = Calls(), LAST - FIRST
+    run(tmp_path, calls)
+    within_a_step = ["feed", "to_device", "train_step", "models", "count_samples", "step_optimizers"]
+    assert calls.python == dict.fromkeys([*within_a_step, "finish_step", "move"], steps)
+    assert calls.built_in.total() <= 14 * steps, calls.built_in
+
+
+def test_a_kept_run_makes_few_calls_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "BRIEF", math.inf)
+    calls, steps = Calls(), LAST - FIRST
+    pipe = make_pipe(tmp_path)
+    pipe.enable_checkpointing(every="1h")
+    pipe.register_dataset("train", Watched(calls))
+    pipe.append_stage(Quiet(), max_epochs=1)
+    pipe.run()
+    more = {
+        name: count for name, count in calls.python.items() if name in ("after_step", "step", "pass_point")
+    }
+    assert more == dict.fromkeys(["after_step", "step", "pass_point"], steps)
+    assert calls.python.total() == 11 * steps
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[str(function)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_step_has_the_operations_of_a_loop_by_hand_and_keeps_its_loss(tmp_path: Path) -> None:
+    mine, by_hand = Operations(), Operations()
+    run(tmp_path, lambda: mine)
+    net = make_net()
+    optimizer = sgd(net.parameters())
+    for x, y in Watched(lambda: by_hand):
+        optimizer.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    assert mine.seen - by_hand.seen == {"aten.detach.default": LAST - FIRST}
+    assert not by_hand.seen - mine.seen
+
+
+@pytest.mark.parametrize("name", ["optimizers", "zero_grad", "optimize", "gradient_clip", "clip_gradients"])
+def test_what_a_stage_decides_itself_is_asked_for_in_each_step(name: str, tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def own(stage: TrainValStage, *arguments: Any) -> Any:
+        asked.append(stage.pipe.step)
+        return getattr(TrainValStage, name)(stage, *arguments)
+
+    stage = type("Own", (Quiet,), {name: own})(gradient_clip=1.0 if name == "clip_gradients" else None)
+    pipe = make_pipe(tmp_path)
+    pipe.register_dataset("train", Batches(5))
+    pipe.append_stage(stage, max_epochs=1)
+    pipe.run()
+    assert {0, 1, 2, 3, 4} <= set(asked)
+
+
+@pytest.mark.parametrize("brief", [math.inf, 0.0])
+def test_of_brief_steps_one_in_ten_is_measured(
+    brief: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timing, "BRIEF", brief)
+    weights: list[int] = []
+    mark = timing.Split.mark
+
+    def marked(split: timing.Split, phase: timing.Phase, weight: int = 1) -> None:
+        if phase == "compute":
+            weights.append(weight)
+        mark(split, phase, weight)
+
+    monkeypatch.setattr(timing.Split, "mark", marked)
+    run(tmp_path, Calls())
+    assert weights[:50] == [1] * 50, "all of them, until it is known how long they take"
+    assert weights[50:] == ([10] * 5 if brief else [1] * 50)
+    assert Quiet.measured[50:] == list(range(50, 100)[2::10] if brief else range(50, 100))
+
+
+def test_what_is_measured_stands_for_what_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def pass_time(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
+    split = timing.Split(torch.device("cpu"))
+    for step in range(50):
+        if step % 10 == 2:
+            split.mark("data", 10)
+            pass_time(0.001)
+            split.mark("compute", 10)
+            pass_time(0.004)
+            split.rest()
+        else:
+            pass_time(0.005)
+    split.mark("wait")
+    pass_time(0.5)
+    split.rest()
+    pass_time(7.0)
+    assert split.take() == pytest.approx({"data": 0.05, "compute": 0.2, "wait": 0.5})
+    assert split.every == timing.SAMPLE
+    for _ in range(20):
+        split.mark("compute")
+        pass_time(0.02)
+    assert split.take() == pytest.approx({"compute": 0.4})
+    assert split.every == 1, "steps that take long are all measured"
