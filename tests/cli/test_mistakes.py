@@ -30,6 +30,7 @@ MISTAKES = [
     ("submit --dry-run --time tomorrow train.py", "is no time limit"),
     ("submit --dry-run --on missing.yaml train.py", "missing.yaml cannot be read"),
     ("submit --dry-run --env HOME train.py", "write NAME=VALUE"),
+    ("submit --json --watch train.py", "--json and --watch do not go together"),
     ("runs --root nowhere", "there is no folder 'nowhere'"),
     ("runs --state faild", "invalid choice: 'faild'"),
     ("runs -n -3", "'-3' is not a whole number of 0 or more"),

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from headway.cli import main
-from headway.errors import UsageError
+from headway.errors import StorageError, UsageError
+from headway.launcher import snapshot
 from headway.launcher.listing import resolve, rows
 from headway.launcher.sweep import arguments, grid, join, label, member
 from headway.run import Run
@@ -116,6 +117,16 @@ def test_here_one_after_the_other_from_one_copy(project: Path, capsys: pytest.Ca
     said = capsys.readouterr().err
     assert "headway: 3 of 4: lr=2 seed=7 in " in said and f"headway compare {runs[0].path}" in said
     assert [path.name for run in runs for path in run.code_dir.glob("tree")] == ["tree"], "one copy for all"
+
+
+def test_a_sweep_that_cannot_begin_leaves_nothing(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise StorageError("no space left")
+
+    (project / "train.py").touch()
+    monkeypatch.setattr(snapshot, "take", full)
+    assert main(["run", "--array", "lr=1,2", "train.py"]) == StorageError.exit_code
+    assert not (project / "runs").exists()
 
 
 def label_of(project: Path) -> str:

@@ -28,6 +28,8 @@ it saves, and queues itself again. Exit codes: 0 submitted; 2 refused, by headwa
 
 def main(argv: list[str]) -> int:
     options = _parser().parse_sweep(argv)
+    if options.json and options.watch:
+        raise UsageError("--json and --watch do not go together: the output of a job is no JSON")
     target = _target(options)
     script = Script(name=options.script, args=options.args, module=options.module)
     root = Path(options.root)

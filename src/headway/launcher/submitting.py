@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -57,10 +57,9 @@ class Submitted:
 
 def dry_run(script: Script, target: Slurm, *, root: Path, name: str | None = None) -> str:
     """The job script that `submit` would submit; nothing is made."""
-    check_name(name or script.run_name)
-    python_command(script.name, script.args, module=script.module)
+    name = _checked(script, name)
     sweep.grid(target.array)
-    path = root.absolute() / ("ARRAY" if target.array else f"{name or script.run_name}-DATE-TIME-XXXX")
+    path = root.absolute() / ("ARRAY" if target.array else f"{name}-DATE-TIME-XXXX")
     return job_script(target, run=path, python=sys.executable)
 
 
@@ -71,21 +70,41 @@ def submit(
 
     >>> submit(Script(name="train.py"), Slurm(nodes=2), root=Path("runs"))  # doctest: +SKIP
     """
-    name = check_name(name or script.run_name)
-    python_command(script.name, script.args, module=script.module)
+    name = _checked(script, name)
     settings = sweep.grid(target.array) if target.array else [{}]
     slurm.check(target)
+    with prepared(script, settings, root=root, name=name, dirty=dirty) as (runs, notes):
+        programs = [
+            replace(program(run, script, values), processes=target.processes_per_node, env=dict(target.env))
+            for run, values in zip(runs, settings, strict=True)
+        ]
+        return Submitted(job=slurm.submit(runs, programs, target), runs=runs, notes=notes)
+
+
+@contextmanager
+def prepared(
+    script: Script,
+    settings: Sequence[sweep.Settings],
+    *,
+    root: Path,
+    name: str | None = None,
+    dirty: Dirty = "snapshot",
+) -> Iterator[tuple[list[Run], list[str]]]:
+    """A run for each setting, with the code as it is now, and what to know about it. If the block fails, none stays.
+
+    >>> with prepared(Script(name="train.py"), [{"lr": "1e-3"}], root=Path("runs")) as (runs, notes):  # doctest: +SKIP
+    ...     start(runs)
+    """
+    name = _checked(script, name)
     runs: list[Run] = []
     is_new = not root.exists()
     try:
         for values in settings:
             command = [script.name, *sweep.arguments(script.args, values)]
             runs.append(Run.create(root, name=name, config=values, command=command))
-        if target.array:
+        if any(settings):
             sweep.join(runs, settings)
-        notes = _pin(runs, script, dirty)
-        programs = [_program(run, script, target, values) for run, values in zip(runs, settings, strict=True)]
-        return Submitted(job=slurm.submit(runs, programs, target), runs=runs, notes=notes)
+        yield runs, _pin(runs, script, dirty)
     except BaseException:
         for run in runs:
             shutil.rmtree(run.path, ignore_errors=True)
@@ -93,6 +112,12 @@ def submit(
             with suppress(OSError):  # others have found it useful in the meantime
                 root.rmdir()
         raise
+
+
+def _checked(script: Script, name: str | None) -> str:
+    """The name of its runs, once the script is known to be there."""
+    python_command(script.name, script.args, module=script.module)
+    return check_name(name or script.run_name)
 
 
 def _pin(runs: Sequence[Run], script: Script, dirty: Dirty) -> list[str]:
@@ -111,13 +136,12 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _program(run: Run, script: Script, target: Slurm, values: dict[str, str]) -> Program:
+def program(run: Run, script: Script, values: sweep.Settings) -> Program:
+    """The script with these settings, from the run's copy of the code."""
     code = snapshot.load(run)
     start = ["-m", script.name] if script.module else [str(code.script)]
     return Program(
         command=[sys.executable, *start, *sweep.arguments(script.args, values)],
-        processes=target.processes_per_node,
         cwd=str(code.directory),
-        env=dict(target.env),
         python_path=[str(path) for path in code.python_path],
     )

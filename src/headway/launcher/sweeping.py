@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headway.errors import DONE, INTERRUPTED, TERMINATED
-from headway.launcher import snapshot, sweep
+from headway.launcher import sweep
 from headway.launcher.agent import Agent, check_processes
-from headway.launcher.program import Program, python_command
+from headway.launcher.program import Program
 from headway.launcher.status import note_end
-from headway.launcher.submitting import Script
-from headway.run import Run, check_name
+from headway.launcher.submitting import Script, prepared, program
+from headway.run import Run
 
 
 def run_sweep(
@@ -30,23 +30,14 @@ def run_sweep(
     0
     """
     settings = sweep.grid(specs)
-    name = check_name(name or script.run_name)
-    python_command(script.name, script.args, module=script.module)
     check_processes(processes)
-    runs = [
-        Run.create(
-            root, name=name, config=values, command=[script.name, *sweep.arguments(script.args, values)]
-        )
-        for values in settings
-    ]
-    sweep.join(runs, settings)
-    snapshot.take(runs[0], Path.cwd() if script.module else script.name)
+    with prepared(script, settings, root=root, name=name) as (runs, notes):
+        for note in notes:
+            _say(note)
     failed = DONE
     for number, (run, values) in enumerate(zip(runs, settings, strict=True), start=1):
-        if number > 1:
-            snapshot.adopt(run, runs[0])
         _say(f"{number} of {len(runs)}: {sweep.label(values)} in {run.path}")
-        code = _run(run, script, values, processes)
+        code = _run(run, program(run, script, values), processes)
         note_end(run, code)
         failed = failed or code
         if code in (INTERRUPTED, TERMINATED):
@@ -55,15 +46,9 @@ def run_sweep(
     return failed
 
 
-def _run(run: Run, script: Script, values: sweep.Settings, processes: int) -> int:
-    code = snapshot.load(run)
-    start = ["-m", script.name] if script.module else [str(code.script)]
-    program = Program(
-        command=[sys.executable, *start, *sweep.arguments(script.args, values)],
-        python_path=[str(path) for path in code.python_path],
-    )
+def _run(run: Run, program: Program, processes: int) -> int:
     environ = program.environment(os.environ) | {"HEADWAY_RUN": str(run.path)}
-    return Agent(program.command, processes=processes, environ=environ, cwd=str(code.directory)).run()
+    return Agent(program.command, processes=processes, environ=environ, cwd=program.cwd).run()
 
 
 def _say(text: str) -> None:
