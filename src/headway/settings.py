@@ -68,9 +68,8 @@ def to_yaml(plain: object) -> str:
     - 4
     """
     text = str(yaml.safe_dump(plain, sort_keys=False, width=110, allow_unicode=True))
-    if re.search(
-        "[\x85\u2028\u2029]", text
-    ):  # rare line breaks that PyYAML reads back right only when escaped
+    # rare line breaks that PyYAML reads back right only when escaped
+    if re.search("[\x85\u2028\u2029]", text):
         text = str(yaml.safe_dump(plain, sort_keys=False, width=110))
     return text
 

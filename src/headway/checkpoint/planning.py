@@ -218,9 +218,8 @@ def _make_plan(line: Line, tensors: dict[str, torch.Tensor], facts: list[Any], n
         return [_to_json(item) for item in planner.create_local_plan().items]
 
     def decide(proposals: list[list[Any]]) -> list[list[Any]]:
-        tree.merge(
-            [{item[0]: item[2:4] for item in items} for items in proposals]
-        )  # only to see that they agree
+        # only to see that they agree
+        tree.merge([{item[0]: item[2:4] for item in items} for items in proposals])
         plans = [SavePlan([_from_json(*item) for item in items]) for items in proposals]
         shared, _ = planner.create_global_plan(plans)
         return [[_to_json(item) for item in plan.items] for plan in shared]

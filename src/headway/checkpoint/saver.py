@@ -245,9 +245,8 @@ class _ByHelper(Pen):
         return size
 
     def discard(self, target: Target) -> None:
-        with suppress(
-            StorageError, TimeoutError
-        ):  # the disk may be what failed; the next save removes the rest
+        # the disk may be what failed; the next save removes the rest
+        with suppress(StorageError, TimeoutError):
             self._helper.do("discard", target, deadline=time.monotonic() + _TIDY_UP)
 
     def _do(self, command: str, target: Target, **details: object) -> Any:

@@ -109,9 +109,8 @@ class Group:
         if self.terminal is not None:  # our stderr is a log file: it keeps this rank's own story
             sys.stderr.write(record["traceback"])
         self.peer.report(record)
-        time.sleep(
-            _VERDICT_TIMEOUT
-        )  # the answer ends this process from another thread: see the functions below
+        # the answer ends this process from another thread: see the functions below
+        time.sleep(_VERDICT_TIMEOUT)
         failing.hard_exit(record["exit_code"])
 
     def _failed_alone(self, record: Record, error: BaseException, trace: TracebackType | None) -> None:

@@ -171,9 +171,8 @@ def _link(a: Gpu, b: Gpu) -> GpuLink:
 
 def _numa_of(gpu: Gpu, root: Path) -> int | None:
     node = _number(_text(root / "sys/bus/pci/devices" / gpu.pci / "numa_node"))
-    return (
-        None if node is None or node < 0 else int(node)
-    )  # the kernel writes -1 where there is one node only
+    # the kernel writes -1 where there is one node only
+    return None if node is None or node < 0 else int(node)
 
 
 def _ports(folder: Path) -> list[Port]:

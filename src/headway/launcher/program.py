@@ -54,9 +54,8 @@ class JobFile:
     def write(self, run: Run) -> None:
         facts = {"format": _FORMAT, "program": asdict(self.program), "target": self.target.to_dict()}
         with files.storage(f"write {run.job_file}"):
-            files.write_atomic(
-                run.job_file, json.dumps(facts, indent=2).encode()
-            )  # 0600: variables may be secrets
+            # 0600: variables may be secrets
+            files.write_atomic(run.job_file, json.dumps(facts, indent=2).encode())
 
     @classmethod
     def read(cls, run: Run) -> JobFile:

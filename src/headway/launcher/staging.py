@@ -251,10 +251,8 @@ def _copy(item: Item, meter: _Meter) -> None:
         _fill(item, part, digest, meter)
         if meter.stop:
             return
-        if resumed and item.sha256 not in (
-            None,
-            digest.hexdigest(),
-        ):  # an earlier start may have left rubbish
+        # an earlier start may have left rubbish
+        if resumed and item.sha256 not in (None, digest.hexdigest()):
             meter.add(-part.tell())
             part.seek(0)
             digest = hashlib.sha256()

@@ -97,9 +97,8 @@ def _group(groups: Ranks, rank: int) -> ProcessGroup:
 def _leave_error(path: Path, error: BaseException, rank: int) -> None:
     from headway.dist import remote
 
-    inner = (
-        error.__traceback__ and error.__traceback__.tb_next
-    )  # from the function on: our own lines explain nothing
+    # from the function on: our own lines explain nothing
+    inner = error.__traceback__ and error.__traceback__.tb_next
     packed = remote.pack(error.with_traceback(inner or error.__traceback__), rank)
     files.write_atomic(path, json.dumps(packed).encode())
 
