@@ -26,6 +26,15 @@ Decoder = Callable[[memoryview], Any]
 Pixels = npt.NDArray[np.uint8]
 
 _SCAN = b"\xff\xda"
+_SEGMENTS = {
+    0xC0,
+    0xC1,
+    0xC4,
+    0xDB,
+    0xDD,
+    0xFE,
+    *range(0xE0, 0xF0),
+}  # frames, tables, comments: all with a length
 _SMALL = 2**24
 
 
@@ -110,18 +119,21 @@ _TEXT = _PLAIN.keys() - {"npy"}
 
 def _image(kind: str, data: memoryview, limits: Limits) -> Pixels:
     """Height x width x 3, RGB."""
-    if kind in ("jpg", "jpeg"):
-        if not _has_one_scan(data) and bytes(data).count(_SCAN) > limits.scans:
-            raise ValueError(f"more than {limits.scans} scans")
-        simplejpeg = _simplejpeg()
-        if simplejpeg is None:
-            return _pillow(data, limits)
+    if kind not in ("jpg", "jpeg"):
+        return _pillow(data, limits)
+    simplejpeg, size = _simplejpeg(), _plain_size(data)
+    if size is None and bytes(data).count(_SCAN) > limits.scans:
+        raise ValueError(f"more than {limits.scans} scans")
+    if simplejpeg is None:
+        return _pillow(data, limits)
+    if size is None:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
-        _check(width, height, data, limits)
-        if colours not in ("CMYK", "YCCK"):
-            pixels: Pixels = simplejpeg.decode_jpeg(data, colorspace="RGB")
-            return pixels
-    return _pillow(data, limits)
+        if colours in ("CMYK", "YCCK"):
+            return _pillow(data, limits)
+        size = height, width
+    _check(size[1], size[0], data, limits)
+    pixels: Pixels = simplejpeg.decode_jpeg(data, colorspace="RGB")
+    return pixels
 
 
 @cache
@@ -133,20 +145,26 @@ def _simplejpeg() -> Any:
         return None
 
 
-def _has_one_scan(data: memoryview) -> bool:
-    """Whether a JPEG's first scan has all components and is not progressive: then decoders stop after it.
+def _plain_size(data: memoryview) -> tuple[int, int] | None:
+    """Height and width of a JPEG in one scan, grey or in colour; None of any other, and where that is not sure.
 
-    That is nearly all of them, and counting scans would take a twentieth of the time of decoding.
+    Nearly all are such, and to count the scans of all would take a twentieth of the time of decoding. It must not be
+    mistaken: a decoder that sees another header here than we do would go around the limits.
     """
-    at, components = 2, None
+    at, size, components = 2, None, 0
     while at + 10 <= len(data) and data[at] == 0xFF:
-        marker = data[at + 1]
+        marker, length = data[at + 1], data[at + 2] << 8 | data[at + 3]
         if marker == _SCAN[1]:
-            return components == data[at + 4]
-        if marker in (0xC0, 0xC1):  # the header of a frame that is not progressive
+            return size if data[at + 4] == components else None
+        if length < 2 or marker not in _SEGMENTS:
+            return None
+        if marker in (0xC0, 0xC1):  # a frame that is not progressive
+            if size or data[at + 9] not in (1, 3):
+                return None
+            size = data[at + 5] << 8 | data[at + 6], data[at + 7] << 8 | data[at + 8]
             components = data[at + 9]
-        at += 2 + (data[at + 2] << 8) + data[at + 3]
-    return False
+        at += 2 + length
+    return None
 
 
 def _pillow(data: memoryview, limits: Limits) -> Pixels:

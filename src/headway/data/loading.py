@@ -22,6 +22,7 @@ Place = tuple[int, int, int, int]
 Transform = Callable[[dict[str, Any], np.random.Generator], Any]
 
 _ATTEMPTS = 8
+_AT_ONCE = 2**20  # bytes that a thread reads before it decodes
 _TRANSFORM, _SUBSTITUTE = 1, 2  # what a key is for
 
 
@@ -68,11 +69,16 @@ class Loading:
         self._transform, self._decoders, self._limits = transform, decoders, limits
 
     def load(self, places: Sequence[Place]) -> list[Loaded]:
-        """A few samples. All are read before the first is decoded: decoding drives Python out of the processor's cache,
-        and what is slow after it is slow once."""
-        thread = threading.get_native_id()
-        found = [self._find(place, []) for place in places]
-        return [self._load(thread, one) for one in found]
+        """Samples. Some are read before the first of them is decoded: decoding drives Python out of the processor's
+        cache, and what is slow after it is slow once."""
+        thread, loaded, found, held = threading.get_native_id(), list[Loaded](), list[_Found](), 0
+        for place in places:
+            found.append(self._find(place, []))
+            held += sum(map(len, found[-1].parts.values()))
+            if held > _AT_ONCE:
+                loaded += [self._load(thread, one) for one in found]
+                found, held = [], 0
+        return loaded + [self._load(thread, one) for one in found]
 
     def _find(self, place: Place, bad: list[Bad]) -> _Found:
         began = time.perf_counter()

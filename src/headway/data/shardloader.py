@@ -35,7 +35,7 @@ from headway.data.sources import OpenShards, find
 from headway.data.which import describe
 from headway.errors import HeadwayError, UsageError
 
-_PORTION = 8  # samples that a thread takes at a time, at most
+_PORTION = 16  # samples that a thread takes at a time, at most
 
 
 class _Plan(NamedTuple):
