@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 
 from headway.cli import doctor as command, main as headway
+from headway.dist.limits import Limits
 from headway.dist.nvml import Driver, Gpu
 from headway.dist.topology import GpuLink, Port, Topology
 from headway.launcher import doctor, probes
@@ -174,23 +175,10 @@ def test_visible_gpus(variable: str | None, visible: int) -> None:
     assert probes.visible_gpus(8, {} if variable is None else {"CUDA_VISIBLE_DEVICES": variable}) == visible
 
 
-def test_limits_of_all_control_groups_above_count(tmp_path: Path) -> None:
-    step = tmp_path / "sys/fs/cgroup/slurm/job_7/step_0"
-    step.mkdir(parents=True)
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text("1:cpu:/old\n0::/slurm/job_7/step_0\n")
-    (step / "memory.max").write_text("max\n")
-    (step.parent / "memory.max").write_text("1073741824\n")
-    (step.parent.parent / "memory.max").write_text("4294967296\n")
-    (step / "cpu.max").write_text("max 100000\n")
-    (step.parent / "cpu.max").write_text("100000 100000\n")
-    assert probes.memory_limit(tmp_path) == GIB
-    assert probes.usable_cpus(tmp_path) == 1
-
-
-def test_without_control_groups_there_is_no_limit(tmp_path: Path) -> None:
-    assert probes.memory_limit(tmp_path) is None
-    assert probes.usable_cpus(tmp_path) == len(os.sched_getaffinity(0))
+def test_control_groups_limit_the_cpus() -> None:
+    all_of_them = len(os.sched_getaffinity(0))
+    for limit, usable in ((None, all_of_them), (1.5, 1), (0.2, 1), (1000.0, all_of_them)):
+        assert probes.usable_cpus(Limits(memory=None, cpus=limit)) == usable
 
 
 def test_kinds_of_file_systems() -> None:
@@ -302,7 +290,7 @@ def test_the_table_shows_every_check_and_remedy() -> None:
 
 
 def test_torch_is_imported_only_when_the_examination_begins() -> None:
-    code = "import sys, headway.cli.doctor; print('torch' in sys.modules, 'headway.dist' in sys.modules)"
+    code = "import sys, headway.cli.doctor; print('torch' in sys.modules, 'headway.dist.topology' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
 

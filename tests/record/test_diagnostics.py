@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,38 +104,3 @@ def test_no_secret_is_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None
     diagnostics.write(run, {"attempt": 1, **facts, "note": "canary-in-the-environment"})
     assert run.diagnostics_file.read_text().count("canary") == 0
     assert "[redacted]" in run.diagnostics_file.read_text(), "the arguments themselves are there"
-
-
-@pytest.fixture
-def control_groups(tmp_path: Path) -> Callable[..., dict[str, float]]:
-    def read(entries: str, **files: str) -> dict[str, float]:
-        for name, text in files.items():
-            path = tmp_path / "cgroup" / name.replace("__", "/").replace("_max", ".max")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-        (tmp_path / "self").write_text(entries)
-        return diagnostics._cgroup_limits(tmp_path / "self", tmp_path / "cgroup")
-
-    return read
-
-
-def test_the_tightest_limit_on_the_way_up_counts(control_groups: Callable[..., dict[str, float]]) -> None:
-    assert control_groups(
-        "0::/slurm/job_1/step_0\n",
-        memory_max="max",
-        slurm__job_1__memory_max="8000000",
-        slurm__job_1__step_0__memory_max="max",
-        slurm__job_1__step_0__cpu_max="400000 100000",
-        slurm__memory_max="9000000",
-    ) == {"memory": 8000000, "cpus": 4.0}
-
-
-def test_version_1(control_groups: Callable[..., dict[str, float]]) -> None:
-    entries = "5:cpu,cpuacct:/job\n4:memory:/job\n"
-    limit = "memory__job__memory.limit_in_bytes"
-    assert control_groups(entries, **{limit: "9223372036854771712"}) == {}, "that number means no limit"
-    assert control_groups(entries, **{limit: "5000"}) == {"memory": 5000}
-
-
-def test_without_control_groups() -> None:
-    assert diagnostics._cgroup_limits(Path("/nonexistent"), Path("/nonexistent")) == {}

@@ -50,7 +50,8 @@ def is_root() -> bool:
 def print_root(*values: object, sep: str = " ") -> None:
     """Prints on rank 0 only, at once."""
     if is_root():
-        print(f"{sep.join(map(str, values))}\n", end="", flush=True)  # one piece, also when Python runs unbuffered
+        # one piece, also when Python runs unbuffered
+        print(f"{sep.join(map(str, values))}\n", end="", flush=True)
 
 
 def print_rank(*values: object, sep: str = " ") -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal
 
 import psutil
 
+from headway.dist.limits import control_group_limits
 from headway.launcher import probes
 from headway.launcher.probes import Answer
 
@@ -130,7 +131,7 @@ def machine(topology: Topology, driver: Driver | None) -> Iterator[Check]:
     if topology.ports:
         yield infiniband(topology, locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
     yield host_name(topology, cluster="SLURM_JOB_ID" in os.environ)
-    yield cpus(probes.usable_cpus(), os.cpu_count() or 1, gpus=len(topology.gpus))
+    yield cpus(probes.usable_cpus(control_group_limits()), os.cpu_count() or 1, gpus=len(topology.gpus))
 
 
 def gpus(topology: Topology, driver: Driver | None, *, torch_cuda: str | None, device_files: int) -> Check:
@@ -200,7 +201,7 @@ def host_name(topology: Topology, *, cluster: bool) -> Check:
 def system() -> Iterator[Check]:
     """Memory and limits."""
     memory = psutil.virtual_memory()
-    yield host_memory(memory.total, memory.available, limit=probes.memory_limit())
+    yield host_memory(memory.total, memory.available, limit=control_group_limits().memory)
     yield shared_memory(probes.size_of(Path("/dev/shm")))
     yield open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
 

@@ -12,8 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -21,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from headway.dist.limits import Limits
 
 _ANSWER_TIMEOUT = 10.0
 _CANARY_TIMEOUT = 180.0
@@ -80,28 +81,10 @@ def visible_gpus(found: int, environ: Mapping[str, str]) -> int:
     return min(found, len(names))
 
 
-def usable_cpus(root: Path = Path("/")) -> int:
+def usable_cpus(limits: Limits) -> int:
     """The CPUs that this process may use; containers and schedulers often give fewer than the machine has."""
     allowed = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    quotas = [line.split() for line in _cgroup("cpu.max", root)]
-    return min([allowed, *(max(1, int(most) // int(period)) for most, period in quotas if most != "max")])
-
-
-def memory_limit(root: Path = Path("/")) -> int | None:
-    """What the scheduler or container lets this process use, in bytes."""
-    return min((int(line) for line in _cgroup("memory.max", root) if line != "max"), default=None)
-
-
-def _cgroup(file: str, root: Path) -> Iterator[str]:
-    """What this process's control group and all above it say. Version 2 only: the older one is dying out."""
-    try:
-        entries = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    group = next((Path(entry[3:]) for entry in entries if entry.startswith("0::")), None)
-    for folder in (group, *group.parents) if group is not None else ():
-        with suppress(OSError):  # the topmost group has no limits
-            yield (root / "sys/fs/cgroup" / folder.relative_to("/") / file).read_text().strip()
+    return allowed if limits.cpus is None else min(allowed, max(1, int(limits.cpus)))
 
 
 def size_of(folder: Path) -> int | None:

@@ -27,23 +27,21 @@ import torch
 
 from headway import files, redact, source
 from headway.dist import World, nvml
+from headway.dist.limits import control_group_limits
 from headway.run import Run
 from headway.settings import to_plain
 
 Facts = dict[str, Any]
 
-# modules worth a version, with the name of their distribution where it differs
-_PACKAGES = {
-    **{
-        name: name
-        for name in ("headway", "torch", "torchvision", "torchaudio", "torchdata", "triton", "numpy")
-    },
-    **{
-        name: name for name in ("safetensors", "transformers", "datasets", "tokenizers", "accelerate", "peft")
-    },
-    **{name: name for name in ("lightning", "timm", "deepspeed", "xformers", "bitsandbytes", "webdataset")},
-    **{name: name for name in ("simplejpeg", "xarray", "zarr", "scipy", "pandas", "pyarrow", "omegaconf")},
-    **{name: name for name in ("wandb", "tensorboard", "mlflow", "mpi4py", "cupy", "jax")},
+_NAMED_ALIKE = (
+    "headway", "torch", "torchvision", "torchaudio", "torchdata", "triton", "numpy", "safetensors", "transformers",
+    "datasets", "tokenizers", "accelerate", "peft", "lightning", "timm", "deepspeed", "xformers", "bitsandbytes",
+    "webdataset", "simplejpeg", "xarray", "zarr", "scipy", "pandas", "pyarrow", "omegaconf", "wandb", "tensorboard",
+    "mlflow", "mpi4py", "cupy", "jax",
+)  # fmt: skip
+
+# modules worth a version, with the name of their distribution
+_PACKAGES = {name: name for name in _NAMED_ALIKE} | {
     "PIL": "pillow",
     "cv2": "opencv-python",
     "flash_attn": "flash-attn",
@@ -133,61 +131,15 @@ def _device(world: World) -> str:
 
 
 def _machine() -> Facts:
+    limits = {name: value for name, value in asdict(control_group_limits()).items() if value is not None}
     return {
         "system": platform.platform(),
         "cpus": os.cpu_count(),
         "cpus_allowed": len(psutil.Process().cpu_affinity() or ()) if platform.system() == "Linux" else None,
         "memory": psutil.virtual_memory().total,
-        "limits": {**_cgroup_limits(), "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0]},
+        "limits": {**limits, "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0]},
         "shared_memory": shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
     }
-
-
-def _cgroup_limits(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Facts:
-    """The tightest memory (bytes) and CPU limits on the way up from this process's control group."""
-    try:
-        entries = [line.split(":", 2) for line in proc.read_text().splitlines()]
-    except OSError:  # not Linux, or a /proc without it
-        return {}
-    limits: Facts = {}
-    for number, controllers, group in entries:
-        if number == "0":  # version 2: one tree for everything
-            for directory in _upwards(root, group):
-                _tighten(limits, "memory", _number(directory / "memory.max"))
-                _tighten(limits, "cpus", _quota(directory / "cpu.max"))
-        elif "memory" in controllers.split(","):
-            for directory in _upwards(root / "memory", group):
-                _tighten(limits, "memory", _number(directory / "memory.limit_in_bytes"))
-    return limits
-
-
-def _upwards(root: Path, group: str) -> Iterator[Path]:
-    directory = root / group.lstrip("/")
-    yield directory
-    while directory != root and root in directory.parents:
-        directory = directory.parent
-        yield directory
-
-
-def _tighten(limits: Facts, name: str, value: float | None) -> None:
-    if value is not None and value < 1 << 60:  # version 1 writes "no limit" as a very large number
-        limits[name] = min(value, limits.get(name, value))
-
-
-def _number(file: Path) -> int | None:
-    return int(text) if (text := _text(file)).isdecimal() else None
-
-
-def _quota(file: Path) -> float | None:
-    quota, _, period = _text(file).partition(" ")
-    return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except OSError:  # the group has no such controller, or the container does not show it
-        return ""
 
 
 def _code() -> Facts:
