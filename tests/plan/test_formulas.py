@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, strategies as st
 from truth import KORTHIKANTI, VOCAB, gpt, korthikanti_model
@@ -152,3 +154,14 @@ def test_output_head_sits_on_the_last_stage_only() -> None:
     assert "logits and loss" not in rank_memory(model, layout, 0).parts
     no_recompute = Layout(**{**vars(layout), "recompute": "none"})
     assert rank_memory(model, no_recompute, 7).parts["logits and loss"] > 2048 * VOCAB * 4 / 8
+
+
+def test_torch_keeps_inputs_that_it_gathered_along_the_sequence() -> None:
+    """Megatron keeps its piece of the inputs of both blocks, and gathers again in the backward pass."""
+    model = gpt(4, 1024, 16)
+    megatron = Layout(tp=8, sequence_parallel=True, precision="bf16")
+    torchs = replace(megatron, precision="pure-bf16")
+    more = layer_bytes(model, torchs) - layer_bytes(model, megatron)
+    assert more == pytest.approx(2 * 2 * 2048 * 1024 * (1 - 1 / 8))
+    apart = [replace(layout, sequence_parallel=False) for layout in (megatron, torchs)]
+    assert layer_bytes(model, apart[0]) == layer_bytes(model, apart[1])

@@ -19,10 +19,10 @@ from headway.plan.tracer.blocks import repeated_blocks
 
 
 @contextmanager
-def pretended(ranks: int, precision: str) -> Iterator[Callable[[nn.Module], None]]:
-    """A group of ranks of which only this one exists, and what shards a model over them.
+def group(ranks: int) -> Iterator[None]:
+    """A group of ranks of which only this one exists.
 
-    The group is made of real tensors: enter it before the mode that fakes them.
+    It is made of real tensors: enter it before the mode that fakes them.
     """
     infer = ShardingPropagator._propagate_tensor_meta_non_cached
 
@@ -33,18 +33,25 @@ def pretended(ranks: int, precision: str) -> Iterator[Callable[[nn.Module], None
 
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     setattr(ShardingPropagator, infer.__name__, infer_unseen)
-    mesh = init_device_mesh("cpu", (ranks,))
-    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    policy = mixed if precision == "amp" else MixedPrecisionPolicy()
-
-    def shard(model: nn.Module) -> None:
-        """Each repeated block is a unit of its own, the rest another, as people do."""
-        for block in repeated_blocks(model):
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
-
     try:
-        yield shard
+        yield
     finally:
         setattr(ShardingPropagator, infer.__name__, infer)
         dist.destroy_process_group()
+
+
+@contextmanager
+def pretended(ranks: int, precision: str) -> Iterator[Callable[[nn.Module], None]]:
+    """What shards a model over ranks that only seem to be there."""
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = mixed if precision == "amp" else MixedPrecisionPolicy()
+    with group(ranks):
+        mesh = init_device_mesh("cpu", (ranks,))
+
+        def shard(model: nn.Module) -> None:
+            """Each repeated block is a unit of its own, the rest another, as people do."""
+            for block in repeated_blocks(model):
+                fully_shard(block, mesh=mesh, mp_policy=policy)
+            fully_shard(model, mesh=mesh, mp_policy=policy)
+
+        yield shard
