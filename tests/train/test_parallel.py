@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from toys import FEATURES, Batches, Classify, make_pipe
+from toys import FEATURES, Batches, Classify, make_pipe, warm_up
 
 import headway as hw
 from headway.errors import UsageError
@@ -168,6 +168,55 @@ def test_layers_split_by_a_plan_equal_whole_ones(accumulate: int, tmp_path: Path
     assert split.history["val/loss"] == pytest.approx(alone.history["val/loss"], abs=1e-6)
     assert_close(split, alone)
     assert "split over ranks" in split.registered["net"].describe()
+
+
+class Mixed(Wide):
+    """Layers that are split, and others that every rank holds whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(FEATURES), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(super().forward(self.norm(x)))  # type: ignore[no-any-return]
+
+
+def many_at_once(parameters: Any) -> torch.optim.AdamW:
+    """As is usual on GPUs: one operation for all parameters."""
+    return torch.optim.AdamW(parameters, lr=0.01, foreach=True)
+
+
+@ranks(2, leaks=False)
+def test_a_plan_may_leave_layers_whole(tmp_path: Path) -> None:
+    def run(**model: Any) -> tuple[Pipeline, Classify]:
+        pipe = Pipeline(name="toy", root=tmp_path)
+        pipe.register_model("net", Mixed(), ema=0.9, **model)
+        pipe.register_optimizer("adamw", many_at_once, model="net", scheduler=warm_up)
+        pipe.register_dataset("train", Batches(30))
+        pipe.register_dataset("val", Batches(3))
+        stage = Classify(gradient_clip=0.5)
+        pipe.append_stage(stage, max_epochs=1)
+        pipe.run()
+        return pipe, stage
+
+    split, found = run(parallel=Tp(plan=plan()))
+    alone, expected = run(parallel="none")
+    assert [len(group["params"]) for group in split.optimizers["adamw"].param_groups] == [4, 4]
+    assert [len(group["params"]) for group in alone.optimizers["adamw"].param_groups] == [8]
+    assert len({group["lr"] for group in split.optimizers["adamw"].param_groups}) == 1
+    assert found.losses == pytest.approx(expected.losses, abs=1e-5)
+    assert split.history["val/loss"] == pytest.approx(alone.history["val/loss"], abs=1e-5)
+
+
+@ranks(2, leaks=False)
+def test_a_scheduler_made_too_early_for_a_plan_is_refused(tmp_path: Path) -> None:
+    pipe = Pipeline(name="toy", root=tmp_path)
+    pipe.register_model("net", Mixed(), parallel=Tp(plan=plan()))
+    optimizer = many_at_once(pipe.registered["net"].bare.parameters())
+    with pytest.raises(
+        UsageError, match=r"'adamw' was made before .*: pass a function that makes the scheduler"
+    ):
+        pipe.register_optimizer("adamw", optimizer, scheduler=warm_up(optimizer))
 
 
 @ranks(2, leaks=False)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from headway.errors import UsageError
+from headway.train.kinds import apart
 
 
 @final
@@ -31,6 +32,7 @@ class Ema:
         self._weights: list[Tensor] = list(named.values())
         self._ids = {id(weight) for weight in self._weights}
         self._average = [weight.detach().clone() for weight in self._weights]
+        self._pairs = list(zip(apart(self._average), apart(self._weights), strict=True))
 
     def follows(self, optimizer: Optimizer) -> bool:
         """Whether the optimiser steps weights of this model."""
@@ -39,7 +41,8 @@ class Ema:
     @torch.no_grad()
     def update(self) -> None:
         """Call it after the optimiser's step."""
-        torch._foreach_lerp_(self._average, self._weights, 1 - self.decay)
+        for averages, weights in self._pairs:
+            torch._foreach_lerp_(averages, weights, 1 - self.decay)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:

@@ -28,6 +28,7 @@ from headway.train.callback import Callback
 from headway.train.evidence import explained
 from headway.train.history import History, Row
 from headway.train.keeping import Keeper
+from headway.train.kinds import part_groups
 from headway.train.ledger import Ledger
 from headway.train.metrics import Point
 from headway.train.parallel import Blocks, Compile, Model, Parallel, prepare
@@ -166,6 +167,11 @@ class Pipeline:
         _check_new("optimiser", name, self.optimizers)
         if not isinstance(optimizer, Optimizer):
             optimizer = optimizer(self._parameters(name, model))
+        if part_groups(optimizer) and isinstance(scheduler, LRScheduler):
+            raise UsageError(
+                f"the scheduler of optimiser {name!r} was made before the optimiser's parameters were put into groups "
+                "of whole and of split ones: pass a function that makes the scheduler from the optimiser"
+            )
         self.optimizers[name] = optimizer
         if scheduler is not None:
             made = scheduler if isinstance(scheduler, LRScheduler) else scheduler(optimizer)

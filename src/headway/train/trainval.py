@@ -13,13 +13,13 @@ from typing import Any, final
 import torch
 import torch.distributed as c10d
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from headway.dist import set_phase
 from headway.errors import HeadwayError, UsageError
 from headway.train import batches as feed, evidence, loop
+from headway.train.kinds import apart, total_norm
 from headway.train.metrics import Meter, Point, Reduction, Scope, gather
 from headway.train.precision import Precision
 from headway.train.settings import TrainSettings
@@ -102,7 +102,8 @@ class TrainValStage(Stage):
 
     def clip_gradients(self, norm: Tensor, limit: float) -> None:
         """Scales all gradients so that their common norm is at most `limit`; by default all alike."""
-        clip_grads_with_norm_(self.parameters(), limit, norm)
+        for kind in apart(self.parameters()):
+            clip_grads_with_norm_(kind, limit, norm)
 
     def optimize(self) -> None:
         """Steps the optimisers."""
@@ -232,7 +233,7 @@ class TrainValStage(Stage):
         if limit is not None or self.settings.on_nan == "skip":
             for optimizer in optimizers:
                 self.precision.unscale(optimizer)
-            norm = _whole(get_total_norm([p.grad for p in self.parameters() if p.grad is not None]))
+            norm = total_norm([p.grad for p in self.parameters() if p.grad is not None])
         made = norm is None or self.settings.on_nan == "stop" or self._is_sound(norm)
         if made:
             if norm is not None and limit is not None:
@@ -437,8 +438,3 @@ class TrainValStage(Stage):
 
     def _prefixes(self) -> tuple[str, str]:
         return self.train_metric_prefix(), self.val_metric_prefix()
-
-
-def _whole(norm: Tensor) -> Tensor:
-    """The norm of all shards together."""
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm

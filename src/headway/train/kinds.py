@@ -1,0 +1,50 @@
+"""Whole tensors and split ones, apart: where torch works on a list of tensors at once, all must be of one kind.
+
+With tensor parallelism some parameters of a model are split over ranks (DTensors) and the rest are whole; sharded by
+FSDP as well, they lie on different meshes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+
+T = TypeVar("T", bound=Tensor)
+
+
+def apart(tensors: Iterable[T]) -> list[list[T]]:
+    """The tensors by the mesh that they are split over, in their order; one list, if all are whole.
+
+    >>> apart([torch.zeros(2), torch.zeros(3)])
+    [[tensor([0., 0.]), tensor([0., 0., 0.])]]
+    """
+    kinds: dict[object, list[T]] = {}
+    for tensor in tensors:
+        kinds.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    return list(kinds.values())
+
+
+def part_groups(optimizer: Optimizer) -> bool:
+    """Gives each kind a group of its own, with the settings of the group it was in; tells whether that was needed."""
+    groups = [
+        group | {"params": kind}
+        for group in optimizer.param_groups
+        for kind in apart(group["params"]) or [[]]
+    ]
+    if len(groups) == len(optimizer.param_groups):
+        return False
+    optimizer.param_groups[:] = groups
+    return True
+
+
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The norm of all gradients together, on all ranks."""
+    norms = [get_total_norm(kind) for kind in apart(gradients) or [[]]]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
