@@ -55,16 +55,28 @@ def test_closed_forms_against_an_h200(name: str, keys: dict[str, object], measur
 
 
 def layouts() -> st.SearchStrategy[Layout]:
-    def build(tp: int, pp: int, dp: int, zero: int, mb: int, m: int, recompute: str, sp: bool) -> Layout:
+    def build(
+        tp: int, pp: int, dp: int, zero: int, mb: int, m: int, recompute: str, precision: str, sp: bool
+    ) -> Layout:
         return Layout(
             tp=tp, pp=pp, dp=dp, zero=zero, microbatch=mb, global_batch=mb * dp * m, recompute=recompute,  # type: ignore[arg-type]
-            sequence_parallel=sp, sequence=1024,
+            sequence_parallel=sp, sequence=1024, precision=precision,  # type: ignore[arg-type]
         )  # fmt: skip
 
     powers = st.sampled_from([1, 2, 4, 8])
     ways = st.sampled_from(["none", "selective", "sac", "full"])
+    precisions = st.sampled_from(["bf16", "amp"])
     return st.builds(
-        build, powers, powers, powers, st.integers(0, 3), powers, st.integers(1, 8), ways, st.booleans()
+        build,
+        powers,
+        powers,
+        powers,
+        st.integers(0, 3),
+        powers,
+        st.integers(1, 8),
+        ways,
+        precisions,
+        st.booleans(),
     )
 
 
