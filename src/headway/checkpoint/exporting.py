@@ -29,7 +29,8 @@ def export(
 ) -> list[Path]:
     """Writes the tensors of a checkpoint as new safetensors files and returns their paths; one tensor at a time.
 
-    `part` takes only that part of the state, and leaves its name out of the names of the tensors. What does not fit
+    `part` takes only that part of the state, like `net`, or `models.net` of a `Pipeline`, and leaves its name out of
+    the names of the tensors: what a model's `load_state_dict` wants. What does not fit
     into `shard_bytes` becomes net-00001-of-00003.safetensors and so on, with net.safetensors.index.json.
 
     >>> export(path, "net.safetensors", part="net")  # doctest: +SKIP
@@ -55,10 +56,21 @@ def _chosen(state: dict[str, object], reader: Reader, part: str | None, source: 
     """The name in the checkpoint -> the name in the file, for the tensors to write."""
     if part is None:
         return {name: name for name in reader.entries}
-    if part not in state or not (names := tree.names_in(state[part])):
-        parts = ", ".join(repr(name) for name in state if tree.names_in(state[name]))
-        raise UsageError(f"{source} has no tensors in a part {part!r}: the parts with tensors are {parts}")
-    return {name: name.removeprefix(f"{part}.") for name in names}
+    parts = dict(_with_tensors(state))
+    if part not in parts:
+        known = ", ".join(map(repr, parts))
+        raise UsageError(f"{source} has no tensors in a part {part!r}: the parts with tensors are {known}")
+    return {name: name.removeprefix(f"{part}.") for name in parts[part]}
+
+
+def _with_tensors(state: dict[str, object]) -> Iterator[tuple[str, list[str]]]:
+    """The parts of a state and their parts, with the names of their tensors: models, models.net, ..."""
+    for part, inside in state.items():
+        if names := tree.names_in(inside):
+            yield part, names
+        for key, inner in inside.items() if isinstance(inside, dict) else ():
+            if inner != {"$tensor": f"{part}.{key}"} and (names := tree.names_in(inner)):
+                yield f"{part}.{key}", names
 
 
 def _shards(reader: Reader, names: dict[str, str], shard_bytes: int) -> list[list[str]]:

@@ -28,7 +28,7 @@ usage: headway checkpoint show PATH | verify PATH | export PATH OUT.safetensors
   headway checkpoint show model.safetensors         the same for a plain file; also for model.pt and for a directory of
                                                     torch's distributed checkpointing: nothing in them is executed
   headway checkpoint verify runs/digits-...         read every byte of every checkpoint and compare
-  headway checkpoint export PATH net.safetensors --part net      plain weights, from however many ranks
+  headway checkpoint export PATH net.safetensors --part models.net    plain weights, from however many ranks
 
 PATH is a checkpoint (step-000000001000), a run, or a directory of checkpoints; of several, show and export take the
 newest. `headway checkpoint VERB --help` explains a verb. Exit codes: 0 fine, 2 bad input, 74 disk trouble, 86 damaged.
@@ -60,7 +60,7 @@ class Export:
     path: _Path
     out: Annotated[_Path, tyro.conf.arg(metavar="OUT.safetensors")]
     part: str | None = None
-    """only this part of the state, as it was named when saved, like net; its name is left out of the file"""
+    """only this part of the state, like models.net of a Pipeline; its name is left out of those of the tensors"""
     shard_gb: float = 5.0
     """gigabytes that one file may hold; what is larger becomes OUT-00001-of-0000N.safetensors with an index"""
     json: bool = False
