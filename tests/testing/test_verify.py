@@ -170,3 +170,9 @@ def test_what_cannot_be_verified(tmp_path: Path) -> None:
         verify_resume(script(tmp_path, keeps=""))
     with pytest.raises(HeadwayError, match=r"its last words(.|\n)*kaputt"):
         verify_resume(script(tmp_path, keeps="raise SystemExit('kaputt')"))
+    (tmp_path / "plain.py").write_text("print('no pipeline here')\n")
+    with pytest.raises(UsageError, match=r"plain\.py ran no pipeline: call pipe\.run\(\) in it"):
+        verify_resume(tmp_path / "plain.py")
+    (tmp_path / "slow.py").write_text("import time; time.sleep(600)\n")
+    with pytest.raises(HeadwayError, match=r"slow\.py did not end within 0\.1 s: give it less to do"):
+        verify_resume(tmp_path / "slow.py", timeout=0.1)

@@ -46,11 +46,11 @@ def main(argv: list[str]) -> int:
     )
     parser.add_script()
     options = parser.parse_sweep(argv)
+    if options.array and options.max_restarts:
+        raise UsageError("--array and --max-restarts do not go together: start the runs that failed again")
+    if options.smoke and (options.array or options.max_restarts):
+        raise UsageError("--smoke tries one run once: leave --array and --max-restarts out")
     if options.array:
-        if options.max_restarts:
-            raise UsageError(
-                "--array and --max-restarts do not go together: start the runs that failed again"
-            )
         script = Script(name=options.script, args=options.args, module=options.module)
         return run_sweep(script, options.array, processes=options.nproc)
     command = python_command(options.script, options.args, module=options.module)

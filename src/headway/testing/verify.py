@@ -22,6 +22,7 @@ from typing import Any, final
 from headway import failpoints
 from headway.checkpoint import layout
 from headway.errors import HeadwayError, UsageError
+from headway.launcher.agent import check_processes
 from headway.record import ledger
 from headway.record.ledger import Ledger, Row
 from headway.run import Run
@@ -130,6 +131,8 @@ def verify_resume(
         raise UsageError(f"there is no file {str(script)!r} in {Path.cwd()}")
     if unknown := [name for name in at if name not in POINTS]:
         raise UsageError(f"{unknown[0]!r} is no point to kill at: there are {', '.join(POINTS)}")
+    for count in (nproc, nproc if other_nproc is None else other_nproc):
+        check_processes(count)
     began = time.monotonic()
     with ExitStack() as stack:
         folder = Path(keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="headway-verify-")))
@@ -237,6 +240,8 @@ class _Trial:
     def undisturbed(self, nproc: int) -> Ledger:
         run = self._new_run()
         self._start(run, nproc)
+        if not run.info()["attempts"]:
+            raise UsageError(f"{self.script} ran no pipeline: call pipe.run() in it")
         found = ledger.load(run)
         if not any(run.checkpoints_dir.glob("step-*")):
             raise UsageError(
@@ -308,15 +313,20 @@ class _Trial:
         environ |= {"HEADWAY_SAVE_EVERY": every, "HEADWAY_SAVE_IN_BACKGROUND": "0"} if every else {}
         environ |= fault.environ if fault else {}
         command = [sys.executable, "-m", "headway", "run", "--nproc", str(nproc), self.script, *self.args]
-        done = subprocess.run(
-            command,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=self.timeout,
-        )
+        try:
+            done = subprocess.run(
+                command,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=self.timeout,
+            )
+        except subprocess.TimeoutExpired:
+            raise HeadwayError(
+                f"{self.script} did not end within {self.timeout:g} s: give it less to do, or raise the timeout"
+            ) from None
         if fault is not None and done.returncode == 0:
             raise HeadwayError(
                 f"{self.script} was to be killed at {fault.text}, and ended well: it never came there"
