@@ -26,15 +26,9 @@ Decoder = Callable[[memoryview], Any]
 Pixels = npt.NDArray[np.uint8]
 
 _SCAN = b"\xff\xda"
-_SEGMENTS = {
-    0xC0,
-    0xC1,
-    0xC4,
-    0xDB,
-    0xDD,
-    0xFE,
-    *range(0xE0, 0xF0),
-}  # frames, tables, comments: all with a length
+# frames that are not progressive, tables and comments: segments that have a length
+_SEGMENTS = {0xC0, 0xC1, 0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}
+_SEGMENT, _FRAME = struct.Struct(">BBH"), struct.Struct(">HHB")
 _SMALL = 2**24
 
 
@@ -149,20 +143,20 @@ def _plain_size(data: memoryview) -> tuple[int, int] | None:
     """Height and width of a JPEG in one scan, grey or in colour; None of any other, and where that is not sure.
 
     Nearly all are such, and to count the scans of all would take a twentieth of the time of decoding. It must not be
-    mistaken: a decoder that sees another header here than we do would go around the limits.
+    mistaken: a decoder that took another header for the first than we do would go around the limits.
     """
-    at, size, components = 2, None, 0
-    while at + 10 <= len(data) and data[at] == 0xFF:
-        marker, length = data[at + 1], data[at + 2] << 8 | data[at + 3]
-        if marker == _SCAN[1]:
+    at, last, size, components = 2, len(data) - 10, None, 0
+    while at <= last:
+        start, marker, length = _SEGMENT.unpack_from(data, at)
+        if start == 0xFF and marker == _SCAN[1]:
             return size if data[at + 4] == components else None
-        if length < 2 or marker not in _SEGMENTS:
+        if start != 0xFF or marker not in _SEGMENTS:
             return None
         if marker in (0xC0, 0xC1):  # a frame that is not progressive
-            if size or data[at + 9] not in (1, 3):
+            height, width, count = _FRAME.unpack_from(data, at + 5)
+            if count not in (1, 3):
                 return None
-            size = data[at + 5] << 8 | data[at + 6], data[at + 7] << 8 | data[at + 8]
-            components = data[at + 9]
+            size, components = (height, width), count
         at += 2 + length
     return None
 
