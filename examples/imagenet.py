@@ -1,0 +1,167 @@
+"""Train ResNet-50 on ImageNet: tar shards, bf16, any number of GPUs on any number of nodes.
+
+    headway data pack imagenet/train shards/train                       # once: folders of classes into shards
+    headway data pack imagenet/val shards/val
+    headway run examples/imagenet.py --data shards                      # on all GPUs of this machine
+    headway submit --nodes 4 --pre shards examples/imagenet.py --data shards   # SLURM; shards on each node's own disk
+
+Without --data the pictures are made up. Does it work, and what holds it up?
+
+    headway run --smoke examples/imagenet.py                            # two steps, a validation, a save, a restart
+    HEADWAY_FAKE_DATA=1 headway run examples/imagenet.py --data shards  # one batch over and over: all but the loader
+    headway run examples/imagenet.py --data shards --dummy-model        # a model that costs nothing: the loader alone
+
+ResNet-50 is torchvision's; where that is not installed, a small network takes its place.
+"""
+
+import argparse
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import headway as hw
+from headway.train.schedules import warmup_cosine
+
+CLASSES = 1000
+MEAN, STD = (123.7, 116.3, 103.5), (58.4, 57.1, 57.4)
+
+
+class Classify(hw.TrainValStage):
+    def step(self, batch: dict[str, Tensor]) -> Tensor:
+        pixels, label = batch["jpg"], batch["cls"]
+        mean, std = (pixels.new_tensor(each, dtype=torch.float32) for each in (MEAN, STD))
+        # bytes travel, floats are made here; height x width x channels is what convolutions on GPUs like best
+        logits = self.models["net"](((pixels - mean) / std).permute(0, 3, 1, 2))
+        if self.training:
+            return F.cross_entropy(logits, label, label_smoothing=0.1)
+        right = logits.topk(5).indices == label[:, None]
+        self.log("top1", right[:, 0].double().mean(), weight=len(label))
+        self.log("top5", right.any(1).double().mean(), weight=len(label))
+        self.log("images", len(label), reduce="sum")  # each counts once, on any number of ranks
+        return F.cross_entropy(logits, label)
+
+
+class Pictures:
+    """What is done to a sample on the host; `rng` belongs to the sample, so a restart sees the same crops."""
+
+    def __init__(self, size: int, *, augment: bool) -> None:
+        self.size, self.augment = size, augment
+
+    def __call__(self, sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        image = torch.from_numpy(sample["jpg"]).permute(2, 0, 1)
+        image = self._random_crop(image, rng) if self.augment else self._middle(image)
+        wanted = (self.size, self.size)
+        resized = F.interpolate(image[None].float(), wanted, mode="bilinear", antialias=True)[0]
+        pixels = resized.round().clamp(0, 255).byte()
+        if self.augment and rng.random() < 0.5:
+            pixels = pixels.flip(2)
+        return {"jpg": pixels.permute(1, 2, 0).contiguous(), "cls": sample["cls"]}
+
+    def _random_crop(self, image: Tensor, rng: np.random.Generator) -> Tensor:
+        """A part of the picture with 8 to 100 % of its area, a little wider or higher."""
+        _, height, width = image.shape
+        side = np.sqrt(height * width * rng.uniform(0.08, 1.0))
+        stretch = np.exp(rng.uniform(np.log(3 / 4), np.log(4 / 3)) / 2)
+        tall, wide = min(height, max(1, int(side / stretch))), min(width, max(1, int(side * stretch)))
+        top, left = rng.integers(height - tall + 1), rng.integers(width - wide + 1)
+        return image[:, top : top + tall, left : left + wide]
+
+    def _middle(self, image: Tensor) -> Tensor:
+        """The square in the middle, 7/8 of the shorter side."""
+        _, height, width = image.shape
+        side = max(1, min(height, width) * 7 // 8)
+        top, left = (height - side) // 2, (width - side) // 2
+        return image[:, top : top + side, left : left + side]
+
+
+class MadeUp(torch.utils.data.Dataset[dict[str, Any]]):
+    """Noise around a colour that depends on the class."""
+
+    def __init__(self, count: int, size: int) -> None:
+        self.count, self.size = count, size
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        random = np.random.default_rng(number)
+        colour = np.random.default_rng(number % 10).integers(50, 200, 3)
+        noise = random.integers(-50, 50, (self.size, self.size, 3))
+        return {"jpg": torch.from_numpy((noise + colour).astype(np.uint8)), "cls": number % 10}
+
+
+def make_net(*, dummy: bool) -> nn.Module:
+    if dummy:
+        return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, CLASSES))
+    if importlib.util.find_spec("torchvision") is not None:
+        from torchvision.models import resnet50
+
+        net: nn.Module = resnet50(zero_init_residual=True)
+        return net
+    layers: list[nn.Module] = []
+    for before, after in ((3, 32), (32, 64), (64, 128)):
+        layers += [nn.Conv2d(before, after, 3, stride=2, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, CLASSES))
+
+
+def make_loaders(options: argparse.Namespace) -> dict[str, Any]:
+    batch, size = options.batch, options.size
+    if options.data is None:
+        return {
+            "train": hw.data.DataLoader(MadeUp(4 * batch * hw.world_size(), size), batch, shuffle=True),
+            "val": hw.data.DataLoader(MadeUp(2 * batch + 3, size), batch),
+        }
+    staged = os.environ.get("HEADWAY_STAGED")  # by `headway submit --pre`
+    shards = Path(staged) / options.data.name if staged else options.data
+    train, val = Pictures(size, augment=True), Pictures(size, augment=False)
+    return {
+        "train": hw.data.ShardLoader(shards / "train", batch, transform=train, tail="drop"),
+        "val": hw.data.ShardLoader(shards / "val", batch, transform=val, shuffle=False),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, help="a folder with train/ and val/, of tar shards")
+    parser.add_argument("--batch", type=int, default=64, help="pictures per rank and step")
+    parser.add_argument("--size", type=int, default=224, help="of a picture, in pixels")
+    parser.add_argument("--epochs", type=int, default=90)
+    parser.add_argument("--lr", type=float, default=0.1, help="for 256 pictures per step")
+    parser.add_argument("--dummy-model", action="store_true", help="to see what the loader can give")
+    options = parser.parse_args()
+    hw.init()
+    hw.seed(0)
+    loaders = make_loaders(options)
+    lr = hw.scale_lr(options.lr, batch_size=options.batch, base_batch_size=256)
+    steps = max(1, len(loaders["train"]))
+
+    pipe = hw.Pipeline(config=vars(options) | {"data": options.data and str(options.data)}, name="imagenet")
+    net = make_net(dummy=options.dummy_model).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    pipe.register_model("net", net)
+    pipe.register_optimizer(
+        "sgd",
+        lambda parameters: torch.optim.SGD(parameters, lr=lr, momentum=0.9, weight_decay=1e-4, nesterov=True),
+        scheduler=lambda sgd: warmup_cosine(
+            sgd, warmup=min(5, options.epochs // 2) * steps, total=options.epochs * steps
+        ),
+        model="net",
+    )
+    for name, loader in loaders.items():
+        pipe.register_dataset(name, loader)
+    stage = Classify(precision="bf16")
+    stage.add_column("val/top1")
+    pipe.append_stage(stage, max_epochs=options.epochs)
+    pipe.enable_checkpointing(every="10min", keep_last=2, keep_best="max:val/top1")
+    pipe.run()
+
+
+if __name__ == "__main__":
+    main()
