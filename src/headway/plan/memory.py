@@ -35,7 +35,7 @@ class Reserve(NamedTuple):
 RESERVE = Reserve(1.02, 1.07, 1.17)
 """Seen on 12 H200 runs."""
 RESERVE_FSDP = Reserve(1.1, 1.14, 1.23)
-"""torch's FSDP gathers and scatters on streams with blocks of their own. From torchtitan's two eager runs."""
+"""FSDP in mixed precision gathers and scatters on streams with blocks of their own: torchtitan's two eager runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ def gradients_stay(layout: Layout) -> bool:
 
 def reserve(layout: Layout) -> Reserve:
     """How much more than it allocates a process takes."""
-    return RESERVE_FSDP if layout.zero == 3 and layout.shards > 1 and not layout.megatron else RESERVE
+    return RESERVE_FSDP if layout.zero == 3 and layout.shards > 1 and layout.precision == "amp" else RESERVE
 
 
 def reserved(allocated: float, layout: Layout, *, factor: float | None = None) -> float:
