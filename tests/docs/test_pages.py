@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 import headway
-from headway.cli import VERBS
+from headway.cli import VERBS, main
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("tests/*/README.md"))]
@@ -48,3 +49,32 @@ def test_every_page_of_the_documentation_is_linked_from_the_readme() -> None:
     readme = (ROOT / "README.md").read_text()
     for page in ROOT.glob("docs/*.md"):
         assert f"(docs/{page.name})" in readme, page.name
+
+
+def test_every_variable_is_on_the_reference_page() -> None:
+    reference = (ROOT / "docs" / "reference.md").read_text()
+    code = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    assert [
+        name for name in set(re.findall(r"\bHEADWAY_[A-Z_]+\b", code)) if f"`{name}`" not in reference
+    ] == []
+
+
+@each_page
+def test_options_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for code in blocks(page, "bash") + blocks(page, "console"):
+        for line in re.findall(r"^(?:\$ )?headway (.+?)(?: +#.*)?$", code.replace("\\\n", " "), re.MULTILINE):
+            words = line.split()
+            script = next((number for number, word in enumerate(words) if word.endswith(".py")), len(words))
+            wanted = {word.partition("=")[0] for word in words[:script] if word.startswith("--")}
+            if wanted:
+                assert wanted - options_of(words, capsys) == set(), f"headway {line}"
+
+
+def options_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> set[str]:
+    """The options of the verb, and of its own verb if it has one, that a command line begins with."""
+    for depth in (2, 1):
+        with suppress(SystemExit):  # so argparse and tyro end
+            if main([*words[:depth], "--help"]):
+                continue
+        return set(re.findall(r"--[a-z][\w-]*", capsys.readouterr().out))
+    raise AssertionError(f"no help for {words}")
