@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 import headway.plan
+from headway.cli import plan as verb
 from headway.plan.document import document
 
 MODULES = [m.name for m in pkgutil.iter_modules(headway.plan.__path__) if not m.ispkg]
@@ -31,3 +32,20 @@ def test_the_plan_file_on_the_page_is_valid() -> None:
         data = yaml.safe_load(block)
         data["job"]["tokens"] = float(data["job"]["tokens"])
         assert document(data).layout.gpus == 8
+
+
+def test_the_first_example_on_the_page_says_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    command, title, verdict = re.findall(
+        r"```console\n\$ headway plan (.*)\n(.*)\n(.*)\n```", PAGE.read_text()
+    )[0]
+    assert verb.main(command.split()) == 3
+    assert capsys.readouterr().out.splitlines()[:2] == [title, verdict]
+
+
+def test_the_python_on_the_page_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    code = next(
+        block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "print" in block
+    )
+    exec(compile(code, str(PAGE), "exec"), {})
+    said = re.search(r"time\.step\"\]\)\s+# (.*)", code)
+    assert said and capsys.readouterr().out.splitlines()[-1] == said[1]
