@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import headway as hw
+from headway import dist
 from headway.data import Mix, ShardLoader, pack
 from headway.errors import HeadwayError, UsageError
 from headway.testing import ranks
@@ -416,6 +417,14 @@ def test_a_trace_shows_every_stage(folder: Path, tmp_path: Path) -> None:
     events = json.loads((tmp_path / "traces" / "train-rank-00000.json").read_text())["traceEvents"]
     assert Counter(event["name"] for event in events) == {"read": 24, "decode": 24, "collate": 3, "wait": 3}
     assert all(event["ph"] == "X" and event["dur"] >= 0 and event["pid"] == 0 for event in events)
+
+
+@ranks(1)
+def test_in_a_run_a_trace_is_in_its_directory(tmp_path: Path) -> None:
+    pack(({"__key__": f"{n}", "cls": n} for n in range(4)), tmp_path / "data")
+    run = dist.open_run(tmp_path / "runs")
+    list(ShardLoader(tmp_path / "data", batch_size=4, trace="traces/train.json"))
+    assert (run.traces_dir / "train-rank-00000.json").exists()
 
 
 def test_loops_leave_no_threads_behind(folder: Path) -> None:

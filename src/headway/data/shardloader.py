@@ -67,7 +67,8 @@ class ShardLoader:
     A sample that cannot be decoded is replaced by another one of its dataset, always the same, and noted in `bad`; more
     than `max_bad` of them (a part of all) stop the run. Batches that wait take at most `memory` bytes, or are one.
     `cache=hw.data.NodeCache()` keeps a copy of shards in the memory of the node, made before they are needed.
-    `trace="traces/train.json"` keeps a time line of the stages, a file per rank, for Perfetto or chrome://tracing.
+    `trace="traces/train.json"` keeps a time line of the stages, a file per rank, for Perfetto or chrome://tracing; in a
+    run, in its directory.
     """
 
     def __init__(
@@ -147,7 +148,9 @@ class ShardLoader:
 
     def _loop(self, number: int) -> Iterator[Any]:
         if self._trace_path is not None and self._counters.trace is None:
-            self._counters.trace = Trace(Path(self._trace_path), rank=self._share.place()[0])
+            run = dist.current_run()
+            path = run.path / self._trace_path if run is not None else Path(self._trace_path)
+            self._counters.trace = Trace(path, rank=self._share.place()[0])
         pool = ThreadPoolExecutor(self._threads or _cores(), "headway load")
         ahead = self._ahead = None if self._cache is None else Ahead(self._cache, self._shards.keep)
         try:
