@@ -278,7 +278,7 @@ def test_side_by_side(pair: list[Run], capsys: pytest.CaptureFixture[str]) -> No
 
 def test_steps_that_were_done_again_count_once(pair: list[Run]) -> None:
     rows = [{"step": 1, "metrics": {"loss": 5.0}}, {"step": 2, "metrics": {"loss": 0.1}}]
-    metrics(pair[0], *rows, {"step": 2, "metrics": {"loss": 3.0}}, tail='{"step": 9')
+    metrics(pair[0], *rows, {"step": 2, "metrics": {"loss": 3.0}}, tail='7\n{"st\n{"step": 9')
     (one,) = compare(pair[:1])
     assert (one.metrics["loss"].last, one.metrics["loss"].best) == (3.0, 3.0)
 

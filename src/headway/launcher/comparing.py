@@ -12,7 +12,7 @@ from typing import Any, Literal, final
 import yaml
 
 from headway.errors import UsageError
-from headway.launcher.listing import Row, rows
+from headway.launcher.listing import Row, metric_rows, rows
 from headway.run import Run
 
 Better = Literal["min", "max"]
@@ -103,12 +103,8 @@ def _history(run: Run) -> History:
         lines = run.metrics_file(0).read_bytes().split(b"\n")[:-1]
     except OSError:
         return {}
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        for name, value in row.get("metrics", {}).items():
+    for row in metric_rows(lines):
+        for name, value in row["metrics"].items():
             if isinstance(value, int | float | str):
                 history.setdefault(name, {})[int(row["step"])] = value
     return {name: sorted(values.items()) for name, values in history.items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, final
 from headway import runlock
 from headway.errors import UsageError
 from headway.launcher import sweep
-from headway.launcher.queue import Queue
+from headway.launcher.queue import Queue, number_of
 from headway.launcher.status import Status, read_json, status
 from headway.run import Run, runs_under
 
@@ -162,8 +162,7 @@ def _seconds(attempt: Mapping[str, Any], now: Status) -> float:
 
 def _job(submitted: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]]) -> str | None:
     if "job_id" in submitted:
-        task = submitted.get("array_task")
-        return str(submitted["job_id"]) if task is None else f"{submitted['job_id']}_{task}"
+        return number_of(submitted)
     if attempts and "job_id" in attempts[-1]["slurm"]:
         return str(attempts[-1]["slurm"]["job_id"])
     facts = submitted if "pid" in submitted else attempts[-1] if attempts else None
@@ -188,11 +187,15 @@ def last_metrics(run: Run) -> dict[str, Any]:
             lines = file.read().split(b"\n")[:-1]  # what follows the last newline is half-written
     except OSError:
         return {}
-    for line in reversed(lines):
+    return next(metric_rows(reversed(lines)), {})
+
+
+def metric_rows(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """The rows with metrics among the lines of a metrics file; what a kill or a full disk cut off is passed over."""
+    for line in lines:
         try:
             row = json.loads(line)
         except ValueError:
             continue
         if isinstance(row, dict) and "metrics" in row:
-            return row
-    return {}
+            yield row

@@ -90,8 +90,17 @@ class Queue:
 
     def find(self, submitted: Mapping[str, Any]) -> Ticket | None:
         """What is known of a submitted run, from what submitted.json says."""
-        task = submitted.get("array_task")
-        return self.tickets.get(submitted["job_id"] if task is None else f"{submitted['job_id']}_{task}")
+        return self.tickets.get(number_of(submitted))
+
+
+def number_of(submitted: Mapping[str, Any]) -> str:
+    """How SLURM's programs call a submitted job; of an array, one of its jobs.
+
+    >>> number_of({"job_id": "7", "array_task": 2})
+    '7_2'
+    """
+    task = submitted.get("array_task")
+    return str(submitted["job_id"]) if task is None else f"{submitted['job_id']}_{task}"
 
 
 def _ask(*command: str) -> tuple[str, str | None]:

@@ -18,6 +18,7 @@ from headway import files
 from headway.errors import HeadwayError, UsageError
 from headway.launcher.jobscript import job_script, options
 from headway.launcher.program import JobFile, Program
+from headway.launcher.queue import number_of
 from headway.launcher.refusals import refusal
 from headway.launcher.targets import Slurm, seconds
 from headway.run import Run
@@ -97,8 +98,7 @@ def record(
 
 def cancel(submitted: Mapping[str, Any]) -> None:
     """Ends a job; ranks that use headway save first. `submitted` is what submitted.json says."""
-    task = submitted["array_task"]
-    job = submitted["job_id"] if task is None else f"{submitted['job_id']}_{task}"
+    job = number_of(submitted)
     done = ask("scancel", job)
     if done.returncode:
         raise HeadwayError(f"job {job} could not be cancelled: {last_line(done.stderr)}")
