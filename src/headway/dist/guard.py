@@ -126,18 +126,9 @@ def _root_only(function: Callable[P, T], *, wait: bool) -> Callable[P, T | None]
         if not wait:
             with HEART.excused():
                 return function(*args, **kwargs) if group.place.rank == 0 else None
-        relay = _Relay(group, "root_only", group.place.world_size - 1)
-        if group.place.rank != 0:
-            relay.wait()
-            return None
-        try:
-            with HEART.excused():
-                result = function(*args, **kwargs)
-        except BaseException as error:
-            relay.failed(error, 0)
-            raise
-        relay.done()
-        return result
+        root = group.place.rank == 0
+        with _first("root_only", works=root, waiting=group.place.world_size - 1):
+            return function(*args, **kwargs) if root else None
 
     return guarded
 
