@@ -16,7 +16,7 @@ import re
 import sys
 import types
 import uuid
-from collections.abc import Iterable, Mapping, Sequence, Set as AbstractSet
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set as AbstractSet
 from enum import Enum
 from pathlib import PurePath
 
@@ -56,6 +56,19 @@ def to_plain(config: object) -> dict[str, object]:
             f"config must be a dict, a dataclass or an OmegaConf config, not {kind}: {config!r:.80}"
         )
     return _plain_mapping(tree, at="config", inside=(id(config),))
+
+
+def leaves(tree: object, inside: str = "") -> Iterator[tuple[str, object]]:
+    """The single settings of a plain tree, by their full names.
+
+    >>> dict(leaves({"model": {"depth": 2, "heads": {}}, "lr": 0.1}))
+    {'model.depth': 2, 'model.heads': {}, 'lr': 0.1}
+    """
+    for name, value in tree.items() if isinstance(tree, Mapping) else ():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{inside}{name}.")
+        else:
+            yield f"{inside}{name}", value
 
 
 def to_yaml(plain: object) -> str:

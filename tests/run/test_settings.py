@@ -18,7 +18,7 @@ from hypothesis import given, strategies as st
 from omegaconf import OmegaConf
 
 from headway.errors import UsageError
-from headway.settings import to_plain, to_yaml
+from headway.settings import leaves, to_plain, to_yaml
 
 
 class Color(Enum):
@@ -185,3 +185,14 @@ def test_odd_values_survive_too() -> None:
     assert math.isnan(yaml.safe_load(to_yaml({"x": math.nan}))["x"])
     assert "schön" in to_yaml({"x": "schön"})
     assert sys.float_info.max == yaml.safe_load(to_yaml({"x": sys.float_info.max}))["x"]
+
+
+def test_leaves_have_full_names() -> None:
+    tree = {"model": {"depth": 2, "heads": {}, "sizes": [1, 2]}, "lr": None}
+    assert list(leaves(tree)) == [
+        ("model.depth", 2),
+        ("model.heads", {}),
+        ("model.sizes", [1, 2]),
+        ("lr", None),
+    ]
+    assert list(leaves(None)) == list(leaves("text")) == []

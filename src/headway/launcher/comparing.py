@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
@@ -14,6 +14,7 @@ import yaml
 from headway.errors import UsageError
 from headway.launcher.listing import Row, metric_rows, rows
 from headway.run import Run
+from headway.settings import leaves
 
 Better = Literal["min", "max"]
 _LOWER = re.compile(
@@ -81,16 +82,8 @@ def _settings(row: Row) -> dict[str, Any]:
         recorded = yaml.safe_load(row.run.config_file.read_text())
     except (OSError, ValueError, yaml.YAMLError):
         recorded = None
-    flat = dict(_flat(recorded if isinstance(recorded, dict) else {}))
+    flat = dict(leaves(recorded))
     return flat | {k: v for k, v in (row.sweep.settings if row.sweep else {}).items() if k not in flat}
-
-
-def _flat(tree: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{inside}{name}.")
-        else:
-            yield f"{inside}{name}", value
 
 
 History = dict[str, list[tuple[int, float | str]]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -22,7 +22,7 @@ from headway.dist import World
 from headway.record.lines import plain
 from headway.redact import redact_tree
 from headway.run import Run
-from headway.settings import to_plain
+from headway.settings import leaves, to_plain
 
 _MARGIN = 12  # for the labels
 _CONFIG_LINES = 2
@@ -55,7 +55,7 @@ def describe(run: Run, world: World, facts: Mapping[str, Any], *, config: object
         log=f"tail -f {shlex.quote(_near(run.log_file(0)))}",
         versions=_versions(facts),
         code=_code(facts["code"]),
-        config=list(_settings(redact_tree(to_plain(config)))),
+        config=[f"{name}={value}" for name, value in leaves(redact_tree(to_plain(config)))],
     )
 
 
@@ -113,15 +113,6 @@ def _code(code: Mapping[str, Any]) -> str:
     branch = f" on {code['branch']}" if code["branch"] else ""
     changes = ", uncommitted changes in code/" if code["dirty"] else ""
     return f"{code['commit'][:10]}{branch}{changes}"
-
-
-def _settings(tree: object, prefix: str = "") -> Iterator[str]:
-    """The leaves of a settings tree as `a.b=value`."""
-    if isinstance(tree, Mapping) and tree:
-        for key, value in tree.items():
-            yield from _settings(value, f"{prefix}.{key}" if prefix else str(key))
-    elif prefix:
-        yield f"{prefix}={tree}"
 
 
 def _packed(settings: Sequence[str], room: int) -> list[str]:

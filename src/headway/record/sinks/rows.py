@@ -77,21 +77,6 @@ def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
             yield name, float(value)
 
 
-def flat(config: Any) -> dict[str, str]:
-    """Settings as name and text, for trackers that know no nesting.
-
-    >>> flat({"model": {"depth": 2}, "lr": 0.1})
-    {'model.depth': '2', 'lr': '0.1'}
-    """
-    found: dict[str, str] = {}
-    for key, value in (config or {}).items():
-        if isinstance(value, dict):
-            found |= {f"{key}.{name}": text for name, text in flat(value).items()}
-        else:
-            found[str(key)] = str(value)
-    return found
-
-
 def safe(name: str) -> str:
     """A name without characters that MLflow refuses."""
     return re.sub(r"[^\w\-./ ]", "_", name)

@@ -8,8 +8,9 @@ from typing import Any, final
 
 import yaml
 
-from headway.record.sinks.rows import flat, safe, scalars
+from headway.record.sinks.rows import safe, scalars
 from headway.run import Run
+from headway.settings import leaves
 
 
 class Tracker(ABC):
@@ -97,8 +98,8 @@ class MlflowTracker(Tracker):
             return
         made = self._client.create_run(where, tags={"headway.run": run.id}, run_name=run.id)
         self._id = made.info.run_id
-        for key, text in flat(_config(run)).items():
-            self._client.log_param(self._id, safe(key), text[:500])
+        for name, value in leaves(_config(run)):
+            self._client.log_param(self._id, safe(name), str(value)[:500])
 
     def log(self, row: dict[str, Any]) -> None:
         when = round(row["time"] * 1000)
