@@ -83,7 +83,11 @@ _SECONDS = ((86400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, 
 
 
 def show(value: float, unit: Unit, *, like: float | None = None) -> str:
-    """A number with its unit: memory in binary units, rates of bytes in decimal ones. `like` picks the scale."""
+    """A number with its unit: memory in binary units, rates of bytes in decimal ones. `like` picks the scale.
+
+    >>> show(3 << 30, "bytes"), show(2.5e9, "bytes/s"), show(0.9997, "share"), show(5.1e10, "FLOP/token")
+    ('3.00 GiB', '2.50 GB/s', '99.97 %', '51.00 GFLOP/token')
+    """
     size = abs(value if like is None else like)
     if unit == "bytes":
         return _scaled(value, size, _BYTES)
@@ -94,7 +98,8 @@ def show(value: float, unit: Unit, *, like: float | None = None) -> str:
     if unit in ("FLOP", "FLOP/token"):
         return _scaled(value, size, _FLOPS) + unit[len("FLOP") :]
     if unit == "share":
-        return f"{100 * value:.1f} %"
+        fine = 0.999 <= size < 1 or 0 < size < 0.001  # 99.97 % and 0.02 % are not all and nothing
+        return f"{100 * value:.{2 if fine else 1}f} %"
     if unit == "hours":
         return f"{value:,.1f} h" if size < 1000 else f"{value:,.0f} h"
     if unit in ("tokens/s", "samples/s", "1/s"):
