@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# All that only a GPU can tell, each part with a time limit and a log of its own; what fails does not stop the rest:
+#   scripts/gpu-check.sh OUT [MINUTES]
+# PYTHON names the interpreter (python3); headway is found by its installation or by PYTHONPATH. MINUTES, 25 if not said, are
+# for all parts together: those that come too late are left out, and said so. Exits with the number of parts that failed.
+set -uo pipefail
+out=$(mkdir -p "${1:?usage: scripts/gpu-check.sh OUT [MINUTES]}" && cd "$1" && pwd)
+minutes=${2:-25}
+python=${PYTHON:-python3}
+cd "$(dirname "$0")/.."
+export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
+summary=$out/summary.txt
+failed=0
+
+part() { # name, seconds, command ...
+  local name=$1 limit=$2 began=$SECONDS left=$((60 * minutes - SECONDS)) code
+  shift 2
+  if [ "$left" -lt 20 ]; then
+    echo "$name: left out, no time" | tee -a "$summary"
+    return
+  fi
+  timeout --kill-after=10 "$((limit < left ? limit : left))" "$@" >"$out/$name.log" 2>&1
+  code=$?
+  # pytest ends with 5 where it finds nothing to run
+  case $code in
+    0) echo "$name: passed in $((SECONDS - began)) s" ;;
+    5) echo "$name: nothing to run" ;;
+    124 | 137) echo "$name: FAILED, stopped after $((SECONDS - began)) s" && failed=$((failed + 1)) ;;
+    *) echo "$name: FAILED with $code after $((SECONDS - began)) s" && failed=$((failed + 1)) ;;
+  esac >"$out/$name.verdict"
+  {
+    cat "$out/$name.verdict"
+    grep -E '^(FAILED|ERROR)|passed|failed|skipped|us/step|[+-][0-9.]+ ?%| us \(' "$out/$name.log" | tail -n 12 | sed 's/^/    /'
+  } | tee -a "$summary"
+  rm "$out/$name.verdict"
+}
+
+: >"$summary"
+"$python" -c 'import torch; print("torch", torch.__version__, "on", torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU")' 2>&1 | tail -n 1 | tee -a "$summary"
+git log -1 --format='%h %s' 2>/dev/null | tee -a "$summary"
+
+part loop 300 "$python" benchmarks/loop.py
+part loop-ablate 300 "$python" benchmarks/loop.py --ablate
+part train 240 "$python" -m pytest tests/train/test_gpu.py -q
+part resume 240 "$python" -m pytest tests/train/test_resume.py -k gpu -q
+part dist 300 "$python" -m pytest tests/gpu -q
+part plan 420 "$python" -m pytest tests/plan/test_gpu_measure.py -q
+echo "logs: $out; parts that failed: $failed"
+exit "$failed"
