@@ -109,7 +109,7 @@ def estimate(
     ways = [] if fits else remedies(model, layout, node, constants)
     return Estimate(
         title=f"{model.name}, {layout.describe()}",
-        node=f"{-(-layout.gpus // node.gpus)} x {node.name} ({layout.gpus} GPUs)",
+        node=f"{-(-layout.gpus // node.gpus)} x {node.name} ({layout.gpus} GPU{'s' if layout.gpus > 1 else ''})",
         answers=found,
         fits=fits,
         verdict=verdict(needed, capacity, ways),
