@@ -56,8 +56,11 @@ def _named(name: str, here: list[Path], catalog: Catalog) -> list[Path]:
 
 def counts(paths: Sequence[Path], limits: Limits | None = None) -> Iterator[int]:
     """How many samples each shard has, as it becomes known."""
+    some = 1 + len(paths) // (4 * _THREADS)  # at a time: handing over one takes as long as reading its index
+    parts = [paths[at : at + some] for at in range(0, len(paths), some)]
     with ThreadPoolExecutor(_THREADS, "headway count") as pool:
-        yield from pool.map(lambda path: count_samples(path, limits), paths)
+        for each in pool.map(lambda part: [count_samples(path, limits) for path in part], parts):
+            yield from each
 
 
 def index(shards: Shards, *, overwrite: bool = False, catalog: Catalog | None = None) -> list[Path]:
