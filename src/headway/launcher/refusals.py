@@ -25,6 +25,10 @@ def refusal(said: str, target: Slurm) -> HeadwayError:
         return HeadwayError(
             "SLURM's controller does not answer (see: scontrol ping); try again later, or ask the site"
         )
+    if re.search("could not establish a configuration source", said, re.IGNORECASE):
+        return UsageError(
+            "SLURM's programs are here, but belong to no cluster: submit from a login node, or set SLURM_CONF"
+        )
     return UsageError(f"SLURM refuses the job: {lines[0]}")
 
 
