@@ -173,10 +173,9 @@ def test_a_refusal_is_final(monkeypatch: pytest.MonkeyPatch) -> None:
             "SLURM's limits for you or this partition forbid 2 nodes x 1 tasks; ask for less",
         ),
         (
-            "sbatch: error: fetch_config: DNS SRV lookup failed\n"
-            "sbatch: fatal: Could not establish a configuration source",
+            "sbatch: error: fetch_config: lookup failed\nsbatch: fatal: Could not establish a configuration source",
             {},
-            "belong to no cluster: submit from a login node, or set SLURM_CONF",
+            "SLURM's programs are here, but belong to no cluster: submit from a login node, or set SLURM_CONF",
         ),
         ("sbatch: error: something new", {}, "SLURM refuses the job: something new"),
     ],
