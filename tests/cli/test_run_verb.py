@@ -42,7 +42,9 @@ def test_the_same_script_on_one_machine(launcher: str, command: list[str], size:
 def test_arguments_and_environment_reach_the_ranks(tmp_path: Path) -> None:
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "show.py").write_text(
-        "import os, sys; print(sys.argv[1:], *(os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'OMP_NUM_THREADS')))"
+        "import os, sys\n"
+        "facts = ' '.join(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'OMP_NUM_THREADS'))\n"
+        "sys.stdout.write(f'{sys.argv[1:]} {facts}\\n')"  # in one piece: the other rank prints, too
     )
     command = [
         sys.executable,
