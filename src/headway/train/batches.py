@@ -93,6 +93,13 @@ class FirstBatch:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """The batch with its tensors on `device`; copies do not wait where the host's memory is pinned."""
+    if isinstance(batch, (tuple, list)):
+        parts = []
+        for part in batch:  # plain tensors, as most are, without another call
+            plain = type(part) is Tensor and part.is_cpu
+            parts.append(part.to(device, non_blocking=True) if plain else to_device(part, device))
+        kind = type(batch)
+        return parts if kind is list else tuple(parts) if kind is tuple else _like(batch, parts)
     if isinstance(batch, Tensor):
         if batch.device == device:
             return batch
@@ -102,13 +109,6 @@ def to_device(batch: Any, device: torch.device) -> Any:
                 f"on the CPU or on {device}"
             )
         return batch.to(device, non_blocking=True)
-    if isinstance(batch, tuple | list):
-        parts = []
-        for part in batch:  # plain tensors, as most are, without another call
-            plain = type(part) is Tensor and part.is_cpu
-            parts.append(part.to(device, non_blocking=True) if plain else to_device(part, device))
-        kind = type(batch)
-        return parts if kind is list else tuple(parts) if kind is tuple else _like(batch, parts)
     if isinstance(batch, Mapping):
         return type(batch)({key: to_device(part, device) for key, part in batch.items()})  # type: ignore[call-arg]
     return batch

@@ -242,11 +242,11 @@ class Meter:
     def _pack(self, keys: Sequence[Key], header: Sequence[float] = ()) -> Tensor:
         """The header, all weights and all sums as one flat vector, in the order of `keys`; empties the cells.
 
-        What is on the host goes to the device in one piece.
+        What is on the host goes to the device in one piece, and is not waited for.
         """
         cells = [self._cells.get(key[0]) or Cell(*key, self._device) for key in keys]  # type: ignore[arg-type]
         numbers = [*header, *(cell.weight for cell in cells)]
-        first = torch.tensor(numbers, dtype=_precision(self._device), device=self._device)
+        first = torch.tensor(numbers, dtype=_precision(self._device)).to(self._device, non_blocking=True)
         for place, cell in enumerate(cells, start=len(header)):
             if cell.device_weight is not None:
                 first[place] += cell.device_weight

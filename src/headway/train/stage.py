@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -202,7 +203,7 @@ class Stage(ABC):
 
     def count_samples(self, batch: Any) -> int:
         """How many samples (or tokens) count for this batch; override it if the first tensor's length does not say."""
-        first = batch[0] if isinstance(batch, tuple | list) and batch else batch
+        first = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
         if not isinstance(first, Tensor):
             first = feed.first_tensor(batch)
         return first.shape[0] if first is not None and first.ndim else 1
@@ -269,20 +270,16 @@ class Stage(ABC):
     ) -> Iterator[Any]:
         """Batches of a loader, on the device."""
         ledger = self.pipe.ledger if progress is not None else None  # a validation is no step
-        device = self.device
+        device, to_device = self.device, feed.to_device
         progress = progress or Pass()
         if progress.done or (progress.given and self.ended):
             return
         source = self._opened(loader, progress)
-        while limit is None or progress.given < limit:
-            try:
-                batch = next(source)
-            except StopIteration:
-                break
+        for batch in source if limit is None else islice(source, max(0, limit - progress.given)):
             progress.given += 1
             if ledger:
                 ledger.took(loader, batch)
-            yield feed.to_device(batch, device)
+            yield to_device(batch, device)
         progress.done = True
 
     def _opened(self, loader: Iterable[Any], progress: Pass) -> Iterator[Any]:
