@@ -185,3 +185,17 @@ def test_a_forked_child_does_not_hide_its_parents_death(tmp_path: Path) -> None:
     assert not (tmp_path / "slept-well").exists(), "it was woken at once"
     assert processes[1].wait(30) == -signal.SIGKILL
     assert json.loads((tmp_path / "failure.json").read_text())["rank"] == 1
+
+
+def test_who_has_the_last_word_does_not_hear_that_it_should_end() -> None:
+    program = """
+import os, signal, threading
+from headway.dist.signals import ignore_termination
+thread = threading.Thread(target=ignore_termination)
+thread.start()
+thread.join()
+os.kill(os.getpid(), signal.SIGTERM)
+print("last words")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "last words\n")

@@ -138,10 +138,8 @@ class Group:
 
     def verdict(self, record: Record) -> None:
         """Rank 0 only: the first cause is known, and nobody has been told yet."""
-        where = self.keep(record)
-        if record["kind"] == "hang" and "HEADWAY_RENDEZVOUS" not in os.environ:
-            # at once: torchrun ends rank 0 with the first of the others, and a hang is found out only once
-            sys.stderr.write(cause(record, self.place.world_size, where))
+        signals.ignore_termination()
+        self.keep(record)
         for callback in self.at_failure:
             try:
                 callback(record)
@@ -164,7 +162,7 @@ class Group:
     def everybody_is_down(self, record: Record) -> None:
         """Rank 0 only: the others are gone, so what is printed now is the last thing on the screen."""
         where = self.run.failure_file if self.run else None
-        if "HEADWAY_RENDEZVOUS" not in os.environ and record["kind"] != "hang":  # else it has been said
+        if "HEADWAY_RENDEZVOUS" not in os.environ:  # else the agent says it
             sys.stderr.write(cause(record, self.place.world_size, where))
         failing.hard_exit(record["exit_code"])
 

@@ -10,6 +10,7 @@ signals, from their first moment on.
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing.connection
 import os
 import signal
@@ -55,3 +56,11 @@ def ignore_stop_requests() -> None:
     """What every forked child does by itself: a handler it inherited would act on the rank's behalf."""
     for number in STOP_REQUESTS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def ignore_termination() -> None:
+    """Keeps this process alive for its last words: torchrun and mpirun end all with the first rank that leaves.
+
+    By the C library, as Python lets only the main thread do so, which may be stuck in a collective.
+    """
+    ctypes.CDLL(None).signal(signal.SIGTERM, ctypes.c_void_p(signal.SIG_IGN))
