@@ -51,6 +51,9 @@ MISTAKES = [
     ("checkpoint verify .", "has no checkpoints"),
     ("agent", "give a script, or --run DIR; see: headway agent --help"),
     ("data stage", "required: SOURCE"),
+    ("data ls --rot x", "perhaps you meant --root"),
+    ("data pack", "Missing from headway data pack"),
+    ("cache ls --pth x", "perhaps you meant --path PATH"),
 ]
 
 

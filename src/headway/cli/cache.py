@@ -6,11 +6,11 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
-from headway.cli.checkpoint import safe, size
+from headway.cli.looks import safe, size
+from headway.cli.parsing import parse
 from headway.errors import DONE, UsageError
 
 _USAGE = """\
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
         return DONE
     if argv[0] not in verbs:
         raise UsageError(f"there is no cache verb {argv[0]!r}; see: headway cache --help")
-    return verbs[argv[0]](tyro.cli(Options, args=argv[1:], prog=f"headway cache {argv[0]}"))
+    return verbs[argv[0]](parse(Options, argv[1:], prog=f"headway cache {argv[0]}"))
 
 
 def _ls(options: Options) -> int:

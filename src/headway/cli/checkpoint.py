@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headway.cli.looks import console
+from headway.cli.looks import console, safe, size
 from headway.cli.parsing import parse
 from headway.errors import DONE, NoValidCheckpoint, UsageError
 
@@ -149,18 +149,3 @@ def _export(argv: list[str]) -> int:
         print("\n".join(safe(str(file)) for file in written))
         print(f"{size(total)} from {path.name}")
     return DONE
-
-
-def size(count: int) -> str:
-    """Bytes for people."""
-    value = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"
-
-
-def safe(text: str) -> str:
-    """Text from a file, without what would command the terminal."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from headway.cli.checkpoint import safe, size
+from headway.cli.looks import safe, size
+from headway.cli.parsing import parse
 from headway.cli.progress import sayer, watched
 from headway.data.catalog import Catalog, Dataset
 from headway.errors import DONE, UsageError
@@ -107,7 +108,7 @@ class Ls(_Verb):
 
 
 def _ls(argv: list[str]) -> int:
-    options = tyro.cli(Ls, args=argv, prog="headway data ls")
+    options = parse(Ls, argv, prog="headway data ls")
     catalog = options.catalog()
     datasets = catalog.datasets(
         confidentiality=options.confidentiality, modality=options.modality, split=options.split
@@ -151,7 +152,7 @@ class Count(_Verb):
 def _count(argv: list[str]) -> int:
     from headway.data.finding import counts
 
-    options = tyro.cli(Count, args=argv, prog="headway data count")
+    options = parse(Count, argv, prog="headway data count")
     catalog = options.catalog()
     if options.datasets:
         found = _found(options.datasets, catalog)
@@ -205,7 +206,7 @@ class Add(_Verb):
 def _add(argv: list[str]) -> int:
     from headway.data.finding import paths_of
 
-    options = tyro.cli(Add, args=argv, prog="headway data add")
+    options = parse(Add, argv, prog="headway data add")
     catalog = options.catalog()
     shards = paths_of(options.name, Path(options.shards)) if options.shards else []
     dataset = catalog.add(
@@ -235,7 +236,7 @@ class Pack(_Verb):
 def _pack(argv: list[str]) -> int:
     from headway.data.packing import pack
 
-    options = tyro.cli(Pack, args=argv, prog="headway data pack")
+    options = parse(Pack, argv, prog="headway data pack")
     console = Console(stderr=True)
     with console.status("packing ...") as status:  # shown on a terminal only
         say = status.update if console.is_terminal else sayer()
@@ -269,7 +270,7 @@ def _index(argv: list[str]) -> int:
     from headway.data import checksums
     from headway.data.finding import indexes
 
-    options = tyro.cli(Index, args=argv, prog="headway data index")
+    options = parse(Index, argv, prog="headway data index")
     written = {}
     for name, paths in _found(options.datasets, options.catalog()).items():
         done = watched(indexes(paths, overwrite=options.overwrite), len(paths), f"indexing {name}")
@@ -295,7 +296,7 @@ class Stubs(_Verb):
 def _stubs(argv: list[str]) -> int:
     from headway.data.stubs import write_stubs
 
-    options = tyro.cli(Stubs, args=argv, prog="headway data stubs")
+    options = parse(Stubs, argv, prog="headway data stubs")
     number = write_stubs(options.catalog(), options.out)
     if options.json:
         print(json.dumps({"file": str(options.out), "datasets": number}))
@@ -324,7 +325,7 @@ def _check(argv: list[str]) -> int:
     from headway.data.checking import check_shard
     from headway.data.duplicates import duplicates
 
-    options = tyro.cli(Check, args=argv, prog="headway data check")
+    options = parse(Check, argv, prog="headway data check")
     found = _found(options.datasets, options.catalog())
     paths = [path for shards in found.values() for path in shards]
     with ThreadPoolExecutor(thread_name_prefix="headway check") as pool:
@@ -362,7 +363,7 @@ class BenchOptions(_Verb):
 def _bench(argv: list[str]) -> int:
     from headway.data.benching import bench
 
-    options = tyro.cli(BenchOptions, args=argv, prog="headway data bench")
+    options = parse(BenchOptions, argv, prog="headway data bench")
     paths = [path for shards in _found(options.datasets, options.catalog()).values() for path in shards]
     with Console(stderr=True).status("measuring ..."):  # shown on a terminal only
         seen = bench(paths, threads=options.threads, batch_size=options.batch_size, seconds=options.seconds)

@@ -64,3 +64,22 @@ def number(value: float | str | None) -> str:
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def size(count: int) -> str:
+    """Bytes for people.
+
+    >>> size(512), size(16_640)
+    ('512 B', '16.6 kB')
+    """
+    value = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
+
+
+def safe(text: str) -> str:
+    """Text from a file, without what would command the terminal."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

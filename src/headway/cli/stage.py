@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from headway.cli.checkpoint import size
 from headway.cli.commandline import Parser
+from headway.cli.looks import size
 from headway.errors import DONE
 from headway.launcher.staging import stage
 
