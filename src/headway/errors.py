@@ -7,19 +7,20 @@
     │   └── BarrierTimeout        1    some ranks never arrived at a barrier; the message names them
     ├── BadShard                  1    a file is not a whole archive of samples
     ├── BadSample                 1    a sample cannot be decoded, or is larger than the limits allow
-    ├── DoesNotFit                3    the plan says the run needs more memory than the device has
     ├── StorageError             74    the run's storage failed: disk full, read-only, input/output error
     │   └── RunLocked            74    another process is training in this run directory
     ├── Stopped                  75    stopped on request, with a checkpoint: run the same command to go on
     ├── NoValidCheckpoint        86    checkpoints exist, but none of them is whole; never start over silently
     └── NoProgress               93    three attempts without a new step: do not requeue
 
-Ctrl-C ends a process with 130, SIGTERM without a save with 143 (`INTERRUPTED`, `TERMINATED`).
+A plan that needs more memory than the device has ends with 3, Ctrl-C with 130, SIGTERM without a save with 143
+(`DOES_NOT_FIT`, `INTERRUPTED`, `TERMINATED`).
 """
 
 from __future__ import annotations
 
 DONE = 0
+DOES_NOT_FIT = 3
 INTERRUPTED = 130
 TERMINATED = 143
 
@@ -62,12 +63,6 @@ class BadShard(HeadwayError):
 
 class BadSample(HeadwayError):
     """Raised when a sample cannot be decoded, or is larger than the limits allow."""
-
-
-class DoesNotFit(HeadwayError):
-    """Raised when a plan needs more memory than the device has."""
-
-    exit_code = 3
 
 
 class StorageError(HeadwayError):

@@ -13,7 +13,7 @@ import tyro
 from rich.console import Console
 
 from headway.cli.parsing import parse
-from headway.errors import UsageError
+from headway.errors import DOES_NOT_FIT, DONE, UsageError
 from headway.plan.economy import Job
 from headway.plan.estimating import Estimate
 from headway.plan.layout import Layout
@@ -193,7 +193,7 @@ def _search(argv: list[str]) -> int:
         print(json.dumps(found.plain(), indent=1))
     else:
         print_search(found, Console())
-    return 0 if found.best else 3
+    return DONE if found.best else DOES_NOT_FIT
 
 
 def _import_dlcalc(argv: list[str]) -> int:

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from headway.errors import UsageError
+from headway.errors import DOES_NOT_FIT, DONE, UsageError
 from headway.plan import answers, checks, compute, memory
 from headway.plan.calibration import Calibration
 from headway.plan.economy import Job
@@ -41,7 +41,7 @@ class Estimate:
     @property
     def exit_code(self) -> int:
         """0: fits. 3: does not."""
-        return 0 if self.fits else 3
+        return DONE if self.fits else DOES_NOT_FIT
 
     def explain(self, key: str) -> str:
         """One number, or all whose names begin so, with formula and where it comes from."""
