@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -81,6 +82,8 @@ def test_the_script_reads_the_last_round(tmp_path: Path) -> None:
     launch = tmp_path / "5-0"
     assert read_outcome(launch, 2, 0)["exit_code"] == 1, "srun said 0, but nobody knows of an end"
     assert read_outcome(launch, 2, 143)["exit_code"] == 1, "nor of having been told to go"
+    early = read_outcome(launch, 2, 128 + signal.SIGUSR2)
+    assert early["exit_code"] == 75, "a stop request that came before the agents could hear it"
     agents = [Team(launch, number=number, size=2) for number in range(2)]
     _gather(agents, [1, 1])
     for number, code in ((9, 1), (10, 0)):

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from headway.dist.signals import STOP_REQUESTS
 from headway.errors import DONE, TERMINATED, HeadwayError, Stopped
 from headway.launcher import slurm
 from headway.launcher.ending import words
@@ -66,6 +67,11 @@ def read_outcome(folder: Path, agents: int, status: int) -> dict[str, Any]:
     # srun ends all agents by SIGTERM when one of them dies, as SLURM does when the job must go: only then all speak
     if code not in (DONE, TERMINATED) or len(ends) == agents:
         return outcome | {"exit_code": code}
+    if (
+        status - 128 in STOP_REQUESTS
+    ):  # an agent that had only just been started could not hear it, and died of it
+        sentence = "told to stop before the ranks had started"
+        return {"exit_code": Stopped.exit_code, "record": {"sentence": sentence}}
     _say(
         f"headway: {len(ends)} of {agents} node agents said how they ended; srun's exit status is {status}\n"
     )
