@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -253,7 +254,7 @@ def test_under_mpirun_all_go_down_with_one(cluster: Cluster) -> None:
     done = cluster.run(command, cwd=folder, timeout=60)
     times = {line.split()[1]: float(line.split()[0]) for line in done.stdout.splitlines()[-2:]}
     assert done.returncode != 0
-    assert times["down"] - times["died"] < 15
+    assert times["down"] - times["died"] < 5 + 10 * (os.getloadavg()[0] > 3)
     assert "rank 2 of 4" in done.stderr
     assert "crashed in native code (SIGABRT)" in done.stderr
     assert subprocess.run(["pgrep", "-f", "dies.py"], capture_output=True).returncode == 1
