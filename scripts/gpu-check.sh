@@ -5,10 +5,13 @@
 # for all parts together: those that come too late are left out, and said so. Exits with the number of parts that failed.
 set -uo pipefail
 out=$(mkdir -p "${1:?usage: scripts/gpu-check.sh OUT [MINUTES]}" && cd "$1" && pwd)
-minutes=${2:-25}
+minutes=${2:-25} # whole ones
 python=${PYTHON:-python3}
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
+# a plain source tree has no entry point that tells pytest of headway's fixtures
+told=$("$python" -c 'from importlib.metadata import distribution; distribution("headway")' 2>/dev/null || echo "-p headway.testing.plugin")
+test=("$python" -m pytest -q -rPs $told)
 summary=$out/summary.txt
 failed=0
 
@@ -30,7 +33,7 @@ part() { # name, seconds, command ...
   esac >"$out/$name.verdict"
   {
     cat "$out/$name.verdict"
-    grep -E '^(FAILED|ERROR)|passed|failed|skipped|us/step|[+-][0-9.]+ ?%| us \(' "$out/$name.log" | tail -n 12 | sed 's/^/    /'
+    grep -E '^(FAILED|ERROR)|passed|failed|skipped|SKIPPED|us/step|[+-][0-9.]+ ?%| us \(' "$out/$name.log" | tail -n 12 | sed 's/^/    /'
   } | tee -a "$summary"
   rm "$out/$name.verdict"
 }
@@ -39,11 +42,11 @@ part() { # name, seconds, command ...
 "$python" -c 'import torch; print("torch", torch.__version__, "on", torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU")' 2>&1 | tail -n 1 | tee -a "$summary"
 git log -1 --format='%h %s' 2>/dev/null | tee -a "$summary"
 
-part loop 300 "$python" benchmarks/loop.py
+part loop 200 "$python" benchmarks/loop.py
+part plan 420 "${test[@]}" tests/plan/test_gpu_measure.py
+part train 240 "${test[@]}" tests/train/test_gpu.py
+part resume 240 "${test[@]}" tests/train/test_resume.py -k gpu
+part dist 300 "${test[@]}" tests/gpu
 part loop-ablate 300 "$python" benchmarks/loop.py --ablate
-part train 240 "$python" -m pytest tests/train/test_gpu.py -q
-part resume 240 "$python" -m pytest tests/train/test_resume.py -k gpu -q
-part dist 300 "$python" -m pytest tests/gpu -q
-part plan 420 "$python" -m pytest tests/plan/test_gpu_measure.py -q
 echo "logs: $out; parts that failed: $failed"
 exit "$failed"

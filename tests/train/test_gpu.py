@@ -112,7 +112,7 @@ def test_time_is_split_by_events(tmp_path: Path) -> None:
     pipe.append_stage(Busy(log_every=10), max_epochs=1)
     seconds: list[dict[str, float]] = []
     take = pipe.split.take
-    pipe.split.take = lambda: (seconds.append(take()), seconds[-1])[1]  # type: ignore[method-assign]
+    pipe.split.take = lambda most: (seconds.append(take(most)), seconds[-1])[1]  # type: ignore[method-assign]
     pipe.run()
     assert seconds[1]["compute"] > 0.8 * sum(seconds[1].values())
 

@@ -91,7 +91,15 @@ def test_a_step_makes_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(timing, "BRIEF", math.inf)
     calls, steps = Calls(), LAST - FIRST
     run(tmp_path, calls)
-    within_a_step = ["feed", "to_device", "train_step", "models", "count_samples", "step_optimizers"]
+    within_a_step = [
+        "feed",
+        "to_device",
+        "train_step",
+        "models",
+        "count_samples",
+        "step_optimizers",
+        "forget",
+    ]
     assert calls.python == dict.fromkeys([*within_a_step, "finish_step", "move"], steps)
     assert calls.built_in.total() <= 14 * steps, calls.built_in
 
@@ -108,7 +116,7 @@ def test_a_kept_run_makes_few_calls_more(tmp_path: Path, monkeypatch: pytest.Mon
         name: count for name, count in calls.python.items() if name in ("after_step", "step", "pass_point")
     }
     assert more == dict.fromkeys(["after_step", "step", "pass_point"], steps)
-    assert calls.python.total() == 11 * steps
+    assert calls.python.total() == 12 * steps
 
 
 class Operations(TorchDispatchMode):
@@ -130,8 +138,39 @@ def test_a_step_has_the_operations_of_a_loop_by_hand_and_keeps_its_loss(tmp_path
         optimizer.zero_grad()
         F.cross_entropy(net(x), y).backward()
         optimizer.step()
-    assert mine.seen - by_hand.seen == {"aten.detach.default": LAST - FIRST}
-    assert not by_hand.seen - mine.seen
+    steps = LAST - FIRST
+    assert mine.seen - by_hand.seen == {"aten.detach.default": steps}
+    # what zero_grad() tells a profiler of itself
+    entered, left = (
+        "profiler._record_function_enter_new.default",
+        "profiler._record_function_exit._RecordFunction",
+    )
+    assert by_hand.seen - mine.seen == {entered: steps, left: steps}
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("where", ["class", "instance"])
+def test_an_optimizer_that_forgets_in_its_own_way_does_so(
+    where: str, clip: float | None, tmp_path: Path
+) -> None:
+    forgotten: list[int] = []
+
+    class Own(torch.optim.SGD):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            forgotten.append(1)
+            super().zero_grad(set_to_none)
+
+    pipe = Pipeline(name="own", root=tmp_path)
+    net = make_net()
+    pipe.register_model("net", net)
+    optimizer = (Own if where == "class" else torch.optim.SGD)(net.parameters(), lr=0.1)
+    if where == "instance":
+        optimizer.zero_grad = lambda: forgotten.append(1)  # type: ignore[method-assign]
+    pipe.register_optimizer("own", optimizer)
+    pipe.register_dataset("train", Batches(5))
+    pipe.append_stage(Quiet(gradient_clip=clip), max_epochs=1)
+    pipe.run()
+    assert len(forgotten) == 6, "before the first step, and after each"
 
 
 @pytest.mark.parametrize("name", ["optimizers", "zero_grad", "optimize", "gradient_clip", "clip_gradients"])
@@ -151,8 +190,9 @@ def test_what_a_stage_decides_itself_is_asked_for_in_each_step(name: str, tmp_pa
 
 
 @pytest.mark.parametrize("brief", [math.inf, 0.0])
-def test_of_brief_steps_one_in_ten_is_measured(
-    brief: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("log_every", [50, 10, 1])
+def test_of_brief_steps_one_between_log_points_is_measured(
+    brief: float, log_every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timing, "BRIEF", brief)
     weights: list[int] = []
@@ -164,10 +204,12 @@ def test_of_brief_steps_one_in_ten_is_measured(
         mark(split, phase, weight)
 
     monkeypatch.setattr(timing.Split, "mark", marked)
-    run(tmp_path, Calls())
-    assert weights[:50] == [1] * 50, "all of them, until it is known how long they take"
-    assert weights[50:] == ([10] * 5 if brief else [1] * 50)
-    assert Quiet.measured[50:] == list(range(50, 100)[2::10] if brief else range(50, 100))
+    run(tmp_path, Calls(), log_every=log_every)
+    assert weights[:log_every] == [1] * log_every, "all of them, until it is known how long they take"
+    rest = 100 - log_every
+    assert weights[log_every:] == ([log_every] * (rest // log_every) if brief else [1] * rest)
+    later = range(log_every, 100)
+    assert Quiet.measured[log_every:] == list(later[log_every // 5 :: log_every] if brief else later)
 
 
 def test_what_is_measured_stands_for_what_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +220,7 @@ def test_what_is_measured_stands_for_what_is_not(monkeypatch: pytest.MonkeyPatch
         now += seconds
 
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
-    split = timing.Split(torch.device("cpu"))
+    split = timing.Split(torch.device("cpu"), alone=False)
     for step in range(50):
         if step % 10 == 2:
             split.mark("data", 10)
@@ -194,8 +236,20 @@ def test_what_is_measured_stands_for_what_is_not(monkeypatch: pytest.MonkeyPatch
     pass_time(7.0)
     assert split.take() == pytest.approx({"data": 0.05, "compute": 0.2, "wait": 0.5})
     assert split.every == timing.SAMPLE
-    for _ in range(20):
+    for _ in range(50):
         split.mark("compute")
-        pass_time(0.02)
-    assert split.take() == pytest.approx({"compute": 0.4})
+        pass_time(0.06)
+    assert split.take() == pytest.approx({"compute": 3.0})
     assert split.every == 1, "steps that take long are all measured"
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_alone_nobody_is_waited_for(alone: bool) -> None:
+    split = timing.Split(torch.device("cpu"), alone=alone)
+    split.mark("wait")
+    split.mark("other")
+    assert bool(split.take()) != alone
+    split.mark("compute")
+    split.mark("wait")
+    split.mark("other")
+    assert split.take().keys() >= {"compute", "wait", "other"}, "what was under way has to end"

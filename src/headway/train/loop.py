@@ -128,7 +128,7 @@ def finish_step(stage: Stage) -> None:
         log_point(stage)
     if pipe.keeper:
         pipe.keeper.after_step(stage)
-    # one of many is measured, but not the first after a log point, which finds the device idle
+    # one of many brief ones is measured, but not the first after a log point, which finds the device idle
     stage.weight = split.every if stage.steps % split.every == split.every // 5 else 0
     if split.measuring and not stage.weight:
         split.rest()

@@ -200,11 +200,11 @@ class Meter:
         """The log point: brings together what all ranks have logged since the last one, and their flags."""
         mine, agreed = self._keys(), _hash(self._agreed)
         header = [_hash(mine) if mine else agreed, flags, busy]
-        table = gather(self._pack(self._agreed, header)).numpy()
+        table = self._meet(self._agreed, header)
         found = self._absorb(self._agreed, table[:, _HEADER:])
         if (table[:, 0] != agreed).any():  # somebody has a new metric
             extra = tuple(key for key in _agree(mine) if key not in self._agreed)
-            found |= self._absorb(extra, gather(self._pack(extra)).numpy())
+            found |= self._absorb(extra, self._meet(extra))
             self._agreed += extra
         local = {name: _value(cell.key, self._alone(cell)) for name, cell in self._own.items()}
         return Point(
@@ -239,21 +239,29 @@ class Meter:
     def _keys(self) -> tuple[Key, ...]:
         return tuple(sorted(cell.key for cell in self._cells.values()))
 
-    def _pack(self, keys: Sequence[Key], header: Sequence[float] = ()) -> Tensor:
-        """The header, all weights and all sums as one flat vector, in the order of `keys`; empties the cells.
-
-        What is on the host goes to the device in one piece, and is not waited for.
-        """
+    def _meet(self, keys: Sequence[Key], header: Sequence[float] = ()) -> Array:
+        """A row of each rank: the header, all weights and all sums, in the order of `keys`; empties the cells."""
         cells = [self._cells.get(key[0]) or Cell(*key, self._device) for key in keys]  # type: ignore[arg-type]
         numbers = [*header, *(cell.weight for cell in cells)]
-        first = torch.tensor(numbers, dtype=_precision(self._device)).to(self._device, non_blocking=True)
-        for place, cell in enumerate(cells, start=len(header)):
-            if cell.device_weight is not None:
-                first[place] += cell.device_weight
-        packed = torch.cat([first, *(cell.sums() for cell in cells)])
+        if _world_size() == 1 and all(cell.device_weight is None for cell in cells):
+            sums = [cell.sums() for cell in cells]  # what is on the host stays there
+            table = np.array([[*numbers, *(torch.cat(sums).tolist() if sums else ())]])
+        else:
+            table = gather(self._pack(cells, numbers, at=len(header))).numpy()
         for cell in cells:
             cell.reset()
-        return packed
+        return table
+
+    def _pack(self, cells: Sequence[Cell], numbers: Sequence[float], at: int) -> Tensor:
+        """The numbers, in which weights begin `at`, and all sums as one flat vector on the device.
+
+        What is on the host goes there in one piece, and is not waited for.
+        """
+        first = torch.tensor(numbers, dtype=_precision(self._device)).to(self._device, non_blocking=True)
+        for place, cell in enumerate(cells, start=at):
+            if cell.device_weight is not None:
+                first[place] += cell.device_weight
+        return torch.cat([first, *(cell.sums() for cell in cells)])
 
     def _absorb(self, keys: Sequence[Key], table: Array) -> dict[str, tuple[Value, list[int]]]:
         """The value of each metric that was logged, and the ranks whose part in it is not finite.
@@ -298,6 +306,8 @@ def _value(key: Key, sums: Sums) -> Value | None:
 
 def _over_ranks(sums: Array, weights: Array, reduction: str) -> Sums:
     """The rows of all ranks as one."""
+    if len(weights) == 1:
+        return sums[0], float(weights[0])
     match reduction:
         case "mean" | "sum":
             total = sums.sum(0)

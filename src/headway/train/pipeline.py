@@ -80,7 +80,7 @@ class Pipeline:
         """the models as validation calls them"""
         self.stages: list[Stage] = []
         self.history = History()
-        self.split = Split(self.device)
+        self.split = Split(self.device, alone=self.world.world_size == 1)
         self.step = 0
         """steps finished, through all stages"""
         self.epoch = 0
@@ -388,7 +388,7 @@ class Pipeline:
         """Writes down what came out of a log point or a validation."""
         if not point.values and not point.local:
             return
-        seconds = self.split.take()
+        seconds = self.split.take(stage.log_every)
         if kind == "train":
             self._look_for_stragglers(point, seconds)
         seconds["compute"] = seconds.get("compute", 0.0) + seconds.pop("backward", 0.0)

@@ -5,7 +5,8 @@ put into the stream instead; they are read at log points, where the device has j
 then the time in which the GPU had nothing to do because the next batch was not there.
 
 Even a look at a clock takes a microsecond or two where operations before it have emptied the caches, and an event
-takes more. So of brief steps one in ten is measured, and counts for all of them; the loop does nothing in the others.
+takes forty. So of brief steps one between two log points is measured, and counts for all of them; the loop does nothing
+in the others.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ import torch
 Phase = Literal["data", "compute", "backward", "optimizer", "wait", "validation", "checkpoint", "other"]
 """waiting for the loader; forward; backward; clipping and stepping; waiting for other ranks at a log point; ..."""
 
-BRIEF = 0.01
+BRIEF = 0.05
 """seconds; of steps that take less, not all are measured"""
-SAMPLE = 10
-"""but one in so many"""
+SAMPLE = 50
+"""but one in so many, or one of each log point where these are closer"""
+_AT_LOG_POINTS = ("wait", "other")
 _IN_A_STEP = ("data", "compute", "backward", "optimizer")
 
 
@@ -37,11 +39,11 @@ class Split:
     dict_keys(['data', 'compute'])
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, alone: bool = True) -> None:
         self.every = 1
         """one step in so many is to be measured"""
         self.measuring = False
-        self._cuda = device.type == "cuda"
+        self._cuda, self._alone = device.type == "cuda", alone
         self._seconds: dict[str, float] = {}
         self._steps = 0  # that were measured, or are stood for by one that was
         self._phase: Phase = "other"
@@ -51,6 +53,8 @@ class Split:
 
     def mark(self, phase: Phase, weight: int = 1) -> None:
         """What was under way ends here, and `phase` begins, whose time counts `weight` times."""
+        if self._alone and phase in _AT_LOG_POINTS and not self.measuring:
+            return  # there is nobody to wait for
         self._turn(phase, weight)
         self.measuring = True
         if phase == "compute":
@@ -62,16 +66,20 @@ class Split:
             self._turn("other", 0)
             self.measuring = False
 
-    def take(self) -> dict[str, float]:
-        """Seconds per phase since the last call. On a GPU: call it when the device was just waited for."""
+    def take(self, most: int = SAMPLE) -> dict[str, float]:
+        """Seconds per phase since the last call. On a GPU: call it when the device was just waited for.
+
+        Of brief steps, one in `most` will be measured from now on.
+        """
         if self._cuda:
             self._read_events()
         elif self.measuring:
             self._turn(self._phase, self._weight)
         taken, self._seconds = self._seconds, {}
-        if self._steps >= SAMPLE:
+        most = min(most, SAMPLE)
+        if self._steps >= most:
             step = sum(taken.get(phase, 0.0) for phase in _IN_A_STEP) / self._steps
-            self.every = SAMPLE if step < BRIEF else 1
+            self.every = most if step < BRIEF else 1
         self._steps = 0
         return taken
 
