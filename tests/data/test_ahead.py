@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ import headway as hw
 from headway.data import Mix, NodeCache, ShardLoader, fetching, pack
 from headway.data.ahead import Needed, Window
 from headway.data.cache import CachedShards
+from headway.data.leases import WaitedTooLong
 from headway.testing import ranks
 
 A, B, C, D = (Path(name) for name in "abcd")
@@ -88,6 +90,30 @@ def test_shards_are_copied_before_they_are_needed(folder: Path, tmp_path: Path) 
             break
         deadline.wait(0.1)
     assert loader._cache.counts["copied"] == 12, "all of the pass, though one batch was asked for"
+    iterator.close()
+
+
+def test_a_shard_that_somebody_was_in_the_way_of_is_tried_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried, prepared, prepare = set[Path](), threading.Event(), CachedShards.prepare
+
+    def late(cache: CachedShards, path: Path, *how: Any) -> None:
+        if path not in tried:
+            tried.add(path)
+            raise WaitedTooLong("waited 0 s for the ledger of the cache")
+        prepare(cache, path, *how)
+        if len(cache._held) == 12:
+            prepared.set()
+
+    monkeypatch.setattr(CachedShards, "prepare", late)
+    iterator = iter(
+        ShardLoader(
+            folder, batch_size=6, shuffle=False, prefetch=1, cache=NodeCache(path=tmp_path, copy_local=True)
+        )
+    )
+    next(iterator)
+    assert prepared.wait(60), "without another batch that would wake it"
     iterator.close()
 
 

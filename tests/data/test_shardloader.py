@@ -415,7 +415,7 @@ def test_a_trace_shows_every_stage(folder: Path, tmp_path: Path) -> None:
     loader = ShardLoader(folder / "a", batch_size=8, threads=2, trace=tmp_path / "traces" / "train.json")
     assert len(texts(loader)) == 3
     events = json.loads((tmp_path / "traces" / "train-rank-00000.json").read_text())["traceEvents"]
-    assert Counter(event["name"] for event in events) == {"read": 24, "decode": 24, "collate": 3, "wait": 3}
+    assert Counter(event["name"] for event in events) == {"read": 12, "decode": 12, "collate": 3, "wait": 3}
     assert all(event["ph"] == "X" and event["dur"] >= 0 and event["pid"] == 0 for event in events)
 
 

@@ -20,6 +20,7 @@ from headway.errors import HeadwayError
 
 _HORIZON = 2**18  # positions that are looked at: some windows of all lanes
 _RELIEF = 1.0  # seconds between two looks at whether the job needs the memory of its copies
+_AGAIN = 0.1  # seconds until a shard is tried again that another process was in the way of
 _STEP = 2**14  # positions by which it grows at a time, so that the first shards are known at once
 
 
@@ -90,18 +91,24 @@ class Ahead:
             self._thread.join(timeout=1)  # longer only if the file system does not answer
 
     def _run(self) -> None:
+        put_off = False
         while not self._stopped.is_set():
-            self._wake.wait()
+            self._wake.wait(_AGAIN if put_off else None)
+            put_off = False
             # Whoever opens a shard that could not be copied says why; until then there may be room, or a cure.
             with suppress(NotCached, OSError, HeadwayError):
                 self._look()
                 for path in self._wanted:
                     if not self._is_in_vain(path):
-                        self._prepare(path)
+                        put_off |= not self._prepare(path)
 
-    def _prepare(self, path: Path) -> None:
-        with suppress(WaitedTooLong):  # another process is at it
+    def _prepare(self, path: Path) -> bool:
+        """Copies a shard, unless another process is in the way: it may be at this one, or at the ledger."""
+        try:
             self._cache.prepare(path, self._wanted[path], lambda: self._is_in_vain(path))
+        except WaitedTooLong:
+            return False
+        return True
 
     def _is_in_vain(self, path: Path) -> bool:
         """Whether a shard need not be copied any longer; asked often, so that the loader is followed meanwhile."""

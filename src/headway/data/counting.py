@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, final
 
 from headway.files import storage, write_atomic
 
-STAGES = ("read", "decode", "transform")  # of a sample
+STAGES = ("read", "decode", "transform")  # of a few samples at a time
 _LONGEST = 200_000  # spans of a trace; a viewer has trouble with more
 
 
 class Span(NamedTuple):
-    """One stage of one sample or batch, in seconds of `time.perf_counter`."""
+    """One stage of some samples or a batch, in seconds of `time.perf_counter`."""
 
     stage: str
     thread: int
@@ -36,12 +37,10 @@ class Counters:
         if self.trace is not None:
             self.trace.add([span])
 
-    def loaded(self, thread: int, times: Sequence[tuple[float, float]]) -> None:
-        """When the stages of a sample began and ended; not all of them need be there."""
-        for stage, (began, ended) in zip(STAGES, times, strict=False):
-            self._seconds[stage] = self._seconds.get(stage, 0.0) + ended - began
-        if self.trace is not None:
-            self.trace.add([Span(stage, thread, *each) for stage, each in zip(STAGES, times, strict=False)])
+    def loaded(self, thread: int, times: Sequence[float]) -> None:
+        """When the first stage of some samples began, and when each ended; not all of them need be there."""
+        for stage, (began, ended) in zip(STAGES, pairwise(times), strict=False):
+            self.spent(Span(stage, thread, began, ended))
 
     def totals(self) -> dict[str, float]:
         counts = {

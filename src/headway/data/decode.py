@@ -10,8 +10,8 @@ import io
 import json
 import struct
 import zlib
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
 from importlib import import_module
 from tokenize import TokenError
 from typing import Any
@@ -42,13 +42,30 @@ def decode(
     >>> decode({"cls": memoryview(b"7"), "json": memoryview(b"[1, 2]")})
     {'cls': 7, 'json': [1, 2]}
     """
-    limits = limits or Limits()
-    return {extension: _decode(extension, data, decoders or {}, limits) for extension, data in sample.items()}
+    limits, decoders, values = limits or Limits(), decoders or {}, dict[str, Any]()
+    for extension, data in sample.items():
+        values[extension], late = begin(extension, data, decoders, limits)
+        if late is not None:
+            finish([(extension, data, late)], values, decoders)
+    return values
 
 
-def _decode(extension: str, data: memoryview, decoders: Mapping[str, Decoder], limits: Limits) -> Any:
+Lend = Callable[[int], Pixels | None]
+
+
+def begin(
+    extension: str,
+    data: memoryview,
+    decoders: Mapping[str, Decoder],
+    limits: Limits,
+    lend: Lend | None = None,
+) -> tuple[Any, Decoder | None]:
+    """The value of a part; or, if that may take long, what `finish` is to call for it.
+
+    Of a picture, all is checked that its header says. `lend` may have memory for it.
+    """
     if extension in decoders:
-        return decoders[extension](data)
+        return None, decoders[extension]
     kind = extension.rpartition(".")[2]
     if kind in _REFUSED:
         raise BadSample(
@@ -57,16 +74,32 @@ def _decode(extension: str, data: memoryview, decoders: Mapping[str, Decoder], l
         )
     try:
         if kind in _IMAGES:
-            return _image(kind, data, limits)
+            return None, _image(kind, data, limits, lend)
         if kind in _TEXT and len(data) > limits.text_bytes:
             raise ValueError(f"more than {limits.text_bytes} bytes of text")
-        return _PLAIN[kind](data) if kind in _PLAIN else np.frombuffer(data, np.uint8)
+        return (_PLAIN[kind](data) if kind in _PLAIN else np.frombuffer(data, np.uint8)), None
+    except _BROKEN as error:
+        raise _bad(extension, data, error) from error
+
+
+def finish(
+    late: Iterable[tuple[str, memoryview, Decoder]], values: dict[str, Any], decoders: Mapping[str, Decoder]
+) -> None:
+    """What `begin` has left to do. Written to be short: whatever runs between two pictures runs slowly."""
+    try:
+        for extension, data, decoder in late:
+            values[extension] = decoder(data)
     except HeadwayError:
         raise
     except _BROKEN as error:
-        raise BadSample(
-            f"a {kind} of {len(data)} bytes cannot be decoded: {str(error)[:_LONGEST]}"
-        ) from error
+        if extension in decoders:
+            raise  # the user's own
+        raise _bad(extension, data, error) from error
+
+
+def _bad(extension: str, data: memoryview, error: Exception) -> BadSample:
+    kind = extension.rpartition(".")[2]
+    return BadSample(f"a {kind} of {len(data)} bytes cannot be decoded: {str(error)[:_LONGEST]}")
 
 
 # what the parsers of the libraries raise when bytes are not what they should be
@@ -111,23 +144,24 @@ _PLAIN: dict[str, Decoder] = {
 _TEXT = _PLAIN.keys() - {"npy"}
 
 
-def _image(kind: str, data: memoryview, limits: Limits) -> Pixels:
-    """Height x width x 3, RGB."""
+def _image(kind: str, data: memoryview, limits: Limits, lend: Lend | None) -> Decoder:
+    """What gives height x width x 3, RGB."""
+    by_pillow = partial(_pillow, limits=limits)
     if kind not in ("jpg", "jpeg"):
-        return _pillow(data, limits)
+        return by_pillow
     simplejpeg, size = _simplejpeg(), _plain_size(data)
     if size is None and bytes(data).count(_SCAN) > limits.scans:
         raise ValueError(f"more than {limits.scans} scans")
     if simplejpeg is None:
-        return _pillow(data, limits)
+        return by_pillow
     if size is None:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
         if colours in ("CMYK", "YCCK"):
-            return _pillow(data, limits)
+            return by_pillow
         size = height, width
     _check(size[1], size[0], data, limits)
-    pixels: Pixels = simplejpeg.decode_jpeg(data, colorspace="RGB")
-    return pixels
+    memory = None if lend is None else lend(3 * size[0] * size[1])
+    return partial(simplejpeg.decode_jpeg, colorspace="RGB", buffer=memory)
 
 
 @cache

@@ -5,16 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, final
+from dataclasses import dataclass, field
+from typing import Any, final
 
 import numpy as np
 import torch
 
-from headway.data.decode import Decoder, decode
+from headway.data.decode import Decoder, begin, finish
+from headway.data.lending import Lender
 from headway.data.order import Order, key
 from headway.data.quarantine import Bad
 from headway.data.shards import Limits
-from headway.data.sources import OpenShards, Source
+from headway.data.sources import OpenShards
 from headway.errors import BadSample, BadShard, HeadwayError
 
 Place = tuple[int, int, int, int]
@@ -26,28 +28,32 @@ _AT_ONCE = 2**20  # bytes that a thread reads before it decodes
 _TRANSFORM, _SUBSTITUTE = 1, 2  # what a key is for
 
 
-class Loaded(NamedTuple):
-    """A sample, and what it took."""
+@dataclass(slots=True)
+class Portion:
+    """Some samples, and what they took."""
 
-    value: Any
-    size: int
-    """bytes in memory, at most"""
-    read: int
-    """bytes in the shard"""
-    bad: list[Bad]
     thread: int
-    times: list[tuple[float, float]]
-    """when each of its stages began and ended"""
+    values: list[Any] = field(default_factory=list)
+    size: int = 0
+    """bytes in memory, at most"""
+    read: int = 0
+    """bytes in the shards"""
+    bad: list[Bad] = field(default_factory=list)
+    times: list[tuple[float, ...]] = field(default_factory=list)
+    """of a few samples at a time: when they were begun, read, decoded and, where that is done, transformed"""
 
 
-class _Found(NamedTuple):
-    """A sample that is read, and not yet decoded."""
+@dataclass(slots=True)
+class _Found:
+    """A sample that is read. All it has is known but its pictures."""
 
     place: Place
     name: str
-    parts: dict[str, memoryview]
+    value: dict[str, Any]
+    late: list[tuple[str, memoryview, Decoder]]
+    """pictures, and what decodes them"""
+    read: int
     bad: list[Bad]
-    times: list[tuple[float, float]]
 
 
 @final
@@ -57,65 +63,98 @@ class Loading:
     def __init__(
         self,
         shards: OpenShards,
-        sources: Sequence[Source],
         orders: Sequence[Order],
         *,
         seed: int,
         transform: Transform | None,
         decoders: dict[str, Decoder],
         limits: Limits,
+        memory: int,
     ) -> None:
-        self._shards, self._sources, self._orders, self._seed = shards, sources, orders, seed
+        self._lender = Lender(memory)
+        self._shards, self._orders, self._seed = shards, orders, seed
         self._transform, self._decoders, self._limits = transform, decoders, limits
 
-    def load(self, places: Sequence[Place]) -> list[Loaded]:
-        """Samples. Some are read before the first of them is decoded: decoding drives Python out of the processor's
-        cache, and what is slow after it is slow once."""
-        thread, loaded, found, held = threading.get_native_id(), list[Loaded](), list[_Found](), 0
+    def load(self, places: Sequence[Place]) -> Portion:
+        """Samples, a few at a time: all are read, then all pictures are decoded. A picture drives Python out of the
+        processor's cache: what would run between two of them would take several times as long."""
+        portion = Portion(threading.get_native_id())
+        found, held, began = list[_Found](), 0, time.perf_counter()
         for place in places:
             found.append(self._find(place, []))
-            held += sum(map(len, found[-1].parts.values()))
+            held += found[-1].read
             if held > _AT_ONCE:
-                loaded += [self._load(thread, one) for one in found]
-                found, held = [], 0
-        return loaded + [self._load(thread, one) for one in found]
+                self._finish(portion, found, began)
+                found, held, began = [], 0, time.perf_counter()
+        if found:
+            self._finish(portion, found, began)
+        return portion
 
     def _find(self, place: Place, bad: list[Bad]) -> _Found:
-        began = time.perf_counter()
         while True:
             dataset, _, shard, sample = place
             name = f"sample {sample}"  # as long as its shard cannot be read
             try:
                 source = self._shards.get(dataset, shard)
                 name = source.entries.key(sample)
-                parts = source[sample]
-            except BadShard as error:
+                parts, value, late, read = source[sample], dict[str, Any](), [], 0
+                for extension, data in parts.items():
+                    value[extension], decoder = begin(
+                        extension, data, self._decoders, self._limits, self._lender.lend
+                    )
+                    read += len(data)
+                    if decoder is not None:
+                        late.append((extension, data, decoder))
+            except (BadSample, BadShard) as error:
                 place = self._other(place, name, error, bad)
                 continue
-            return _Found(place, name, parts, bad, [(began, time.perf_counter())])
+            value["__key__"] = name
+            return _Found(place, name, value, late, read, bad)
 
-    def _load(self, thread: int, found: _Found) -> Loaded:
-        began = time.perf_counter()
-        decoded_parts: dict[str, Any] | None = None
-        while decoded_parts is None:
+    def _finish(self, portion: Portion, found: list[_Found], began: float) -> None:
+        """Decodes pictures. A transform follows at once: it finds them in the cache, and often makes them smaller."""
+        read, transforming = time.perf_counter(), 0.0
+        for number, one in enumerate(found):
             try:
-                decoded_parts = decode(found.parts, self._decoders, self._limits)
+                finish(one.late, one.value, self._decoders)
             except (BadSample, BadShard) as error:
-                found = self._find(self._other(found.place, found.name, error, found.bad), found.bad)
-        value: Any = decoded_parts | {"__key__": found.name}
-        decoded, size = time.perf_counter(), _bytes(value)
-        found.times.append((began, decoded))
-        if self._transform is not None:
-            secret = key(self._seed, _TRANSFORM, *found.place)
-            value = self._transform(value, np.random.Generator(np.random.Philox(secret)))
-            size = max(size, _bytes(value))
-            found.times.append((decoded, time.perf_counter()))
-        return Loaded(value, size, sum(map(len, found.parts.values())), found.bad, thread, found.times)
+                found[number] = one = self._replaced(one, error)
+            if self._transform is not None:
+                decoded, before = time.perf_counter(), _bytes(one.value)
+                value = self._transformed(one)
+                portion.size += max(before, _bytes(value))
+                portion.values.append(value)
+                transforming += time.perf_counter() - decoded
+        end = time.perf_counter()
+        if self._transform is None:
+            portion.values += [one.value for one in found]
+            portion.size += sum([_bytes(one.value) for one in found])
+            portion.times.append((began, read, end))
+        else:
+            portion.times.append((began, read, end - transforming, end))
+        portion.read += sum([one.read for one in found])
+        portion.bad += [each for one in found for each in one.bad]
+
+    def _replaced(self, one: _Found, error: HeadwayError) -> _Found:
+        """Another sample instead of one whose picture could not be decoded."""
+        while True:
+            one = self._find(self._other(one.place, one.name, error, one.bad), one.bad)
+            try:
+                finish(one.late, one.value, self._decoders)
+            except (BadSample, BadShard) as another:
+                error = another
+            else:
+                return one
+
+    def _transformed(self, one: _Found) -> Any:
+        assert self._transform is not None
+        secret = key(self._seed, _TRANSFORM, *one.place)
+        return self._transform(one.value, np.random.Generator(np.random.Philox(secret)))
 
     def _other(self, place: Place, name: str, error: HeadwayError, bad: list[Bad]) -> Place:
         """Notes a bad sample, and says which one to take instead: the same one on every rank, in every run."""
         dataset, epoch, shard, sample = place
-        whose, order = self._sources[dataset], self._orders[dataset]
+        whose, order = self._shards.sources[dataset], self._orders[dataset]
         position = key(self._seed, _SUBSTITUTE, epoch, shard, sample, len(bad)) % order.samples
         bad.append(Bad(whose.name, str(whose.paths[shard]), name, str(error)))
         if len(bad) == _ATTEMPTS:
@@ -125,15 +164,15 @@ class Loading:
 
 
 def _bytes(value: Any) -> int:
-    if isinstance(value, np.ndarray | torch.Tensor):
-        return int(value.nbytes)
-    if isinstance(value, str | bytes):
-        return len(value)
-    if isinstance(value, int | float):
+    if isinstance(value, (int, float)):
         return 8
+    if isinstance(value, (np.ndarray, torch.Tensor)):
+        return int(value.nbytes)
+    if isinstance(value, (str, bytes)):
+        return len(value)
     if isinstance(value, Mapping):
         return sum(map(_bytes, value.values()))
-    return sum(map(_bytes, value)) if isinstance(value, list | tuple) else 8
+    return sum(map(_bytes, value)) if isinstance(value, (list, tuple)) else 8
 
 
 def collate(samples: list[Any]) -> Any:

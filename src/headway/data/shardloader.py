@@ -24,7 +24,7 @@ from headway.data.ahead import Ahead, Needed
 from headway.data.cache import CachedShards, NodeCache
 from headway.data.counting import Counters, Span, Trace
 from headway.data.decode import Decoder
-from headway.data.loading import Loaded, Loading, Place, Transform, collate
+from headway.data.loading import Loading, Place, Portion, Transform, collate
 from headway.data.mix import Mix, Segment, Shards, Timeline
 from headway.data.order import Order, Shuffle, check_same_order, key
 from headway.data.passes import Passes, Tail
@@ -117,12 +117,12 @@ class ShardLoader:
         self._shards = OpenShards(self._sources, 4 * lanes * len(self._sources), self._limits, self._cache)
         self._loading = Loading(
             self._shards,
-            self._sources,
             self._orders,
             seed=seed,
             transform=transform,
             decoders=dict(decoders or {}),
             limits=self._limits,
+            memory=memory,
         )
         self._collate = collate_fn or collate
         self._threads, self._prefetch, self._memory, self._max_bad = threads, prefetch, memory, max_bad
@@ -168,7 +168,7 @@ class ShardLoader:
 
     def _loaded(self, pool: ThreadPoolExecutor, number: int) -> Iterator[Any]:
         """Batches, loaded ahead; what is ahead is loaded anew when weights change."""
-        waiting: deque[tuple[list[Future[list[Loaded]]], _Plan]] = deque()
+        waiting: deque[tuple[list[Future[Portion]], _Plan]] = deque()
         timeline, largest = self._history(), 0
         plans = self._plans(timeline, self._position)
         self._look_ahead(timeline)
@@ -192,7 +192,7 @@ class ShardLoader:
             began = time.perf_counter()
             if futures:
                 futures[-1].exception()  # waits for all but a few, and is woken once
-            loaded = [one for future in futures for one in future.result()]
+            loaded = [future.result() for future in futures]
             waited = Span("wait", threading.get_native_id(), began, time.perf_counter())
             largest = max(largest, sum(one.size for one in loaded))
             with self._changing:
@@ -206,7 +206,7 @@ class ShardLoader:
             self.padding = plan.padding
             self._note(loaded, waited)
             if loaded:
-                yield self._collated([one.value for one in loaded])
+                yield self._collated([value for one in loaded for value in one.values])
 
     def _portions(self, places: list[Place]) -> Iterator[list[Place]]:
         """What a thread takes at a time: a few samples, because handing over costs, and never too few portions."""
@@ -230,15 +230,16 @@ class ShardLoader:
         self._counters.spent(Span("collate", threading.get_native_id(), began, time.perf_counter()))
         return batch
 
-    def _note(self, loaded: list[Loaded], waited: Span) -> None:
+    def _note(self, loaded: list[Portion], waited: Span) -> None:
         counted = self._counters
         counted.batches += bool(loaded)
-        counted.samples += len(loaded)
         counted.spent(waited)
         for one in loaded:
+            counted.samples += len(one.values)
             counted.bytes_read += one.read
             counted.bytes_decoded += one.size
-            counted.loaded(one.thread, one.times)
+            for times in one.times:
+                counted.loaded(one.thread, times)
             if one.bad:
                 self.bad += one.bad
                 self._quarantine.add(one.bad)

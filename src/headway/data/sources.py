@@ -63,7 +63,7 @@ class OpenShards:
     def __init__(
         self, sources: Sequence[Source], capacity: int, limits: Limits, cache: CachedShards | None = None
     ) -> None:
-        self._sources, self._limits, self._cache = sources, limits, cache
+        self.sources, self._limits, self._cache = sources, limits, cache
         self._capacity = min(
             capacity, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
         )  # each is an open file
@@ -71,16 +71,22 @@ class OpenShards:
         self._lock = threading.Lock()
 
     def get(self, dataset: int, shard: int) -> Shard:
+        place = dataset, shard
         with self._lock:
-            opening = self._open.setdefault((dataset, shard), _Opening())
-            self._open.move_to_end((dataset, shard))
-            if len(self._open) > self._capacity:
-                self._open.popitem(last=False)  # its views, where there are any, keep it mapped
+            opening = self._open.get(place)
+            if opening is None:
+                opening = self._open[place] = _Opening()
+                if len(self._open) > self._capacity:
+                    self._open.popitem(last=False)  # its views, where there are any, keep it mapped
+            else:
+                self._open.move_to_end(place)
+                if opening.shard is not None:
+                    return opening.shard
         with opening.lock:  # only those wait who want this very shard
             if opening.damage:
                 raise BadShard(opening.damage)
             if opening.shard is None:
-                source = self._sources[dataset]
+                source = self.sources[dataset]
                 path = source.paths[shard]
                 try:
                     opening.shard = self._cache.open(path) if self._cache else Shard.open(path, self._limits)
@@ -99,7 +105,7 @@ class OpenShards:
         wanted = set(paths)
         with self._lock:
             for dataset, shard in list(self._open):
-                if self._sources[dataset].paths[shard] not in wanted:
+                if self.sources[dataset].paths[shard] not in wanted:
                     del self._open[dataset, shard]
 
 
