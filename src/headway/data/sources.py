@@ -41,19 +41,24 @@ class Source:
 def find(mix: Mix, limits: Limits, *, shared: bool) -> list[Source]:
     """The datasets of a mix; `shared`: rank 0 looks for all ranks, which must all call this."""
 
-    def look() -> list[tuple[str, list[str], list[int]]]:
+    def look() -> list[tuple[str, list[Path], list[int]]]:
         return [(name, *_look(name, where, limits, mix.catalog)) for name, where in mix.shards.items()]
 
-    found = dist.from_root(look) if shared else look()
+    def told() -> list[tuple[str, list[str], list[int]]]:
+        return [(name, [str(path) for path in paths], counts) for name, paths, counts in look()]
+
+    if not shared:
+        return [Source(*each) for each in look()]
+    found = dist.from_root(told)
     return [Source(name, [Path(path) for path in paths], counts) for name, paths, counts in found]
 
 
-def _look(name: str, where: Shards, limits: Limits, catalog: Catalog | None) -> tuple[list[str], list[int]]:
+def _look(name: str, where: Shards, limits: Limits, catalog: Catalog | None) -> tuple[list[Path], list[int]]:
     paths = paths_of(name, where, catalog)
     each = list(counts(paths, limits))
     if not any(each):
         raise UsageError(f"dataset {name!r}: none of its {len(paths)} shards has a sample")
-    return [str(path) for path in paths], each
+    return paths, each
 
 
 @final
