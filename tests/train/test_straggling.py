@@ -44,6 +44,13 @@ def test_only_what_persists_is_told() -> None:
     assert again[:2] == [None, None] and again[2] is not None, "and again when it comes back"
 
 
+def test_one_step_that_stands_for_many_may_have_been_out_of_luck() -> None:
+    stragglers = Stragglers()
+    told = [stragglers.note([1.0, 1.0, 1.4], whole=3.0, brief=True) for _ in range(10)]
+    assert told[:9] == [None] * 9
+    assert told[9] is not None and "at 10 log points in a row" in told[9]
+
+
 def test_what_costs_nothing_is_not_worth_a_word() -> None:
     for times, whole in (
         ([0.01, 0.01, 0.05], 3.0),  # most of the time goes elsewhere

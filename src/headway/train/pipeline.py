@@ -402,7 +402,7 @@ class Pipeline:
             callback.log_point(stage, kind, point)
 
     def _look_for_stragglers(self, point: Point, seconds: Mapping[str, float]) -> None:
-        slow = self._stragglers.note(point.busy, whole=self._interval)
+        slow = self._stragglers.note(point.busy, whole=self._interval, brief=self.split.every > 1)
         if slow is not None:
             dist.print_root(f"headway: {slow}")
         self.busy, self._interval = busy(seconds)

@@ -13,6 +13,7 @@ from typing import final
 
 SLOWER = 1.3  # times the median of all ranks
 PERSISTENT = 3  # log points in a row
+PERSISTENT_IF_BRIEF = 10  # where one step stands for all of an interval, and may have been out of luck
 WORTH_IT = 0.1  # the part of an interval that is lost to it
 
 
@@ -33,8 +34,9 @@ class Stragglers:
     def __init__(self) -> None:
         self._slow: dict[int, int] = {}  # rank -> log points in a row
 
-    def note(self, times: Sequence[float], *, whole: float) -> str | None:
+    def note(self, times: Sequence[float], *, whole: float, brief: bool = False) -> str | None:
         """A sentence when a rank has just become a persistent straggler."""
+        enough = PERSISTENT_IF_BRIEF if brief else PERSISTENT
         usual = median(times)
         slow = [
             rank
@@ -42,11 +44,11 @@ class Stragglers:
             if time > SLOWER * usual and time - usual > WORTH_IT * whole
         ]
         self._slow = {rank: self._slow.get(rank, 0) + 1 for rank in slow}
-        named = [rank for rank, count in self._slow.items() if count == PERSISTENT]
+        named = [rank for rank, count in self._slow.items() if count == enough]
         if not named:
             return None
         worst = max(named, key=lambda rank: times[rank])
         return (
-            f"rank {worst} is slower than the others: at {PERSISTENT} log points in a row its data and forward pass "
+            f"rank {worst} is slower than the others: at {enough} log points in a row its data and forward pass "
             f"took more than {SLOWER:g} times the median, now {times[worst]:.2f} s against {usual:.2f} s"
         )
