@@ -33,7 +33,7 @@ def test_what_is_kept_is_listed_and_swept(
     assert entry["source"] == str(shard) and entry["in_use"] and 50_000 <= entry["bytes"] < 100_000
     assert main(["cache", "ls", *where]) == 0
     said = capsys.readouterr().out
-    assert "in use" in said and "1 shards" in said
+    assert "in use" in said and "1 shard under " in said
     assert main(["cache", "sweep", *where]) == 0
     assert "removed 0 B; " in (said := capsys.readouterr().out) and "a job uses them" in said
     (folder,) = tmp_path.glob("headway-cache-*")

@@ -123,6 +123,8 @@ def test_a_folder_of_both_kinds_is_refused(tmp_path: Path, capsys: pytest.Captur
 def test_check_finds_what_is_wrong(laion: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "check", "laion"]) == 0
     assert capsys.readouterr().out == "2 shards: all well\n"
+    assert main(["data", "check", str(next(laion.glob("*.tar")))]) == 0
+    assert capsys.readouterr().out == "1 shard: all well\n"
     pack([{"__key__": "x", "cls": "no number"}], laion, name="bad")
     torn = laion / "shard0-000000.tar"
     torn.write_bytes(torn.read_bytes()[:-9000])
@@ -147,7 +149,7 @@ def test_check_finds_names_in_two_shards_when_asked(laion: Path, capsys: pytest.
 
 def test_stubs(laion: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: ARG001
     assert main(["data", "stubs", "datasets.py"]) == 0
-    assert capsys.readouterr().out == "datasets.py: 1 datasets\n"
+    assert capsys.readouterr().out == "datasets.py: 1 dataset\n"
     assert 'train: Final = "public/rgb/laion/train"' in (tmp_path / "datasets.py").read_text()
 
 

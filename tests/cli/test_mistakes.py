@@ -53,7 +53,20 @@ MISTAKES = [
     ("data stage", "required: SOURCE"),
     ("data ls --rot x", "perhaps you meant --root"),
     ("data pack", "Missing from headway data pack"),
+    ("data ls --root nowhere", "there is no folder 'nowhere'"),
+    ("data ls --root train.py", "'train.py' is no folder"),
+    ("data count --root nowhere", "there is no folder 'nowhere'"),
+    ("data check", "give a name, folder, pattern or shard; see: headway data check --help"),
+    ("data index", "give a name, folder, pattern or shard; see: headway data index --help"),
+    ("data bench", "give a name, folder, pattern or shard; see: headway data bench --help"),
+    ("data check nowhere.tar", "there is no file 'nowhere.tar'\n"),
+    ("data count train.py/nowhere.tar", "there is no file 'train.py/nowhere.tar'"),
     ("cache ls --pth x", "perhaps you meant --path PATH"),
+    ("cache ls --path nowhere", "there is no folder 'nowhere'"),
+    ("plan module missing.py:f", "headway: there is no file missing.py in "),
+    ("plan measure missing.py:f", "headway: there is no file missing.py in "),
+    ("plan module train.py:f --precision half", "headway: precision is 'half'"),
+    ("plan list --jsn", "perhaps you meant --json"),
 ]
 
 

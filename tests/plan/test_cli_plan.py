@@ -100,6 +100,11 @@ def test_the_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert verb.main(["list"]) == 0
     said = capsys.readouterr().out
     assert "deepseek-v3" in said and "h200-sxm8       8 x h200-sxm-141, 3200 Gb/s" in said
+    assert verb.main(["list", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert "deepseek-v3" in facts["presets"]
+    (node,) = (node for node in facts["nodes"] if node["name"] == "h200-sxm8")
+    assert (node["gpus"], node["device"]) == (8, "h200-sxm-141")
     assert verb.main([]) == 0
     assert "usage: headway plan" in capsys.readouterr().out
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from headway.cli.looks import safe, size
-from headway.cli.parsing import parse
+from headway.cli.looks import many, safe, size
+from headway.cli.parsing import parse, there
 from headway.errors import DONE, UsageError
 
 _USAGE = """\
@@ -47,6 +47,8 @@ def main(argv: list[str]) -> int:
 def _ls(options: Options) -> int:
     from headway.data.cache import NodeCache
 
+    if options.path != Options.path:  # else nobody has named it
+        there(options.path, "folder")
     found = NodeCache(path=options.path).ls()
     if options.json:
         print(json.dumps([entry._asdict() for entry in found], indent=1))
@@ -59,7 +61,9 @@ def _ls(options: Options) -> int:
         state = "in use" if entry.in_use else "" if entry.source else "left behind"
         table.add_row(safe(entry.source or "(being copied)"), size(entry.bytes), state)
     total = sum(entry.bytes for entry in found)
-    table.add_row(f"{len(found)} shards under {safe(str(options.path))}", size(total), "", style="bold")
+    table.add_row(
+        f"{many(len(found), 'shard')} under {safe(str(options.path))}", size(total), "", style="bold"
+    )
     Console().print(table)
     return DONE
 

@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from headway.cli.looks import safe, size
-from headway.cli.parsing import parse
+from headway.cli.looks import many, safe, size
+from headway.cli.parsing import parse, there
 from headway.cli.progress import sayer, watched
 from headway.data.catalog import Catalog, Dataset
 from headway.errors import DONE, UsageError
@@ -89,7 +89,7 @@ class _Verb:
     """print facts for programs"""
 
     def catalog(self) -> Catalog:
-        return Catalog(self.root)
+        return Catalog(self.root and there(self.root, "folder"))
 
 
 # --- what is there
@@ -137,7 +137,9 @@ def tree(catalog: Catalog, facts: list[tuple[Dataset, int, int]]) -> Tree:
             place = tuple(homes[:depth])
             if place not in nodes:
                 nodes[place] = nodes[place[:-1]].add(Text(name, style="bold" if depth == 3 else ""))
-        nodes[tuple(homes)].add(f"{split:<8} {shards:>6,} shards  {size(held):>9}")
+        nodes[tuple(homes)].add(
+            f"{split:<8} {shards:>6,} {'shard ' if shards == 1 else 'shards'}  {size(held):>9}"
+        )
     return made
 
 
@@ -155,7 +157,7 @@ def _count(argv: list[str]) -> int:
     options = parse(Count, argv, prog="headway data count")
     catalog = options.catalog()
     if options.datasets:
-        found = _found(options.datasets, catalog)
+        found = _found(options.datasets, catalog, "count")
     else:
         found = {dataset.key: dataset.shards() for dataset in catalog.datasets()}
     rows = {
@@ -176,11 +178,13 @@ def _count(argv: list[str]) -> int:
     return DONE
 
 
-def _found(names: tuple[str, ...], catalog: Catalog) -> dict[str, list[Path]]:
+def _found(names: tuple[str, ...], catalog: Catalog, verb: str) -> dict[str, list[Path]]:
     """Shards by name; the shards that a shell has made of a pattern stand together."""
     from headway.data.finding import paths_of
 
-    files = [Path(name) for name in names if name.endswith(".tar") and "*" not in name]
+    if not names:
+        raise UsageError(f"give a name, folder, pattern or shard; see: headway data {verb} --help")
+    files = [there(Path(name), "file") for name in names if name.endswith(".tar") and "*" not in name]
     others = {name: paths_of(name, name, catalog) for name in names if Path(name) not in files}
     return others | ({str(files[0].parent): files} if files else {})
 
@@ -207,7 +211,7 @@ def _add(argv: list[str]) -> int:
     from headway.data.finding import paths_of
 
     options = parse(Add, argv, prog="headway data add")
-    catalog = options.catalog()
+    catalog = Catalog(options.root)  # made where it is not there
     shards = paths_of(options.name, Path(options.shards)) if options.shards else []
     dataset = catalog.add(
         options.confidentiality, options.modality, options.name, options.split, shards=shards
@@ -215,7 +219,7 @@ def _add(argv: list[str]) -> int:
     if options.json:
         print(json.dumps({"name": dataset.key, "path": str(dataset.path), "linked": len(shards)}))
     else:
-        print(f"{dataset.key}: {dataset.path}" + (f", {len(shards)} shards linked" if shards else ""))
+        print(f"{dataset.key}: {dataset.path}" + (f", {many(len(shards), 'shard')} linked" if shards else ""))
     return DONE
 
 
@@ -250,7 +254,7 @@ def _pack(argv: list[str]) -> int:
     if options.json:
         print(json.dumps({"out": str(options.out), "shards": len(paths), "bytes": held}))
     else:
-        print(f"{options.out}: {len(paths)} shards, {size(held)}")
+        print(f"{options.out}: {many(len(paths), 'shard')}, {size(held)}")
     return DONE
 
 
@@ -272,7 +276,7 @@ def _index(argv: list[str]) -> int:
 
     options = parse(Index, argv, prog="headway data index")
     written = {}
-    for name, paths in _found(options.datasets, options.catalog()).items():
+    for name, paths in _found(options.datasets, options.catalog(), "index").items():
         done = watched(indexes(paths, overwrite=options.overwrite), len(paths), f"indexing {name}")
         written[name] = sum(path is not None for path in done)
         for path in watched(paths if options.checksums else [], len(paths), f"summing {name}"):
@@ -281,7 +285,11 @@ def _index(argv: list[str]) -> int:
     if options.json:
         print(json.dumps(written))
     else:
-        print("\n".join(f"{name}: {number} indexes written" for name, number in written.items()))
+        print(
+            "\n".join(
+                f"{name}: {many(number, 'index', 'indexes')} written" for name, number in written.items()
+            )
+        )
     return DONE
 
 
@@ -301,7 +309,7 @@ def _stubs(argv: list[str]) -> int:
     if options.json:
         print(json.dumps({"file": str(options.out), "datasets": number}))
     else:
-        print(f"{options.out}: {number} datasets")
+        print(f"{options.out}: {many(number, 'dataset')}")
     return DONE
 
 
@@ -326,7 +334,7 @@ def _check(argv: list[str]) -> int:
     from headway.data.duplicates import duplicates
 
     options = parse(Check, argv, prog="headway data check")
-    found = _found(options.datasets, options.catalog())
+    found = _found(options.datasets, options.catalog(), "check")
     paths = [path for shards in found.values() for path in shards]
     with ThreadPoolExecutor(thread_name_prefix="headway check") as pool:
         checked = watched(pool.map(check_shard, paths), len(paths), "checking shards")
@@ -341,7 +349,7 @@ def _check(argv: list[str]) -> int:
     else:
         for line in (line for told in bad.values() for line in told):
             print(safe(line))
-        print(f"{len(paths)} shards: " + (f"{len(bad)} with problems" if bad else "all well"))
+        print(f"{many(len(paths), 'shard')}: " + (f"{len(bad)} with problems" if bad else "all well"))
     return 1 if bad else DONE
 
 
@@ -364,7 +372,8 @@ def _bench(argv: list[str]) -> int:
     from headway.data.benching import bench
 
     options = parse(BenchOptions, argv, prog="headway data bench")
-    paths = [path for shards in _found(options.datasets, options.catalog()).values() for path in shards]
+    found = _found(options.datasets, options.catalog(), "bench")
+    paths = [path for shards in found.values() for path in shards]
     with Console(stderr=True).status("measuring ..."):  # shown on a terminal only
         seen = bench(paths, threads=options.threads, batch_size=options.batch_size, seconds=options.seconds)
     if options.json:

@@ -66,6 +66,15 @@ def number(value: float | str | None) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def many(count: int, thing: str, things: str = "") -> str:
+    """How many of something there are.
+
+    >>> many(1, "shard"), many(2000, "shard"), many(2, "index", "indexes")
+    ('1 shard', '2,000 shards', '2 indexes')
+    """
+    return f"{count:,} {thing if count == 1 else things or thing + 's'}"
+
+
 def size(count: int) -> str:
     """Bytes for people.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import re
 from contextlib import redirect_stderr
+from pathlib import Path
+from stat import S_ISDIR
 from typing import Any, TypeVar
 
 import tyro
@@ -30,6 +32,19 @@ def parse(settings: type[T], argv: list[str], *, prog: str, **more: Any) -> T:
         raise UsageError(f"{sentence(drawn.getvalue())}; see: {prog} --help") from None
 
 
+def there(path: Path, kind: str) -> Path:
+    """The path, if there is something at it; what cannot be looked at is left to whoever reads it."""
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise UsageError(f"there is no {kind} {str(path)!r}") from None
+    except OSError:
+        return path
+    if kind == "folder" and not S_ISDIR(mode):
+        raise UsageError(f"{str(path)!r} is no folder")
+    return path
+
+
 def sentence(box: str) -> str:
     """What a box of tyro's says, and what it would take instead.
 
@@ -51,6 +66,7 @@ def sentence(box: str) -> str:
     if "╭" not in box:  # where the terminal has no UTF-8, the title stands above a line of its own
         parts = parts[1:]
     what = " ".join(parts[0]).partition(" Got errors:")[0].rstrip(" .")
+    what = re.sub(r"^Error parsing (?!-)[\w.]+: ", "", what)  # a group of options, which nobody has typed
     for part in parts[1:]:
         match part:
             case ["Perhaps you meant:", option, *_]:

@@ -129,6 +129,14 @@ class Calibrate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class List:
+    """Presets and nodes that a plan may name."""
+
+    json: bool = False
+    """Print JSON and nothing else."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ImportDlcalc:
     """Prints a dlcalc 3dtrn file as a plan file."""
 
@@ -211,9 +219,14 @@ def _list(argv: list[str]) -> int:
     from headway.plan.hardware import Node, node_names
     from headway.plan.presets import names
 
-    if argv:
+    if argv and not argv[0].startswith("-"):
         raise UsageError(f"headway plan list takes no arguments, got {argv[0]!r}")
+    options = parse(List, argv, prog="headway plan list")
     nodes = [Node(name) for name in node_names()]
+    if options.json:
+        told = [{"name": n.name, "gpus": n.gpus, "device": n.device.name, "is": n.describe()} for n in nodes]
+        print(json.dumps({"presets": names(), "nodes": told}, indent=1))
+        return 0
     print("presets:", *names(), sep="\n  ")
     print("nodes:", *(f"{n.name:<15} {n.describe()}" for n in nodes), sep="\n  ")
     return 0
