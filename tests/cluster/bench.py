@@ -114,7 +114,8 @@ class Node:
     cluster: Cluster = field(repr=False)
 
     def crash(self) -> None:
-        """Kill every process on the node at once, as a power cut would. Slurm takes 25 s to notice."""
+        """Kill every process on the node at once, as a power cut would. Slurm takes 25 s to notice, or three to four
+        times the `patience` of the cluster."""
         self._do("crash")
 
     def start(self) -> None:
@@ -129,6 +130,8 @@ class Node:
     def mend(self, timeout: float = 40) -> None:
         """Give the network back; return when the node takes jobs."""
         self._do("mend")
+        if self.state().startswith("down"):  # Slurm would look again after half a minute
+            self._update("state=resume")
         self._until_ready(timeout)
 
     def down(self) -> None:
@@ -196,7 +199,9 @@ class Cluster:
     owner: TextIO = field(repr=False)
 
     @classmethod
-    def up(cls, *, nodes: int = 4, proctrack: str = "linuxproc", mode: str = "net") -> Cluster:
+    def up(
+        cls, *, nodes: int = 4, proctrack: str = "linuxproc", mode: str = "net", patience: int = 10
+    ) -> Cluster:
         """Start a cluster on a free block of ports; first end what killed suites have left behind."""
         with _registry():
             _reap()
@@ -205,6 +210,7 @@ class Cluster:
         lab = ROOT / str(port)
         cluster = cls(lab=lab, port=port, names=names, proctrack=proctrack, mode=mode, owner=owner)
         settings = {"PORT": str(port), "NODES": str(nodes), "MODE": mode, "PROCTRACK": proctrack}
+        settings["PATIENCE"] = str(patience)
         try:
             run([HERE / "up.sh"], env=cluster.environment(settings), check=True)
             cluster.work.mkdir()

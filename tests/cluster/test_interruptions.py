@@ -17,7 +17,7 @@ TWO_NODES = ("--nodes", "2", "--ntasks-per-node", "1")
 FULL = os.environ.get("HEADWAY_FAULTS") == "full"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # of a module it would be made again for each kind of cluster
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Result:
     """What two ranks give when nothing happens."""
     result = local_result(tmp_path_factory.mktemp("local"), FIT, processes=2)
@@ -54,48 +54,55 @@ def test_preempted_then_requeued(any_cluster: Cluster, undisturbed: Result) -> N
     assert all(step > 0 for _, step in job.attempts()[1:]), "no attempt began anew"
 
 
-def test_its_time_is_over(one_cluster: Cluster, undisturbed: Result) -> None:
-    """The limit is a minute, and SLURM looks every half: with this lead the ranks hear of it after 10 to 40 seconds."""
-    (job,) = submit(one_cluster, FIT, "1.0", options=(*TWO_NODES, "--time", "1", "--signal-lead", "20"))
-    assert job.wait() == "COMPLETED", job.log
-    assert job.result() == undisturbed
-    assert job.cluster.restarts(job.job) >= 1
-    assert job.attempts()[0][0] == "stopped"
+def test_its_time_is_over_and_another_is_cancelled(one_cluster: Cluster, undisturbed: Result) -> None:
+    """The limit is a minute, and SLURM looks every half: with this lead the ranks hear of it after 10 to 40 seconds.
 
-
-def test_cancelled_it_saves_and_stays_away(one_cluster: Cluster, undisturbed: Result) -> None:
-    (job,) = submit(one_cluster, FIT, "0.3", options=TWO_NODES)
+    Meanwhile another job is cancelled: it saves and stays away.
+    """
+    cluster = one_cluster
+    (late,) = submit(cluster, FIT, "1.0", options=(*TWO_NODES, "--time", "1", "--signal-lead", "20"))
+    (job,) = submit(cluster, FIT, "0.3", options=TWO_NODES)
     job.until_step(7)
-    one_cluster.run(["scontrol", "update", f"jobid={job.job}", "requeue=1"], check=True)
-    one_cluster.cancel(job.job)
+    cluster.run(["scontrol", "update", f"jobid={job.job}", "requeue=1"], check=True)
+    cluster.cancel(job.job)
     assert job.wait("CANCELLED") == "CANCELLED"
     job.until(lambda: job.attempts()[0][0] == "stopped", "the checkpoint", timeout=20)
-    assert one_cluster.restarts(job.job) == 0
+    assert cluster.restarts(job.job) == 0
     # the run is whole: the same script goes on with it, by hand
-    number = int(one_cluster.run(["sbatch", "--parsable", job.path / "job.sh"], check=True).stdout)
-    assert one_cluster.wait(number, timeout=100) == "COMPLETED"
+    again = ["sbatch", "--parsable", job.path / "job.sh"]
+    number = int(cluster.run(again, env={"FIT_STARTS": "1"}, check=True).stdout)
+    assert cluster.wait(number, timeout=100) == "COMPLETED"
     assert job.result() == undisturbed
     assert job.attempts()[1][1] >= 7
 
+    assert late.wait() == "COMPLETED", late.log
+    assert late.result() == undisturbed
+    assert cluster.restarts(late.job) >= 1
+    assert late.attempts()[0][0] == "stopped"
 
-def test_nodes_are_lost(one_cluster: Cluster, undisturbed: Result, tmp_path: Path) -> None:
+
+def test_nodes_are_lost(impatient_cluster: Cluster, undisturbed: Result, tmp_path: Path) -> None:
     """One node crashes; another loses its network, and its rank goes on until it finds that it was replaced."""
-    cluster = one_cluster
+    cluster = impatient_cluster
     (crashed,) = submit(cluster, FIT, "0.3", options=(*TWO_NODES, "--exclusive"))
-    (cut,) = submit(cluster, FIT, "1.5", options=("--exclusive",))
+    (cut,) = submit(cluster, FIT, "1.0", options=("--exclusive",))
     for job in (crashed, cut):
         job.until_step(3)
     assert (nodes_of(crashed), nodes_of(cut)) == ("n[1-2]", "n3")
     cluster.node("n2").crash()
     cluster.node("n3").cut()
+    alone = local_result(tmp_path, FIT, processes=1)  # meanwhile
     crashed.until(lambda: cluster.restarts(crashed.job) == 1, "SLURM to see that a node is lost")
     cluster.node("n2").start()
     for job in (crashed, cut):
         assert job.wait() == "COMPLETED", job.log
     assert crashed.result() == undisturbed
-    cut.until(lambda: not works_on(cluster, "n3"), "the end of the rank that was cut off", timeout=60)
+    cut.until(
+        lambda: not lives_on(cluster, "n3", "fit.py"), "the end of the rank that was cut off", timeout=40
+    )
     cluster.node("n3").mend(timeout=120)
-    assert cut.result() == local_result(tmp_path, FIT, processes=1)
+    cut.until(lambda: not lives_on(cluster, "n3", "slurmstepd"), "SLURM to hear of it from its node")
+    assert cut.result() == alone
     assert [status for status, _ in crashed.attempts()] == ["failed", "done"]
     assert [status for status, _ in cut.attempts()] == ["interrupted", "done"], (
         "the replaced rank wrote nothing"
@@ -108,6 +115,6 @@ def nodes_of(job: Submitted) -> str:
     return job.cluster.run(["squeue", "-h", "-j", str(job.job), "-o", "%N"], check=True).stdout.strip()
 
 
-def works_on(cluster: Cluster, node: str) -> bool:
-    """Whether a rank of fit.py lives on the node."""
-    return cluster.node(node).run("pgrep", "-f", "fit.py").returncode == 0
+def lives_on(cluster: Cluster, node: str, name: str) -> bool:
+    """Whether a process of that name lives on the node."""
+    return cluster.node(node).run("pgrep", "-f", name).returncode == 0

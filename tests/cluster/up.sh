@@ -17,13 +17,14 @@
 #              cgroup     it reaches the task leaders only, as on most clusters (needs net or ns, and root)
 #   GRACE      seconds a preempted job of partition "low" is given                      5
 #   KILLWAIT   seconds from TERM to KILL                                                2
+#   PATIENCE   seconds in which a node must answer; it is missed after 3 to 4 times that 10
 #
 # Afterwards:  . $LAB/env.sh   and then sinfo, srun, sbatch ...;  node.sh for single nodes;  down.sh ends it all.
 set -euo pipefail
 HERE=$(cd "$(dirname "$0")" && pwd)
 PATH=$PATH:/usr/sbin:/sbin
 LAB=${LAB:-${TMPDIR:-/tmp}/hw-lab} NODES=${NODES:-4} CPUS=${CPUS:-4} GPUS=${GPUS:-2} PORT=${PORT:-17000}
-MODE=${MODE:-} PROCTRACK=${PROCTRACK:-linuxproc} GRACE=${GRACE:-5} KILLWAIT=${KILLWAIT:-2}
+MODE=${MODE:-} PROCTRACK=${PROCTRACK:-linuxproc} GRACE=${GRACE:-5} KILLWAIT=${KILLWAIT:-2} PATIENCE=${PATIENCE:-10}
 BRIDGE=hw$PORT                     # also the prefix of the names of network namespaces, links and cgroups
 USER_NAME=$(id -un)
 HOST=$(uname -n) HOST=${HOST%%.*}  # the short name, as slurmctld sees it; `hostname -s` fails where the name does not resolve
@@ -108,7 +109,8 @@ MpiDefault=none
 # nodes may claim more than the hardware has, are missed soon, and come back by themselves
 SlurmdParameters=config_overrides
 ReturnToService=2
-SlurmdTimeout=10
+SlurmdTimeout=$PATIENCE
+MessageTimeout=$PATIENCE
 SlurmctldTimeout=10
 InactiveLimit=0
 KillWait=$KILLWAIT

@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 import headway as hw
 
 STARTS = int(os.environ.get("SLURM_RESTART_COUNT", "0")) + int(os.environ.get("HEADWAY_EARLIER_STARTS", "0"))
+STARTS += int(os.environ.get("FIT_STARTS", "0"))  # by hand
 PAUSE = [*(float(pause) for pause in ",".join(sys.argv[1:]).split(",") if pause), *[0.01] * 100][STARTS]
 
 
