@@ -1,6 +1,6 @@
 """A run that is slow, uneven, or busy with something else is not a run that hangs.
 
-12 seconds here, five minutes with `HEADWAY_FAULTS=full`, beside a process that takes a core away.
+12 seconds and three epochs here, five minutes with `HEADWAY_FAULTS=full`, beside a process that takes a core away.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Uneven(hw.TrainValStage):
         if self.epoch == 1:
             time.sleep(1.5 * PERIOD)  # a hook that takes its time
             publish()
-        if self.epoch >= 8 and time.monotonic() - BEGAN > float(os.environ["SOAK"]):
+        if self.epoch >= 3 and time.monotonic() - BEGAN > float(os.environ["SOAK"]):
             self.stop_stage()
 
 
