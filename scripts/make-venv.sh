@@ -20,7 +20,9 @@ if ! "$python" -c 'import ensurepip' 2> /dev/null; then
 fi
 
 [ -x .venv/bin/python ] || "$python" -m venv .venv
-pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt)
+pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt)
 echo "make-venv: installing torch and headway into .venv (a minute or two)"
 "${pip[@]}" torch  # first: what follows must not bring another one
 "${pip[@]}" --editable '.[dev]'
+# what pip would do on one core; some packages bring files that are not meant to be compiled
+.venv/bin/python -m compileall -q -j 0 .venv/lib/python3*/site-packages > /dev/null 2>&1 || true
