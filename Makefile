@@ -20,7 +20,8 @@ services:  ## install SLURM and MPI for the cluster tests, where this user may
 demo: install  ## a short tour on this machine
 	@$(BIN)/headway run --nproc 2 examples/quickstart.py
 
-test: install services check  ## everything that must hold: checks, then all tests
+test: install  ## everything that must hold: checks, then all tests
+	@$(MAKE) --no-print-directory -j 2 services check  # side by side: one downloads, the other computes
 	$(BIN)/python -m pytest --durations=15
 
 check: install  ## style, types, and who may import whom
