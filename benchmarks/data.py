@@ -1,7 +1,7 @@
 """Decoded images per second from JPEG shards: headway beside its peers, and beside the bare decoder.
 
     scripts/make-peers.sh            # once: the peers, in an environment of their own
-    python benchmarks/data.py [--samples 3072] [--thumbnails 300000] [--threads 2] [--rounds 3] [--json results.json]
+    python benchmarks/data.py [--samples 4096] [--thumbnails 300000] [--threads 2] [--rounds 3] [--json results.json]
 
 The same photos, page cache warm, batches of 64, decoded to RGB; see data_peers.py. Every contender runs in a process of
 its own, which is timed after its imports; rounds are interleaved and medians printed, because machines are shared:
@@ -324,7 +324,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--samples", type=int, default=3072)
+    parser.add_argument("--samples", type=int, default=4096)
     parser.add_argument("--thumbnails", type=int, default=300_000, help="samples of the epoch to go on in")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)

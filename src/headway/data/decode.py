@@ -50,19 +50,12 @@ def decode(
     return values
 
 
-Lend = Callable[[int], Pixels | None]
-
-
 def begin(
-    extension: str,
-    data: memoryview,
-    decoders: Mapping[str, Decoder],
-    limits: Limits,
-    lend: Lend | None = None,
+    extension: str, data: memoryview, decoders: Mapping[str, Decoder], limits: Limits
 ) -> tuple[Any, Decoder | None]:
     """The value of a part; or, if that may take long, what `finish` is to call for it.
 
-    Of a picture, all is checked that its header says. `lend` may have memory for it.
+    Of a picture, all is checked that its header says.
     """
     if extension in decoders:
         return None, decoders[extension]
@@ -74,7 +67,7 @@ def begin(
         )
     try:
         if kind in _IMAGES:
-            return None, _image(kind, data, limits, lend)
+            return None, _image(kind, data, limits)
         if kind in _TEXT and len(data) > limits.text_bytes:
             raise ValueError(f"more than {limits.text_bytes} bytes of text")
         return (_PLAIN[kind](data) if kind in _PLAIN else np.frombuffer(data, np.uint8)), None
@@ -144,7 +137,7 @@ _PLAIN: dict[str, Decoder] = {
 _TEXT = _PLAIN.keys() - {"npy"}
 
 
-def _image(kind: str, data: memoryview, limits: Limits, lend: Lend | None) -> Decoder:
+def _image(kind: str, data: memoryview, limits: Limits) -> Decoder:
     """What gives height x width x 3, RGB."""
     by_pillow = partial(_pillow, limits=limits)
     if kind not in ("jpg", "jpeg"):
@@ -160,8 +153,8 @@ def _image(kind: str, data: memoryview, limits: Limits, lend: Lend | None) -> De
             return by_pillow
         size = height, width
     _check(size[1], size[0], data, limits)
-    memory = None if lend is None else lend(3 * size[0] * size[1])
-    return partial(simplejpeg.decode_jpeg, colorspace="RGB", buffer=memory)
+    decode_jpeg: Decoder = simplejpeg.decode_jpeg  # to RGB, if nothing else is asked for
+    return decode_jpeg
 
 
 @cache

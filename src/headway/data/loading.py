@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from headway.data.decode import Decoder, begin, finish
-from headway.data.lending import Lender
 from headway.data.order import Order, key
 from headway.data.quarantine import Bad
 from headway.data.shards import Limits
@@ -69,9 +68,7 @@ class Loading:
         transform: Transform | None,
         decoders: dict[str, Decoder],
         limits: Limits,
-        memory: int,
     ) -> None:
-        self._lender = Lender(memory)
         self._shards, self._orders, self._seed = shards, orders, seed
         self._transform, self._decoders, self._limits = transform, decoders, limits
 
@@ -99,9 +96,7 @@ class Loading:
                 name = source.entries.key(sample)
                 parts, value, late, read = source[sample], dict[str, Any](), [], 0
                 for extension, data in parts.items():
-                    value[extension], decoder = begin(
-                        extension, data, self._decoders, self._limits, self._lender.lend
-                    )
+                    value[extension], decoder = begin(extension, data, self._decoders, self._limits)
                     read += len(data)
                     if decoder is not None:
                         late.append((extension, data, decoder))

@@ -122,7 +122,6 @@ class ShardLoader:
             transform=transform,
             decoders=dict(decoders or {}),
             limits=self._limits,
-            memory=memory,
         )
         self._collate = collate_fn or collate
         self._threads, self._prefetch, self._memory, self._max_bad = threads, prefetch, memory, max_bad
