@@ -311,13 +311,19 @@ class Run:
             files.write_atomic(self.path / "run.json", _json(info))
 
     def end_attempt(self, number: int, *, status: str, exit_code: int) -> None:
-        """Notes how an attempt ended: "done", "failed", "stopped" (may be resumed) or "interrupted"."""
+        """Notes how an attempt ended: "done", "failed", "stopped" (may be resumed) or "interrupted".
+
+        An attempt that was replaced by another one has ended when that began, and writes nothing: run.json is no longer
+        its own.
+        """
         info = self.info()
         if status not in _ENDINGS or not 1 <= number <= len(info["attempts"]):
             raise UsageError(
                 f"cannot end attempt {number!r} as {status!r}: {self.id} has {len(info['attempts'])} attempts, "
                 f"and they end as one of {', '.join(_ENDINGS)}"
             )
+        if number < len(info["attempts"]):
+            return
         info["attempts"][number - 1] |= {
             "status": status,
             "exit_code": exit_code,

@@ -311,6 +311,17 @@ def test_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert attempts[2]["ended"] >= attempts[2]["started"] >= attempts[0]["ended"]
 
 
+def test_an_attempt_that_was_replaced_writes_nothing(tmp_path: Path) -> None:
+    """It may live on where its scheduler cannot see it, and find out when it wants to save."""
+    run = Run.create(tmp_path)
+    first = run.begin_attempt(world={})
+    run.begin_attempt(world={})
+    before = (run.path / "run.json").read_bytes()
+    run.end_attempt(first, status="failed", exit_code=80)
+    assert (run.path / "run.json").read_bytes() == before
+    assert [attempt["status"] for attempt in run.info()["attempts"]] == ["interrupted", "running"]
+
+
 @pytest.mark.parametrize(("number", "status"), [(0, "done"), (2, "done"), (1, "running"), (1, "gone")])
 def test_attempts_end_only_once_begun_and_in_known_ways(number: int, status: str, tmp_path: Path) -> None:
     run = Run.create(tmp_path)
