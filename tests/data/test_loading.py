@@ -14,9 +14,10 @@ import pytest
 import simplejpeg
 from PIL import Image
 
-from headway.data import Limits, Shard, ShardLoader, pack
+from headway.data import Limits, Shard, ShardLoader, finding, pack
 from headway.data.decode import decode
-from headway.errors import BadSample, BadShard
+from headway.data.sources import OpenShards, Source
+from headway.errors import BadSample, BadShard, UsageError
 
 PIECE = 300_000
 
@@ -203,3 +204,23 @@ def test_what_was_handed_out_is_never_written_again(tmp_path: Path) -> None:
                 held.append((zlib.crc32(image.tobytes()), np.asarray(image)))
     assert len(held) == 24
     assert all(zlib.crc32(image.tobytes()) == was for was, image in held)
+
+
+# --- finding
+
+
+def test_a_shard_that_was_refilled_is_refused_by_every_thread(tmp_path: Path) -> None:
+    path = packed(tmp_path, count=5)
+    shards = OpenShards([Source("data", [path], [6])], 10, Limits())
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"has 5 samples, but had 6 .* replaced meanwhile"):
+            shards.get(0, 0)
+
+
+@pytest.mark.parametrize("quick", [-1.0, 1.0], ids=["by threads", "one by one"])
+def test_shards_are_counted_in_their_order(
+    quick: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finding, "_QUICK", quick)
+    paths = [packed(tmp_path / str(count), count) for count in range(1, 71)]
+    assert list(finding.counts(paths)) == list(range(1, 71))

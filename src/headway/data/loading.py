@@ -109,11 +109,8 @@ class Loading:
     def _finish(self, portion: Portion, found: list[_Found], began: float) -> None:
         """Decodes pictures. A transform follows at once: it finds them in the cache, and often makes them smaller."""
         read, transforming = time.perf_counter(), 0.0
-        for number, one in enumerate(found):
-            try:
-                finish(one.late, one.value, self._decoders)
-            except (BadSample, BadShard) as error:
-                found[number] = one = self._replaced(one, error)
+        for number, each in enumerate(found):
+            found[number] = one = self._decoded(each)
             if self._transform is not None:
                 decoded, before = time.perf_counter(), _bytes(one.value)
                 value = self._transformed(one)
@@ -130,14 +127,13 @@ class Loading:
         portion.read += sum([one.read for one in found])
         portion.bad += [each for one in found for each in one.bad]
 
-    def _replaced(self, one: _Found, error: HeadwayError) -> _Found:
-        """Another sample instead of one whose picture could not be decoded."""
+    def _decoded(self, one: _Found) -> _Found:
+        """The sample with its pictures, or another one instead, if they cannot be decoded."""
         while True:
-            one = self._find(self._other(one.place, one.name, error, one.bad), one.bad)
             try:
                 finish(one.late, one.value, self._decoders)
-            except (BadSample, BadShard) as another:
-                error = another
+            except (BadSample, BadShard) as error:
+                one = self._find(self._other(one.place, one.name, error, one.bad), one.bad)
             else:
                 return one
 

@@ -94,15 +94,16 @@ class OpenShards:
                 source = self.sources[dataset]
                 path = source.paths[shard]
                 try:
-                    opening.shard = self._cache.open(path) if self._cache else Shard.open(path, self._limits)
+                    opened = self._cache.open(path) if self._cache else Shard.open(path, self._limits)
                 except BadShard as error:
                     opening.damage = str(error)  # it is not read again for each of its samples
                     raise
-                if len(opening.shard) != source.counts[shard]:
+                if len(opened) != source.counts[shard]:
                     raise UsageError(
-                        f"{source.paths[shard]} has {len(opening.shard)} samples, but had {source.counts[shard]} when "
-                        "the loader was made: it was replaced meanwhile, and positions would mean other samples"
+                        f"{path} has {len(opened)} samples, but had {source.counts[shard]} when the loader was made: "
+                        "it was replaced meanwhile, and positions would mean other samples"
                     )
+                opening.shard = opened  # only now: others take it without a question
             return opening.shard
 
     def keep(self, paths: Collection[Path]) -> None:

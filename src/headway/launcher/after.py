@@ -67,9 +67,8 @@ def read_outcome(folder: Path, agents: int, status: int) -> dict[str, Any]:
     # srun ends all agents by SIGTERM when one of them dies, as SLURM does when the job must go: only then all speak
     if code not in (DONE, TERMINATED) or len(ends) == agents:
         return outcome | {"exit_code": code}
-    if (
-        status - 128 in STOP_REQUESTS
-    ):  # an agent that had only just been started could not hear it, and died of it
+    # an agent that had only just been started could not hear of it, and died of it
+    if status - 128 in STOP_REQUESTS:
         sentence = "told to stop before the ranks had started"
         return {"exit_code": Stopped.exit_code, "record": {"sentence": sentence}}
     _say(
