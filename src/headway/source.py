@@ -22,6 +22,7 @@ _UNTROUBLED = (  # a user's configuration must not change what we read or run a 
     "core.safecrlf=false",
     "core.quotePath=false",
     f"core.bigFileThreshold={_MOST_DIFF}",  # a larger file is named, not compared: no gigabytes in memory
+    "diff.autoRefreshIndex=false",  # `git diff` would write the index, whatever GIT_OPTIONAL_LOCKS says
     "diff.noprefix=false",
     "diff.mnemonicPrefix=false",
     "diff.relative=false",

@@ -106,12 +106,22 @@ def run(work: Callable[[], Any], **how: Any) -> Any:
 
 
 def taken(path: Path) -> int:
-    """What the copies take, as du sees it."""
-    total = 0
-    for file in path.glob("headway-cache-*/*"):
-        with suppress(FileNotFoundError):
-            total += file.stat().st_blocks * 512
-    return total
+    """What the copies take, as du sees it while nothing moves: a look takes time, and a copy that is removed during it
+    would be counted beside the one that came in its place."""
+
+    def look() -> dict[tuple[Path, int], int]:
+        sizes = {}
+        with suppress(FileNotFoundError):  # the last one out has just removed the directory
+            for file in path.glob("headway-cache-*/*"):
+                with suppress(FileNotFoundError):
+                    status = file.stat()
+                    sizes[file, status.st_ino] = status.st_blocks * 512
+        return sizes
+
+    seen = look()
+    while (again := look()) != seen:
+        seen = again
+    return sum(seen.values())
 
 
 # --- reading
@@ -468,6 +478,25 @@ def test_the_budget_holds_whatever_processes_do(shards: list[Path], tmp_path: Pa
     assert ROOM < most <= budget
     NodeCache(path=tmp_path).sweep()
     assert not list(tmp_path.glob("headway-cache-*"))
+
+
+def test_a_copy_that_is_published_during_a_look_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, key, listed = CacheFolder.join(tmp_path, Deadline(1)), f"{'a' * 32}-100", os.listdir
+    part = folder.claim(key)
+    assert part
+    os.posix_fallocate(part.fd, 0, 8192)
+
+    def published_meanwhile(where: int) -> list[str]:
+        names = listed(where)
+        if f"{key}.part" in names:
+            folder.publish(key, part, Deadline(1))
+        return names
+
+    monkeypatch.setattr("os.listdir", published_meanwhile)
+    assert folder.used() == 8192
+    part.close()
 
 
 def test_what_is_needed_last_goes_first(shards: list[Path], tmp_path: Path) -> None:

@@ -199,8 +199,14 @@ class CacheFolder:
             deadline.pause(f"one of {count} shards to be copied")
 
     def used(self) -> int:
-        """Bytes that the cache takes, with those that are reserved for copies under way."""
-        return sum(self._bytes(name) for name in self._names())
+        """Bytes that the cache takes, with those that are reserved for copies under way.
+
+        A copy that is published during a look has neither name in it, so only what was seen twice counts.
+        """
+        seen: dict[str, int] = {}
+        while (now := {name: self._bytes(name) for name in self._names()}) != seen:
+            seen = now
+        return sum(now.values())
 
     def free(self, want: int, order: Mapping[str, int], turn: int) -> int:
         """Removes copies that nobody has mapped until `want` bytes are free, or no more may go; returns how many.
