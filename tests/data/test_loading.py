@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shlex
 import threading
 import time
 import zlib
@@ -14,7 +15,8 @@ import pytest
 import simplejpeg
 from PIL import Image
 
-from headway.data import Limits, Shard, ShardLoader, finding, pack
+from headway.cli import data as data_verbs
+from headway.data import Limits, Shard, ShardLoader, finding, pack, shards, sources
 from headway.data.decode import decode
 from headway.data.sources import OpenShards, Source
 from headway.errors import BadSample, BadShard, UsageError
@@ -209,12 +211,61 @@ def test_what_was_handed_out_is_never_written_again(tmp_path: Path) -> None:
 # --- finding
 
 
+def unindexed(folder: Path, count: int, samples: int, fill: bytes = b"x") -> list[Path]:
+    paths = []
+    for shard in range(count):
+        numbers = range(shard * samples, (shard + 1) * samples)
+        named = ({"__key__": f"{n:05d}", "bin": fill + b"%05d" % n} for n in numbers)
+        paths += pack(named, folder, name=f"shard-{shard:03d}")
+        paths[-1].with_suffix(".idx").unlink()
+    return paths
+
+
+@pytest.mark.parametrize("files", [1024, 40], ids=["all open", "few open"])
+def test_a_shard_without_an_index_is_walked_once_for_each_window_it_lies_in(
+    files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (files, files))
+    loader = ShardLoader(unindexed(tmp_path, 200, 5), batch_size=8, lanes=2, window=250, threads=1)
+    walked, members = [], shards.members
+    monkeypatch.setattr(shards, "members", lambda *args: walked.append(args) or members(*args))
+    seen = [bytes(each) for batch in loader for each in batch["bin"].numpy()]
+    assert len(set(seen)) == 1000
+    assert 200 <= len(walked) <= 204, "two lanes of two windows meet in at most three shards"
+
+
+def test_an_index_is_read_anew_with_its_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (4, 4))  # one open shard
+    paths = unindexed(tmp_path, 2, 3)
+    opened = OpenShards([Source("data", paths, [3, 3])], 2, Limits())
+    assert bytes(opened.get(0, 0)[1]["bin"]) == b"x00001"
+    assert bytes(opened.get(0, 1)[1]["bin"]) == b"x00004"
+    unindexed(tmp_path / "again", 2, 3, fill=b"longer")[0].replace(paths[0])
+    assert bytes(opened.get(0, 0)[1]["bin"]) == b"longer00001"
+
+
+def test_whoever_waits_for_shards_to_be_walked_is_told_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = unindexed(tmp_path / "it's", 3, 2)
+    ShardLoader(paths, batch_size=1)
+    assert not capsys.readouterr().err, "not if it is quick"
+    monkeypatch.setattr(sources, "_LONG", 0.0)
+    ShardLoader(paths, batch_size=1)
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "'data', 1 of 3 shards so far" in said
+    command = shlex.split(said.split("`")[1])
+    assert command[:3] == ["headway", "data", "index"] and data_verbs.main(command[2:]) == 0
+    ShardLoader(paths, batch_size=1)
+    assert not capsys.readouterr().err.startswith("headway: counting")
+
+
 def test_a_shard_that_was_refilled_is_refused_by_every_thread(tmp_path: Path) -> None:
     path = packed(tmp_path, count=5)
-    shards = OpenShards([Source("data", [path], [6])], 10, Limits())
+    opened = OpenShards([Source("data", [path], [6])], 10, Limits())
     for _ in range(2):
         with pytest.raises(UsageError, match=r"has 5 samples, but had 6 .* replaced meanwhile"):
-            shards.get(0, 0)
+            opened.get(0, 0)
 
 
 @pytest.mark.parametrize("quick", [-1.0, 1.0], ids=["by threads", "one by one"])

@@ -27,7 +27,7 @@ from headway.data.budget import is_local, parse, shortage, whole
 from headway.data.cachefolder import CacheFolder, Copy, Found, size_of
 from headway.data.fetching import Terms, get, identify
 from headway.data.leases import Deadline, NotCached, WaitedTooLong
-from headway.data.shards import File, Limits, Shard, open_file
+from headway.data.shards import File, Index, Limits, Shard, open_file
 from headway.errors import HeadwayError, UsageError
 
 _STEP = 8 * 2**20
@@ -106,18 +106,18 @@ class CachedShards:
         self.counts: Counter[str] = Counter()
         """shards opened: "hit" and "copied" in the cache, "local" and "source" in place; "bytes": of those copied"""
 
-    def open(self, path: Path) -> Shard:
-        """A shard to read, from wherever it can be read."""
+    def open(self, path: Path, index: Index | None = None) -> Shard:
+        """A shard to read, from wherever it can be read; `index` is what is known of it."""
         source = open_file(path)
         if self._stays(path):
             self._count("local")
-            return Shard.open(path, self._limits, data=source)
+            return Shard.open(path, self._limits, source=source, index=index)
         try:
             copy = self._copy_now(source)
         except (NotCached, OSError) as trouble:
             self._say(path, trouble)
-            return Shard.open(path, self._limits, data=source)
-        return Shard.open(path, self._limits, data=copy.data)
+            return Shard.open(path, self._limits, source=source, index=index)
+        return Shard.open(path, self._limits, source=source, copy=copy.data, index=index)
 
     def _copy_now(self, source: File) -> Copy:
         """The copy of a shard that is needed at once, if need be in the place of those that we keep for later."""

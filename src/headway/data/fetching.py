@@ -13,7 +13,7 @@ from pathlib import Path
 from headway.data import budget as budgets, checksums
 from headway.data.cachefolder import CacheFolder, Copy, Note, boot
 from headway.data.leases import Deadline, Handle, NotCached
-from headway.data.shards import File
+from headway.data.shards import File, version
 from headway.errors import BadShard
 from headway.failpoints import failpoint
 
@@ -27,8 +27,7 @@ def identify(source: File) -> str:
     status = source.status
     if time.time() - status.st_ctime < _SETTLED:
         raise NotCached("it has only just been written")
-    facts = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-    return f"{hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()}-{status.st_size}"
+    return f"{hashlib.blake2b(repr(source.version).encode(), digest_size=16).hexdigest()}-{status.st_size}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +98,7 @@ def _copy(part: Handle, source: File, terms: Terms) -> Note:
         if terms.given_up():
             raise NotCached("nobody wants it any longer")
     for now in (os.fstat(source.fileno()), source.path.stat()):
-        if _version(now) != _version(source.status):
+        if version(now) != source.version:
             raise NotCached("it was changed while it was copied")
     checksums.compare(source.path, checksums.Checksum(len(source), f"{crc:08x}"))
     note = _note(source, crc)
@@ -114,10 +113,6 @@ def _read(source: File, start: int) -> memoryview:
         return memoryview(source[start : start + _STEP])
     except BadShard as error:  # samples that are still there can be read at the source
         raise NotCached(str(error)) from error
-
-
-def _version(status: os.stat_result) -> tuple[int, ...]:
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _note(source: File, crc: int) -> Note:

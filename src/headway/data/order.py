@@ -175,6 +175,16 @@ class Order:
         self._shuffle = shuffle
         self._lines: dict[int, tuple[Ints, Ints]] = {}
 
+    def reach(self) -> int:
+        """In how many shards neighbouring positions lie, at most, if these are about equal: all lanes' windows."""
+        shards = len(self._counts)
+        if self._shuffle is None:
+            return 1
+        if self._shuffle.window is None:
+            return shards
+        in_a_window = 2 + self._shuffle.window * shards // self.samples
+        return min(shards, self._shuffle.lanes * in_a_window)
+
     def locate(self, positions: Ints) -> Places:
         """Where the samples at these positions are; positions may lie in any epochs, in any sequence."""
         if positions.size and int(positions.min()) < 0:

@@ -114,7 +114,8 @@ class ShardLoader:
         self._timeline: Timeline | None = None
         self._ahead: Ahead | None = None
         self._cache = CachedShards(cache, self._limits) if cache else None
-        self._shards = OpenShards(self._sources, 4 * lanes * len(self._sources), self._limits, self._cache)
+        reach = sum(order.reach() for order in self._orders)
+        self._shards = OpenShards(self._sources, reach, self._limits, self._cache)
         self._loading = Loading(
             self._shards,
             self._orders,

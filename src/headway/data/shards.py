@@ -17,6 +17,7 @@ from __future__ import annotations
 import mmap
 import os
 import stat
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
@@ -30,6 +31,7 @@ __all__ = [
     "Entries",
     "Entry",
     "File",
+    "Index",
     "Limits",
     "Shard",
     "count_samples",
@@ -37,6 +39,7 @@ __all__ = [
     "members",
     "open_file",
     "samples",
+    "version",
     "walk",
 ]
 
@@ -46,6 +49,7 @@ _COMPRESSED = {
     b"BZh": "bzip2 -d",
     b"\xfd7zXZ": "xz -d",
 }
+Version = tuple[int, ...]
 _BETWEEN = 4 * BLOCK  # bytes before a file of a sample: the rest of a block, a header, a long name
 
 
@@ -93,32 +97,70 @@ class File:
     def fileno(self) -> int:
         return self._fd
 
+    @property
+    def version(self) -> Version:
+        return version(self.status)
+
+
+def version(status: os.stat_result) -> Version:
+    """Changes when a file is written, or another one takes its place."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+@final
+@dataclass(frozen=True)
+class Index:
+    """Where the samples of a shard are. To keep it is much cheaper than to keep the shard open, or to read it again."""
+
+    entries: Entries
+    version: Version
+    """of the shard that it is about"""
+    stated: bool
+    """by a file beside the shard, and not by its headers"""
+
+    @classmethod
+    def read(cls, path: Path, data: File | mmap.mmap, version: Version, limits: Limits) -> Index:
+        """From the file beside a shard, or from its headers."""
+        entries = read_dali(path, len(data), limits)
+        if entries is not None:
+            return cls(entries, version, stated=True)
+        walked = samples(members(data, str(path), limits), str(path))
+        compare_with_energon(path, walked, limits)
+        return cls(walked, version, stated=False)
+
 
 @final
 class Shard:
     """A tar file of samples. Bytes are read when they are asked for."""
 
-    def __init__(self, path: Path, data: File | mmap.mmap, entries: Entries, *, indexed: bool) -> None:
-        self.path, self._data, self.entries, self._indexed = path, data, entries, indexed
+    def __init__(self, path: Path, data: File | mmap.mmap, index: Index) -> None:
+        self.path, self._data, self.index, self.entries = path, data, index, index.entries
         self._mapped: tuple[Table, memoryview] | None = None
         if isinstance(data, mmap.mmap):
-            table = entries if isinstance(entries, Table) else Table(entries)
+            table = self.entries if isinstance(self.entries, Table) else self._table(data)
             self.entries, self._mapped = table, (table, memoryview(data))
-            for number in range(len(table)) if indexed else ():  # of a file it is seen when it is read
-                for part in table.parts(number):
-                    self._check(part, data[part.offset - BLOCK : part.offset])
+            self.index = replace(index, entries=table)
 
     @classmethod
-    def open(cls, path: Path, limits: Limits | None = None, *, data: File | mmap.mmap | None = None) -> Shard:
-        """Opens a shard, and reads its index or walks its headers; `data` are its bytes, if they are at hand."""
-        limits = limits or Limits()
-        data = open_file(path) if data is None else data
-        entries = read_dali(path, len(data), limits)
-        if entries is not None:
-            return cls(path, data, entries, indexed=True)
-        walked = samples(members(data, str(path), limits), str(path))
-        compare_with_energon(path, walked, limits)
-        return cls(path, data, walked, indexed=False)
+    def open(
+        cls,
+        path: Path,
+        limits: Limits | None = None,
+        *,
+        source: File | None = None,
+        copy: mmap.mmap | None = None,
+        index: Index | None = None,
+    ) -> Shard:
+        """Opens a shard.
+
+        `source` is its file, if that is open; `copy` its bytes, if they are in the node cache; `index` that of the last
+        time, which is used if the shard is still the same.
+        """
+        source = open_file(path) if source is None else source
+        data = source if copy is None else copy
+        if index is None or index.version != source.version:
+            index = Index.read(path, data, source.version, limits or Limits())
+        return cls(path, data, index)
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -149,19 +191,26 @@ class Shard:
             found[extension] = view[at : at + size]
         return found
 
+    def _table(self, data: mmap.mmap) -> Table:
+        """Of a mapped shard, all headers are looked at now; of a file, those of a sample when it is read."""
+        table = Table(self.entries)
+        for part in (part for number in range(len(table)) for part in table.parts(number)):
+            self._check(part, data[part.offset - BLOCK : part.offset])
+        return table
+
     def _check(self, part: Component, header: bytes) -> None:
         if header[257:262] == b"ustar" and header[124:135] == b"%011o" % part.size:
             return
         try:
             stated = size_in(header, part.offset - BLOCK, str(self.path))
         except BadShard as error:
-            if self._indexed:
+            if self.index.stated:
                 raise stale(self.path) from error
             raise
         if stated != part.size and part.size < BEYOND_OCTAL:
             raise (
                 stale(self.path)
-                if self._indexed
+                if self.index.stated
                 else BadShard(
                     f"{self.path} was rewritten while it was in use; give a changed shard a name of its own"
                 )

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import resource
+import shlex
+import sys
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -18,9 +21,13 @@ from headway import dist
 from headway.data.cache import CachedShards
 from headway.data.catalog import Catalog
 from headway.data.finding import counts, paths_of
+from headway.data.indexes import stated_count
 from headway.data.mix import Mix, Shards
-from headway.data.shards import Limits, Shard
+from headway.data.shards import Index, Limits, Shard
 from headway.errors import BadShard, UsageError
+
+_LONG = 3.0  # seconds without a word
+_LEAST = 64  # shards: fewer would not do for the batches that are loaded ahead
 
 
 @final
@@ -55,24 +62,43 @@ def find(mix: Mix, limits: Limits, *, shared: bool) -> list[Source]:
 
 def _look(name: str, where: Shards, limits: Limits, catalog: Catalog | None) -> tuple[list[Path], list[int]]:
     paths = paths_of(name, where, catalog)
-    each = list(counts(paths, limits))
+    each = _count(name, paths, limits)
     if not any(each):
         raise UsageError(f"dataset {name!r}: none of its {len(paths)} shards has a sample")
     return paths, each
 
 
+def _count(name: str, paths: Sequence[Path], limits: Limits) -> list[int]:
+    """Samples of each shard. If that takes long because they must be walked, it says how not to wait again."""
+    began, said, each = time.monotonic(), False, list[int]()
+    for path, count in zip(paths, counts(paths, limits), strict=True):
+        each.append(count)
+        if not said and time.monotonic() - began > _LONG and stated_count(path, limits) is None:
+            said = True
+            print(
+                f"headway: counting the samples of {name!r}, {len(each)} of {len(paths)} shards so far; without an "
+                f"index they are walked at every start: `headway data index {shlex.quote(str(path.parent))}` helps",
+                file=sys.stderr,
+            )
+    return each
+
+
 @final
 class OpenShards:
-    """The shards in use; the one not used for longest is let go first. For many threads."""
+    """The shards in use, `reach` of them; the one not used for longest is let go first. For many threads.
+
+    If there may not be so many open files, indexes are kept of those that are closed: a shard without one beside it
+    would be walked again for the next sample, which takes a thousand times as long as to read it.
+    """
 
     def __init__(
-        self, sources: Sequence[Source], capacity: int, limits: Limits, cache: CachedShards | None = None
+        self, sources: Sequence[Source], reach: int, limits: Limits, cache: CachedShards | None = None
     ) -> None:
         self.sources, self._limits, self._cache = sources, limits, cache
-        self._capacity = min(
-            capacity, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
-        )  # each is an open file
+        self._reach = max(reach, _LEAST)
+        self._files = min(self._reach, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._open: OrderedDict[tuple[int, int], _Opening] = OrderedDict()
+        self._indexes: OrderedDict[tuple[int, int], Index] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, dataset: int, shard: int) -> Shard:
@@ -81,7 +107,7 @@ class OpenShards:
             opening = self._open.get(place)
             if opening is None:
                 opening = self._open[place] = _Opening()
-                if len(self._open) > self._capacity:
+                if len(self._open) > self._files:
                     self._open.popitem(last=False)  # its views, where there are any, keep it mapped
             else:
                 self._open.move_to_end(place)
@@ -91,20 +117,30 @@ class OpenShards:
             if opening.damage:
                 raise BadShard(opening.damage)
             if opening.shard is None:
-                source = self.sources[dataset]
-                path = source.paths[shard]
                 try:
-                    opened = self._cache.open(path) if self._cache else Shard.open(path, self._limits)
+                    opening.shard = self._opened(dataset, shard)
                 except BadShard as error:
                     opening.damage = str(error)  # it is not read again for each of its samples
                     raise
-                if len(opened) != source.counts[shard]:
-                    raise UsageError(
-                        f"{path} has {len(opened)} samples, but had {source.counts[shard]} when the loader was made: "
-                        "it was replaced meanwhile, and positions would mean other samples"
-                    )
-                opening.shard = opened  # only now: others take it without a question
             return opening.shard
+
+    def _opened(self, dataset: int, shard: int) -> Shard:
+        source, index = self.sources[dataset], self._indexes.get((dataset, shard))
+        path, count = source.paths[shard], source.counts[shard]
+        if self._cache is not None:
+            opened = self._cache.open(path, index)
+        else:
+            opened = Shard.open(path, self._limits, index=index)
+        if len(opened) != count:
+            raise UsageError(
+                f"{path} has {len(opened)} samples, but had {count} when the loader was made: it was replaced "
+                "meanwhile, and positions would mean other samples"
+            )
+        with self._lock:
+            self._indexes[dataset, shard] = opened.index
+            if len(self._indexes) > self._reach:
+                self._indexes.popitem(last=False)
+        return opened
 
     def keep(self, paths: Collection[Path]) -> None:
         """Lets go of all other shards: they are not needed soon."""
