@@ -8,8 +8,9 @@ its own, which is timed after its imports; rounds are interleaved and medians pr
 ratios are safer than rates, and CPU time for an image is safer than both. The limit is as many threads decoding bytes
 that are already in memory into memory that has been used before.
 
-Going on at 90 % of an epoch is timed twice, from a state to the first batch. Of a few photos, most of that is decoding
-64 of them. Of many thumbnails, decoding is nothing, and what is left is the search for the position.
+Thumbnails, in hundreds of shards, are for those that read from shards or have a position to go on from: how many are
+read in a second, where decoding is next to nothing. Going on at 90 % of an epoch is timed twice, from a state to the
+first batch. Of a few photos, most of that is decoding 64 of them; of thumbnails, it is the search for the position.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ PEERS = Path(os.environ.get("HEADWAY_PEERS", HERE.parent / ".peers"))
 
 
 def contend(task: str, name: str, data: Path, threads: int) -> dict[str, float]:
-    """One task: `run` an epoch, or the `start` of one, `save` a state at nine tenths of one, or `resume` from that."""
+    """One task: `run` an epoch, the `start` or `much` of one, `save` a state at nine tenths, or `resume` from that."""
     from data_peers import BATCH, CONTENDERS
 
     state = data / f"{name}.state"
@@ -56,7 +57,7 @@ def contend(task: str, name: str, data: Path, threads: int) -> dict[str, float]:
         contender.save(state)
         seen = {"images": images}
     else:
-        seen = timed(batches if task == "run" else islice(batches, 16))
+        seen = timed(islice(batches, {"start": 16, "much": 1024, "run": None}[task]))
     print(json.dumps(seen), flush=True)
     os._exit(0)  # with workers that are stopped on the way, peers may wait for ever
 
@@ -258,13 +259,23 @@ def resuming(arena: Arena, rounds: int) -> dict[str, float]:
     return {name: statistics.median(each) for name, each in seconds.items()}
 
 
+def reading(arena: Arena, rounds: int) -> dict[str, float]:
+    """Samples in a second, of those that have them in shards or in a format of their own."""
+    names = [name for name, kind in arena.contenders.items() if kind.resumes or kind.reads_shards]
+    rates: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(rounds):
+        for name, each in rates.items():
+            each.append(arena.let("much", name)["rate"])
+    return {name: statistics.median(each) for name, each in rates.items()}
+
+
 def compare(arena: Arena, thumbnails: Arena, rounds: int) -> dict[str, Any]:
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in arena.contenders}
     for _ in range(rounds):
         for name in arena.contenders:
             runs[name].append(arena.let("run", name))
     memory = {name: arena.let("start", name, watch=True)["memory"] for name in arena.contenders}
-    resumed, found = resuming(arena, rounds), resuming(thumbnails, rounds)
+    resumed, found, small = resuming(arena, rounds), resuming(thumbnails, rounds), reading(thumbnails, rounds)
     raw = raw_bytes(arena.data)
     rows = {
         name: {
@@ -273,6 +284,7 @@ def compare(arena: Arena, thumbnails: Arena, rounds: int) -> dict[str, Any]:
             "memory": memory[name],
             "resume": resumed.get(name),
             "resume_thumbnails": found.get(name),
+            "thumbnails": small.get(name),
             "runs": each,
         }
         for name, each in runs.items()
@@ -284,7 +296,7 @@ def show(seen: dict[str, Any]) -> None:
     rows = seen["contenders"]
     print(
         f"{'':24} {'img/s':>6} {'of limit':>9} {'CPU/img':>8} {'of limit':>9} {'1st batch':>10} {'memory':>7} "
-        f"{'resume: photos':>15} {'thumbnails':>11}"
+        f"{'resume: photos':>15} {'thumbnails':>11} {'thumbnails/s':>13}"
     )
     bare = rows["bare"]
     for name, row in rows.items():
@@ -292,10 +304,11 @@ def show(seen: dict[str, Any]) -> None:
             "" if name == "bare" else "cannot" if row[part] is None else f"{row[part]:.3f} s"
             for part in ("resume", "resume_thumbnails")
         ]
+        small = "" if row["thumbnails"] is None else f"{row['thumbnails']:.0f}"
         print(
             f"{row['title']:24} {row['rate']:6.0f} {row['rate'] / bare['rate']:9.0%} {row['cpu'] * 1e3:5.2f} ms "
             f"{bare['cpu'] / row['cpu']:9.0%} {row['first']:8.3f} s {row['memory'] / 1e6:4.0f} MB "
-            f"{resume[0]:>15} {resume[1]:>11}"
+            f"{resume[0]:>15} {resume[1]:>11} {small:>13}"
         )
     if seen["absent"]:
         print(f"not here: {', '.join(seen['absent'])} (scripts/make-peers.sh)")

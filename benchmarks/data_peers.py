@@ -32,6 +32,7 @@ class Contender(ABC):
     needs: str | None = None
     modules: tuple[str, ...] = ()
     resumes = False
+    reads_shards = False
 
     def __init__(self, data: Path, threads: int, state: Path | None = None) -> None:
         self.data, self.threads, self.state = data, threads, state
@@ -71,6 +72,7 @@ class Bare(Contender):
     """The decoder alone, with headway's settings: no reading, no new memory, one call for each image and thread."""
 
     title = "bare decoder threads"
+    reads_shards = True
     modules = ("headway.data.shards",)
 
     def batches(self) -> Iterator[int]:
@@ -145,6 +147,7 @@ class Dali(Contender):
 
 class Spdl(Contender):
     title = "SPDL"
+    reads_shards = True
     needs = "spdl.pipeline"
     modules = ("spdl.pipeline", "spdl.io")
 
@@ -172,6 +175,7 @@ class Spdl(Contender):
 
 class WebDataset(Contender):
     title = "WebDataset"
+    reads_shards = True
     needs = "webdataset"
     modules = ("webdataset",)
 
