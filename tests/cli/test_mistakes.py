@@ -44,7 +44,7 @@ MISTAKES = [
     ("verify-resume --nproc 0 train.py", "--nproc 0: at least one process is needed"),
     ("verify-resume --other-nproc 0 train.py", "--nproc 0: at least one process is needed"),
     ("verify-resume --at middle train.py", "'middle' is no point to kill at"),
-    ("checkpoint shwo .", "there is no checkpoint verb 'shwo'"),
+    ("checkpoint shwo .", "there is no checkpoint verb 'shwo' (did you mean 'show'?)"),
     ("checkpoint show", "Missing from headway checkpoint show: PATH"),
     ("checkpoint export .", "OUT.safetensors"),
     ("checkpoint show nowhere", "nowhere cannot be read: No such file or directory"),
@@ -67,6 +67,9 @@ MISTAKES = [
     ("plan measure missing.py:f", "headway: there is no file missing.py in "),
     ("plan module train.py:f --precision half", "headway: precision is 'half'"),
     ("plan list --jsn", "perhaps you meant --json"),
+    ("plan serch run.yaml", "there is no plan verb or file 'serch' (did you mean 'search'?)"),
+    ("data chekc x", "there is no data verb 'chekc' (did you mean 'check'?); see: headway data --help"),
+    ("cache lss", "there is no cache verb 'lss' (did you mean 'ls'?)"),
 ]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import headway
-from headway.errors import DONE, INTERRUPTED, HeadwayError, UsageError
+from headway.errors import DONE, INTERRUPTED, HeadwayError
 
 VERBS = {
     "agent": "start the ranks of this node; srun and mpirun call it, one per node",
@@ -78,13 +78,8 @@ def _call(args: Sequence[str]) -> int:
         print(f"headway {headway.__version__}")
         return DONE
     if args[0] not in VERBS:
-        raise UsageError(f"there is no verb {args[0]!r}{_nearest(args[0])}; see: headway --help")
+        from headway.cli.commandline import no_verb
+
+        raise no_verb(args[0], [*VERBS, "--version", "--help"])
     verb = import_module(f"headway.cli.{args[0].replace('-', '_')}")
     return int(verb.main(args[1:]))
-
-
-def _nearest(word: str) -> str:
-    from difflib import get_close_matches
-
-    close = get_close_matches(word, [*VERBS, "--version", "--help"], n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""

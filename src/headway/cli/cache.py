@@ -9,9 +9,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from headway.cli.commandline import no_verb
 from headway.cli.looks import many, safe, size
 from headway.cli.parsing import parse, there
-from headway.errors import DONE, UsageError
+from headway.errors import DONE
 
 _USAGE = """\
 usage: headway cache ls | sweep [--path /dev/shm]
@@ -40,7 +41,7 @@ def main(argv: list[str]) -> int:
         print(_USAGE, end="")
         return DONE
     if argv[0] not in verbs:
-        raise UsageError(f"there is no cache verb {argv[0]!r}; see: headway cache --help")
+        raise no_verb(argv[0], verbs, "cache")
     return verbs[argv[0]](parse(Options, argv[1:], prog=f"headway cache {argv[0]}"))
 
 

@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from headway.cli.commandline import no_verb
 from headway.cli.looks import console, safe, size
 from headway.cli.parsing import parse
-from headway.errors import DONE, NoValidCheckpoint, UsageError
+from headway.errors import DONE, NoValidCheckpoint
 
 if TYPE_CHECKING:
     from headway.checkpoint.tables import Overview
@@ -73,7 +74,7 @@ def main(argv: list[str]) -> int:
         print(_USAGE, end="")
         return DONE
     if argv[0] not in verbs:
-        raise UsageError(f"there is no checkpoint verb {argv[0]!r}; see: headway checkpoint --help")
+        raise no_verb(argv[0], verbs, "checkpoint")
     return verbs[argv[0]](argv[1:])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn, final
@@ -62,6 +62,18 @@ class Parser(argparse.ArgumentParser):
             options.array.append(options.script)  # the next axis, taken for the script until here
             options = self.parse_args(options.args, options)
         return options
+
+
+def no_verb(word: str, verbs: Iterable[str], group: str = "", *, kind: str = "verb") -> UsageError:
+    """The error for a verb that there is not.
+
+    >>> print(no_verb("shwo", ["show", "verify"], "checkpoint"))
+    there is no checkpoint verb 'shwo' (did you mean 'show'?); see: headway checkpoint --help
+    """
+    close = get_close_matches(word, list(verbs), n=1)
+    meant = f" (did you mean {close[0]!r}?)" if close else ""
+    group = group and f"{group} "
+    return UsageError(f"there is no {group}{kind} {word!r}{meant}; see: headway {group}--help")
 
 
 def natural(text: str) -> int:

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from headway.cli.commandline import no_verb
 from headway.cli.looks import many, safe, size
 from headway.cli.parsing import parse, there
 from headway.cli.progress import sayer, watched
@@ -71,7 +72,7 @@ def main(argv: list[str]) -> int:
         print(_USAGE, end="")
         return DONE
     if argv[0] not in verbs:
-        raise UsageError(f"there is no data verb {argv[0]!r}; see: headway data --help")
+        raise no_verb(argv[0], verbs, "data")
     return verbs[argv[0]](argv[1:])
 
 

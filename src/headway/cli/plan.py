@@ -12,6 +12,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
+from headway.cli.commandline import no_verb
 from headway.cli.parsing import parse
 from headway.errors import DOES_NOT_FIT, DONE, UsageError
 from headway.plan.economy import Job
@@ -153,6 +154,8 @@ def main(argv: list[str]) -> int:
         return 0
     if argv[0] in verbs:
         return verbs[argv[0]](argv[1:])
+    if not (argv[0].startswith("-") or "." in Path(argv[0]).name or Path(argv[0]).exists()):
+        raise no_verb(argv[0], verbs, "plan", kind="verb or file")
     return _file(argv)
 
 
@@ -161,8 +164,6 @@ def _file(argv: list[str]) -> int:
     from headway.plan.estimating import estimate
 
     options = parse(FilePlan, argv, prog="headway plan", description=_USAGE)
-    if not options.file.exists() and "." not in options.file.name:
-        raise UsageError(f"there is no plan verb or file {str(options.file)!r}; see: headway plan --help")
     plan = read_document(options.file)
     found = estimate(plan.model, plan.layout, plan.node, job=plan.job, calibration=plan.calibration)
     return _print(found, options)
