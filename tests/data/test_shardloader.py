@@ -491,6 +491,8 @@ def test_two_ranks_go_on_from_that_state(folder: Path, cut: int) -> None:
         ("a", {"threads": 0}, "threads=0"),
         ("a", {"max_bad": 2}, "max_bad=2"),
         ("a", {"batch_size": None}, "give one of them"),
+        ("a", {"batch_size": 0}, "a batch of 0 samples: give at least 1"),
+        (".", {}, "no shards found at '.'; there are some in a, b"),
     ],
 )
 def test_bad_arguments_are_refused(
@@ -499,6 +501,16 @@ def test_bad_arguments_are_refused(
     monkeypatch.chdir(folder)
     with pytest.raises(UsageError, match=says):
         ShardLoader(source, **({"batch_size": 4} | how))
+
+
+def test_a_folder_of_folders_is_no_dataset_and_says_which_are(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder.parent)  # where its name might be one of the catalogue, too
+    with pytest.raises(
+        UsageError, match=f"no shards found at '{folder.name}'; there are some in {folder.name}/a"
+    ):
+        ShardLoader(folder.name, batch_size=4)
 
 
 def test_a_batch_larger_than_the_data_and_weights_without_shuffle_are_refused(folder: Path) -> None:

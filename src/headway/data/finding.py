@@ -39,17 +39,22 @@ def paths_of(name: str, where: Shards, catalog: Catalog | None = None) -> list[P
     if isinstance(where, str) and is_name(where):
         paths = _named(where, paths, catalog or Catalog())
     if not paths:
-        raise UsageError(
-            f"dataset {name!r}: no shards found at {str(where)!r}; give a folder, a pattern or a list"
-        )
+        below = _folders_below(where) if isinstance(where, str | Path) else []
+        instead = f"there are some in {', '.join(below)}" if below else "give a folder, a pattern or a list"
+        raise UsageError(f"dataset {name!r}: no shards found at {str(where)!r}; {instead}")
     return paths
+
+
+def _folders_below(place: str | Path) -> list[str]:
+    """Folders in a folder that have shards, a few of them: people forget to say train or val."""
+    return sorted({str(path.parent) for path in Path(place).glob("*/*.tar")})[:5]
 
 
 def _named(name: str, here: list[Path], catalog: Catalog) -> list[Path]:
     """The shards of a name in the catalogue, or those found under that name here; both at once are refused."""
-    if not here:
-        return catalog[name].shards()
     dataset = catalog.get(name)
+    if not here:
+        return [] if dataset is None and Path(name).is_dir() else catalog[name].shards()
     if dataset is not None and dataset.path.resolve() != here[0].parent.resolve():
         raise UsageError(
             f"{name!r} is a folder here and a dataset at {dataset.path}: write './{name}' or {dataset.key!r}"

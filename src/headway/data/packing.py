@@ -43,7 +43,9 @@ def pack(
     if shard_size < _RECORD:
         raise UsageError(f"shard_size={shard_size}: a shard has at least {_RECORD} bytes")
     if any(out.glob(f"{name}-*.tar")):
-        raise UsageError(f"{out} already has shards named {name}-*.tar: choose another folder or name=...")
+        raise UsageError(
+            f"{out} already has shards named {name}-*.tar: choose another folder, or remove them"
+        )
     classes = None
     if isinstance(source, str | Path):
         source, classes = folder_samples(Path(source))

@@ -31,10 +31,9 @@ class Share:
             raise UsageError(
                 f"batch_size={self.batch_size}, global_batch_size={self.global_batch_size}: give one of them"
             )
-        if (self.batch_size or self.global_batch_size or 0) < 1:
-            raise UsageError(
-                f"a batch of {self.batch_size or self.global_batch_size} samples: give at least 1"
-            )
+        wanted = self.global_batch_size if self.batch_size is None else self.batch_size
+        if wanted is None or wanted < 1:
+            raise UsageError(f"a batch of {wanted} samples: give at least 1")
         if (self.rank is None) != (self.world_size is None):
             raise UsageError(f"rank={self.rank}, world_size={self.world_size}: give both or neither")
         if self.rank is not None and not 0 <= self.rank < (self.world_size or 0):
