@@ -63,7 +63,14 @@ def test_the_tree(root: Path, laion: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_an_empty_catalogue_says_how_to_begin(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "ls"]) == 0
-    assert "headway data add" in capsys.readouterr().out
+    assert "headway data add CONFIDENTIALITY MODALITY NAME SPLIT\n" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("laion")
+def test_a_choice_that_fits_nothing_is_not_an_empty_catalogue(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "ls", "--split", "test"]) == 0
+    shown = capsys.readouterr().out
+    assert "no such datasets" in shown and "headway data add" not in shown
 
 
 def test_count(laion: Path, capsys: pytest.CaptureFixture[str]) -> None:

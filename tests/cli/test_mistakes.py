@@ -53,6 +53,12 @@ MISTAKES = [
     ("data stage", "required: SOURCE"),
     ("data ls --rot x", "perhaps you meant --root"),
     ("data pack", "Missing from headway data pack"),
+    (
+        "data pack x",
+        "Missing from headway data pack: PATH where shards go; a folder without shards (required); see",
+    ),
+    ("data add public rgb", "headway data add: NAME like laion (required), SPLIT like train (required); see"),
+    ("data stubs nowhere/names.py", "there is no folder 'nowhere'"),
     ("data ls --root nowhere", "there is no folder 'nowhere'"),
     ("data ls --root train.py", "'train.py' is no folder"),
     ("data count --root nowhere", "there is no folder 'nowhere'"),

@@ -16,7 +16,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from headway.cli.commandline import no_verb
-from headway.cli.looks import many, safe, size
+from headway.cli.looks import console, many, safe, size
 from headway.cli.parsing import parse, there
 from headway.cli.progress import sayer, watched
 from headway.data.catalog import Catalog, Dataset
@@ -122,7 +122,10 @@ def _ls(argv: list[str]) -> int:
         ]
         print(json.dumps({"root": str(catalog.root), "origin": catalog.origin, "datasets": rows}, indent=1))
         return DONE
-    Console().print(tree(catalog, [(dataset, len(shards), held) for dataset, shards, held in facts]))
+    if not datasets and (options.confidentiality or options.modality or options.split):
+        print(f"{catalog.root}: no such datasets; see all: headway data ls")
+        return DONE
+    console().print(tree(catalog, [(dataset, len(shards), held) for dataset, shards, held in facts]))
     return DONE
 
 
@@ -130,7 +133,7 @@ def tree(catalog: Catalog, facts: list[tuple[Dataset, int, int]]) -> Tree:
     """The catalogue for a terminal."""
     made = Tree(Text.assemble((str(catalog.root), "bold"), f"  (root from {catalog.origin})"))
     if not facts:
-        made.add("no datasets; make one with: headway data add CONFIDENTIALITY MODALITY NAME SPLIT")
+        made.add("none; make one: headway data add CONFIDENTIALITY MODALITY NAME SPLIT")
     nodes: dict[tuple[str, ...], Tree] = {(): made}
     for dataset, shards, held in facts:
         *homes, split = dataset.key.split("/")
@@ -197,12 +200,13 @@ def _found(names: tuple[str, ...], catalog: Catalog, verb: str) -> dict[str, lis
 class Add(_Verb):
     """Makes the folder of a new dataset in the catalogue; with --shards, links shards into it."""
 
-    confidentiality: _Word
+    confidentiality: Annotated[_Word, tyro.conf.arg(metavar="CONFIDENTIALITY")]
     """like public or private"""
-    modality: _Word
+    modality: Annotated[_Word, tyro.conf.arg(metavar="MODALITY")]
     """like rgb"""
-    name: _Word
-    split: _Word
+    name: Annotated[_Word, tyro.conf.arg(metavar="NAME")]
+    """like laion"""
+    split: Annotated[_Word, tyro.conf.arg(metavar="SPLIT")]
     """like train"""
     shards: str | None = None
     """a folder or pattern of shards that lie elsewhere; they stay there"""
@@ -242,9 +246,9 @@ def _pack(argv: list[str]) -> int:
     from headway.data.packing import pack
 
     options = parse(Pack, argv, prog="headway data pack")
-    console = Console(stderr=True)
-    with console.status("packing ...") as status:  # shown on a terminal only
-        say = status.update if console.is_terminal else sayer()
+    screen = Console(stderr=True)
+    with screen.status("packing ...") as status:  # shown on a terminal only
+        say = status.update if screen.is_terminal else sayer()
         paths = pack(
             options.folder,
             options.out,
@@ -306,6 +310,7 @@ def _stubs(argv: list[str]) -> int:
     from headway.data.stubs import write_stubs
 
     options = parse(Stubs, argv, prog="headway data stubs")
+    there(options.out.parent, "folder")
     number = write_stubs(options.catalog(), options.out)
     if options.json:
         print(json.dumps({"file": str(options.out), "datasets": number}))

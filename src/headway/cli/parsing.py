@@ -66,6 +66,7 @@ def sentence(box: str) -> str:
     if "╭" not in box:  # where the terminal has no UTF-8, the title stands above a line of its own
         parts = parts[1:]
     what = " ".join(parts[0]).partition(" Got errors:")[0].rstrip(" .")
+    what = what.replace(" (required) ", " (required), ")  # each missing argument had a line of its own
     what = re.sub(r"^Error parsing (?!-)[\w.]+: ", "", what)  # a group of options, which nobody has typed
     for part in parts[1:]:
         match part:
