@@ -40,7 +40,7 @@ def run(tmp_path: Path) -> Run:
 def test_show_prints_a_table_by_module(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["show", str(run.path)]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["step:", "2"] in lines
+    assert ["step:", "2"] in lines and ["metrics:", "val/loss", "0.5"] in lines
     assert ["net.layer", "16", "64", "B"] in lines
     assert ["weight", "F32", "4", "x", "3", "48", "B"] in lines
     assert ["head", "BOOL", "scalar", "1", "B"] in lines

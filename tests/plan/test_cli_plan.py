@@ -52,6 +52,8 @@ def test_json_save_and_html(plan_file: Path, tmp_path: Path, capsys: pytest.Capt
     assert printed == json.loads(out.read_text())
     assert printed["answers"]["parameters"]["value"] == 8_030_261_248
     assert web.read_text().startswith("<!doctype html>")
+    assert verb.main([str(plan_file), "--save", str(out), "--html", str(web)]) == 0
+    assert capsys.readouterr().out.endswith(f"written to {out}\nwritten to {web}\n")
 
 
 def test_explain(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -132,6 +132,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", "samples", str(run.path), "--step", "3"]) == 0
     first, *rest = capsys.readouterr().out.splitlines()
     assert first.startswith("step 3 (epoch 0): loss ") and rest == told["samples"]
+    assert main(["runs", "samples", run.id[-4:], "--step", "3", "--root", str(run.path.parent)]) == 0
+    assert capsys.readouterr().out.startswith(first)
     assert main(["runs", "samples", str(run.path), "--step", "99"]) == 2
     assert "it has steps 1 to 20" in capsys.readouterr().err
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.cli.commandline import no_verb
-from headway.cli.looks import console, safe, size
+from headway.cli.looks import console, number, safe, size
 from headway.cli.parsing import parse
 from headway.errors import DONE, NoValidCheckpoint
 
@@ -88,9 +88,12 @@ def _show(argv: list[str]) -> int:
         return DONE
     screen = console()
     screen.print(Text(safe(str(overview.path)), style="bold"))
-    for name in ("format", "step", "world_size", "created", "metrics"):
-        if overview.about.get(name) not in (None, {}):
+    for name in ("format", "step", "world_size", "created"):
+        if overview.about.get(name) is not None:
             screen.print(Text(safe(f"{name}: {overview.about[name]}")))
+    if metrics := overview.about.get("metrics"):
+        told = ", ".join(f"{name} {number(value)}" for name, value in metrics.items())
+        screen.print(Text(safe(f"metrics: {told}")), soft_wrap=True)
     if imports := overview.about.get("imports"):
         warning = f"loading it with pickle would import: {', '.join(imports)}"
         screen.print(Text(safe(warning), style="bold red"))

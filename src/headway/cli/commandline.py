@@ -39,6 +39,11 @@ class Parser(argparse.ArgumentParser):
     def add_json(self) -> None:
         self.add_argument("--json", action="store_true", help="print facts for programs")
 
+    def add_root(self) -> None:
+        self.add_argument(
+            "--root", default="runs", metavar="DIR", help="where ids are looked up (default: runs)"
+        )
+
     def add_script(self, *, needed: bool = True, module: bool = True) -> None:
         """A script, or with -m a module, and all that follows it: its own command line."""
         if module:

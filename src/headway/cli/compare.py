@@ -34,9 +34,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--metric", metavar="NAME", action="append", default=[], help="show this metric; repeatable"
     )
-    parser.add_argument(
-        "--root", default="runs", metavar="DIR", help="where ids are looked up (default: runs)"
-    )
+    parser.add_root()
     parser.add_json()
     options = parser.parse_args(argv)
     compared = compare(resolve(options.runs, options.root), metrics=options.metric)

@@ -334,4 +334,6 @@ def _print(plan: Estimate, options: Output) -> int:
         from headway.plan.tables import print_estimate
 
         print_estimate(plan, Console())
+        for file in filter(None, (options.save, options.html)):
+            print(f"written to {file}")
     return plan.exit_code

@@ -6,13 +6,13 @@ import json
 
 from headway.cli.commandline import Parser
 from headway.errors import DONE
+from headway.launcher.listing import resolve
 from headway.launcher.sampling import samples_of
-from headway.run import Run
 
 _EXAMPLES = """\
 examples:
   headway runs samples runs/digits-2026.11.15-14.30-x7k2 --step 37
-  headway runs samples runs/digits-2026.11.15-14.30-x7k2 --step 37 --json
+  headway runs samples x7k2 --step 37 --json                           the end of an id will do
 
 The run must have been started with HEADWAY_LEDGER=1, or with pipe.enable_ledger().
 """
@@ -24,11 +24,13 @@ def main(argv: list[str]) -> int:
         "Which samples were in a step: those of all ranks, in the order of the global batch.",
         _EXAMPLES,
     )
-    parser.add_argument("run", metavar="RUN", help="a run directory")
+    parser.add_argument("run", metavar="RUN", help="run directory, id, or beginning or end of an id")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="counted from 1")
+    parser.add_root()
     parser.add_json()
     options = parser.parse_args(argv)
-    found = samples_of(Run.open(options.run), options.step)
+    run, *_ = resolve([options.run], options.root)  # the first run of a sweep stands for all of them
+    found = samples_of(run, options.step)
     if options.json:
         print(json.dumps(found.to_dict(), indent=2))
     else:
