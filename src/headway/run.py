@@ -333,27 +333,30 @@ class Run:
             files.write_atomic(self.path / "run.json", _json(info))
 
     def note_attempt(self, number: int, **facts: int) -> None:
-        """Adds to what run.json says about an attempt, such as the step it began with."""
+        """Adds to what run.json says about an attempt, such as the step it began with, unless it was replaced."""
         info = self.info()
-        info["attempts"][number - 1] |= facts
-        with files.storage(f"note the attempt in {self.path}"):
-            files.write_atomic(self.path / "run.json", _json(info))
+        if number == len(info["attempts"]):
+            info["attempts"][number - 1] |= facts
+            with files.storage(f"note the attempt in {self.path}"):
+                files.write_atomic(self.path / "run.json", _json(info))
 
-    def write_failure(self, record: Mapping[str, object]) -> bool:
-        """Writes failure.json unless another rank was faster; of all ranks and agents exactly one gets True.
+    def write_failure(self, record: Mapping[str, object], *, instead: bool = False) -> bool:
+        """Writes failure.json unless another rank was faster, or `instead` of it; of all ranks exactly one gets True.
 
         What ends an attempt that SLURM has replaced by another is not told here: the run is about the newer one.
         """
-        if self._was_replaced():
+        if self.was_replaced():
             return False
         with files.storage(f"write {self.failure_file}"):
-            return files.publish(self.failure_file, _json(redact_tree(record)))
+            if instead:
+                files.write_atomic(self.failure_file, _json(redact_tree(record)))
+            return instead or files.publish(self.failure_file, _json(redact_tree(record)))
 
-    def _was_replaced(self) -> bool:
-        ours = runlock.slurm_ids()
+    def was_replaced(self) -> bool:
+        """Whether SLURM has started the job of this process again, and the run is the newer start's."""
         with suppress(UsageError):  # run.json cannot be read: whatever failed must be told all the same
-            attempts = self.info()["attempts"] if ours else []
-            return bool(attempts) and runlock.is_earlier_start(ours, attempts[-1]["slurm"])
+            attempts = self.info()["attempts"]
+            return bool(attempts) and runlock.is_earlier_start(runlock.slurm_ids(), attempts[-1]["slurm"])
         return False
 
 

@@ -317,6 +317,7 @@ def test_an_attempt_that_was_replaced_writes_nothing(tmp_path: Path) -> None:
     first = run.begin_attempt(world={})
     run.begin_attempt(world={})
     before = (run.path / "run.json").read_bytes()
+    run.note_attempt(first, step_ended=7)
     run.end_attempt(first, status="failed", exit_code=80)
     assert (run.path / "run.json").read_bytes() == before
     assert [attempt["status"] for attempt in run.info()["attempts"]] == ["interrupted", "running"]
@@ -497,6 +498,7 @@ def test_a_start_that_slurm_has_replaced_tells_no_failure(
     run.begin_attempt(world={})
     monkeypatch.setenv("SLURM_RESTART_COUNT", "0")  # the one before, on a node that was cut off
     assert not run.write_failure({"rank": 0})
+    assert not run.write_failure({"rank": 0}, instead=True)
     assert not run.failure_file.exists()
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert run.write_failure({"rank": 0})

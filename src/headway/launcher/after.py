@@ -39,6 +39,9 @@ def main(path: str, status: str) -> int:
         outcome = read_outcome(folder, job.target.nodes, int(status))
         shutil.rmtree(folder, ignore_errors=True)  # an agent on a lost node may still be writing there
         code = int(outcome["exit_code"])
+        if run.was_replaced():  # this node was cut off, and SLURM could not end us
+            _say("headway: SLURM has started this job again meanwhile; this start has no more say in it\n")
+            return code
         if code:
             _say(words(outcome, job.target.processes))
         note_end(run, code, error=(outcome.get("record") or {}).get("sentence"))

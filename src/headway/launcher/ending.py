@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ from headway import files
 from headway.errors import (
     INTERRUPTED,
     TERMINATED,
+    HeadwayError,
     NoProgress,
     NoValidCheckpoint,
     Stopped,
     StorageError,
 )
 from headway.failure import Record, cause, status_in_words
+from headway.run import Run
 
 _NOT_CRASHES = {
     Stopped.exit_code: "stopped with a checkpoint; the same command goes on from there",
@@ -77,5 +80,9 @@ def keep(record: Record, path: Path) -> None:
 
 def _complete(record: Record) -> None:
     """The record in the run directory was written by a rank that could only see that another was gone."""
-    if record.get("failure_file"):
-        files.write_atomic(Path(record["failure_file"]), json.dumps(record, indent=2).encode())
+    if not record.get("failure_file"):
+        return
+    try:
+        Run.open(Path(record["failure_file"]).parent).write_failure(record, instead=True)
+    except HeadwayError as error:  # the disk may be the very thing that failed
+        print(f"headway: the failure could not be recorded: {error}", file=sys.stderr, flush=True)

@@ -1,0 +1,196 @@
+"""How a launch ends: what the agents write down of it, and what the job script does about it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.errors import HeadwayError
+from headway.launcher import after, slurm
+from headway.launcher.after import EARLIER
+from headway.launcher.ending import first_failure, keep
+from headway.launcher.program import JobFile, Program
+from headway.launcher.queue import Queue
+from headway.launcher.status import status
+from headway.launcher.targets import Slurm
+from headway.launcher.team import Team
+from headway.run import Run
+
+Start = Callable[[int], None]
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Makes this process one of a start of job 7: the first is number 0."""
+
+    def become(number: int) -> None:
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(number))
+
+    become(0)
+    return become
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run.create(tmp_path / "runs", name="x", command=["train"])
+
+
+# ---- what the agents write down
+
+
+def vanished(run: Run) -> dict[str, Any]:
+    """What rank 0 can say of a rank that is suddenly gone."""
+    record = {"kind": "vanished", "rank": 1, "host": "n1", "pid": 5, "error": "is gone", "hint": "look there"}
+    return record | {"exit_code": 1, "failure_file": str(run.failure_file)}
+
+
+def hang(run: Run) -> dict[str, Any]:
+    """What an agent says when none of its ranks moves, rank 0 included."""
+    return {"kind": "hang", "rank": 0, "error": "no rank has moved", "failure_file": str(run.failure_file)}
+
+
+def test_an_agent_knows_what_its_rank_died_of(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "failure.json").write_text(json.dumps(vanished(run)))
+    run.write_failure(vanished(run))
+    of_another_node = first_failure(tmp_path / "failure.json", {2: 1}, {2: 6})
+    assert of_another_node == vanished(run) and run.failure_file.read_text().count("is gone") == 1
+    found = first_failure(tmp_path / "failure.json", {0: 1, 1: -9}, {0: 4, 1: 5})
+    assert found["error"].startswith("was killed by SIGKILL")
+    assert (found["hint"], found["exit_code"]) == (None, 1)
+    assert json.loads(run.failure_file.read_text()) == found
+    left = first_failure(tmp_path / "failure.json", {1: 86}, {1: 5})
+    assert (left["error"], left["exit_code"]) == ("left with exit code 86 while the others still worked", 86)
+
+
+def test_what_an_agent_finds_counts_unless_the_ranks_were_faster(run: Run, tmp_path: Path) -> None:
+    keep(hang(run), tmp_path / "failure.json")
+    assert json.loads(run.failure_file.read_text()) == hang(run)
+    keep(hang(run) | {"error": "later"}, tmp_path / "failure.json")
+    assert json.loads(run.failure_file.read_text()) == hang(run)
+
+
+def test_an_agent_whose_start_was_replaced_leaves_the_newer_ones_run_alone(
+    run: Run, tmp_path: Path, start: Start
+) -> None:
+    """Its node was cut off from SLURM, not from the disk; what it writes there would hide how the newer one ends."""
+    start(1)
+    run.begin_attempt(world={})
+    start(0)
+    (tmp_path / "failure.json").write_text(json.dumps(vanished(run)))
+    first_failure(tmp_path / "failure.json", {1: -9}, {1: 5})
+    keep(hang(run), tmp_path / "of-another-round.json")
+    assert not run.failure_file.exists()
+    start(1)
+    assert run.write_failure({"rank": 0, "error": "of the newer one"})
+
+
+def test_a_cause_is_said_though_it_cannot_be_written(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = hang(run) | {"failure_file": str(tmp_path / "gone" / "failure.json")}
+    keep(gone, tmp_path / "failure.json")
+    assert "headway: the failure could not be recorded" in capsys.readouterr().err
+    assert json.loads((tmp_path / "failure.json").read_text()) == gone, "for the other agents"
+
+
+# ---- what the job script does about it
+
+
+def ended(run: Run, code: int, target: Slurm, *, attempt: int = 0) -> int:
+    """The last line of the job script, after an agent has ended with this code."""
+    JobFile(program=Program(command=["train"]), target=target).write(run)
+    team = Team(run.launch_dir / f"7-{attempt}", number=0, size=1)
+    team.begin_round(0)
+    team.ended(code)
+    return after.main(str(run.path), "0")
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, **answers: tuple[int, str, str]) -> list[Any]:
+    """Lets SLURM's programs answer with these codes, words and complaints; returns what they are asked."""
+    asked: list[Any] = []
+
+    def ask(*command: str, environ: Any = os.environ) -> subprocess.CompletedProcess[str]:
+        asked.append((*command, f"{EARLIER}={environ.get(EARLIER)}"))
+        return subprocess.CompletedProcess(command, *answers[command[0]])
+
+    monkeypatch.setattr(slurm, "ask", ask)
+    return asked
+
+
+DONE = (0, "", "")
+REFUSED = (1, "", "scontrol: error: Requested operation is presently disabled for job 7")
+
+
+@pytest.mark.parametrize(
+    ("code", "requeued"), [(0, False), (1, False), (75, True), (86, False), (130, False), (143, True)]
+)
+@pytest.mark.usefixtures("start")
+def test_only_what_was_stopped_is_queued_again(
+    code: int, requeued: bool, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = answering(monkeypatch, scontrol=DONE)
+    assert ended(run, code, Slurm()) == code
+    assert [command[:3] for command in asked] == ([("scontrol", "requeue", "7")] if requeued else [])
+    assert json.loads(run.ended_file.read_text())["exit_code"] == code
+
+
+@pytest.mark.parametrize(
+    ("restarts", "earlier", "requeued"), [(0, 0, True), (1, 0, True), (2, 0, False), (1, 1, False)]
+)
+def test_queued_again_at_most_so_often_in_all_its_jobs(
+    restarts: int, earlier: int, requeued: bool, run: Run, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(restarts)
+    monkeypatch.setenv(EARLIER, str(earlier))
+    asked = answering(monkeypatch, scontrol=DONE)
+    ended(run, 75, Slurm(max_requeues=2), attempt=restarts)
+    assert len(asked) == requeued
+
+
+def test_where_slurm_requeues_nothing_the_next_job_waits_for_this_one(
+    run: Run, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(1)
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "5")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    asked = answering(monkeypatch, scontrol=REFUSED, sbatch=(0, "8;big\n", ""))
+    ended(run, 75, Slurm(array=("lr=1,2",), array_limit=1), attempt=1)
+    assert asked[0][:3] == ("scontrol", "requeue", "5_3")
+    sbatch = asked[1]
+    assert sbatch[:3] == ("sbatch", "--array=3", "--dependency=afterany:7")
+    assert sbatch[-1] == f"{EARLIER}=2", "the limit of starts goes on to count"
+    assert len([word for word in sbatch if word.startswith("--array")]) == 1
+    submitted = json.loads(run.submission_file.read_text())
+    assert (submitted["job_id"], submitted["array_task"], submitted["before"]) == ("8", 3, ["5_3"])
+
+
+@pytest.mark.usefixtures("start")
+def test_a_next_job_that_is_refused_too_is_said(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answering(monkeypatch, scontrol=REFUSED, sbatch=(1, "", "sbatch: error: no more jobs for you"))
+    assert ended(run, 75, Slurm()) == HeadwayError.exit_code
+    assert f"no more jobs for you; to go on: sbatch {run.job_script}" in capsys.readouterr().err
+
+
+def test_a_start_that_was_replaced_has_no_say(
+    run: Run, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its batch node was cut off: to queue the job again would end the newer start, to note an end would belie it."""
+    start(1)
+    run.begin_attempt(world={})
+    start(0)
+    asked = answering(monkeypatch, scontrol=DONE)
+    assert ended(run, 75, Slurm()) == 75
+    assert not asked
+    assert not run.ended_file.exists()
+    start(1)
+    run.end_attempt(1, status="done", exit_code=0)
+    assert status(run, Queue()).state == "done"
