@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from headway.launcher.queue import Queue
+from headway.launcher.status import status
+from headway.run import Run
+
 from .bench import Cluster
 from .jobs import SCRIPTS, Result, Submitted, local_result, submit
+from .test_submit import STOPS, project
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -57,10 +62,13 @@ def test_preempted_then_requeued(any_cluster: Cluster, undisturbed: Result) -> N
 def test_its_time_is_over_and_another_is_cancelled(one_cluster: Cluster, undisturbed: Result) -> None:
     """The limit is a minute, and SLURM looks every half: with this lead the ranks hear of it after 10 to 40 seconds.
 
+    A `Pipeline` also looks at the clock itself; a plain script knows of its end by SLURM's signal alone.
     Meanwhile another job is cancelled: it saves and stays away.
     """
-    cluster = one_cluster
-    (late,) = submit(cluster, FIT, "1.0", options=(*TWO_NODES, "--time", "1", "--signal-lead", "20"))
+    cluster, a_minute = one_cluster, ("--time", "1", "--signal-lead", "20")
+    (late,) = submit(cluster, FIT, "1.0", options=(*TWO_NODES, *a_minute))
+    project(cluster, stops=STOPS)
+    (plain,) = submit(cluster, "stops.py", "1", options=a_minute)
     (job,) = submit(cluster, FIT, "0.3", options=TWO_NODES)
     job.until_step(7)
     cluster.run(["scontrol", "update", f"jobid={job.job}", "requeue=1"], check=True)
@@ -79,6 +87,9 @@ def test_its_time_is_over_and_another_is_cancelled(one_cluster: Cluster, undistu
     assert late.result() == undisturbed
     assert cluster.restarts(late.job) >= 1
     assert late.attempts()[0][0] == "stopped"
+
+    assert plain.wait() == "COMPLETED", plain.log
+    assert cluster.restarts(plain.job) == 1
 
 
 def test_nodes_are_lost(impatient_cluster: Cluster, undisturbed: Result, tmp_path: Path) -> None:
@@ -109,6 +120,7 @@ def test_nodes_are_lost(impatient_cluster: Cluster, undisturbed: Result, tmp_pat
     )
     for job in (crashed, cut):
         assert not (job.path / "failure.json").exists(), "what the old attempt says is not about the new one"
+        assert status(Run.open(job.path), Queue()).state == "done", "nor how its job script ended"
 
 
 def nodes_of(job: Submitted) -> str:

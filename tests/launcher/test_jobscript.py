@@ -52,6 +52,10 @@ def test_directives_come_before_anything_that_runs(name: str) -> None:
     assert subprocess.run(["bash", "-n"], input="\n".join(lines), text=True).returncode == 0
 
 
+def test_the_ranks_are_told_before_the_time_is_over() -> None:
+    assert "--signal=USR2@300" in options(TARGETS["gpus"]), "to the steps: B: would tell the script alone"
+
+
 def test_values_for_the_ranks_are_not_in_the_script() -> None:
     assert "not in the script" not in job_script(TARGETS["gpus"], run=Path("/x"), python="/bin/python")
 

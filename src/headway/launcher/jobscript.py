@@ -76,7 +76,9 @@ def options(target: Slurm) -> list[str]:
         "exclusive": target.exclusive,
         **target.extra,
         "open-mode": "append",
-        "signal": f"USR2@{target.signal_lead}",  # to the steps, where the ranks are: not B:
+        # to the steps, where the ranks are: not B:. A Pipeline watches the clock itself; scripts with a loop of their
+        # own, and the copying of data before the ranks start, know by this alone that their time is nearly over
+        "signal": f"USR2@{target.signal_lead}",
         "requeue" if target.requeue else "no-requeue": True,
     }
     return [_option(name, value) for name, value in given.items() if value is not None and value is not False]
