@@ -232,7 +232,8 @@ def test_an_agent_says_its_usage(tmp_path: Path) -> None:
 
 
 def test_variables_of_the_ranks(tmp_path: Path) -> None:
-    show = "import json, os; print(json.dumps({n: os.environ.get(n) for n in %r}))"
+    # one write for each line: with PYTHONUNBUFFERED print makes two, and another rank's may come in between
+    show = "import json, os, sys; sys.stdout.write(json.dumps({n: os.environ.get(n) for n in %r}) + chr(10))"
     names = ["RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR"]
     (tmp_path / "show.py").write_text(show % (names,))
     done = subprocess.run(

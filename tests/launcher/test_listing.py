@@ -153,11 +153,19 @@ def test_how_a_script_without_attempts_ended(run: Run) -> None:
     run.end_attempt(run.begin_attempt(world={}), status="done", exit_code=0)
     note_end(run, 1)
     assert state(run)[0] == "failed", "it trained to the end, and failed after that"
+    run.end_attempt(run.begin_attempt(world={}), status="stopped", exit_code=75)
+    note_end(run, 1)
+    assert state(run)[0] == "stopped", "whatever happened after that, it can be resumed"
 
 
 def test_a_job_in_the_background_of_a_process(run: Run) -> None:
     submitted(run, **runlock.identity(os.getpid()))
     assert state(run) == ("running", "")
+    run.end_attempt(run.begin_attempt(world={}), status="done", exit_code=0)
+    assert state(run) == ("running", ""), "what it does after training is part of it"
+
+
+def test_a_job_whose_process_is_gone_or_elsewhere(run: Run) -> None:
     submitted(run, **(runlock.identity(os.getpid()) | {"born": "0"}))
     word, why = state(run)
     assert word == "lost" and f"pid {os.getpid()} is gone" in why
@@ -318,10 +326,13 @@ def test_squeue_and_sacct_in_their_own_words(
         "squeue": "12|PENDING|Priority\n13_1|RUNNING|None\n",
         "sacct": "9|CANCELLED by 1000|None\n10|NODE_FAIL|None\n12|COMPLETED|\n",
     }.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\ncat <<'E'\n{text}E\n")
+        (tmp_path / name).write_text(
+            f"#!/bin/sh\necho $* > {tmp_path}/{name}-was-asked\ncat <<'E'\n{text}E\n"
+        )
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
     queue = Queue.ask()
+    assert "--states=all" in (tmp_path / "squeue-was-asked").read_text(), "also of jobs that are just over"
     assert queue.find({"job_id": "12"}) == Ticket(state="PENDING", reason="Priority")
     assert queue.find({"job_id": "13", "array_task": 1}) == Ticket(state="RUNNING")
     queue = queue.with_history([{"job_id": "9"}, {"job_id": "10"}, {"job_id": "12"}])

@@ -9,14 +9,18 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headway.cli import main
 from headway.errors import StorageError, UsageError
 from headway.launcher import staging
+from headway.launcher.before import staged
 from headway.launcher.jobscript import job_script
 from headway.launcher.program import JobFile, Program
 from headway.launcher.queue import Queue
@@ -105,6 +109,54 @@ def test_an_earlier_part_is_used_unless_the_sum_says_that_it_is_rubbish(source: 
     node.chmod(0o700)
     stage([source])
     assert contents(node / "data set") == contents(source)
+
+
+def test_a_part_from_before_a_power_cut_is_not_used(
+    source: Path, node: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may hold less than its size says."""
+    (item,) = staging._items([source / "a" / "0.tar"], node)
+    before = item.part
+    monkeypatch.setattr(staging, "_boot", lambda: "another start of the machine")
+    assert item.part != before
+
+
+@pytest.mark.usefixtures("node")
+def test_a_file_is_on_the_disk_before_its_name_is(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    replace = os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: events.append(f"sync {os.fstat(fd).st_size} bytes"))
+    monkeypatch.setattr(os, "replace", lambda *names: events.append("rename") or replace(*names))
+    stage([source / "a" / "0.tar"])
+    assert events == ["sync 2500 bytes", "rename"]
+
+
+def test_when_one_file_fails_the_others_are_not_copied_to_their_end(
+    source: Path, node: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that is told to stop has little time, and files may be large."""
+    began, given_up = threading.Event(), threading.Event()
+    shutdown = ThreadPoolExecutor.shutdown
+
+    def damaged(item: staging.Item, *_: Any) -> None:
+        assert item.source.name == "empty" and began.wait(10)
+        raise StorageError("it is damaged")
+
+    def give_up(*args: Any, **options: Any) -> None:
+        given_up.set()
+        shutdown(*args, **options)
+
+    def progress(done: int, _: int) -> None:
+        if done:  # the first chunk of the other file is there
+            began.set()
+            given_up.wait(10)
+
+    monkeypatch.setattr(staging, "_check", damaged)
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", give_up)
+    with pytest.raises(StorageError, match="it is damaged"):
+        stage([source / "a" / "b" / "empty", source / "a" / "1.tar"], progress=progress)
+    (part,) = node.glob(".1.tar.*.part")
+    assert part.stat().st_size == 1000, "the next start goes on from here"
 
 
 def test_parts_of_other_sources_are_swept(source: Path, node: Path) -> None:
@@ -262,6 +314,11 @@ def test_a_job_that_is_stopped_while_it_copies_may_come_back(
         from functools import partial
         from headway.launcher import before
         before.stage = partial(before.stage, progress=lambda done, _: done and os.kill(os.getpid(), int(sys.argv[2])))
+        write = before.Team.ended
+        def ended(team, code):
+            os.kill(os.getpid(), int(sys.argv[2]))  # SLURM and srun may both tell it
+            write(team, code)
+        before.Team.ended = ended
         sys.exit(before.main(sys.argv[1]))
     """
     monkeypatch.setenv("SLURM_JOB_ID", "7")
@@ -276,6 +333,14 @@ def test_a_job_that_is_stopped_while_it_copies_may_come_back(
         assert status(run, Queue()).state == "stopped"
     assert not list(run.launch_dir.glob("*"))
     assert stage([source]).files == 6 and contents(node / "data set") == contents(source)
+
+
+def test_where_data_goes_is_known_on_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISK", "/scratch")
+    assert staged(Slurm(pre=("/data",), pre_to="$DISK/me")) == {"HEADWAY_STAGED": "/scratch/me"}
+    assert staged(Slurm(pre_to="$NOWHERE")) == {}, "nothing is staged"
+    with pytest.raises(UsageError, match=r"pre_to='\$NOWHERE/me': not all of these variables are set on "):
+        staged(Slurm(pre=("/data",), pre_to="$NOWHERE/me"))
 
 
 @pytest.mark.usefixtures("node")

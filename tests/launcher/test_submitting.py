@@ -126,6 +126,45 @@ BUSY = (1, "slurm_requeue error: Unable to contact slurm controller (connect fai
 NEVER = (1, "Requested operation is presently disabled for job 7")
 
 
+def test_sbatch_does_not_see_the_job_from_which_it_is_called() -> None:
+    around = {
+        "PATH": "/usr/bin:/bin",
+        "A": "b",
+        "SLURM_JOB_ID": "7",
+        "SLURM_MEM_PER_NODE": "9",
+        "SRUN_DEBUG": "3",
+    }
+    kept = {"SLURM_CONF": "/etc/x", "SLURM_CLUSTERS": "big", "SBATCH_ACCOUNT": "lab"}
+    seen = slurm.ask("env", environ=around | kept).stdout.splitlines()
+    assert {line for line in seen if line.startswith(("A=", "S"))} == {
+        "A=b",
+        *(f"{name}={value}" for name, value in kept.items()),
+    }
+
+
+@pytest.mark.parametrize(
+    ("limits", "partition", "time", "refused"),
+    [
+        ("cpu 2:00:00\ngpu* 1:00:00", None, "1:00:01", True),
+        ("cpu 2:00:00\ngpu* 1:00:00", None, "1:00:00", False),
+        ("cpu 2:00:00\ngpu 1:00:00", "cpu,gpu", "2:00:00", False),
+        ("cpu 2:00:00\ngpu infinite", "cpu,gpu", "9-0", False),
+        ("", "gpu", "9-0", False),
+    ],
+)
+def test_a_job_that_slurm_would_take_and_never_start_is_refused(
+    limits: str, partition: str | None, time: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm, "ask", lambda *words, **_: subprocess.CompletedProcess(words, 0, limits, ""))
+    monkeypatch.setattr(refusals, "_ask", lambda *_: [])
+    wanted = Slurm(partition=partition, time=time)
+    if refused:
+        with pytest.raises(UsageError, match=f"time='{time}' is not allowed here"):
+            slurm.check(wanted)
+    else:
+        slurm.check(wanted)
+
+
 def test_a_busy_controller_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = answers(monkeypatch, BUSY, BUSY, (0, ""))
     assert slurm.requeue("7_2", pause=0) is None

@@ -106,17 +106,27 @@ def test_here_one_after_the_other_from_one_copy(project: Path, capsys: pytest.Ca
         "import os, sys; from pathlib import Path\n"
         "Path(os.environ['HEADWAY_RUN'], 'said').write_text(' '.join(sys.argv[1:]))\n"
         f"Path({str(project / 'train.py')!r}).write_text('raise SystemExit(9)')\n"  # the later ones run the copy
-        "sys.exit(3 * ('--lr=2' in sys.argv))\n"
+        "sys.exit(3 * ('--lr=1' in sys.argv))\n"
     )
+    (project / ".git" / "info").mkdir(exist_ok=True)
+    (project / ".git" / "info" / "exclude").write_text("runs/\n")
     assert main(["run", "--array", "lr=1,2", "--array", "seed=7,8", "train.py", "--seed", "{seed}"]) == 1
     runs = resolve([label_of(project)])
     assert [(run.path / "said").read_text() for run in runs] == [
         f"--seed {seed} --lr={lr}" for lr in (1, 2) for seed in (7, 8)
     ]
-    assert [row.status.state for row in rows(runs)] == ["done", "done", "failed", "failed"]
+    assert [row.status.state for row in rows(runs)] == ["failed", "failed", "done", "done"]
     said = capsys.readouterr().err
     assert "headway: 3 of 4: lr=2 seed=7 in " in said and f"headway compare {runs[0].path}" in said
+    assert "left out" not in said, "that runs are not copied is no news"
     assert [path.name for run in runs for path in run.code_dir.glob("tree")] == ["tree"], "one copy for all"
+
+
+def test_ctrl_c_ends_all_of_them(project: Path) -> None:
+    (project / "train.py").write_text("import sys; sys.exit(130)")  # as a rank leaves that was interrupted
+    assert main(["run", "--array", "lr=1,2", "train.py"]) == 130
+    runs = resolve([label_of(project)])
+    assert [row.status.state for row in rows(runs)] == ["interrupted", "new"]
 
 
 def test_a_sweep_that_cannot_begin_leaves_nothing(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
