@@ -80,6 +80,15 @@ def two_optimizers(folder: Path) -> None:
     pipe.run()
 
 
+def run_twice(folder: Path) -> None:
+    pipe = make_pipe(folder)
+    pipe.register_dataset("train", Batches(1))
+    pipe.append_stage(Classify(), max_epochs=1)
+    pipe.run()
+    assert len(list(folder.glob("*/run.json"))) == 1
+    pipe.run()
+
+
 def plateau(folder: Path) -> None:
     pipe = make_pipe(folder)
     pipe.register_optimizer("b", sgd, scheduler=lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o))
@@ -157,6 +166,14 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "no end": (
         lambda folder: make_pipe(folder).append_stage(Classify()),
         "stage 'classify' would never end: give max_epochs or max_steps",
+    ),
+    "a class": (
+        lambda folder: make_pipe(folder).append_stage(Classify, max_epochs=1),  # type: ignore[arg-type]
+        "append_stage wants a stage, not a class of stages: write Classify()",
+    ),
+    "run twice": (
+        run_twice,
+        "this pipeline has run already: make a new Pipeline for each run",
     ),
     "no stage": (
         lambda folder: make_pipe(folder).run(),

@@ -77,7 +77,9 @@ def test_a_script_without_a_pipeline_is_told_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_fake_data_is_the_first_batch_over_and_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fake_data_is_the_first_batch_over_and_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("HEADWAY_FAKE_DATA", "1")
     seen: list[float] = []
 
@@ -88,9 +90,13 @@ def test_fake_data_is_the_first_batch_over_and_over(tmp_path: Path, monkeypatch:
 
     pipe = make_pipe(tmp_path)
     pipe.register_dataset("train", Batches(7))
+    pipe.register_dataset("val", Batches(1))
     pipe.append_stage(Watching(), max_epochs=2)
     pipe.run()
     assert len(seen) == 14 and len(set(seen)) == 1
+    said = capsys.readouterr().out
+    assert "dataset train: 7 batches, each the first one (HEADWAY_FAKE_DATA)\n" in said
+    assert "dataset val: 1 batch, each" in said
 
 
 def test_fake_data_of_unknown_length_has_no_end() -> None:

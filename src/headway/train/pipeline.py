@@ -205,6 +205,8 @@ class Pipeline:
         name: str | None = None,
     ) -> None:
         """Adds a stage, which ends after `max_epochs` epochs or `max_steps` steps, whichever is first."""
+        if isinstance(stage, type):
+            raise UsageError(f"append_stage wants a stage, not a class of stages: write {stage.__name__}()")
         if max_epochs is None and max_steps is None:
             raise UsageError(f"stage {stage.name!r} would never end: give max_epochs or max_steps")
         stage.name = name or stage.name
@@ -347,6 +349,8 @@ class Pipeline:
         self.current_stage = None
 
     def _check(self) -> None:
+        if self.run_directory is not None:
+            raise UsageError("this pipeline has run already: make a new Pipeline for each run")
         if not self.stages:
             raise UsageError(
                 "the pipeline has no stage: call pipe.append_stage(stage, max_epochs=...) before run()"

@@ -14,7 +14,7 @@ from headway import dist
 from headway.checkpoint import Saved
 from headway.dist import World
 from headway.run import Run
-from headway.train.batches import length
+from headway.train.batches import FirstBatch, length
 from headway.train.metrics import Point
 from headway.train.parallel import Model
 from headway.train.progress import Display, Sight, display
@@ -62,9 +62,9 @@ class Reporter:
             dist.print_root(model.describe())
         for name, loader in datasets.items():
             batches = length(loader, None)
-            dist.print_root(
-                f"dataset {name}: {'unknown number of' if batches is None else f'{batches:,}'} batches"
-            )
+            count = "unknown number of" if batches is None else f"{batches:,}"
+            fake = ", each the first one (HEADWAY_FAKE_DATA)" if isinstance(loader, FirstBatch) else ""
+            dist.print_root(f"dataset {name}: {count} batch{'es' * (batches != 1)}{fake}")
 
     @contextmanager
     def watching(self, stage: Stage) -> Iterator[None]:
