@@ -1,0 +1,319 @@
+"""An agent and its ranks: who is told what, how long they have, and that nobody stays behind.
+
+The ranks are a few lines of Python without torch; they signal their agent, which is this process, themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.errors import UsageError
+from headway.launcher import agent as agents
+from headway.launcher.agent import Agent, check_processes
+from headway.launcher.surroundings import Seating, rank_environment
+from headway.launcher.team import Team
+
+TOP = """
+import os, signal, sys, time
+from pathlib import Path
+rank, agent = int(os.environ["RANK"]), os.getppid()
+told = []
+def hear(*numbers):
+    for number in numbers:
+        signal.signal(number, lambda number, _: told.append(number))
+def wait_for(condition):
+    limit = time.monotonic() + 20
+    while not condition() and time.monotonic() < limit: time.sleep(0.02)
+"""
+
+
+@pytest.fixture
+def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Runs these lines as ranks in `tmp_path`, by an agent with little patience, and returns the exit code."""
+    monkeypatch.setattr(agents, "_GRACE", 0.3)
+    monkeypatch.setattr(agents, "_LOOK_EVERY", 0.05)
+    monkeypatch.setattr(agents, "_REPEAT_EVERY", 0.05)
+
+    def run(lines: str, *, processes: int = 1, **options: Any) -> int:
+        command = [sys.executable, "-c", TOP + lines]
+        return Agent(command, processes=processes, cwd=str(tmp_path), **options).run()
+
+    return run
+
+
+Supervised = Callable[..., int]
+
+
+# ---- signals
+
+
+def test_a_second_ctrl_c_means_now(supervised: Supervised, tmp_path: Path) -> None:
+    code = supervised("""
+hear(signal.SIGINT)
+os.kill(agent, signal.SIGINT)
+wait_for(lambda: told)
+Path("told").touch()
+os.kill(agent, signal.SIGINT)
+wait_for(lambda: len(told) > 1)
+Path("lived-on").touch()
+""")
+    assert code == 130
+    assert [path.name for path in tmp_path.iterdir()] == ["told"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_rank_that_died_of_what_it_was_told_has_not_failed(
+    number: int, code: int, supervised: Supervised, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert supervised(f"os.kill(agent, {number}); time.sleep(20)") == code
+    assert "failed" not in capfd.readouterr().err
+
+
+def test_a_rank_that_nobody_told_to_stop_has_failed(supervised: Supervised) -> None:
+    """Else SLURM would start the job again and again."""
+    own = "signal.signal(signal.SIGUSR2, signal.SIG_DFL); os.kill(os.getpid(), signal.SIGUSR2)"
+    assert supervised(own) == 1
+
+
+def test_a_stop_request_does_not_kill_a_rank_that_cannot_hear_yet(supervised: Supervised) -> None:
+    assert supervised("os.kill(agent, signal.SIGUSR2); time.sleep(0.5)") == 0
+
+
+def test_a_stop_request_that_comes_before_the_ranks_reaches_them(supervised: Supervised) -> None:
+    def stop() -> Mapping[str, str]:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        return {}
+
+    lines = "hear(signal.SIGUSR2); wait_for(lambda: told); sys.exit(75 if told else 1)"
+    assert supervised(lines, prepare=stop) == 75
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_agent_that_still_waits_for_others_can_be_ended(
+    number: int, code: int, supervised: Supervised, tmp_path: Path
+) -> None:
+    def end() -> Mapping[str, str]:
+        os.kill(os.getpid(), number)
+        return {}
+
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as left:
+        supervised("", prepare=end, team=Team(tmp_path / "meet" / "team", number=0, size=2))
+    assert left.value.code == code
+    assert json.loads((tmp_path / "meet/team/round-0/ended-00000.json").read_text()) == {"exit_code": code}
+    assert signal.getsignal(number) == before
+
+
+# ---- the others
+
+
+def test_one_that_has_stopped_leaves_the_others_time_to_save(supervised: Supervised, tmp_path: Path) -> None:
+    """More than when a rank has crashed."""
+    assert supervised("if rank:\n    time.sleep(1.0); Path('saved').touch()\nsys.exit(75)", processes=2) == 75
+    assert (tmp_path / "saved").exists()
+
+
+def test_one_that_has_crashed_takes_the_others_down_in_two_steps(
+    supervised: Supervised, tmp_path: Path
+) -> None:
+    code = supervised(
+        """
+if rank == 0:
+    wait_for(lambda: Path("here").exists())
+    sys.exit(3)
+hear(signal.SIGTERM)
+Path("here").touch()
+wait_for(lambda: told)
+Path("told").touch()
+wait_for(lambda: False)
+Path("lived-on").touch()
+""",
+        processes=2,
+    )
+    assert code == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "told"]
+
+
+@pytest.mark.parametrize("killed", ["agent", "rank"])
+def test_nobody_stays_behind(killed: str, tmp_path: Path) -> None:
+    """All of them hold our pipe: its end is the end of the last one."""
+    leaves = """
+if os.fork() == 0:
+    print("here", flush=True)
+    wait_for(lambda: False)
+    print("lived on", flush=True)
+    os._exit(0)
+wait_for(lambda: Path("enough").exists())
+"""
+    rank = (
+        leaves
+        if killed == "rank"
+        else "print('here', flush=True)\nwait_for(lambda: False)\nprint('lived on')"
+    )
+    (tmp_path / "rank.py").write_text(TOP + rank)
+    command = [sys.executable, "-m", "headway", "run", "rank.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as agent:
+        assert agent.stdout is not None and agent.stdout.readline() == "here\n"
+        if killed == "agent":
+            agent.kill()
+        (tmp_path / "enough").touch()
+        assert agent.stdout.read() == ""
+
+
+# ---- other agents
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Team:
+    """The agent of another node, which has come already, with one rank."""
+    team = Team(tmp_path / "meet" / "team", number=1, size=2)
+    team.begin_round(0)
+    facts = {"token": "", "host": "n2", "processes": 1, "port": 7}
+    (team.folder / "agent-00001.json").write_text(json.dumps(facts))
+    return team
+
+
+def beside(other: Team) -> Team:
+    """This agent's own view."""
+    return Team(other.folder, number=0, size=2)
+
+
+def test_a_failure_on_another_node_ends_the_ranks_here(supervised: Supervised, other: Team) -> None:
+    other.conclude({"exit_code": 74, "record": None})
+    other.ended(74)
+    assert supervised("wait_for(lambda: False)", team=beside(other), announce=False) == 74
+
+
+def test_the_agent_of_a_rank_that_vanished_knows_better(
+    supervised: Supervised, other: Team, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 only saw that rank 1 was gone; its agent says what it died of, a moment later."""
+    record = {"kind": "vanished", "rank": 1, "host": "n2", "pid": 5, "error": "is gone", "exit_code": 1}
+    (other.round_folder / "failure.json").write_text(json.dumps(record))
+
+    def speak(*_: object) -> None:
+        other.conclude({"exit_code": 86, "record": None})
+        other.ended(86)
+
+    monkeypatch.setattr(Team, "await_outcome", speak)
+    assert supervised("sys.exit(1)", team=beside(other), announce=False) == 86
+
+
+def test_restarts_are_agreed_on(tmp_path: Path) -> None:
+    first, second = (Team(tmp_path, number=number, size=2) for number in range(2))
+    for number, decision in enumerate((True, False)):
+        for team in (first, second):
+            team.begin_round(number)
+        assert not second.agree_on_restart(lambda: True, patience=0), "who hears nothing ends"
+        assert first.agree_on_restart(lambda decision=decision: decision) is decision  # type: ignore[misc]
+        assert second.agree_on_restart(lambda: True) is decision
+
+
+def test_the_last_to_leave_takes_the_meeting_point_away(tmp_path: Path) -> None:
+    teams = [Team(tmp_path / "meet", number=number, size=2) for number in range(2)]
+    teams[1].leave()
+    assert teams[1].folder.exists()
+    teams[0].leave()
+    assert not teams[0].folder.exists()
+
+
+# ---- restarts
+
+CRASHES = """
+run = Path("run-0")
+starts = len(list(Path().glob("start-*")))
+Path(f"start-{starts}").touch()
+step = run / "checkpoints" / f"step-{starts:012d}"
+step.mkdir(parents=True)
+(step / "manifest.json").touch()
+"""
+BEATS = """
+from headway.heartbeat import Heartbeat
+heart = Heartbeat()
+heart.watch(60.0, rank=rank, folder=Path(os.environ["HEADWAY_HEARTBEAT"]))
+heart.belongs_to(Path("run-0").absolute())
+"""
+
+
+def test_what_was_told_to_stop_is_not_started_again(supervised: Supervised, tmp_path: Path) -> None:
+    stops = f"hear(signal.SIGUSR2); os.kill(agent, signal.SIGUSR2); wait_for(lambda: told)\n{CRASHES}\nsys.exit(1)"
+    around = os.environ | {"HEADWAY_RUN": str(tmp_path / "run-0")}
+    assert supervised(stops, environ=around, max_restarts=2) == 1
+    assert len(list(tmp_path.glob("start-*"))) == 1
+
+
+def test_a_restart_goes_on_in_the_run_that_the_ranks_have_made(
+    supervised: Supervised, tmp_path: Path
+) -> None:
+    """The agent knows of it by their heartbeat alone."""
+    says = 'Path(f"start-{starts}").write_text(os.environ.get("HEADWAY_RUN", "none"))\nsys.exit(starts < 1)'
+    around = {name: value for name, value in os.environ.items() if name != "HEADWAY_RUN"}
+    assert supervised(CRASHES + BEATS + says, environ=around, max_restarts=3) == 0
+    said = [(tmp_path / f"start-{number}").read_text() for number in range(2)]
+    assert said == ["none", str(tmp_path / "run-0")]
+
+
+def test_ranks_that_ended_well_start_again_with_those_that_crash_elsewhere(
+    supervised: Supervised, other: Team, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    def meanwhile(_: Team, patience: float, **__: object) -> None:
+        waits.append(patience)
+        if patience and len(waits) == 1:
+            other.conclude({"exit_code": 1, "record": None})
+
+    monkeypatch.setattr(Team, "await_ends", meanwhile)
+    around = os.environ | {"HEADWAY_RUN": str(tmp_path / "run-0")}
+    assert supervised(CRASHES, team=beside(other), environ=around, max_restarts=1) == 0
+    assert len(list(tmp_path.glob("start-*"))) == 2
+
+
+# ---- the last words
+
+
+@pytest.mark.parametrize(("kind", "words"), [(BEATS, 0), ("", 1)], ids=["headway's ranks", "others"])
+def test_that_they_have_stopped_is_said_once(
+    kind: str, words: int, supervised: Supervised, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By the ranks themselves, if they are headway's, for they know where; else by the agent."""
+    assert supervised(kind + "sys.exit(75)") == 75
+    assert capfd.readouterr().err.count("stopped with a checkpoint") == words
+
+
+# ---- what cannot work, and what ranks find
+
+
+def test_more_ranks_than_the_memory_holds_are_refused() -> None:
+    check_processes(1)
+    with pytest.raises(UsageError, match=r"free memory holds about .* processes with torch; ask for fewer"):
+        check_processes(10**6)
+    with pytest.raises(UsageError, match="at least one process"):
+        check_processes(0)
+
+
+def test_ranks_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    seats = Seating(
+        first_rank=4,
+        processes=2,
+        world_size=8,
+        first_local_rank=2,
+        local_world_size=4,
+        node=1,
+        nodes=2,
+        master="n1",
+        port=7,
+    )
+    found = rank_environment(seats, 1, {})
+    assert (found["RANK"], found["LOCAL_RANK"], found["OMP_NUM_THREADS"]) == ("5", "3", "2")
+    assert rank_environment(seats, 1, {"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
