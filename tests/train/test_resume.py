@@ -513,6 +513,17 @@ def by_hand() -> tuple[list[list[int]], list[float]]:
     return samples, losses
 
 
+def test_batches_of_each_rank_are_told_to_change_with_the_number_of_ranks(tmp_path: Path) -> None:
+    code, text = launch(tmp_path, 2, "each", fault="train.step:rank=1:nth=7:kill9")
+    assert code != 0, text
+    code, text = launch(tmp_path, 1, "each")
+    assert code == 0, text
+    assert (
+        "headway: train: batch_size=4 is for each rank, so a step has 4 samples now, where it had 8: "
+        "give global_batch_size to keep it" in text
+    ), text
+
+
 CHAINS = [(3, 2, 1), (4, 3, 2), (4, 2, 1), (4, 1, 3)]
 LONG = pytest.mark.skipif(os.environ.get("HEADWAY_FAULTS") != "full", reason="HEADWAY_FAULTS=full")
 

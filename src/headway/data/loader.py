@@ -72,6 +72,8 @@ class DataLoader:
         if batch_size is None and global_batch_size is None:
             batch_size = 1
         self.dataset = dataset
+        self.batch_size = batch_size
+        """samples of each rank; None where `global_batch_size` counts those of all"""
         share = Share(
             batch_size=batch_size, global_batch_size=global_batch_size, rank=rank, world_size=world_size
         )

@@ -95,6 +95,8 @@ class ShardLoader:
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
+        self.batch_size = batch_size
+        """samples of each rank; None where `global_batch_size` counts those of all"""
         self._share = Share(
             batch_size=batch_size, global_batch_size=global_batch_size, rank=rank, world_size=world_size
         )

@@ -317,22 +317,35 @@ class Keeper:
         else:
             seed = derive_seed(shared["seed"] % 2**64, f"resume at step {loaded.step}")
             self._random = partial(dist.seed, seed, scope="rank")
-            dist.print_root(
-                f"headway: saved by {loaded.world_size} ranks, now {pipe.world.world_size}: the samples are the same, "
-                "random numbers of ranks are derived anew from the seed and the step"
-            )
-            own = [
-                n for n, each in pipe.datasets.items() if isinstance(each, Stateful) and not _is_global(each)
-            ]
-            if own:
+            self._tell_other_ranks(loaded.world_size)
+
+    def _tell_other_ranks(self, before: int) -> None:
+        """What is not as it was, on another number of ranks."""
+        now = self.pipe.world.world_size
+        dist.print_root(
+            f"headway: saved by {before} ranks, now {now}: the samples are the same, "
+            "random numbers of ranks are derived anew from the seed and the step"
+        )
+        for name, loader in self.pipe.datasets.items():
+            if size := _batch_of_each_rank(loader):
                 dist.print_root(
-                    f"headway: {', '.join(own)}: deals its samples itself, and begins its epoch anew"
+                    f"headway: {name}: batch_size={size} is for each rank, so a step has {size * now} samples now, "
+                    f"where it had {size * before}: give global_batch_size to keep it"
                 )
+            elif isinstance(loader, Stateful) and not _is_global(loader):
+                dist.print_root(f"headway: {name}: deals its samples itself, and begins its epoch anew")
 
 
 def _is_global(loader: object) -> bool:
     """Whether its position is one for all ranks, and means all of them."""
     return isinstance(loader, data.DataLoader | data.ShardLoader) and not loader.per_rank
+
+
+def _batch_of_each_rank(loader: object) -> int | None:
+    """The batch size of a training loader whose batches are as large as the number of ranks makes them."""
+    if not isinstance(loader, data.DataLoader | data.ShardLoader) or loader.per_rank:
+        return None
+    return loader.batch_size if loader.state_dict()["shuffle"] else None
 
 
 def _position(loader: Stateful, *, under_way: bool) -> dict[str, Any]:
