@@ -2,8 +2,11 @@
 
     headway data pack imagenet/train shards/train                       # once: folders of classes into shards
     headway data pack imagenet/val shards/val
-    headway run examples/imagenet.py --data shards                      # on all GPUs of this machine
-    headway submit --nodes 4 --pre shards examples/imagenet.py --data shards   # SLURM; shards on each node's own disk
+    headway run --nproc 8 examples/imagenet.py --data shards            # a process for each GPU of this machine
+    headway submit --nodes 4 --gpus-per-node 8 --pre $PWD/shards examples/imagenet.py --data $PWD/shards
+
+The last is for SLURM. It copies the shards to each node's own disk first, into $SLURM_TMPDIR; where a cluster does not
+set that, say where with --pre-to '/scratch/$USER'. Without --pre the shards are read where they are.
 
 Without --data the pictures are made up. Does it work, and what holds it up?
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,19 +15,45 @@ from headway.cli import VERBS, main
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("tests/*/README.md"))]
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+EXAMPLES = sorted(ROOT.glob("examples/*.py"))
+
+
+def each(pages: list[Path]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("page", pages, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+each_page = each(PAGES)
 
 
 def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
+def commands(page: Path) -> list[str]:
+    """The command lines of headway that a page shows, or that an example begins with, without `headway`."""
+    if page.suffix == ".py":
+        shown = [ast.get_docstring(ast.parse(page.read_text())) or ""]
+    else:
+        shown = blocks(page, "bash") + blocks(page, "console")
+    lines = "\n".join(shown).replace("\\\n", " ")
+    return re.findall(r"^ *(?:\$ )?(?:HEADWAY_\w+=\S+ )?headway (.+?)(?: +#.*)?$", lines, re.MULTILINE)
+
+
 @each_page
 def test_links_lead_somewhere(page: Path) -> None:
     prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", prose):
-        if not target.startswith(("http", "#")):
-            assert (page.parent / target.partition("#")[0]).exists(), target
+        if not target.startswith("http"):
+            path, _, heading = target.partition("#")
+            led = page.parent / path if path else page
+            assert led.exists(), target
+            assert not heading or heading in headings(led), target
+
+
+def headings(page: Path) -> set[str]:
+    """What links call the headings of a page."""
+    words = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in words}
 
 
 @each_page
@@ -59,15 +86,31 @@ def test_every_variable_is_on_the_reference_page() -> None:
     ] == []
 
 
-@each_page
+@each(PAGES + EXAMPLES)
 def test_options_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for code in blocks(page, "bash") + blocks(page, "console"):
-        for line in re.findall(r"^(?:\$ )?headway (.+?)(?: +#.*)?$", code.replace("\\\n", " "), re.MULTILINE):
-            words = line.split()
-            script = next((number for number, word in enumerate(words) if word.endswith(".py")), len(words))
-            wanted = {word.partition("=")[0] for word in words[:script] if word.startswith("--")}
-            if wanted:
-                assert wanted - options_of(words, capsys) == set(), f"headway {line}"
+    for line in commands(page):
+        words = line.split()
+        script = next((number for number, word in enumerate(words) if word.endswith(".py")), len(words))
+        wanted = {word.partition("=")[0] for word in words[:script] if word.startswith("--")}
+        if wanted:
+            assert wanted - options_of(words, capsys) == set(), f"headway {line}"
+
+
+@each([page for page in PAGES + EXAMPLES if any(line.startswith("submit ") for line in commands(page))])
+def test_jobs_can_be_submitted_as_shown(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "examples").mkdir()
+    for name in ("train.py", "examples/imagenet.py"):
+        (tmp_path / name).touch()
+    (tmp_path / "cluster.yaml").write_text("kind: slurm\n")
+    (tmp_path / "sweep.yaml").write_text("lr: [1, 2]\n")
+    monkeypatch.chdir(tmp_path)
+    for line in commands(page):
+        verb, *words = shlex.split(line.replace("$PWD", str(tmp_path)))
+        if verb == "submit":
+            trial = ["--dry-run", *(word for word in words if word not in ("--dry-run", "--watch"))]
+            assert main([verb, *trial]) == 0, f"headway {line}: {capsys.readouterr().err}"
 
 
 def options_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> set[str]:
