@@ -28,7 +28,7 @@ MISTAKES = [
     ("run --array lr=1 lr=2 train.py", "the sweep sets 'lr' twice"),
     ("run --smoke --array lr=1,2 train.py", "--smoke tries one run once"),
     ("run --smoke --max-restarts 2 train.py", "--smoke tries one run once"),
-    ("submit --gpus 8 train.py", "unrecognized arguments: --gpus"),
+    ("submit --gpus 8 train.py", "unrecognized arguments: --gpus; perhaps you meant --gpus-per-node"),
     ("submit --dry-run --time tomorrow train.py", "is no time limit"),
     ("submit --dry-run --on missing.yaml train.py", "missing.yaml cannot be read"),
     ("submit --dry-run --env HOME train.py", "write NAME=VALUE"),

@@ -171,6 +171,12 @@ def test_what_cannot_be_verified(tmp_path: Path) -> None:
     with pytest.raises(HeadwayError, match=r"its last words(.|\n)*kaputt"):
         verify_resume(script(tmp_path, keeps="raise SystemExit('kaputt')"))
     (tmp_path / "plain.py").write_text("print('no pipeline here')\n")
+    (tmp_path / "own.py").write_text(
+        "import headway as hw\nworld = hw.init()\nrun = hw.dist.open_run('runs', name='own')\n"
+        "with hw.record.recording(run, world): pass\n"
+    )
+    with pytest.raises(UsageError, match=r"own\.py ran no pipeline: call pipe\.run\(\) in it"):
+        verify_resume(tmp_path / "own.py")
     with pytest.raises(UsageError, match=r"plain\.py ran no pipeline: call pipe\.run\(\) in it"):
         verify_resume(tmp_path / "plain.py")
     (tmp_path / "slow.py").write_text("import time; time.sleep(600)\n")

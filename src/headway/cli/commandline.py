@@ -32,7 +32,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         wrong = message.rpartition("unrecognized arguments: ")[2].split()[0]
-        close = get_close_matches(wrong, re.findall(r"--[\w-]+", self.format_usage()), n=1)
+        options = re.findall(r"--[\w-]+", self.format_usage())
+        close = get_close_matches(wrong, options, n=1) or [each for each in options if each.startswith(wrong)]
         meant = f"; perhaps you meant {close[0]}" if close else ""
         raise UsageError(f"{message}{meant}; see: {self.prog} --help")
 
