@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -63,6 +65,22 @@ def test_python_examples_parse_and_use_names_that_exist(page: Path) -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "hw":
                 assert node.attr in headway.__all__, f"hw.{node.attr}"
+
+
+def test_the_first_example_runs_as_it_stands(tmp_path: Path) -> None:
+    around = """
+import torch
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+Net = lambda: torch.nn.Linear(4, 3)
+train_set, val_set = (TensorDataset(torch.ones(n, 4), torch.zeros(n, dtype=torch.long)) for n in (256, 67))
+"""
+    (tmp_path / "train.py").write_text(around + blocks(ROOT / "README.md", "python")[0])
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert "epoch 10/10, step 40" in done.stderr
 
 
 @each_page
