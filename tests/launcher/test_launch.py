@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import os
 import signal
@@ -12,15 +13,22 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
 import headway as hw
+from headway import dist, runlock
 from headway.errors import HeadwayError, MissingExtra, RankFailure, Stopped, StorageError, UsageError
-from headway.launcher import parcel
+from headway.launcher import functions, parcel, starting, worker
 from headway.launcher.listing import rows
+from headway.launcher.program import JobFile, Program
+from headway.launcher.queue import Queue
+from headway.launcher.status import note_end, status
+from headway.launcher.watching import follow
+from headway.launcher.worker import Call
 
 WORK = """
 import os, signal, sys, time
@@ -260,6 +268,106 @@ def test_mpi(work: Any) -> None:
     assert [result["group"] for result in job.results()] == [3.0, 3.0]
     assert "rank 1 says 'mpi'" in job.log() and job.run.path.parent.name == "mine"
     assert not Path("runs").exists()
+
+
+# ---- the processes of a job, each alone
+
+
+def called(tmp_path: Path, target: hw.Local | hw.Mpi) -> hw.Run:
+    """A job that is ready to be started, but for the parcel with its function."""
+    run = hw.Run.create(tmp_path / "runs")
+    run.call_dir.mkdir()
+    Call(function="it", target=target.to_dict(), world_size=1, groups=None, sys_path=sys.path).write(run)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("lines", "state", "why"),
+    [
+        ("kill -TERM $$", "interrupted", ""),
+        ("kill -SEGV $$", "failed", "exit code 139"),
+        (None, "failed", "FileNotFoundError"),
+    ],
+)
+def test_how_mpirun_ended_is_noted(lines: str | None, state: str, why: str, tmp_path: Path) -> None:
+    mpirun = tmp_path / "mpirun"
+    if lines is not None:
+        mpirun.write_text(f"#!/bin/sh\n{lines}\n")
+        mpirun.chmod(0o755)
+    run = called(tmp_path, hw.Mpi(mpirun=str(mpirun)))
+    keeper = [sys.executable, "-m", "headway.launcher.background", str(run.path)]
+    assert subprocess.run(keeper, stderr=subprocess.DEVNULL).returncode != 0
+    found = status(run, Queue())
+    assert found.state == state and found.why.startswith(why)
+
+
+def test_what_is_done_at_the_end_waits_for_all_and_for_what_they_returned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[object] = []
+    run = called(tmp_path, hw.Local())
+    result = run.call_dir / "rank-00000.pickle"
+    monkeypatch.setattr(worker, "_settle", lambda *_: None)
+    monkeypatch.setattr(dist, "init", lambda **_: SimpleNamespace(rank=0))
+    monkeypatch.setattr(dist, "record_failures_in", lambda _: None)
+    parts = (abs, (-3,), {}, events.append)
+    monkeypatch.setattr(worker.parcel, "unpack", lambda *_, **__: parts)
+    monkeypatch.setattr(dist, "barrier", lambda: events.append(result.exists()))
+    assert worker.main([str(run.path)]) == 0
+    assert events == [True, 3]
+    parts = (sys.exit, (0,), {}, None)
+    with pytest.raises(SystemExit):
+        worker.main([str(run.path)])
+    assert not result.exists(), "what an earlier start returned is not what this one did"
+
+
+def test_what_cannot_be_started_leaves_nothing(
+    work: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise StorageError("no space left")
+
+    monkeypatch.setattr(functions, "in_background", full)
+    with pytest.raises(StorageError, match="no space left"):
+        hw.launch(work.leaves)
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_a_process_of_the_same_number_on_this_machine_is_not_hit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = hw.Run.create(tmp_path / "runs")
+    there = runlock.identity(os.getpid()) | {"machine": "another", "host": "n7"}
+    run.submission_file.write_text(json.dumps(there))
+    killed: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, _: killed.append(pid))
+    with pytest.raises(UsageError, match="runs on n7, not here: cancel it there"):
+        hw.Job.open(run.path).cancel()
+    assert not killed
+
+
+def test_a_start_begins_without_the_end_of_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = hw.Run.create(tmp_path / "runs")
+    note_end(run, 1)
+    run.write_failure({"rank": 0, "error": "of the last one"})
+    JobFile(program=Program(command=["train"]), target=hw.Slurm(array=("lr=1,2",))).write(run)
+    submitted: list[hw.Slurm] = []
+    monkeypatch.setattr(starting.slurm, "submit", lambda _, __, target: submitted.append(target))
+    starting.again(run)
+    assert submitted == [hw.Slurm()], "this run alone, not the whole array"
+    assert not run.ended_file.exists() and not run.failure_file.exists()
+
+
+@pytest.mark.parametrize(("code", "followed"), [(0, 0), (75, 75), (3, 1), (143, 1)])
+def test_whoever_follows_a_job_ends_as_it_did(code: int, followed: int, tmp_path: Path) -> None:
+    run = hw.Run.create(tmp_path / "runs")
+    run.job_log.write_text("all it said\n")
+    note_end(run, code)
+    out = io.StringIO()
+    assert follow(run, out) == followed
+    assert out.getvalue().startswith(f"all it said\nheadway: {run.id} is ")
 
 
 def test_mistakes_are_found_before_anything_is_made(
