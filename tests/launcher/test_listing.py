@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 from headway import runlock
 from headway.cli import main
 from headway.errors import UsageError
-from headway.launcher import listing, sweep
+from headway.launcher import comparing, listing, sweep
 from headway.launcher.comparing import compare
 from headway.launcher.queue import Queue, Ticket
 from headway.launcher.status import note_end, status
@@ -282,6 +283,25 @@ def test_side_by_side(pair: list[Run], capsys: pytest.CaptureFixture[str]) -> No
         "none of these runs has a metric 'nope'; there are: val/loss, lr, val/accuracy"
         in capsys.readouterr().err
     )
+
+
+def test_no_more_are_read_than_are_asked_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A root may hold thousands, on a slow file system."""
+    runs = [run, *(Run.create(run.path.parent) for _ in range(2))]
+    for each in runs:
+        note_end(each, 0)
+    read: list[Run] = []
+    row = listing._row
+    monkeypatch.setattr(listing, "_row", lambda each, *facts: read.append(each) or row(each, *facts))
+    assert [found.run for found in listing.select(run.path.parent, most=1)] == [runs[-1]] == read
+    assert len(listing.select(run.path.parent, states=["done"], most=2)) == 2
+
+
+def test_the_best_is_a_number_and_validation_comes_first() -> None:
+    values = [(1, math.nan), (2, 0.5), (3, math.inf), (4, -math.inf), (5, 0.25), (6, "nan")]
+    assert [comparing._metric(values, better).best_step for better in ("min", "max")] == [5, 2]
+    chosen = comparing._choice([{"train/loss": [], "val/accuracy": [], "lr": [], "val/loss": []}])
+    assert list(chosen.items()) == [("val/loss", "min"), ("val/accuracy", "max"), ("train/loss", "min")]
 
 
 def test_steps_that_were_done_again_count_once(pair: list[Run]) -> None:

@@ -59,6 +59,15 @@ def test_the_next_agent_removes_what_a_killed_one_left(tmp: Path) -> None:
     assert not kept.exists()
 
 
+def test_what_belongs_to_others_is_left_alone(tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = tmp / "headway-agent-theirs"
+    theirs.mkdir()
+    os.utime(theirs, (0, 0))
+    monkeypatch.setattr(os, "geteuid", lambda: theirs.stat().st_uid + 1)
+    with scratch_folder():
+        assert theirs.exists()
+
+
 def test_an_agent_leaves_nothing(tmp: Path) -> None:
     assert Agent([sys.executable, "-c", "raise SystemExit(3)"], processes=1).run() == 1
     assert [path.name for path in tmp.iterdir()] == []

@@ -275,6 +275,19 @@ def test_too_large_is_one_sentence_and_leaves_nothing(project: Path, run: Run) -
     assert list(run.code_dir.iterdir()) == []
 
 
+def test_too_many_files_are_refused_and_a_long_list_is_cut(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(4):
+        (project / f"new-{number}.bin").touch()
+    monkeypatch.setattr(gathering, "_MOST_NAMED", 3)
+    code = gathering.gather(project / "train.py", limit=10**6)
+    assert code.left_out[:1] == ("new-0.bin (not tracked by git)",) and code.left_out[3:] == ("and 1 more",)
+    monkeypatch.setattr(gathering, "_MOST_FILES", 1)
+    with pytest.raises(UsageError, match="1 files that a copy may have"):
+        gathering.gather(project / "train.py", limit=10**6)
+
+
 def test_a_folder_that_is_too_large_is_not_read_to_its_end(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

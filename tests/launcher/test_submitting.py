@@ -171,6 +171,20 @@ def test_a_busy_controller_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> No
     assert asked == [("scontrol", "requeue", "7_2")] * 3
 
 
+def test_a_controller_that_stays_busy_is_not_pressed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pauses grow, and there is none after the last try: the job has little time left."""
+    pauses: list[float] = []
+    monkeypatch.setattr(slurm.time, "sleep", pauses.append)
+    answers(monkeypatch, BUSY, BUSY, BUSY)
+    assert slurm.requeue("7", tries=3, pause=2) == BUSY[1]
+    assert pauses == [2, 4]
+
+
+def test_signs_that_mean_something_to_slurm_are_plain_in_the_path_of_the_log(tmp_path: Path) -> None:
+    run = Run.create(tmp_path)
+    assert f"--output=/data/%%j/log/{run.job_log.name}" in slurm.submission(run, Path("/data/%j"), Slurm())
+
+
 def test_a_refusal_is_final(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = answers(monkeypatch, BUSY, NEVER)
     assert slurm.requeue("7", pause=0) == "Requested operation is presently disabled for job 7"

@@ -107,12 +107,13 @@ def cancel(submitted: Mapping[str, Any]) -> None:
 def requeue(job: str, *, tries: int = 5, pause: float = 2.0) -> str | None:
     """Queues a job again; returns why not, in SLURM's words, if SLURM refuses. A busy controller is asked again."""
     for attempt in range(tries):
+        if attempt:
+            time.sleep(pause * 2 ** (attempt - 1))
         done = ask("scontrol", "requeue", job)
         if done.returncode == 0:
             return None
         if not _TRANSIENT.search(done.stderr):
             break
-        time.sleep(pause * 2**attempt)
     return last_line(done.stderr)
 
 
