@@ -99,6 +99,40 @@ def test_fake_data_is_the_first_batch_over_and_over(
     assert "dataset val: 1 batch, each" in said
 
 
+@pytest.mark.usefixtures("alone")
+def test_no_run_goes_on_with_one_of_fake_data_nor_the_other_way_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Breaking(Classify):
+        broken = True
+
+        def train_step(self, batch: Any) -> Any:
+            if self.broken and self.pipe.step == 4:
+                raise RuntimeError("enough")
+            return super().train_step(batch)
+
+    def fit() -> None:
+        pipe = make_pipe(tmp_path)
+        pipe.register_dataset("train", Batches(7))
+        pipe.append_stage(Breaking(), max_epochs=1)
+        pipe.enable_checkpointing(every=2)
+        pipe.run()
+
+    with pytest.raises(RuntimeError, match="enough"):
+        fit()
+    (real,) = tmp_path.iterdir()
+    monkeypatch.setenv("HEADWAY_FAKE_DATA", "1")
+    with pytest.raises(RuntimeError, match="enough"):
+        fit()
+    (fake,) = set(tmp_path.iterdir()) - {real}
+    assert fake.name.startswith(f"{hw.Run.open(real).name}-fake-")
+    monkeypatch.delenv("HEADWAY_FAKE_DATA")
+    Breaking.broken = False
+    fit()
+    assert set(tmp_path.iterdir()) == {real, fake}
+    assert [len(hw.Run.open(run).info()["attempts"]) for run in (real, fake)] == [2, 1]
+
+
 def test_fake_data_of_unknown_length_has_no_end() -> None:
     endless = iter(FirstBatch(number for number in (4, 5)))
     assert [next(endless) for _ in range(5)] == [4] * 5

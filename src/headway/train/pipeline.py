@@ -294,8 +294,11 @@ class Pipeline:
         trial = smoke.wanted()
         if trial:
             smoke.shorten(self, trial)
-        resume = self.keeper.policy.resume if self.keeper else "never"
-        choice = dist.choose_run(self._root, name=self.name, config=self.config, resume=resume)
+        name, resume = self.name, self.keeper.policy.resume if self.keeper else "never"
+        if any(isinstance(loader, FirstBatch) for loader in self.datasets.values()):
+            # what it learns is of no use to a real run: neither may go on with the other
+            name, resume = f"{name[:59]}-fake", "never" if resume == "never" else "auto"
+        choice = dist.choose_run(self._root, name=name, config=self.config, resume=resume)
         self.run_directory = choice.run
         if choice.finished:
             dist.print_root(
