@@ -485,7 +485,9 @@ def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
     cut(tmp_path, 8)
     pipe = make(tmp_path, Traced())
     pipe.register_model("more", torch.nn.Linear(1, 1))
-    with pytest.raises(UsageError, match=r"no tensor 'models.more.weight' .* is it of another model"):
+    with pytest.raises(
+        UsageError, match=r"no tensor 'models.more.weight' .* is it of another model\?; or start a new "
+    ):
         pipe.run()
     other = make(tmp_path, Traced())
     other.append_stage(Traced(), max_epochs=1, name="second")
@@ -493,6 +495,17 @@ def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
         UsageError, match="the checkpoint has stages train, and the pipeline has second, train"
     ):
         other.run()
+
+
+@alone
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_another_kind_of_optimiser_is_refused(kind: type[torch.optim.Optimizer], tmp_path: Path) -> None:
+    cut(tmp_path, 8)
+    pipe = make(tmp_path, Traced())
+    (group,) = pipe.optimizers["sgd"].param_groups
+    pipe.optimizers["sgd"] = kind(group["params"])
+    with pytest.raises(UsageError, match=r"optimiser 'sgd' was saved without .*, or start a new run"):
+        pipe.run()
 
 
 # --- when to give up

@@ -27,7 +27,7 @@ def check_progress(run: Run, attempt: int, step: int) -> None:
         causes = "; ".join(_cause(run, each) for each in reversed(barren[:LIMIT]))
         raise NoProgress(
             f"{len(barren)} attempts in a row got no further than step {step:,} ({causes}). Find the cause before you "
-            f'start {run.id} again, then go on with resume="must"'
+            f'start {run.id} again, then go on with resume="must", or start a new run with resume="never"'
         )
 
 

@@ -82,7 +82,10 @@ class Keeper:
 
     def start(self, choice: Choice) -> None:
         """Goes on from the newest whole checkpoint of the run, or makes the first one."""
-        loaded = checkpoint.load_latest(choice.run, partial(state.destinations, self.pipe))
+        try:
+            loaded = checkpoint.load_latest(choice.run, partial(state.destinations, self.pipe))
+        except UsageError as error:  # the script was changed since
+            raise UsageError(f'{error}; or start a new run with resume="never"') from error
         dist.from_root(partial(self._begin, loaded.step if loaded else 0))
         if loaded is None:
             if choice.why != NEW:

@@ -180,14 +180,23 @@ def _load_by_name(
             'start a new run with resume="never"'
         )
     number = {key: index for index, key in enumerate(order)}
-    optimizer.load_state_dict(
-        {
-            "state": {number[key]: values for key, values in state["state"].items()},
-            "param_groups": [
-                group | {"params": [number[key] for key in group["params"]]} for group in state["groups"]
-            ],
-        }
-    )
+    numbered = {
+        "state": {number[key]: values for key, values in state["state"].items()},
+        "param_groups": [
+            group | {"params": [number[key] for key in group["params"]]} for group in state["groups"]
+        ],
+    }
+    try:
+        optimizer.load_state_dict(numbered)
+        # torch has added by now what its newer versions have
+        missing = [key for key in optimizer.defaults if any(key not in g for g in optimizer.param_groups)]
+    except KeyError as error:
+        missing = [str(error.args[0])]
+    if missing:
+        raise UsageError(
+            f"optimiser {name!r} was saved without {missing[0]!r}, so by another kind of optimiser: make it as it was, "
+            'or start a new run with resume="never"'
+        )
 
 
 def _order(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
