@@ -486,7 +486,7 @@ def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
     pipe = make(tmp_path, Traced())
     pipe.register_model("more", torch.nn.Linear(1, 1))
     with pytest.raises(
-        UsageError, match=r"no tensor 'models.more.weight' .* is it of another model\?; or start a new "
+        UsageError, match=r"no tensor 'models.more.weight' .* is it of another model\? \(a new run: resume"
     ):
         pipe.run()
     other = make(tmp_path, Traced())
@@ -535,6 +535,19 @@ def test_attempts_that_got_on_or_were_interrupted_do_not_count(tmp_path: Path) -
     cut(tmp_path, 11)
     cut(tmp_path, 11)
     make(tmp_path, Traced()).run()
+
+
+@alone
+def test_a_script_that_was_refused_has_not_tried(tmp_path: Path) -> None:
+    first = cut(tmp_path, 8)
+    for _ in range(4):
+        pipe = make(tmp_path, Traced())
+        pipe.register_model("more", torch.nn.Linear(1, 1))
+        with pytest.raises(UsageError, match="of another model"):
+            pipe.run()
+    pipe = make(tmp_path, Traced())  # as it was
+    pipe.run()
+    assert pipe.directory == first.directory
 
 
 class Interrupted(Traced):

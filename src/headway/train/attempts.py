@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from headway.errors import INTERRUPTED, NoProgress
+from headway.errors import INTERRUPTED, NoProgress, UsageError
 from headway.run import Run
 
 LIMIT = 3
@@ -14,11 +14,12 @@ LIMIT = 3
 def check_progress(run: Run, attempt: int, step: int) -> None:
     """Raises `NoProgress` if the last attempts before `attempt` all began where this one begins, at `step`.
 
-    Those that a user interrupted do not count, and an attempt that did not even begin has made no progress.
+    Those that a user interrupted do not count, nor does a script that was refused; any other attempt that did not even
+    begin has made no progress.
     """
     barren: list[dict[str, Any]] = []
     for before in reversed(run.info()["attempts"][: attempt - 1]):
-        if before["exit_code"] == INTERRUPTED:
+        if before["exit_code"] in (INTERRUPTED, UsageError.exit_code):
             continue
         if before.get("step_started", step) != step:
             break

@@ -85,7 +85,7 @@ class Keeper:
         try:
             loaded = checkpoint.load_latest(choice.run, partial(state.destinations, self.pipe))
         except UsageError as error:  # the script was changed since
-            raise UsageError(f'{error}; or start a new run with resume="never"') from error
+            raise UsageError(f'{error} (a new run: resume="never")') from error
         dist.from_root(partial(self._begin, loaded.step if loaded else 0))
         if loaded is None:
             if choice.why != NEW:
