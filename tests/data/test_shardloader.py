@@ -493,6 +493,7 @@ def test_two_ranks_go_on_from_that_state(folder: Path, cut: int) -> None:
         ("a", {"batch_size": None}, "give one of them"),
         ("a", {"batch_size": 0}, "a batch of 0 samples: give at least 1"),
         (".", {}, "no shards found at '.'; there are some in a, b"),
+        ("a/shard{0..2}-0.tar", {}, r"write 'a/shard\*-0\.tar', or give a list"),
     ],
 )
 def test_bad_arguments_are_refused(

@@ -5,6 +5,7 @@ Nothing here imports torch: commands that list and count answer at once.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,15 +40,19 @@ def paths_of(name: str, where: Shards, catalog: Catalog | None = None) -> list[P
     if isinstance(where, str) and is_name(where):
         paths = _named(where, paths, catalog or Catalog())
     if not paths:
-        below = _folders_below(where) if isinstance(where, str | Path) else []
-        instead = f"there are some in {', '.join(below)}" if below else "give a folder, a pattern or a list"
+        instead = (
+            _instead(str(where)) if isinstance(where, str | Path) else "give a folder, a pattern or a list"
+        )
         raise UsageError(f"dataset {name!r}: no shards found at {str(where)!r}; {instead}")
     return paths
 
 
-def _folders_below(place: str | Path) -> list[str]:
-    """Folders in a folder that have shards, a few of them: people forget to say train or val."""
-    return sorted({str(path.parent) for path in Path(place).glob("*/*.tar")})[:5]
+def _instead(place: str) -> str:
+    """What may have been meant: people forget to say train or val, or know WebDataset's braces."""
+    if "{" in place:
+        return f"braces are not understood: write {re.sub(r'{[^}]*}', '*', place)!r}, or give a list"
+    below = sorted({str(path.parent) for path in Path(place).glob("*/*.tar")})[:5]
+    return f"there are some in {', '.join(below)}" if below else "give a folder, a pattern or a list"
 
 
 def _named(name: str, here: list[Path], catalog: Catalog) -> list[Path]:
