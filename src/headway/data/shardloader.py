@@ -95,8 +95,6 @@ class ShardLoader:
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        self.batch_size = batch_size
-        """samples of each rank; None where `global_batch_size` counts those of all"""
         self._share = Share(
             batch_size=batch_size, global_batch_size=global_batch_size, rank=rank, world_size=world_size
         )
@@ -325,6 +323,11 @@ class ShardLoader:
         """The order in plain values: `headway.data.which` tells from it which samples a batch had."""
         counts = {source.name: source.counts for source in self._sources}
         return describe(counts, self._hows, self._history()) if self._shuffle else describe(counts, None)
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples of each rank; None where `global_batch_size` counts those of all."""
+        return self._share.batch_size
 
     per_rank = False
     """the state is one for all ranks"""
