@@ -114,7 +114,7 @@ def test_nodes_are_lost(impatient_cluster: Cluster, undisturbed: Result, tmp_pat
     cluster.node("n3").mend(timeout=120)
     cut.until(lambda: not lives_on(cluster, "n3", "slurmstepd"), "SLURM to hear of it from its node")
     assert cut.result() == alone
-    assert [status for status, _ in crashed.attempts()] == ["failed", "done"]
+    assert [status for status, _ in crashed.attempts()] == ["failed", "done"], crashed.log
     assert [status for status, _ in cut.attempts()] == ["interrupted", "done"], (
         "the replaced rank wrote nothing"
     )
