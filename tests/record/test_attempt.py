@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from headway import dist
-from headway.dist import World
+from headway.dist import World, group
 from headway.errors import NoValidCheckpoint, RunLocked, Stopped, StorageError
 from headway.record import recording
 from headway.run import Run
@@ -42,6 +44,34 @@ def test_an_attempt_that_is_done(
     assert "digits  attempt 1" in lines()[0] and "training 2" in lines(), "the screen is in the log as well"
     rows = [json.loads(line) for line in run.diagnostics_file.read_text().splitlines()]
     assert [row["attempt"] for row in rows] == [1, 2]
+
+
+def test_whoever_ends_the_process_waits_until_the_end_is_written(
+    run: Run, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lost peer is seen by the main thread, in its collective, and by the one that ends all ranks, at once."""
+    noted, writing, end = threading.Event(), threading.Event(), Run.end_attempt
+
+    def slowly(*args: Any, **facts: Any) -> None:
+        writing.set()
+        assert not noted.wait(0.3), "the verdict overtook it"
+        end(*args, **facts)
+
+    def verdict() -> None:
+        assert writing.wait(30)
+        group.current().verdict({"kind": "vanished", "exit_code": 1})
+        noted.set()
+
+    monkeypatch.setattr(Run, "end_attempt", slowly)
+    monkeypatch.setattr("headway.dist.signals.ignore_termination", lambda: None)
+    other = threading.Thread(target=verdict)
+    other.start()
+    with pytest.raises(SystemExit), recording(run, world):
+        raise SystemExit(7)
+    other.join()
+    assert noted.is_set()
+    (attempt,) = run.info()["attempts"]
+    assert (attempt["status"], attempt["exit_code"]) == ("failed", 7)
 
 
 @pytest.mark.parametrize(

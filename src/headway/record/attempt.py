@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -87,18 +88,25 @@ def _numbered(run: Run, world: World) -> Iterator[int]:
     """Begins the next attempt, and ends it in the way that the block ends."""
     number, pid = run.begin_attempt(world=world), os.getpid()
     error: BaseException | None = None
+    lock, over = threading.Lock(), False
 
-    def cut_short(record: Record) -> None:  # another rank failed: this one does not get to its `finally`
-        status = "interrupted" if record["kind"] == "interrupted" else "failed"
-        run.end_attempt(number, status=status, exit_code=record["exit_code"])
+    def end(status: str, code: int) -> None:
+        """Once. The one who comes second waits for the first: it may end this process when it goes on."""
+        nonlocal over
+        with lock:
+            if not over:
+                run.end_attempt(number, status=status, exit_code=code)
+            over = True
 
-    try:
-        with dist.at_failure(cut_short):
+    def cut_short(record: Record) -> None:  # another rank failed: this one may not get to its `finally`
+        end("interrupted" if record["kind"] == "interrupted" else "failed", record["exit_code"])
+
+    with dist.at_failure(cut_short):  # until the end is written down
+        try:
             yield number
-    except BaseException as caught:
-        error = caught
-        raise
-    finally:
-        if os.getpid() == pid:  # a forked child that comes this way ends itself, not the attempt
-            status, code = ending(error)
-            run.end_attempt(number, status=status, exit_code=code)
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            if os.getpid() == pid:  # a forked child that comes this way ends itself, not the attempt
+                end(*ending(error))
