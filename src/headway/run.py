@@ -271,13 +271,13 @@ class Run:
     def begin_attempt(self, *, world: object) -> int:
         """Notes in run.json that training starts here and now; returns the number of the attempt: 1, 2, ...
 
-        Call it under `lock()`: an older attempt that still reads "running" was then interrupted, and its
-        failure.json is set aside as failure-N.json.
+        Call it under `lock()`: an older attempt that still reads "running" was killed by then, perhaps because it had
+        failed: then it left a failure.json, which is set aside as failure-N.json.
         """
         info = self.info()
         for attempt in info["attempts"]:
             if attempt["status"] == "running":
-                attempt["status"] = "interrupted"
+                attempt["status"] = "failed" if self.failure_file.exists() else "interrupted"
         number = len(info["attempts"]) + 1
         info["attempts"].append(
             {
@@ -336,7 +336,7 @@ class Run:
         """Adds to what run.json says about an attempt, such as the step it began with, unless it was replaced."""
         info = self.info()
         if number == len(info["attempts"]):
-            info["attempts"][number - 1] |= facts
+            info["attempts"][-1] |= facts
             with files.storage(f"note the attempt in {self.path}"):
                 files.write_atomic(self.path / "run.json", _json(info))
 

@@ -72,6 +72,8 @@ def test_a_killed_owner_is_not_alive(run: Run) -> None:
     assert killed.returncode == -9
     word, why = state(run)
     assert word == "lost" and "is gone" in why
+    run.write_failure({"rank": 1, "step": 7, "error": "was killed by SIGKILL"})  # by the agent
+    assert state(run) == ("failed", "rank 1 at step 7: was killed by SIGKILL")
 
 
 def test_a_heartbeat_elsewhere_is_looked_at_twice(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -311,6 +311,17 @@ def test_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert attempts[2]["ended"] >= attempts[2]["started"] >= attempts[0]["ended"]
 
 
+def test_an_attempt_that_was_killed_after_it_failed_has_failed(tmp_path: Path) -> None:
+    run = Run.create(tmp_path)
+    for _ in range(2):
+        run.begin_attempt(world={})
+        run.write_failure({"rank": 1, "error": "was killed by SIGKILL"})
+    run.begin_attempt(world={})
+    run.begin_attempt(world={})
+    statuses = [attempt["status"] for attempt in run.info()["attempts"]]
+    assert statuses == ["failed", "failed", "interrupted", "running"], "the third left no record"
+
+
 def test_an_attempt_that_was_replaced_writes_nothing(tmp_path: Path) -> None:
     """It may live on where its scheduler cannot see it, and find out when it wants to save."""
     run = Run.create(tmp_path)

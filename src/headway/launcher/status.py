@@ -91,12 +91,17 @@ def _noted(run: Run, attempt: Mapping[str, Any]) -> Status:
     if attempt["status"] != "running":
         return Status(state=attempt["status"], why=_failure(run) if attempt["status"] == "failed" else "")
     owner = runlock.newest_owner(run.path / "lock")
-    if owner is None or owner.released:
-        return Status(state="lost", why=_failure(run) or "it ended without a word")
-    alive = runlock.lives(owner.machine, owner.pid, owner.born)
-    if alive is None:
-        return Status(state="running", why=f"on {owner.host}, by its last heartbeat", certain=False)
-    return Status(state="running") if alive else Status(state="lost", why=_failure(run) or f"{owner} is gone")
+    gone = "it ended without a word"
+    if owner is not None and not owner.released:
+        alive = runlock.lives(owner.machine, owner.pid, owner.born)
+        if alive:
+            return Status(state="running")
+        if alive is None:
+            return Status(state="running", why=f"on {owner.host}, by its last heartbeat", certain=False)
+        gone = f"{owner} is gone"
+    # with a record of the failure, rank 0 was killed before it could write down how the attempt ended
+    failure = _failure(run)
+    return Status(state="failed", why=failure) if failure else Status(state="lost", why=gone)
 
 
 def _by_exit_code(run: Run, ended: Mapping[str, Any]) -> Status:
