@@ -223,6 +223,11 @@ def test_no_checkpoint_at_all_is_not_an_error(tmp_path: Path) -> None:
     assert checkpoint.load_latest(tmp_path / "nothing") is None
 
 
+def test_a_path_without_a_checkpoint_is_a_mistake_and_no_damage(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"there is no checkpoint at .*/step-7; "):
+        checkpoint.load(tmp_path / "step-7", {})
+
+
 def test_importing_the_room_needs_no_torch() -> None:
     import subprocess
     import sys

@@ -105,6 +105,7 @@ def test_a_schedule_keeps_the_weights_it_does_not_name() -> None:
     ("build", "says"),
     [
         (lambda: Mix({}), "one at least is above 0"),
+        (lambda: Mix(["a", "b"]), "a weight for each name"),
         (lambda: Mix({"a": -1.0, "b": 2}), "numbers from 0 on"),
         (lambda: Mix({"a": math.nan}), "numbers from 0 on"),
         (lambda: Mix({"a": 0}), "above 0"),

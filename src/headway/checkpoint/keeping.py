@@ -67,12 +67,15 @@ def load(directory: str | os.PathLike[str], state: Mapping[str, Any] | None = No
 
     `state` names the parts to load, all of them if it is None. Its tensors are filled in place, each rank reading the
     shards that it has; what the checkpoint has beyond them is made new, whole, on the CPU. `NoValidCheckpoint` if the
-    checkpoint is damaged, `UsageError` if it does not fit the state; the state is then as it was.
+    checkpoint is damaged, `UsageError` if there is none or it does not fit the state, which is then as it was.
 
     >>> epoch = load(path, {"net": net.state_dict(), "epoch": None}).state["epoch"]  # doctest: +SKIP
     """
     path = Path(directory).absolute()
-    problems = _verify_together(Line(f"read {path}"), path)
+    line = Line(f"read {path}")
+    if not line.from_root(path.is_dir):
+        raise UsageError(f"there is no checkpoint at {path}; see those of a run: headway checkpoint show RUN")
+    problems = _verify_together(line, path)
     if problems:
         raise NoValidCheckpoint(f"{path} is damaged: {'; '.join(problems[:5])}. Take another checkpoint")
     return _load(path, state)

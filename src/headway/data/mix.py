@@ -46,6 +46,10 @@ class Mix:
         catalog: Catalog | None = None,
         schedule: Sequence[tuple[int, Mapping[str, float]]] = (),
     ) -> None:
+        if not isinstance(weights, Mapping):
+            raise UsageError(
+                f'a Mix has a weight for each name, as in Mix({{"laion": 0.5}}), not {weights!r}'
+            )
         self.weights = {str(name): float(weight) for name, weight in weights.items()}
         fixed_point(self.weights)
         self.shards: dict[str, Shards] = {name: (shards or {}).get(name, name) for name in self.weights}
