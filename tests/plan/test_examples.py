@@ -36,7 +36,7 @@ def test_the_plan_file_on_the_page_is_valid() -> None:
 
 def test_the_first_example_on_the_page_says_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
     command, title, verdict = re.findall(
-        r"```console\n\$ headway plan (.*)\n(.*)\n(.*)\n```", PAGE.read_text()
+        r"```console\n\$ headway plan (.*)\n(.*)\n(.*)\n\.\.\.\n```", PAGE.read_text()
     )[0]
     assert verb.main(command.split()) == 3
     assert capsys.readouterr().out.splitlines()[:2] == [title, verdict]
