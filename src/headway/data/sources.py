@@ -138,6 +138,7 @@ class OpenShards:
             )
         with self._lock:
             self._indexes[dataset, shard] = opened.index
+            self._indexes.move_to_end((dataset, shard))
             if len(self._indexes) > self._reach:
                 self._indexes.popitem(last=False)
         return opened
