@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 import headway
 from headway import checkpoint, dist
+from headway.checkpoint import writing
 from headway.errors import NoValidCheckpoint, RunLocked, StorageError, UsageError
 from headway.failpoints import VARIABLE
 from headway.run import Run
@@ -191,16 +192,39 @@ def test_what_does_not_fit_is_refused_before_anything_changes(
     assert not any(tensor.any() for part in state.values() for tensor in part.values())
 
 
-def test_a_run_that_was_taken_over_commits_nothing(tmp_path: Path) -> None:
+def take_over(run: Run) -> None:
+    (run.path / "lock" / "owner-00002.json").write_bytes(
+        (run.path / "lock" / "owner-00001.json").read_bytes()
+    )
+
+
+@pytest.mark.parametrize("when", ["checkpoint.after_directory", "checkpoint.before_rename"])
+def test_a_run_that_was_taken_over_commits_nothing(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Run.create(tmp_path)
     with run.lock() as lock:
         checkpoint.save(run, {"x": 1}, step=1, lock=lock)
-        newer = run.path / "lock" / "owner-00002.json"
-        newer.write_bytes((run.path / "lock" / "owner-00001.json").read_bytes())
+        monkeypatch.setattr(writing, "failpoint", lambda name: take_over(run) if name == when else None)
         with pytest.raises(RunLocked, match="taken over"):
             checkpoint.save(run, {"x": 2}, step=2, lock=lock)
-        newer.unlink()
+        (run.path / "lock" / "owner-00002.json").unlink()
     assert sorted(p.name for p in run.checkpoints_dir.iterdir()) == ["latest", "step-000000000001"]
+
+
+def test_a_run_that_was_taken_over_leaves_what_the_other_is_saving_alone(tmp_path: Path) -> None:
+    """Its node may be cut off from SLURM and not from the disk."""
+    run = Run.create(tmp_path)
+    with run.lock() as lock:
+        take_over(run)
+        others = [run.checkpoints_dir / f".tmp-{run.id}-5-0123456789abcdef"]
+        others += [run.checkpoints_dir / ".latest.0123456789abcdef.tmp"]
+        for path in others:
+            path.mkdir()
+        with pytest.raises(RunLocked, match="taken over"):
+            checkpoint.save(run, {"x": 2}, step=2, lock=lock)
+        (run.path / "lock" / "owner-00002.json").unlink()
+    assert sorted(run.checkpoints_dir.iterdir()) == sorted(others)
 
 
 def test_leftovers_of_this_run_are_removed_and_those_of_others_kept(tmp_path: Path) -> None:

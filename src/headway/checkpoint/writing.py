@@ -68,6 +68,8 @@ def begin(target: Target) -> None:
     parent = Path(target.parent)
     with files.storage(f"begin to save step {target.step} in {parent}"):
         _check_new(target)
+        if target.fence is not None:
+            target.fence.check()  # what lies there may be the newer attempt's, which is just being saved
         if not parent.is_dir():
             files.make_dir(parent)
             files.sync_dir(parent.parent)
