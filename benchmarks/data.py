@@ -197,7 +197,7 @@ def raw_bytes(data: Path) -> dict[str, float]:
     import numpy as np
 
     from headway.data import NodeCache
-    from headway.data.cache import CachedShards
+    from headway.data.cache.node_cache import CachedShards
 
     time.sleep(2.1)  # the cache does not trust what has only just been written
     with tempfile.TemporaryDirectory(dir="/dev/shm") as where:

@@ -73,7 +73,7 @@ class Bare(Contender):
 
     title = "bare decoder threads"
     reads_shards = True
-    modules = ("headway.data.shards",)
+    modules = ("headway.data.shards.shard",)
 
     def batches(self) -> Iterator[int]:
         raw = list(photos(self.data))
@@ -99,7 +99,7 @@ class Bare(Contender):
 
 class Headway(Contender):
     title = "headway"
-    modules = ("headway.data.shardloader", "headway.dist.shared_run")
+    modules = ("headway.data.shard_loader", "headway.dist.shared_run")
     resumes = True
 
     def batches(self) -> Iterator[int]:

@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "plan"))
 from strangers import MODELS, NAMES
 
 from headway.errors import HeadwayError
-from headway.plan.measuring import measure_plan
-from headway.plan.tracing import Trace
+from headway.plan.tracer.measurement import measure_plan
+from headway.plan.tracer.request import Trace
 
 FILE = Path(__file__).parent.parent / "tests" / "plan" / "strangers.py"
 

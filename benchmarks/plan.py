@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "plan"))
 from truth import FITTED_ROWS, Measured, h200_rows, korthikanti, torchtitan, vtrain
 
 from headway.plan import Calibration, Layout, Node, preset, search
-from headway.plan.memory import peak, reserve
-from headway.plan.steptime import step_time
+from headway.plan.cost.memory import peak, reserve
+from headway.plan.cost.steptime import step_time
 
 DGX, VTRAIN = Node("dgx-a100"), Node("a100-sxm8")
 FITTED = (
@@ -161,7 +161,7 @@ def memory_of_torchtitan() -> None:
 def traced_peaks() -> None:
     from test_trace import settings
 
-    from headway.plan.tracing import run_all
+    from headway.plan.tracer.request import run_all
 
     facts = h200_rows()
     rows = []

@@ -30,9 +30,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from headway.plan.tracer import allocator, standins
-from headway.plan.tracer.meter import Meter
-from headway.plan.tracer.sharding import group
+from headway.plan.tracer.process import allocator, standins
+from headway.plan.tracer.process.meter import Meter
+from headway.plan.tracer.process.sharding import group
 
 TP, HEAD, KEYS, VOCAB, TOKENS = 8, 128, 8, 128256, 8192
 

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headway as hw
-from headway.train.schedules import warmup_cosine
+from headway.train.model.schedules import warmup_cosine
 
 CLASSES = 1000
 MEAN, STD = (123.7, 116.3, 103.5), (58.4, 57.1, 57.4)

@@ -65,9 +65,10 @@ def test_importing_headway_imports_next_to_nothing() -> None:
         "from headway.cli import main; main(['--help'])",
         "from headway.cli import main; main(['--version'])",
         "import headway.cli.run, headway.cli.doctor",
-        "import headway.run, headway.runlock, headway.settings, headway.source, headway.redact, headway.failure",
-        "import headway.launcher.agent, headway.plan, headway.watch, headway.errors, headway.failpoints",
-        "import headway.launcher.functions, headway.launcher.job, headway.launcher.status, headway.launcher.sweep",
+        "import headway.run, headway.run.lock, headway.run.plain, headway.run.source",
+        "import headway.system.redact, headway.dist.failure.record, headway.dist.failure.heartbeat",
+        "import headway.launcher.agent.agent, headway.plan, headway.watch, headway.errors, headway.system.failpoints",
+        "import headway.launcher.functions.call, headway.launcher.job, headway.run.status, headway.launcher.sweep",
         "import headway.testing.plugin",
     ],
 )

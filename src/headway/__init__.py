@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         seed as seed,
         world_size as world_size,
     )
-    from headway.launcher.functions import launch as launch
+    from headway.launcher.functions.call import launch as launch
     from headway.launcher.job import Job as Job
     from headway.launcher.targets import Local as Local, Mpi as Mpi, Slurm as Slurm
     from headway.run import Run as Run, find_latest as find_latest
@@ -82,7 +82,7 @@ _HOME = {
     "gather_object": "headway.dist",
     "init": "headway.dist",
     "is_root": "headway.dist",
-    "launch": "headway.launcher.functions",
+    "launch": "headway.launcher.functions.call",
     "local_rank": "headway.dist",
     "local_root_first": "headway.dist",
     "local_world_size": "headway.dist",

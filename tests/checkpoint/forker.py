@@ -24,10 +24,11 @@ import psutil
 import torch
 
 import headway
-import headway.checkpoint.saver  # now, not once per rank
-from headway import checkpoint, dist, failpoints
+import headway.checkpoint.write.saver  # now, not once per rank
+from headway import checkpoint, dist
 from headway.checkpoint.retention import Retention, prune
 from headway.errors import HeadwayError
+from headway.system import failpoints
 
 
 def state_of(step: int) -> dict[str, Any]:

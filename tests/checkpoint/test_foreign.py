@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from headway.checkpoint.looking import look
+from headway.checkpoint.inspect.overview import look
 from headway.cli import checkpoint as command
 from headway.errors import NoValidCheckpoint, UsageError
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from headway import checkpoint
-from headway.checkpoint import Retention, layout
+from headway.checkpoint import Retention
+from headway.checkpoint.format import manifest as layout
 from headway.errors import UsageError
 
 

@@ -21,10 +21,10 @@ from torch.distributed.fsdp import fully_shard
 
 import headway
 from headway import checkpoint, dist
-from headway.checkpoint import writing
+from headway.checkpoint.write import disk
 from headway.errors import NoValidCheckpoint, RunLocked, StorageError, UsageError
-from headway.failpoints import VARIABLE
 from headway.run import Run
+from headway.system.failpoints import VARIABLE
 from headway.testing import faults, ranks
 
 STATE: dict[str, Any] = {
@@ -205,7 +205,7 @@ def test_a_run_that_was_taken_over_commits_nothing(
     run = Run.create(tmp_path)
     with run.lock() as lock:
         checkpoint.save(run, {"x": 1}, step=1, lock=lock)
-        monkeypatch.setattr(writing, "failpoint", lambda name: take_over(run) if name == when else None)
+        monkeypatch.setattr(disk, "failpoint", lambda name: take_over(run) if name == when else None)
         with pytest.raises(RunLocked, match="taken over"):
             checkpoint.save(run, {"x": 2}, step=2, lock=lock)
         (run.path / "lock" / "owner-00002.json").unlink()
@@ -450,7 +450,7 @@ def test_tensors_on_the_gpu_return_to_the_gpu(tmp_path: Path) -> None:
 
 
 def test_small_and_large_parts_keep_their_order(tmp_path: Path) -> None:
-    from headway.checkpoint.writing import write_file
+    from headway.checkpoint.write.disk import write_file
 
     lengths = [0, 5, 1 << 20, 7, (8 << 20) + 3, (1 << 20) - 1, *[900_000] * 12, 1]
     parts = [os.urandom(length) for length in lengths]

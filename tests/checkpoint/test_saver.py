@@ -31,7 +31,7 @@ def helpers(of: int | None = None) -> list[psutil.Process]:
 
 def _is_helper(child: psutil.Process) -> bool:
     with suppress(psutil.ZombieProcess, psutil.NoSuchProcess):  # it may end while we look
-        return "headway.checkpoint.helper" in " ".join(child.cmdline())
+        return "headway.checkpoint.write.writer_process" in " ".join(child.cmdline())
     return False
 
 
@@ -132,7 +132,7 @@ def test_a_saver_in_the_foreground_needs_no_helper(tmp_path: Path) -> None:
 
 
 def test_the_helper_has_no_torch() -> None:
-    code = "import sys, headway.checkpoint.helper; assert not {'torch', 'numpy'} & set(sys.modules)"
+    code = "import sys, headway.checkpoint.write.writer_process; assert not {'torch', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -405,11 +405,11 @@ def test_shards_of_three_ranks(tmp_path: Path) -> None:
 def test_a_plan_is_made_anew_when_tensors_change_and_only_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from headway.checkpoint import planning
+    from headway.checkpoint.write import planner
 
     made: list[int] = []
-    real = planning._make_plan
-    monkeypatch.setattr(planning, "_make_plan", lambda *args: made.append(args[-1]) or real(*args))
+    real = planner._make_plan
+    monkeypatch.setattr(planner, "_make_plan", lambda *args: made.append(args[-1]) or real(*args))
     one, two = {"w": torch.ones(3), "n": 1}, {"w": torch.ones(3), "n": 2}
     larger, other = {"w": torch.ones(4)}, {"w": torch.ones(4).double()}
     own = {

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from headway.cli import main
-from headway.data import NodeCache, fetching, pack
-from headway.data.cache import CachedShards
+from headway.data import NodeCache, pack
+from headway.data.cache import copier
+from headway.data.cache.node_cache import CachedShards
 
 
 @pytest.fixture
 def shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(fetching, "_SETTLED", 0.0)
+    monkeypatch.setattr(copier, "_SETTLED", 0.0)
     (path,) = pack([{"__key__": "a", "bin": bytes(50_000)}], tmp_path / "source")
     return path
 

@@ -14,7 +14,7 @@ import simplejpeg
 from headway.cli import main
 from headway.cli.progress import watched
 from headway.data import pack
-from headway.data.benching import Bench
+from headway.data.tools.bench import Bench
 
 
 @pytest.fixture(autouse=True)

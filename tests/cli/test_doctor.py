@@ -19,12 +19,12 @@ import torch
 from rich.console import Console
 
 from headway.cli import doctor as command, main as headway
-from headway.dist.limits import Limits
-from headway.dist.nvml import Driver, Gpu
-from headway.dist.topology import GpuLink, Port, Topology
-from headway.launcher import doctor, probes
-from headway.launcher.doctor import Check, Report
-from headway.launcher.probes import Answer
+from headway.dist.topology.machine import GpuLink, Port, Topology
+from headway.dist.topology.nvml import Driver, Gpu
+from headway.doctor import checks as doctor, probes
+from headway.doctor.checks import Check, Report
+from headway.doctor.probes import Answer
+from headway.system.limits import Limits
 
 GIB = 2**30
 DRIVER = Driver(version="570.86", cuda=(12, 8))
@@ -229,7 +229,7 @@ def test_a_canary_that_dies_is_bad_and_says_why(monkeypatch: pytest.MonkeyPatch)
     check = doctor.interconnect(gpus=0)
     assert check.verdict == "bad"
     assert check.detail.startswith("2 ranks on cpu failed: exit code ")
-    assert "headway run --nproc 2 -m headway.launcher.canary" in check.advice
+    assert "headway run --nproc 2 -m headway.doctor.canary" in check.advice
 
 
 def wrong_or_slow(verdict: str) -> dict[str, object]:
@@ -290,7 +290,8 @@ def test_the_table_shows_every_check_and_remedy() -> None:
 
 
 def test_torch_is_imported_only_when_the_examination_begins() -> None:
-    code = "import sys, headway.cli.doctor; print('torch' in sys.modules, 'headway.dist.topology' in sys.modules)"
+    machine = "headway.dist.topology.machine"
+    code = f"import sys, headway.cli.doctor; print('torch' in sys.modules, {machine!r} in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from headway.dist.hostlist import expand
+from headway.schedulers.slurm.hostlist import expand
 
 from .bench import Cluster
 

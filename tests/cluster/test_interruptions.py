@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from headway.launcher.queue import Queue
-from headway.launcher.status import status
 from headway.run import Run
+from headway.run.status import status
+from headway.schedulers.slurm.queue import Queue
 
 from .bench import Cluster
 from .jobs import SCRIPTS, Result, Submitted, local_result, submit

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 import headway as hw
-from headway.data import Mix, NodeCache, ShardLoader, fetching, pack
-from headway.data.ahead import Needed, Window
-from headway.data.cache import CachedShards
-from headway.data.leases import WaitedTooLong
+from headway.data import Mix, NodeCache, ShardLoader, pack
+from headway.data.cache import copier
+from headway.data.cache.leases import WaitedTooLong
+from headway.data.cache.node_cache import CachedShards
+from headway.data.cache.prefetch import Needed, Window
 from headway.testing import ranks
 
 A, B, C, D = (Path(name) for name in "abcd")
@@ -22,7 +23,7 @@ A, B, C, D = (Path(name) for name in "abcd")
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetching, "_SETTLED", 0.0)
+    monkeypatch.setattr(copier, "_SETTLED", 0.0)
 
 
 def batches(*shards: list[Path]) -> Iterator[Needed]:
@@ -147,8 +148,8 @@ def test_a_copy_under_way_is_given_up_when_the_loop_ends(
             copying.set()
             time.sleep(0.01)
 
-    monkeypatch.setattr(fetching, "failpoint", slow)
-    monkeypatch.setattr(fetching, "_STEP", 10)  # a shard would take minutes
+    monkeypatch.setattr(copier, "failpoint", slow)
+    monkeypatch.setattr(copier, "_STEP", 10)  # a shard would take minutes
     before = threading.active_count()
     loader = ShardLoader(folder, batch_size=6, cache=NodeCache(path=tmp_path, copy_local=True, patience=0))
     iterator = iter(loader)
@@ -181,7 +182,7 @@ def test_ranks_of_a_node_share_one_copy(tmp_path: Path) -> None:
         where / "source", batch_size=6, lanes=1, cache=NodeCache(path=where, copy_local=True)
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fetching, "_SETTLED", 0.0)
+        patch.setattr(copier, "_SETTLED", 0.0)
         seen = [number for batch in loader for number in batch["cls"].tolist()]
     together = [number for part in hw.all_gather_object(seen) for number in part]
     assert sorted(together) == list(range(120))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.data import budget
+from headway.data.cache import budget
 from headway.errors import UsageError
 
 GB = 10**9

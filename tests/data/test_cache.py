@@ -26,12 +26,14 @@ from typing import Any
 
 import pytest
 
-from headway import failpoints
-from headway.data import cachefolder, checksums, fetching, leases, pack
-from headway.data.cache import CachedShards, NodeCache
-from headway.data.cachefolder import CacheFolder
-from headway.data.leases import Deadline, NotCached, WaitedTooLong
+from headway.data import pack
+from headway.data.cache import copier, directory, leases
+from headway.data.cache.directory import CacheFolder
+from headway.data.cache.leases import Deadline, NotCached, WaitedTooLong
+from headway.data.cache.node_cache import CachedShards, NodeCache
+from headway.data.shards import checksums
 from headway.errors import BadShard, UsageError
+from headway.system import failpoints
 
 SIZE = 1_000_000
 ROOM = 1_100_000  # for one shard
@@ -40,8 +42,8 @@ ROOM = 1_100_000  # for one shard
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards count as settled, and are copied in small steps."""
-    monkeypatch.setattr(fetching, "_SETTLED", 0.0)
-    monkeypatch.setattr(fetching, "_STEP", 100_000)
+    monkeypatch.setattr(copier, "_SETTLED", 0.0)
+    monkeypatch.setattr(copier, "_STEP", 100_000)
     failpoints.forget_calls()
 
 
@@ -166,7 +168,7 @@ def test_shards_on_a_disk_of_this_machine_are_read_in_place(shards: list[Path], 
 def test_a_shard_that_has_only_just_been_written_is_not_trusted(
     shards: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetching, "_SETTLED", 1e6)
+    monkeypatch.setattr(copier, "_SETTLED", 1e6)
     cache = at(tmp_path)
     assert contents(cache, shards[0]) == truth(shards[0])
     assert cache.counts["source"] == 1 and not cache.counts["copied"]
@@ -200,7 +202,7 @@ def test_a_shard_rewritten_while_it_is_copied_is_not_kept(
             shards[0].write_bytes(other.read_bytes())
             other.unlink()
 
-    monkeypatch.setattr(fetching, "failpoint", rewrite)
+    monkeypatch.setattr(copier, "failpoint", rewrite)
     cache = at(tmp_path)
     cache.open(shards[0])
     assert cache.counts["source"] == 1
@@ -212,7 +214,7 @@ def test_a_shard_cut_off_while_it_is_copied_is_read_at_its_source(
     shards: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        fetching, "failpoint", lambda name: name == "cache.copying" and os.truncate(shards[0], 600_000)
+        copier, "failpoint", lambda name: name == "cache.copying" and os.truncate(shards[0], 600_000)
     )
     cache = at(tmp_path)
     shard = cache.open(shards[0])
@@ -348,7 +350,7 @@ def test_a_copy_that_is_removed_as_soon_as_it_has_its_name_is_not_read(
 ) -> None:
     """Its bytes would take space that nobody counts."""
     monkeypatch.setattr(
-        cachefolder,
+        directory,
         "failpoint",
         lambda name: name == "cache.published" and next(tmp_path.glob("*/*.shard")).unlink(),
     )
@@ -702,7 +704,7 @@ def test_a_link_in_the_place_of_a_file_is_not_followed(name: str, shards: list[P
     folder = tmp_path / f"headway-cache-{os.geteuid()}"
     folder.mkdir(mode=0o700)
     if name in ("shard", "part"):
-        name = f"{fetching.identify(fetching.File(shards[0]))}.{name}"
+        name = f"{copier.identify(copier.File(shards[0]))}.{name}"
     (folder / name).symlink_to(victim)
     cache = at(tmp_path)
     assert contents(cache, shards[0]) == truth(shards[0])

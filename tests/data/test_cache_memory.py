@@ -24,8 +24,8 @@ from pathlib import Path
 group, where, *shards = map(Path, sys.argv[1:])
 (group / "cgroup.procs").write_text(str(os.getpid()))
 from headway.data import fetching
-from headway.data.cache import CachedShards, NodeCache
-from headway.data.shards import Shard
+from headway.data.cache.node_cache import CachedShards, NodeCache
+from headway.data.shards.shard import Shard
 fetching._SETTLED = 0.0
 fetching._STEP = 2**20
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headway.data import Catalog, Mix, ShardLoader, pack
-from headway.data.stubs import write_stubs
+from headway.data.catalog.stubs import write_stubs
 from headway.errors import UsageError
 
 

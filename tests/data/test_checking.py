@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import simplejpeg
 
-from headway.data import checksums, pack
-from headway.data.checking import check_shard
+from headway.data import pack
+from headway.data.shards import checksums
+from headway.data.tools.check import check_shard
 from headway.errors import BadShard
 
 

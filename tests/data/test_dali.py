@@ -14,7 +14,7 @@ import simplejpeg
 import webdataset
 
 from headway.data import Shard, pack
-from headway.data.shards import walk
+from headway.data.shards.shard import walk
 
 PEERS = Path(os.environ.get("HEADWAY_PEERS", Path(__file__).parents[2] / ".peers"))
 pytestmark = pytest.mark.skipif(

@@ -21,8 +21,8 @@ from PIL import Image
 
 import headway as hw
 from headway.data import Limits, Shard, ShardLoader, pack
-from headway.data.decode import decode
-from headway.data.shards import members, walk
+from headway.data.shards.decode import decode
+from headway.data.shards.shard import members, walk
 from headway.errors import BadSample, BadShard, HeadwayError, UsageError
 from headway.testing import ranks
 
@@ -38,8 +38,8 @@ def peak_megabytes(code: str, *args: object) -> float:
     script = f"""
 import resource, sys
 from pathlib import Path
-from headway.data.shards import Shard, Limits, walk
-from headway.data.decode import decode
+from headway.data.shards.shard import Shard, Limits, walk
+from headway.data.shards.decode import decode
 from headway.errors import BadShard, BadSample
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 before = peak()

@@ -16,9 +16,12 @@ import simplejpeg
 from PIL import Image
 
 from headway.cli import data as data_verbs
-from headway.data import Limits, Shard, ShardLoader, finding, pack, shards, sources
-from headway.data.decode import decode
-from headway.data.sources import OpenShards, Source
+from headway.data import Limits, Shard, ShardLoader, pack
+from headway.data.catalog import find
+from headway.data.shards import shard as shards
+from headway.data.shards.decode import decode
+from headway.data.sources import open_shards
+from headway.data.sources.open_shards import OpenShards, Source
 from headway.errors import BadSample, BadShard, UsageError
 
 PIECE = 300_000
@@ -250,7 +253,7 @@ def test_whoever_waits_for_shards_to_be_walked_is_told_why(
     paths = unindexed(tmp_path / "it's", 3, 2)
     ShardLoader(paths, batch_size=1)
     assert not capsys.readouterr().err, "not if it is quick"
-    monkeypatch.setattr(sources, "_LONG", 0.0)
+    monkeypatch.setattr(open_shards, "_LONG", 0.0)
     ShardLoader(paths, batch_size=1)
     (said,) = capsys.readouterr().err.splitlines()
     assert "'data', 1 of 3 shards so far" in said
@@ -272,6 +275,6 @@ def test_a_shard_that_was_refilled_is_refused_by_every_thread(tmp_path: Path) ->
 def test_shards_are_counted_in_their_order(
     quick: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(finding, "_QUICK", quick)
+    monkeypatch.setattr(find, "_QUICK", quick)
     paths = [packed(tmp_path / str(count), count) for count in range(1, 71)]
-    assert list(finding.counts(paths)) == list(range(1, 71))
+    assert list(find.counts(paths)) == list(range(1, 71))

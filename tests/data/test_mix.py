@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, strategies as st
 
-from headway.data.mix import Mix, Segment, Timeline, counts, fixed_point
+from headway.data.order.mix import Mix, Segment, Timeline, counts, fixed_point
 from headway.errors import UsageError
 
 WEIGHTS = st.lists(st.floats(0, 100), min_size=1, max_size=20).filter(lambda w: sum(w) > 1e-3)

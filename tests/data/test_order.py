@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from headway.data.order import Order, Shuffle, distinct, key, keys, permute, piece
+from headway.data.order.order import Order, Shuffle, distinct, key, keys, permute, piece
 from headway.errors import UsageError
 
 COUNTS = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any)
@@ -149,7 +149,7 @@ LARGE = """
 import time
 from pathlib import Path
 import numpy as np
-from headway.data.order import Order, Shuffle
+from headway.data.order.order import Order, Shuffle
 began = time.perf_counter()
 counts = np.random.default_rng(0).integers(9_000, 11_000, 1_000_000)
 order = Order(counts, Shuffle(seed=0, lanes=48, window=20_000))

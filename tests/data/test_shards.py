@@ -20,8 +20,8 @@ from hypothesis import given, settings, strategies as st
 from PIL import Image
 
 from headway.data import Limits, Shard, index, pack
-from headway.data.decode import decode
-from headway.data.shards import count_samples, members, samples
+from headway.data.shards.decode import decode
+from headway.data.shards.shard import count_samples, members, samples
 from headway.errors import BadSample, BadShard, UsageError
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from headway.data import DataLoader, Mix, ShardLoader, pack
-from headway.data.which import Traceable, Which
+from headway.data.order.locate import Traceable, Which
 
 SIZES = {"a": [7, 13, 1, 9], "b": [20, 5]}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import headway as hw
 from headway import dist
-from headway.dist.agreement import Agreement
+from headway.dist.control.agreement import Agreement
 from headway.dist.group import current
 from headway.testing import ranks
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as td
 from torch import Tensor, nn
 
-from headway.dist import averaging
-from headway.dist.averaging import average_gradients, average_parameters, optimizer_to
+from headway.dist.collective import averaging
+from headway.dist.collective.averaging import average_gradients, average_parameters, optimizer_to
 from headway.errors import UsageError
 from headway.testing import ranks
 

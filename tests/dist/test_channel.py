@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from headway.dist.channel import Channel, Forged, Message
+from headway.dist.control.channel import Channel, Forged, Message
 
 KEY = b"k" * 32
 

@@ -190,7 +190,7 @@ def test_a_forked_child_does_not_hide_its_parents_death(tmp_path: Path) -> None:
 def test_who_has_the_last_word_does_not_hear_that_it_should_end() -> None:
     program = """
 import os, signal, threading
-from headway.dist.signals import ignore_termination
+from headway.dist.control.signals import ignore_termination
 thread = threading.Thread(target=ignore_termination)
 thread.start()
 thread.join()

@@ -8,7 +8,7 @@ import time
 import pytest
 
 import headway as hw
-from headway.dist.remote import RemoteTraceback
+from headway.dist.failure.remote import RemoteTraceback
 from headway.errors import BarrierTimeout, UsageError
 from headway.testing import ranks
 

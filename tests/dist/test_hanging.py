@@ -16,10 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from headway import hanging, heartbeat
-from headway.hanging import Sighting
-from headway.heartbeat import Heartbeat
-from headway.launcher.watchdog import Watchdog
+from headway.dist.failure import hang as hanging, heartbeat
+from headway.dist.failure.hang import Sighting
+from headway.dist.failure.heartbeat import Heartbeat
+from headway.launcher.agent.watchdog import Watchdog
 
 SCRIPT = str(Path(__file__).parents[1] / "scripts" / "hang.py")
 BIN = Path(sys.executable).parent

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from headway.dist.hostlist import expand
+from headway.schedulers.slurm.hostlist import expand
 from headway.errors import UsageError
 
 

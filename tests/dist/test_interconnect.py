@@ -18,9 +18,9 @@ import torch.distributed as td
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from headway.dist import interconnect
-from headway.dist.interconnect import GroupWire, Interconnect, Link, check_interconnect
-from headway.dist.tournament import schedule
+from headway.dist.topology import interconnect
+from headway.dist.topology.interconnect import (GroupWire, Interconnect, Link, check_interconnect)
+from headway.dist.topology.tournament import schedule
 from headway.errors import UsageError
 from headway.testing import ranks
 
@@ -156,7 +156,7 @@ def test_bytes_in_the_wrong_place_are_wrong() -> None:
 SILENT = """
 import sys, time, datetime
 import torch.distributed as td
-from headway.dist.interconnect import check_interconnect, GroupWire
+from headway.dist.topology.interconnect import check_interconnect, GroupWire
 from headway.errors import RankFailure
 
 class Silent:

@@ -16,15 +16,15 @@ import torch
 import torch.distributed
 
 import headway as hw
-from headway.dist.control import Hub
-from headway.dist.devices import choose_device
-from headway.dist.failing import is_echo
-from headway.dist.launchers import Place
-from headway.dist.meeting import Address, FileMeeting, listen
-from headway.dist.peer import join
+from headway.dist.control.hub import Hub
+from headway.dist.device import choose_device
+from headway.dist.failure.capture import is_echo
+from headway.dist.environment import Place
+from headway.dist.rendezvous import Address, FileMeeting, listen
+from headway.dist.control.peer import join
 from headway.dist.roster import Member, Seat
 from headway.errors import RankFailure, UsageError
-from headway.failure import Record
+from headway.dist.failure.record import Record
 from headway.testing import ranks
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from headway.dist.launchers import Place, detect
+from headway.dist.environment import Place, detect
 from headway.errors import UsageError
 
 SRUN_STEP = {

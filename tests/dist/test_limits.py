@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.dist.limits import Limits, control_group_limits
+from headway.system.limits import Limits, control_group_limits
 
 
 @pytest.fixture

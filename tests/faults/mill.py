@@ -21,10 +21,11 @@ import torch
 from torch import nn
 
 import headway as hw
-import headway.checkpoint.saver  # now, not once per rank
+import headway.checkpoint.write.saver  # now, not once per rank
 import headway.testing.verify
 import headway.train.pipeline
-from headway import dist, failpoints
+from headway import dist
+from headway.system import failpoints
 
 SAMPLES, BATCH, EPOCHS = 240, 24, 24  # a batch for 1, 2, 3 or 4 ranks; 240 steps
 EVERY = 7

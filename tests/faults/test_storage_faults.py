@@ -19,8 +19,8 @@ from checker import judge
 import headway
 from headway import checkpoint
 from headway.checkpoint import Saver
-from headway.checkpoint.helper import Helper, _Server
-from headway.checkpoint.writing import Target
+from headway.checkpoint.write.disk import Target
+from headway.checkpoint.write.writer_process import Helper, _Server
 from headway.errors import StorageError
 from headway.testing import faults, ranks
 
@@ -163,7 +163,7 @@ def test_training_goes_on_while_the_disk_stands_still(freezer: Path) -> None:
 def test_a_disk_that_stands_still_for_too_long_is_given_up(
     freezer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headway.checkpoint.saver._TIDY_UP", 0.5)
+    monkeypatch.setattr("headway.checkpoint.write.saver._TIDY_UP", 0.5)
     checkpoint.save(freezer, {"x": 1}, step=1)
     with Saver(freezer, patience=2.0) as saver:
         freeze(freezer)

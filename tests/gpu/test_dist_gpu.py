@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from headway.dist.averaging import optimizer_to
-from headway.dist.nvml import read_driver, read_gpus
+from headway.dist.collective.averaging import optimizer_to
 from headway.dist.seeding import seed
-from headway.dist.topology import detect
-from headway.launcher import doctor, probes
+from headway.dist.topology.machine import detect
+from headway.dist.topology.nvml import read_driver, read_gpus
+from headway.doctor import checks, probes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,7 +36,7 @@ def test_nvml_and_torch_see_the_same_gpu() -> None:
 
 
 def test_the_doctor_finds_the_gpu_good() -> None:
-    check = doctor.gpus(
+    check = checks.gpus(
         detect(), read_driver(), torch_cuda=probes.torch_cuda(), device_files=probes.gpu_files()
     )
     assert check.verdict == "ok", check
@@ -79,7 +79,7 @@ import datetime, json, os, sys
 rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 os.environ["NCCL_HOSTID"] = f"host{rank}"  # NCCL refuses two ranks on one GPU, unless they seem to be on two hosts
 import torch, torch.distributed as td
-from headway.dist.interconnect import check_interconnect
+from headway.dist.topology.interconnect import check_interconnect
 td.init_process_group(sys.argv[4], store=td.FileStore(f"{folder}/store", world), rank=rank, world_size=world,
                       timeout=datetime.timedelta(seconds=60))
 result = check_interconnect(megabytes=4)

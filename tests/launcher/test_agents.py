@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from headway.data import cache, pack
+from headway.data import pack
+from headway.data.cache import node_cache
 from headway.errors import RankFailure
-from headway.launcher import surroundings, team as teams
-from headway.launcher.after import job_number, launch_name, read_outcome
-from headway.launcher.agent import Agent
-from headway.launcher.surroundings import cpu_shares, kernel_caches, private_folder, shares
-from headway.launcher.team import Team, seating
+from headway.launcher.agent import environment, team as teams
+from headway.launcher.agent.agent import Agent
+from headway.launcher.agent.environment import cpu_shares, kernel_caches, private_folder, shares
+from headway.launcher.agent.team import Team, seating
+from headway.launcher.epilogue import job_number, launch_name, read_outcome
 
 AGENT = [sys.executable, "-m", "headway", "agent"]
 
@@ -46,8 +47,8 @@ def test_agents_meet_in_a_folder_where_an_earlier_launch_has_been(tmp_path: Path
     assert [seat.world_size for seat in _gather(new, [2, 3])] == [5, 5]
 
 
-def _gather(agents: list[Team], processes: list[int]) -> list[surroundings.Seating]:
-    found: dict[int, surroundings.Seating] = {}
+def _gather(agents: list[Team], processes: list[int]) -> list[environment.Seating]:
+    found: dict[int, environment.Seating] = {}
 
     def meet(index: int) -> None:
         found[index] = agents[index].gather(processes[index], patience=30)
@@ -123,10 +124,10 @@ def test_cpus_are_shared_out_whole() -> None:
 
 def test_threads_follow_what_slurm_gave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
-    assert surroundings.cores({}) == 64
-    assert surroundings.cores({"SLURM_CPUS_PER_TASK": "8", "SLURM_STEP_ID": "0"}) == 8
-    assert surroundings.cores({"SLURM_CPUS_ON_NODE": "16", "SLURM_STEP_ID": "0"}) == 16
-    assert surroundings.cores({"SLURM_CPUS_PER_TASK": "8"}) == 64, "a shell in an allocation is not a task"
+    assert environment.cores({}) == 64
+    assert environment.cores({"SLURM_CPUS_PER_TASK": "8", "SLURM_STEP_ID": "0"}) == 8
+    assert environment.cores({"SLURM_CPUS_ON_NODE": "16", "SLURM_STEP_ID": "0"}) == 16
+    assert environment.cores({"SLURM_CPUS_PER_TASK": "8"}) == 64, "a shell in an allocation is not a task"
 
 
 def test_kernels_are_kept_apart_on_the_nodes_disk(tmp_path: Path) -> None:
@@ -268,7 +269,7 @@ def test_a_free_port_is_free() -> None:
 
 
 def test_copies_of_killed_ranks_are_cleared_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "NodeCache", partial(cache.NodeCache, path=tmp_path))
+    monkeypatch.setattr(node_cache, "NodeCache", partial(node_cache.NodeCache, path=tmp_path))
     pack([{"__key__": "a", "bin": bytes(9000)}], tmp_path / "shards")
     job = f"""
 import os

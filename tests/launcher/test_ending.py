@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 
 from headway.errors import HeadwayError
-from headway.launcher import after, slurm
-from headway.launcher.after import EARLIER
-from headway.launcher.ending import first_failure, keep
+from headway.launcher import epilogue
+from headway.launcher.agent.outcome import first_failure, keep
+from headway.launcher.agent.team import Team
+from headway.launcher.epilogue import EARLIER
 from headway.launcher.program import JobFile, Program
-from headway.launcher.queue import Queue
-from headway.launcher.status import status
 from headway.launcher.targets import Slurm
-from headway.launcher.team import Team
 from headway.run import Run
+from headway.run.status import status
+from headway.schedulers.slurm import client
+from headway.schedulers.slurm.queue import Queue
 
 Start = Callable[[int], None]
 
@@ -109,7 +110,7 @@ def ended(run: Run, code: int, target: Slurm, *, attempt: int = 0) -> int:
     team = Team(run.launch_dir / f"7-{attempt}", number=0, size=1)
     team.begin_round(0)
     team.ended(code)
-    return after.main(str(run.path), "0")
+    return epilogue.main(str(run.path), "0")
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, **answers: tuple[int, str, str]) -> list[Any]:
@@ -120,7 +121,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, **answers: tuple[int, str, str]) 
         asked.append((*command, f"{EARLIER}={environ.get(EARLIER)}"))
         return subprocess.CompletedProcess(command, *answers[command[0]])
 
-    monkeypatch.setattr(slurm, "ask", ask)
+    monkeypatch.setattr(client, "ask", ask)
     return asked
 
 

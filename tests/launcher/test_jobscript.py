@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from headway.errors import UsageError
-from headway.launcher.jobscript import job_script, options, step_options
 from headway.launcher.targets import Slurm
+from headway.schedulers.slurm.script import job_script, options, step_options
 
 GOLDEN = Path(__file__).parent / "golden"
 TARGETS = {

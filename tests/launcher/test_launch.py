@@ -20,15 +20,16 @@ import psutil
 import pytest
 
 import headway as hw
-from headway import dist, runlock
+from headway import dist
 from headway.errors import HeadwayError, MissingExtra, RankFailure, Stopped, StorageError, UsageError
-from headway.launcher import functions, parcel, starting, worker
-from headway.launcher.listing import rows
+from headway.launcher.follow import follow
+from headway.launcher.functions import call, pickled, start, worker
+from headway.launcher.functions.worker import Call
 from headway.launcher.program import JobFile, Program
-from headway.launcher.queue import Queue
-from headway.launcher.status import note_end, status
-from headway.launcher.watching import follow
-from headway.launcher.worker import Call
+from headway.run import lock
+from headway.run.status import note_end, status
+from headway.schedulers.slurm.queue import Queue
+from headway.watch.runs import rows
 
 WORK = """
 import os, signal, sys, time
@@ -295,7 +296,7 @@ def test_how_mpirun_ended_is_noted(lines: str | None, state: str, why: str, tmp_
         mpirun.write_text(f"#!/bin/sh\n{lines}\n")
         mpirun.chmod(0o755)
     run = called(tmp_path, hw.Mpi(mpirun=str(mpirun)))
-    keeper = [sys.executable, "-m", "headway.launcher.background", str(run.path)]
+    keeper = [sys.executable, "-m", "headway.launcher.functions.background", str(run.path)]
     assert subprocess.run(keeper, stderr=subprocess.DEVNULL).returncode != 0
     found = status(run, Queue())
     assert found.state == state and found.why.startswith(why)
@@ -327,7 +328,7 @@ def test_what_cannot_be_started_leaves_nothing(
     def full(*_: object) -> None:
         raise StorageError("no space left")
 
-    monkeypatch.setattr(functions, "in_background", full)
+    monkeypatch.setattr(call, "in_background", full)
     with pytest.raises(StorageError, match="no space left"):
         hw.launch(work.leaves)
     assert not list((tmp_path / "runs").iterdir())
@@ -337,7 +338,7 @@ def test_a_process_of_the_same_number_on_this_machine_is_not_hit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = hw.Run.create(tmp_path / "runs")
-    there = runlock.identity(os.getpid()) | {"machine": "another", "host": "n7"}
+    there = lock.identity(os.getpid()) | {"machine": "another", "host": "n7"}
     run.submission_file.write_text(json.dumps(there))
     killed: list[int] = []
     monkeypatch.setattr(os, "kill", lambda pid, _: killed.append(pid))
@@ -354,8 +355,8 @@ def test_a_start_begins_without_the_end_of_the_last_one(
     run.write_failure({"rank": 0, "error": "of the last one"})
     JobFile(program=Program(command=["train"]), target=hw.Slurm(array=("lr=1,2",))).write(run)
     submitted: list[hw.Slurm] = []
-    monkeypatch.setattr(starting.slurm, "submit", lambda _, __, target: submitted.append(target))
-    starting.again(run)
+    monkeypatch.setattr(start.slurm, "submit", lambda _, __, target: submitted.append(target))
+    start.again(run)
     assert submitted == [hw.Slurm()], "this run alone, not the whole array"
     assert not run.ended_file.exists() and not run.failure_file.exists()
 
@@ -404,36 +405,36 @@ def test_a_script_returns_nothing_and_a_plain_run_is_no_job(tmp_path: Path) -> N
 
 def test_without_cloudpickle_what_can_be_imported_still_travels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    assert parcel.pack((os.path.join, functools.partial(max, 3), Path("x")), what="it")
+    assert pickled.pack((os.path.join, functools.partial(max, 3), Path("x")), what="it")
     here = test_without_cloudpickle_what_can_be_imported_still_travels
     for value in (lambda: 1, type("Local", (), {"__module__": "__main__"}), [lambda: 1]):
         with pytest.raises(MissingExtra, match=r"pip install 'headway\[launch\]'"):
-            parcel.pack(value, what="it")
-    assert here.__name__.encode() not in parcel.pack(max, what="it")
+            pickled.pack(value, what="it")
+    assert here.__name__.encode() not in pickled.pack(max, what="it")
 
 
 def test_a_parcel_that_others_could_have_written_stays_shut(tmp_path: Path) -> None:
     path = tmp_path / "p"
-    path.write_bytes(parcel.pack(3, what="it"))
+    path.write_bytes(pickled.pack(3, what="it"))
     path.chmod(0o600)
-    assert parcel.unpack(path, what="it") == 3
+    assert pickled.unpack(path, what="it") == 3
     for mode in (0o620, 0o602):
         path.chmod(mode)
         with pytest.raises(StorageError, match="not a file that only you can write"):
-            parcel.unpack(path, what="it")
+            pickled.unpack(path, what="it")
     path.chmod(0o600)
     (tmp_path / "link").symlink_to(path)
     with pytest.raises(StorageError, match="could not read it from"):
-        parcel.unpack(tmp_path / "link", what="it")
+        pickled.unpack(tmp_path / "link", what="it")
     if os.geteuid() == 0:
         os.chown(path, 65534, 65534)
         with pytest.raises(StorageError, match="not a file that only you can write"):
-            parcel.unpack(path, what="it")
+            pickled.unpack(path, what="it")
 
 
 def test_a_damaged_parcel(tmp_path: Path) -> None:
     path = tmp_path / "p"
-    path.write_bytes(parcel.pack([1, 2, 3], what="it")[:-3])
+    path.write_bytes(pickled.pack([1, 2, 3], what="it")[:-3])
     path.chmod(0o600)
     with pytest.raises(HeadwayError, match="it cannot be opened here"):
-        parcel.unpack(path, what="it")
+        pickled.unpack(path, what="it")

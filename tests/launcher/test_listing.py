@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from headway import runlock
 from headway.cli import main
 from headway.errors import UsageError
-from headway.launcher import comparing, listing, sweep
-from headway.launcher.comparing import compare
-from headway.launcher.queue import Queue, Ticket
-from headway.launcher.status import note_end, status
-from headway.run import Run
+from headway.launcher import sweep
+from headway.run import Run, lock
+from headway.run.status import note_end, status
+from headway.schedulers.slurm.queue import Queue, Ticket
+from headway.watch import compare as comparing, runs as listing
+from headway.watch.compare import compare
 
 NOBODY = Queue()
 
@@ -80,7 +80,7 @@ def test_a_heartbeat_elsewhere_is_looked_at_twice(run: Run, monkeypatch: pytest.
     run.begin_attempt(world={})
     monkeypatch.setattr(listing, "_LOOK_AGAIN", 0.01)
     with run.lock():
-        owner = runlock.newest_owner(run.path / "lock")
+        owner = lock.newest_owner(run.path / "lock")
     assert owner
     file = run.path / "lock" / "owner-00001.json"
     elsewhere = dataclasses.replace(owner, machine="another", host="n7", released=False, beat=3)
@@ -162,17 +162,17 @@ def test_how_a_script_without_attempts_ended(run: Run) -> None:
 
 
 def test_a_job_in_the_background_of_a_process(run: Run) -> None:
-    submitted(run, **runlock.identity(os.getpid()))
+    submitted(run, **lock.identity(os.getpid()))
     assert state(run) == ("running", "")
     run.end_attempt(run.begin_attempt(world={}), status="done", exit_code=0)
     assert state(run) == ("running", ""), "what it does after training is part of it"
 
 
 def test_a_job_whose_process_is_gone_or_elsewhere(run: Run) -> None:
-    submitted(run, **(runlock.identity(os.getpid()) | {"born": "0"}))
+    submitted(run, **(lock.identity(os.getpid()) | {"born": "0"}))
     word, why = state(run)
     assert word == "lost" and f"pid {os.getpid()} is gone" in why
-    submitted(run, **(runlock.identity(os.getpid()) | {"machine": "another", "host": "n7"}))
+    submitted(run, **(lock.identity(os.getpid()) | {"machine": "another", "host": "n7"}))
     assert state(run) == ("running", "on n7, as far as can be told from here")
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from headway.launcher.agent import Agent
-from headway.launcher.scratch import scratch_folder
+from headway.launcher.agent.agent import Agent
+from headway.launcher.agent.scratch import scratch_folder
 
 HOLD = """if True:
     import sys
-    from headway.launcher.scratch import scratch_folder
+    from headway.launcher.agent.scratch import scratch_folder
     with scratch_folder() as folder:
         (folder / "round-0").mkdir()
         print(folder, flush=True)

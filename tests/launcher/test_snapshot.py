@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from headway.errors import UsageError
-from headway.launcher import gathering, snapshot
-from headway.launcher.snapshot import adopt, load, take
+from headway.launcher.code import project_files, snapshot
+from headway.launcher.code.snapshot import adopt, load, take
 from headway.run import Run
 
 
@@ -280,12 +280,12 @@ def test_too_many_files_are_refused_and_a_long_list_is_cut(
 ) -> None:
     for number in range(4):
         (project / f"new-{number}.bin").touch()
-    monkeypatch.setattr(gathering, "_MOST_NAMED", 3)
-    code = gathering.gather(project / "train.py", limit=10**6)
+    monkeypatch.setattr(project_files, "_MOST_NAMED", 3)
+    code = project_files.gather(project / "train.py", limit=10**6)
     assert code.left_out[:1] == ("new-0.bin (not tracked by git)",) and code.left_out[3:] == ("and 1 more",)
-    monkeypatch.setattr(gathering, "_MOST_FILES", 1)
+    monkeypatch.setattr(project_files, "_MOST_FILES", 1)
     with pytest.raises(UsageError, match="1 files that a copy may have"):
-        gathering.gather(project / "train.py", limit=10**6)
+        project_files.gather(project / "train.py", limit=10**6)
 
 
 def test_a_folder_that_is_too_large_is_not_read_to_its_end(
@@ -294,7 +294,7 @@ def test_a_folder_that_is_too_large_is_not_read_to_its_end(
     (tmp_path / "plain" / "z").mkdir(parents=True)
     (tmp_path / "plain" / "big").write_bytes(b"0" * 1001)
     (tmp_path / "plain" / "train.py").touch()
-    monkeypatch.setattr(gathering, "_not_code", lambda path: pytest.fail(f"looked at {path}"))
+    monkeypatch.setattr(project_files, "_not_code", lambda path: pytest.fail(f"looked at {path}"))
     monkeypatch.chdir(tmp_path / "plain")
     with pytest.raises(UsageError, match="largest: big"):
         take(run, "train.py", limit=1000)

@@ -18,18 +18,18 @@ from typing import Any
 import pytest
 
 from headway.cli import main
+from headway.data.cache import staging
+from headway.data.cache.staging import stage
 from headway.errors import StorageError, UsageError
-from headway.launcher import staging
-from headway.launcher.before import staged
-from headway.launcher.jobscript import job_script
 from headway.launcher.program import JobFile, Program
-from headway.launcher.queue import Queue
-from headway.launcher.staging import stage
-from headway.launcher.status import status
+from headway.launcher.prologue import staged
 from headway.launcher.targets import Slurm
 from headway.run import Run
+from headway.run.status import status
+from headway.schedulers.slurm.queue import Queue
+from headway.schedulers.slurm.script import job_script
 
-STAGE = "import sys; from headway.launcher.staging import stage; print(stage([sys.argv[1]]).copied)"
+STAGE = "import sys; from headway.data.cache.staging import stage; print(stage([sys.argv[1]]).copied)"
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def test_one_waits_for_the_other(source: Path, node: Path) -> None:
     code = """if True:
         import os, sys, time
         from pathlib import Path
-        from headway.launcher.staging import stage
+        from headway.data.cache.staging import stage
         def show(done, total):
             Path(sys.argv[2]).touch()
             while not Path(sys.argv[3]).exists(): time.sleep(0.01)
@@ -297,7 +297,7 @@ def test_in_a_job_script_it_is_a_step_before_the_ranks() -> None:
     )
     begin, _, end = with_data.partition("# Data for the ranks")
     assert plain == begin + end.partition('launcher.after "$run" $?\n')[2]
-    assert with_data.count("headway.launcher.before") == 1, "what it leaves behind is read by `after`"
+    assert with_data.count("headway.launcher.prologue") == 1, "what it leaves behind is read by `after`"
     with pytest.raises(UsageError, match="pre: 'data' must be a full path"):
         Slurm(pre=("data",))
 
@@ -324,7 +324,7 @@ def test_a_job_that_is_stopped_while_it_copies_may_come_back(
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     done = subprocess.run([sys.executable, "-c", signalled, str(run.path), str(number)], capture_output=True)
     assert (done.returncode, done.stderr) == (code, b"")
-    after = [sys.executable, "-m", "headway.launcher.after", str(run.path), str(code)]
+    after = [sys.executable, "-m", "headway.launcher.epilogue", str(run.path), str(code)]
     told = subprocess.run(after, capture_output=True, text=True)
     assert told.returncode == code
     assert f"not queued again, as requeue is off; to go on: sbatch {run.job_script}" in told.stderr

@@ -10,11 +10,11 @@ import pytest
 
 from headway.cli import main, submit as verb
 from headway.errors import HeadwayError, UsageError
-from headway.launcher import refusals, slurm
 from headway.launcher.program import JobFile, Program, python_command
-from headway.launcher.submitting import Script
+from headway.launcher.submission import Script
 from headway.launcher.targets import Slurm
 from headway.run import Run
+from headway.schedulers.slurm import client, refusals
 
 
 def target(*argv: str) -> Slurm:
@@ -76,7 +76,7 @@ def test_a_machine_without_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     with pytest.raises(
         UsageError, match=r"sbatch is not on this machine: submit from a login node .* headway run"
     ):
-        slurm.check(Slurm())
+        client.check(Slurm())
 
 
 def test_names_for_runs() -> None:
@@ -118,7 +118,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, *given: tuple[int, str]) -> list[An
         code, words = rest.pop(0)
         return subprocess.CompletedProcess(command, code, "", words)
 
-    monkeypatch.setattr(slurm, "ask", ask)
+    monkeypatch.setattr(client, "ask", ask)
     return asked
 
 
@@ -135,7 +135,7 @@ def test_sbatch_does_not_see_the_job_from_which_it_is_called() -> None:
         "SRUN_DEBUG": "3",
     }
     kept = {"SLURM_CONF": "/etc/x", "SLURM_CLUSTERS": "big", "SBATCH_ACCOUNT": "lab"}
-    seen = slurm.ask("env", environ=around | kept).stdout.splitlines()
+    seen = client.ask("env", environ=around | kept).stdout.splitlines()
     assert {line for line in seen if line.startswith(("A=", "S"))} == {
         "A=b",
         *(f"{name}={value}" for name, value in kept.items()),
@@ -155,39 +155,39 @@ def test_sbatch_does_not_see_the_job_from_which_it_is_called() -> None:
 def test_a_job_that_slurm_would_take_and_never_start_is_refused(
     limits: str, partition: str | None, time: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm, "ask", lambda *words, **_: subprocess.CompletedProcess(words, 0, limits, ""))
+    monkeypatch.setattr(client, "ask", lambda *words, **_: subprocess.CompletedProcess(words, 0, limits, ""))
     monkeypatch.setattr(refusals, "_ask", lambda *_: [])
     wanted = Slurm(partition=partition, time=time)
     if refused:
         with pytest.raises(UsageError, match=f"time='{time}' is not allowed here"):
-            slurm.check(wanted)
+            client.check(wanted)
     else:
-        slurm.check(wanted)
+        client.check(wanted)
 
 
 def test_a_busy_controller_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = answers(monkeypatch, BUSY, BUSY, (0, ""))
-    assert slurm.requeue("7_2", pause=0) is None
+    assert client.requeue("7_2", pause=0) is None
     assert asked == [("scontrol", "requeue", "7_2")] * 3
 
 
 def test_a_controller_that_stays_busy_is_not_pressed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pauses grow, and there is none after the last try: the job has little time left."""
     pauses: list[float] = []
-    monkeypatch.setattr(slurm.time, "sleep", pauses.append)
+    monkeypatch.setattr(client.time, "sleep", pauses.append)
     answers(monkeypatch, BUSY, BUSY, BUSY)
-    assert slurm.requeue("7", tries=3, pause=2) == BUSY[1]
+    assert client.requeue("7", tries=3, pause=2) == BUSY[1]
     assert pauses == [2, 4]
 
 
 def test_signs_that_mean_something_to_slurm_are_plain_in_the_path_of_the_log(tmp_path: Path) -> None:
     run = Run.create(tmp_path)
-    assert f"--output=/data/%%j/log/{run.job_log.name}" in slurm.submission(run, Path("/data/%j"), Slurm())
+    assert f"--output=/data/%%j/log/{run.job_log.name}" in client.submission(run, Path("/data/%j"), Slurm())
 
 
 def test_a_refusal_is_final(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = answers(monkeypatch, BUSY, NEVER)
-    assert slurm.requeue("7", pause=0) == "Requested operation is presently disabled for job 7"
+    assert client.requeue("7", pause=0) == "Requested operation is presently disabled for job 7"
     assert len(asked) == 2
 
 

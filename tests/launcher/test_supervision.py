@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from headway.errors import UsageError
-from headway.launcher import agent as agents
-from headway.launcher.agent import Agent, check_processes
-from headway.launcher.surroundings import Seating, rank_environment
-from headway.launcher.team import Team
+from headway.launcher.agent import agent as agents
+from headway.launcher.agent.agent import Agent, check_processes
+from headway.launcher.agent.environment import Seating, rank_environment
+from headway.launcher.agent.team import Team
 
 TOP = """
 import os, signal, sys, time
@@ -237,7 +237,7 @@ step.mkdir(parents=True)
 (step / "manifest.json").touch()
 """
 BEATS = """
-from headway.heartbeat import Heartbeat
+from headway.dist.failure.heartbeat import Heartbeat
 heart = Heartbeat()
 heart.watch(60.0, rank=rank, folder=Path(os.environ["HEADWAY_HEARTBEAT"]))
 heart.belongs_to(Path("run-0").absolute())

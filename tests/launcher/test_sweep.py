@@ -8,10 +8,10 @@ import pytest
 
 from headway.cli import main
 from headway.errors import StorageError, UsageError
-from headway.launcher import snapshot
-from headway.launcher.listing import resolve, rows
+from headway.launcher.code import snapshot
 from headway.launcher.sweep import arguments, grid, join, label, member
 from headway.run import Run
+from headway.watch.runs import resolve, rows
 
 
 def test_grid_keeps_order_and_spelling() -> None:

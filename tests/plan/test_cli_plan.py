@@ -13,8 +13,8 @@ import pytest
 from headway.cli import plan as verb
 from headway.errors import HeadwayError, UsageError
 from headway.plan import Layout, Node, estimate, preset
-from headway.plan.calibration import load
-from headway.plan.html import page
+from headway.plan.machine.calibration import load
+from headway.plan.report.html import page
 
 GOOD = """
 model: llama-3.1-8b

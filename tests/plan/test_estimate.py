@@ -10,12 +10,12 @@ import pytest
 import headway.plan as plan_room
 from headway.errors import UsageError
 from headway.plan import Job, Layout, Node, estimate, preset, search
-from headway.plan.calibration import Calibration
-from headway.plan.economy import goodput, young_daly
-from headway.plan.memory import peak, reserved
-from headway.plan.quantity import Quantity, show
-from headway.plan.searching import layouts
-from headway.plan.steptime import step_time
+from headway.plan.cost.economy import goodput, young_daly
+from headway.plan.cost.memory import peak, reserved
+from headway.plan.cost.steptime import step_time
+from headway.plan.machine.calibration import Calibration
+from headway.plan.report.quantity import Quantity, show
+from headway.plan.searcher.layouts import layouts
 
 LLAMA = preset("llama-3.1-8b")
 FSDP = Layout(dp=8, zero=3, microbatch=1, global_batch=8, sequence=8192, precision="amp")

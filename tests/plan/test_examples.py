@@ -13,7 +13,7 @@ import yaml
 
 import headway.plan
 from headway.cli import plan as verb
-from headway.plan.document import document
+from headway.plan.input.document import document
 
 MODULES = [m.name for m in pkgutil.iter_modules(headway.plan.__path__) if not m.ispkg]
 PAGE = Path(__file__).parents[2] / "docs" / "plan.md"

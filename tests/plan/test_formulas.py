@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, strategies as st
 from truth import KORTHIKANTI, VOCAB, gpt, korthikanti_model
 
-from headway.plan.activations import layer_bytes
-from headway.plan.compute import attention_gemms, head_gemm, layer_gemms
-from headway.plan.flops import hardware_flops_per_token, model_flops_per_token, utilisation
-from headway.plan.layout import Layout
-from headway.plan.memory import rank_memory
-from headway.plan.pipeline import layers_in_flight
-from headway.plan.presets import preset
-from headway.plan.states import bytes_per_parameter
-from headway.plan.transformer import Transformer
+from headway.plan.cost.activations import layer_bytes
+from headway.plan.cost.compute import attention_gemms, head_gemm, layer_gemms
+from headway.plan.cost.flops import hardware_flops_per_token, model_flops_per_token, utilisation
+from headway.plan.cost.memory import rank_memory
+from headway.plan.cost.schedule import layers_in_flight
+from headway.plan.cost.states import bytes_per_parameter
+from headway.plan.model.layout import Layout
+from headway.plan.model.presets import preset
+from headway.plan.model.transformer import Transformer
 
 GIB = 2**30
 

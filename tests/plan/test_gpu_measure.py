@@ -7,7 +7,7 @@ import shutil
 import pytest
 from test_trace import ROWS, settings
 
-from headway.plan.measuring import measure_plan
+from headway.plan.tracer.measurement import measure_plan
 
 NO_GPU = shutil.which("nvidia-smi") is None
 

@@ -9,10 +9,10 @@ import yaml
 
 from headway.errors import UsageError
 from headway.plan import Layout, Node, preset
-from headway.plan.calibration import Calibration, load, save
-from headway.plan.dlcalc import import_dlcalc
-from headway.plan.document import document, read_document
-from headway.plan.estimating import estimate
+from headway.plan.input.dlcalc import import_dlcalc
+from headway.plan.input.document import document, read_document
+from headway.plan.machine.calibration import Calibration, load, save
+from headway.plan.report.estimates import estimate
 
 GOOD = {"model": "gpt2", "node": "h200-sxm8", "layout": {"global_batch": 8}}
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from headway.plan.calibration import Calibration
-from headway.plan.hardware import Node
-from headway.plan.measuring import Rows, _order, doubts, fit, machine
-from headway.plan.traced import Traced
+from headway.plan.machine.calibration import Calibration
+from headway.plan.machine.hardware import Node
+from headway.plan.tracer.measurement import Rows, _order, doubts, fit, machine
+from headway.plan.tracer.result import Traced
 
 NODE = Node("h200-sxm1")
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import assume, given, settings, strategies as st
 from truth import TORCHTITAN, torchtitan
 
-from headway.plan.layout import Layout
-from headway.plan.memory import peak, rank_memory, ranks_to_look_at, reserve, reserved
-from headway.plan.presets import preset
-from headway.plan.states import on_rank, states
-from headway.plan.transformer import Transformer
+from headway.plan.cost.memory import peak, rank_memory, ranks_to_look_at, reserve, reserved
+from headway.plan.cost.states import on_rank, states
+from headway.plan.model.layout import Layout
+from headway.plan.model.presets import preset
+from headway.plan.model.transformer import Transformer
 
 GIB = 2**30
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from headway.errors import UsageError
-from headway.plan.hf import from_hf_config
-from headway.plan.presets import names, preset
-from headway.plan.resnet import ResNet
-from headway.plan.transformer import Transformer
+from headway.plan.model.hugging_face import from_hf_config
+from headway.plan.model.presets import names, preset
+from headway.plan.model.resnet import ResNet
+from headway.plan.model.transformer import Transformer
 
 # transformers 5.22 / torchvision classes on the meta device, and published weight metadata
 EXACT = {

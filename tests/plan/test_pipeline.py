@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headway.plan.pipeline import bubble_fraction, chunk_layers, in_flight, layers_in_flight
+from headway.plan.cost.schedule import bubble_fraction, chunk_layers, in_flight, layers_in_flight
 
 Event = tuple[str, int, int]  # forward or backward, microbatch, chunk on this rank
 

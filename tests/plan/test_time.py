@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, strategies as st
 from truth import FITTED_ROWS, Measured, gpt, korthikanti, vtrain
 
-from headway.plan.calibration import Calibration
-from headway.plan.collectives import all_gather, all_reduce, group, reduce_scatter
-from headway.plan.hardware import Node
-from headway.plan.layout import Layout
-from headway.plan.presets import preset
-from headway.plan.steptime import step_time
+from headway.plan.cost.collectives import all_gather, all_reduce, group, reduce_scatter
+from headway.plan.cost.steptime import step_time
+from headway.plan.machine.calibration import Calibration
+from headway.plan.machine.hardware import Node
+from headway.plan.model.layout import Layout
+from headway.plan.model.presets import preset
 
 DGX, VTRAIN = Node("dgx-a100"), Node("a100-sxm8")
 DEFAULTS = Calibration()

@@ -16,9 +16,9 @@ from truth import h200_rows
 
 import headway as hw
 from headway.errors import UsageError
-from headway.plan.traced import Traced
-from headway.plan.tracer import meter, recurrent
-from headway.plan.tracing import Trace, run, run_all
+from headway.plan.tracer.process import meter, recurrent
+from headway.plan.tracer.request import Trace, run, run_all
+from headway.plan.tracer.result import Traced
 
 ZOO = str(Path(__file__).parent / "zoo.py")
 STRANGERS = str(Path(__file__).parent / "strangers.py")

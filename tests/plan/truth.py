@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headway.plan.layout import Layout
-from headway.plan.presets import preset
-from headway.plan.transformer import Transformer
+from headway.plan.model.layout import Layout
+from headway.plan.model.presets import preset
+from headway.plan.model.transformer import Transformer
 
 VOCAB = 51200
 

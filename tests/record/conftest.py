@@ -19,7 +19,7 @@ from headway.run import Run
 
 PREAMBLE = """
 import os, sys
-from headway.record.logs import rank_log
+from headway.record.rank_logs import rank_log
 from headway.run import Run
 run = Run.open(sys.argv[1])
 """

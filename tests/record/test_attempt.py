@@ -63,7 +63,7 @@ def test_whoever_ends_the_process_waits_until_the_end_is_written(
         noted.set()
 
     monkeypatch.setattr(Run, "end_attempt", slowly)
-    monkeypatch.setattr("headway.dist.signals.ignore_termination", lambda: None)
+    monkeypatch.setattr("headway.dist.control.signals.ignore_termination", lambda: None)
     other = threading.Thread(target=verdict)
     other.start()
     with pytest.raises(SystemExit), recording(run, world):

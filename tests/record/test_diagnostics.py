@@ -13,7 +13,8 @@ import psutil
 import pytest
 import torch
 
-from headway.dist import World, nvml
+from headway.dist import World
+from headway.dist.topology import nvml
 from headway.errors import StorageError
 from headway.record import collect, diagnostics
 from headway.run import Run

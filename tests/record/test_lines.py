@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 from tqdm import tqdm
 
-from headway.record.lines import LONGEST, REPAINT_SECONDS, Lines, plain
+from headway.record.terminal_lines import LONGEST, REPAINT_SECONDS, Lines, plain
 
 CONTROLS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from headway.errors import StorageError
-from headway.record.logs import rank_log
+from headway.record.rank_logs import rank_log
 from headway.run import Run
 
 Program = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -17,10 +17,9 @@ from typing import Any
 
 import pytest
 
-from headway import runlock
 from headway.errors import RunLocked, StorageError
-from headway.run import Run
-from headway.runlock import Owner, hold
+from headway.run import Run, lock as runlock
+from headway.run.lock import Owner, hold
 
 TRAINER = """if True:
     import errno, fcntl, multiprocessing, os, sys, time

@@ -5,7 +5,7 @@ import time
 import pytest
 from hypothesis import given, strategies as st
 
-from headway.redact import REDACTED, environment, is_secret_name, redact, redact_argv, redact_tree
+from headway.system.redact import REDACTED, environment, is_secret_name, redact, redact_argv, redact_tree
 
 SECRET_NAMES = """
     api_key apiKey APIKey apikey OPENAI_APIKEY WANDB_API_KEY api_key_1 token HF_TOKEN hfToken github_token auth_token

@@ -16,9 +16,8 @@ import pytest
 import yaml
 from hypothesis import given, strategies as st
 
-from headway import run as run_module
 from headway.errors import UsageError
-from headway.run import Run, check_name, find_latest
+from headway.run import Run, check_name, directory as run_module, find_latest
 
 HOSTILE = [
     "", ".", "..", "../x", "a/b", "/abs", "-rf", ".hidden", "a b", "a;id", "$(id)", "`id`", "a\nb", "a\n", "a\0b",

@@ -18,7 +18,7 @@ from hypothesis import given, strategies as st
 from omegaconf import OmegaConf
 
 from headway.errors import UsageError
-from headway.settings import leaves, to_plain, to_yaml
+from headway.run.plain import leaves, to_plain, to_yaml
 
 
 class Color(Enum):
@@ -164,7 +164,7 @@ def test_a_loop_is_an_error_but_sharing_is_not() -> None:
 
 
 def test_does_not_import_the_libraries_it_knows(run_python: Any) -> None:
-    code = "import sys, headway.settings as s; s.to_plain({'a': 1}); print({'torch', 'omegaconf'} & {*sys.modules})"
+    code = "import sys, headway.run.plain as s; s.to_plain({'a': 1}); print({'torch', 'omegaconf'} & {*sys.modules})"
     assert run_python(code).stdout.strip() == "set()"
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from headway import source
-from headway.source import SourceState, describe
+from headway.run import source
+from headway.run.source import SourceState, describe
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def test_read_only_repository_without_a_home(
     (repository / "train.py").write_text("lr = 2\n")
     monkeypatch.delenv("HOME")
     subprocess.run(["chmod", "-R", "a-w", repository], check=True)
-    code = "from headway.source import *; print(describe(Path('.')))"
+    code = "from headway.run.source import *; print(describe(Path('.')))"
     try:
         done = run_python(code, cwd=repository, bound=True)
     finally:

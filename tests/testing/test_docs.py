@@ -20,7 +20,7 @@ def test_the_documented_example_passes(pytester: pytest.Pytester) -> None:
 
 
 def test_the_page_knows_all_actions() -> None:
-    from headway import failpoints
+    from headway.system import failpoints
 
     table = re.findall(r"^\| `([^`]+)` \|", _PAGE.read_text(), re.MULTILINE)
     said = {part.strip().partition(" ")[0] for part in failpoints.ACTIONS.split(", ")}

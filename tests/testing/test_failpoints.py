@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from headway import failpoints
 from headway.errors import UsageError
-from headway.failpoints import failpoint
+from headway.system import failpoints
+from headway.system.failpoints import failpoint
 from headway.testing import faults
 
 
@@ -21,7 +21,7 @@ def _fresh_counts() -> None:
 
 
 def _child(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", f"from headway.failpoints import failpoint\n{code}"]
+    command = [sys.executable, "-c", f"from headway.system.failpoints import failpoint\n{code}"]
     return subprocess.run(command, env=os.environ | environ, capture_output=True, text=True, timeout=60)
 
 
@@ -86,7 +86,7 @@ def test_exit_ends_with_that_code_and_without_cleaning_up() -> None:
 
 
 def test_stop_stops_until_continued() -> None:
-    code = "from headway.failpoints import failpoint; failpoint('here'); print('went on')"
+    code = "from headway.system.failpoints import failpoint; failpoint('here'); print('went on')"
     environ = os.environ | {"HEADWAY_FAILPOINT": "here:stop"}
     with subprocess.Popen(
         [sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE, text=True
@@ -168,7 +168,7 @@ def test_a_script_on_ranks_with_a_fault(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import headway\n"
-        "from headway.failpoints import failpoint\n"
+        "from headway.system.failpoints import failpoint\n"
         "headway.init()\n"
         "failpoint('step')\n"
         "headway.barrier()\n"

@@ -14,7 +14,7 @@ import torch.distributed as c10d
 
 import headway
 from headway.errors import UsageError
-from headway.failpoints import failpoint
+from headway.system.failpoints import failpoint
 from headway.testing import faults, ranks
 
 

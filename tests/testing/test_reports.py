@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from headway import failure
+from headway.dist.failure import record
 from headway.testing import process, runner
 from headway.testing.protocol import Report
 
@@ -227,10 +227,10 @@ def test_crashes(case: Case) -> None:
 @pytest.mark.parametrize(
     ("words", "culprit"),
     [
-        (failure.pointer(0, {"rank": 3, "error": "ValueError: x"}, None), 3),
-        (failure.cause({"kind": "vanished", "rank": 3, "host": "a", "pid": 1, "error": "died"}, 4, None), 3),
+        (record.pointer(0, {"rank": 3, "error": "ValueError: x"}, None), 3),
+        (record.cause({"kind": "vanished", "rank": 3, "host": "a", "pid": 1, "error": "died"}, 4, None), 3),
         (
-            failure.cause({"kind": "vanished", "rank": 0, "host": "a", "pid": 1, "error": "died"}, 4, None),
+            record.cause({"kind": "vanished", "rank": 0, "host": "a", "pid": 1, "error": "died"}, 4, None),
             None,
         ),
         ("headway: hello\nrank 3 of 4 on a train\n", None),

@@ -8,7 +8,7 @@ from torch import nn
 
 from headway import dist
 from headway.testing import ranks
-from headway.train.parallel import Ddp, prepare
+from headway.train.model.parallel import Ddp, prepare
 
 
 def gradients(*, steps: int, frozen: bool = False) -> list[torch.Tensor]:

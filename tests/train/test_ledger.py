@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader as TorchLoader, TensorDataset
 import headway as hw
 from headway.cli import main
 from headway.errors import UsageError
-from headway.launcher.sampling import samples_of
 from headway.record import ledger
 from headway.run import Run
+from headway.watch.samples import samples_of
 
 pytestmark = pytest.mark.usefixtures("alone")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import headway as hw
 from headway.errors import UsageError
 from headway.testing import ranks
-from headway.train.metrics import Meter
+from headway.train.metrics.meter import Meter
 
 CPU = torch.device("cpu")
 SAMPLES = 1_003

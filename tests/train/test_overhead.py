@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toys import Batches, make_net, make_pipe, sgd
 
 import headway
-from headway.train import Pipeline, TrainValStage, timing
+from headway.train import Pipeline, TrainValStage
+from headway.train.metrics import timing
 
 pytestmark = pytest.mark.usefixtures("alone")
 

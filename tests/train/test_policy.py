@@ -17,7 +17,7 @@ from torch import Tensor
 import headway as hw
 from headway import dist
 from headway.checkpoint.policy import Every, Policy
-from headway.checkpoint.stopping import job_end
+from headway.dist.control.stop import job_end
 from headway.errors import (
     HeadwayError,
     NoProgress,
@@ -119,7 +119,7 @@ def test_by_epochs(tmp_path: Path) -> None:
 @ranks(2)
 def test_by_time_rank_0_says_when_and_all_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only rank 0's clock counts: that of rank 1 runs a thousand times as fast."""
-    from headway.train import keeping
+    from headway.train.resume import keeper
 
     class Clock:
         now = 0.0
@@ -128,7 +128,7 @@ def test_by_time_rank_0_says_when_and_all_save(tmp_path: Path, monkeypatch: pyte
             return self.now if hw.rank() == 0 else 1000 * self.now
 
     clock = Clock()
-    monkeypatch.setattr(keeping, "time", clock)
+    monkeypatch.setattr(keeper, "time", clock)
 
     class Slow(Traced):
         def step(self, batch: Any) -> Tensor:

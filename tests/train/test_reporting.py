@@ -20,15 +20,15 @@ from toys import Batches, Classify, make_pipe
 import headway as hw
 from headway.run import Run
 from headway.testing import ranks
-from headway.train.rows import RowWriter
-from headway.train.timing import Split
+from headway.train.metrics.rows import RowWriter
+from headway.train.metrics.timing import Split
 
 SCRIPT = """
 import sys, time
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 from toys import Batches, Classify, make_pipe
-import headway.train.progress as progress
+import headway.train.metrics.display as progress
 progress.LINE_SECONDS = 0.0
 class Shown(Classify):
     def pre_stage(self):

@@ -18,8 +18,8 @@ from test_resume import SCRIPT, Traced, assert_same, make, seeded, weights
 from torch import Tensor
 
 import headway as hw
-from headway.checkpoint import stopping
-from headway.checkpoint.stopping import SIGNALS
+from headway.dist.control import stop
+from headway.dist.control.stop import SIGNALS
 from headway.dist.group import current
 from headway.errors import Stopped
 from headway.testing import ranks
@@ -198,7 +198,7 @@ def test_the_end_of_the_jobs_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Half a minute is left, and that is what a save, two steps and the margin would take, for all we know."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 30))
-    monkeypatch.setattr(stopping, "_LOOK", 0.01)
+    monkeypatch.setattr(stop, "_LOOK", 0.01)
 
     class Slow(Traced):
         def step(self, batch: Any) -> Tensor:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from headway.train.straggling import Stragglers, busy
+from headway.train.metrics.stragglers import Stragglers, busy
 
 SCRIPT = """
 import sys, time

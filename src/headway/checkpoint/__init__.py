@@ -13,31 +13,31 @@ from typing import TYPE_CHECKING
 from headway import lazy
 
 if TYPE_CHECKING:
-    from headway.checkpoint.exporting import export as export
-    from headway.checkpoint.keeping import (
+    from headway.checkpoint.api import (
         Loaded as Loaded,
         find_valid as find_valid,
         load as load,
         load_latest as load_latest,
         save as save,
     )
-    from headway.checkpoint.layout import verify as verify
+    from headway.checkpoint.format.manifest import verify as verify
+    from headway.checkpoint.inspect.exporter import export as export
     from headway.checkpoint.retention import Retention as Retention, prune as prune
-    from headway.checkpoint.saver import Saved as Saved, Saver as Saver
+    from headway.checkpoint.write.saver import Saved as Saved, Saver as Saver
 
 # public name -> the module it comes from
 _HOME = {
-    "Loaded": "headway.checkpoint.keeping",
+    "Loaded": "headway.checkpoint.api",
     "Retention": "headway.checkpoint.retention",
-    "Saved": "headway.checkpoint.saver",
-    "Saver": "headway.checkpoint.saver",
-    "export": "headway.checkpoint.exporting",
-    "find_valid": "headway.checkpoint.keeping",
-    "load": "headway.checkpoint.keeping",
-    "load_latest": "headway.checkpoint.keeping",
+    "Saved": "headway.checkpoint.write.saver",
+    "Saver": "headway.checkpoint.write.saver",
+    "export": "headway.checkpoint.inspect.exporter",
+    "find_valid": "headway.checkpoint.api",
+    "load": "headway.checkpoint.api",
+    "load_latest": "headway.checkpoint.api",
     "prune": "headway.checkpoint.retention",
-    "save": "headway.checkpoint.keeping",
-    "verify": "headway.checkpoint.layout",
+    "save": "headway.checkpoint.api",
+    "verify": "headway.checkpoint.format.manifest",
 }
 
 __all__ = [*_HOME]

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, final
 
-from headway import files
-from headway.checkpoint import layout
-from headway.checkpoint.layout import Damaged, Folder, Manifest
+from headway.checkpoint.format import manifest
+from headway.checkpoint.format.manifest import Damaged, Folder, Manifest
 from headway.errors import UsageError
-from headway.failpoints import failpoint
+from headway.system import files
+from headway.system.failpoints import failpoint
 
 
 @final
@@ -59,18 +59,18 @@ class Retention:
         return {max(values)[1]} if values else set()
 
 
-def prune(where: layout.Place, retention: Retention) -> list[Path]:
+def prune(where: manifest.Place, retention: Retention) -> list[Path]:
     """Removes the checkpoints that need not be kept and returns their paths. Call it on one rank, between saves.
 
     A checkpoint loses its name first and its files later: what has a name is whole, whenever we are killed.
     Directories without a sound manifest neither count nor are touched. What cannot be removed is a warning.
     """
-    parent, owner = layout.home(where)
+    parent, owner = manifest.home(where)
     manifests = _manifests(parent)
     keep = retention.kept(manifests)
     removed = []
     for step in sorted(manifests.keys() - keep):  # the oldest first
-        path = layout.step_dir(parent, step)
+        path = manifest.step_dir(parent, step)
         try:
             _remove(path, path.with_name(f".del-{owner}-{step}-{secrets.token_hex(8)}"))
         except OSError as error:
@@ -95,10 +95,10 @@ def _remove(path: Path, condemned: Path) -> None:
 
 def _manifests(parent: Path) -> dict[int, Manifest]:
     found = {}
-    for step in layout.steps(parent):
+    for step in manifest.steps(parent):
         try:
-            with Folder(layout.step_dir(parent, step)) as folder:
-                found[step] = layout.read_manifest(folder)
+            with Folder(manifest.step_dir(parent, step)) as folder:
+                found[step] = manifest.read_manifest(folder)
         except Damaged:
             continue  # it does not count; `find_valid` will set it aside
     return found

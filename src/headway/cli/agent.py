@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headway.cli.commandline import Parser, natural
-from headway.launcher import nodes
+from headway.launcher.agent import node
 from headway.launcher.program import python_command
 
 _EXAMPLES = """\
@@ -33,6 +33,6 @@ def main(argv: list[str]) -> int:
     if (options.run is None) == (options.script is None):
         parser.error("give a script, or --run DIR")
     if options.run is not None:
-        return nodes.run_submitted(options.run)
+        return node.run_submitted(options.run)
     command = python_command(options.script, options.args, module=options.module)
-    return nodes.run_here(command, processes=options.nproc, max_restarts=options.max_restarts)
+    return node.run_here(command, processes=options.nproc, max_restarts=options.max_restarts)

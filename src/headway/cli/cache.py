@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
 
 
 def _ls(options: Options) -> int:
-    from headway.data.cache import NodeCache
+    from headway.data.cache.node_cache import NodeCache
 
     if options.path != Options.path:  # else nobody has named it
         there(options.path, "folder")
@@ -70,7 +70,7 @@ def _ls(options: Options) -> int:
 
 
 def _sweep(options: Options) -> int:
-    from headway.data.cache import NodeCache
+    from headway.data.cache.node_cache import NodeCache
 
     cache = NodeCache(path=options.path)
     removed, left = cache.sweep(), cache.ls()

@@ -18,7 +18,7 @@ from headway.cli.parsing import parse
 from headway.errors import DONE, NoValidCheckpoint
 
 if TYPE_CHECKING:
-    from headway.checkpoint.tables import Overview
+    from headway.checkpoint.inspect.tables import Overview
 
 _Path = Annotated[Path, tyro.conf.Positional]
 
@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
 
 
 def _show(argv: list[str]) -> int:
-    from headway.checkpoint import looking
+    from headway.checkpoint.inspect import overview as looking
 
     options = parse(Show, argv, prog="headway checkpoint show")
     overview = looking.look(options.path)
@@ -103,7 +103,7 @@ def _show(argv: list[str]) -> int:
 
 def table(overview: Overview) -> Table:
     """The overview for a terminal."""
-    from headway.checkpoint.tables import totals
+    from headway.checkpoint.inspect.tables import totals
 
     made = Table(box=None, pad_edge=False)
     for title in ("tensor", "type", "shape", "elements", "bytes"):
@@ -123,14 +123,15 @@ def table(overview: Overview) -> Table:
 
 
 def _verify(argv: list[str]) -> int:
-    from headway.checkpoint import layout, looking
+    from headway.checkpoint.format import manifest
+    from headway.checkpoint.inspect import overview as looking
 
     options = parse(Verify, argv, prog="headway checkpoint verify")
     waiting = Console(stderr=True)
     found = {}
     for path in looking.find(options.path):
         with waiting.status(f"reading {path.name} ..."):  # shown on a terminal only
-            found[path] = layout.verify(path)
+            found[path] = manifest.verify(path)
         if not options.json:
             print(f"{'damaged' if found[path] else 'whole  '}  {safe(str(path))}")
             for problem in found[path]:
@@ -142,7 +143,8 @@ def _verify(argv: list[str]) -> int:
 
 def _export(argv: list[str]) -> int:
     options = parse(Export, argv, prog="headway checkpoint export")
-    from headway.checkpoint import export, looking
+    from headway.checkpoint import export
+    from headway.checkpoint.inspect import overview as looking
 
     (path, *_) = looking.find(options.path)
     written = export(path, options.out, part=options.part, shard_bytes=int(options.shard_gb * 1e9))

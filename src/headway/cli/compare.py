@@ -11,8 +11,8 @@ from rich.text import Text
 from headway.cli.commandline import Parser
 from headway.cli.looks import console, duration, number
 from headway.errors import DONE
-from headway.launcher.comparing import Compared, Metric, compare
-from headway.launcher.listing import resolve
+from headway.watch.compare import Compared, Metric, compare
+from headway.watch.runs import resolve
 
 _EXAMPLES = """\
 examples:

@@ -19,11 +19,11 @@ from headway.cli.commandline import no_verb
 from headway.cli.looks import console, many, safe, size
 from headway.cli.parsing import parse, there
 from headway.cli.progress import sayer, watched
-from headway.data.catalog import Catalog, Dataset
+from headway.data.catalog.catalog import Catalog, Dataset
 from headway.errors import DONE, UsageError
 
 if TYPE_CHECKING:
-    from headway.data.benching import Bench
+    from headway.data.tools.bench import Bench
 
 _Words = Annotated[tuple[str, ...], tyro.conf.Positional]
 _Word = Annotated[str, tyro.conf.Positional]
@@ -156,7 +156,7 @@ class Count(_Verb):
 
 
 def _count(argv: list[str]) -> int:
-    from headway.data.finding import counts
+    from headway.data.catalog.find import counts
 
     options = parse(Count, argv, prog="headway data count")
     catalog = options.catalog()
@@ -184,7 +184,7 @@ def _count(argv: list[str]) -> int:
 
 def _found(names: tuple[str, ...], catalog: Catalog, verb: str) -> dict[str, list[Path]]:
     """Shards by name; the shards that a shell has made of a pattern stand together."""
-    from headway.data.finding import paths_of
+    from headway.data.catalog.find import paths_of
 
     if not names:
         raise UsageError(f"give a name, folder, pattern or shard; see: headway data {verb} --help")
@@ -213,7 +213,7 @@ class Add(_Verb):
 
 
 def _add(argv: list[str]) -> int:
-    from headway.data.finding import paths_of
+    from headway.data.catalog.find import paths_of
 
     options = parse(Add, argv, prog="headway data add")
     catalog = Catalog(options.root)  # made where it is not there
@@ -243,7 +243,7 @@ class Pack(_Verb):
 
 
 def _pack(argv: list[str]) -> int:
-    from headway.data.packing import pack
+    from headway.data.shards.packing import pack
 
     options = parse(Pack, argv, prog="headway data pack")
     screen = Console(stderr=True)
@@ -276,8 +276,8 @@ class Index(_Verb):
 
 
 def _index(argv: list[str]) -> int:
-    from headway.data import checksums
-    from headway.data.finding import indexes
+    from headway.data.catalog.find import indexes
+    from headway.data.shards import checksums
 
     options = parse(Index, argv, prog="headway data index")
     written = {}
@@ -307,7 +307,7 @@ class Stubs(_Verb):
 
 
 def _stubs(argv: list[str]) -> int:
-    from headway.data.stubs import write_stubs
+    from headway.data.catalog.stubs import write_stubs
 
     options = parse(Stubs, argv, prog="headway data stubs")
     there(options.out.parent, "folder")
@@ -336,8 +336,8 @@ class Check(_Verb):
 
 
 def _check(argv: list[str]) -> int:
-    from headway.data.checking import check_shard
-    from headway.data.duplicates import duplicates
+    from headway.data.tools.check import check_shard
+    from headway.data.tools.duplicates import duplicates
 
     options = parse(Check, argv, prog="headway data check")
     found = _found(options.datasets, options.catalog(), "check")
@@ -375,7 +375,7 @@ class BenchOptions(_Verb):
 
 
 def _bench(argv: list[str]) -> int:
-    from headway.data.benching import bench
+    from headway.data.tools.bench import bench
 
     options = parse(BenchOptions, argv, prog="headway data bench")
     found = _found(options.datasets, options.catalog(), "bench")

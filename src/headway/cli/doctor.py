@@ -13,7 +13,7 @@ from rich.text import Text
 
 from headway.cli.looks import console
 from headway.cli.parsing import parse
-from headway.launcher.doctor import Check, Report, examine
+from headway.doctor.checks import Check, Report, examine
 
 _STYLES = {"ok": "green", "warn": "yellow", "bad": "bold red"}
 

@@ -15,10 +15,10 @@ from rich.console import Console
 from headway.cli.commandline import no_verb
 from headway.cli.parsing import parse
 from headway.errors import DOES_NOT_FIT, DONE, UsageError
-from headway.plan.economy import Job
-from headway.plan.estimating import Estimate
-from headway.plan.layout import Layout
-from headway.plan.tracing import Trace
+from headway.plan.cost.economy import Job
+from headway.plan.model.layout import Layout
+from headway.plan.report.estimates import Estimate
+from headway.plan.tracer.request import Trace
 
 _Path = Annotated[Path, tyro.conf.Positional]
 _Name = Annotated[str, tyro.conf.Positional]
@@ -160,8 +160,8 @@ def main(argv: list[str]) -> int:
 
 
 def _file(argv: list[str]) -> int:
-    from headway.plan.document import read_document
-    from headway.plan.estimating import estimate
+    from headway.plan.input.document import read_document
+    from headway.plan.report.estimates import estimate
 
     options = parse(FilePlan, argv, prog="headway plan", description=_USAGE)
     plan = read_document(options.file)
@@ -170,9 +170,9 @@ def _file(argv: list[str]) -> int:
 
 
 def _preset(argv: list[str]) -> int:
-    from headway.plan.document import read_calibration, read_node
-    from headway.plan.estimating import estimate
-    from headway.plan.presets import preset
+    from headway.plan.input.document import read_calibration, read_node
+    from headway.plan.model.presets import preset
+    from headway.plan.report.estimates import estimate
 
     options = parse(PresetPlan, argv, prog="headway plan preset")
     node = read_node(options.node if options.node == "this" else {"name": options.node, **_price(options)})
@@ -186,9 +186,9 @@ def _price(options: PresetPlan) -> dict[str, object]:
 
 
 def _search(argv: list[str]) -> int:
-    from headway.plan.document import read_document
-    from headway.plan.searching import search
-    from headway.plan.tables import print_search
+    from headway.plan.input.document import read_document
+    from headway.plan.report.tables import print_search
+    from headway.plan.searcher.layouts import search
 
     options = parse(SearchPlan, argv, prog="headway plan search")
     plan = read_document(options.file)
@@ -208,8 +208,8 @@ def _search(argv: list[str]) -> int:
 def _import_dlcalc(argv: list[str]) -> int:
     import yaml
 
-    from headway.plan.dlcalc import import_dlcalc
-    from headway.plan.reading import read_yaml
+    from headway.plan.input.dlcalc import import_dlcalc
+    from headway.plan.yaml_reader import read_yaml
 
     options = parse(ImportDlcalc, argv, prog="headway plan import-dlcalc")
     print(yaml.safe_dump(import_dlcalc(read_yaml(options.file)), sort_keys=False), end="")
@@ -217,8 +217,8 @@ def _import_dlcalc(argv: list[str]) -> int:
 
 
 def _list(argv: list[str]) -> int:
-    from headway.plan.hardware import Node, node_names
-    from headway.plan.presets import names
+    from headway.plan.machine.hardware import Node, node_names
+    from headway.plan.model.presets import names
 
     if argv and not argv[0].startswith("-"):
         raise UsageError(f"headway plan list takes no arguments, got {argv[0]!r}")
@@ -234,8 +234,8 @@ def _list(argv: list[str]) -> int:
 
 
 def _module(argv: list[str]) -> int:
-    from headway.plan.document import read_calibration, read_node
-    from headway.plan.tracing import trace_plan
+    from headway.plan.input.document import read_calibration, read_node
+    from headway.plan.tracer.request import trace_plan
 
     options = parse(ModulePlan, _with_factory(argv), prog="headway plan module")
     constants = read_calibration(options.calibration, Path(), options.node)
@@ -265,10 +265,10 @@ def _depth(given: str | None) -> tuple[str, int] | None:
 
 
 def _measure(argv: list[str]) -> int:
-    from headway.plan.calibration import save
-    from headway.plan.document import read_calibration, read_node
-    from headway.plan.measuring import measure_plan
-    from headway.plan.tables import print_measurement
+    from headway.plan.input.document import read_calibration, read_node
+    from headway.plan.machine.calibration import save
+    from headway.plan.report.tables import print_measurement
+    from headway.plan.tracer.measurement import measure_plan
 
     options = parse(MeasurePlan, _with_factory(argv), prog="headway plan measure")
     node = None if options.node is None else read_node(options.node)
@@ -289,8 +289,8 @@ def _measure(argv: list[str]) -> int:
 
 
 def _calibrate(argv: list[str]) -> int:
-    from headway.plan.calibration import machine_file, save
-    from headway.plan.measuring import calibrate
+    from headway.plan.machine.calibration import machine_file, save
+    from headway.plan.tracer.measurement import calibrate
 
     options = parse(Calibrate, argv, prog="headway plan calibrate")
     node, constants, facts = calibrate(folder=options.storage, loader=options.loader)
@@ -319,7 +319,7 @@ def _writing(file: Path) -> Iterator[None]:
 
 def _print(plan: Estimate, options: Output) -> int:
     if options.html is not None:
-        from headway.plan.html import page
+        from headway.plan.report.html import page
 
         with _writing(options.html):
             options.html.write_text(page(plan))
@@ -331,7 +331,7 @@ def _print(plan: Estimate, options: Output) -> int:
     elif options.json:
         print(json.dumps(plan.plain(), indent=1))
     else:
-        from headway.plan.tables import print_estimate
+        from headway.plan.report.tables import print_estimate
 
         print_estimate(plan, Console())
         for file in filter(None, (options.save, options.html)):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from headway.cli.commandline import Parser, natural
 from headway.errors import UsageError
-from headway.launcher.agent import Agent
+from headway.launcher.agent.agent import Agent
+from headway.launcher.local_sweep import run_sweep
 from headway.launcher.program import python_command
-from headway.launcher.smoking import run_smoke
-from headway.launcher.submitting import Script
-from headway.launcher.sweeping import run_sweep
+from headway.launcher.smoke_run import run_smoke
+from headway.launcher.submission import Script
 
 _EXAMPLES = """\
 examples:

@@ -15,10 +15,10 @@ from headway.cli import samples
 from headway.cli.commandline import Parser, natural
 from headway.cli.looks import ago, console, duration, number, state_style
 from headway.errors import DONE
-from headway.launcher.listing import Row, select
-from headway.launcher.queue import Queue
-from headway.launcher.status import State
 from headway.launcher.sweep import label
+from headway.run.status import State
+from headway.schedulers.slurm.queue import Queue
+from headway.watch.runs import Row, select
 
 _EXAMPLES = """\
 examples:

@@ -6,8 +6,8 @@ import json
 
 from headway.cli.commandline import Parser
 from headway.errors import DONE
-from headway.launcher.listing import resolve
-from headway.launcher.sampling import samples_of
+from headway.watch.runs import resolve
+from headway.watch.samples import samples_of
 
 _EXAMPLES = """\
 examples:

@@ -6,8 +6,8 @@ import json
 
 from headway.cli.commandline import Parser
 from headway.cli.looks import size
+from headway.data.cache.staging import stage
 from headway.errors import DONE
-from headway.launcher.staging import stage
 
 _EXAMPLES = """\
 examples:

@@ -10,8 +10,8 @@ from typing import Any
 
 from headway.cli.commandline import Parser
 from headway.errors import UsageError
-from headway.launcher import submitting, watching
-from headway.launcher.submitting import Script, Submitted
+from headway.launcher import follow, submission
+from headway.launcher.submission import Script, Submitted
 from headway.launcher.targets import Slurm, read, target_fields
 
 _EXAMPLES = """\
@@ -34,14 +34,14 @@ def main(argv: list[str]) -> int:
     script = Script(name=options.script, args=options.args, module=options.module)
     root = Path(options.root)
     if options.dry_run:
-        print(submitting.dry_run(script, target, root=root, name=options.name), end="")
+        print(submission.dry_run(script, target, root=root, name=options.name), end="")
         return 0
-    done = submitting.submit(script, target, root=root, name=options.name, dirty=options.dirty)
+    done = submission.submit(script, target, root=root, name=options.name, dirty=options.dirty)
     if options.json:
         print(json.dumps(done.to_dict(), indent=2))
     else:
         _show(done)
-    return watching.follow(done.runs[0], sys.stdout) if options.watch else 0
+    return follow.follow(done.runs[0], sys.stdout) if options.watch else 0
 
 
 def _parser() -> Parser:

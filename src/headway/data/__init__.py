@@ -12,48 +12,48 @@ from typing import TYPE_CHECKING
 from headway import lazy
 
 if TYPE_CHECKING:
-    from headway.data.arrays import (
+    from headway.data.arrays.chunks import (
         ShardedXrDataset as ShardedXrDataset,
         chunk_and_shard_indices as chunk_and_shard_indices,
         shard_indices as shard_indices,
         sharded_xr_dataset as sharded_xr_dataset,
     )
-    from headway.data.batches import (
+    from headway.data.arrays.interleave import (
         interleave_batches as interleave_batches,
         interleave_dict_batches as interleave_dict_batches,
     )
-    from headway.data.cache import NodeCache as NodeCache
-    from headway.data.catalog import Catalog as Catalog, Dataset as Dataset
-    from headway.data.finding import index as index
+    from headway.data.cache.node_cache import NodeCache as NodeCache
+    from headway.data.catalog.catalog import Catalog as Catalog, Dataset as Dataset
+    from headway.data.catalog.find import index as index
     from headway.data.loader import DataLoader as DataLoader
-    from headway.data.mix import Mix as Mix
-    from headway.data.order import Order as Order, Shuffle as Shuffle
-    from headway.data.packing import pack as pack
+    from headway.data.order.mix import Mix as Mix
+    from headway.data.order.order import Order as Order, Shuffle as Shuffle
     from headway.data.positions import load_position as load_position, save_position as save_position
-    from headway.data.shardloader import ShardLoader as ShardLoader
-    from headway.data.shards import Limits as Limits, Shard as Shard
+    from headway.data.shard_loader import ShardLoader as ShardLoader
+    from headway.data.shards.packing import pack as pack
+    from headway.data.shards.shard import Limits as Limits, Shard as Shard
 
 _HOME = {
-    "Catalog": "headway.data.catalog",
+    "Catalog": "headway.data.catalog.catalog",
     "DataLoader": "headway.data.loader",
-    "Dataset": "headway.data.catalog",
-    "Limits": "headway.data.shards",
-    "Mix": "headway.data.mix",
-    "NodeCache": "headway.data.cache",
-    "Order": "headway.data.order",
-    "Shard": "headway.data.shards",
-    "ShardLoader": "headway.data.shardloader",
-    "ShardedXrDataset": "headway.data.arrays",
-    "Shuffle": "headway.data.order",
-    "chunk_and_shard_indices": "headway.data.arrays",
-    "index": "headway.data.finding",
-    "interleave_batches": "headway.data.batches",
-    "interleave_dict_batches": "headway.data.batches",
+    "Dataset": "headway.data.catalog.catalog",
+    "Limits": "headway.data.shards.shard",
+    "Mix": "headway.data.order.mix",
+    "NodeCache": "headway.data.cache.node_cache",
+    "Order": "headway.data.order.order",
+    "Shard": "headway.data.shards.shard",
+    "ShardLoader": "headway.data.shard_loader",
+    "ShardedXrDataset": "headway.data.arrays.chunks",
+    "Shuffle": "headway.data.order.order",
+    "chunk_and_shard_indices": "headway.data.arrays.chunks",
+    "index": "headway.data.catalog.find",
+    "interleave_batches": "headway.data.arrays.interleave",
+    "interleave_dict_batches": "headway.data.arrays.interleave",
     "load_position": "headway.data.positions",
-    "pack": "headway.data.packing",
+    "pack": "headway.data.shards.packing",
     "save_position": "headway.data.positions",
-    "shard_indices": "headway.data.arrays",
-    "sharded_xr_dataset": "headway.data.arrays",
+    "shard_indices": "headway.data.arrays.chunks",
+    "sharded_xr_dataset": "headway.data.arrays.chunks",
 }
 
 __all__ = [*_HOME]

@@ -16,11 +16,11 @@ import torch
 from torch.utils import data as torch_data
 
 from headway import dist
-from headway.data.counting import Counters, Span
-from headway.data.courses import Course, MapCourse
-from headway.data.ranks import Share
+from headway.data.counters import Counters, Span
+from headway.data.cursor import Course, MapCourse
+from headway.data.order.share import Share
 from headway.data.streams import StreamCourse
-from headway.data.workers import WorkerStart
+from headway.data.worker_init import WorkerStart
 from headway.errors import UsageError
 
 
@@ -153,7 +153,7 @@ class DataLoader:
         return self._course.given()
 
     def order(self) -> dict[str, Any] | None:
-        """The order in plain values: `headway.data.which` tells from it which samples a batch had."""
+        """The order in plain values: `headway.data.order.locate` tells from it which samples a batch had."""
         return self._course.order()
 
     @property

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 from headway import dist
 from headway.errors import NoValidCheckpoint, UsageError
-from headway.files import storage, write_atomic
+from headway.system.files import storage, write_atomic
 
 T = TypeVar("T")
 

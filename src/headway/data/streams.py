@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, Protocol, final, runtime_checkable
 
 from torch.utils import data as torch_data
 
-from headway.data.courses import Collate, Course
-from headway.data.order import key
-from headway.data.ranks import Share
-from headway.data.workers import own_random_numbers, reseed
+from headway.data.cursor import Collate, Course
+from headway.data.order.order import key
+from headway.data.order.share import Share
+from headway.data.worker_init import own_random_numbers, reseed
 from headway.errors import UsageError
 
 

@@ -12,32 +12,16 @@ from typing import TYPE_CHECKING
 from headway import lazy
 
 if TYPE_CHECKING:
-    from headway.dist.averaging import (
-        average_gradients as average_gradients,
-        average_parameters as average_parameters,
-        optimizer_to as optimizer_to,
-    )
-    from headway.dist.failing import (
-        excused as excused,
-        set_phase as set_phase,
-    )
+    from headway.dist.collective.averaging import average_gradients as average_gradients, average_parameters as average_parameters, optimizer_to as optimizer_to
+    from headway.dist.failure.capture import excused as excused, set_phase as set_phase
     from headway.dist.group import (
         World as World,
         is_initialized as is_initialized,
         world as world,
     )
-    from headway.dist.guard import (
-        barrier as barrier,
-        from_root as from_root,
-        local_root_first as local_root_first,
-        root_first as root_first,
-        root_only as root_only,
-    )
-    from headway.dist.interconnect import check_interconnect as check_interconnect
-    from headway.dist.joining import (
-        init as init,
-        leave as leave,
-    )
+    from headway.dist.collective.guard import (barrier as barrier, from_root as from_root, local_root_first as local_root_first, root_first as root_first, root_only as root_only)
+    from headway.dist.topology.interconnect import check_interconnect as check_interconnect
+    from headway.dist.join import init as init, leave as leave
     from headway.dist.objects import (
         all_gather_object as all_gather_object,
         broadcast_object as broadcast_object,
@@ -61,46 +45,43 @@ if TYPE_CHECKING:
         record_failures_in as record_failures_in,
         terminal as terminal,
     )
-    from headway.dist.signals import (
-        ignore_signals as ignore_signals,
-        shielded as shielded,
-    )
+    from headway.dist.control.signals import ignore_signals as ignore_signals, shielded as shielded
 
 # public name -> the module it comes from
 _HOME = {
     "World": "headway.dist.group",
     "all_gather_object": "headway.dist.objects",
     "at_failure": "headway.dist.shared_run",
-    "average_gradients": "headway.dist.averaging",
-    "average_parameters": "headway.dist.averaging",
-    "barrier": "headway.dist.guard",
+    "average_gradients": "headway.dist.collective.averaging",
+    "average_parameters": "headway.dist.collective.averaging",
+    "barrier": "headway.dist.collective.guard",
     "broadcast_object": "headway.dist.objects",
-    "excused": "headway.dist.failing",
-    "check_interconnect": "headway.dist.interconnect",
+    "excused": "headway.dist.failure.capture",
+    "check_interconnect": "headway.dist.topology.interconnect",
     "choose_run": "headway.dist.shared_run",
     "current_run": "headway.dist.shared_run",
-    "from_root": "headway.dist.guard",
+    "from_root": "headway.dist.collective.guard",
     "gather_object": "headway.dist.objects",
-    "ignore_signals": "headway.dist.signals",
-    "init": "headway.dist.joining",
+    "ignore_signals": "headway.dist.control.signals",
+    "init": "headway.dist.join",
     "is_initialized": "headway.dist.group",
     "is_root": "headway.dist.objects",
-    "leave": "headway.dist.joining",
+    "leave": "headway.dist.join",
     "local_rank": "headway.dist.objects",
-    "local_root_first": "headway.dist.guard",
+    "local_root_first": "headway.dist.collective.guard",
     "local_world_size": "headway.dist.objects",
     "node_rank": "headway.dist.objects",
     "open_run": "headway.dist.shared_run",
-    "optimizer_to": "headway.dist.averaging",
+    "optimizer_to": "headway.dist.collective.averaging",
     "print_rank": "headway.dist.objects",
     "print_root": "headway.dist.objects",
     "rank": "headway.dist.objects",
     "record_failures_in": "headway.dist.shared_run",
-    "root_first": "headway.dist.guard",
-    "root_only": "headway.dist.guard",
+    "root_first": "headway.dist.collective.guard",
+    "root_only": "headway.dist.collective.guard",
     "seed": "headway.dist.seeding",
-    "set_phase": "headway.dist.failing",
-    "shielded": "headway.dist.signals",
+    "set_phase": "headway.dist.failure.capture",
+    "shielded": "headway.dist.control.signals",
     "store": "headway.dist.objects",
     "terminal": "headway.dist.shared_run",
     "world": "headway.dist.group",

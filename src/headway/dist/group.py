@@ -19,16 +19,18 @@ from typing import final
 import torch
 import torch.distributed as c10d
 
-from headway import files, hanging
-from headway.dist import failing, signals
-from headway.dist.agreement import Agreement
-from headway.dist.control import Hub, vanished
-from headway.dist.launchers import Place
-from headway.dist.peer import Peer
+from headway.system import files
+from headway.dist.failure import hang
+from headway.dist.failure import capture
+from headway.dist.control import signals
+from headway.dist.control.agreement import Agreement
+from headway.dist.control.hub import Hub, vanished
+from headway.dist.environment import Place
+from headway.dist.control.peer import Peer
 from headway.dist.roster import Member
-from headway.dist.watching import myself, silent
+from headway.dist.failure.hang_watch import myself, silent
 from headway.errors import HeadwayError, Stopped, StorageError, UsageError
-from headway.failure import Record, cause, pointer
+from headway.dist.failure.record import Record, cause, pointer
 from headway.run import Run
 
 _VERDICT_TIMEOUT = 4.0
@@ -102,7 +104,7 @@ class Group:
         if isinstance(error, Stopped):  # on all ranks alike, and nothing has failed
             sys.stderr.write(f"headway: {error}\n" if self.place.rank == 0 else "")
             raise SystemExit(error.exit_code)
-        record = failing.record_of(error, trace, self.place.rank)
+        record = capture.record_of(error, trace, self.place.rank)
         if self.peer is None:
             self._failed_alone(record, error, trace)
             return
@@ -111,7 +113,7 @@ class Group:
         self.peer.report(record)
         # the answer ends this process from another thread: see the functions below
         time.sleep(_VERDICT_TIMEOUT)
-        failing.hard_exit(record["exit_code"])
+        capture.hard_exit(record["exit_code"])
 
     def _failed_alone(self, record: Record, error: BaseException, trace: TracebackType | None) -> None:
         where = self.keep(record)
@@ -151,20 +153,20 @@ class Group:
         if record["rank"] != self.place.rank and record["kind"] != "interrupted":
             where = self.run.failure_file if self.run else None
             sys.stderr.write(pointer(self.place.rank, record, where))
-        failing.hard_exit(record["exit_code"])
+        capture.hard_exit(record["exit_code"])
 
     def hub_silent(self) -> None:
         """Rank 0 has a connection but no voice, and nobody moves: it is stopped, or its interpreter is held."""
         assert self.root is not None
-        seen = [silent(failing.HEART, self.root), myself(failing.HEART, self.place.rank)]
-        self._leave_alone(hanging.record(seen, self.place.world_size))
+        seen = [silent(capture.HEART, self.root), myself(capture.HEART, self.place.rank)]
+        self._leave_alone(hang.record(seen, self.place.world_size))
 
     def everybody_is_down(self, record: Record) -> None:
         """Rank 0 only: the others are gone, so what is printed now is the last thing on the screen."""
         where = self.run.failure_file if self.run else None
         if "HEADWAY_RENDEZVOUS" not in os.environ:  # else the agent says it
             sys.stderr.write(cause(record, self.place.world_size, where))
-        failing.hard_exit(record["exit_code"])
+        capture.hard_exit(record["exit_code"])
 
     def hub_lost(self) -> None:
         """Rank 0 is gone, and with it the one who would have told us: every rank acts alone."""
@@ -178,7 +180,7 @@ class Group:
             os.write(self.terminal if self.terminal is not None else 2, text.encode())
         else:
             sys.stderr.write(pointer(self.place.rank, record, where))
-        failing.hard_exit(record["exit_code"])
+        capture.hard_exit(record["exit_code"])
 
 
 def _for_the_agent() -> Path | None:

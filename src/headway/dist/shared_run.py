@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from headway import files
-from headway.dist.choosing import Choice, choose
-from headway.dist.failing import HEART
+from headway.system import files
+from headway.run.choice import Choice, choose
+from headway.dist.failure.capture import HEART
 from headway.dist.group import current, is_initialized, world
-from headway.dist.guard import from_root
-from headway.failure import Record
+from headway.dist.collective.guard import from_root
+from headway.dist.failure.record import Record
 from headway.run import Run
 
 

@@ -16,15 +16,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
-from headway import files, runlock
+from headway.dist.failure.record import cause
 from headway.errors import HeadwayError, RankFailure, Stopped, UsageError
-from headway.failure import cause
-from headway.launcher import parcel, slurm
-from headway.launcher.queue import Queue
-from headway.launcher.starting import OURS, again
-from headway.launcher.status import State, Status, read_json, status
-from headway.launcher.worker import Call
-from headway.run import Run
+from headway.launcher.functions import pickled
+from headway.launcher.functions.start import OURS, again
+from headway.launcher.functions.worker import Call
+from headway.run import Run, lock
+from headway.run.status import State, Status, read_json, status
+from headway.schedulers.slurm import client
+from headway.schedulers.slurm.queue import Queue
+from headway.system import files
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0  # seconds between two looks at a job that is waited for
 _LAST_LINES = 20
@@ -100,8 +101,8 @@ class Job:
         """Asks the job to stop. One that saves its state does so first; `wait` to see it end."""
         submitted = read_json(self.run.submission_file) or {}
         if "job_id" in submitted:
-            slurm.cancel(submitted)
-        elif runlock.lives(submitted["machine"], submitted["pid"], submitted["born"]) is None:
+            client.cancel(submitted)
+        elif lock.lives(submitted["machine"], submitted["pid"], submitted["born"]) is None:
             raise UsageError(f"{self.id} runs on {submitted['host']}, not here: cancel it there")
         elif not self.status().over:
             with suppress(ProcessLookupError):  # it ended by itself, this moment
@@ -129,7 +130,7 @@ class Job:
         if self.wait() != "done" or not all(map(self._sees, left)):
             raise self._error()
         return [
-            parcel.unpack(path, what=f"what {call.function} returned on rank {rank}")
+            pickled.unpack(path, what=f"what {call.function} returned on rank {rank}")
             for rank, path in enumerate(left)
         ]
 
@@ -154,7 +155,7 @@ class Job:
             return RankFailure(f"{self.id} left no result: {what}\n{tail}".rstrip())
         left = self.run.call_dir / f"rank-{record['rank']:05d}.error.json"
         if record["kind"] == "exception" and self._sees(left):
-            from headway.dist import remote
+            from headway.dist.failure import remote
 
             return remote.unpack(json.loads(left.read_bytes()))
         return RankFailure(cause(record, Call.read(self.run).world_size, self.run.failure_file).strip())

@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, final
 
-from headway import files
 from headway.errors import UsageError
 from headway.launcher.targets import Slurm
 from headway.run import Run
+from headway.system import files
 
 _FORMAT = 1
 

@@ -20,9 +20,9 @@ from typing import Any, final
 
 import yaml
 
-from headway import files
 from headway.errors import UsageError
 from headway.run import Run
+from headway.system import files
 
 MOST = 10_000
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")

@@ -15,40 +15,45 @@ from typing import TYPE_CHECKING
 from headway import lazy
 
 if TYPE_CHECKING:
-    from headway.plan.calibration import Calibration as Calibration
-    from headway.plan.economy import Job as Job
-    from headway.plan.estimating import Estimate as Estimate, estimate as estimate
-    from headway.plan.hardware import Device as Device, Node as Node
-    from headway.plan.hf import from_hf_config as from_hf_config
-    from headway.plan.layout import Layout as Layout
-    from headway.plan.measuring import measure as measure
-    from headway.plan.presets import preset as preset
-    from headway.plan.quantity import Quantity as Quantity
-    from headway.plan.searching import Search as Search, search as search
-    from headway.plan.tracing import Trace as Trace, trace as trace
-    from headway.plan.transformer import Image as Image, Mla as Mla, Moe as Moe, Transformer as Transformer
+    from headway.plan.cost.economy import Job as Job
+    from headway.plan.machine.calibration import Calibration as Calibration
+    from headway.plan.machine.hardware import Device as Device, Node as Node
+    from headway.plan.model.hugging_face import from_hf_config as from_hf_config
+    from headway.plan.model.layout import Layout as Layout
+    from headway.plan.model.presets import preset as preset
+    from headway.plan.model.transformer import (
+        Image as Image,
+        Mla as Mla,
+        Moe as Moe,
+        Transformer as Transformer,
+    )
+    from headway.plan.report.estimates import Estimate as Estimate, estimate as estimate
+    from headway.plan.report.quantity import Quantity as Quantity
+    from headway.plan.searcher.layouts import Search as Search, search as search
+    from headway.plan.tracer.measurement import measure as measure
+    from headway.plan.tracer.request import Trace as Trace, trace as trace
 
 # public name -> the module it comes from; loaded when first used
 _HOME = {
-    "Calibration": "headway.plan.calibration",
-    "Device": "headway.plan.hardware",
-    "Estimate": "headway.plan.estimating",
-    "Image": "headway.plan.transformer",
-    "Job": "headway.plan.economy",
-    "Layout": "headway.plan.layout",
-    "Mla": "headway.plan.transformer",
-    "Moe": "headway.plan.transformer",
-    "Node": "headway.plan.hardware",
-    "Quantity": "headway.plan.quantity",
-    "Search": "headway.plan.searching",
-    "Trace": "headway.plan.tracing",
-    "Transformer": "headway.plan.transformer",
-    "estimate": "headway.plan.estimating",
-    "from_hf_config": "headway.plan.hf",
-    "measure": "headway.plan.measuring",
-    "preset": "headway.plan.presets",
-    "search": "headway.plan.searching",
-    "trace": "headway.plan.tracing",
+    "Calibration": "headway.plan.machine.calibration",
+    "Device": "headway.plan.machine.hardware",
+    "Estimate": "headway.plan.report.estimates",
+    "Image": "headway.plan.model.transformer",
+    "Job": "headway.plan.cost.economy",
+    "Layout": "headway.plan.model.layout",
+    "Mla": "headway.plan.model.transformer",
+    "Moe": "headway.plan.model.transformer",
+    "Node": "headway.plan.machine.hardware",
+    "Quantity": "headway.plan.report.quantity",
+    "Search": "headway.plan.searcher.layouts",
+    "Trace": "headway.plan.tracer.request",
+    "Transformer": "headway.plan.model.transformer",
+    "estimate": "headway.plan.report.estimates",
+    "from_hf_config": "headway.plan.model.hugging_face",
+    "measure": "headway.plan.tracer.measurement",
+    "preset": "headway.plan.model.presets",
+    "search": "headway.plan.searcher.layouts",
+    "trace": "headway.plan.tracer.request",
 }
 
 __all__ = [*_HOME]

@@ -15,13 +15,13 @@ from headway import lazy
 if TYPE_CHECKING:
     from headway.record.attempt import Recording as Recording, recording as recording
     from headway.record.diagnostics import collect as collect
-    from headway.record.logs import RankLog as RankLog, rank_log as rank_log
+    from headway.record.rank_logs import RankLog as RankLog, rank_log as rank_log
 
 _HOME = {
-    "RankLog": "headway.record.logs",
+    "RankLog": "headway.record.rank_logs",
     "Recording": "headway.record.attempt",
     "collect": "headway.record.diagnostics",
-    "rank_log": "headway.record.logs",
+    "rank_log": "headway.record.rank_logs",
     "recording": "headway.record.attempt",
 }
 

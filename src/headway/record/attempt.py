@@ -12,12 +12,12 @@ from typing import final
 
 from headway import dist
 from headway.dist import World
+from headway.dist.failure.record import Record
 from headway.errors import DONE, INTERRUPTED, HeadwayError, Stopped
-from headway.failure import Record
 from headway.record import diagnostics, screen
-from headway.record.logs import RankLog, rank_log
+from headway.record.rank_logs import RankLog, rank_log
 from headway.run import Run
-from headway.runlock import RunLock
+from headway.run.lock import RunLock
 
 
 @final

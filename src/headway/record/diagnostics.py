@@ -25,11 +25,12 @@ from typing import Any, cast
 import psutil
 import torch
 
-from headway import files, redact, source
-from headway.dist import World, nvml
-from headway.dist.limits import control_group_limits
-from headway.run import Run
-from headway.settings import to_plain
+from headway.dist import World
+from headway.dist.topology import nvml
+from headway.run import Run, source
+from headway.run.plain import to_plain
+from headway.system import files, redact
+from headway.system.limits import control_group_limits
 
 Facts = dict[str, Any]
 

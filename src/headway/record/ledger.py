@@ -3,7 +3,7 @@
 Two runs that agree in every row have done the same. Rank 0 appends to `ledger.jsonl` at log points; an attempt that
 goes on from a checkpoint makes some steps again, and its rows, which come later in the file, count. No torch here.
 
-    {"kind": "order", "id": "5f0c...", "order": {...}}          what `headway.data.which` needs; named by its digest
+    {"kind": "order", "id": "5f0c...", "order": {...}}          what `data.order.locate` needs; named by its digest
     {"kind": "step", "step": 7, "loss": "0x1.9p-1", "samples": "a41e...", "batches": [["5f0c...", 448, 512]], ...}
 """
 

@@ -19,10 +19,10 @@ from rich.text import Text
 
 from headway import __version__
 from headway.dist import World
-from headway.record.lines import plain
-from headway.redact import redact_tree
+from headway.record.terminal_lines import plain
 from headway.run import Run
-from headway.settings import leaves, to_plain
+from headway.run.plain import leaves, to_plain
+from headway.system.redact import redact_tree
 
 _MARGIN = 12  # for the labels
 _CONFIG_LINES = 2

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import final
 
-from headway import failpoints
+from headway.system import failpoints
 
 
 @final

@@ -17,8 +17,8 @@ from typing import Any, final
 
 import psutil
 
-from headway.failpoints import VARIABLE as FAILPOINT
-from headway.failure import status_in_words
+from headway.dist.failure.record import status_in_words
+from headway.system.failpoints import VARIABLE as FAILPOINT
 from headway.testing.protocol import Report
 
 _CLEAN_UP = 1.0

@@ -19,13 +19,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, final
 
-from headway import failpoints
-from headway.checkpoint import layout
+from headway.checkpoint.format import manifest
 from headway.errors import HeadwayError, UsageError
-from headway.launcher.agent import check_processes
+from headway.launcher.agent.agent import check_processes
 from headway.record import ledger
 from headway.record.ledger import Ledger, Row
 from headway.run import Run
+from headway.system import failpoints
 from headway.testing import faults
 
 _TAIL = 2000  # characters of a script's output that are shown when it fails
@@ -192,9 +192,9 @@ def compare(golden: Ledger, other: Ledger, *, same_ranks: bool) -> tuple[bool, s
 
 def last_checkpoint(run: Run) -> dict[str, str]:
     """A digest of each tensor in the run's last checkpoint: weights, averages, the state of optimisers."""
-    path = layout.step_dir(run.checkpoints_dir, layout.steps(run.checkpoints_dir)[-1])
-    with layout.Folder(path) as folder:
-        entries = layout.read_index(folder, layout.read_manifest(folder))
+    path = manifest.step_dir(run.checkpoints_dir, manifest.steps(run.checkpoints_dir)[-1])
+    with manifest.Folder(path) as folder:
+        entries = manifest.read_index(folder, manifest.read_manifest(folder))
     return {
         name: " ".join(_part(path / chunk.file, chunk.begin, chunk.end) for chunk in entry.chunks)
         for name, entry in entries.items()

@@ -27,7 +27,7 @@ from _pytest._code.code import Traceback, filter_traceback
 from _pytest._io import TerminalWriter
 from _pytest.config import _prepareconfig
 
-from headway import failpoints
+from headway.system import failpoints
 from headway.testing import body, leaks
 from headway.testing.protocol import Outcome, Report, Start, Task
 

@@ -4,13 +4,13 @@
 """
 
 from headway.train.callback import Callback
-from headway.train.history import History
-from headway.train.parallel import Ddp, Fsdp, Tp, count_parameters
+from headway.train.metrics.history import History
+from headway.train.model.parallel import Ddp, Fsdp, Tp, count_parameters
+from headway.train.model.schedules import scale_lr, warmup_cosine
 from headway.train.pipeline import Pipeline
-from headway.train.schedules import scale_lr, warmup_cosine
 from headway.train.settings import TrainSettings
 from headway.train.stage import Stage
-from headway.train.trainval import TrainValStage
+from headway.train.train_val import TrainValStage
 
 __all__ = [
     "Callback",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from headway.train.metrics import Point
+    from headway.train.metrics.meter import Point
     from headway.train.pipeline import Pipeline
     from headway.train.stage import Stage
 

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from headway.dist.failing import HEART
-from headway.failpoints import failpoint
-from headway.train.precision import copied
+from headway.dist.failure.capture import HEART
+from headway.system.failpoints import failpoint
+from headway.train.model.precision import copied
 
 if TYPE_CHECKING:
     from headway.train.stage import Stage
-    from headway.train.trainval import TrainValStage
+    from headway.train.train_val import TrainValStage
 
 # what a rank may want at a log point: to stop, one is enough; when to save, rank 0 says
 STOP, SAVE = 1, 2

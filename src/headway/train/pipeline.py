@@ -22,21 +22,23 @@ from headway.record.ledger import VARIABLE as LEDGER_VARIABLE
 from headway.record.sinks import Mlflow, Sink, TensorBoard, Wandb, feeding
 from headway.record.sinks.settings import folder_of
 from headway.run import Run, check_name
-from headway.train import loop, smoke, state
+from headway.train import loop
 from headway.train.batches import FirstBatch, set_epoch
 from headway.train.callback import Callback
-from headway.train.evidence import explained
-from headway.train.history import History, Row
-from headway.train.keeping import Keeper
-from headway.train.kinds import part_groups
-from headway.train.ledger import Ledger
-from headway.train.metrics import Point
-from headway.train.parallel import Blocks, Compile, Model, Parallel, prepare
-from headway.train.reporting import Reporter
+from headway.train.diagnose import smoke
+from headway.train.diagnose.evidence import explained
+from headway.train.metrics.history import History, Row
+from headway.train.metrics.meter import Point
+from headway.train.metrics.reporter import Reporter
+from headway.train.metrics.stragglers import Stragglers, busy
+from headway.train.metrics.timing import Split
+from headway.train.model.mesh_groups import part_groups
+from headway.train.model.parallel import Blocks, Compile, Model, Parallel, prepare
+from headway.train.resume import state
+from headway.train.resume.keeper import Keeper
+from headway.train.resume.ledger_writer import Ledger
+from headway.train.resume.state import Stateful
 from headway.train.stage import Stage
-from headway.train.state import Stateful
-from headway.train.straggling import Stragglers, busy
-from headway.train.timing import Split
 
 OptimizerLike: TypeAlias = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
 SchedulerLike: TypeAlias = LRScheduler | Callable[[Optimizer], LRScheduler]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, final
 
 from headway.errors import UsageError
-from headway.train import precision
+from headway.train.model import precision
 
 LOG_EVERY = 50
 

@@ -15,15 +15,16 @@ from torch import Tensor, nn
 from headway import dist
 from headway.dist import set_phase
 from headway.errors import UsageError
-from headway.failpoints import armed
-from headway.train import batches as feed, loop, randomness
+from headway.system.failpoints import armed
+from headway.train import batches as feed, loop
 from headway.train.batches import Pass
-from headway.train.metrics import Meter, Point, Reduction, Scope
+from headway.train.metrics.meter import Meter, Point, Reduction, Scope
+from headway.train.resume import rng
+from headway.train.resume.state import Stateful
 from headway.train.settings import LOG_EVERY
-from headway.train.state import Stateful
 
 if TYPE_CHECKING:
-    from headway.train.history import History
+    from headway.train.metrics.history import History
     from headway.train.pipeline import Pipeline
 
 
@@ -256,7 +257,7 @@ class Stage(ABC):
         of, positioned = feed.length(loader, limit), isinstance(loader, Stateful)
         if self._passes_begun == len(self.passes):
             keeps = self.pipe.keeper is not None and not positioned
-            self.passes.append(Pass(of=of, random=randomness.capture(self.device) if keeps else None))
+            self.passes.append(Pass(of=of, random=rng.capture(self.device) if keeps else None))
         begun = self.passes[self._passes_begun]
         if begun.of and of and begun.of != of:  # as many samples on another number of ranks
             begun.given = round(begun.given * of / begun.of)
@@ -290,7 +291,7 @@ class Stage(ABC):
             f"headway: {type(loader).__name__} has no state_dict(): "
             f"{progress.skip:,} batches are read again and left out"
         )
-        with randomness.replayed(progress.random, self.device):
+        with rng.replayed(progress.random, self.device):
             source = iter(loader)
             for _ in range(progress.skip):
                 next(source, None)

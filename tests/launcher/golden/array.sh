@@ -13,4 +13,4 @@ srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit
   /opt/venv/bin/python -P -m headway agent --run "$run"
 # srun's exit status does not say how the run ended; what the agents have left in the run directory does.
 # The status of this last command is the job's.
-exec /opt/venv/bin/python -P -m headway.launcher.after "$run" $?
+exec /opt/venv/bin/python -P -m headway.launcher.epilogue "$run" $?

@@ -26,4 +26,4 @@ srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=24 --kill-on-bad-e
   /opt/venv/bin/python -P -m headway agent --run "$run"
 # srun's exit status does not say how the run ended; what the agents have left in the run directory does.
 # The status of this last command is the job's.
-exec /opt/venv/bin/python -P -m headway.launcher.after "$run" $?
+exec /opt/venv/bin/python -P -m headway.launcher.epilogue "$run" $?

@@ -1,5 +1,1 @@
-"""Tracing a user's module, in a process of its own: the only part of the plan room that imports torch.
-
-Started as `python -m headway.plan.tracer` by `headway.plan.tracing`; some operations abort the interpreter when they
-meet tensors that do not exist, and a planner must report that, not die of it.
-"""
+"""Any module, traced without a GPU or measured on one: requests, results, and the processes that run them."""

@@ -7,7 +7,7 @@ them there, so a tracker that hangs, dies or has no network costs training nothi
         train()
 """
 
-from headway.record.sinks.feeding import feeding
+from headway.record.sinks.feeder import feeding
 from headway.record.sinks.settings import Mlflow, Sink, TensorBoard, Wandb
 
 __all__ = ["Mlflow", "Sink", "TensorBoard", "Wandb", "feeding"]

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
-from headway import files
+from headway.system import files
 
 MOST_BYTES = 1 << 20
 """How much of the file is in memory at a time: what a slow tracker has not taken yet stays on disk."""

@@ -10,7 +10,7 @@ import yaml
 
 from headway.record.sinks.rows import safe, scalars
 from headway.run import Run
-from headway.settings import leaves
+from headway.run.plain import leaves
 
 
 class Tracker(ABC):

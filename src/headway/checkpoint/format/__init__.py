@@ -1,0 +1,1 @@
+"""The format of a checkpoint on disk: manifest, state tree, tensor files. Needs no torch."""

@@ -1,0 +1,65 @@
+"""Bytes of tensors: how a safetensors file lays them out, and how they are read from one."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from headway.checkpoint.format.manifest import ITEM_BYTES, Chunk, Damaged
+
+
+def table_of(entries: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[str, list[tuple[int, int]]]:
+    """What the header of a safetensors file says of these (name, type, shape), and where each is behind the header."""
+    listed: dict[str, Any] = {}
+    ends = [0]
+    for name, dtype, shape in entries:
+        ends.append(ends[-1] + math.prod(shape) * ITEM_BYTES[dtype])
+        listed[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": ends[-2:]}
+    return json.dumps(listed, separators=(",", ":")), list(pairwise(ends))
+
+
+def header_of(table: str, about: dict[str, str]) -> bytes:
+    """The header of a safetensors file: its table, and some words about it."""
+    words = json.dumps({"__metadata__": about}, separators=(",", ":"))
+    text = f"{words[:-1]},{table[1:]}" if table != "{}" else words
+    data = text.encode()
+    data += b" " * (-len(data) % 8)
+    return len(data).to_bytes(8, "little") + data
+
+
+def read_box(fd: int, chunk: Chunk, dtype: torch.dtype, start: Sequence[int], target: torch.Tensor) -> None:
+    """Fills `target` with the box of its shape that begins at `start` in the chunk. Whole rows are read."""
+    if not target.numel():
+        return
+    rows = target.shape[0] if target.dim() else 1
+    row_bytes = (chunk.end - chunk.begin) // (chunk.shape[0] if chunk.shape else 1)
+    begin = chunk.begin + (start[0] * row_bytes if chunk.shape else 0)
+    whole_rows = tuple(target.shape[1:]) == chunk.shape[1:]
+    if whole_rows and target.device.type == "cpu" and target.is_contiguous() and target.dtype == dtype:
+        _read_into(fd, chunk.file, begin, bytes_of(target))
+        return
+    buffer = torch.empty(rows * row_bytes, dtype=torch.uint8)
+    _read_into(fd, chunk.file, begin, bytes_of(buffer))
+    box = buffer.view(dtype).view(rows, *chunk.shape[1:]) if chunk.shape else buffer.view(dtype).view(())
+    for dim in range(1, target.dim()):
+        box = box.narrow(dim, start[dim], target.shape[dim])
+    target.copy_(box)
+
+
+def _read_into(fd: int, name: str, begin: int, view: memoryview) -> None:
+    while view:
+        got = os.preadv(fd, [view[: 1 << 30]], begin)
+        if not got:
+            raise Damaged(f"{name}: it ends before byte {begin + len(view)}")
+        view, begin = view[got:], begin + got
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    return tensor.view(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,136 @@
+"""State as a tree of JSON beside a flat table of tensors, there and back without loss.
+
+What JSON lacks is written as an object with one marked key: a tensor as {"$tensor": name}, a tuple, a dict with keys
+that are not text, a Counter (schedulers have them), a float that is not finite. Anything else is refused by name:
+a checkpoint holds what can be read without executing it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from headway.checkpoint.format.manifest import STATE, Damaged
+from headway.errors import UsageError
+
+_SCALARS = (str, int, float, bool, type(None))
+
+
+def split(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """A state as JSON with marks where the tensors were, and the tensors by name.
+
+    >>> split({"net": {"weight": torch.ones(1)}, "epoch": 3})
+    ({'net': {'weight': {'$tensor': 'net.weight'}}, 'epoch': 3}, {'net.weight': tensor([1.])})
+    """
+    if not all(type(part) is str and part and not part.startswith("$") for part in state):
+        raise UsageError(
+            f"the parts of a state are named by text without '$' in front; these are {list(state)!r:.200}"
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    return {part: _pack(value, part, tensors) for part, value in state.items()}, tensors
+
+
+def join(tree: object, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The state that `split` took apart."""
+    match tree:
+        case list():
+            return [join(value, tensors) for value in tree]
+        case {"$tensor": str(name), **rest} if not rest and name in tensors:
+            return tensors[name]
+        case {"$tuple": list(values), **rest} if not rest:
+            return tuple(join(value, tensors) for value in values)
+        case {"$dict": list(pairs), **rest} if not rest and _are_pairs(pairs):
+            return {key: join(value, tensors) for key, value in pairs}
+        case {"$counter": list(pairs), **rest} if not rest and _are_pairs(pairs):
+            return Counter({key: join(value, tensors) for key, value in pairs})
+        case {"$float": "nan" | "inf" | "-inf" as text, **rest} if not rest:
+            return float(text)
+        case dict() if not any(key.startswith("$") for key in tree):
+            return {key: join(value, tensors) for key, value in tree.items()}
+        case dict():
+            raise Damaged(f"{STATE}: {str(tree)!r:.100} stands for nothing")
+    return tree
+
+
+def names_in(tree: object) -> list[str]:
+    """The names of all tensors in a tree, in its order."""
+    match tree:
+        case {"$tensor": str(name)}:
+            return [name]
+        case dict():
+            return [name for value in tree.values() for name in names_in(value)]
+        case list():
+            return [name for value in tree for name in names_in(value)]
+    return []
+
+
+def merge(trees: list[Any], path: str = "") -> Any:
+    """The trees of all ranks as one. Ranks may have different keys; where they have the same, values must be equal."""
+    first = trees[0]
+    if all(tree == first for tree in trees[1:]):
+        return first
+    if not all(type(tree) is dict and not any(key.startswith("$") for key in tree) for tree in trees):
+        raise UsageError(
+            f"the ranks disagree about {path!r}, as in {str(first)!r:.80}: what belongs to one rank goes into local=, "
+            "and what belongs to all must be equal on all"
+        )
+    keys = dict.fromkeys(key for tree in trees for key in tree)
+    return {
+        key: merge([tree[key] for tree in trees if key in tree], f"{path}.{key}".lstrip(".")) for key in keys
+    }
+
+
+def to_json(value: object, path: str) -> Any:
+    """JSON for a value without tensors."""
+    tensors: dict[str, torch.Tensor] = {}
+    packed = _pack(value, path, tensors)
+    if tensors:
+        raise UsageError(f"{next(iter(tensors))!r} is a tensor: what one rank keeps for itself must be JSON")
+    return packed
+
+
+def _pack(value: object, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        if path in tensors:
+            raise UsageError(
+                f"two tensors of the state would both be named {path!r}; rename one of their keys"
+            )
+        tensors[path] = value
+        return {"$tensor": path}
+    if type(value) in _SCALARS:
+        if isinstance(value, float) and not math.isfinite(value):
+            return {"$float": str(value)}
+        return value
+    if type(value) is list:
+        return [_pack(item, f"{path}.{number}", tensors) for number, item in enumerate(value)]
+    if type(value) is tuple:
+        return {"$tuple": [_pack(item, f"{path}.{number}", tensors) for number, item in enumerate(value)]}
+    if type(value) in (dict, OrderedDict, Counter):
+        assert isinstance(value, dict)
+        return _pack_dict(value, path, tensors)
+    raise UsageError(
+        f"{path!r} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: it takes "
+        "tensors, dicts, lists, tuples, text, numbers, True, False and None; convert it"
+    )
+
+
+def _pack_dict(value: dict[Any, Any], path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    for key in value:
+        if type(key) not in (str, int):
+            raise UsageError(
+                f"{path!r} has the key {key!r:.80}: the keys of a state are text or whole numbers"
+            )
+    packed = [[key, _pack(item, f"{path}.{key}", tensors)] for key, item in value.items()]
+    if type(value) is Counter:
+        return {"$counter": packed}
+    if all(type(key) is str and not key.startswith("$") for key in value):
+        return dict(packed)
+    return {"$dict": packed}
+
+
+def _are_pairs(pairs: list[Any]) -> bool:
+    return all(type(pair) is list and len(pair) == 2 and type(pair[0]) in (str, int) for pair in pairs)

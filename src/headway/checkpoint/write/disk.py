@@ -1,0 +1,213 @@
+"""The disk's side of a save. Needs no torch: it runs in a rank, or in the helper process of one.
+
+    begin     mkdir .tmp-OWNER-STEP-TOKEN                            rank 0
+    write     write, fsync rank-N.*                                  every rank
+    commit    write, fsync index, state and manifest; fsync the      rank 0, when all ranks have written
+              directory; rename it and `latest`; fsync their parent
+
+What fails before the rename leaves nothing; `discard` sees to that, or, after a kill, the next `begin`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import sys
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import final
+
+from headway.checkpoint.format import manifest as layout
+from headway.checkpoint.format.manifest import FileFact, Manifest
+from headway.errors import UsageError
+from headway.run import lock
+from headway.system import files
+from headway.system.failpoints import failpoint
+
+_PIECE = 8 << 20
+_SMALL = 1 << 20
+_UNFINISHED_LATEST = re.compile(r"\.latest\.[0-9a-f]{16}\.tmp")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """One save on disk: where it is made, and what it will be called. All of it is JSON."""
+
+    parent: str
+    owner: str
+    """marks what is unfinished, so that only its own leftovers are ever removed"""
+    step: int
+    save: str
+    """the name of the directory while it is hidden"""
+    fence: lock.Fence | None
+    """the lock of the run: whoever lost it commits nothing"""
+
+    @property
+    def hidden(self) -> Path:
+        return Path(self.parent, self.save)
+
+    @property
+    def final(self) -> Path:
+        return layout.step_dir(Path(self.parent), self.step)
+
+
+def hidden_name(owner: str, step: int) -> str:
+    """A new name for a save in the making."""
+    return f".tmp-{owner}-{step}-{secrets.token_hex(8)}"
+
+
+def begin(target: Target) -> None:
+    """Makes the hidden directory, and removes what killed saves of this owner have left."""
+    parent = Path(target.parent)
+    with files.storage(f"begin to save step {target.step} in {parent}"):
+        _check_new(target)
+        if target.fence is not None:
+            target.fence.check()  # what lies there may be the newer attempt's, which is just being saved
+        if not parent.is_dir():
+            files.make_dir(parent)
+            files.sync_dir(parent.parent)
+        sweep(parent, target.owner)
+        failpoint("checkpoint.before_directory")
+        files.make_dir(target.hidden)
+        failpoint("checkpoint.after_directory")
+
+
+def write(target: Target, contents: Mapping[str, Iterable[memoryview]]) -> dict[str, FileFact]:
+    """Writes files into the hidden directory, down to the disk."""
+    with files.storage(f"save step {target.step} in {target.parent}"):
+        files.patiently(target.hidden.lstat)  # rank 0 has made it
+        facts = {name: write_file(target.hidden / name, parts) for name, parts in contents.items()}
+        failpoint("checkpoint.rank_written")
+    return facts
+
+
+def commit(target: Target, documents: Mapping[str, bytes], manifest: Manifest) -> int:
+    """Makes the checkpoint whole and gives it its name. Returns its size."""
+    parent = Path(target.parent)
+    latest = parent / f".latest.{secrets.token_hex(8)}.tmp"
+    try:
+        with files.storage(f"commit step {target.step} in {parent}"):
+            facts = dict(manifest.files)
+            for name, data in documents.items():
+                facts[name] = write_file(target.hidden / name, [memoryview(data)])
+            sealed = replace(manifest, files=dict(sorted(facts.items()))).to_bytes()
+            failpoint("checkpoint.before_manifest")
+            files.write_new(target.hidden / layout.MANIFEST, sealed)
+            failpoint("checkpoint.after_manifest")
+            files.write_new(latest, f"{target.final.name}\n".encode())
+            files.sync_dir(target.hidden)
+            failpoint("checkpoint.before_rename")
+            _check_new(target)
+            if target.fence is not None:
+                target.fence.check()
+            target.hidden.rename(target.final)
+            failpoint("checkpoint.after_rename")
+            latest.rename(parent / "latest")
+            failpoint("checkpoint.after_latest")
+            files.sync_dir(parent)
+            failpoint("checkpoint.committed")
+    finally:
+        with suppress(OSError):  # the next save removes it
+            latest.unlink()
+    return len(sealed) + sum(fact.bytes for fact in facts.values())
+
+
+def discard(target: Target) -> None:
+    """Removes what a failed save has made. What cannot be removed now is removed by the next save."""
+    shutil.rmtree(target.hidden, ignore_errors=True)
+
+
+def sweep(parent: Path, owner: str) -> None:
+    """Removes what killed saves and deletions of this owner have left, and of nobody else."""
+    leftover = re.compile(rf"\.(tmp|del)-{re.escape(owner)}-[0-9]+-[0-9a-f]{{16}}")
+    for path in parent.iterdir():
+        if leftover.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+        elif _UNFINISHED_LATEST.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+
+
+def write_file(path: Path, parts: Iterable[memoryview]) -> FileFact:
+    """Writes a new file down to the disk; its size and checksum are those of the bytes as they were handed over."""
+    size = 0
+    failpoint("checkpoint.before_file")
+    fd = files.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        with _Checksum() as checksum:
+            for piece in _pieces(parts):
+                checksum.add(piece)
+                _write(fd, piece)
+                if sys.platform == "linux":  # the disk begins now; otherwise it would wait for the fsync
+                    os.posix_fadvise(fd, size, len(piece), os.POSIX_FADV_DONTNEED)
+                size += len(piece)
+        failpoint("checkpoint.before_fsync")
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    failpoint("checkpoint.after_file")
+    return FileFact(bytes=size, crc32=f"{checksum.value:08x}")
+
+
+@final
+class _Checksum:
+    """The CRC32 of pieces, computed beside the writing of them: at most one piece behind."""
+
+    def __init__(self) -> None:
+        self.value = 0
+        self._beside = ThreadPoolExecutor(max_workers=1)
+        self._last: Future[None] | None = None
+
+    def add(self, piece: memoryview) -> None:
+        if self._last is not None:
+            self._last.result()
+        self._last = self._beside.submit(self._update, piece) if len(piece) >= _SMALL else None
+        if self._last is None:
+            self._update(piece)
+
+    def _update(self, piece: memoryview) -> None:
+        self.value = zlib.crc32(piece, self.value)
+
+    def __enter__(self) -> _Checksum:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._beside.shutdown()
+
+
+def _pieces(parts: Iterable[memoryview]) -> Iterator[memoryview]:
+    """The same bytes in pieces of a good size: small parts are joined, large ones are cut and not copied."""
+    joined = bytearray()
+    for part in parts:
+        small = len(part) < _SMALL
+        if not small or len(joined) + len(part) > _PIECE:
+            yield memoryview(joined)
+            joined = bytearray()
+        if small:
+            joined += part
+        else:
+            yield from (part[begin : begin + _PIECE] for begin in range(0, len(part), _PIECE))
+    yield memoryview(joined)
+
+
+def _write(fd: int, piece: memoryview) -> None:
+    for half in (piece[: len(piece) // 2], piece[len(piece) // 2 :]):
+        while half:
+            half = half[os.write(fd, half) :]
+        failpoint("checkpoint.mid_file")
+
+
+def _check_new(target: Target) -> None:
+    if os.path.lexists(target.final):
+        raise UsageError(
+            f"{target.final} exists already: a checkpoint is never overwritten; save another step"
+        )

@@ -1,0 +1,291 @@
+"""Who writes what: torch's planner above, JSON between the ranks, one safetensors file per rank below.
+
+share = agree(line, tensors, contents)        # the same on all ranks, before a file is made
+share.header, share.tensors()                 # the bytes of this rank's file, in order
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from importlib import metadata as packages
+from typing import Any, final
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from headway.checkpoint.format import dtypes, tree
+from headway.checkpoint.format.dtypes import BY_NAME, NAMES
+from headway.checkpoint.format.manifest import FileFact, Manifest
+from headway.checkpoint.format.tensor_file import header_of, table_of
+from headway.dist.collective.exchange import Line
+from headway.errors import UsageError
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What one rank brings to a save: its tensors by name, and all the rest as JSON."""
+
+    step: int
+    tensors: dict[str, torch.Tensor]
+    tree: dict[str, Any]
+    local: Any
+    metrics: Mapping[str, float]
+
+
+def contents(
+    state: Mapping[str, Any], *, step: int, local: object, metrics: Mapping[str, float] | None
+) -> Contents:
+    """Takes a state apart; `UsageError` for what a checkpoint cannot hold."""
+    if type(step) is not int or not 0 <= step < 10**18:
+        raise UsageError(f"step={step!r}: a step is a whole number from 0 on")
+    packed, tensors = tree.split(state)
+    own = None if local is None else tree.to_json(local, "local")
+    return Contents(step=step, tensors=tensors, tree=packed, local=own, metrics=_numbers(metrics or {}))
+
+
+def _numbers(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics that can be compared: one that is not finite is never the best."""
+    for name, value in metrics.items():
+        if type(value) not in (int, float):
+            raise UsageError(
+                f"metrics[{name!r}] is {value!r:.80}: metrics are numbers; take .item() of a tensor"
+            )
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+@final
+class Plan:
+    """Which tensors this rank writes, and where in its file; on rank 0 also what all of them are together.
+
+    It holds as long as every rank has the same tensors, so it is made once and used for many saves.
+    """
+
+    def __init__(
+        self, number: int, tensors: list[Any], items: list[WriteItem], planner: dcp.DefaultSavePlanner
+    ) -> None:
+        self.number, self.tensors, self.planner = number, tensors, planner
+        self.items = sorted(items, key=_order)
+        described = [
+            (_label(item), NAMES[_data(item).properties.dtype], _data(item).chunk.sizes)
+            for item in self.items
+        ]
+        self.table, self.ranges = table_of(described)
+
+
+@final
+class Share:
+    """What this rank writes in one save: one safetensors file, if it has any tensors to write."""
+
+    def __init__(self, save: str, plan: Plan) -> None:
+        self._plan = plan
+        self.header = header_of(plan.table, {"format": "pt", "save": save})
+        self.size = len(self.header) + plan.ranges[-1][1] if plan.items else 0
+
+    def tensors(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Where each tensor begins in the file, and the tensor; on its device, and laid out in whatever way."""
+        for item, (begin, _) in zip(self._plan.items, self._plan.ranges, strict=True):
+            tensor = self._plan.planner.resolve_data(item)
+            about = _data(item)
+            assert isinstance(tensor, torch.Tensor)
+            if tensor.shape != about.chunk.sizes or tensor.dtype != about.properties.dtype:
+                raise UsageError(
+                    f"{item.index.fqn!r} changed its shape or type while it was saved; save between steps"
+                )
+            yield len(self.header) + begin, tensor.detach()
+
+    def release(self) -> None:
+        """Lets go of the tensors: they have been copied."""
+        self._plan.planner.state_dict = {}
+
+    def chunks(self, file: str) -> list[list[Any]]:
+        """The name of each tensor, and the part of it that is in this file, as the index has it."""
+        base = len(self.header)
+        return [
+            [item.index.fqn, {
+                "file": file, "bytes": [base + begin, base + end],
+                "offsets": list(_data(item).chunk.offsets), "shape": list(_data(item).chunk.sizes),
+            }]
+            for item, (begin, end) in zip(self._plan.items, self._plan.ranges, strict=True)
+        ]  # fmt: skip
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Agreed:
+    """A save that all ranks have agreed to: this rank's share, and, on rank 0, what belongs to all."""
+
+    save: str
+    share: Share
+    tree: dict[str, Any] | None
+    metadata: Metadata | None
+
+    def index(self, chunks: Iterable[Sequence[Any]]) -> dict[str, Any]:
+        """index.json, of the chunks of all ranks. On rank 0."""
+        assert self.metadata is not None
+        index: dict[str, Any] = {}
+        for name, about in sorted(self.metadata.state_dict_metadata.items()):
+            assert isinstance(about, TensorStorageMetadata)
+            index[name] = {"dtype": NAMES[about.properties.dtype], "shape": list(about.size), "chunks": []}
+        for name, chunk in chunks:
+            index[name]["chunks"].append(chunk)
+        return index
+
+
+@final
+class Planner:
+    """Agrees on saves with the other ranks. While nobody's tensors change, they exchange a few words each time."""
+
+    def __init__(self) -> None:
+        self._plan: Plan | None = None
+
+    def agree(
+        self, line: Line, bring: Callable[[], Contents], name: Callable[[int], str]
+    ) -> tuple[Contents, Agreed]:
+        """All ranks bring their contents; rank 0 decides who writes what, and names the save by its step.
+
+        What some rank cannot save, or ranks disagree about, is raised on all ranks.
+        """
+        brought: list[tuple[Contents, list[Any]]] = []
+        merged: list[dict[str, Any]] = []
+
+        def propose() -> dict[str, Any]:
+            mine = bring()
+            tensors = [_facts(each, tensor) for each, tensor in mine.tensors.items()]
+            brought.append((mine, tensors))
+            known = self._plan.number if self._plan is not None and self._plan.tensors == tensors else None
+            return {"step": mine.step, "tree": mine.tree, "plan": known}
+
+        def decide(proposals: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            tree.merge([{"step": proposal["step"]} for proposal in proposals])  # only to see that they agree
+            merged.append(tree.merge([proposal["tree"] for proposal in proposals]))
+            plans = {proposal["plan"] for proposal in proposals}
+            return [
+                {"save": name(proposals[0]["step"]), "known": len(plans) == 1 and None not in plans}
+            ] * len(proposals)
+
+        decided = line.phase(propose, decide)
+        contents, tensors = brought[0]
+        if not decided["known"]:
+            self._plan = _make_plan(
+                line, contents.tensors, tensors, (self._plan.number if self._plan else 0) + 1
+            )
+        plan = self._plan
+        assert plan is not None
+        plan.planner.set_up_planner(contents.tensors, is_coordinator=line.rank == 0)
+        return contents, Agreed(
+            save=decided["save"],
+            share=Share(decided["save"], plan),
+            tree=merged[0] if merged else None,
+            metadata=plan.planner.metadata if merged else None,
+        )
+
+
+def _facts(name: str, tensor: torch.Tensor) -> Any:
+    """What a plan depends on; equal if the plan still holds."""
+    kind = type(tensor)
+    shard: object = None
+    if isinstance(tensor, DTensor):
+        shard = (tensor.device_mesh, tensor.placements, tensor.to_local().shape)
+    elif kind not in (torch.Tensor, torch.nn.Parameter):
+        shard = object()  # torch may shard it in ways that we do not know
+    return (name, tensor.dtype, tensor.shape, tensor.layout, tensor.device, shard)
+
+
+def _make_plan(line: Line, tensors: dict[str, torch.Tensor], facts: list[Any], number: int) -> Plan:
+    """Torch's planner decides: a tensor that all ranks have is written by one of them."""
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def propose() -> list[Any]:
+        for name, tensor in tensors.items():
+            dtypes.check(name, tensor)
+        planner.set_up_planner(tensors, is_coordinator=line.rank == 0)
+        return [_to_json(item) for item in planner.create_local_plan().items]
+
+    def decide(proposals: list[list[Any]]) -> list[list[Any]]:
+        # only to see that they agree
+        tree.merge([{item[0]: item[2:4] for item in items} for items in proposals])
+        plans = [SavePlan([_from_json(*item) for item in items]) for items in proposals]
+        shared, _ = planner.create_global_plan(plans)
+        return [[_to_json(item) for item in plan.items] for plan in shared]
+
+    items = [_from_json(*item) for item in line.phase(propose, decide)]
+    return Plan(number, facts, planner.finish_plan(SavePlan(items)).items, planner)
+
+
+def manifest(contents: Contents, save: str, world_size: int, files: Mapping[str, FileFact]) -> Manifest:
+    """What the checkpoint says about itself, but for the files that rank 0 adds when it commits."""
+    return Manifest(
+        step=contents.step,
+        save=save,
+        world_size=world_size,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions={
+            "headway": _version("headway"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        metrics=contents.metrics,
+        files=files,
+    )
+
+
+def _data(item: WriteItem) -> TensorWriteData:
+    assert item.tensor_data is not None  # whatever is not a tensor is in the tree
+    return item.tensor_data
+
+
+def _order(item: WriteItem) -> tuple[Any, ...]:
+    """The widest types first: then every tensor of the file begins where its type may."""
+    return -_data(item).properties.dtype.itemsize, item.index.fqn, item.index.offset or ()
+
+
+def _label(item: WriteItem) -> str:
+    """The name in the file: the tensor's own, with the part it is in brackets if it is not all of it."""
+    chunk = _data(item).chunk
+    if chunk.sizes == _data(item).size:
+        return item.index.fqn
+    part = ",".join(f"{begin}:{begin + size}" for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))
+    return f"{item.index.fqn}[{part}]"
+
+
+def _to_json(item: WriteItem) -> list[Any]:
+    data = _data(item)
+    dtype, chunk = NAMES[data.properties.dtype], data.chunk
+    return [item.index.fqn, item.type.name, dtype, list(data.size), list(chunk.offsets), list(chunk.sizes)]
+
+
+def _from_json(
+    name: str, kind: str, dtype: str, size: list[int], offsets: list[int], sizes: list[int]
+) -> WriteItem:
+    return WriteItem(
+        index=MetadataIndex(name, torch.Size(offsets)),
+        type=WriteItemType[kind],
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
+            properties=TensorProperties(dtype=BY_NAME[dtype]),
+            size=torch.Size(size),
+        ),
+    )
+
+
+@cache
+def _version(package: str) -> str | None:
+    with suppress(packages.PackageNotFoundError):
+        return packages.version(package)
+    return None

@@ -1,0 +1,1 @@
+"""Large arrays in chunks: sharded indices, xarray datasets, and interleaved batches."""

@@ -1,0 +1,1 @@
+"""Datasets by name: where their shards are, how many samples they hold, and stubs for editors."""

@@ -1,0 +1,83 @@
+"""What a loader has done on this rank: totals that only grow, and its stages on a time line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple, final
+
+from headway.system.files import storage, write_atomic
+
+STAGES = ("read", "decode", "transform")  # of a few samples at a time
+_LONGEST = 200_000  # spans of a trace; a viewer has trouble with more
+
+
+class Span(NamedTuple):
+    """One stage of some samples or a batch, in seconds of `time.perf_counter`."""
+
+    stage: str
+    thread: int
+    began: float
+    ended: float
+
+
+@final
+class Counters:
+    """Totals of samples, bytes and seconds, for one rank. Filled by the training loop's thread alone."""
+
+    def __init__(self) -> None:
+        self.samples = self.batches = self.bytes_read = self.bytes_decoded = 0
+        self.trace: Trace | None = None
+        self._seconds: dict[str, float] = {}
+
+    def spent(self, span: Span) -> None:
+        self._seconds[span.stage] = self._seconds.get(span.stage, 0.0) + span.ended - span.began
+        if self.trace is not None:
+            self.trace.add([span])
+
+    def loaded(self, thread: int, times: Sequence[float]) -> None:
+        """When the first stage of some samples began, and when each ended; not all of them need be there."""
+        for stage, (began, ended) in zip(STAGES, pairwise(times), strict=False):
+            self.spent(Span(stage, thread, began, ended))
+
+    def totals(self) -> dict[str, float]:
+        counts = {
+            "samples": self.samples,
+            "batches": self.batches,
+            "bytes_read": self.bytes_read,
+            "bytes_decoded": self.bytes_decoded,
+        }
+        return counts | {f"seconds/{stage}": round(value, 6) for stage, value in self._seconds.items()}
+
+
+@final
+class Trace:
+    """Spans for a trace viewer (chrome://tracing, Perfetto): a row per thread."""
+
+    def __init__(self, path: Path, *, rank: int) -> None:
+        self._path = path.with_name(f"{path.stem}-rank-{rank:05d}.json")
+        self._rank = rank
+        self._spans: list[Span] = []
+
+    def add(self, spans: Sequence[Span]) -> None:
+        self._spans.extend(spans[: max(0, _LONGEST - len(self._spans))])
+
+    def save(self) -> None:
+        """Replaces the file by all spans so far."""
+        events = [
+            {
+                "name": span.stage,
+                "cat": "data",
+                "ph": "X",
+                "pid": self._rank,
+                "tid": span.thread,
+                "ts": round(span.began * 1e6, 1),
+                "dur": round((span.ended - span.began) * 1e6, 1),
+            }
+            for span in self._spans
+        ]
+        with storage(f"write {self._path}"):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(self._path, json.dumps({"traceEvents": events}).encode())

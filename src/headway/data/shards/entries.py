@@ -1,0 +1,121 @@
+"""The samples of a shard: files of one key, one after the other, and where the bytes of each are."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, final, overload
+
+from headway.data.shards.tar import Member
+from headway.errors import BadShard
+
+
+class Component(NamedTuple):
+    """One part of a sample: `jpg` of `a.jpg`, with the place of its bytes in the shard."""
+
+    extension: str
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One sample in the index of a shard."""
+
+    key: str
+    parts: tuple[Component, ...]
+
+
+def samples(files: Iterable[Member], where: str) -> Table:
+    """Groups files by key: the path up to the first dot of its last part. `dir/a.seg.png` is `seg.png` of `dir/a`."""
+    return Table(_grouped(files, where))
+
+
+def _grouped(files: Iterable[Member], where: str) -> Iterator[Entry]:
+    key, parts = "", dict[str, Component]()
+    for name, offset, size in files:
+        folder, slash, base = name.rpartition("/")
+        stem, dot, extension = base.partition(".")
+        if not stem or not dot or (stem.startswith("__") and stem.endswith("__")):
+            continue  # hidden files, and notes that other tools leave
+        if folder + slash + stem != key:
+            if parts:
+                yield Entry(key, tuple(parts.values()))
+            key, parts = folder + slash + stem, {}
+        extension = extension.lower()
+        if extension in parts:
+            raise BadShard(f"{where}: {name!r} comes twice in one sample; give every sample a key of its own")
+        parts[extension] = Component(extension, offset, size)
+    if parts:
+        yield Entry(key, tuple(parts.values()))
+
+
+class Entries(Sequence[Entry], ABC):
+    """The samples of a shard, by number."""
+
+    @overload
+    def __getitem__(self, number: int) -> Entry: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Entry]: ...
+    def __getitem__(self, number: int | slice) -> Entry | list[Entry]:
+        if isinstance(number, slice):
+            return [self[each] for each in range(*number.indices(len(self)))]
+        return Entry(self.key(number), tuple(self.parts(number)))
+
+    @abstractmethod
+    def key(self, number: int) -> str:
+        """The name that the files of a sample have in common."""
+
+    @abstractmethod
+    def parts(self, number: int) -> list[Component]:
+        """The parts of a sample, without its name."""
+
+    def _check(self, number: int) -> None:
+        if not 0 <= number < len(self):
+            raise IndexError(f"sample {number} of {len(self)}")
+
+
+@final
+class Table(Entries):
+    """In a few arrays: as objects, the samples of a hundred open shards would fill a gigabyte."""
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        numbers: dict[str, int] = {}
+        self._extension, self._offset, self._size = array("q"), array("q"), array("q")
+        self._first, self._key_end, self._keys = array("q", [0]), array("q", [0]), bytearray()
+        for entry in entries:
+            for extension, offset, size in entry.parts:
+                self._extension.append(numbers.setdefault(extension, len(numbers)))
+                self._offset.append(offset)
+                self._size.append(size)
+            self._keys += entry.key.encode("utf-8", "surrogateescape")
+            self._first.append(len(self._offset))
+            self._key_end.append(len(self._keys))
+        self._extensions = list(numbers)
+
+    def __len__(self) -> int:
+        return len(self._first) - 1
+
+    def key(self, number: int) -> str:
+        self._check(number)
+        name = self._keys[self._key_end[number] : self._key_end[number + 1]]
+        return name.decode("utf-8", "surrogateescape")
+
+    def parts(self, number: int) -> list[Component]:
+        self._check(number)
+        names, extensions, offsets, sizes = self._extensions, self._extension, self._offset, self._size
+        rows = range(self._first[number], self._first[number + 1])
+        return [Component(names[extensions[row]], offsets[row], sizes[row]) for row in rows]
+
+    def cut(self, number: int, shard: memoryview) -> dict[str, memoryview]:
+        """The parts of a sample in a shard's bytes. Written to be fast: copying a photograph takes ten microseconds."""
+        parts: dict[str, memoryview] = {}
+        first = self._first
+        if not 0 <= number < len(first) - 1:
+            self._check(number)
+        for row in range(first[number], first[number + 1]):
+            start = self._offset[row]
+            parts[self._extensions[self._extension[row]]] = shard[start : start + self._size[row]]
+        return parts

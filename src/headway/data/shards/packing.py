@@ -1,0 +1,144 @@
+"""`pack`: samples into tar shards that WebDataset, DALI and headway read, with an index and a checksum beside each."""
+
+from __future__ import annotations
+
+import json
+import os
+import tarfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+from headway.data.shards import checksums
+from headway.data.shards.file_tree import folder_samples
+from headway.data.shards.shard import Component, Entry, index_text
+from headway.errors import UsageError
+from headway.system.files import storage
+
+_BLOCK = 512
+_RECORD = 20 * _BLOCK
+
+
+def pack(
+    source: Iterable[Mapping[str, Any]] | str | Path,
+    out: str | Path,
+    *,
+    shard_size: int = 256 * 2**20,
+    name: str = "shard",
+    done: Callable[[Path], None] | None = None,
+) -> list[Path]:
+    """Writes samples into `out/shard-000000.tar` and so on, at most `shard_size` bytes each, and returns the paths.
+
+    A sample is a dict: `__key__`, and for each extension bytes, text, a number or something that JSON can say. A
+    folder with one folder of images per class is packed as `jpg` and `cls`, classes numbered in the order of their
+    names, which are kept in `classes.json`; one with files only by their names: `a.jpg` and `a.json` are a sample.
+    `done` is called with each shard that is whole.
+
+        samples = ({"__key__": f"{i:06d}", "jpg": jpeg, "cls": label} for i, (jpeg, label) in enumerate(items))
+        hw.data.pack(samples, "out")
+    """
+    out = Path(out)
+    if shard_size < _RECORD:
+        raise UsageError(f"shard_size={shard_size}: a shard has at least {_RECORD} bytes")
+    if any(out.glob(f"{name}-*.tar")):
+        raise UsageError(
+            f"{out} already has shards named {name}-*.tar: choose another folder, or remove them"
+        )
+    classes = None
+    if isinstance(source, str | Path):
+        source, classes = folder_samples(Path(source))
+    paths = []
+    with storage(f"write shards to {out}"):
+        out.mkdir(parents=True, exist_ok=True)
+        if classes is not None:
+            (out / "classes.json").write_text(json.dumps(classes))
+        for path in _shards(source, out, shard_size, name):
+            paths.append(path)
+            if done is not None:
+                done(path)
+    return paths
+
+
+def _shards(samples: Iterable[Mapping[str, Any]], out: Path, shard_size: int, name: str) -> Iterator[Path]:
+    """Each shard appears under its name when it is whole."""
+    waiting = iter(samples)
+    sample = next(waiting, None)
+    number = 0
+    while sample is not None:
+        path = out / f"{name}-{number:06d}.tar"
+        entries: list[Entry] = []
+        crc = 0
+        staged = path.with_name(f".{path.name}.tmp")
+        try:
+            with staged.open("wb") as file:
+                while sample is not None:
+                    entry, data = _member_bytes(sample)
+                    if entries and file.tell() + len(data) + _RECORD > shard_size:
+                        break
+                    if entries and entries[-1].key == entry.key:
+                        raise UsageError(
+                            f"two samples in a row are named {entry.key!r}: give each a __key__ of its own"
+                        )
+                    start = file.tell()
+                    file.write(data)
+                    crc = zlib.crc32(data, crc)
+                    parts = tuple(part._replace(offset=part.offset + start) for part in entry.parts)
+                    entries.append(replace(entry, parts=parts))
+                    sample = next(waiting, None)
+                checksum = _finish(file, crc)
+            index = index_text(entries)
+            if index is not None:
+                path.with_suffix(".idx").write_text(index, "utf-8", "surrogateescape")
+            staged.replace(path)
+            checksums.write(path, checksum)
+        finally:
+            staged.unlink(missing_ok=True)
+        yield path
+        number += 1
+
+
+def _finish(file: IO[bytes], crc: int) -> checksums.Checksum:
+    size = file.tell() + 2 * _BLOCK
+    end = bytes(2 * _BLOCK + -size % _RECORD)
+    file.write(end)
+    file.flush()
+    os.fsync(file.fileno())
+    return checksums.Checksum(file.tell(), f"{zlib.crc32(end, crc):08x}")
+
+
+def _member_bytes(sample: Mapping[str, Any]) -> tuple[Entry, bytes]:
+    """A sample as tar members, with the places of its parts counted from the first header."""
+    key = sample.get("__key__")
+    if not isinstance(key, str) or not key or "." in key.rpartition("/")[2] or key.startswith("/"):
+        raise UsageError(
+            f"__key__={key!r}: give every sample a name of its own, without a dot in its last part"
+        )
+    data, parts = bytearray(), []
+    for extension, value in sample.items():
+        if extension.startswith("__"):
+            continue
+        raw = _encoded(extension, value, key)
+        info = tarfile.TarInfo(f"{key}.{extension}")
+        info.size, info.mode = len(raw), 0o644
+        data += info.tobuf(tarfile.PAX_FORMAT)
+        parts.append(Component(extension.lower(), len(data), len(raw)))
+        data += raw + bytes(-len(raw) % _BLOCK)
+    if not parts:
+        raise UsageError(f"sample {key!r} has no parts: give at least one, such as txt=...")
+    return Entry(key, tuple(parts)), bytes(data)
+
+
+def _encoded(extension: str, value: Any, key: str) -> bytes:
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value).encode()
+    if extension.rpartition(".")[2] == "json":
+        return json.dumps(value).encode()
+    raise UsageError(
+        f"{extension!r} of sample {key!r} is a {type(value).__name__}: give bytes, text or a number"
+    )

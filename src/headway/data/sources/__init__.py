@@ -1,0 +1,1 @@
+"""The datasets of a mix and their shards while they are open."""

@@ -1,0 +1,1 @@
+"""Tools for datasets: check shards, find duplicates, measure loading speed."""

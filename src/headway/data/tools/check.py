@@ -1,0 +1,75 @@
+"""Is a shard fit to train on? Structure, names, index, checksum, and whether every sample can be decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+
+from headway.data.shards import checksums
+from headway.data.shards.decode import Decoder, decode
+from headway.data.shards.entries import Entries
+from headway.data.shards.indexes import read_dali, stale
+from headway.data.shards.shard import Limits, Shard, walk
+from headway.errors import BadSample, BadShard, UsageError
+
+_MOST = 100  # problems that are told of one shard
+
+
+def check_shard(
+    path: Path, limits: Limits | None = None, decoders: Mapping[str, Decoder] | None = None
+) -> list[str]:
+    """What is wrong with a shard, one sentence for each problem; nothing if all is well. Reads every byte of it.
+
+    >>> check_shard(Path("shard-000000.tar"))
+    []
+    """
+    problems = _problems(path, limits or Limits(), decoders or {})
+    found = list(islice(problems, _MOST))
+    rest = sum(1 for _ in problems)
+    return [*found, f"{path}: and {rest} problems more"] if rest else found
+
+
+def _problems(path: Path, limits: Limits, decoders: Mapping[str, Decoder]) -> Iterator[str]:
+    try:
+        entries = walk(path, limits)
+    except (BadShard, UsageError) as error:
+        yield str(error)
+        return
+    if not len(entries):
+        yield f"{path} has no samples: no file in it has a name like KEY.EXTENSION"
+    yield from _twice(path, entries)
+    try:
+        if checksums.read(path) is not None:
+            checksums.compare(path, checksums.compute(path))
+    except BadShard as error:
+        yield str(error)
+    try:
+        _compare_with_index(path, entries, limits)
+        shard = Shard.open(path, limits)
+    except BadShard as error:
+        yield str(error)
+        return
+    for number in range(len(shard)):
+        try:
+            decode(shard[number], decoders, limits)
+        except (BadSample, BadShard) as error:
+            yield f"{path}: {shard.entries.key(number)!r}: {error}"
+
+
+def _twice(path: Path, entries: Entries) -> Iterator[str]:
+    seen: set[str] = set()
+    for number in range(len(entries)):
+        key = entries.key(number)
+        if key in seen:
+            yield f"{path}: the key {key!r} comes twice, with other samples in between"
+        seen.add(key)
+
+
+def _compare_with_index(path: Path, walked: Entries, limits: Limits) -> None:
+    indexed = read_dali(path, path.stat().st_size, limits)
+    if indexed is None:
+        return
+    numbers = range(len(walked))
+    if len(indexed) != len(walked) or any(indexed.parts(n) != walked.parts(n) for n in numbers):
+        raise stale(path)

@@ -1,0 +1,1 @@
+"""Work that ranks do together: guarded sections, averages, and the exchange of small objects."""

@@ -1,0 +1,177 @@
+"""Work that some ranks do while others wait, without the wait becoming a hang.
+
+If the working rank raises, every waiting rank raises the same exception at once, with the original traceback. If it
+dies, all ranks go down with the cause (see `control`), so waiting needs no timeout: a download may take an hour, and
+nobody who watches for hangs minds.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, ParamSpec, TypeVar, overload
+
+from headway.dist.failure.capture import HEART
+from headway.dist.group import Group, current
+from headway.dist.failure.remote import pack, unpack
+from headway.errors import BarrierTimeout
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_FOREVER = timedelta(days=365)
+
+
+class _Relay:
+    """One hand-over: some rank works, `waiting` others wait for the word that it is done."""
+
+    def __init__(self, group: Group, what: str, waiting: int) -> None:
+        number = group.calls[what] = group.calls.get(what, 0) + 1  # calls come in the same order on all ranks
+        self._key = f"headway/{what}/{number}"
+        self._store = group.store
+        self._waiting = waiting
+
+    def done(self, value: object = None) -> None:
+        self._post({"value": value})
+
+    def failed(self, error: BaseException, rank: int) -> None:
+        self._post({"error": pack(error, rank)})
+
+    def wait(self) -> Any:
+        with HEART.excused():
+            self._store.wait([self._key], _FOREVER)
+        word = json.loads(self._store.get(self._key))
+        if self._store.add(f"{self._key}/read", 1) == self._waiting:  # the last reader tidies up
+            self._store.delete_key(self._key)
+            self._store.delete_key(f"{self._key}/read")
+        if "error" in word:
+            raise unpack(word["error"])
+        return word["value"]
+
+    def _post(self, word: dict[str, object]) -> None:
+        if self._waiting:
+            self._store.set(self._key, json.dumps(word))
+
+
+@contextmanager
+def _first(what: str, *, works: bool, waiting: int) -> Iterator[None]:
+    """The body runs on the working rank first, then on those that waited."""
+    group = current()
+    relay = _Relay(group, what, waiting)
+    if not works:
+        relay.wait()
+        yield
+        return
+    try:
+        with HEART.excused():
+            yield
+    except BaseException as error:
+        relay.failed(error, group.place.rank)
+        raise
+    relay.done()
+
+
+@contextmanager
+def root_first() -> Iterator[None]:
+    """The body runs on rank 0 first, and on the others when rank 0 is done.
+
+    >>> with headway.root_first():
+    ...     dataset = MNIST("data", download=True)  # rank 0 downloads, the others find it there
+    """
+    world = current().world
+    assert world is not None
+    with _first("root_first", works=world.rank == 0, waiting=world.world_size - 1):
+        yield
+
+
+@contextmanager
+def local_root_first() -> Iterator[None]:
+    """The body runs on the first rank of each node first, and on the node's others when that one is done.
+
+    >>> with headway.local_root_first():
+    ...     unpack("/shared/imagenet.tar", "/local/scratch")
+    """
+    world = current().world
+    assert world is not None
+    what = f"local_root_first/{world.node_rank}"
+    with _first(what, works=world.local_rank == 0, waiting=world.local_world_size - 1):
+        yield
+
+
+@overload
+def root_only(function: Callable[P, T], /) -> Callable[P, T | None]: ...
+@overload
+def root_only(*, wait: bool = True) -> Callable[[Callable[P, T]], Callable[P, T | None]]: ...
+def root_only(function: Callable[P, T] | None = None, /, *, wait: bool = True) -> Any:
+    """Makes a function that does its work on rank 0 only, and returns None elsewhere.
+
+    The other ranks wait until it is done, and raise what it raises: call it on all ranks. With `wait=False` they go on
+    at once; such a function may be called on any rank, and its exception stays on rank 0.
+
+    >>> @headway.root_only
+    ... def write_results(path): ...
+    """
+    if function is None:
+        return functools.partial(_root_only, wait=wait)
+    return _root_only(function, wait=wait)
+
+
+def _root_only(function: Callable[P, T], *, wait: bool) -> Callable[P, T | None]:
+    @functools.wraps(function)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        group = current()
+        if not wait:
+            with HEART.excused():
+                return function(*args, **kwargs) if group.place.rank == 0 else None
+        root = group.place.rank == 0
+        with _first("root_only", works=root, waiting=group.place.world_size - 1):
+            return function(*args, **kwargs) if root else None
+
+    return guarded
+
+
+def from_root(work: Callable[[], T]) -> T:
+    """Runs `work` on rank 0 and gives its result, which must be JSON, to all ranks; its exception, too."""
+    group = current()
+    relay = _Relay(group, "from_root", group.place.world_size - 1)
+    if group.place.rank != 0:
+        return relay.wait()  # type: ignore[no-any-return]
+    try:
+        with HEART.excused():
+            result = work()
+    except BaseException as error:
+        relay.failed(error, 0)
+        raise
+    relay.done(result)
+    return result
+
+
+def barrier(*, timeout: float | None = None) -> None:
+    """Waits until all ranks are here. With a timeout, the error names the ranks that did not come.
+
+    It goes through the store, not through the GPUs: no stream is synchronised.
+    """
+    group = current()
+    size = group.place.world_size
+    if size == 1:
+        return
+    number = group.calls["barrier"] = group.calls.get("barrier", 0) + 1
+    key = f"headway/barrier/{number}"
+    store = group.store
+    store.set(f"{key}/{group.place.rank}", "")
+    if store.add(f"{key}/count", 1) == size:
+        store.set(f"{key}/open", "")
+    try:
+        store.wait([f"{key}/open"], _FOREVER if timeout is None else timedelta(seconds=timeout))
+    except RuntimeError as error:
+        absent = [rank for rank in range(size) if not store.check([f"{key}/{rank}"])]
+        if not absent:  # not a matter of time
+            raise
+        names = ", ".join(map(str, absent[:16]))
+        raise BarrierTimeout(f"a barrier was not reached within {timeout:g} s by rank {names}") from error
+    if store.add(f"{key}/left", 1) == size:
+        for name in (*map(str, range(size)), "count", "open", "left"):
+            store.delete_key(f"{key}/{name}")

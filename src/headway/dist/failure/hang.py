@@ -1,0 +1,176 @@
+"""A run that stands still: who holds it up, who only waits, and the words in which people read it. No torch.
+
+Those who look, rank 0 over the wire or the agent of a node in shared memory, bring sightings of ranks; the judgement is
+the same. Ranks that wait in a collective are victims. To blame are those who are stopped or do not answer; else those
+who have made fewer steps or taken part in fewer collectives; else those whose stack is not one of waiting.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal, final
+
+from headway.dist.failure.record import Record
+
+Condition = Literal["answers", "silent", "stopped", "blocked"]
+"""stopped: by a signal; blocked: the kernel does not let it go, as with a dead file system"""
+
+_WAITS = re.compile(
+    r"distributed_c10d\.py|/dist/guard\.py|/dist/tournament\.py|in _engine_run_backward|in (barrier|gather)$",
+    re.M,
+)
+_OURS = re.compile(r"/headway/(testing|dist/control|dist/peer|checkpoint/stopping|runlock)")
+_WORDS = {
+    "silent": "does not answer: stopped, or busy in native code that holds the interpreter lock",
+    "stopped": "is stopped (SIGSTOP): kill -CONT would wake it",
+    "blocked": "is blocked in the kernel, as by a disk or a network file system that does not answer",
+}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Sighting:
+    """One rank, as somebody sees it."""
+
+    rank: int
+    host: str
+    pid: int
+    phase: str | None = None
+    step: int | None = None
+    age: float
+    """seconds since it has moved"""
+    collectives: int | None = None
+    """how many collectives it has taken part in, where that is known"""
+    condition: Condition = "answers"
+    stack: str = ""
+
+
+def suspects(sightings: Sequence[Sighting]) -> list[Sighting]:
+    """Those who hold up the others; empty if nobody can be told from the rest."""
+    for found in (
+        [one for one in sightings if one.condition != "answers"],
+        _behind(sightings, [one.step for one in sightings]),
+        _behind(sightings, [one.collectives for one in sightings]),
+        [one for one in sightings if one.stack and not _WAITS.search(one.stack)],
+    ):
+        if 0 < len(found) < len(sightings):
+            return found
+    return []
+
+
+def _behind(sightings: Sequence[Sighting], counts: Sequence[int | None]) -> list[Sighting]:
+    known = [count for count in counts if count is not None]
+    return [
+        one for one, count in zip(sightings, counts, strict=True) if count is not None and count < max(known)
+    ]
+
+
+def record(sightings: Sequence[Sighting], world_size: int) -> Record:
+    """The record of a hang."""
+    guilty = suspects(sightings)
+    first = (guilty or sightings)[0]
+    return {
+        "kind": "hang",
+        "rank": first.rank,
+        "host": first.host,
+        "pid": first.pid,
+        "phase": first.phase,
+        "step": first.step,
+        "error": _sentence(sightings, guilty, world_size),
+        "traceback": _report(sightings),
+        "sentence": None,
+        "suspects": [one.rank for one in guilty],
+        "victims": [one.rank for one in sightings if one not in guilty],
+        "age": round(min(one.age for one in sightings), 1),
+        "exit_code": 1,
+        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "echo": False,
+    }
+
+
+def _sentence(sightings: Sequence[Sighting], guilty: Sequence[Sighting], world_size: int) -> str:
+    still = f"for {min(one.age for one in sightings):.0f} s no rank has moved"
+    if not guilty:
+        everybody = names(one.rank for one in sightings)
+        return (
+            f"{still}: {everybody} of {world_size} {_plural(sightings, 'stands', 'stand')} in the same place"
+        )
+    waiting = [one.rank for one in sightings if one not in guilty]
+    first = guilty[0]
+    who = f"{names(one.rank for one in guilty)} of {world_size}"
+    who += f" on {first.host} (pid {first.pid})" if len(guilty) == 1 else ""
+    what = _WORDS.get(first.condition) or _plural(guilty, "is behind the others", "are behind the others")
+    place = f", in {first.phase}" if first.phase else ""
+    place += f" at step {first.step}" if first.step is not None else ""
+    wait = (
+        f"; {names(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for {_plural(guilty, 'it', 'them')}"
+    )
+    return f"{still}: {who} {what}{place}{wait}"
+
+
+def _plural(sightings: Sequence[Sighting], one: str, many: str) -> str:
+    return one if len(sightings) == 1 else many
+
+
+def _report(sightings: Sequence[Sighting]) -> str:
+    """Where everybody is; those in the same place together."""
+    return "\n\n".join(f"{who}{text}" for who, text in fold((one.rank, _story(one)) for one in sightings))
+
+
+def _story(one: Sighting) -> str:
+    text = f" {_WORDS[one.condition]}" if one.condition != "answers" else ""
+    text += f", in {one.phase}" if one.phase else ""
+    text += f" at step {one.step}" if one.step is not None else ""
+    text += f", in collective {one.collectives}" if one.collectives is not None else ""
+    stack = readable(one.stack)
+    return text + (f"; most recent call first:\n{stack}" if stack else "")
+
+
+def readable(dump: str) -> str:
+    """A dump of faulthandler without what differs between ranks, and without the threads and frames that are ours."""
+    threads = []
+    for block in dump.split("\n\n"):
+        heading, *frames = block.split("\n")
+        frames = [frame for frame in frames if frame.strip() and "/threading.py" not in frame]
+        if "most recent call first" not in heading or not frames or _OURS.search(frames[-1]):
+            continue
+        ours = [index for index, frame in enumerate(frames) if _OURS.search(frame)]
+        threads.append("\n".join(frames[: ours[0]] if ours else frames))
+    return "\n  in another thread:\n".join(reversed(threads))  # the main thread comes last in the dump
+
+
+def fold(texts: Iterable[tuple[int, str]]) -> list[tuple[str, str]]:
+    """[("ranks 0-2, 4", text), ...]: equal texts once, in the order of their first rank."""
+    ranks_by_text: dict[str, list[int]] = {}
+    for rank, text in texts:
+        ranks_by_text.setdefault(text, []).append(rank)
+    return [(names(ranks), text) for text, ranks in ranks_by_text.items()]
+
+
+def names(ranks: Iterable[int]) -> str:
+    """Ranks in words.
+
+    >>> names([0, 1, 2, 4])
+    'ranks 0-2, 4'
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
+    return f"rank{'s' if len(runs) > 1 or len(runs[0]) > 1 else ''} {', '.join(words)}"
+
+
+def condition(pid: int) -> Condition:
+    """What the kernel says about a process of this machine."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:  # gone, or a system without /proc
+        return "answers"
+    return {"T": "stopped", "t": "stopped", "D": "blocked"}.get(state, "answers")  # type: ignore[return-value]

@@ -1,0 +1,1 @@
+"""What connects the ranks: GPUs and their links, network interfaces, NCCL settings, and a check of every link."""

@@ -1,0 +1,88 @@
+"""How a launch ended: the first cause, as the ranks agreed on it or as their parent saw it, and the last words."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headway.dist.failure.record import Record, cause, status_in_words
+from headway.errors import (
+    INTERRUPTED,
+    TERMINATED,
+    HeadwayError,
+    NoProgress,
+    NoValidCheckpoint,
+    Stopped,
+    StorageError,
+)
+from headway.run import Run
+from headway.system import files
+
+_NOT_CRASHES = {
+    Stopped.exit_code: "stopped with a checkpoint; the same command goes on from there",
+    StorageError.exit_code: "the run's storage failed; the output above says how",
+    NoValidCheckpoint.exit_code: "checkpoints exist, but none of them is whole; the output above says more",
+    NoProgress.exit_code: "three attempts made no new step; look at the output above before trying again",
+    INTERRUPTED: "interrupted by Ctrl-C",
+    TERMINATED: "stopped by SIGTERM",
+}
+"""exit codes that say by themselves what happened, in one quiet sentence"""
+
+
+def crashed(outcome: Mapping[str, Any]) -> bool:
+    """Whether it is worth another try: a rank died, and not of something that another try would meet again."""
+    return bool(outcome["exit_code"] == 1)
+
+
+def words(outcome: Mapping[str, Any], world_size: int) -> str:
+    """What people read last."""
+    code, record = int(outcome["exit_code"]), outcome.get("record")
+    sentence = (record or {}).get("sentence")
+    if code in _NOT_CRASHES:
+        return f"headway: {sentence or _NOT_CRASHES[code]}\n"
+    if record and record["kind"] == "staging":  # there were no ranks yet
+        return f"headway: {sentence}\n"
+    return cause(record, world_size, record.get("failure_file")) if record else f"headway: exit code {code}\n"
+
+
+def first_failure(path: Path, ended: Mapping[int, int], pids: Mapping[int, int]) -> Record:
+    """What the ranks agreed on, completed by what only their parent can know: how they ended."""
+    if path.exists():
+        record: Record = json.loads(path.read_text())
+        if record["kind"] == "vanished" and record["rank"] in ended:
+            status = ended[record["rank"]]
+            early = " while the others still worked" if status >= 0 else ""
+            record |= {"error": status_in_words(status) + early, "hint": None}
+            if status in _NOT_CRASHES:
+                record["exit_code"] = status
+            _complete(record)
+        return record
+    rank, status = next((rank, status) for rank, status in ended.items() if status)
+    return {
+        "kind": "exit",
+        "rank": rank,
+        "host": socket.gethostname(),
+        "pid": pids[rank],
+        "error": f"{status_in_words(status)}; its own output, above, says why",
+        "exit_code": status if status in _NOT_CRASHES else 1,
+    }
+
+
+def keep(record: Record, path: Path) -> None:
+    """Notes what the agent itself has found, unless the ranks were faster."""
+    if files.publish(path, json.dumps(record).encode()):
+        _complete(record)
+
+
+def _complete(record: Record) -> None:
+    """The record in the run directory was written by a rank that could only see that another was gone."""
+    if not record.get("failure_file"):
+        return
+    try:
+        Run.open(Path(record["failure_file"]).parent).write_failure(record, instead=True)
+    except HeadwayError as error:  # the disk may be the very thing that failed
+        print(f"headway: the failure could not be recorded: {error}", file=sys.stderr, flush=True)

@@ -1,0 +1,83 @@
+"""The agent's eye on its ranks: it reads their heartbeats in shared memory, which a rank cannot keep from it.
+
+Rank 0 watches over all ranks of a run and speaks first (see `headway.dist.failure.hang_watch`). The agent is there for when
+rank 0 itself cannot: stopped, or with the interpreter lock held. It asks the ranks for their stacks by SIGQUIT, which they
+answer even then.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import final
+
+from headway.dist.failure import hang, heartbeat
+from headway.dist.failure.hang import Sighting
+from headway.dist.failure.heartbeat import Beat
+from headway.dist.failure.record import Record
+from headway.run import Run
+
+_LOOK = 0.25  # seconds between two looks
+_ANSWER = 1.0  # seconds that ranks have to write their stacks
+_AFTER_RANK_0 = 1.5  # limits that all ranks of the node must have overstepped
+
+
+@final
+class Watchdog:
+    """Watches the ranks of one node.
+
+    >>> watchdog = Watchdog(folder, ranks=[0, 1, 2, 3], world_size=4)
+    >>> watchdog.tick()  # often; the record of a hang if there is one
+    """
+
+    def __init__(self, folder: Path, *, ranks: Collection[int], world_size: int) -> None:
+        self._folder, self._ranks, self._world_size = folder, sorted(ranks), world_size
+        self._looked = 0.0
+
+    def tick(self) -> Record | None:
+        """Looks, if it is time to. Waits a moment for stacks when no rank has moved for too long."""
+        now = time.monotonic()
+        if now - self._looked < _LOOK:
+            return None
+        self._looked = now
+        beats = {rank: heartbeat.read(self._folder, rank) for rank in self._ranks}
+        if not all(beat is not None and beat.age >= _AFTER_RANK_0 * beat.limit for beat in beats.values()):
+            return None
+        stalled = {rank: beat for rank, beat in beats.items() if beat is not None}
+        conditions = {rank: hang.condition(beat.pid) for rank, beat in stalled.items()}
+        stacks = self._stacks({r: b for r, b in stalled.items() if conditions[r] != "stopped"})
+        record = hang.record(
+            [_sighting(rank, beat, conditions[rank], stacks.get(rank, "")) for rank, beat in stalled.items()],
+            self._world_size,
+        )
+        run = next((Run.open(beat.run) for beat in stalled.values() if beat.run), None)
+        return record | {"failure_file": str(run.failure_file) if run else None}
+
+    def _stacks(self, beats: dict[int, Beat]) -> dict[int, str]:
+        files = {rank: heartbeat.stack_file(self._folder, rank) for rank in beats}
+        before = {rank: file.stat().st_size for rank, file in files.items()}
+        for beat in beats.values():
+            with suppress(ProcessLookupError):  # it ends this very moment
+                os.kill(beat.pid, signal.SIGQUIT)
+        time.sleep(_ANSWER)
+        return {
+            rank: file.read_bytes()[before[rank] :].decode(errors="replace") for rank, file in files.items()
+        }
+
+
+def _sighting(rank: int, beat: Beat, condition: hang.Condition, stack: str) -> Sighting:
+    return Sighting(
+        rank=rank,
+        host=socket.gethostname(),
+        pid=beat.pid,
+        phase=beat.phase,
+        step=beat.step,
+        age=beat.age,
+        condition=condition,
+        stack=stack,
+    )

@@ -1,0 +1,217 @@
+"""Which files are the code of a run.
+
+In a git work tree: what git tracks, with its submodules, as it lies on the disk now; and of what git does not know, the
+files that the code may need: sources and settings, small ones. Elsewhere: the folder, without what is not code.
+What stays behind is named, so that nobody learns from a failed job that `data/` was not there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path, PurePath
+from typing import final
+
+from headway.errors import UsageError
+from headway.run.source import git
+
+_PATIENCE = 120.0  # seconds: whoever submits waits for a large work tree rather than go without it
+_LARGEST_NEW = 1 << 20  # bytes of a file that git does not know; what is larger is hardly source code
+_MOST_NAMED = 50
+_MOST_FILES = 50_000
+_IMPORTED = re.compile(r"\.(py|pyi|so)")
+_WRITTEN = re.compile(
+    r"\.(py|pyi|so|pyx|ipynb|c|cc|cpp|cu|cuh|h|hpp|sh|yaml|yml|json|toml|cfg|conf|ini|csv|txt|jinja|j2)"
+)
+_NOISE = re.compile(
+    r"\.(git|hg|svn|venv|tox|nox|eggs|idea|vscode|DS_Store|ipynb_checkpoints|(mypy|ruff|pytest)_cache)"
+    r"|__pycache__|node_modules|.*\.(pyc|egg-info)"
+)
+_RESULTS = re.compile(
+    "build|checkpoints|data|datasets|dist|lightning_logs|logs|mlruns|outputs|runs|tmp|wandb"
+)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Code:
+    """The files to copy, by their names below `root`, and what is to be said about them."""
+
+    root: Path
+    commit: str | None = None
+    names: tuple[str, ...]
+    added: tuple[str, ...] = ()
+    """Of these, the ones that git does not know."""
+    left_out: tuple[str, ...] = ()
+    """What stays behind, each with the reason."""
+    submodules: dict[str, str] = field(default_factory=dict)
+    note: str | None = None
+
+    def check_size(self, limit: int) -> None:
+        """Refuses to copy what is too large to be code."""
+        sizes = {name: os.lstat(self.root / name).st_size for name in self.names}
+        if sum(sizes.values()) > limit or len(sizes) > _MOST_FILES:
+            largest = max(sizes, key=lambda name: sizes[name])
+            raise UsageError(
+                f"the code in {self.root} has more than the {_size(limit)} or {_MOST_FILES} files that a copy may have "
+                f"(largest: {largest}, {_size(sizes[largest])}): keep data elsewhere, or run the code where it lies "
+                "with --dirty live"
+            )
+
+
+def gather(script: Path, *, limit: int) -> Code:
+    """The code that `script` belongs to; a folder stands for whatever is started in it. More than `limit` is refused.
+
+    >>> gather(Path("train.py"), limit=10**9).root
+    PosixPath('/home/me/project')
+    """
+    folder = script if script.is_dir() else script.parent
+    top = git(folder, "rev-parse", "--show-toplevel")
+    if top.trouble:
+        return _folder(folder, limit, note=top.trouble)
+    root = Path(os.fsdecode(top.out).removesuffix("\n"))
+    if _is_home(root):
+        return _folder(folder, limit, note=f"the repository is all of {root}")
+    code = _work_tree(root)
+    if script.is_file() and (name := str(script.relative_to(root))) not in code.names:
+        code = replace(code, names=(*code.names, name), added=(*code.added, name))  # ignored, but code
+    code.check_size(limit)
+    return code
+
+
+def _work_tree(root: Path) -> Code:
+    """What git tracks below `root`, and the new files that matter; submodules are work trees, too."""
+    head = git(root, "rev-parse", "--verify", "--quiet", "HEAD").out.decode().strip()
+    modules = _submodules(root)
+    is_link = cache(lambda folder: (root / folder).is_symlink())
+    names = {
+        name
+        for name in _names(root, "--cached")
+        if name not in modules
+        and os.path.lexists(root / name)  # else it is deleted, and that is not yet committed
+        and not any(map(is_link, PurePath(name).parents))  # a folder that became a link leads to other files
+    }
+    added, left_out = _new_files(root)
+    for module in modules:
+        if not (root / module / ".git").exists():
+            left_out.append(f"{module}/ (a submodule that is not checked out)")
+            continue
+        inner = _work_tree(root / module)
+        names |= {f"{module}/{name}" for name in inner.names}
+        added += [f"{module}/{name}" for name in inner.added]
+        left_out += [f"{module}/{name}" for name in inner.left_out]
+    return Code(
+        root=root,
+        commit=head or None,
+        names=tuple(sorted(names | set(added))),
+        added=tuple(sorted(added)),
+        left_out=_shortened(left_out),
+        submodules=modules,
+    )
+
+
+def _new_files(root: Path) -> tuple[list[str], list[str]]:
+    """Of what git does not track: the names of files that the code may need, and those of the rest, with reasons."""
+    is_run = cache(lambda folder: (root / folder / "run.json").exists())
+    verdicts: dict[str, str | None] = {}  # why a name stays behind; None: it comes along
+    for name in _names(root, "--others", "--exclude-standard"):
+        if not any(map(is_run, PurePath(name).parents)):
+            verdicts[name] = _why_not(root / name, _WRITTEN, "not tracked by git")
+    for name in _names(root, "--others", "--ignored", "--exclude-standard", "--directory"):
+        hidden_folder = name.startswith(".") and name.endswith("/")  # caches of tools
+        noise = hidden_folder or any(map(_NOISE.fullmatch, PurePath(name).parts))
+        if not noise and not (root / name / "pyvenv.cfg").exists():
+            # a generated _version.py or a compiled extension is needed, whatever git thinks of it
+            verdicts[name] = _why_not(root / name, _IMPORTED, "ignored by git")
+    added = [name for name, reason in verdicts.items() if reason is None]
+    return added, [f"{name} ({reason})" for name, reason in verdicts.items() if reason]
+
+
+def _why_not(path: Path, suffixes: re.Pattern[str], reason: str) -> str | None:
+    if path.is_symlink() or not path.is_file() or not suffixes.fullmatch(path.suffix):
+        return reason
+    size = path.stat().st_size
+    return f"{reason}, and {_size(size)} large" if size > _LARGEST_NEW else None
+
+
+def _folder(folder: Path, limit: int, *, note: str) -> Code:
+    """All of a folder that is not rubbish, results or data by its name; of a home, only the files beside the script."""
+    root = _start(folder)
+    names: list[str] = []
+    left_out: list[str] = []
+    total = 0
+
+    def walk(inside: Path) -> None:
+        nonlocal total
+        for path in sorted(inside.iterdir()):
+            name = str(path.relative_to(root))
+            if total > limit or len(names) > _MOST_FILES:
+                return  # it is refused anyway: do not look through a whole dataset first
+            if _NOISE.fullmatch(path.name):
+                continue
+            if path.is_symlink() or path.is_file():
+                if not _is_home(root) or _WRITTEN.fullmatch(path.suffix):
+                    names.append(name)
+                    total += path.lstat().st_size
+            elif not path.is_dir():
+                left_out.append(f"{name} (not a file)")
+            elif reason := _not_code(path):
+                left_out.append(f"{name}/ ({reason})")
+            else:
+                walk(path)
+
+    walk(root)
+    code = Code(root=root, names=tuple(names), left_out=_shortened(left_out), note=note)
+    code.check_size(limit)
+    return code
+
+
+def _start(folder: Path) -> Path:
+    """Where a project without git begins: where we stand if that holds the script, and is not a whole home."""
+    here = Path.cwd()
+    return here if folder.is_relative_to(here) and not _is_home(here) else folder
+
+
+def _is_home(path: Path) -> bool:
+    """A home is no project, even if its settings are in git."""
+    return path in (Path.home(), Path("/"))
+
+
+def _not_code(path: Path) -> str | None:
+    if _is_home(path.parent):
+        return "a folder of a home"
+    if (path / "pyvenv.cfg").exists():
+        return "a virtual environment"
+    if (path / "run.json").exists():
+        return "a run"
+    if _RESULTS.fullmatch(path.name) and not any(path.glob("*.py")):
+        return "data or results, by its name"
+    return None
+
+
+def _submodules(root: Path) -> dict[str, str]:
+    """Path and commit of each submodule."""
+    lines = (line.partition("\t") for line in _names(root, "--stage"))
+    return {name: facts.split()[1] for facts, _, name in lines if facts.startswith("160000 ")}
+
+
+def _names(root: Path, *options: str) -> list[str]:
+    """What `git ls-files` lists, each once."""
+    answer = git(root, "ls-files", "-z", "--deduplicate", *options, patience=_PATIENCE)
+    if answer.code or answer.trouble:
+        reason = answer.trouble or f"git ended with status {answer.code}"
+        raise UsageError(f"git cannot list the files of {root}: {reason}; mend it, or use --dirty live")
+    return [os.fsdecode(name) for name in answer.out.split(b"\0") if name]
+
+
+def _shortened(names: Iterable[str]) -> tuple[str, ...]:
+    names = sorted(names)
+    more = len(names) - _MOST_NAMED
+    return (*names[:_MOST_NAMED], *([f"and {more} more"] if more > 0 else ()))
+
+
+def _size(number: float) -> str:
+    return f"{number / 1e6:.1f} MB" if number < 1e9 else f"{number / 1e9:.1f} GB"

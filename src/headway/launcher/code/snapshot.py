@@ -1,0 +1,218 @@
+"""The code that runs is the code that was submitted: a copy of it in the run directory, made once.
+
+    run.json            code.snapshot: where from, which commit, what was added, what stayed behind
+    code/tree/          the files as they were, and the commit they are based on as a small repository of its own
+
+The copy owes nothing to where it came from: edit, commit, rebase or delete the original, and a job that starts
+tomorrow, or starts again next week, runs what was there today.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from json import loads
+from pathlib import Path
+from typing import Literal, final
+from urllib.parse import unquote, urlsplit
+
+from headway.errors import UsageError
+from headway.launcher.code.project_files import Code, gather
+from headway.run import Run
+from headway.run.source import describe, git
+from headway.system import files
+
+Dirty = Literal["snapshot", "refuse", "live"]
+LIMIT = 500_000_000  # bytes
+_FETCH_PATIENCE = 300.0  # seconds
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """Where the code of a run is, as run.json says."""
+
+    directory: Path
+    """Start the ranks here: it is to the copy what the working directory was to the original."""
+    script: Path | None
+    """The script in the copy; None where a folder was given, for `python -m`."""
+    python_path: tuple[Path, ...]
+    """To put before PYTHONPATH, so that what is installed in editable mode comes from the copy, too."""
+    added: tuple[str, ...] = ()
+    """Files that git does not know, and that were copied all the same."""
+    left_out: tuple[str, ...] = ()
+    """What was not copied, and why: a job that needs it must name it by its full path."""
+
+
+def take(run: Run, script: str | os.PathLike[str], *, dirty: Dirty = "snapshot", limit: int = LIMIT) -> Path:
+    """Copies the code of `script` into the run, once, and returns the directory to start it from.
+
+    A folder as `script` stands for what is started in it. `dirty` says what to do about changes that are not committed:
+    "snapshot" copies them, "refuse" raises, "live" copies nothing and runs the files where they lie. Whoever asks again
+    gets the copy that is there: a run does not change its code.
+
+    >>> take(run, "train.py")  # doctest: +SKIP
+    PosixPath('/home/me/runs/digits-2026.11.15-14.30-x7k2/code/tree')
+    """
+    if dirty not in ("snapshot", "refuse", "live"):
+        raise UsageError(f"dirty is {dirty!r}: choose snapshot, refuse or live")
+    if run.info()["code"].get("snapshot"):
+        return load(run).directory
+    path = Path.cwd() / script
+    if not path.exists():
+        raise UsageError(f"there is no script {str(script)!r} in {Path.cwd()}")
+    path = path if path.is_dir() else path.parent.resolve() / path.name
+    if dirty == "live":
+        return _live(run, path)
+    code = gather(path, limit=limit)
+    if dirty == "refuse":
+        _refuse_changes(code)
+    here = Path.cwd()
+    start = here if here.is_relative_to(code.root) else path if path.is_dir() else path.parent
+    note = _publish(code, run, start)
+    run.record_snapshot(
+        {
+            "tree": "code/tree",
+            "from": str(code.root),
+            "directory": str(start.relative_to(code.root)),
+            "script": None if path.is_dir() else str(path.relative_to(code.root)),
+            "python_path": list(_python_path(code.root, run.snapshot_dir)),
+            "commit": code.commit,
+            "submodules": code.submodules,
+            "added": list(code.added),
+            "left_out": list(code.left_out),
+            "note": "; ".join(filter(None, (code.note, note))) or None,
+        }
+    )
+    return load(run).directory
+
+
+def adopt(run: Run, other: Run) -> Path:
+    """Lets a run use the copy of another one, as all runs of a sweep do; returns the directory to start from."""
+    facts = other.info()["code"]["snapshot"]
+    run.record_snapshot(facts | {"tree": str(other.path / facts["tree"])})
+    return load(run).directory
+
+
+def load(run: Run) -> Snapshot:
+    """Where the code of a run is; `UsageError` if none was taken or it is gone."""
+    facts = run.info()["code"].get("snapshot")
+    if not facts:
+        raise UsageError(f"{run.id} has no copy of its code: it was not submitted by headway")
+    tree = run.path / facts["tree"]
+    directory = tree / facts["directory"]
+    if not directory.is_dir():
+        raise UsageError(f"the code of {run.id} is gone: there is no {directory}; submit it as a new run")
+    return Snapshot(
+        directory=directory,
+        script=tree / facts["script"] if facts["script"] else None,
+        python_path=tuple(tree / name for name in facts["python_path"]),
+        added=tuple(facts["added"]),
+        left_out=tuple(facts["left_out"]),
+    )
+
+
+def _live(run: Run, path: Path) -> Path:
+    """No copy: the files are read where they lie when the job starts, whatever they hold then."""
+    here = Path.cwd()
+    facts: dict[str, object] = {"tree": str(here), "from": str(here), "directory": ".", "python_path": []}
+    facts |= {"script": None if path.is_dir() else str(path), "added": [], "left_out": []}
+    run.record_snapshot(facts | {"note": "live: the files are read where they lie, whatever they hold then"})
+    return here
+
+
+def _refuse_changes(code: Code) -> None:
+    if code.commit is None:
+        raise UsageError(
+            f"{code.root} has no commit to pin the job to ({code.note or 'nothing is committed yet'}): commit the "
+            "code, or submit it as it is with --dirty snapshot"
+        )
+    if describe(code.root).dirty or code.added:
+        new = f"new: {', '.join(code.added[:5])}" if code.added else "see git status"
+        raise UsageError(
+            f"{code.root} has changes that are not committed ({new}): commit them, or submit them as they are with "
+            "--dirty snapshot"
+        )
+
+
+def _publish(code: Code, run: Run, start: Path) -> str | None:
+    """Makes the copy under a hidden name and then shows it; returns what is worth a note."""
+    staged = run.code_dir / f".tree-{secrets.token_hex(8)}.tmp"
+    try:
+        with files.storage(f"copy the code of {code.root} into {run.code_dir}"):
+            files.make_dir(staged)
+            for name in code.names:
+                _copy(code.root, name, staged)
+            note = _keep_commit(code, staged)
+            (staged / start.relative_to(code.root)).mkdir(parents=True, exist_ok=True)  # it may hold no code
+            # of a submission that was killed before it was recorded
+            shutil.rmtree(run.snapshot_dir, ignore_errors=True)
+            staged.rename(run.snapshot_dir)
+            files.sync_dir(run.code_dir)
+    except BaseException:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise
+    return note
+
+
+def _copy(root: Path, name: str, to: Path) -> None:
+    """One file, for its owner only; a link stays a link, and one that leads out of the tree still leads there."""
+    source, target = root / name, to / name
+    for parent in reversed(target.relative_to(to).parents[:-1]):
+        if not (to / parent).is_dir():
+            files.make_dir(to / parent)
+    if source.is_symlink():
+        aim = Path(os.path.normpath(source.parent / source.readlink()))
+        target.symlink_to(os.path.relpath(aim, source.parent) if aim.is_relative_to(root) else aim)
+        return
+    shutil.copyfile(source, target, follow_symlinks=False)
+    target.chmod(0o700 if os.access(source, os.X_OK) else 0o600)
+
+
+def _keep_commit(code: Code, tree: Path) -> str | None:
+    """The commit that the files are based on, with no history: rebasing and gc at the origin do not reach it.
+
+    Trackers that ask git for the commit get the true one, and `git diff` in the copy shows what was not committed.
+    """
+    if code.commit is None:
+        return None
+    fetch = (
+        "-c core.hooksPath=/dev/null -c gc.auto=0 fetch --quiet --depth=1 --no-tags --no-recurse-submodules"
+    )
+    steps = (
+        ["init", "--quiet", "--template="],
+        [*fetch.split(), "--no-write-fetch-head", code.root.as_uri(), code.commit],
+        ["update-ref", "--no-deref", "HEAD", code.commit],
+        ["read-tree", "HEAD"],
+    )
+    for step in steps:
+        if trouble := git(tree, *step, patience=_FETCH_PATIENCE).trouble:
+            shutil.rmtree(tree / ".git", ignore_errors=True)  # the files themselves are all there
+            return f"the commit itself could not be kept: {trouble}"
+    return None
+
+
+def _python_path(root: Path, tree: Path) -> Iterator[str]:
+    """Where this Python imports from within the tree, below its root: the path itself, and editable installs."""
+    origins = [Path(entry) for entry in sys.path if entry] + list(_editable_projects())
+    seen: set[Path] = set()
+    for origin in origins:
+        if origin.is_relative_to(root):
+            inside = origin.relative_to(root)
+            if inside not in seen and (tree / inside).is_dir():
+                seen.add(inside)
+                yield str(inside)
+
+
+def _editable_projects() -> Iterator[Path]:
+    for package in metadata.distributions():
+        if text := package.read_text("direct_url.json"):
+            origin = loads(text)
+            if origin.get("dir_info", {}).get("editable"):
+                project = Path(unquote(urlsplit(origin["url"]).path))
+                yield project / "src" if (project / "src").is_dir() else project

@@ -1,0 +1,66 @@
+"""Keeps a job that runs here, in the background of whoever launched it: starts it, and notes how it ended.
+
+Started as `python -m headway.launcher.functions.background RUN`. It is the parent of the node agent's ranks, or of mpirun;
+when it is told to stop, so are they.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from types import FrameType
+
+from headway.launcher.agent.agent import Agent
+from headway.launcher.functions.worker import Call
+from headway.launcher.targets import Local, Mpi
+from headway.run import Run
+from headway.run.status import note_end
+
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def main(argv: Sequence[str]) -> int:
+    run = Run.open(argv[0])
+    facts = Call.read(run).target
+    target = Mpi.from_dict(facts) if facts["kind"] == Mpi.kind else Local.from_dict(facts)
+    command = [sys.executable, "-P", "-m", "headway.launcher.functions.worker", str(run.path)]
+    environ = os.environ | target.env | {"HEADWAY_RUN": str(run.path)}
+    try:
+        if isinstance(target, Mpi):
+            code = _mpirun(target, command, environ)
+        else:
+            code = Agent(command, processes=target.processes, environ=environ).run()
+    except BaseException as error:
+        note_end(run, 1, error=f"{type(error).__name__}: {error}")
+        raise
+    note_end(run, code)
+    return code
+
+
+def mpirun_command(target: Mpi, command: Sequence[str]) -> list[str]:
+    """The command line that starts `command` as all ranks.
+
+    >>> mpirun_command(Mpi(processes=4, hosts=("n1:2", "n2:2")), ["who"])
+    ['mpirun', '-n', '4', '--host', 'n1:2,n2:2', 'who']
+    """
+    hosts = ["--host", ",".join(target.hosts)] if target.hosts else []
+    return [target.mpirun, "-n", str(target.processes), *hosts, *target.args, *command]
+
+
+def _mpirun(target: Mpi, command: Sequence[str], environ: Mapping[str, str]) -> int:
+    process = subprocess.Popen(mpirun_command(target, command), env=environ, stdin=subprocess.DEVNULL)
+
+    def forward(number: int, _: FrameType | None) -> None:
+        process.send_signal(number)
+
+    for number in _FORWARDED:
+        signal.signal(number, forward)
+    code = process.wait()
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,80 @@
+"""Python objects on their way to a job and back: a function with its arguments, and what it returned.
+
+This is the one place in headway where pickle is read, and opening a pickle can run code. It gives nobody more than they
+have: parcels lie in the run directory, 0700, as files of our own that nobody else may write (`unpack` looks), next to
+the code that the same job runs. Whoever could put a parcel there could change that code as well. Checkpoints, metrics,
+records and whatever else may come from other people are never read here.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import stat
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+from headway.errors import HeadwayError, MissingExtra, StorageError, UsageError
+from headway.system import files
+
+
+def pack(value: object, *, what: str) -> bytes:
+    """Makes a parcel. Functions and classes that can be imported go by name; others need cloudpickle.
+
+    >>> pack((max, (1, 2)), what="max and its arguments")[:1]
+    b'\\x80'
+    """
+    try:
+        return _dumps(value)
+    except (pickle.PicklingError, TypeError, AttributeError, NotImplementedError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UsageError(
+            f"{what} cannot be sent to another process ({reason:.200}); leave out what belongs to this process, like "
+            "open files, locks and generators"
+        ) from error
+
+
+def unpack(path: Path, *, what: str) -> Any:
+    """Opens a parcel, if it is ours and nobody else could have written it."""
+    with files.storage(f"read {what} from {path}"):
+        fd = files.open_private(path, os.O_RDONLY)
+    with os.fdopen(fd, "rb") as file:
+        facts = os.fstat(fd)
+        if (
+            facts.st_uid != os.geteuid()
+            or stat.S_IMODE(facts.st_mode) & 0o022
+            or not stat.S_ISREG(facts.st_mode)
+        ):
+            raise StorageError(f"{path} is not a file that only you can write: headway does not open it")
+        data = file.read()
+    try:
+        return pickle.loads(data)
+    except (pickle.UnpicklingError, EOFError, ImportError, AttributeError, RuntimeError, TypeError) as error:
+        raise HeadwayError(
+            f"{what} cannot be opened here ({type(error).__name__}: {error}); send what both sides can import"
+        ) from error
+
+
+def _dumps(value: object) -> bytes:
+    try:
+        import cloudpickle
+    except ModuleNotFoundError:
+        buffer = io.BytesIO()
+        _ByName(buffer).dump(value)
+        return buffer.getvalue()
+    data: bytes = cloudpickle.dumps(value)
+    return data
+
+
+class _ByName(pickle.Pickler):
+    """Refuses here what another process could not find there."""
+
+    def reducer_override(self, value: object) -> Any:
+        if isinstance(value, FunctionType | type) and (
+            value.__module__ == "__main__" or "<" in value.__qualname__  # <locals>, <lambda>
+        ):
+            purpose = f"to send {value.__qualname__}, which other processes cannot import,"
+            raise MissingExtra("cloudpickle", extra="launch", purpose=purpose)
+        return NotImplemented

@@ -1,0 +1,86 @@
+"""Starting a job whose run directory is ready: the first time, and again."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from headway.launcher.code import snapshot
+from headway.launcher.program import JobFile, Program
+from headway.launcher.targets import Slurm
+from headway.run import Run, lock
+from headway.schedulers.slurm import client
+from headway.system import files
+
+OURS: dict[str, subprocess.Popen[bytes]] = {}
+"""jobs in the background of this process, by run"""
+
+
+def in_background(run: Run, cwd: Path) -> None:
+    """Leaves the job to a process of its own. When we end, we wait for it; Ctrl-C meanwhile stops it."""
+    with files.storage(f"start {run.id}"):
+        log = files.open_private(run.job_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "headway.launcher.functions.background", str(run.path)],
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is for us; we pass it on if need be
+            )
+        finally:
+            os.close(log)
+        if not OURS:
+            atexit.register(_wait_for_all)
+        OURS[run.id] = process
+        facts = lock.identity(process.pid) | {"time": datetime.now(UTC).isoformat(timespec="milliseconds")}
+        files.write_atomic(run.submission_file, json.dumps(facts).encode())
+
+
+def worker_program(run: Run, target: Slurm, cwd: Path) -> Program:
+    """What each node of a cluster runs to call a function."""
+    return Program(
+        command=[sys.executable, "-P", "-m", "headway.launcher.functions.worker", str(run.path)],
+        processes=target.processes_per_node,
+        cwd=str(cwd),
+        env=target.env,
+    )
+
+
+def again(run: Run) -> None:
+    """Starts a job that is over once more, in its run directory, with the code it had."""
+    with files.storage(f"start {run.id} again"):
+        run.ended_file.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            run.failure_file.rename(run.path / f"failure-{len(run.info()['attempts'])}.json")
+    if run.job_file.exists():
+        job = JobFile.read(run)
+        client.submit([run], [job.program], job.target.alone())
+    else:
+        in_background(run, snapshot.load(run).directory)
+
+
+def _wait_for_all() -> None:
+    running = {name: process for name, process in OURS.items() if process.poll() is None}
+    if running:
+        print(
+            f"headway: waiting for {', '.join(running)}; Ctrl-C stops what is running",
+            file=sys.stderr,
+            flush=True,
+        )
+    try:
+        for process in running.values():
+            process.wait()
+    except KeyboardInterrupt:
+        for process in running.values():
+            process.send_signal(signal.SIGTERM)
+        for process in running.values():
+            process.wait()

@@ -1,0 +1,107 @@
+"""A rank of a launched function: joins the others, calls the function, leaves what it returned in the run directory.
+
+Started as `python -m headway.launcher.functions.worker RUN`, by the node agent, `srun` or `mpirun`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from headway.errors import DONE
+from headway.launcher.functions import pickled
+from headway.run import Run
+from headway.system import files
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Ranks = Sequence[Sequence[int]]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What each rank is to do; the function itself and its arguments are in a parcel beside it."""
+
+    function: str
+    target: Mapping[str, Any]
+    world_size: int
+    groups: Ranks | None
+    sys_path: Sequence[str]
+
+    def write(self, run: Run) -> None:
+        with files.storage(f"write {run.call_dir}"):
+            files.write_new(run.call_dir / "call.json", json.dumps(asdict(self), indent=2).encode())
+
+    @classmethod
+    def read(cls, run: Run) -> Call:
+        with files.storage(f"read {run.call_dir}"):
+            return cls(**json.loads((run.call_dir / "call.json").read_bytes()))
+
+
+def main(argv: Sequence[str]) -> int:
+    run = Run.open(argv[0])
+    call = Call.read(run)
+    _settle(run, call)
+    from headway import dist
+
+    world = dist.init(device=call.target.get("device", "auto"))
+    dist.record_failures_in(run)
+    mine = run.call_dir / f"rank-{world.rank:05d}"
+    result_file, error_file = mine.with_suffix(".pickle"), mine.with_suffix(".error.json")
+    for file in (result_file, error_file):  # of an earlier attempt
+        file.unlink(missing_ok=True)
+    try:
+        function, args, kwargs, upon_finish = pickled.unpack(run.call_dir / "call.pickle", what=call.function)
+        if call.groups is not None:
+            kwargs = {**kwargs, "group": _group(call.groups, world.rank)}
+        result = function(*args, **kwargs)
+        files.write_atomic(result_file, pickled.pack(result, what=f"what {call.function} returned"))
+        if upon_finish is not None:
+            dist.barrier()  # all ranks have returned, and what they returned is safe
+            if world.rank == 0:
+                upon_finish(result)
+    except BaseException as error:
+        _leave_error(error_file, error, world.rank)
+        raise
+    return DONE
+
+
+def _settle(run: Run, call: Call) -> None:
+    """Makes this process like the one that launched it, whoever started it."""
+    sys.path[:] = call.sys_path
+    # mpirun does not take variables to other hosts
+    os.environ.update(call.target.get("env", {}), HEADWAY_RUN=str(run.path))
+    os.environ.setdefault("HEADWAY_RUNS", str(run.path.parent))
+    for stream in (sys.stdout, sys.stderr):
+        # ranks share the job's log: whole lines, as soon as they are printed
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
+
+
+def _group(groups: Ranks, rank: int) -> ProcessGroup:
+    """This rank's group. torch wants every rank to make every group, in one order, its own or not."""
+    from torch import distributed
+
+    made: list[ProcessGroup] = [distributed.new_group(list(ranks)) for ranks in groups]
+    return next(group for group, ranks in zip(made, groups, strict=True) if rank in ranks)
+
+
+def _leave_error(path: Path, error: BaseException, rank: int) -> None:
+    from headway.dist.failure import remote
+
+    # from the function on: our own lines explain nothing
+    inner = error.__traceback__ and error.__traceback__.tb_next
+    packed = remote.pack(error.with_traceback(inner or error.__traceback__), rank)
+    files.write_atomic(path, json.dumps(packed).encode())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

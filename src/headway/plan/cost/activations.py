@@ -1,0 +1,126 @@
+"""What a layer keeps for its backward pass, as a table of tensors.
+
+Each entry says how many bytes per token and along which axis tensor parallelism splits it, so that the closed
+forms of Korthikanti et al. 2022 (equations 1 to 6) come out as sums; the tests hold them to 1e-6.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from headway.plan.model.layout import Layout
+from headway.plan.model.transformer import Transformer
+
+
+class Saved(NamedTuple):
+    """One kept tensor: bytes per token, and whether only sequence parallelism splits it."""
+
+    name: str
+    bytes: float
+    whole: bool
+    """Kept whole on every tensor-parallel rank unless the sequence is split too."""
+    core: bool = False
+    """Part of the attention core, which selective recomputation drops."""
+    gathered: bool = False
+    """Gathered along the sequence: Megatron keeps its piece and gathers again, torch keeps the whole."""
+
+
+def saved_tensors(model: Transformer, layout: Layout, *, moe: bool = False) -> tuple[Saved, ...]:
+    """The tensors that one layer keeps, in the order they are made."""
+    act, res, h = layout.numbers.activation, layout.residual_bytes, model.hidden
+    mask = 1 if model.dropout else 0
+    kept = [Saved("norm inputs", 2 * res * h, True), Saved("qkv input", act * h, True, gathered=True)]
+    kept += _attention(model, layout)
+    kept.append(Saved("attention dropout mask", mask * h, True))
+    kept.append(Saved("feed-forward input", act * h, True, gathered=True))
+    kept += _feedforward(model, act, moe=moe)
+    kept.append(Saved("feed-forward dropout mask", mask * h, True))
+    return tuple(entry for entry in kept if entry.bytes)
+
+
+def _attention(model: Transformer, layout: Layout) -> list[Saved]:
+    act, a, s = layout.numbers.activation, model.heads, layout.tokens(model)
+    if model.mla:
+        m = model.mla
+        low_rank = act * (m.q_rank + m.kv_rank + m.rope_dim)
+        kept = [
+            Saved("low-rank queries and keys", low_rank, True),
+            Saved("queries, keys", act * 2 * a * model.dim, False),
+            Saved("values", act * a * m.v_dim, False),
+            Saved("attention output", act * a * m.v_dim, False),
+        ]
+    else:
+        q, k = a * model.dim, float(model.kv * model.dim)
+        # keys and values are copied where there are fewer of them than tensor-parallel ranks
+        k = k * max(1.0, layout.tp / model.kv)
+        kept = [Saved("queries, keys", act * (q + k), False), Saved("values", act * k, False)]
+        if model.position == "rope":
+            kept.append(Saved("rotated queries, keys", act * (q + k), False))
+        kept.append(Saved("attention output", act * q, False))
+    if layout.flash:
+        kept.append(Saved("log-sum-exp", 4 * a, False))
+    else:
+        per_score = act + (1 + act if model.dropout else 0)  # probabilities, mask, dropped probabilities
+        kept.append(Saved("attention scores", per_score * a * s, False, core=True))
+    return kept
+
+
+def _feedforward(model: Transformer, act: int, *, moe: bool) -> list[Saved]:
+    tensors = 4 if model.gated else 2  # gate, up, activation, product; or before and after GELU
+    if not moe or model.moe is None:
+        return [Saved("feed-forward", tensors * act * model.width, False)]
+    width = model.moe.top_k * model.moe.ffn + model.moe.shared_ffn
+    copies = 2 * act * model.moe.top_k * model.hidden  # tokens on their way to and from the experts
+    return [
+        Saved("experts", tensors * act * width, False),
+        Saved("routed tokens", copies, True),
+        Saved("router", 4 * model.moe.experts, True),
+    ]
+
+
+def layer_bytes(model: Transformer, layout: Layout, *, moe: bool = False) -> float:
+    """Bytes that one layer keeps for one microbatch on one rank, under the layout's recomputation."""
+    return _layer_bytes(model, layout, layout.recompute, moe)
+
+
+def working_set(model: Transformer, layout: Layout, *, moe: bool = False) -> float:
+    """Bytes that the backward pass of one layer rebuilds before it can start."""
+    if layout.recompute == "none":
+        return 0.0
+    return _layer_bytes(model, layout, "none", moe) - layer_bytes(model, layout, moe=moe)
+
+
+_PerToken = tuple[float, float, float]
+"""Bytes per token that nothing splits, that sequence parallelism splits, and that tensor parallelism splits."""
+_per_token: dict[tuple[object, ...], _PerToken] = {}
+"""Few, whatever the number of layouts."""
+
+
+def _layer_bytes(model: Transformer, layout: Layout, recompute: str, moe: bool) -> float:
+    sequence = layout.tokens(model)
+    key = (model, recompute, moe, layout.tp > model.kv and layout.tp, sequence, layout.precision, layout.flash,
+           layout.zero == 3)  # fmt: skip
+    if key not in _per_token:
+        _per_token[key] = _kept_per_token(model, layout, recompute, moe)
+    always, whole, split = _per_token[key]
+    tokens = layout.microbatch * sequence / layout.cp
+    return tokens * (always + whole / (layout.tp if layout.sequence_parallel else 1) + split / layout.tp)
+
+
+def _kept_per_token(model: Transformer, layout: Layout, recompute: str, moe: bool) -> _PerToken:
+    if recompute == "full":
+        return 0.0, float(layout.residual_bytes * model.hidden), 0.0
+    if recompute == "sac":
+        return 0.0, *_sac(model, layout)
+    kept = [e for e in saved_tensors(model, layout, moe=moe) if not (e.core and recompute == "selective")]
+    always = sum(e.bytes for e in kept if e.gathered and not layout.megatron)
+    whole = sum(e.bytes for e in kept if e.whole)
+    return always, whole - always, sum(e.bytes for e in kept if not e.whole)
+
+
+def _sac(model: Transformer, layout: Layout) -> tuple[float, float]:
+    """torch's selective checkpointing: layer input, attention output, every other matrix product."""
+    act, h, q, k = layout.numbers.activation, model.hidden, model.heads * model.dim, model.kv * model.dim
+    whole = layout.residual_bytes * h + (act * h if model.gated else 0)
+    split = act * (2 * q + k + model.width) + 4 * model.heads
+    return whole, split

@@ -1,0 +1,83 @@
+"""Communication by the alpha-beta model: latency per step plus bytes over bandwidth."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from headway.plan.machine.calibration import Calibration
+from headway.plan.machine.hardware import Node
+from headway.plan.model.layout import Layout
+
+
+class Group(NamedTuple):
+    """Ranks that talk to each other: how many, how many of them share a node, and what link they get."""
+
+    size: int
+    per_node: int
+    bytes_per_s: float
+    latency_s: float
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.size // self.per_node)
+
+
+def group(axis: str, layout: Layout, node: Node, constants: Calibration) -> Group:
+    """The group along one axis. Ranks are numbered tp, cp, dp, pp from the innermost, as Megatron does.
+
+    The groups of a node share its network: a ring with r of the node's g ranks gets r/g of it.
+    """
+    strides = {"tp": 1, "cp": layout.tp, "dp": layout.tp * layout.cp, "pp": layout.tp * layout.cp * layout.dp}
+    sizes = {"tp": layout.tp, "cp": layout.cp, "dp": layout.dp, "ep": layout.ep, "pp": layout.pp}
+    size, stride = sizes[axis], strides["dp" if axis == "ep" else axis]
+    return spread(size, stride, node, constants)
+
+
+def shard_group(layout: Layout, node: Node, constants: Calibration) -> Group:
+    """The ranks that share one ZeRO copy."""
+    return spread(layout.shards, layout.tp, node, constants)
+
+
+def spread(size: int, stride: int, node: Node, constants: Calibration) -> Group:
+    """A group of `size` ranks, `stride` apart."""
+    per_node = max(1, min(size, node.gpus // stride))
+    peer = node.device.peer_bytes_per_s * constants.peer
+    if per_node == size:
+        return Group(size, per_node, peer, constants.peer_latency_s)
+    share = per_node / node.gpus
+    network = node.inter_bytes_per_s * constants.network * share
+    return Group(size, per_node, min(peer, network), constants.network_latency_s)
+
+
+def all_reduce(group: Group, size_bytes: float) -> float:
+    """Ring: 2(n-1) steps, 2(n-1)/n of the bytes."""
+    return 2 * reduce_scatter(group, size_bytes)
+
+
+def reduce_scatter(group: Group, size_bytes: float) -> float:
+    """Ring: n-1 steps, (n-1)/n of the bytes. An all-gather costs the same."""
+    n = group.size
+    if n == 1:
+        return 0.0
+    return _latency(group) + (n - 1) / n * size_bytes / group.bytes_per_s
+
+
+all_gather = reduce_scatter
+
+
+def all_to_all(group: Group, size_bytes: float) -> float:
+    """Each rank sends (n-1)/n of its bytes straight to the others."""
+    if group.size == 1:
+        return 0.0
+    return group.latency_s + (group.size - 1) / group.size * size_bytes / group.bytes_per_s
+
+
+def send(group: Group, size_bytes: float) -> float:
+    """One neighbour to the next."""
+    return 0.0 if group.size == 1 else group.latency_s + size_bytes / group.bytes_per_s
+
+
+def _latency(group: Group) -> float:
+    """A ring waits once per step; libraries switch to trees when the ring is long."""
+    steps = group.size - 1
+    return group.latency_s * min(steps, 8 * (steps + 1).bit_length())

@@ -1,0 +1,196 @@
+"""Time on the device: each matrix product on its roofline, and the elementwise kernels between them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from headway.plan.machine.calibration import Calibration
+from headway.plan.machine.hardware import Device
+from headway.plan.model.layout import Layout
+from headway.plan.model.transformer import Transformer
+
+FORWARD_KERNELS = 14
+"""Of one layer: two norms, four products, attention, activation, adds and dropout, casts."""
+BACKWARD_BYTES = 1.5
+"""Elementwise traffic backward over forward: gradients come on top of the saved values."""
+FLASH_BACKWARD = 2.5
+"""Fused attention's backward over its forward: five products instead of two."""
+
+
+class Gemm(NamedTuple):
+    """`batch` products of (m x k) by (k x n) in one forward pass on one rank."""
+
+    name: str
+    m: float
+    k: float
+    n: float
+    batch: float = 1
+    causal: bool = False
+    """Fused attention skips the masked half."""
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.k * self.n * self.batch
+
+    def bytes(self, width: int) -> float:
+        return width * self.batch * (self.m * self.k + self.k * self.n + self.m * self.n)
+
+
+class LayerTime(NamedTuple):
+    """Seconds of one layer and microbatch on one rank, communication not included."""
+
+    products: float
+    attention: float
+    elementwise: float
+
+    @property
+    def total(self) -> float:
+        return self.products + self.attention + self.elementwise
+
+
+@lru_cache(maxsize=8192)
+def layer_gemms(model: Transformer, layout: Layout, *, moe: bool = False) -> tuple[Gemm, ...]:
+    """The weight products of one layer, forward, on one rank."""
+    tokens = layout.microbatch * layout.tokens(model) / layout.cp
+    h, t = model.hidden, layout.tp
+    found = []
+    if model.mla:
+        m, a = model.mla, model.heads
+        found += [
+            Gemm("query down", tokens, h, m.q_rank),
+            Gemm("query up", tokens, m.q_rank, a * model.dim / t),
+            Gemm("key-value down", tokens, h, m.kv_rank + m.rope_dim),
+            Gemm("key-value up", tokens, m.kv_rank, a * (m.nope_dim + m.v_dim) / t),
+            Gemm("attention out", tokens, a * m.v_dim / t, h),
+        ]
+    else:
+        keys = 2 * model.kv * model.dim / min(t, model.kv)
+        found += [
+            Gemm("qkv", tokens, h, model.heads * model.dim / t + keys),
+            Gemm("attention out", tokens, model.heads * model.dim / t, h),
+        ]
+    return tuple(found + _feedforward_gemms(model, layout, tokens, moe=moe))
+
+
+def _feedforward_gemms(model: Transformer, layout: Layout, tokens: float, *, moe: bool) -> list[Gemm]:
+    h, t, ways = model.hidden, layout.tp, 2 if model.gated else 1
+    if not moe or model.moe is None:
+        return [Gemm("up", tokens, h, ways * model.width / t), Gemm("down", tokens, model.width / t, h)]
+    mix = model.moe
+    here = mix.experts / layout.ep
+    each = tokens * mix.top_k * layout.ep / mix.experts  # tokens of ep ranks meet at the expert
+    found = [
+        Gemm("router", tokens, h, mix.experts),
+        Gemm("expert up", each, h, ways * mix.ffn / t, here),
+        Gemm("expert down", each, mix.ffn / t, h, here),
+    ]
+    if mix.shared_ffn:
+        found.append(Gemm("shared up", tokens, h, ways * mix.shared_ffn / t))
+        found.append(Gemm("shared down", tokens, mix.shared_ffn / t, h))
+    return found
+
+
+@lru_cache(maxsize=8192)
+def attention_gemms(model: Transformer, layout: Layout) -> tuple[Gemm, ...]:
+    """Scores and weighted values of one layer, forward, on one rank."""
+    s = layout.tokens(model)
+    batch = layout.microbatch * model.heads / layout.tp
+    value = model.mla.v_dim if model.mla else model.dim
+    causal = model.causal and layout.flash
+    return (
+        Gemm("scores", s / layout.cp, model.dim, s, batch, causal),
+        Gemm("weighted values", s / layout.cp, s, value, batch, causal),
+    )
+
+
+def head_gemm(model: Transformer, layout: Layout) -> Gemm:
+    """The output layer, forward, on one rank."""
+    if model.image:
+        return Gemm("head", layout.microbatch, model.hidden, max(1, model.image.classes))
+    tokens = layout.microbatch * layout.tokens(model) / layout.cp
+    return Gemm("head", tokens, model.hidden, model.vocab / layout.tp)
+
+
+def gemm_seconds(gemm: Gemm, layout: Layout, device: Device, constants: Calibration) -> float:
+    """Roofline plus a fixed loss: the slower of arithmetic and traffic."""
+    arithmetic = gemm.flops / (device.matrix_flops(layout.precision) * constants.matrix)
+    traffic = gemm.bytes(layout.numbers.activation) / _bytes_per_s(device, constants)
+    return max(arithmetic, traffic) + constants.kernel_s
+
+
+def attention_seconds(model: Transformer, layout: Layout, device: Device, constants: Calibration) -> float:
+    """The attention core forward: fused, or two batched products that stream the score matrix."""
+    rate = device.matrix_flops("bf16") * constants.attention
+    products = attention_gemms(model, layout)
+    if layout.flash:
+        flops = sum(gemm.flops * (0.5 if gemm.causal else 1.0) for gemm in products)
+        return flops / rate + constants.kernel_s
+    stream = _bytes_per_s(device, constants)
+    width = layout.numbers.activation
+    matrix = sum(max(gemm.flops / rate, gemm.bytes(width) / stream) for gemm in products)
+    scores = layout.microbatch * model.heads / layout.tp * layout.tokens(model) ** 2 / layout.cp
+    passes = 2 * width + (2 * width + 1 if model.dropout else 0)  # softmax, dropout
+    return matrix + scores * passes / stream + 4 * constants.kernel_s
+
+
+def elementwise_seconds(model: Transformer, layout: Layout, device: Device, constants: Calibration) -> float:
+    """Norms, residual adds, dropout, activation functions and rotations of one layer, forward."""
+    act, res = layout.numbers.activation, layout.residual_bytes
+    tokens = layout.microbatch * layout.tokens(model) / layout.cp
+    h = model.hidden
+    whole = float((2 * (res + act) + 2 * 3 * res + (2 if model.dropout else 0)) * h)
+    width = model.moe.top_k * model.moe.ffn if model.moe else model.width
+    split = float((3 if model.gated else 2) * act * width)
+    if model.position == "rope":
+        split += 2 * act * (model.heads + model.kv) * model.dim
+    if layout.compiled:
+        whole, split = whole * 0.6, split * 0.7
+    traffic = tokens * (whole / (layout.tp if layout.sequence_parallel else 1) + split / layout.tp)
+    kernels = FORWARD_KERNELS * (0.5 if layout.compiled else 1.0)
+    return traffic / _bytes_per_s(device, constants) + kernels * constants.kernel_s
+
+
+@lru_cache(maxsize=16384)
+def layer_forward(
+    model: Transformer, layout: Layout, device: Device, constants: Calibration, *, moe: bool = False
+) -> LayerTime:
+    """One layer forward."""
+    gemms = layer_gemms(model, layout, moe=moe)
+    return LayerTime(
+        products=sum(gemm_seconds(gemm, layout, device, constants) for gemm in gemms),
+        attention=attention_seconds(model, layout, device, constants),
+        elementwise=elementwise_seconds(model, layout, device, constants),
+    )
+
+
+def layer_backward(forward: LayerTime, layout: Layout) -> LayerTime:
+    """One layer backward: each product twice, elementwise a half more."""
+    factor = FLASH_BACKWARD if layout.flash else 2.0
+    return LayerTime(
+        products=2 * forward.products,
+        attention=factor * forward.attention,
+        elementwise=BACKWARD_BYTES * forward.elementwise,
+    )
+
+
+def layer_recompute(forward: LayerTime, layout: Layout) -> LayerTime:
+    """What the backward pass repeats of the forward."""
+    if layout.recompute == "full":
+        return forward
+    if layout.recompute == "selective" and not layout.flash:
+        return LayerTime(products=0.0, attention=forward.attention, elementwise=0.0)
+    if layout.recompute == "sac":
+        return LayerTime(products=0.4 * forward.products, attention=0.0, elementwise=forward.elementwise)
+    return LayerTime(products=0.0, attention=0.0, elementwise=0.0)
+
+
+def head_seconds(model: Transformer, layout: Layout, device: Device, constants: Calibration) -> float:
+    """Head and loss, forward and backward."""
+    gemm = head_gemm(model, layout)
+    loss = gemm.m * gemm.n * 20 / _bytes_per_s(device, constants)  # fp32 logits pass five times
+    return 3 * gemm_seconds(gemm, layout, device, constants) + loss
+
+
+def _bytes_per_s(device: Device, constants: Calibration) -> float:
+    return device.hbm_GBps * 1e9 * device.hbm_achievable * constants.memory

@@ -1,0 +1,78 @@
+"""Floating-point operations, in the conventions people publish.
+
+- model FLOPs, "full" (PaLM, torchtitan): 6 per weight that meets the token, plus 12 L a d s for attention.
+- model FLOPs, "causal" (Megatron-LM now, Megatron-Bridge): attention counted half, as a causal mask needs.
+- hardware FLOPs: model FLOPs plus what is recomputed. Fused attention's own recomputation counts in neither.
+
+All are sums over the products in `compute`, so they equal Korthikanti's equation 7 and SC21's equation 3.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Literal
+
+from headway.plan.cost.compute import attention_gemms, head_gemm, layer_gemms
+from headway.plan.model.layout import Layout
+from headway.plan.model.transformer import Transformer
+
+Convention = Literal["full", "causal"]
+
+SAC_RECOMPUTED = 0.4
+"""Every other matrix product; in a gated layer the recomputed ones are the smaller half."""
+
+
+@lru_cache(maxsize=256)
+def forward_flops(model: Transformer, sequence: int) -> tuple[float, float, float]:
+    """Of one sample: weights of the layers, attention (counted whole), and what is outside the layers."""
+    whole = Layout(sequence=sequence, flash=False)
+    dense = sum(gemm.flops for gemm in layer_gemms(model, whole)) * (model.layers - model.moe_layers)
+    mixed = sum(gemm.flops for gemm in layer_gemms(model, whole, moe=True)) * model.moe_layers
+    scores = sum(gemm.flops for gemm in attention_gemms(model, whole)) * model.layers
+    outside = head_gemm(model, whole).flops
+    if model.image:
+        outside += 2.0 * (model.image.tokens - 1) * model.image.channels * model.image.patch**2 * model.hidden
+    return dense + (mixed if model.moe_layers else 0.0), scores, outside
+
+
+def attention_share(model: Transformer, convention: Convention) -> float:
+    """How much of the score matrix a convention counts."""
+    return 0.5 if convention == "causal" and model.causal else 1.0
+
+
+def model_flops_per_token(model: Transformer, sequence: int, convention: Convention) -> float:
+    """Forward and backward of one token.
+
+    >>> from headway.plan.model.presets import preset
+    >>> round(model_flops_per_token(preset("llama-3.1-8b"), 8192, "causal") / 1e9, 2)
+    51.47
+    """
+    layers, scores, outside = forward_flops(model, sequence)
+    tokens = model.image.tokens if model.image else sequence
+    return 3 * (layers + scores * attention_share(model, convention) + outside) / tokens
+
+
+def hardware_flops_per_token(
+    model: Transformer, sequence: int, layout: Layout, convention: Convention
+) -> float:
+    """Model FLOPs plus what the layout recomputes.
+
+    Selective recomputation is counted as Korthikanti's equation 8 does: the scores' three products once more,
+    though only one pass is repeated; otherwise published HFUs could not be compared.
+    """
+    base = model_flops_per_token(model, sequence, convention)
+    layers, scores, _ = forward_flops(model, sequence)
+    tokens = model.image.tokens if model.image else sequence
+    attention = scores * attention_share(model, convention)
+    if layout.recompute == "full":
+        return base + (layers + attention) / tokens
+    if layout.recompute == "selective" and not layout.flash:
+        return base + 3 * attention / tokens
+    if layout.recompute == "sac":
+        return base + layers * SAC_RECOMPUTED / tokens
+    return base
+
+
+def utilisation(flops_per_token: float, tokens_per_s_per_gpu: float, peak_flops: float) -> float:
+    """MFU or HFU, by which FLOPs are passed."""
+    return flops_per_token * tokens_per_s_per_gpu / peak_flops

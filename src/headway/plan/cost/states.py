@@ -1,0 +1,113 @@
+"""Weights, gradients and optimizer state: how many parameters a rank holds, and at how many bytes each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from headway.plan.cost.schedule import chunk_layers
+from headway.plan.model.layout import OPTIMIZER_MOMENTS, Layout
+from headway.plan.model.transformer import Transformer
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankParameters:
+    """Parameters on one rank before ZeRO: those every data-parallel rank has, and the routed experts."""
+
+    shared: float
+    experts: float
+    layer: float
+    outer: float
+    """Embedding and head: FSDP's outermost unit."""
+
+    @property
+    def largest_unit(self) -> float:
+        """The largest piece whose gradient is reduced at once."""
+        return max(self.layer, self.outer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class States:
+    """Bytes on one rank."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer
+
+
+def layer_on_rank(model: Transformer, tp: int, *, moe: bool) -> float:
+    """Parameters of one layer on one tensor-parallel rank, without routed experts.
+
+    Norms and output biases are kept whole; keys and values are split at most `kv_heads` ways.
+    """
+    whole = 2 * model.norm_parameters + (2 * model.hidden if model.bias == "all" else 0)
+    keys = 0.0
+    if model.mla is None:
+        keys = 2 * model.kv * model.dim * (model.hidden + (model.bias != "none"))
+    total = model.moe_layer_shared_parameters if moe else model.layer_parameters
+    split = total - whole - keys
+    return split / tp + keys / min(tp, model.kv) + whole
+
+
+def on_rank(model: Transformer, layout: Layout, stage: int) -> RankParameters:
+    """Parameters that a rank of this pipeline stage holds."""
+    return _on_rank(model, layout.tp, layout.pp, layout.vpp, layout.ep, stage)
+
+
+@lru_cache(maxsize=4096)
+def _on_rank(model: Transformer, tp: int, pp: int, vpp: int, ep: int, stage: int) -> RankParameters:
+    layers = sum(chunk_layers(model.layers, pp, vpp)[stage])
+    moe_layers = layers * model.moe_layers / model.layers
+    dense = layer_on_rank(model, tp, moe=False) if moe_layers < layers else 0.0
+    mixture = layer_on_rank(model, tp, moe=True) if moe_layers else 0.0
+    experts = model.expert_parameters / (ep * tp)
+    embedding = _embedding_on_rank(model, tp) if stage == 0 else 0.0
+    head = _head_on_rank(model, tp, pp) if stage == pp - 1 else 0.0
+    shared = dense * (layers - moe_layers) + mixture * moe_layers + embedding + head
+    layer = max(dense, mixture + (experts if moe_layers else 0.0))
+    return RankParameters(shared=shared, experts=experts * moe_layers, layer=layer, outer=embedding + head)
+
+
+def _embedding_on_rank(model: Transformer, tp: int) -> float:
+    if model.image:
+        return float(model.embedding_parameters)
+    table = model.vocab * model.hidden
+    return table / tp + (model.embedding_parameters - table) + model.extra_parameters
+
+
+def _head_on_rank(model: Transformer, tp: int, pp: int) -> float:
+    if model.image:
+        return float(model.norm_parameters + model.head_parameters)
+    # a tied head needs its own copy when the embedding lives on another rank
+    copy = model.vocab * model.hidden if model.tied and pp > 1 else model.head_parameters
+    return copy / tp + model.norm_parameters
+
+
+def states(parameters: RankParameters, layout: Layout) -> States:
+    """Bytes of model state on a rank. ZeRO 1 shards the optimizer, 2 the gradients too, 3 the weights too."""
+    numbers, shards = layout.numbers, layout.shards
+    # experts are already spread over ep ranks of the data-parallel group
+    expert_shards = max(1.0, shards / layout.ep)
+
+    def over(per_parameter: float, stage: int) -> float:
+        if layout.zero < stage:
+            return per_parameter * (parameters.shared + parameters.experts)
+        return per_parameter * (parameters.shared / shards + parameters.experts / expert_shards)
+
+    optimizer = over(numbers.master + OPTIMIZER_MOMENTS[layout.optimizer] * numbers.moment, 1)
+    return States(
+        weights=over(numbers.weight, 3),
+        gradients=over(numbers.gradient, 2),
+        optimizer=0.0 if layout.offload else optimizer,
+    )
+
+
+def bytes_per_parameter(layout: Layout) -> float:
+    """Replicated state per parameter: 18 for Megatron's bf16 Adam, 16 for ZeRO's or fp32."""
+    numbers = layout.numbers
+    moments = OPTIMIZER_MOMENTS[layout.optimizer] * numbers.moment
+    return numbers.weight + numbers.gradient + numbers.master + moments

@@ -1,0 +1,228 @@
+"""The time of one step, by part. Seconds on the critical path; parts add up to the total."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from headway.plan.cost import collectives, compute
+from headway.plan.cost.schedule import chunk_layers
+from headway.plan.cost.states import on_rank
+from headway.plan.machine.calibration import Calibration
+from headway.plan.machine.hardware import Device, Node
+from headway.plan.model.layout import OPTIMIZER_MOMENTS, Layout
+from headway.plan.model.transformer import Transformer
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of one optimizer step, by part."""
+
+    parts: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCost:
+    """One layer and microbatch on one rank: device time and the communication that waits for it."""
+
+    products: float
+    attention: float
+    elementwise: float
+    recompute: float
+    tensor_parallel: float
+    context_parallel: float
+    expert_parallel: float
+
+    @property
+    def total(self) -> float:
+        compute_s = self.products + self.attention + self.elementwise + self.recompute
+        return compute_s + self.tensor_parallel + self.context_parallel + self.expert_parallel
+
+
+def step_time(model: Transformer, layout: Layout, node: Node, constants: Calibration) -> StepTime:
+    """One step: m turns of the slowest stage, the bubble, and what follows the last backward."""
+    layers = _layer_costs(model, layout, node, constants)
+    stages = _stage_seconds(model, layout, node, constants, layers)
+    slowest, m, v = max(stages), layout.microbatches, layout.vpp
+    parts = _busy_parts(model, layout, node, constants, layers, stages.index(slowest))
+    parts["pipeline bubble"] = (sum(stages) - slowest) / v
+    parts["data parallel"] = _data_parallel(model, layout, node, constants, busy=m * slowest)
+    parts["optimizer"] = _optimizer(model, layout, node.device, constants)
+    return StepTime(parts={name: seconds * constants.scale for name, seconds in parts.items() if seconds > 0})
+
+
+def _busy_parts(
+    model: Transformer,
+    layout: Layout,
+    node: Node,
+    constants: Calibration,
+    layers: tuple[LayerCost, LayerCost],
+    stage: int,
+) -> dict[str, float]:
+    """Where the slowest stage spends its microbatches."""
+    dense, mixture = layers
+    count = sum(chunk_layers(model.layers, layout.pp, layout.vpp)[stage])
+    mixed = count * model.moe_layers / model.layers
+    turns = layout.microbatches
+
+    def both(part: str) -> float:
+        each: float = (count - mixed) * getattr(dense, part) + mixed * getattr(mixture, part)
+        return turns * each
+
+    head = turns * _head(model, layout, node.device, constants) if stage == layout.pp - 1 else 0.0
+    return {
+        "matrix products": both("products"),
+        "attention": both("attention"),
+        "elementwise": both("elementwise"),
+        "recompute": both("recompute"),
+        "head and loss": head,
+        "tensor parallel": both("tensor_parallel"),
+        "context parallel": both("context_parallel"),
+        "expert parallel": both("expert_parallel"),
+        "pipeline sends": turns * _sends(model, layout, node, constants),
+    }
+
+
+def _stage_seconds(
+    model: Transformer,
+    layout: Layout,
+    node: Node,
+    constants: Calibration,
+    layers: tuple[LayerCost, LayerCost],
+) -> list[float]:
+    """One microbatch forward and backward through each stage."""
+    share = model.moe_layers / model.layers
+    each = (1 - share) * layers[0].total + share * layers[1].total
+    fixed = _sends(model, layout, node, constants)
+    counts = chunk_layers(model.layers, layout.pp, layout.vpp)
+    seconds = [sum(chunks) * each + fixed for chunks in counts]
+    seconds[-1] += _head(model, layout, node.device, constants)
+    return seconds
+
+
+@lru_cache(maxsize=8192)
+def _head(model: Transformer, layout: Layout, device: Device, constants: Calibration) -> float:
+    return compute.head_seconds(model, layout, device, constants)
+
+
+def _layer_costs(
+    model: Transformer, layout: Layout, node: Node, constants: Calibration
+) -> tuple[LayerCost, LayerCost]:
+    """A dense layer and a mixture layer."""
+    dense = _layer_cost(model, layout, node, constants, moe=False)
+    mixture = _layer_cost(model, layout, node, constants, moe=True) if model.moe else dense
+    return dense, mixture
+
+
+def _layer_cost(
+    model: Transformer, layout: Layout, node: Node, constants: Calibration, *, moe: bool
+) -> LayerCost:
+    forward = compute.layer_forward(model, layout, node.device, constants, moe=moe)
+    backward = compute.layer_backward(forward, layout)
+    again = compute.layer_recompute(forward, layout)
+    return LayerCost(
+        products=forward.products + backward.products,
+        attention=forward.attention + backward.attention,
+        elementwise=forward.elementwise + backward.elementwise,
+        recompute=again.total,
+        tensor_parallel=_tensor_parallel(model, layout, node, constants),
+        context_parallel=_context_parallel(model, layout, node, constants, forward.attention),
+        expert_parallel=_expert_parallel(model, layout, node, constants) if moe else 0.0,
+    )
+
+
+def _tensor_parallel(model: Transformer, layout: Layout, node: Node, constants: Calibration) -> float:
+    """Two all-reduces forward, two backward, two more when the forward is repeated (SC21, section 3.2)."""
+    if layout.tp == 1:
+        return 0.0
+    ranks = collectives.group("tp", layout, node, constants)
+    size = layout.microbatch * layout.tokens(model) / layout.cp * model.hidden * layout.numbers.activation
+    passes = 6 if layout.recompute == "full" else 4
+    # a reduce-scatter and an all-gather move what an all-reduce moves (Korthikanti, section 4.2.2)
+    return passes * collectives.all_reduce(ranks, size)
+
+
+def _context_parallel(
+    model: Transformer, layout: Layout, node: Node, constants: Calibration, attention: float
+) -> float:
+    """Keys and values travel the ring behind the scores; what does not fit behind them is exposed."""
+    if layout.cp == 1:
+        return 0.0
+    ranks = collectives.group("cp", layout, node, constants)
+    tokens = layout.microbatch * layout.tokens(model) / layout.cp
+    block = 2 * tokens * model.kv * model.dim * layout.numbers.activation / min(layout.tp, model.kv)
+    hops = (layout.cp - 1) * collectives.send(ranks, block)
+    return max(0.0, hops - attention) + max(0.0, 2 * hops - compute.FLASH_BACKWARD * attention)
+
+
+def _expert_parallel(model: Transformer, layout: Layout, node: Node, constants: Calibration) -> float:
+    """Tokens to their experts and back, forward and backward: four all-to-alls."""
+    if layout.ep == 1 or model.moe is None:
+        return 0.0
+    ranks = collectives.group("ep", layout, node, constants)
+    tokens = layout.microbatch * layout.tokens(model) / layout.cp
+    size = tokens * model.moe.top_k * model.hidden * layout.numbers.activation / layout.tp
+    return 4 * collectives.all_to_all(ranks, size)
+
+
+def _sends(model: Transformer, layout: Layout, node: Node, constants: Calibration) -> float:
+    """Boundary activations of one microbatch, forward and backward, for each chunk (SC21, section 4.1)."""
+    if layout.pp == 1:
+        return 0.0
+    ranks = collectives.group("pp", layout, node, constants)
+    tokens = layout.microbatch * layout.tokens(model) / layout.cp
+    size = tokens * model.hidden * layout.numbers.activation / layout.tp
+    return 2 * layout.vpp * collectives.send(ranks, size)
+
+
+def _data_parallel(
+    model: Transformer, layout: Layout, node: Node, constants: Calibration, *, busy: float
+) -> float:
+    """Gradients reduced, weights gathered: what does not hide behind the passes, at least one unit."""
+    if layout.dp * layout.cp == 1:
+        return 0.0
+    parameters = on_rank(model, layout, 0)
+    count = parameters.shared + parameters.experts
+    ranks = collectives.shard_group(layout, node, constants)
+    width, turns = layout.numbers.activation, layout.microbatches
+    gradients = count * layout.numbers.gradient
+    if layout.zero == 3:
+        total = (2 * turns if layout.reshard else 1) * collectives.all_gather(ranks, count * width)
+        total += (turns if layout.reshard else 1) * collectives.reduce_scatter(ranks, gradients)
+        shadow = busy  # gathers run ahead of the forward, too
+    else:
+        total = collectives.reduce_scatter(ranks, gradients)
+        total += collectives.all_gather(ranks, count * width if layout.zero else gradients)
+        shadow = busy / turns * 2 / 3  # the backward of the last microbatch
+    replicas = _replica_reduce(layout, node, constants, gradients)
+    if not layout.overlap:
+        return total + replicas
+    least = total / turns * parameters.largest_unit / count
+    return max(least, total - shadow) + replicas
+
+
+def _replica_reduce(layout: Layout, node: Node, constants: Calibration, gradients: float) -> float:
+    """Hybrid shard: shards of the gradient are also reduced between the copies."""
+    copies = layout.dp // (layout.shard or layout.dp)
+    if copies == 1:
+        return 0.0
+    ranks = collectives.spread(copies, layout.shards * layout.tp, node, constants)
+    return collectives.all_reduce(ranks, gradients / layout.shards)
+
+
+def _optimizer(model: Transformer, layout: Layout, device: Device, constants: Calibration) -> float:
+    """Weights, gradients and moments read and written once."""
+    parameters = on_rank(model, layout, 0)
+    count = parameters.shared + parameters.experts
+    numbers, moments = layout.numbers, OPTIMIZER_MOMENTS[layout.optimizer]
+    state = numbers.master + moments * numbers.moment
+    traffic = (
+        count / (layout.shards if layout.zero else 1) * (2 * state + 2 * numbers.weight + numbers.gradient)
+    )
+    if layout.offload:
+        return traffic / (device.pcie_GBps * 1e9)
+    return traffic / (device.hbm_GBps * 1e9 * device.hbm_achievable * constants.memory)

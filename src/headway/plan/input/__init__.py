@@ -1,0 +1,1 @@
+"""What people write: plan files in YAML, and old dlcalc files."""

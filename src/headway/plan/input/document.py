@@ -1,0 +1,151 @@
+"""A plan file: YAML with model, layout, node, and what surrounds them.
+
+model: llama-3.1-8b            # a preset, {hf: config.json}, or the numbers of a Transformer
+layout: {dp: 8, zero: 3, microbatch: 2, global_batch: 16, sequence: 8192, precision: amp}
+node: h200-sxm8                # a catalogue name, "this", or {device: ..., gpus: ..., inter_Gbps: ...}
+job: {tokens: 1.0e12}
+search: {gpus: 64, global_batch: 1024}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from headway.errors import UsageError
+from headway.plan import checks
+from headway.plan.cost.economy import Job
+from headway.plan.yaml_reader import read_yaml
+from headway.plan.machine import calibration as calibrations
+from headway.plan.machine.calibration import Calibration
+from headway.plan.machine.hardware import Node
+from headway.plan.model.hugging_face import from_hf_config
+from headway.plan.model.layout import Layout
+from headway.plan.model.presets import preset
+from headway.plan.model.transformer import Image, Mla, Moe, Transformer
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """What `headway plan search` varies."""
+
+    gpus: int
+    global_batch: int
+    keep: int = 20
+
+    def __post_init__(self) -> None:
+        for key in ("gpus", "global_batch", "keep"):
+            checks.whole(f"search.{key}", getattr(self, key))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """A plan file, read and checked."""
+
+    model: Transformer
+    layout: Layout
+    node: Node
+    job: Job
+    calibration: Calibration
+    search: Sweep | None = None
+
+
+def read_document(path: str | Path) -> Document:
+    """Reads and checks a plan file; the first mistake becomes one sentence."""
+    return document(read_yaml(path), where=str(path), folder=Path(path).parent)
+
+
+def document(data: Mapping[str, object], *, where: str = "the plan", folder: Path | None = None) -> Document:
+    """The same from a mapping."""
+    checks.known_keys(where, data, ("model", "layout", "node", "job", "search", "calibration"))
+    for key in ("model", "node"):
+        if key not in data:
+            raise UsageError(f"{where} has no {key!r}; a plan needs model and node, and layout or search")
+    folder = folder or Path()
+    sweep = data.get("search")
+    return Document(
+        model=read_model(data["model"], folder),
+        layout=build(Layout, "layout", data.get("layout", {})),
+        node=read_node(data["node"]),
+        job=build(Job, "job", data.get("job", {})),
+        calibration=read_calibration(data.get("calibration"), folder, data["node"]),
+        search=None if sweep is None else build(Sweep, "search", sweep),
+    )
+
+
+def read_model(given: object, folder: Path) -> Transformer:
+    """A preset's name, a preset with changes, a Hugging Face config, or plain numbers."""
+    if isinstance(given, str):
+        return preset(given)
+    keys = dict(checks.section("model", given))
+    if "hf" in keys:
+        base = from_hf_config(folder / str(keys.pop("hf")))
+    elif "preset" in keys:
+        base = preset(str(keys.pop("preset")))
+    else:
+        return build(Transformer, "model", _with_parts(keys))
+    _check_keys(Transformer, "model", keys)
+    return replace(base, **_with_parts(keys)) if keys else base
+
+
+def read_node(given: object) -> Node:
+    """A catalogue name, "this" (what `headway plan calibrate` found), or a mapping."""
+    if given == "this":
+        file = calibrations.machine_file()
+        if not file.is_file():
+            raise UsageError(f"node is 'this', but {file} does not exist; run: headway plan calibrate")
+        return read_node(read_yaml(file).get("node"))
+    if isinstance(given, str):
+        return Node(given)
+    keys = dict(checks.section("node", given))
+    price = keys.pop("price_per_hour", None)
+    price = None if price is None else checks.real("node.price_per_hour", price)
+    name = keys.pop("name", None)
+    if name is not None and "device" not in keys:
+        checks.known_keys("node", keys, ("device",))
+        return Node(str(name), price_per_hour=price)
+    return Node.of(name=str(name or "mine"), price_per_hour=price, **keys)
+
+
+def read_calibration(given: object, folder: Path, node: object) -> Calibration:
+    """Constants from a file, from the plan itself, or those of this machine when the node is "this"."""
+    if given is None:
+        return calibrations.load(calibrations.machine_file()) if node == "this" else Calibration()
+    if isinstance(given, str):
+        return calibrations.load(calibrations.machine_file() if given == "this" else folder / given)
+    return build(Calibration, "calibration", given)
+
+
+def build(cls: type[T], where: str, given: object) -> T:
+    """A settings dataclass from a mapping: unknown and missing keys are named."""
+    keys = dict(checks.section(where, given))
+    _check_keys(cls, where, keys)
+    for field in fields(cls):  # type: ignore[arg-type]
+        needed = field.default is MISSING and field.default_factory is MISSING
+        if needed and field.name not in keys:
+            raise UsageError(f"{where} has no {field.name!r}; it needs {checks.listed(_required(cls))}")
+    return cls(**keys)
+
+
+def _check_keys(cls: type, where: str, keys: Mapping[str, object]) -> None:
+    checks.known_keys(where, keys, [field.name for field in fields(cls)])
+    for field in fields(cls):
+        if field.type == "bool" and field.name in keys:
+            checks.one_of(f"{where}.{field.name}", keys[field.name], (True, False))
+
+
+def _required(cls: type) -> list[str]:
+    return [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
+
+
+def _with_parts(keys: dict[str, object]) -> dict[str, Any]:
+    """Nested sections of a model as their dataclasses."""
+    parts: dict[str, type] = {"moe": Moe, "mla": Mla, "image": Image}
+    return {
+        key: build(parts[key], f"model.{key}", value) if key in parts and value is not None else value
+        for key, value in keys.items()
+    }

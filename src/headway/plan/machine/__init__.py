@@ -1,0 +1,1 @@
+"""What it runs on: devices and nodes as data, and calibration constants."""

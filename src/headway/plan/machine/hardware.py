@@ -1,0 +1,152 @@
+"""Devices and nodes: a catalog as data (`catalog.yaml`), and the user's own by the same keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib.resources import files
+
+from headway.errors import UsageError
+from headway.plan import checks
+from headway.plan.yaml_reader import parse_yaml
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One accelerator. Units are in the names; peaks are dense TFLOP/s."""
+
+    name: str
+    memory_GB: float
+    hbm_GBps: float
+    bf16: float | None = None
+    fp16: float | None = None
+    fp8: float | None = None
+    fp32: float | None = None
+    nvlink_GBps: float | None = None
+    """One direction, all links together; none means that peers talk over PCIe."""
+    pcie_GBps: float = 31
+    watts: float = 400
+    achievable: float = 0.8
+    """Fraction of the matrix peak that the best real product reaches."""
+    fp8_achievable: float = 0.7
+    hbm_achievable: float = 0.88
+    usable_GiB: float | None = None
+    source: str = "given by the user"
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("name", "source") or value is None:
+                continue
+            limit = 1.0 if field.name.endswith("achievable") else float("inf")
+            checks.real(f"device.{field.name}", value, at_most=limit)
+        if self.bf16 is None and self.fp16 is None:
+            raise UsageError(f"device {self.name} has no peak; give bf16 or fp16 in TFLOP/s")
+
+    @property
+    def memory_bytes(self) -> float:
+        """What a process can allocate: the driver's figure where known, else the marketing gigabytes."""
+        return self.usable_GiB * GIB if self.usable_GiB else self.memory_GB * 1e9
+
+    @property
+    def peak_flops(self) -> float:
+        """Dense 16-bit FLOP/s: the denominator of every MFU here."""
+        return (self.bf16 or self.fp16 or 0.0) * 1e12
+
+    def matrix_flops(self, precision: str) -> float:
+        """FLOP/s that a good matrix product reaches."""
+        if precision == "fp8" and self.fp8:
+            return self.fp8 * 1e12 * self.fp8_achievable
+        if precision == "fp32":
+            # TF32 runs at half the 16-bit rate on every tensor-core device here
+            return (self.fp32 * 1e12 if self.fp32 else self.peak_flops / 2) * self.achievable
+        return self.peak_flops * self.achievable
+
+    @property
+    def peer_bytes_per_s(self) -> float:
+        return (self.nvlink_GBps or self.pcie_GBps) * 1e9
+
+
+class Node:
+    """A machine with some accelerators, by catalog name or by its own numbers.
+
+    >>> Node("h200-sxm8").gpus
+    8
+    >>> Node.of(name="mine", device={"name": "x", "memory_GB": 48, "hbm_GBps": 900, "bf16": 180}, gpus=4).gpus
+    4
+    """
+
+    name: str
+    device: Device
+    gpus: int
+    inter_bytes_per_s: float
+    price_per_hour: float | None
+    source: str
+
+    def __init__(self, name: str, *, price_per_hour: float | None = None) -> None:
+        table = _catalog()["nodes"]
+        if name not in table:
+            raise UsageError(
+                f"there is no node {name!r}{checks.nearest(name, table)}; valid: {checks.listed(table)}; "
+                "or describe your own under node: with device, gpus and inter_Gbps"
+            )
+        self._set(name, dict(table[name]), price_per_hour)
+
+    @classmethod
+    def of(cls, *, name: str = "mine", price_per_hour: float | None = None, **keys: object) -> Node:
+        """A node that is not in the catalog; `device` is a name or a mapping of device keys."""
+        node = cls.__new__(cls)
+        node._set(name, keys, price_per_hour)
+        return node
+
+    def _set(self, name: str, keys: Mapping[str, object], price: float | None) -> None:
+        checks.known_keys("node", keys, ("device", "gpus", "inter_Gbps", "source"))
+        if "device" not in keys:
+            raise UsageError(f"node has no device; give one of {checks.listed(_catalog()['devices'])}")
+        self.name = name
+        self.device = device(keys["device"])
+        self.gpus = checks.whole("node.gpus", keys.get("gpus", 1))
+        self.inter_bytes_per_s = checks.real("node.inter_Gbps", keys.get("inter_Gbps", 10)) * 1e9 / 8
+        self.price_per_hour = None if price is None else checks.real("node.price_per_hour", price)
+        self.source = str(keys.get("source", "given by the user"))
+
+    def __repr__(self) -> str:
+        return f"Node({self.name!r}: {self.describe()})"
+
+    def describe(self) -> str:
+        """The GPUs, and what connects nodes.
+
+        >>> Node("dgx-h100").describe()
+        '8 x h100-sxm-80, 3200 Gb/s'
+        """
+        return f"{self.gpus} x {self.device.name}, {self.inter_bytes_per_s * 8e-9:g} Gb/s"
+
+
+def node_names() -> list[str]:
+    return list(_catalog()["nodes"])
+
+
+def device(given: object) -> Device:
+    """A device by catalog name, or from a mapping of its keys."""
+    table = _catalog()["devices"]
+    if isinstance(given, str):
+        checks.one_of("node.device", given, tuple(table))
+        return Device(name=given, **table[given])  # type: ignore[arg-type]
+    keys = checks.section("node.device", given)
+    valid = [field.name for field in fields(Device)]
+    checks.known_keys("node.device", keys, valid)
+    for needed in ("memory_GB", "hbm_GBps"):
+        if needed not in keys:
+            raise UsageError(
+                f"node.device has no {needed}; a device needs memory_GB, hbm_GBps and bf16 or fp16"
+            )
+    return Device(**{"name": "device", **keys})  # type: ignore[arg-type]
+
+
+@cache
+def _catalog() -> dict[str, dict[str, dict[str, object]]]:
+    loaded = parse_yaml(files("headway.plan.machine").joinpath("catalog.yaml").read_text(), "catalog.yaml")
+    return loaded  # type: ignore[return-value]

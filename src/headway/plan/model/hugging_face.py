@@ -1,0 +1,185 @@
+"""A Hugging Face `config.json` as a Transformer. Reads the file only: no download, no code from the model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from headway.errors import UsageError
+from headway.plan import checks
+from headway.plan.model.transformer import Image, Mla, Moe, Transformer
+
+_MOST_BYTES = 1 << 20
+
+
+class _Config:
+    """Typed access to the keys of one config.json, with sentences instead of KeyErrors."""
+
+    def __init__(self, data: Mapping[str, object], where: str) -> None:
+        self._data, self._where = data, where
+
+    def number(self, key: str, default: int | None = None) -> int:
+        value = self._data.get(key)
+        if value is None:
+            if default is None:
+                raise UsageError(
+                    f"{self._where} has no {key!r}, which a {self._data['model_type']} config needs"
+                )
+            return default
+        return checks.whole(f"{self._where}: {key}", value, at_least=0)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._data.get(key, default)
+        if not isinstance(value, bool):
+            raise UsageError(f"{self._where}: {key} is {value!r}; expected true or false")
+        return value
+
+
+def from_hf_config(path: str | Path) -> Transformer:
+    """Reads the config.json of a model (or the folder that holds it).
+
+    >>> from_hf_config("config.json")    # doctest: +SKIP
+    Transformer(layers=32, hidden=4096, ...)
+    """
+    file = Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    try:
+        if file.stat().st_size > _MOST_BYTES:
+            raise UsageError(f"{file} is larger than 1 MiB; a config.json is a few kilobytes")
+        data = json.loads(file.read_text())
+    except OSError as error:
+        raise UsageError(f"cannot read {file}: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"{file} is not JSON: {error}") from error
+    data = dict(checks.section(str(file), data))
+    kind = data.get("model_type")
+    checks.one_of(f"{file}: model_type", kind, tuple(_READERS))
+    return replace(_READERS[str(kind)](_Config(data, str(file))), name=file.parent.name or str(kind))
+
+
+def _gpt2(c: _Config) -> Transformer:
+    return Transformer(
+        layers=c.number("n_layer"),
+        hidden=c.number("n_embd"),
+        heads=c.number("n_head"),
+        vocab=c.number("vocab_size"),
+        ffn=c.number("n_inner", 4 * c.number("n_embd")),
+        context=c.number("n_positions", 1024),
+        dropout=True,
+        tied=c.flag("tie_word_embeddings", True),
+    )
+
+
+def _llama(c: _Config, *, tied: bool = False) -> Transformer:
+    heads, hidden = c.number("num_attention_heads"), c.number("hidden_size")
+    return Transformer(
+        layers=c.number("num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        vocab=c.number("vocab_size"),
+        kv_heads=c.number("num_key_value_heads", heads),
+        head_dim=c.number("head_dim", hidden // heads),
+        ffn=c.number("intermediate_size"),
+        gated=True,
+        tied=c.flag("tie_word_embeddings", tied),
+        position="rope",
+        norm="rmsnorm",
+        bias="none",
+        context=c.number("max_position_embeddings", 4096),
+    )
+
+
+def _qwen2(c: _Config) -> Transformer:
+    return replace(_llama(c), bias="qkv")
+
+
+def _qwen3(c: _Config) -> Transformer:
+    return replace(_llama(c), qk_norm=True, head_dim=c.number("head_dim", 128))
+
+
+def _mixtral(c: _Config) -> Transformer:
+    experts = c.number("num_local_experts")
+    moe = Moe(experts=experts, top_k=c.number("num_experts_per_tok"), ffn=c.number("intermediate_size"))
+    return replace(_llama(c), moe=moe)
+
+
+def _qwen3_moe(c: _Config) -> Transformer:
+    moe = Moe(
+        experts=c.number("num_experts"),
+        top_k=c.number("num_experts_per_tok"),
+        ffn=c.number("moe_intermediate_size"),
+    )
+    return replace(_qwen3(c), moe=moe)
+
+
+def _deepseek(c: _Config) -> Transformer:
+    expert = c.number("moe_intermediate_size")
+    mla = Mla(
+        q_rank=c.number("q_lora_rank"),
+        kv_rank=c.number("kv_lora_rank"),
+        nope_dim=c.number("qk_nope_head_dim"),
+        rope_dim=c.number("qk_rope_head_dim"),
+        v_dim=c.number("v_head_dim"),
+    )
+    moe = Moe(
+        experts=c.number("n_routed_experts"),
+        top_k=c.number("num_experts_per_tok"),
+        ffn=expert,
+        shared_ffn=expert * c.number("n_shared_experts", 0),
+        dense_layers=c.number("first_k_dense_replace", 0),
+    )
+    return replace(_llama(c), head_dim=None, mla=mla, moe=moe)
+
+
+def _bert(c: _Config) -> Transformer:
+    h = c.number("hidden_size")
+    return Transformer(
+        layers=c.number("num_hidden_layers"),
+        hidden=h,
+        heads=c.number("num_attention_heads"),
+        causal=False,
+        vocab=c.number("vocab_size"),
+        ffn=c.number("intermediate_size"),
+        dropout=True,
+        context=c.number("max_position_embeddings", 512),
+        extra_parameters=h * h + h + c.number("type_vocab_size", 2) * h,
+    )
+
+
+def _vision(c: _Config, *, dino: bool) -> Transformer:
+    image = Image(
+        size=c.number("image_size", 224),
+        patch=c.number("patch_size", 16),
+        channels=c.number("num_channels", 3),
+        classes=0,
+        mask_token=dino,
+        layer_scale=dino,
+    )
+    hidden, gated = c.number("hidden_size"), c.flag("use_swiglu_ffn", False)
+    ffn = hidden * c.number("mlp_ratio", 4) if dino else c.number("intermediate_size", 4 * hidden)
+    return Transformer(
+        layers=c.number("num_hidden_layers"),
+        hidden=hidden,
+        heads=c.number("num_attention_heads"),
+        image=image,
+        ffn=(int(ffn * 2 / 3) + 7) // 8 * 8 if gated else ffn,
+        gated=gated,
+        causal=False,
+    )
+
+
+_READERS: dict[str, Callable[[_Config], Transformer]] = {
+    "bert": _bert,
+    "deepseek_v3": _deepseek,
+    "dinov2": lambda c: _vision(c, dino=True),
+    "gpt2": _gpt2,
+    "llama": _llama,
+    "mistral": _llama,
+    "mixtral": _mixtral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+    "vit": lambda c: _vision(c, dino=False),
+}

@@ -1,0 +1,203 @@
+"""How the work is spread: the degrees of parallelism, the batch, what is recomputed, in which precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from headway.errors import UsageError
+from headway.plan import checks
+from headway.plan.model.transformer import Transformer
+
+Recompute = Literal["none", "selective", "sac", "full"]
+PrecisionName = Literal["bf16", "zero16", "amp", "fp32", "pure-bf16", "fp8"]
+OptimizerName = Literal["adamw", "adamw8bit", "sgd", "sgd-momentum", "lion", "muon"]
+
+
+class Precision(NamedTuple):
+    """Bytes per parameter (weight, gradient, master copy, one optimizer moment) and per activation."""
+
+    weight: int
+    gradient: int
+    master: int
+    moment: int
+    activation: int
+    residual: int
+    source: str
+
+
+PRECISIONS: dict[str, Precision] = {
+    "bf16": Precision(2, 4, 4, 4, 2, 2, "Megatron-LM: fp32 gradients, master and moments: 18 with Adam"),
+    "zero16": Precision(
+        2, 2, 4, 4, 2, 2, "ZeRO paper: 16-bit gradients, fp32 master and moments: 16 with Adam"
+    ),
+    "amp": Precision(4, 4, 0, 4, 2, 4, "torch autocast or FSDP2 mixed precision: fp32 weights: 16 with Adam"),
+    "fp32": Precision(4, 4, 0, 4, 4, 4, "everything in fp32: 16 with Adam"),
+    "pure-bf16": Precision(2, 2, 0, 2, 2, 2, "everything in bf16: 8 with Adam"),
+    "fp8": Precision(2, 4, 4, 4, 2, 2, "bf16 training with fp8 matrix products"),
+}
+OPTIMIZER_MOMENTS = {
+    "adamw": 2.0,
+    "adamw8bit": 0.5,
+    "sgd": 0.0,
+    "sgd-momentum": 1.0,
+    "lion": 1.0,
+    "muon": 1.0,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One way to spread a model over GPUs. Ranks are ordered tp, cp, dp, pp from the innermost.
+
+    >>> Layout(dp=4, tp=8, pp=2, microbatch=1, global_batch=64).gpus
+    64
+    """
+
+    dp: int = 1
+    """Copies of the model, each with its share of the batch."""
+    tp: int = 1
+    """Tensor parallelism: ranks that share every layer."""
+    pp: int = 1
+    """Pipeline stages."""
+    vpp: int = 1
+    """Model chunks per pipeline rank (interleaved schedule)."""
+    cp: int = 1
+    """Context parallelism: ranks that share a sequence."""
+    ep: int = 1
+    """Expert parallelism, inside dp."""
+    sequence_parallel: bool = False
+    """Split along the sequence what tensor parallelism leaves whole."""
+    zero: int = 0
+    """0: replicated. 1: optimizer sharded over dp. 2: and gradients. 3: and parameters (FSDP)."""
+    shard: int | None = None
+    """Ranks that share one copy, when fewer than dp (hybrid shard)."""
+    reshard: bool = True
+    """With zero=3: drop a layer's gathered weights after its forward."""
+    microbatch: int = 1
+    """Samples of one copy in one pass."""
+    global_batch: int = 1
+    """Samples of one optimizer step, over all copies."""
+    sequence: int | None = None
+    """Tokens per sample; the model's own context if not given."""
+    recompute: Recompute = "none"
+    """selective: the attention core; sac: every other matrix product (torch); full: the whole layer."""
+    precision: PrecisionName = "bf16"
+    """Bytes a parameter with Adam: bf16 and fp8 18 (Megatron), zero16 16, amp and fp32 16, pure-bf16 8."""
+    optimizer: OptimizerName = "adamw"
+    """How many moments are kept: adamw 2, adamw8bit 2 in 8 bits, lion, muon and sgd-momentum 1, sgd none."""
+    flash: bool = True
+    """Fused attention: no score matrix in memory."""
+    loss_chunks: int = 1
+    """Pieces in which the logits and the loss are computed; more pieces, less memory."""
+    bucket_MB: float = 25
+    """Gradient bucket, decimal megabytes."""
+    overlap: bool = True
+    """Data-parallel communication runs behind the backward pass."""
+    offload: bool = False
+    """Optimizer state in host memory."""
+    compiled: bool = False
+    """torch.compile: fewer kernels and fewer saved intermediates."""
+
+    def __post_init__(self) -> None:
+        for key in ("dp", "tp", "pp", "vpp", "cp", "ep", "microbatch", "global_batch", "loss_chunks"):
+            checks.whole(f"layout.{key}", getattr(self, key))
+        for key in ("shard", "sequence"):
+            if getattr(self, key) is not None:
+                checks.whole(f"layout.{key}", getattr(self, key))
+        for key in ("sequence_parallel", "reshard", "flash", "overlap", "offload", "compiled"):
+            checks.one_of(f"layout.{key}", getattr(self, key), (True, False))
+        checks.real("layout.bucket_MB", self.bucket_MB)
+        checks.one_of("layout.zero", self.zero, (0, 1, 2, 3))
+        checks.one_of("layout.recompute", self.recompute, ("none", "selective", "sac", "full"))
+        checks.one_of("layout.precision", self.precision, tuple(PRECISIONS))
+        checks.one_of("layout.optimizer", self.optimizer, tuple(OPTIMIZER_MOMENTS))
+        self._check_batch()
+
+    def _check_batch(self) -> None:
+        if self.global_batch % (self.dp * self.microbatch):
+            raise UsageError(
+                f"layout.global_batch is {self.global_batch}, not a multiple of dp x microbatch "
+                f"({self.dp} x {self.microbatch}); valid: multiples of {self.dp * self.microbatch}"
+            )
+        if self.shard is not None:
+            checks.divides("layout.shard", self.shard, "layout.dp", self.dp)
+        checks.divides("layout.ep", self.ep, "layout.dp", self.dp)
+        if self.vpp > 1 and (self.pp == 1 or self.microbatches % self.pp):
+            raise UsageError(
+                f"layout.vpp is {self.vpp}: the interleaved schedule needs pp above 1 (it is {self.pp}) and "
+                f"microbatches ({self.microbatches}) in multiples of pp; valid: vpp 1, or such a batch"
+            )
+
+    @property
+    def gpus(self) -> int:
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def microbatches(self) -> int:
+        """Per pipeline and step."""
+        return self.global_batch // (self.dp * self.microbatch)
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which ZeRO spreads one copy; context-parallel ranks hold the same weights, and share."""
+        return (self.shard or self.dp) * self.cp
+
+    @property
+    def numbers(self) -> Precision:
+        return PRECISIONS[self.precision]
+
+    @property
+    def megatron(self) -> bool:
+        """Whether the precision is that of Megatron or DeepSpeed, with buffers of their own, rather than torch's."""
+        return self.precision in ("bf16", "zero16", "fp8")
+
+    @property
+    def residual_bytes(self) -> int:
+        """Of one element of the residual stream: fp32 under autocast, 16 bits under FSDP."""
+        return self.numbers.activation if self.zero == 3 else self.numbers.residual
+
+    def check_model(self, model: Transformer) -> None:
+        """Refuses a layout that the model cannot be cut into."""
+        checks.divides("layout.tp", self.tp, "model.heads", model.heads)
+        if self.tp > model.kv and self.tp % model.kv:
+            raise UsageError(
+                f"layout.tp is {self.tp}; valid: divisors or multiples of model.kv_heads ({model.kv})"
+            )
+        if self.pp * self.vpp > model.layers:
+            raise UsageError(
+                f"layout.pp x vpp is {self.pp * self.vpp}, more than model.layers ({model.layers}); "
+                f"valid: at most {model.layers}"
+            )
+        if self.ep > 1 and model.moe is None:
+            raise UsageError(f"layout.ep is {self.ep}, but the model has no experts; valid: 1")
+        if model.moe:
+            checks.divides("layout.ep", self.ep, "model.moe.experts", model.moe.experts)
+        sequence = self.tokens(model)
+        if self.cp > 1:
+            checks.divides("layout.cp", self.cp, "layout.sequence", sequence)
+        if self.sequence_parallel:
+            checks.divides(
+                "layout.tp", self.tp, "layout.sequence / cp (sequence_parallel)", sequence // self.cp
+            )
+
+    def tokens(self, model: Transformer) -> int:
+        """Tokens of one sample."""
+        return model.tokens_per_sample if self.sequence is None or model.image else self.sequence
+
+    def describe(self) -> str:
+        """The layout in one short line.
+
+        >>> Layout(dp=4, tp=2, zero=1, global_batch=8).describe()
+        'dp4 tp2 zero1 mb1'
+        """
+        parts = [f"dp{self.dp}"]
+        parts += [
+            f"{key}{getattr(self, key)}" for key in ("tp", "pp", "vpp", "cp", "ep") if getattr(self, key) > 1
+        ]
+        parts += [f"zero{self.zero}"] if self.zero else []
+        parts += [f"shard{self.shard}"] if self.shard else []
+        parts.append(f"mb{self.microbatch}")
+        parts += ["sp"] if self.sequence_parallel else []
+        parts += [f"recompute={self.recompute}"] if self.recompute != "none" else []
+        return " ".join(parts)

@@ -1,1 +1,0 @@
-"""Measuring on the device here, in a process of its own: `python -m headway.plan.probe OUT`. Imports torch."""

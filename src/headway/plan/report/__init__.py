@@ -1,0 +1,1 @@
+"""What people read: estimates with their formulas, tables, and the HTML page."""

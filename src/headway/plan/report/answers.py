@@ -1,0 +1,240 @@
+"""From models and constants to answers: every key that `--explain` knows is made here."""
+
+from __future__ import annotations
+
+from headway.plan.cost import economy, flops, memory, schedule, states
+from headway.plan.cost.activations import layer_bytes
+from headway.plan.cost.economy import Job
+from headway.plan.cost.memory import RankMemory
+from headway.plan.cost.steptime import StepTime
+from headway.plan.machine.calibration import Calibration
+from headway.plan.machine.hardware import Node
+from headway.plan.model.layout import Layout
+from headway.plan.model.transformer import Transformer
+from headway.plan.report.quantity import Quantity, about, exact
+
+Answers = dict[str, Quantity]
+
+# closed forms against six single-GPU peaks: -6 % to +3 %
+MEMORY_LOW, MEMORY_HIGH = 0.97, 1.07
+
+
+def time_range(node: Node, constants: Calibration) -> tuple[float, float]:
+    """How far off a step may be: what the published runs showed for these constants."""
+    if constants.source.startswith("measured"):
+        return 0.9, 1.1
+    return (0.88, 1.25) if node.device.name.startswith("a100") else (0.8, 1.8)
+
+
+def model_answers(model: Transformer) -> Answers:
+    found = {
+        "parameters": exact(model.parameters, formula="sum of all weight shapes"),
+        "parameters.layer": exact(
+            model.layer_parameters, formula="attention + feed-forward + norms of a dense layer"
+        ),
+        "parameters.embedding": exact(
+            model.embedding_parameters, formula="vocab x hidden + learned positions"
+        ),
+        "parameters.head": exact(model.head_parameters, formula="vocab x hidden unless tied"),
+    }
+    if model.moe:
+        found["parameters.active"] = exact(
+            model.active_parameters, formula="with top_k of the routed experts"
+        )
+    return found
+
+
+def memory_answers(model: Transformer, layout: Layout, ranks: list[RankMemory]) -> Answers:
+    full = max(ranks, key=lambda rank: rank.allocated)
+    flying = schedule.in_flight(layout.pp, layout.microbatches, full.stage, layout.vpp)
+    allocated, low, high = full.allocated, MEMORY_LOW, MEMORY_HIGH
+    found = {
+        "memory.state_bytes_per_parameter": exact(
+            states.bytes_per_parameter(layout), formula=f"weight + gradient + optimizer; {layout.numbers.source}"
+        ),
+        "memory.activations_per_layer": about(
+            layer_bytes(model, layout), 0.9, 1.15, "bytes",
+            formula="sum of the tensors a layer keeps, per microbatch (Korthikanti 2022, eqs 1-6 where they apply)",
+        ),
+        "memory.in_flight": exact(flying, formula="1F1B: min(m, p - stage); interleaved: 2(p-stage-1) + (v-1)p + 1"),
+    }  # fmt: skip
+    for name, size in full.parts.items():
+        found[f"memory.part.{name}"] = about(size, low, high, "bytes", formula=_PART_FORMULAS[name])
+    for rank in ranks:
+        found[f"memory.rank.{rank.stage}"] = about(
+            rank.allocated, low, high, "bytes", formula=f"sum of the parts on pipeline rank {rank.stage}"
+        )
+    reserve = memory.reserve(layout)
+    least = memory.reserved(allocated * low, layout, factor=reserve.low)
+    most = memory.reserved(allocated * high, layout, factor=reserve.high)
+    found["memory.allocated"] = about(
+        allocated, low, high, "bytes", formula="sum of memory.part.* on the fullest rank"
+    )
+    found["memory.needed"] = Quantity(
+        value=memory.reserved(allocated, layout), low=least, high=most, unit="bytes",
+        formula=f"allocated x {reserve.value} (caching allocator) + 767 MiB (context)"
+        + (" + 0.5 GiB (communicators)" if layout.gpus > 1 else ""),
+    )  # fmt: skip
+    return found
+
+
+_PART_FORMULAS = {
+    "weights": "parameters on the rank x bytes, / shards with ZeRO 3",
+    "gradients": "parameters on the rank x bytes, / shards with ZeRO 2 or 3; whole where FSDP adds up without reshard",
+    "optimizer": "(master + moments) x parameters on the rank, / shards with ZeRO 1 to 3",
+    "activations": "layers in flight x memory.activations_per_layer",
+    "recomputed layer": "what the backward pass of one layer rebuilds",
+    "embedding": "dropout mask: tokens x hidden x microbatches in flight",
+    "logits and loss": "tokens x vocab x 12 bytes (with tp: 16, Megatron 6) / tp / loss_chunks, and the head's input",
+    "16-bit weight copies": "2 bytes x parameters: autocast keeps them until the backward pass",
+    "gathered weights": "embedding, head and two layers whole in the precision of products, at most all weights",
+    "gradients on their way": "the whole gradient of a layer, which ZeRO 2 and 3 scatter",
+    "between stages": "torch's pipeline: outputs in flight, and a buffer for each microbatch's gradient",
+    "buckets": "DDP: a second copy of the gradients; sharded optimizers: two buckets",
+    "optimizer temporaries": "a for-each optimizer's copy of the weights it updates",
+}
+
+_TIME_FORMULAS = {
+    "matrix products": "sum over products of max(FLOPs / rate, bytes / HBM), forward and twice backward",
+    "attention": "score products; fused attention skips the masked half, its backward costs 2.5 forwards",
+    "elementwise": "bytes of norms, adds, activations / HBM, and half as much again backward",
+    "recompute": "the forward that is repeated",
+    "head and loss": "output product, three times, and five passes over fp32 logits",
+    "tensor parallel": "4 all-reduces a layer (6 with full recompute): 2(n-1)(latency + bytes/n / bandwidth)",
+    "context parallel": "key-value ring, beyond what hides behind attention",
+    "expert parallel": "4 all-to-alls a mixture layer",
+    "pipeline sends": "boundary activations, forward and backward, for each microbatch and chunk",
+    "pipeline bubble": "(p - 1)/v stage times, and waiting for the slowest stage",
+    "data parallel": "reduce and gather, beyond what hides behind the backward pass",
+    "optimizer": "state read and written once / HBM",
+}
+
+
+def time_answers(
+    model: Transformer, layout: Layout, node: Node, constants: Calibration, step: StepTime
+) -> Answers:
+    low, high = time_range(node, constants)
+    seconds, sequence = step.total, layout.tokens(model)
+    found = {
+        f"time.part.{name}": about(value, low, high, "s", formula=_TIME_FORMULAS[name])
+        for name, value in step.parts.items()
+    }
+    found["time.step"] = about(seconds, low, high, "s", formula="sum of time.part.*")
+    found["time.bubble"] = exact(
+        schedule.bubble_fraction(layout.pp, layout.microbatches, layout.vpp), "share",
+        formula="(p - 1)/(v m), idle over ideal time",
+    )  # fmt: skip
+    samples = layout.global_batch / seconds
+    per_gpu = samples * sequence / layout.gpus
+    found["rate.samples"] = about(samples, 1 / high, 1 / low, "samples/s", formula="global batch / time.step")
+    found["rate.tokens"] = about(
+        samples * sequence, 1 / high, 1 / low, "tokens/s", formula="rate.samples x sequence"
+    )
+    found["rate.tokens_per_gpu"] = about(per_gpu, 1 / high, 1 / low, "tokens/s", formula="rate.tokens / GPUs")
+    peak = node.device.peak_flops
+    full = flops.model_flops_per_token(model, sequence, "full")
+    causal = flops.model_flops_per_token(model, sequence, "causal")
+    hardware = flops.hardware_flops_per_token(model, sequence, layout, "full")
+    for key, count, text in (
+        ("full", full, "6 x weights + 12 L a d s a token: PaLM, torchtitan"),
+        ("causal", causal, "attention counted half: Megatron-LM, Megatron-Bridge"),
+        ("hardware", hardware, "full, plus what is recomputed"),
+    ):
+        found[f"flops.{key}"] = exact(count, "FLOP/token", formula=text)
+        use = flops.utilisation(count, per_gpu, peak)
+        name = "hfu" if key == "hardware" else f"mfu.{key}"
+        found[name] = about(
+            use,
+            1 / high,
+            1 / low,
+            "share",
+            formula=f"flops.{key} x rate.tokens_per_gpu / {peak / 1e12:g} TFLOP/s",
+        )
+    return found
+
+
+def economy_answers(
+    model: Transformer, layout: Layout, node: Node, constants: Calibration, step: StepTime, job: Job
+) -> Answers:
+    low, high = time_range(node, constants)
+    nodes = -(-layout.gpus // node.gpus)
+    per_parameter = states.bytes_per_parameter(layout)
+    size = economy.checkpoint_bytes(model.parameters, per_parameter, layout.numbers.gradient)
+    written = economy.write_seconds(size, nodes, job)
+    blocking = economy.blocking_seconds(size, layout.gpus, node.device.pcie_GBps, written, job)
+    mtbf = job.mtbf_gpu_hours * 3600 / layout.gpus
+    interval = economy.young_daly(blocking, mtbf)
+    good = economy.goodput(blocking, interval, job.restart_s, mtbf)
+    sample_bytes = job.sample_bytes or 2.0 * layout.tokens(model)
+    found = {
+        "checkpoint.bytes": exact(size, "bytes", formula="parameters x (weights + optimizer state)"),
+        "checkpoint.write": about(
+            written, 0.5, 2.0, "s", formula="bytes / min(nodes x job.writer_GBps, job.storage_GBps)", source="given"
+        ),
+        "checkpoint.blocking": about(
+            blocking, 0.5, 2.0, "s", formula="bytes / GPUs / PCIe if asynchronous, else checkpoint.write"
+        ),
+        "failure.mtbf": about(
+            mtbf, 0.3, 3.0, "s", formula="job.mtbf_gpu_hours / GPUs (Llama 3: 50,700 GPU-hours)", source="given"
+        ),
+        "checkpoint.interval": about(interval, 0.5, 2.0, "s", formula="Daly 2006: sqrt(2 d M)(1 + ...) - d"),
+        "goodput": Quantity(
+            value=good, low=max(0.0, 1 - 3 * (1 - good)), high=1 - (1 - good) / 3, unit="share",
+            formula="1 - d/t - (t/2 + restart)/M",
+        ),
+        "loader.needed_per_node": about(
+            layout.global_batch / step.total * sample_bytes / nodes, 1 / high, 1 / low, "bytes/s",
+            formula="rate.samples x job.sample_bytes (2 bytes a token if not given) / nodes",
+        ),
+    }  # fmt: skip
+    if job.loader_MBps is not None:
+        found["loader.available_per_node"] = exact(
+            job.loader_MBps * 1e6, "bytes/s", formula="job.loader_MBps", source="given"
+        )
+    return found | _totals(model, layout, node, step, job, good, (low, high))
+
+
+def _totals(
+    model: Transformer,
+    layout: Layout,
+    node: Node,
+    step: StepTime,
+    job: Job,
+    good: float,
+    bounds: tuple[float, float],
+) -> Answers:
+    """The whole run, when the user says how long it is."""
+    samples = job.samples if job.samples else job.tokens / layout.tokens(model) if job.tokens else None
+    if samples is None or good <= 0:
+        return {}
+    low, high = bounds
+    steps = samples / layout.global_batch
+    hours = steps * step.total / good / 3600
+    watts = node.device.watts * job.power_share
+    energy = economy.energy_kwh(layout.gpus, watts, hours)
+    found = {
+        "run.steps": exact(steps, formula="samples / global batch"),
+        "run.wall_clock": about(hours, low, high, "hours", formula="run.steps x time.step / goodput"),
+        "run.gpu_hours": about(hours * layout.gpus, low, high, "hours", formula="run.wall_clock x GPUs"),
+        "run.energy": about(
+            energy,
+            low * 0.8,
+            high * 1.1,
+            "kWh",
+            formula=f"GPUs x {watts:g} W x run.wall_clock; accelerators only",
+        ),
+        "run.energy_facility": about(
+            energy * job.pue, low * 0.8, high * 1.1, "kWh", formula=f"run.energy x PUE {job.pue:g}"
+        ),
+    }
+    if node.price_per_hour is not None:
+        nodes = -(-layout.gpus // node.gpus)
+        found["run.cost"] = about(
+            hours * nodes * node.price_per_hour,
+            low,
+            high,
+            "money",
+            formula="node-hours x node.price_per_hour",
+            source="given",
+        )
+    return found

@@ -1,0 +1,234 @@
+"""One layout, all answers: does it fit, how long does a step take, what does the run cost."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from headway.errors import DOES_NOT_FIT, DONE, UsageError
+from headway.plan import checks
+from headway.plan.cost import compute, memory
+from headway.plan.cost.economy import Job
+from headway.plan.cost.steptime import step_time
+from headway.plan.machine.calibration import Calibration
+from headway.plan.machine.hardware import GIB, Node
+from headway.plan.model.layout import Layout
+from headway.plan.model.transformer import Transformer
+from headway.plan.report import answers
+from headway.plan.report.quantity import Quantity
+from headway.plan.searcher.suggestions import Remedy, remedies
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What a run will cost. `answers` holds every number; `verdict` is the sentence to read first."""
+
+    title: str
+    node: str
+    answers: dict[str, Quantity]
+    fits: bool
+    verdict: str
+    ranks: list[dict[str, object]] = field(default_factory=list)
+    """Bytes by part on the pipeline ranks that were looked at."""
+    remedies: list[Remedy] = field(default_factory=list)
+    products: list[dict[str, object]] = field(default_factory=list)
+    """The matrix products of a layer with their rooflines."""
+    scaling: list[dict[str, float]] = field(default_factory=list)
+    """Step time and efficiency for more data-parallel copies."""
+    sensitivity: list[tuple[str, float]] = field(default_factory=list)
+    """How much the step grows when an assumption is a fifth worse, most important first."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        """0: fits. 3: does not."""
+        return DONE if self.fits else DOES_NOT_FIT
+
+    def explain(self, key: str) -> str:
+        """One number, or all whose names begin so, with formula and where it comes from."""
+        keys = [name for name in self.answers if name == key or name.startswith(f"{key}.")]
+        if not keys:
+            raise UsageError(f"there is no answer {key!r}{checks.nearest(key, self.answers)}; "
+                             f"valid: {checks.listed(self.answers)}")  # fmt: skip
+        return "\n".join(
+            f"{name} = {found}\n  formula: {found.formula}\n  source:  {found.source}"
+            for name, found in self.answers.items()
+            if name in keys
+        )
+
+    def plain(self) -> dict[str, object]:
+        """For JSON: the plan.json of a run directory."""
+        return {
+            "headway_plan": 1,
+            "title": self.title,
+            "node": self.node,
+            "fits": self.fits,
+            "verdict": self.verdict,
+            "answers": {key: quantity.plain() for key, quantity in self.answers.items()},
+            "ranks": self.ranks,
+            "remedies": [{k: v for k, v in asdict(r).items() if k != "layout"} for r in self.remedies],
+            "products": self.products,
+            "scaling": self.scaling,
+            "sensitivity": [list(row) for row in self.sensitivity],
+            "notes": self.notes,
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Writes plan.json."""
+        Path(path).write_text(json.dumps(self.plain(), indent=1) + "\n")
+
+
+def estimate(
+    model: Transformer,
+    layout: Layout,
+    node: Node,
+    *,
+    job: Job | None = None,
+    calibration: Calibration | None = None,
+) -> Estimate:
+    """Memory, time and cost of one layout on one kind of node.
+
+    >>> from headway.plan.model.presets import preset
+    >>> plan = estimate(preset("gpt2"), Layout(microbatch=8, global_batch=8, precision="amp"), Node("h200-sxm1"))
+    >>> plan.fits, str(plan.answers["parameters"])
+    (True, '124.44 M')
+    """
+    job, constants = job or Job(), calibration or Calibration()
+    layout.check_model(model)
+    ranks = [memory.rank_memory(model, layout, stage) for stage in memory.ranks_to_look_at(layout)]
+    step = step_time(model, layout, node, constants)
+    found = answers.model_answers(model)
+    found |= answers.memory_answers(model, layout, ranks)
+    found |= answers.time_answers(model, layout, node, constants, step)
+    found |= answers.economy_answers(model, layout, node, constants, step, job)
+    found["device.memory"] = Quantity(
+        value=node.device.memory_bytes, low=node.device.memory_bytes, high=node.device.memory_bytes, unit="bytes",
+        formula=f"{node.device.name}: {node.device.source}", source="datasheet",
+    )  # fmt: skip
+    needed, capacity = found["memory.needed"], node.device.memory_bytes
+    fits = needed.value <= capacity
+    ways = [] if fits else remedies(model, layout, node, constants)
+    return Estimate(
+        title=f"{model.name}, {layout.describe()}",
+        node=f"{-(-layout.gpus // node.gpus)} x {node.name} ({layout.gpus} GPU{'s' if layout.gpus > 1 else ''})",
+        answers=found,
+        fits=fits,
+        verdict=verdict(needed, capacity, ways),
+        ranks=[{"rank": _rank_name(rank.stage, layout), **rank.parts} for rank in ranks],
+        remedies=ways,
+        products=product_table(model, layout, node, constants),
+        scaling=scaling_table(model, layout, node, constants),
+        sensitivity=sensitivity(model, layout, node, constants),
+        notes=_notes(layout, node, constants, found),
+    )
+
+
+def _rank_name(stage: int, layout: Layout) -> str:
+    if layout.pp == 1:
+        return "every GPU"
+    return {0: "first", layout.pp - 1: "last"}.get(stage, f"stage {stage}")
+
+
+def verdict(needed: Quantity, capacity: float, ways: list[Remedy]) -> str:
+    """The sentence to read first."""
+    have = capacity / GIB
+    if needed.high <= capacity:
+        return f"fits: needs {needed.value / GIB:.1f} GiB of {have:.1f}"
+    if needed.value <= capacity:
+        return (
+            f"fits, with little room: needs {needed.value / GIB:.1f} GiB of {have:.1f}, "
+            f"at worst {needed.high / GIB:.1f}"
+        )
+    text = f"does not fit: needs {needed.value / GIB:.0f} GiB of {have:.0f}"
+    fitting = [way for way in ways if way.fits][:3]
+    if fitting:
+        return f"{text}: {'; or '.join(f'{way.change} -> {way.needed / GIB:.0f}' for way in fitting)}"
+    if ways:
+        return f"{text}; no one or two changes are enough, the nearest: {ways[0].change} -> {ways[0].needed / GIB:.0f}"
+    return f"{text}; nothing here lowers it: use more GPUs or a smaller model"
+
+
+def product_table(
+    model: Transformer, layout: Layout, node: Node, constants: Calibration
+) -> list[dict[str, object]]:
+    """Each matrix product of a layer: size, roofline, time."""
+    moe = model.moe_layers > 0
+    gemms = [*compute.layer_gemms(model, layout, moe=moe), compute.head_gemm(model, layout)]
+    if not layout.flash:  # fused attention never forms the scores: it is one kernel, in time.part.attention
+        gemms += compute.attention_gemms(model, layout)
+    rate = node.device.matrix_flops(layout.precision)
+    stream = node.device.hbm_GBps * 1e9 * node.device.hbm_achievable
+    rows: list[dict[str, object]] = []
+    for gemm in gemms:
+        traffic = gemm.bytes(layout.numbers.activation)
+        rows.append(
+            {
+                "name": gemm.name,
+                "m": round(gemm.m),
+                "k": round(gemm.k),
+                "n": round(gemm.n),
+                "batch": round(gemm.batch),
+                "flops": gemm.flops,
+                "flops_per_byte": gemm.flops / traffic,
+                "bound": "arithmetic" if gemm.flops / rate >= traffic / stream else "memory",
+                "seconds": compute.gemm_seconds(gemm, layout, node.device, constants),
+            }
+        )
+    return rows
+
+
+def scaling_table(
+    model: Transformer, layout: Layout, node: Node, constants: Calibration
+) -> list[dict[str, float]]:
+    """Weak scaling (batch grows with the copies) and strong scaling (batch stays)."""
+    rows = []
+    one = step_time(model, replace(layout, dp=1, shard=None, ep=1, global_batch=layout.global_batch // layout.dp),
+                    node, constants).total  # fmt: skip
+    copies = 1
+    while copies <= max(64, 4 * layout.dp):
+        weak = replace(
+            layout, dp=copies, shard=None, ep=1, global_batch=layout.global_batch // layout.dp * copies
+        )
+        row = {
+            "gpus": float(weak.gpus),
+            "weak_step_s": step_time(model, weak, node, constants).total,
+            "weak_efficiency": one / step_time(model, weak, node, constants).total,
+        }
+        turns = layout.global_batch // layout.microbatch
+        if turns % copies == 0 and not (layout.vpp > 1 and turns // copies % layout.pp):
+            strong = replace(layout, dp=copies, shard=None, ep=1)
+            row["strong_step_s"] = step_time(model, strong, node, constants).total
+        rows.append(row)
+        copies *= 2
+    return rows
+
+
+def sensitivity(
+    model: Transformer, layout: Layout, node: Node, constants: Calibration
+) -> list[tuple[str, float]]:
+    """How much longer a step takes when each constant is a fifth worse."""
+    base = step_time(model, layout, node, constants).total
+    found = []
+    for name in ("matrix", "attention", "memory", "kernel_s", "peer", "network", "network_latency_s"):
+        worse = 1.2 if name.endswith("_s") else 1 / 1.2
+        other = replace(constants, **{name: getattr(constants, name) * worse})
+        found.append((name, step_time(model, layout, node, other).total / base - 1))
+    return sorted(found, key=lambda row: -row[1])
+
+
+def _notes(layout: Layout, node: Node, constants: Calibration, found: dict[str, Quantity]) -> list[str]:
+    notes = []
+    if not constants.source.startswith("measured"):
+        notes.append(f"times are uncalibrated ({constants.source}); run: headway plan calibrate")
+    if layout.gpus % node.gpus and layout.gpus > node.gpus:
+        notes.append(f"{layout.gpus} GPUs do not fill whole nodes of {node.gpus}")
+    if layout.tp > node.gpus:
+        notes.append(f"tp {layout.tp} spans nodes of {node.gpus}: every layer waits for the network")
+    have = found.get("loader.available_per_node")
+    if have is not None and have.value < found["loader.needed_per_node"].value:
+        notes.append(
+            f"the loader delivers {have} a node, the step needs {found['loader.needed_per_node']}: "
+            "training will wait for data"
+        )
+    return notes

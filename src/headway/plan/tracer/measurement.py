@@ -1,0 +1,335 @@
+"""Predicted against measured: a few real steps on the device here, and what this machine can do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from headway.errors import HeadwayError, UsageError
+from headway.plan import checks
+from headway.plan.machine.calibration import Calibration
+from headway.plan.machine.hardware import Device, Node, device
+from headway.plan.tracer.request import Reference, Trace, reference, run_all
+from headway.plan.tracer.result import Traced
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One batch size: what was predicted and what happened. Bytes and seconds; memory only on a GPU."""
+
+    batch_size: int | None
+    predicted_s: float
+    measured_s: float
+    predicted_allocated: float
+    measured_allocated: float | None
+    predicted_reserved: float
+    measured_reserved: float | None
+    fitted: bool
+    """The constants come from this row: its time is no test."""
+
+    @property
+    def time_error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        return self.predicted_allocated / self.measured_allocated - 1 if self.measured_allocated else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """Predicted against measured, and the calibration that the first row gives."""
+
+    device: str
+    rows: list[Comparison]
+    calibration: Calibration
+    notes: list[str] = field(default_factory=list)
+    """What could not be told from these steps."""
+
+    def plain(self) -> dict[str, object]:
+        """For JSON."""
+        rows = [
+            {**vars(row), "time_error": row.time_error, "memory_error": row.memory_error} for row in self.rows
+        ]
+        return {
+            "device": self.device,
+            "rows": rows,
+            "calibration": vars(self.calibration),
+            "notes": self.notes,
+        }
+
+
+def measure(
+    module_factory: Reference,
+    example_inputs: Reference | None = None,
+    *,
+    batch_size: int | None = None,
+    also: tuple[int, ...] = (),
+    node: Node | None = None,
+    calibration: Calibration | None = None,
+    steps: int = 10,
+    **other: Any,
+) -> Measurement:
+    """Runs a few steps here and compares. The first batch size gives the scale, `also` tests it.
+
+    >>> measure("train.py:make_model", batch_size=8, also=(2, 16))    # doctest: +SKIP
+    """
+    settings = Trace(
+        factory=reference(module_factory),
+        inputs=None if example_inputs is None else reference(example_inputs),
+        batch_size=batch_size,
+        **{key: reference(value) if callable(value) else value for key, value in other.items()},  # type: ignore[arg-type]
+    )
+    return measure_plan(settings, also=also, node=node, calibration=calibration, steps=steps)
+
+
+def measure_plan(
+    settings: Trace,
+    *,
+    also: tuple[int, ...] = (),
+    node: Node | None = None,
+    calibration: Calibration | None = None,
+    steps: int = 10,
+    timeout: float = 900.0,
+) -> Measurement:
+    """The same from settings."""
+    checks.whole("steps", steps)
+    for size in also:
+        checks.whole("also", size)
+    if also and settings.batch_size is None:
+        raise UsageError("also is given without batch_size; expected the batch size that calibrates, too")
+    sizes = list(dict.fromkeys([settings.batch_size, *also]))
+    order = _order(sizes)
+    request = {"kind": "steps", "trace": settings.request(), "steps": steps, "batch_sizes": order}
+    result = _probe(request, timeout)
+    every = list(dict.fromkeys(order))
+    traces = dict(zip(every, run_all([replace(settings, batch_size=size) for size in every]), strict=True))
+    failed = next((found.error for found in traces.values() if found.error), None)
+    if failed:
+        raise HeadwayError(f"measured, but there is no prediction to compare: {failed}")
+    node, constants = node or _node_of(result["device"]), calibration or Calibration()
+    measured = {size: [row for row in result["rows"] if row["batch_size"] == size] for size in every}
+    fitted, notes = fit(traces, measured, settings.batch_size, node, constants)
+    used = {settings.batch_size, order[0]}
+    rows = [_compare(size, traces[size], measured[size], node, fitted, known=size in used) for size in sizes]
+    return Measurement(device=result["device"], rows=rows, calibration=fitted, notes=notes + doubts(measured))
+
+
+def _order(sizes: list[int | None]) -> list[int | None]:
+    """A small batch shows what the host needs when the device has little to do: three times, as hosts are noisy."""
+    given = [size for size in sizes if size is not None]
+    if not given:
+        return sizes
+    smallest = min(2, *given)  # one sample alone is too few for batch norm
+    others = [size for size in sizes if size != smallest]
+    return [smallest, *others[:1], smallest, *others[1:], smallest]
+
+
+Rows = dict[int | None, list[dict[str, Any]]]
+
+
+def fit(
+    traces: dict[int | None, Traced], measured: Rows, chosen: int | None, node: Node, constants: Calibration
+) -> tuple[Calibration, list[str]]:
+    """The constants of one model: the host's time per kernel, and the device's scale from the batch size `chosen`.
+
+    The host needs as long for a small batch as for a large one, but more in forward than in backward, where no Python
+    runs. The scale makes the queue of `chosen` as long as it was; it can be told only if the device was the slower.
+    """
+    smallest = min(measured, key=lambda size: size or 0)
+    source = f"measured with a batch of {chosen}" if chosen else "measured with one batch"
+    host = _host(traces[smallest], measured[smallest], measured[chosen])
+    fitted = replace(constants, source=source, **host)
+    scale = _scale(traces[chosen], _step_s(measured[chosen]), node, fitted)
+    if scale is not None:
+        return replace(fitted, scale=scale), []
+    note = (
+        f"the device waited for the host{f' with a batch of {chosen}' if chosen else ''}: its own pace cannot be told, "
+        "and larger batches may take longer than predicted; calibrate with a larger batch_size"
+    )
+    return fitted, [note]
+
+
+def doubts(measured: Rows) -> list[str]:
+    """What makes the times themselves doubtful: more work in less time."""
+    took = sorted((size, _step_s(rows)) for size, rows in measured.items() if size is not None)
+    return [
+        f"a batch of {large} took less time than one of {small}: something else keeps this machine busy, measure again"
+        for (small, more), (large, less) in pairwise(took)
+        if less < 0.9 * more
+    ]
+
+
+def _step_s(rows: list[dict[str, Any]]) -> float:
+    return float(median(row["step_s"] for row in rows))
+
+
+def _host(found: Traced, smallest: list[dict[str, Any]], chosen: list[dict[str, Any]]) -> dict[str, float]:
+    """Host seconds per kernel, and how they differ by phase.
+
+    From the smallest batch alone: with a large one the host waits for room in the queue, and in the optimizer for the
+    device. On a CPU host and device are one, and cannot be told apart in the only row there is.
+    """
+    if "host_s" not in smallest[0]:
+        return {} if smallest is chosen else {"kernel_s": _step_s(smallest) / found.kernels}
+    host = {phase: float(median(row["host_s"][phase] for row in smallest)) for phase in smallest[0]["host_s"]}
+    launches = Counter(phase for phase, _ in found.queue)
+    kernel_s = sum(host.values()) / found.kernels
+    each = {phase: seconds / launches[phase] for phase, seconds in host.items() if launches[phase]}
+    return {"kernel_s": kernel_s} | {f"host_{phase}": seconds / kernel_s for phase, seconds in each.items()}
+
+
+def _scale(found: Traced, seconds: float, node: Node, constants: Calibration) -> float | None:
+    """How many times slower than its roofline the device must be for a step to take so long.
+
+    None if the host was the slower: then nothing is known of the device.
+    """
+
+    def step_s(scale: float) -> float:
+        return found.step_s(node, replace(constants, scale=scale))
+
+    low, high = 1e-3, 1e3
+    if step_s(low) > seconds / 1.15:
+        return None
+    for _ in range(50):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if step_s(middle) < seconds else (low, middle)
+    return high
+
+
+def _compare(
+    size: int | None,
+    found: Traced,
+    rows: list[dict[str, Any]],
+    node: Node,
+    constants: Calibration,
+    *,
+    known: bool,
+) -> Comparison:
+    row = rows[0]
+    return Comparison(
+        batch_size=size,
+        predicted_s=found.step_s(node, constants),
+        measured_s=_step_s(rows),
+        predicted_allocated=found.allocated,
+        measured_allocated=row.get("allocated"),
+        predicted_reserved=found.reserved,
+        measured_reserved=row.get("reserved"),
+        fitted=known,
+    )
+
+
+def calibrate(
+    *, folder: Path | None = None, loader: str | None = None, timeout: float = 300.0
+) -> tuple[dict[str, object], Calibration, dict[str, Any]]:
+    """Measures this machine: the node as a plan file writes it, the constants, and the raw numbers."""
+    with tempfile.TemporaryDirectory(prefix="headway-calibrate-") as own:
+        found = _probe({"kind": "machine", "folder": str(folder or own), "loader": loader}, timeout)
+    return machine(found)
+
+
+def machine(found: dict[str, Any]) -> tuple[dict[str, object], Calibration, dict[str, Any]]:
+    """Raw measurements as node and constants. An unknown device is described by what it did."""
+    products = found["products_TFLOPS"]
+    known = _catalogued(found["device"])
+    best = max(products.values())
+    described: object = (
+        known.name
+        if known
+        else {
+            "name": found["device"],
+            "memory_GB": found["memory_bytes"] / 1e9,
+            "usable_GiB": found["memory_bytes"] / 2**30,
+            "hbm_GBps": found["copy_bytes_per_s"] / 1e9,
+            "hbm_achievable": 1.0,
+            "bf16": best,
+            "achievable": 1.0,
+            "source": "measured",
+        }
+    )
+    chip = device(described)
+    typical = sum(products.values()) / len(products)
+    rate = chip.matrix_flops("bf16") / 1e12
+    constants = Calibration(
+        matrix=min(1.0, typical / rate),
+        attention=min(1.0, found["attention_TFLOPS"] / rate),
+        memory=min(1.2, found["copy_bytes_per_s"] / (chip.hbm_GBps * 1e9 * chip.hbm_achievable)),
+        kernel_s=found["launch_s"],
+        **_peer(found, chip),
+        source=f"measured on {found['device']}",
+    )
+    return {"name": "this", "device": described, "gpus": found["gpus"]}, constants, found
+
+
+def _peer(found: dict[str, Any], chip: Device) -> dict[str, float]:
+    """Latency and bandwidth of a ring, from the smallest and the largest all-reduce among several GPUs."""
+    times = {int(size): float(seconds) for size, seconds in (found.get("collectives") or {}).items()}
+    if len(times) < 2:
+        return {}
+    ranks = found["gpus"]
+    small, large = min(times), max(times)
+    moved = 2 * (ranks - 1) / ranks
+    rate = moved * (large - small) / (times[large] - times[small])
+    latency = max(1e-7, (times[small] - moved * small / rate) / (2 * (ranks - 1)))
+    return {"peer": min(1.0, rate / chip.peer_bytes_per_s), "peer_latency_s": latency}
+
+
+_DRIVER_NAMES = {
+    "H200": "h200-sxm-141",
+    "H100 80GB HBM3": "h100-sxm-80",
+    "H100 PCIe": "h100-pcie-80",
+    "A100-SXM4-80GB": "a100-sxm-80",
+    "A100-SXM4-40GB": "a100-sxm-40",
+    "B200": "b200-sxm-180",
+    "L40S": "l40s-48",
+    "RTX 4090": "rtx-4090-24",
+    "V100-SXM2-32GB": "v100-sxm2-32",
+    "MI300X": "mi300x-192",
+}
+
+
+def _catalogued(name: str) -> Device | None:
+    """The catalogue's entry for a device that the driver named."""
+    return next((device(entry) for word, entry in _DRIVER_NAMES.items() if word in name), None)
+
+
+def _node_of(name: str) -> Node:
+    known = _catalogued(name)
+    if known is not None:
+        return Node.of(name=name, device=known.name, gpus=1)
+    # only ratios matter for a device without a data sheet: the scale absorbs the rest
+    chip = {"name": name, "memory_GB": 16, "hbm_GBps": 20, "bf16": 0.1, "achievable": 1.0}
+    return Node.of(name=name, device=chip, gpus=1)
+
+
+def _probe(request: dict[str, object], timeout: float) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="headway-probe-") as folder:
+        out = Path(folder) / "result.json"
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "headway.plan.tracer.probe", str(out)],
+                input=json.dumps(request),
+                capture_output=True,
+                text=True,
+                timeout=timeout,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise HeadwayError(f"measuring took longer than {timeout:.0f} s") from error
+        if not out.exists():
+            last = next(
+                (line for line in reversed(done.stderr.splitlines()) if line.strip()), "it said nothing"
+            )
+            raise HeadwayError(f"the measuring process ended with code {done.returncode}: {last[:300]}")
+        found: dict[str, Any] = json.loads(out.read_text())
+    if "error" in found:
+        raise UsageError(str(found["error"]))
+    return found

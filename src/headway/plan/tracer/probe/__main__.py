@@ -1,0 +1,34 @@
+"""`python -m headway.plan.tracer.probe OUT` reads a request from standard input and writes what it measured to OUT."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headway.plan.tracer.probe.machine import measure_machine
+from headway.plan.tracer.probe.steps import measure_steps
+from headway.plan.tracer.process.step import Request
+from headway.plan.tracer.process.user_code import NotFound
+
+
+def main() -> None:
+    out, request = Path(sys.argv[1]), json.load(sys.stdin)
+    result: dict[str, Any]
+    try:
+        if request["kind"] == "machine":
+            result = measure_machine(Path(request["folder"]), request["loader"])
+        else:
+            result = measure_steps(Request(**request["trace"]), request["batch_sizes"], request["steps"])
+    except NotFound as error:
+        result = {"error": str(error)}
+    except torch.OutOfMemoryError as error:
+        result = {"error": f"out of memory on the device: {error}"}
+    out.write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""Rank logs: what each rank prints, in `log/rank-NNNNN.txt`.
+
+The root rank keeps its terminal and writes the file beside it: `sys.stdout` and `sys.stderr` become streams
+that do both and are in all else (isatty, fileno, encoding, buffer) the ones they stand for. The other ranks
+write the file only, and there file descriptors 1 and 2 lead to it as well: prints of C and C++ code, of child
+processes, and crash dumps arrive too. Those go in as they are; what Python prints is written in whole lines,
+each in its last state, without escape sequences and without secrets.
+"""
+
+from __future__ import annotations
+
+import codecs
+import ctypes
+import logging
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any, AnyStr, Generic, TextIO, final
+
+from headway.errors import Stopped
+from headway.record.terminal_lines import Lines, plain
+from headway.run import Run
+from headway.system import files
+from headway.system.redact import redact
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RankLog:
+    """A rank's log while it is installed."""
+
+    file: LogFile
+    original_stderr_fd: int
+    """Where stderr led before: for the one message that must reach the terminal from any rank."""
+
+    @property
+    def path(self) -> Path:
+        """The file on disk."""
+        return self.file.path
+
+    @property
+    def lost(self) -> int:
+        """How many lines could not be written because the storage failed."""
+        return self.file.lost
+
+
+@contextmanager
+def rank_log(run: Run, *, rank: int, attempt: int, echo: bool | None = None) -> Iterator[RankLog]:
+    """Records stdout and stderr of this process in the run's log for `rank` until the block ends.
+
+    With `echo` (the default on rank 0) the terminal goes on as before. If the block fails, the log ends with
+    the traceback. Nothing stays installed afterwards.
+
+        with rank_log(run, rank=world.rank, attempt=1):
+            print("into the file")
+    """
+    echo = rank == 0 if echo is None else echo
+    streams = {"stdout": sys.stdout, "stderr": sys.stderr}
+    with ExitStack() as stack:
+        terminal = 2 if echo else stack.enter_context(_duplicate(2))
+        file = stack.enter_context(LogFile(run.log_file(rank), terminal=terminal))
+        if not echo:
+            _flush(streams.values())
+            for descriptor in (1, 2):
+                stack.enter_context(_leading_to(file.descriptor, descriptor))
+            stack.callback(_flush, streams.values())
+        file.write([_headline(attempt, rank)])
+        stack.push(file.last_words)
+        for name, stream in streams.items():
+            stack.enter_context(_recorded(name, stream, file, echo=echo))
+        yield RankLog(file=file, original_stderr_fd=terminal)
+
+
+def _headline(attempt: int, rank: int) -> str:
+    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return f"--- attempt {attempt}  {now}  rank {rank}  host {socket.gethostname()}  pid {os.getpid()} ---"
+
+
+@final
+class LogFile:
+    """A file of lines that never stops its writer: a full disk costs lines, and they are counted."""
+
+    def __init__(self, path: Path, *, terminal: int) -> None:
+        with files.storage(f"open the log {path}"):
+            self.descriptor = files.open_private(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        self.path = path
+        self.lost = 0
+        self._unsaid = 0  # lost lines that the file does not mention yet
+        self._torn = _ends_torn(self.descriptor)
+        self._terminal = terminal
+
+    def __enter__(self) -> LogFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.descriptor)
+
+    def write(self, lines: Sequence[str]) -> None:
+        """Appends `lines` in one system call, so that those of forked children and threads do not mix."""
+        note = f"--- {self._unsaid} lines are missing here ---\n" if self._unsaid else ""
+        text = "\n" * self._torn + note + redact("\n".join(lines)) + "\n"
+        data = text.encode("utf-8", "backslashreplace")
+        try:
+            written = os.write(self.descriptor, data)
+        except OSError as error:
+            self._lose(len(lines), str(error.strerror))
+            return
+        self._torn = not data[:written].endswith(b"\n")
+        if written == len(data):
+            self._unsaid = 0
+        else:  # a regular file takes less than it is given when the disk or the quota is full
+            self._lose(min(len(lines), data.count(b"\n", written)), "no space left")
+
+    def last_words(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """Notes the traceback of a failure; the terminal gets it later, when the streams are restored."""
+        if not isinstance(error, Exception) or isinstance(error, Stopped):
+            return
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_globals.get("__package__") == __package__:
+            trace = trace.tb_next  # begin with the user's code
+        text = "".join(traceback.format_exception(type(error), error, trace))
+        self.write([plain(line) for line in text.splitlines()])
+
+    def _lose(self, count: int, why: str) -> None:
+        if not self.lost:
+            warning = f"headway: the log {self.path} cannot be written ({why}); the run goes on without it\n"
+            with suppress(OSError):  # there is nobody left to tell
+                os.write(self._terminal, warning.encode("utf-8", "backslashreplace"))
+        self.lost += count
+        self._unsaid += count
+
+
+def _ends_torn(descriptor: int) -> bool:
+    """Whether the last attempt was killed in the middle of a line."""
+    size = os.fstat(descriptor).st_size
+    return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+
+
+@final
+class _Channel:
+    """One stream's way into the log: its text is made into lines here."""
+
+    def __init__(self, file: LogFile) -> None:
+        self._file = file
+        self._start()
+
+    def _start(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.RLock()  # re-entrant: a signal handler may print while a print is under way
+        self._lines = Lines()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+
+    def text(self, text: str) -> None:
+        if os.getpid() != self._pid:  # forked: the unfinished line is the parent's, and so is the lock
+            self._start()
+        with self._lock:
+            if lines := self._lines.feed(text):
+                self._file.write(lines)
+
+    def data(self, data: bytes) -> None:
+        self.text(self._decoder.decode(data))
+
+    def close(self) -> None:
+        self.text("")
+        with self._lock:
+            if lines := self._lines.rest():
+                self._file.write(lines)
+
+
+@final
+class _Tee(Generic[AnyStr]):
+    """Stands for `stream`: what is written to it is recorded too. Once released, it only passes on."""
+
+    def __init__(self, stream: IO[AnyStr], record: Callable[[AnyStr], None], *, echo: bool) -> None:
+        self._stream: IO[AnyStr] = stream
+        self._record: Callable[[AnyStr], None] | None = record
+        self._echo = echo
+
+    def write(self, data: AnyStr) -> int:
+        if self._record is not None:
+            self._record(data)  # first, so that the file has it even if the terminal is gone
+            if not self._echo:
+                return len(data)
+        return self._stream.write(data)
+
+    def writelines(self, lines: Iterable[AnyStr]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def release(self) -> None:
+        self._record = None
+
+    def __enter__(self) -> _Tee[AnyStr]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def _recorded(name: str, stream: TextIO | None, file: LogFile, *, echo: bool) -> Iterator[None]:
+    """Puts a recording stream in the place of `sys.stdout` or `sys.stderr`."""
+    if stream is None:  # a program without a console has nothing to record
+        yield
+        return
+    channel = _Channel(file)
+    tee = _Tee(stream, channel.text, echo=echo)
+    tees: list[_Tee[Any]] = [tee]
+    binary = getattr(stream, "buffer", None)  # notebooks and StringIO have none
+    if binary is not None:
+        tees.append(_Tee(binary, channel.data, echo=echo))
+        vars(tee)["buffer"] = tees[-1]
+    _replace(name, stream, tee)
+    try:
+        yield
+    finally:
+        for each in tees:
+            each.release()
+        channel.close()
+        _replace(name, tee, stream)
+
+
+def _replace(name: str, old: object, new: Any) -> None:
+    """Replaces the stream in `sys` and in the log handlers that were made with it and still hold it."""
+    if getattr(sys, name) is old:  # else somebody has wrapped it, and their wrapper stays
+        setattr(sys, name, new)
+    loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
+    for logger in loggers:
+        for handler in logger.handlers if isinstance(logger, logging.Logger) else ():
+            if isinstance(handler, logging.StreamHandler) and handler.stream is old:
+                handler.setStream(new)
+
+
+@contextmanager
+def _duplicate(descriptor: int) -> Iterator[int]:
+    copy = os.dup(descriptor)
+    try:
+        yield copy
+    finally:
+        os.close(copy)
+
+
+@contextmanager
+def _leading_to(target: int, descriptor: int) -> Iterator[None]:
+    """Makes `descriptor`, for this process and the children it starts, another name of `target`."""
+    with _duplicate(descriptor) as before:
+        os.dup2(target, descriptor)
+        try:
+            yield
+        finally:
+            os.dup2(before, descriptor)
+
+
+def _flush(streams: Iterable[TextIO | None]) -> None:
+    """Sends what Python and the C library still hold to where it belongs, before the descriptors change."""
+    for stream in streams:
+        if stream is not None:
+            with suppress(OSError, ValueError):  # the terminal is gone, or the stream is closed
+                stream.flush()
+    ctypes.CDLL(None).fflush(None)

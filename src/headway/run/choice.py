@@ -1,0 +1,121 @@
+"""Which run directory to train in: one that is given, that of this job, one that was left unfinished, or a new one."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from headway.errors import RunLocked, UsageError
+from headway.run import Run, config_text, lock, runs_under
+from headway.system.redact import redact_argv
+
+VARIABLE = "HEADWAY_RUN"
+"""names the run directory that was made when the job was submitted"""
+
+
+NEW = "new"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The run to train in, why that one, and whether there is nothing left to do in it."""
+
+    run: Run
+    why: str
+    finished: bool = False
+
+
+def choose(
+    root: str | Path,
+    *,
+    name: str,
+    config: object,
+    world: object,
+    resume: str | Path,
+    opened: Collection[Path] = (),
+    environ: Mapping[str, str] = os.environ,
+) -> Choice:
+    """Chooses or makes a run. `resume` is "auto", "never", "must", or the directory of the run to go on with.
+
+    `opened` are those that this process had before: what a job was given is for its first pipeline.
+    """
+    given = environ.get(VARIABLE)
+    if given is not None and Path(given).absolute() not in opened:
+        run = Run.open(given)
+        if config is not None and not run.info()["attempts"]:
+            run.set_config(config)
+        return Choice(run=run, why=f"{VARIABLE} says so", finished=resume != "never" and _finished(run))
+    if resume not in ("auto", "never", "must"):
+        run = _open(resume)
+        return Choice(run=run, why="as asked", finished=_finished(run))
+    found = None if resume == "never" else _find(root, name, config_text(config), environ)
+    if found is not None:
+        return found
+    if resume == "must":
+        raise UsageError(
+            f'resume="must", but there is no unfinished run {name!r} with these settings in {root}: start one with '
+            'resume="auto", or give the directory of the run'
+        )
+    return Choice(run=Run.create(root, name=name, config=config, world=world), why=NEW)
+
+
+def _open(path: str | Path) -> Run:
+    try:
+        return Run.open(path)
+    except UsageError as error:
+        raise UsageError(
+            f'resume={str(path)!r}: {error}; give "auto", "never", "must" or a run directory'
+        ) from error
+
+
+def _find(root: str | Path, name: str, config: str, environ: Mapping[str, str]) -> Choice | None:
+    """The newest run of that name and those settings that this job had begun, or that somebody left unfinished."""
+    alike = [run for run in runs_under(root, name=name) if _config_of(run) == config]
+    job = lock.slurm_ids(environ)
+    for run in alike:
+        if job and any(_earlier_start(attempt["slurm"], job) for attempt in run.info()["attempts"]):
+            return Choice(run=run, why=f"begun by SLURM job {job['job_id']}", finished=_finished(run))
+    for run in alike:
+        if run.info()["attempts"] and not _finished(run) and _is_free(run):
+            return Choice(
+                run=run, why=f"the newest unfinished run of that name and with these settings{_odd(run)}"
+            )
+    return None
+
+
+def _earlier_start(one: Mapping[str, Any], job: Mapping[str, Any]) -> bool:
+    """Whether an attempt was made by this job before it was requeued. In one start, a job may do several runs."""
+    same = all(one.get(key) == job.get(key) for key in ("cluster_name", "job_id"))
+    return same and int(one.get("restart_count", 0)) < int(job["restart_count"])
+
+
+def _odd(run: Run) -> str:
+    """What people should know: another command began this run."""
+    begun, now = run.info()["command"][1:], redact_argv(sys.orig_argv)[1:]
+    return "" if begun == now else f"; it was begun as: {shlex.join(begun):.200}"
+
+
+def _finished(run: Run) -> bool:
+    attempts = run.info()["attempts"]
+    return bool(attempts) and attempts[-1]["status"] == "done"
+
+
+def _config_of(run: Run) -> str | None:
+    try:
+        return run.config_file.read_text()
+    except OSError:
+        return None
+
+
+def _is_free(run: Run) -> bool:
+    try:
+        with run.lock():
+            return True
+    except RunLocked:
+        return False

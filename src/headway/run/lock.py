@@ -1,0 +1,387 @@
+"""One trainer per run directory, also where file locks do not reach other hosts.
+
+    lock/flock               held by the owner; the kernel frees it when the owner dies, even by kill -9
+    lock/owner-00003.json    who took the run the third time; the highest number owns it
+
+To take the run is to publish the next number, which exactly one process on any host can do; no file is used
+twice. The owner rewrites a counter in its file every second. Whoever finds an owner that did not release the
+run takes it only on evidence that this owner is gone. Clocks of different hosts are never compared:
+
+    an earlier start of our own SLURM job, or a job that is over    free
+    flock is held, or the owner lives on this machine               locked
+    released, or dead on this machine                               free
+    a suspended SLURM job                                           locked
+    otherwise, if the counter moves within 10 s of our own clock    locked, and if not: taken, with a note
+
+An owner that was replaced ends within seconds: what it writes is in the way of the one who replaced it. A node that was
+cut off from its scheduler may hold one, and its flock, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.util import register_after_fork
+from pathlib import Path
+from typing import Any, final
+
+from headway.errors import RunLocked
+from headway.system import files
+
+BEAT = 1.0  # seconds between two beats of the owner's counter
+REPLACED = 5.0  # seconds that an owner who was replaced may live on, to find it out by itself and say so
+PATIENCE = 10.0  # seconds without a beat until an owner counts as gone: one that holds the GIL misses a few
+_NO_FLOCK_HERE = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP)
+_SLURM_IDS = ("CLUSTER_NAME", "JOB_ID", "STEP_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT")
+_STANDS_STILL = re.compile("SUSPENDED|STOPPED")
+_NOT_RUNNING = re.compile(
+    "BOOT_FAIL|CANCELLED|COMPLETED|DEADLINE|FAILED|NODE_FAIL|OUT_OF_MEMORY|PENDING|PREEMPTED|REQUEUED|REQUEUE_HOLD"
+    "|REVOKED|SPECIAL_EXIT|TIMEOUT"
+)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Owner:
+    """Who holds a run, in terms that another process, maybe on another host, can check."""
+
+    host: str
+    machine: str
+    pid: int
+    born: str | None
+    attempt: int
+    slurm: dict[str, str]
+    beat: int = 0
+    released: bool = False
+
+    @classmethod
+    def read(cls, record: bytes) -> Owner | None:
+        """The owner in a record; None when it is damaged, half-written or of another version."""
+        try:
+            owner = cls(**json.loads(record))
+        except (ValueError, TypeError):
+            return None
+        sound = isinstance(owner.pid, int) and isinstance(owner.slurm, dict)
+        sound = sound and all(isinstance(text, str) for text in owner.slurm.values())
+        return owner if sound else None
+
+    def record(self) -> bytes:
+        """The record, padded: it is rewritten in place and must not leave a tail of its older self."""
+        return json.dumps(dataclasses.asdict(self)).encode().ljust(1000) + b"\n"
+
+    def __str__(self) -> str:
+        job = f", SLURM job {self.slurm['job_id']}" if "job_id" in self.slurm else ""
+        return f"pid {self.pid} on {self.host} (attempt {self.attempt}{job})"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Fence:
+    """A lock in two plain values; see `RunLock.check`."""
+
+    directory: str
+    number: int
+
+    def check(self) -> None:
+        directory = Path(self.directory)
+        newest = _newest(directory)
+        if newest > self.number:
+            taker = Owner.read(_owner_file(directory, newest).read_bytes())
+            raise RunLocked(_taken_over(directory, taker))
+
+
+@final
+class RunLock:
+    """A run that is ours. `note` says what the user should know about how it became so; usually nothing."""
+
+    def __init__(self, directory: Path, number: int, owner: Owner, flock: int, note: str | None) -> None:
+        self.note = note
+        self._directory, self._number, self._owner, self._flock = directory, number, owner, flock
+        self._file = files.open_private(_owner_file(directory, number), os.O_WRONLY)
+        self._stop = threading.Event()
+        self._heart = threading.Thread(target=self._keep_beating, name="headway-run-lock", daemon=True)
+        self._heart.start()
+        # A data worker forked from us shares our lock and would keep it after our death.
+        register_after_fork(self, RunLock._close)
+
+    @property
+    def fence(self) -> Fence:
+        """What another process of ours needs to know whether the run is still ours."""
+        return Fence(directory=str(self._directory), number=self._number)
+
+    def check(self) -> None:
+        """Raises `RunLocked` if another process took the run, as it may when we were stopped for long.
+
+        Call it before making something final, like the commit of a checkpoint.
+        """
+        self.fence.check()
+
+    def release(self) -> None:
+        """Lets the next process in. Does nothing in a forked child: the run is the parent's."""
+        if os.getpid() != self._owner.pid or self._stop.is_set():
+            return
+        self._stop.set()
+        self._heart.join()
+        # When this cannot be written, closing still frees the run; a process elsewhere waits a little longer.
+        with suppress(OSError):
+            self._write(released=True)
+        self._close()
+
+    def _keep_beating(self) -> None:
+        while not self._stop.wait(BEAT):
+            # A file system that fails for a while must not end the heartbeat; training will notice by itself.
+            with suppress(OSError):
+                self._write(beat=self._owner.beat + 1)
+                self._end_if_replaced()
+
+    def _end_if_replaced(self) -> None:
+        """Leaves the main thread some seconds to find it out by itself; it may be stuck in a collective."""
+        newest = _newest(self._directory)
+        if newest <= self._number:
+            return
+        taker = Owner.read(_owner_file(self._directory, newest).read_bytes())
+        ourselves = taker and (taker.machine, taker.pid) == (self._owner.machine, self._owner.pid)
+        if ourselves or self._stop.wait(REPLACED):
+            return
+        os.write(2, f"headway: {_taken_over(self._directory, taker)}\n".encode())
+        os._exit(RunLocked.exit_code)
+
+    def _write(self, **changes: Any) -> None:
+        self._owner = dataclasses.replace(self._owner, **changes)
+        os.pwrite(self._file, self._owner.record(), 0)
+        os.fsync(self._file)  # other hosts see it only when it has left ours
+
+    def _close(self) -> None:
+        """Once only: children forked after our release come here, too, where the numbers are other files by now."""
+        file, flock = self._file, self._flock
+        self._file = self._flock = -1
+        if file >= 0:
+            os.close(file)
+            os.close(flock)
+
+
+@contextmanager
+def hold(directory: Path, *, attempt: int, patience: float = PATIENCE) -> Iterator[RunLock]:
+    """Holds the run whose lock files are in `directory`, or raises `RunLocked` naming who does.
+
+    with hold(run.path / "lock", attempt=1) as lock:
+        print(lock.note or "nobody was here")
+    """
+    with files.storage(f"lock {directory.parent}"):
+        lock = _acquire(directory, attempt, patience)
+    try:
+        yield lock
+    finally:
+        lock.release()
+
+
+def slurm_ids(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What identifies this process to SLURM; empty outside of a job.
+
+    >>> slurm_ids({"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "big"})
+    {'cluster_name': 'big', 'job_id': '7', 'restart_count': '0'}
+    """
+    if "SLURM_JOB_ID" not in environ:
+        return {}
+    known = {"SLURM_RESTART_COUNT": "0", **environ}  # SLURM sets the count from the first restart on
+    return {name.lower(): known[f"SLURM_{name}"] for name in _SLURM_IDS if f"SLURM_{name}" in known}
+
+
+def newest_owner(directory: Path) -> Owner | None:
+    """Who held the run last, for those who only look; None if nobody did, or the record cannot be read."""
+    try:
+        number = _newest(directory)
+        return Owner.read(_owner_file(directory, number).read_bytes()) if number else None
+    except OSError:
+        return None
+
+
+def identity(pid: int) -> dict[str, Any]:
+    """What tells a process of this machine from every other one, also from a later one of the same number."""
+    return {"host": socket.gethostname(), "machine": _machine(), "pid": pid, "born": _born(pid)}
+
+
+def lives(machine: str, pid: int, born: str | None) -> bool | None:
+    """Whether a process with this `identity` is alive; None if it is, or was, on another machine."""
+    if machine != _machine():
+        return None
+    return born is not None and _born(pid) == born
+
+
+def is_earlier_start(ids: Mapping[str, str], ours: Mapping[str, str]) -> bool:
+    """Whether `ids` are those of an earlier start of the SLURM job that `ours` are of.
+
+    >>> job = {"cluster_name": "big", "job_id": "7"}
+    >>> is_earlier_start({**job, "restart_count": "0"}, {**job, "restart_count": "1"})
+    True
+    """
+    names = ("cluster_name", "job_id")
+    same = "job_id" in ours and all(ids.get(name) == ours.get(name) for name in names)
+    return same and ids.get("restart_count", "0").zfill(9) < ours.get("restart_count", "0").zfill(9)
+
+
+def _acquire(directory: Path, attempt: int, patience: float) -> RunLock:
+    with suppress(FileExistsError):
+        files.make_dir(directory)
+    me = Owner(
+        host=socket.gethostname(),
+        machine=_machine(),
+        pid=os.getpid(),
+        born=_born(os.getpid()),
+        attempt=attempt,
+        slurm=slurm_ids(),
+    )
+    flock = files.open_private(directory / "flock", os.O_RDWR | os.O_CREAT)
+    try:
+        number, note = _newest(directory), None
+        if not _try_flock(flock) and not _is_earlier_start(directory, number, me):
+            raise _in_use(directory, number)
+        while True:
+            if number:
+                note = _note_if_gone(directory, number, me, patience)
+            if files.publish(_owner_file(directory, number + 1), me.record()):
+                return RunLock(directory, number + 1, me, flock, note)
+            number += 1  # somebody was faster: look at who
+    except BaseException:
+        os.close(flock)
+        raise
+
+
+def _is_earlier_start(directory: Path, number: int, me: Owner) -> bool:
+    """SLURM has given up the node on which our own job ran before: it is our turn, even if the node does not know."""
+    owner = Owner.read(_owner_file(directory, number).read_bytes()) if number else None
+    return owner is not None and is_earlier_start(owner.slurm, me.slurm)
+
+
+def _taken_over(directory: Path, taker: Owner | None) -> str:
+    return (
+        f"run {directory.parent.name} was taken over by {taker or 'another process'} "
+        "while this process stood still; this process must stop"
+    )
+
+
+def _note_if_gone(directory: Path, number: int, me: Owner, patience: float) -> str | None:
+    """Raises `RunLocked` unless the owner is gone; returns a line about it if that is only very likely."""
+    file = _owner_file(directory, number)
+    first = file.read_bytes()
+    owner = Owner.read(first)
+    gone = owner and _is_gone(owner, me)
+    if gone is False:
+        raise _in_use(directory, number)
+    deadline = time.monotonic() + patience
+    while not gone:
+        if time.monotonic() > deadline:
+            return f"took the run over from {owner or 'an unknown owner'}: no heartbeat for {patience:g} s"
+        time.sleep(BEAT / 4)
+        now = file.read_bytes()
+        owner = Owner.read(now)
+        gone = owner and owner.released
+        if now != first and not gone:
+            raise _in_use(directory, number)
+    return None
+
+
+def _is_gone(owner: Owner, me: Owner) -> bool | None:
+    """True and False on evidence, None without."""
+    if owner.released:
+        return True
+    if owner.machine == me.machine:
+        return owner.born is None or _born(owner.pid) != owner.born
+    cluster = me.slurm.get("cluster_name")
+    if cluster is None or owner.slurm.get("cluster_name") != cluster or "job_id" not in owner.slurm:
+        return None
+    if owner.slurm["job_id"] == me.slurm["job_id"]:
+        return True if is_earlier_start(owner.slurm, me.slurm) else None
+    return _job_is_gone(owner.slurm["job_id"])
+
+
+def _job_is_gone(job: str) -> bool | None:
+    try:
+        squeue = subprocess.run(
+            ["squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={job}"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return _read_squeue(squeue.returncode, squeue.stdout, squeue.stderr)
+
+
+def _read_squeue(code: int, out: str, complaint: str) -> bool | None:
+    """Whether squeue says that a job is over; None when it runs, or when squeue does not know."""
+    if code:
+        return True if "Invalid job id specified" in complaint else None
+    states = out.split()
+    if any(map(_STANDS_STILL.fullmatch, states)):
+        return False  # its heartbeat stands still as well, and it will come back
+    return True if all(map(_NOT_RUNNING.fullmatch, states)) else None
+
+
+def _try_flock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_FLOCK_HERE:  # where the file system has no locks, the owner files must do
+            raise
+    return True
+
+
+def _newest(directory: Path) -> int:
+    """The highest owner number, 0 when there is none."""
+    names = (re.fullmatch(r"owner-(\d+)\.json", path.name) for path in directory.iterdir())
+    return max((int(name[1]) for name in names if name), default=0)
+
+
+def _owner_file(directory: Path, number: int) -> Path:
+    return directory / f"owner-{number:05d}.json"
+
+
+def _in_use(directory: Path, number: int) -> RunLocked:
+    owner = Owner.read(_owner_file(directory, number).read_bytes()) if number else None
+    stop = f"stop it (scancel {owner.slurm['job_id']})" if owner and "job_id" in owner.slurm else "stop it"
+    return RunLocked(
+        f"run {directory.parent.name} is in use by {owner or 'another process'}; "
+        f"wait for it to end, {stop}, or start a new run"
+    )
+
+
+def _machine() -> str:
+    """Names one kernel and one space of process ids: only there can a pid be looked up."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except FileNotFoundError:  # not Linux
+        return socket.gethostname()
+
+
+def _born(pid: int) -> str | None:
+    """When a process started, to tell it from a later one with the same pid; None when it is dead."""
+    if sys.platform != "linux":
+        import psutil
+
+        try:
+            return str(psutil.Process(pid).create_time())
+        except psutil.NoSuchProcess:
+            return None
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if state in "ZX" else fields[18]  # in ticks since the kernel started: no clock is involved

@@ -1,0 +1,1 @@
+"""SLURM: job scripts, its command-line programs, its queue, and its refusals in words that help."""

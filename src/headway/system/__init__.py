@@ -1,0 +1,1 @@
+"""The machine under us: durable files, locks, JSON lines, text, limits, environment, redaction, failpoints."""

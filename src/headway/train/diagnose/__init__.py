@@ -1,0 +1,1 @@
+"""Diagnosis: what is known when training goes wrong, and smoke runs."""

@@ -1,0 +1,1 @@
+"""Models: parallel wrappers, precision, EMA, parameter groups by mesh, learning-rate schedules."""

@@ -1,0 +1,301 @@
+"""Models over ranks: device first, then what changes the modules, then the wrapping, then the compiler.
+
+`Model` keeps both sides of a wrapped model: `wrapped` is what training calls, `bare` is what the user gave. Names in
+state dicts are always those of `bare`: no `module.`, no `_orig_mod.`, whatever wraps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property, partial
+from typing import Literal, TypeAlias, final
+
+import torch
+import torch.distributed as c10d
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from headway.dist import World
+from headway.errors import UsageError
+from headway.train.model.ema import Ema
+
+Blocks: TypeAlias = Sequence[type[nn.Module]]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Ddp:
+    """Every rank holds the whole model; gradients are averaged during backward."""
+
+    static_graph: bool = False
+    """the same parameters are used in every step, which allows more overlap"""
+    bucket_cap_mb: float | None = None
+    """how much is sent at a time; None leaves torch's choice"""
+    find_unused_parameters: bool = False
+    """some parameters get no gradient in some steps"""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Fsdp:
+    """Every rank holds a part of the model (FSDP2); layers come together when they are used."""
+
+    blocks: Blocks = ()
+    """classes of the modules that are gathered one at a time, such as (TransformerBlock,); the rest is one unit"""
+    param_dtype: torch.dtype | None = None
+    """compute in this type, keep the weights in theirs"""
+    reduce_dtype: torch.dtype | None = None
+    """average gradients in this type"""
+    cpu_offload: bool = False
+    """keep parameters, gradients and optimiser state in host memory"""
+    reshard_after_forward: bool = True
+    """free gathered layers between forward and backward; False needs more memory and less communication"""
+    mesh: DeviceMesh | None = None
+    """over which ranks; a 2-D mesh shards along its second dimension and replicates along the first"""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Tp:
+    """Every rank holds a part of each layer that the plan names (tensor parallelism).
+
+    All ranks of such a group must be given the same batches: they compute one result together.
+
+    >>> Tp(plan={"up": ColwiseParallel(), "down": RowwiseParallel()})
+    """
+
+    plan: Mapping[str, ParallelStyle]
+    """names of modules, and how each is split; `*` stands for any name, as for torch's parallelize_module"""
+    mesh: DeviceMesh | None = None
+    """over which ranks; of a 2-D mesh the second dimension splits layers, and FSDP2 shards along the first"""
+
+
+Parallel: TypeAlias = Ddp | Fsdp | Tp | Literal["ddp", "fsdp", "none"]
+Compile: TypeAlias = bool | str
+
+
+@final
+class Model:
+    """A registered model: the module, its wrapping, and its average if it has one."""
+
+    def __init__(self, name: str, bare: nn.Module, wrapped: nn.Module, ema: Ema | None) -> None:
+        self.name, self.bare, self.wrapped, self.ema = name, bare, wrapped, ema
+        self.evaluated: nn.Module = bare
+        """what validation calls: without the wrapper, so that ranks may have different numbers of batches"""
+
+    @property
+    def synced(self) -> bool:
+        """Whether gradients are the same on all ranks after backward."""
+        return isinstance(self.wrapped, DistributedDataParallel) or self.sharded
+
+    @cached_property
+    def sharded(self) -> bool:
+        """Whether all ranks must take part in each forward."""
+        return any(isinstance(parameter, DTensor) for parameter in self.bare.parameters())
+
+    def travel(self, now: bool) -> None:
+        """Whether the gradients of the next forward and backward travel, or only add up on this rank."""
+        if isinstance(self.wrapped, DistributedDataParallel):
+            self.wrapped.require_backward_grad_sync = now  # what torch's own no_sync() sets
+        elif isinstance(self.wrapped, FSDPModule):
+            self.wrapped.set_requires_gradient_sync(now)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """For validation: buffers as on rank 0, averaged weights if there are any."""
+        if isinstance(self.wrapped, DistributedDataParallel):
+            for buffer in self.bare.buffers():
+                c10d.broadcast(buffer, 0)
+        with ExitStack() as stack:
+            if self.ema is not None:
+                stack.enter_context(self.ema.swapped())
+            yield
+            for part in self.bare.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()  # or layers gathered with the averaged weights would be used in training
+
+    def describe(self) -> str:
+        """One line for people: parameters, trainable ones, wrapping."""
+        every, trainable = count_parameters(self.bare), count_parameters(self.bare, trainable=True)
+        some = "" if trainable == every else f" ({trainable:,} trainable)"
+        how = {DistributedDataParallel: "ddp", FSDPModule: "fsdp"}
+        plain = "split over ranks" if self.sharded else "not wrapped"
+        kind = next((word for kind, word in how.items() if isinstance(self.wrapped, kind)), plain)
+        average = f", ema {self.ema.decay:g}" if self.ema else ""
+        return f"model {self.name}: {every:,} parameters{some}, {kind}{average}"
+
+
+def count_parameters(module: nn.Module, *, trainable: bool = False) -> int:
+    """How many numbers a module learns, or holds as parameters; parameters used twice count once.
+
+    >>> count_parameters(nn.Linear(10, 2))
+    22
+    """
+    return sum(p.numel() for p in module.parameters() if p.requires_grad or not trainable)
+
+
+def prepare(
+    name: str,
+    module: nn.Module,
+    world: World,
+    *,
+    parallel: Parallel,
+    sync_batchnorm: bool,
+    compile: Compile,
+    ema: float | None,
+    activation_checkpointing: Blocks,
+) -> Model:
+    """Places and wraps a model for this rank."""
+    module = module.to(world.device)
+    if sync_batchnorm and world.world_size > 1:
+        if world.device.type == "cpu":
+            raise UsageError(
+                f"model {name!r}: sync_batchnorm works on GPUs only: pass sync_batchnorm=False on the CPU"
+            )
+        module = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
+    _checkpoint_activations(name, module, activation_checkpointing)
+    wrapped = _wrap(name, module, parallel, world)
+    if compile:
+        mode = None if compile is True else compile
+        wrapped.compile(mode=mode)  # in place: the names of parameters stay
+    model = Model(name, module, wrapped, None if ema is None else Ema(module, ema))
+    if compile and wrapped is not module:
+        model.evaluated = torch.compile(module, mode=mode)  # type: ignore[assignment]
+    return model
+
+
+def _wrap(name: str, module: nn.Module, parallel: Parallel, world: World) -> nn.Module:
+    match parallel:
+        case "none":
+            return module
+        case "ddp":
+            return _wrap(name, module, Ddp(), world)
+        case "fsdp":
+            return _wrap(name, module, Fsdp(), world)
+        case Ddp():
+            return _replicate(module, parallel, world)
+        case Fsdp():
+            return _shard(name, module, parallel, world)
+        case Tp():
+            return _split(name, module, parallel, world)
+    raise UsageError(
+        f'model {name!r}: parallel={parallel!r} is unknown: use "ddp", "fsdp", "none", Ddp(), Fsdp() or Tp()'
+    )
+
+
+def _replicate(module: nn.Module, settings: Ddp, world: World) -> nn.Module:
+    if world.world_size == 1 or not any(p.requires_grad for p in module.parameters()):
+        return module  # nothing to average
+    replica = DistributedDataParallel(
+        module,
+        device_ids=[world.device] if world.device.type == "cuda" else None,
+        static_graph=settings.static_graph,
+        bucket_cap_mb=settings.bucket_cap_mb,
+        find_unused_parameters=settings.find_unused_parameters,
+        gradient_as_bucket_view=True,
+    )
+    if world.world_size > 2 and not (settings.static_graph or settings.find_unused_parameters):
+        _choose_buckets(replica)
+    return replica
+
+
+def _choose_buckets(replica: DistributedDataParallel) -> None:
+    """Lets DDP choose once and for all what it sends together, by a first step in which all gradients are zero.
+
+    Else it chooses after the first real step. Three numbers summed in another order have another last bit, so the first
+    step after a restart would differ from the same step of a run that was never stopped.
+    """
+    module = replica.module
+    if any(isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse for part in module.modules()):
+        return  # their gradients have no zeros to send
+    replica.module = _Nothing([p for p in module.parameters() if p.requires_grad])
+    replica.require_forward_param_sync = False  # it would look for the buffers of a module that has none
+    try:
+        replica().backward()
+    finally:
+        replica.module, replica.require_forward_param_sync = module, True
+    module.zero_grad(set_to_none=True)
+
+
+@final
+class _Nothing(nn.Module):
+    """Uses all parameters, to no effect."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self._parameters_used = parameters
+
+    def forward(self) -> torch.Tensor:
+        total = torch.zeros((), device=self._parameters_used[0].device)
+        for parameter in self._parameters_used:  # backward takes the last first, as it does in a model
+            total = total + (parameter * 0).sum().real
+        return total
+
+
+def _shard(name: str, module: nn.Module, settings: Fsdp, world: World) -> nn.Module:
+    everybody = init_device_mesh(world.device.type, (world.world_size,))
+    shard: Callable[[nn.Module], object] = partial(
+        fully_shard,
+        mesh=settings.mesh or everybody,
+        reshard_after_forward=settings.reshard_after_forward,
+        mp_policy=MixedPrecisionPolicy(param_dtype=settings.param_dtype, reduce_dtype=settings.reduce_dtype),
+        offload_policy=CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy(),
+    )
+    for block in _find(name, module, settings.blocks, "Fsdp(blocks=...)"):
+        shard(block)
+    shard(module)
+    return module
+
+
+def _split(name: str, module: nn.Module, settings: Tp, world: World) -> nn.Module:
+    mesh = settings.mesh or init_device_mesh(world.device.type, (world.world_size,))
+    names = [part for part, _ in module.named_modules() if part]
+    for pattern in settings.plan:
+        if not any(fnmatchcase(part, pattern) for part in names):
+            raise UsageError(
+                f"model {name!r}: the plan splits {pattern!r}, but there is no such module: there are "
+                f"{', '.join(names[:20])}"
+            )
+    inner = mesh if mesh.ndim == 1 else mesh[_dimension(name, mesh, 1)]
+    module = parallelize_module(module, inner, dict(settings.plan))
+    if mesh.ndim > 1:
+        fully_shard(module, mesh=mesh[_dimension(name, mesh, 0)])
+    return module
+
+
+def _dimension(name: str, mesh: DeviceMesh, number: int) -> str:
+    if mesh.ndim != 2 or mesh.mesh_dim_names is None:
+        raise UsageError(
+            f"model {name!r}: Tp(mesh=...) takes one dimension, or two with names: "
+            'init_device_mesh("cuda", (2, 4), mesh_dim_names=("data", "tensor"))'
+        )
+    return mesh.mesh_dim_names[number]
+
+
+def _checkpoint_activations(name: str, module: nn.Module, blocks: Blocks) -> None:
+    """Makes the blocks compute their activations again in backward instead of keeping them."""
+    for block in _find(name, module, blocks, "activation_checkpointing"):
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def _find(name: str, module: nn.Module, blocks: Blocks, setting: str) -> list[nn.Module]:
+    found = [part for part in module.modules() if isinstance(part, tuple(blocks))]
+    if blocks and not found:
+        wanted = ", ".join(block.__name__ for block in blocks)
+        there = ", ".join(sorted({type(part).__name__ for part in module.modules()}))
+        raise UsageError(f"model {name!r}: {setting} names {wanted}, but the model consists of {there}")
+    return found

@@ -1,0 +1,1 @@
+"""Resume: what a pipeline saves, when it saves, and how a run continues exactly."""

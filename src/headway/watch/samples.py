@@ -1,0 +1,49 @@
+"""Which samples were in a step of a run? Asked of its ledger, at any time later; needs neither torch nor the data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, final
+
+from headway.data.order.locate import Which
+from headway.errors import UsageError
+from headway.record import ledger
+from headway.record.ledger import Row
+from headway.run import Run
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """What one step was made of."""
+
+    row: Row
+    samples: list[str]
+    """of all ranks, in the order of the global batch"""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+def samples_of(run: Run, step: int) -> Samples:
+    """The samples of a step, as the attempt that counts has seen them.
+
+    >>> samples_of(Run.open("runs/digits-2026.11.15-14.30-x7k2"), 37).samples
+    ['4711', '12', '903', ...]
+    """
+    found = ledger.load(run)
+    row = found.last.get(step)
+    if row is None:
+        steps = found.last
+        known = f"it has steps {min(steps)} to {max(steps)}" if steps else "it has no step yet"
+        raise UsageError(f"the ledger of {run.id} has no step {step}: {known}")
+    if not row.batches:
+        raise UsageError(
+            f"the batches of step {step} of {run.id} came from a loader that does not know its samples: use "
+            "hw.data.DataLoader or hw.data.ShardLoader"
+        )
+    samples = [
+        name for order, start, stop in row.batches for name in Which(found.orders[order]).words(start, stop)
+    ]
+    return Samples(row=row, samples=samples)
