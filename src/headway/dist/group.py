@@ -28,7 +28,7 @@ from headway.dist.control.hub import Hub, vanished
 from headway.dist.environment import Place
 from headway.dist.control.peer import Peer
 from headway.dist.roster import Member
-from headway.dist.failure.hang_watch import myself, silent
+from headway.dist.control.hang_watch import myself, silent
 from headway.errors import HeadwayError, Stopped, StorageError, UsageError
 from headway.dist.failure.record import Record, cause, pointer
 from headway.run import Run

@@ -21,7 +21,7 @@ from typing import final
 
 from headway.dist.control.channel import Channel, Forged, Message
 from headway.dist.roster import Member, seats
-from headway.dist.failure.hang_watch import Watch
+from headway.dist.control.hang_watch import Watch
 from headway.dist.failure.record import Record
 from headway.dist.failure.heartbeat import Heartbeat
 

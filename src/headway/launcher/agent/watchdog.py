@@ -1,8 +1,8 @@
 """The agent's eye on its ranks: it reads their heartbeats in shared memory, which a rank cannot keep from it.
 
-Rank 0 watches over all ranks of a run and speaks first (see `headway.dist.failure.hang_watch`). The agent is there for when
-rank 0 itself cannot: stopped, or with the interpreter lock held. It asks the ranks for their stacks by SIGQUIT, which they
-answer even then.
+Rank 0 watches all ranks of a run and reports first (see `headway.dist.control.hang_watch`). The agent covers the case
+in which rank 0 itself cannot: stopped, or with the interpreter lock held. It asks the ranks for their stacks by
+SIGQUIT, which they answer even then.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Keeps a job that runs here, in the background of whoever launched it: starts it, and notes how it ended.
 
-Started as `python -m headway.launcher.functions.background RUN`. It is the parent of the node agent's ranks, or of mpirun;
-when it is told to stop, so are they.
+Started as `python -m headway.launcher.functions.background RUN`. It is the parent of the node agent's ranks, or
+of mpirun; when it is told to stop, so are they.
 """
 
 from __future__ import annotations

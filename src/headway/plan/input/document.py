@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 from headway.errors import UsageError
 from headway.plan import checks
 from headway.plan.cost.economy import Job
-from headway.plan.yaml_reader import read_yaml
 from headway.plan.machine import calibration as calibrations
 from headway.plan.machine.calibration import Calibration
 from headway.plan.machine.hardware import Node
@@ -25,6 +24,7 @@ from headway.plan.model.hugging_face import from_hf_config
 from headway.plan.model.layout import Layout
 from headway.plan.model.presets import preset
 from headway.plan.model.transformer import Image, Mla, Moe, Transformer
+from headway.plan.yaml_reader import read_yaml
 
 T = TypeVar("T")
 
