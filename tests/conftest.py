@@ -2,12 +2,42 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
+import subprocess
+import sys
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
 
 pytest_plugins = ["pytester"]
+
+ROOT = Path(__file__).parents[1]
+_collected = pytest.StashKey[set[Path]]()
 
 
 def pytest_configure() -> None:
     """A shell that starts us in the background has Ctrl-C ignored, also in all that the tests start."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
+    """Notes the files of all tests before -k, -m or a shard of the suite leaves some out."""
+    config.stash[_collected] = {item.path for item in items}
+    return (yield)
+
+
+@pytest.fixture
+def collected_files(request: pytest.FixtureRequest) -> set[Path]:
+    """The test files that pytest collects when it is started as `make test` starts it."""
+    if {Path(arg).resolve() for arg in request.config.args} <= {ROOT, ROOT / "tests"}:
+        return request.config.stash[_collected]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-p", "no:cacheprovider"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return {ROOT / file for file in re.findall(r"^(tests/[^:\s]+\.py):", done.stdout, re.MULTILINE)}

@@ -1,0 +1,83 @@
+"""The house rules, guarded: what is collected, what names mean, and how large things may grow."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from importlib import import_module
+from pathlib import Path
+
+import headway
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = Path(headway.__file__).parent
+MODULES = sorted(PACKAGE.rglob("*.py"))
+PACKAGES = sorted(path.parent for path in MODULES if path.name == "__init__.py")
+
+
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+# --- the suite runs everything
+
+
+def test_every_test_file_is_collected(collected_files: set[Path]) -> None:
+    on_disk = {path for path in (ROOT / "tests").rglob("test_*.py") if "__pycache__" not in path.parts}
+    assert sorted(str(path.relative_to(ROOT)) for path in on_disk - collected_files) == []
+
+
+# --- one name, one meaning
+
+
+def public_names(package: Path) -> set[str]:
+    """The names under `if TYPE_CHECKING:` of a package, which are its public ones."""
+    return {
+        alias.asname or alias.name
+        for node in tree(package / "__init__.py").body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for statement in node.body
+        if isinstance(statement, ast.ImportFrom)
+        for alias in statement.names
+    }
+
+
+def test_no_submodule_overwrites_a_public_name_of_its_package() -> None:
+    """Importing headway.checkpoint.save would set the attribute `save` of headway.checkpoint to a module."""
+    clashes = []
+    for package in PACKAGES:
+        submodules = {path.stem for path in package.glob("*.py")}
+        submodules |= {path.parent.name for path in package.glob("*/__init__.py")}
+        dotted = ".".join(("headway", *package.relative_to(PACKAGE).parts))
+        for name in sorted(public_names(package) & submodules):
+            if getattr(import_module(dotted), name) is not import_module(f"{dotted}.{name}"):
+                clashes.append(f"{dotted}.{name}")
+    assert clashes == []
+
+
+# --- nothing grows out of a reader's sight
+
+
+def test_packages_stay_small() -> None:
+    """Twelve modules are found at a glance; cli has one file per verb."""
+    counts = Counter(path.parent for path in MODULES if not path.name.startswith("__"))
+    large = {name_of(package): count for package, count in counts.items() if count > 12}
+    assert {name: count for name, count in large.items() if name != "cli"} == {}
+
+
+def test_modules_and_functions_stay_readable() -> None:
+    """A module is read in one sitting, a function fits a screen."""
+    too_long = []
+    for path in MODULES:
+        if (lines := len(path.read_text().splitlines())) > 500:
+            too_long.append(f"{name_of(path)}: {lines} lines")
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                if length > 60:
+                    too_long.append(f"{name_of(path)}: {node.name} has {length} lines")
+    assert too_long == []
