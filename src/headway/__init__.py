@@ -59,47 +59,4 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# public name -> the module it comes from; a room stands for itself
-_HOME = {
-    "Callback": "headway.train",
-    "Job": "headway.launcher.job",
-    "Local": "headway.launcher.targets",
-    "Mpi": "headway.launcher.targets",
-    "Pipeline": "headway.train",
-    "Run": "headway.run",
-    "Slurm": "headway.launcher.targets",
-    "Stage": "headway.train",
-    "TrainValStage": "headway.train",
-    "World": "headway.dist",
-    "all_gather_object": "headway.dist",
-    "barrier": "headway.dist",
-    "broadcast_object": "headway.dist",
-    "checkpoint": "headway.checkpoint",
-    "data": "headway.data",
-    "dist": "headway.dist",
-    "errors": "headway.errors",
-    "find_latest": "headway.run",
-    "gather_object": "headway.dist",
-    "init": "headway.dist",
-    "is_root": "headway.dist",
-    "launch": "headway.launcher.functions.call",
-    "local_rank": "headway.dist",
-    "local_root_first": "headway.dist",
-    "local_world_size": "headway.dist",
-    "node_rank": "headway.dist",
-    "plan": "headway.plan",
-    "print_rank": "headway.dist",
-    "print_root": "headway.dist",
-    "rank": "headway.dist",
-    "record": "headway.record",
-    "root_first": "headway.dist",
-    "root_only": "headway.dist",
-    "scale_lr": "headway.train",
-    "seed": "headway.dist",
-    "testing": "headway.testing",
-    "train": "headway.train",
-    "world_size": "headway.dist",
-}
-
-__all__ = [*_HOME]
-__getattr__, __dir__ = lazy.names(__name__, _HOME)
+__getattr__, __dir__, __all__ = lazy.exports(__name__)

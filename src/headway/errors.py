@@ -19,10 +19,14 @@ A plan that needs more memory than the device has ends with 3, Ctrl-C with 130, 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 DONE = 0
 DOES_NOT_FIT = 3
 INTERRUPTED = 130
 TERMINATED = 143
+
+_MOST_NAMES = 40
 
 
 class HeadwayError(Exception):
@@ -91,3 +95,33 @@ class NoProgress(HeadwayError):
     """Raised when three attempts in a row made no new step; requeueing would only burn the allocation."""
 
     exit_code = 93
+
+
+def unknown_name(kind: str, name: object, known: Iterable[object]) -> UsageError:
+    """Returns the error for a name that does not exist; it suggests the closest one and lists those that do.
+
+    >>> raise unknown_name("setting of Classify", "presicion", ["accumulate", "precision"])
+    Traceback (most recent call last):
+    headway.errors.UsageError: 'presicion' is not a valid setting of Classify (did you mean 'precision'?); \
+valid: accumulate, precision
+    """
+    names = [str(each) for each in known]
+    close = closest(str(name), names)
+    hint = f" (did you mean {close!r}?)" if close else ""
+    more = f", ... and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return UsageError(f"{name!r} is not a valid {kind}{hint}; valid: {', '.join(names[:_MOST_NAMES])}{more}")
+
+
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """Returns the known name that a misspelled or abbreviated one most likely stands for; case does not matter.
+
+    >>> closest("shwo", ["show", "verify"]), closest("ver", ["show", "verify"]), closest("x", ["show"])
+    ('show', 'verify', None)
+    """
+    from difflib import get_close_matches  # only for a message: difflib takes milliseconds to import
+
+    by_lower_case = {each.lower(): each for each in known}
+    wanted = name.lower()
+    found = get_close_matches(wanted, by_lower_case, n=1)
+    found = found or [each for each in by_lower_case if wanted and each.startswith(wanted)]
+    return by_lower_case[found[0]] if found else None

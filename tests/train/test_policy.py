@@ -16,7 +16,7 @@ from torch import Tensor
 
 import headway as hw
 from headway import dist
-from headway.checkpoint.policy import Every, Policy
+from headway.checkpoint.policy import Policy
 from headway.dist.control.stop import job_end
 from headway.errors import (
     HeadwayError,
@@ -55,25 +55,9 @@ def cut(folder: Path, at: Any, **options: Any) -> Pipeline:
 # --- settings
 
 
-@pytest.mark.parametrize(
-    ("setting", "every"),
-    [
-        ("10min", Every(seconds=600.0)),
-        ("1.5h", Every(seconds=5400.0)),
-        ("30 s", Every(seconds=30.0)),
-        (500, Every(steps=500)),
-        ("500 steps", Every(steps=500)),
-        ("2ep", Every(epochs=2)),
-    ],
-)
-def test_every_means_a_time_steps_or_epochs(setting: Any, every: Every) -> None:
-    assert Every.of(setting) == every
-
-
-@pytest.mark.parametrize("setting", ["", "often", 0, -3, "0s", "1.5ep", "10", None, 2.5, True])
-def test_what_every_cannot_be_is_said(setting: Any) -> None:
-    with pytest.raises(UsageError, match="give steps such as 500"):
-        Every.of(setting)
+def test_an_interval_that_is_not_valid_is_refused() -> None:
+    with pytest.raises(UsageError, match="every='often' is not a valid interval"):
+        Policy(every="often")
 
 
 def test_the_best_is_the_least_or_the_largest() -> None:

@@ -25,20 +25,4 @@ if TYPE_CHECKING:
     from headway.checkpoint.retention import Retention as Retention, prune as prune
     from headway.checkpoint.write.saver import Saved as Saved, Saver as Saver
 
-# public name -> the module it comes from
-_HOME = {
-    "Loaded": "headway.checkpoint.api",
-    "Retention": "headway.checkpoint.retention",
-    "Saved": "headway.checkpoint.write.saver",
-    "Saver": "headway.checkpoint.write.saver",
-    "export": "headway.checkpoint.inspect.exporter",
-    "find_valid": "headway.checkpoint.api",
-    "load": "headway.checkpoint.api",
-    "load_latest": "headway.checkpoint.api",
-    "prune": "headway.checkpoint.retention",
-    "save": "headway.checkpoint.api",
-    "verify": "headway.checkpoint.format.manifest",
-}
-
-__all__ = [*_HOME]
-__getattr__, __dir__ = lazy.names(__name__, _HOME)
+__getattr__, __dir__, __all__ = lazy.exports(__name__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,38 +10,7 @@ from typing import Literal, final
 
 from headway.checkpoint.retention import Retention
 from headway.errors import UsageError
-
-_SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
-_EVERY = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(s|min|h|d|ep|steps?)")
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Every:
-    """How often: one of the three is set."""
-
-    steps: int | None = None
-    epochs: int | None = None
-    seconds: float | None = None
-
-    @classmethod
-    def of(cls, setting: str | int) -> Every:
-        """What a setting means.
-
-        >>> Every.of("10min"), Every.of(500), Every.of("1ep")
-        (Every(steps=None, epochs=None, seconds=600.0), Every(steps=500, epochs=None, seconds=None), \
-Every(steps=None, epochs=1, seconds=None))
-        """
-        text = f"{setting} steps" if type(setting) is int else setting
-        match = _EVERY.fullmatch(text) if isinstance(text, str) else None
-        number, unit = (float(match[1]), match[2]) if match else (0.0, "")
-        if unit in _SECONDS and number > 0:
-            return cls(seconds=number * _SECONDS[unit])
-        if number >= 1 and number.is_integer():
-            return cls(epochs=int(number)) if unit == "ep" else cls(steps=int(number))
-        raise UsageError(
-            f'every={setting!r}: give steps such as 500, epochs such as "1ep", or a time such as "10min" or "2h"'
-        )
+from headway.system.interval import Interval
 
 
 @final
@@ -65,8 +33,8 @@ class Policy:
         _ = self.interval, self.retention
 
     @cached_property
-    def interval(self) -> Every:
-        return Every.of(self.every)
+    def interval(self) -> Interval:
+        return Interval.parse(self.every)
 
     @cached_property
     def retention(self) -> Retention:

@@ -12,6 +12,7 @@ from importlib import import_module
 
 import headway
 from headway.errors import DONE, INTERRUPTED, HeadwayError
+from headway.system.log import install_handler
 
 VERBS = {
     "agent": "start the ranks of this node; srun and mpirun call it, one per node",
@@ -51,6 +52,7 @@ def help_text() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb and returns its exit code; errors that headway raises on purpose become one sentence."""
+    install_handler()
     args = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _call(args)

@@ -33,28 +33,4 @@ if TYPE_CHECKING:
     from headway.data.shards.packing import pack as pack
     from headway.data.shards.shard import Limits as Limits, Shard as Shard
 
-_HOME = {
-    "Catalog": "headway.data.catalog.catalog",
-    "DataLoader": "headway.data.loader",
-    "Dataset": "headway.data.catalog.catalog",
-    "Limits": "headway.data.shards.shard",
-    "Mix": "headway.data.order.mix",
-    "NodeCache": "headway.data.cache.node_cache",
-    "Order": "headway.data.order.order",
-    "Shard": "headway.data.shards.shard",
-    "ShardLoader": "headway.data.shard_loader",
-    "ShardedXrDataset": "headway.data.arrays.chunks",
-    "Shuffle": "headway.data.order.order",
-    "chunk_and_shard_indices": "headway.data.arrays.chunks",
-    "index": "headway.data.catalog.find",
-    "interleave_batches": "headway.data.arrays.interleave",
-    "interleave_dict_batches": "headway.data.arrays.interleave",
-    "load_position": "headway.data.positions",
-    "pack": "headway.data.shards.packing",
-    "save_position": "headway.data.positions",
-    "shard_indices": "headway.data.arrays.chunks",
-    "sharded_xr_dataset": "headway.data.arrays.chunks",
-}
-
-__all__ = [*_HOME]
-__getattr__, __dir__ = lazy.names(__name__, _HOME)
+__getattr__, __dir__, __all__ = lazy.exports(__name__)

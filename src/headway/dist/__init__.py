@@ -47,46 +47,4 @@ if TYPE_CHECKING:
     )
     from headway.dist.control.signals import ignore_signals as ignore_signals, shielded as shielded
 
-# public name -> the module it comes from
-_HOME = {
-    "World": "headway.dist.group",
-    "all_gather_object": "headway.dist.objects",
-    "at_failure": "headway.dist.shared_run",
-    "average_gradients": "headway.dist.collective.averaging",
-    "average_parameters": "headway.dist.collective.averaging",
-    "barrier": "headway.dist.collective.guard",
-    "broadcast_object": "headway.dist.objects",
-    "excused": "headway.dist.failure.capture",
-    "check_interconnect": "headway.dist.topology.interconnect",
-    "choose_run": "headway.dist.shared_run",
-    "current_run": "headway.dist.shared_run",
-    "from_root": "headway.dist.collective.guard",
-    "gather_object": "headway.dist.objects",
-    "ignore_signals": "headway.dist.control.signals",
-    "init": "headway.dist.join",
-    "is_initialized": "headway.dist.group",
-    "is_root": "headway.dist.objects",
-    "leave": "headway.dist.join",
-    "local_rank": "headway.dist.objects",
-    "local_root_first": "headway.dist.collective.guard",
-    "local_world_size": "headway.dist.objects",
-    "node_rank": "headway.dist.objects",
-    "open_run": "headway.dist.shared_run",
-    "optimizer_to": "headway.dist.collective.averaging",
-    "print_rank": "headway.dist.objects",
-    "print_root": "headway.dist.objects",
-    "rank": "headway.dist.objects",
-    "record_failures_in": "headway.dist.shared_run",
-    "root_first": "headway.dist.collective.guard",
-    "root_only": "headway.dist.collective.guard",
-    "seed": "headway.dist.seeding",
-    "set_phase": "headway.dist.failure.capture",
-    "shielded": "headway.dist.control.signals",
-    "store": "headway.dist.objects",
-    "terminal": "headway.dist.shared_run",
-    "world": "headway.dist.group",
-    "world_size": "headway.dist.objects",
-}
-
-__all__ = [*_HOME]
-__getattr__, __dir__ = lazy.names(__name__, _HOME)
+__getattr__, __dir__, __all__ = lazy.exports(__name__)

@@ -40,6 +40,7 @@ from headway.dist.topology.nccl import nccl_settings, read_conf
 from headway.dist.control.peer import join
 from headway.dist.roster import Member, Seat, seats
 from headway.errors import RankFailure, UsageError
+from headway.system.log import install_handler
 
 _LEAVE_TOGETHER = 2.0
 """seconds a rank waits at its end for the others to end, too"""
@@ -63,6 +64,7 @@ def init(*, device: str = "auto", setup_timeout: float = 300.0, step_timeout: fl
         raise UsageError(
             "torch.distributed is initialised already: call headway.init() instead of init_process_group()"
         )
+    install_handler()
     hook_exceptions()
     check_kind(device)
     period = _period(step_timeout)

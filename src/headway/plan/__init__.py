@@ -33,28 +33,4 @@ if TYPE_CHECKING:
     from headway.plan.tracer.measurement import measure as measure
     from headway.plan.tracer.request import Trace as Trace, trace as trace
 
-# public name -> the module it comes from; loaded when first used
-_HOME = {
-    "Calibration": "headway.plan.machine.calibration",
-    "Device": "headway.plan.machine.hardware",
-    "Estimate": "headway.plan.report.estimates",
-    "Image": "headway.plan.model.transformer",
-    "Job": "headway.plan.cost.economy",
-    "Layout": "headway.plan.model.layout",
-    "Mla": "headway.plan.model.transformer",
-    "Moe": "headway.plan.model.transformer",
-    "Node": "headway.plan.machine.hardware",
-    "Quantity": "headway.plan.report.quantity",
-    "Search": "headway.plan.searcher.layouts",
-    "Trace": "headway.plan.tracer.request",
-    "Transformer": "headway.plan.model.transformer",
-    "estimate": "headway.plan.report.estimates",
-    "from_hf_config": "headway.plan.model.hugging_face",
-    "measure": "headway.plan.tracer.measurement",
-    "preset": "headway.plan.model.presets",
-    "search": "headway.plan.searcher.layouts",
-    "trace": "headway.plan.tracer.request",
-}
-
-__all__ = [*_HOME]
-__getattr__, __dir__ = lazy.names(__name__, _HOME)
+__getattr__, __dir__, __all__ = lazy.exports(__name__)

@@ -17,13 +17,4 @@ if TYPE_CHECKING:
     from headway.record.diagnostics import collect as collect
     from headway.record.rank_logs import RankLog as RankLog, rank_log as rank_log
 
-_HOME = {
-    "RankLog": "headway.record.rank_logs",
-    "Recording": "headway.record.attempt",
-    "collect": "headway.record.diagnostics",
-    "rank_log": "headway.record.rank_logs",
-    "recording": "headway.record.attempt",
-}
-
-__all__ = [*_HOME]
-__getattr__, __dir__ = lazy.names(__name__, _HOME)
+__getattr__, __dir__, __all__ = lazy.exports(__name__)

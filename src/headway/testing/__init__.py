@@ -20,12 +20,4 @@ if TYPE_CHECKING:
     from headway.testing.marks import ranks as ranks
     from headway.testing.verify import verify_resume as verify_resume
 
-_HOME = {
-    "faults": "headway.testing.faults",
-    "leaks": "headway.testing.leaks",
-    "ranks": "headway.testing.marks",
-    "verify_resume": "headway.testing.verify",
-}
-
-__all__ = [*_HOME]
-__getattr__, __dir__ = lazy.names(__name__, _HOME)
+__getattr__, __dir__, __all__ = lazy.exports(__name__)
