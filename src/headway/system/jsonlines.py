@@ -1,0 +1,179 @@
+"""JSON lines: files of one JSON object per line, with one writer and any number of readers.
+
+A row is appended in one system call, so a reader sees whole lines and at most one half-written line at the end. A
+process that was killed, or a full disk, may leave half a line in the middle of a file: the next writer begins a new
+line, and readers skip what is not a whole object.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self, final
+
+from headway.system import files
+from headway.system.log import logger
+
+_CHUNK_BYTES = 1 << 20
+_LAST_BYTES = 1 << 14
+
+Row = dict[str, Any]
+
+
+@final
+class AppendOnlyFile:
+    """A private file to which whole lines are appended. A full disk costs lines, and never stops the writer.
+
+    Raises `StorageError` only when the file cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with files.storage(f"open {path}"):
+            self.descriptor = files.open_private(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+            size = os.fstat(self.descriptor).st_size
+            self._torn = size > 0 and os.pread(self.descriptor, 1, size - 1) != b"\n"
+
+    def append(self, lines: bytes) -> tuple[int, str]:
+        """Appends lines in one system call; returns how many of them are missing and why.
+
+        One call keeps lines of threads and of forked children apart.
+        """
+        torn = self._torn
+        data = b"\n" + lines if torn else lines
+        try:
+            written = os.write(self.descriptor, data)
+        except OSError as error:
+            return lines.count(b"\n"), str(error.strerror)
+        if written == len(data):
+            self._torn = False
+            return 0, ""
+        # a regular file takes less than it is given when the disk or the quota is full
+        self._torn = not data[:written].endswith(b"\n") if written else torn
+        return min(lines.count(b"\n"), data.count(b"\n", written)), "no space left"
+
+    def close(self) -> None:
+        """Closes the file. Calling it again does nothing."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+@final
+class JsonLinesWriter:
+    """Appends rows to a file that no other process writes. Rows that cannot be written are counted in `lost`.
+
+    NaN and infinities, which JSON does not have, are written as the strings "nan", "inf" and "-inf". `content` says in
+    the one warning about lost rows what they are. `default` converts what JSON cannot represent.
+
+    >>> with JsonLinesWriter(run.metrics_file(0), content="metric rows") as rows:  # doctest: +SKIP
+    ...     rows.write({"step": 50, "metrics": {"train/loss": 0.7}})
+    """
+
+    def __init__(
+        self, path: Path, *, content: str = "rows", default: Callable[[Any], Any] | None = None
+    ) -> None:
+        self.lost = 0
+        self.error = ""
+        self._content = content
+        self._encode = json.JSONEncoder(allow_nan=False, default=default).encode
+        self._file = AppendOnlyFile(path)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Appends one row."""
+        self.write_all((row,))
+
+    def write_all(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Appends rows in one system call."""
+        text = "".join(self._line(row) for row in rows)
+        lost, self.error = self._file.append(text.encode()) if text else (0, "")
+        if lost and not self.lost:
+            logger.warning("%s are being lost: %s: %s", self._content, self._file.path, self.error)
+        self.lost += lost
+
+    def close(self) -> None:
+        """Closes the file. Calling it again does nothing."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _line(self, row: Mapping[str, Any]) -> str:
+        try:
+            return self._encode(row) + "\n"
+        except ValueError:  # some number is not finite, which is rare
+            return self._encode(_finite(row)) + "\n"
+
+
+def read(path: Path) -> Iterator[Row]:
+    """Yields the rows of a file; lines that are not whole are skipped."""
+    with path.open("rb") as file:
+        yield from _parse(file)
+
+
+def read_reversed(path: Path, *, limit_bytes: int = _LAST_BYTES) -> Iterator[Row]:
+    """Yields the rows in the last `limit_bytes` of a file, the newest first; nothing if the file does not exist."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - limit_bytes))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return
+    yield from _parse(reversed(lines))
+
+
+@final
+class Tail:
+    """Reads the rows of a file while it is being written.
+
+    `offset` is the number of bytes that were read: give it to the next `Tail` to continue there.
+
+    >>> tail = Tail(run.metrics_file(0))  # doctest: +SKIP
+    >>> tail.read()  # doctest: +SKIP
+    [{'step': 50, 'metrics': {'train/loss': 0.7}}]
+    """
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        self.offset = offset
+        self._path = path
+
+    def read(self, most_bytes: int = _CHUNK_BYTES) -> list[Row]:
+        """Returns the next rows, about `most_bytes` of them; an empty list if there are no new ones.
+
+        A line that is not whole yet is left for the next call. What a slow reader has not read yet stays on disk.
+        """
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self.offset)
+                data = file.read(most_bytes)
+                if b"\n" not in data:  # a row may be longer than that
+                    data += file.readline()
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self.offset += len(whole)
+        return list(_parse(whole.split(b"\n")))
+
+
+def _parse(lines: Iterable[bytes]) -> Iterator[Row]:
+    for line in lines:
+        try:
+            row = json.loads(line) if line else None
+        except ValueError:  # cut off by a kill or a full disk
+            continue
+        if isinstance(row, dict):
+            yield row
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
