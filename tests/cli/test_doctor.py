@@ -13,7 +13,6 @@ import tomllib
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from rich.console import Console
@@ -24,7 +23,6 @@ from headway.dist.topology.nvml import Driver, Gpu
 from headway.doctor import checks as doctor, probes
 from headway.doctor.checks import Check, Report
 from headway.doctor.probes import Answer
-from headway.system.limits import Limits
 
 GIB = 2**30
 DRIVER = Driver(version="570.86", cuda=(12, 8))
@@ -173,20 +171,6 @@ def test_torchs_cuda_is_read_without_torch() -> None:
 )
 def test_visible_gpus(variable: str | None, visible: int) -> None:
     assert probes.visible_gpus(8, {} if variable is None else {"CUDA_VISIBLE_DEVICES": variable}) == visible
-
-
-def test_control_groups_limit_the_cpus() -> None:
-    all_of_them = len(os.sched_getaffinity(0))
-    for limit, usable in ((None, all_of_them), (1.5, 1), (0.2, 1), (1000.0, all_of_them)):
-        assert probes.usable_cpus(Limits(memory=None, cpus=limit)) == usable
-
-
-def test_kinds_of_file_systems() -> None:
-    assert probes.file_system(Path("/proc/self")) == "proc"
-    assert probes.file_system(Path("/dev/shm")) == "tmpfs"
-    assert probes.file_system(Path("/")) == next(
-        p.fstype for p in psutil.disk_partitions(all=True) if p.mountpoint == "/"
-    )
 
 
 def test_programs_answer_fail_hang_or_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

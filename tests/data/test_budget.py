@@ -9,6 +9,7 @@ import pytest
 
 from headway.data.cache import budget
 from headway.errors import UsageError
+from headway.system.limits import MemoryLimit, filesystem_type
 
 GB = 10**9
 
@@ -121,8 +122,8 @@ def test_groups_seen_from_inside_a_container(tmp_path: Path) -> None:
 
 
 def test_a_twentieth_of_every_limit_is_left_free() -> None:
-    assert budget.Space(100, 30).spare() == 25
-    assert budget.Space(100, 3).spare() < 0
+    assert budget.spare_in(MemoryLimit(100, 30)) == 25
+    assert budget.spare_in(MemoryLimit(100, 3)) < 0
 
 
 def test_a_disk_is_not_memory(tmp_path: Path) -> None:
@@ -132,7 +133,7 @@ def test_a_disk_is_not_memory(tmp_path: Path) -> None:
 
 def test_this_machine() -> None:
     shm = Path("/dev/shm")
-    assert budget.file_system(shm) == "tmpfs" and budget.is_local(shm)
+    assert filesystem_type(shm) == "tmpfs" and budget.is_local(shm)
     assert 0 < budget.whole(shm) <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 1.1
     assert 0 <= budget.spare(shm) < budget.whole(shm)
     assert not budget.is_local(Path("/proc"))

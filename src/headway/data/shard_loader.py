@@ -7,8 +7,6 @@ dealt to ranks by lane, so that a node reads few shards. The position and the ch
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 import time
 from collections import deque
@@ -34,6 +32,7 @@ from headway.data.shards.decode import Decoder
 from headway.data.shards.shard import Limits
 from headway.data.sources.open_shards import OpenShards, find
 from headway.errors import HeadwayError, UsageError
+from headway.system.limits import usable_cpus
 
 _PORTION = 16  # samples that a thread takes at a time, at most
 
@@ -386,7 +385,7 @@ def _check(prefetch: int, threads: int | None, max_bad: float) -> None:
 
 def _cores() -> int:
     """This rank's share of the processor cores it may use."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    cores = usable_cpus()
     return max(1, cores // dist.local_world_size()) if dist.is_initialized() else cores
 
 

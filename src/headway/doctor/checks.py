@@ -20,7 +20,7 @@ import psutil
 
 from headway.doctor import probes
 from headway.doctor.probes import Answer
-from headway.system.limits import control_group_limits
+from headway.system.limits import filesystem_type, resource_limits, usable_cpus
 
 if TYPE_CHECKING:
     from headway.dist.topology.machine import Topology
@@ -131,7 +131,7 @@ def machine(topology: Topology, driver: Driver | None) -> Iterator[Check]:
     if topology.ports:
         yield infiniband(topology, locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
     yield host_name(topology, cluster="SLURM_JOB_ID" in os.environ)
-    yield cpus(probes.usable_cpus(control_group_limits()), os.cpu_count() or 1, gpus=len(topology.gpus))
+    yield cpus(usable_cpus(), os.cpu_count() or 1, gpus=len(topology.gpus))
 
 
 def gpus(topology: Topology, driver: Driver | None, *, torch_cuda: str | None, device_files: int) -> Check:
@@ -201,7 +201,7 @@ def host_name(topology: Topology, *, cluster: bool) -> Check:
 def system() -> Iterator[Check]:
     """Memory and limits."""
     memory = psutil.virtual_memory()
-    yield host_memory(memory.total, memory.available, limit=control_group_limits().memory)
+    yield host_memory(memory.total, memory.available, limit=resource_limits().memory)
     yield shared_memory(probes.size_of(Path("/dev/shm")))
     yield open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
 
@@ -255,7 +255,7 @@ def run_root(root: Path) -> list[Check]:
         detail = f"{folder} cannot be written: {error.strerror}"
         return [_bad("run root", detail, "choose another: headway doctor --root PATH")]
     return [
-        place(root, probes.file_system(folder), free=shutil.disk_usage(folder).free),
+        place(root, filesystem_type(folder) or "unknown", free=shutil.disk_usage(folder).free),
         safe_write(writing.fsync_seconds),
         clock(writing.clock_skew),
     ]

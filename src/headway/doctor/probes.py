@@ -19,10 +19,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from headway.system.limits import Limits
-
 _ANSWER_TIMEOUT = 10.0
 _CANARY_TIMEOUT = 180.0
 
@@ -81,12 +77,6 @@ def visible_gpus(found: int, environ: Mapping[str, str]) -> int:
     return min(found, len(names))
 
 
-def usable_cpus(limits: Limits) -> int:
-    """The CPUs that this process may use; containers and schedulers often give fewer than the machine has."""
-    allowed = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return allowed if limits.cpus is None else min(allowed, max(1, int(limits.cpus)))
-
-
 def size_of(folder: Path) -> int | None:
     """The size of the file system at `folder`, None if there is none."""
     return shutil.disk_usage(folder).total if folder.is_dir() else None
@@ -96,13 +86,6 @@ def nearest_folder(path: Path) -> Path:
     """The folder itself, or the nearest one above that exists."""
     path = path.absolute()
     return next(folder for folder in (path, *path.parents) if folder.exists())
-
-
-def file_system(folder: Path) -> str:
-    """The kind of file system that a folder is on: ext4, nfs4, lustre, tmpfs, ..."""
-    resolved = folder.resolve()
-    kinds = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
-    return next((kinds[parent] for parent in (resolved, *resolved.parents) if parent in kinds), "unknown")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from headway.dist.topology import nvml
 from headway.run import Run, source
 from headway.run.plain import to_plain
 from headway.system import files, redact
-from headway.system.limits import control_group_limits
+from headway.system.limits import resource_limits
 
 Facts = dict[str, Any]
 
@@ -132,7 +132,7 @@ def _device(world: World) -> str:
 
 
 def _machine() -> Facts:
-    limits = {name: value for name, value in asdict(control_group_limits()).items() if value is not None}
+    limits = {name: value for name, value in asdict(resource_limits()).items() if value is not None}
     return {
         "system": platform.platform(),
         "cpus": os.cpu_count(),

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headway.data.cache import budget as budgets
-from headway.data.cache.directory import CacheFolder, Copy, Note, boot
+from headway.data.cache.directory import CacheFolder, Copy, Note
 from headway.data.cache.leases import Deadline, Handle, NotCached
 from headway.data.shards import checksums
 from headway.data.shards.shard import File, version
 from headway.errors import BadShard
 from headway.system.failpoints import failpoint
+from headway.system.limits import boot_id
 
 _STEP = 8 * 2**20
 _PAGE = 4096
@@ -117,7 +118,7 @@ def _read(source: File, start: int) -> memoryview:
 
 
 def _note(source: File, crc: int) -> Note:
-    return Note(str(Path(os.path.abspath(source.path))), f"{crc:08x}", boot())  # noqa: PTH100 - links stay
+    return Note(str(Path(os.path.abspath(source.path))), f"{crc:08x}", boot_id())  # noqa: PTH100 - links stay
 
 
 def _write(part: Handle, data: memoryview, at: int) -> None:

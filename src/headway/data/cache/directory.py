@@ -32,6 +32,7 @@ from typing import NamedTuple, final
 from headway.data.cache.budget import is_local
 from headway.data.cache.leases import Deadline, Handle, NotCached
 from headway.system.failpoints import failpoint
+from headway.system.limits import boot_id
 
 _LIVE, _LEDGER = "live", "ledger"
 _COPIES = re.compile(r"[0-9a-f]{32}-\d+\.(shard|part)")
@@ -137,7 +138,7 @@ class CacheFolder:
             handle.wait(LOCK_SH, deadline, "a copy that is being removed")
             if self._is(handle, name):
                 note = Note.read(os.pread(handle.fd, _LONGEST_NOTE, size_of(key)))
-                if note is not None and note.boot == boot():
+                if note is not None and note.boot == boot_id():
                     return Copy(self.map(handle, key), note)
                 self.discard(key)
         return None
@@ -284,11 +285,6 @@ class CacheFolder:
 def size_of(key: str) -> int:
     """The bytes of a shard, which are a part of its key."""
     return int(key.rpartition("-")[2])
-
-
-def boot() -> str:
-    """Names this start of the machine."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _open_directory(path: Path) -> int:

@@ -27,6 +27,7 @@ from typing import final
 
 from headway.errors import StorageError, UsageError
 from headway.system import files
+from headway.system.limits import boot_id
 
 _CHUNK = 8 << 20
 _READERS = 8
@@ -62,7 +63,7 @@ class Item:
     @property
     def part(self) -> Path:
         """Its hidden name until it is whole: another source, or another start of the machine, has another one."""
-        mark = hashlib.sha256(f"{self.source} {self.size} {self.mtime_ns} {_boot()}".encode()).hexdigest()[
+        mark = hashlib.sha256(f"{self.source} {self.size} {self.mtime_ns} {boot_id()}".encode()).hexdigest()[
             :12
         ]
         return self.target.with_name(f".{self.target.name}.{mark}.part")
@@ -341,11 +342,3 @@ def _lines() -> Progress:
 
 def _say(text: str) -> None:
     print(f"headway: {text}", file=sys.stderr, flush=True)
-
-
-def _boot() -> str:
-    """Names this start of the machine: after a power cut a part may hold less than its size says."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""

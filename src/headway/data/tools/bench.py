@@ -6,8 +6,6 @@ loader cannot be faster than the slower of them.
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +21,7 @@ from headway.data.shard_loader import ShardLoader
 from headway.data.shards.decode import decode
 from headway.data.shards.shard import Shard
 from headway.errors import BadSample
+from headway.system.limits import usable_cpus
 
 _COPY = 64 * 2**20
 _BLOCK = 256  # samples between two looks at the clock
@@ -92,7 +91,7 @@ def bench(
     >>> print(bench(sorted(Path("/data/laion").glob("*.tar"))).verdict())
     the decoder is the limit: 1,700 samples/s with 2 threads; all 2 cores decode already: take smaller images ...
     """
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    cores = usable_cpus()
     threads = threads or cores
     loader = ShardLoader(paths, batch_size=batch_size, threads=threads, tail="pad", rank=0, world_size=1)
     places = _places(paths, loader.samples)

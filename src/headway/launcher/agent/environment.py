@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import final
 
 from headway.system import files
+from headway.system.limits import usable_cpus
 
 
 @final
@@ -50,7 +51,7 @@ def rank_environment(seating: Seating, index: int, around: Mapping[str, str]) ->
 
 def cores(around: Mapping[str, str]) -> int:
     """The cores that the ranks of this node share: SLURM may have given us fewer than the kernel lets us use."""
-    allowed = len(os.sched_getaffinity(0)) if "sched_getaffinity" in vars(os) else os.cpu_count() or 1
+    allowed = usable_cpus()
     given = around.get("SLURM_CPUS_PER_TASK") or around.get("SLURM_CPUS_ON_NODE") or ""
     given = given if "SLURM_STEP_ID" in around else ""
     return min(allowed, int(given)) if given.isdecimal() and int(given) else allowed
