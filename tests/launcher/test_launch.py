@@ -26,9 +26,9 @@ from headway.launcher.follow import follow
 from headway.launcher.functions import call, pickled, start, worker
 from headway.launcher.functions.worker import Call
 from headway.launcher.program import JobFile, Program
-from headway.run import lock
 from headway.run.status import note_end, status
 from headway.schedulers.slurm.queue import Queue
+from headway.system.locks import ProcessIdentity
 from headway.watch.runs import rows
 
 WORK = """
@@ -338,7 +338,7 @@ def test_a_process_of_the_same_number_on_this_machine_is_not_hit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = hw.Run.create(tmp_path / "runs")
-    there = lock.identity(os.getpid()) | {"machine": "another", "host": "n7"}
+    there = ProcessIdentity.of().to_dict() | {"machine": "another", "host": "n7"}
     run.submission_file.write_text(json.dumps(there))
     killed: list[int] = []
     monkeypatch.setattr(os, "kill", lambda pid, _: killed.append(pid))

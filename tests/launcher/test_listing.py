@@ -20,6 +20,7 @@ from headway.launcher import sweep
 from headway.run import Run, lock
 from headway.run.status import note_end, status
 from headway.schedulers.slurm.queue import Queue, Ticket
+from headway.system.locks import ProcessIdentity
 from headway.watch import compare as comparing, runs as listing
 from headway.watch.compare import compare
 
@@ -162,17 +163,17 @@ def test_how_a_script_without_attempts_ended(run: Run) -> None:
 
 
 def test_a_job_in_the_background_of_a_process(run: Run) -> None:
-    submitted(run, **lock.identity(os.getpid()))
+    submitted(run, **ProcessIdentity.of().to_dict())
     assert state(run) == ("running", "")
     run.end_attempt(run.begin_attempt(world={}), status="done", exit_code=0)
     assert state(run) == ("running", ""), "what it does after training is part of it"
 
 
 def test_a_job_whose_process_is_gone_or_elsewhere(run: Run) -> None:
-    submitted(run, **(lock.identity(os.getpid()) | {"born": "0"}))
+    submitted(run, **(ProcessIdentity.of().to_dict() | {"born": "0"}))
     word, why = state(run)
     assert word == "lost" and f"pid {os.getpid()} is gone" in why
-    submitted(run, **(lock.identity(os.getpid()) | {"machine": "another", "host": "n7"}))
+    submitted(run, **(ProcessIdentity.of().to_dict() | {"machine": "another", "host": "n7"}))
     assert state(run) == ("running", "on n7, as far as can be told from here")
 
 

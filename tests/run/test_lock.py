@@ -20,11 +20,13 @@ import pytest
 from headway.errors import RunLocked, StorageError
 from headway.run import Run, lock as runlock
 from headway.run.lock import Owner, hold
+from headway.system.locks import ProcessIdentity
 
 TRAINER = """if True:
     import errno, fcntl, multiprocessing, os, sys, time
     from pathlib import Path
-    from headway import runlock
+    from headway.run import lock as runlock
+    from headway.system import locks
     from headway.errors import RunLocked
 
     def work(pipe):
@@ -38,8 +40,8 @@ TRAINER = """if True:
             raise OSError(errno.ENOSYS, "Function not implemented")
         fcntl.flock = flock
     elif host != "here":
-        runlock._machine = lambda: host
-        runlock.socket.gethostname = lambda: host
+        locks._machine = lambda: host
+        locks.socket.gethostname = lambda: host
         if host != "container":
             runlock._try_flock = lambda fd: True
     print("ready", flush=True)
@@ -313,15 +315,7 @@ def test_what_squeue_says(code: int, out: str, complaint: str, gone: bool | None
 
 
 def _owner(**changes: Any) -> Owner:
-    pid = os.getpid()
-    facts = {
-        "host": "n1",
-        "machine": runlock._machine(),
-        "pid": pid,
-        "born": runlock._born(pid),
-        "attempt": 1,
-        "slurm": {},
-    }
+    facts = ProcessIdentity.of().to_dict() | {"host": "n1", "attempt": 1, "slurm": {}}
     return Owner(**(facts | changes))
 
 
@@ -377,9 +371,7 @@ def test_the_heart_beats_and_the_record_says_who(directory: Path, monkeypatch: p
             time.sleep(0.05)
         record = json.loads(file.read_bytes())
     assert record.pop("beat") >= 3
-    assert record == {
-        "host": os.uname().nodename, "machine": runlock._machine(),
-        "pid": os.getpid(), "born": runlock._born(os.getpid()),
+    assert record == ProcessIdentity.of().to_dict() | {
         "attempt": 4, "slurm": {"job_id": "7", "restart_count": "0"}, "released": False,
     }  # fmt: skip
     assert json.loads(file.read_bytes())["released"]

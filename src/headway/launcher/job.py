@@ -21,11 +21,12 @@ from headway.errors import HeadwayError, RankFailure, Stopped, UsageError
 from headway.launcher.functions import pickled
 from headway.launcher.functions.start import OURS, again
 from headway.launcher.functions.worker import Call
-from headway.run import Run, lock
+from headway.run import Run
 from headway.run.status import State, Status, read_json, status
 from headway.schedulers.slurm import client
 from headway.schedulers.slurm.queue import Queue
 from headway.system import files
+from headway.system.locks import ProcessIdentity
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0  # seconds between two looks at a job that is waited for
 _LAST_LINES = 20
@@ -102,7 +103,7 @@ class Job:
         submitted = read_json(self.run.submission_file) or {}
         if "job_id" in submitted:
             client.cancel(submitted)
-        elif lock.lives(submitted["machine"], submitted["pid"], submitted["born"]) is None:
+        elif ProcessIdentity.from_dict(submitted).is_alive() is None:
             raise UsageError(f"{self.id} runs on {submitted['host']}, not here: cancel it there")
         elif not self.status().over:
             with suppress(ProcessLookupError):  # it ended by itself, this moment

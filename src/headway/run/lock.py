@@ -20,14 +20,10 @@ cut off from its scheduler may hold one, and its flock, too.
 from __future__ import annotations
 
 import dataclasses
-import errno
-import fcntl
 import json
 import os
 import re
-import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -39,11 +35,11 @@ from typing import Any, final
 
 from headway.errors import RunLocked
 from headway.system import files
+from headway.system.locks import FileLock, ProcessIdentity, is_unsupported
 
 BEAT = 1.0  # seconds between two beats of the owner's counter
 REPLACED = 5.0  # seconds that an owner who was replaced may live on, to find it out by itself and say so
 PATIENCE = 10.0  # seconds without a beat until an owner counts as gone: one that holds the GIL misses a few
-_NO_FLOCK_HERE = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP)
 _SLURM_IDS = ("CLUSTER_NAME", "JOB_ID", "STEP_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT")
 _STANDS_STILL = re.compile("SUSPENDED|STOPPED")
 _NOT_RUNNING = re.compile(
@@ -77,6 +73,11 @@ class Owner:
         sound = sound and all(isinstance(text, str) for text in owner.slurm.values())
         return owner if sound else None
 
+    @property
+    def identity(self) -> ProcessIdentity:
+        """The process that holds the run."""
+        return ProcessIdentity(host=self.host, machine=self.machine, pid=self.pid, born=self.born)
+
     def record(self) -> bytes:
         """The record, padded: it is rewritten in place and must not leave a tail of its older self."""
         return json.dumps(dataclasses.asdict(self)).encode().ljust(1000) + b"\n"
@@ -106,7 +107,7 @@ class Fence:
 class RunLock:
     """A run that is ours. `note` says what the user should know about how it became so; usually nothing."""
 
-    def __init__(self, directory: Path, number: int, owner: Owner, flock: int, note: str | None) -> None:
+    def __init__(self, directory: Path, number: int, owner: Owner, flock: FileLock, note: str | None) -> None:
         self.note = note
         self._directory, self._number, self._owner, self._flock = directory, number, owner, flock
         self._file = files.open_private(_owner_file(directory, number), os.O_WRONLY)
@@ -165,11 +166,10 @@ class RunLock:
 
     def _close(self) -> None:
         """Once only: children forked after our release come here, too, where the numbers are other files by now."""
-        file, flock = self._file, self._flock
-        self._file = self._flock = -1
+        file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
-            os.close(flock)
+        self._flock.close()
 
 
 @contextmanager
@@ -208,18 +208,6 @@ def newest_owner(directory: Path) -> Owner | None:
         return None
 
 
-def identity(pid: int) -> dict[str, Any]:
-    """What tells a process of this machine from every other one, also from a later one of the same number."""
-    return {"host": socket.gethostname(), "machine": _machine(), "pid": pid, "born": _born(pid)}
-
-
-def lives(machine: str, pid: int, born: str | None) -> bool | None:
-    """Whether a process with this `identity` is alive; None if it is, or was, on another machine."""
-    if machine != _machine():
-        return None
-    return born is not None and _born(pid) == born
-
-
 def is_earlier_start(ids: Mapping[str, str], ours: Mapping[str, str]) -> bool:
     """Whether `ids` are those of an earlier start of the SLURM job that `ours` are of.
 
@@ -235,15 +223,8 @@ def is_earlier_start(ids: Mapping[str, str], ours: Mapping[str, str]) -> bool:
 def _acquire(directory: Path, attempt: int, patience: float) -> RunLock:
     with suppress(FileExistsError):
         files.make_dir(directory)
-    me = Owner(
-        host=socket.gethostname(),
-        machine=_machine(),
-        pid=os.getpid(),
-        born=_born(os.getpid()),
-        attempt=attempt,
-        slurm=slurm_ids(),
-    )
-    flock = files.open_private(directory / "flock", os.O_RDWR | os.O_CREAT)
+    me = Owner(**ProcessIdentity.of().to_dict(), attempt=attempt, slurm=slurm_ids())
+    flock = FileLock.open(directory / "flock")
     try:
         number, note = _newest(directory), None
         if not _try_flock(flock) and not _is_earlier_start(directory, number, me):
@@ -255,7 +236,7 @@ def _acquire(directory: Path, attempt: int, patience: float) -> RunLock:
                 return RunLock(directory, number + 1, me, flock, note)
             number += 1  # somebody was faster: look at who
     except BaseException:
-        os.close(flock)
+        flock.close()
         raise
 
 
@@ -297,8 +278,9 @@ def _is_gone(owner: Owner, me: Owner) -> bool | None:
     """True and False on evidence, None without."""
     if owner.released:
         return True
-    if owner.machine == me.machine:
-        return owner.born is None or _born(owner.pid) != owner.born
+    alive = owner.identity.is_alive()
+    if alive is not None:
+        return not alive
     cluster = me.slurm.get("cluster_name")
     if cluster is None or owner.slurm.get("cluster_name") != cluster or "job_id" not in owner.slurm:
         return None
@@ -332,15 +314,13 @@ def _read_squeue(code: int, out: str, complaint: str) -> bool | None:
     return True if all(map(_NOT_RUNNING.fullmatch, states)) else None
 
 
-def _try_flock(fd: int) -> bool:
+def _try_flock(flock: FileLock) -> bool:
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+        return flock.try_acquire()
     except OSError as error:
-        if error.errno not in _NO_FLOCK_HERE:  # where the file system has no locks, the owner files must do
+        if not is_unsupported(error):
             raise
-    return True
+    return True  # where the file system has no locks, the owner files must do
 
 
 def _newest(directory: Path) -> int:
@@ -360,28 +340,3 @@ def _in_use(directory: Path, number: int) -> RunLocked:
         f"run {directory.parent.name} is in use by {owner or 'another process'}; "
         f"wait for it to end, {stop}, or start a new run"
     )
-
-
-def _machine() -> str:
-    """Names one kernel and one space of process ids: only there can a pid be looked up."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    except FileNotFoundError:  # not Linux
-        return socket.gethostname()
-
-
-def _born(pid: int) -> str | None:
-    """When a process started, to tell it from a later one with the same pid; None when it is dead."""
-    if sys.platform != "linux":
-        import psutil
-
-        try:
-            return str(psutil.Process(pid).create_time())
-        except psutil.NoSuchProcess:
-            return None
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if state in "ZX" else fields[18]  # in ticks since the kernel started: no clock is involved

@@ -21,6 +21,7 @@ from headway.errors import INTERRUPTED, TERMINATED, Stopped
 from headway.run import Run, lock
 from headway.schedulers.slurm.queue import Queue
 from headway.system import files
+from headway.system.locks import ProcessIdentity
 
 State = Literal["queued", "running", "done", "failed", "stopped", "interrupted", "cancelled", "lost", "new"]
 OVER: frozenset[State] = frozenset({"done", "failed", "stopped", "interrupted", "cancelled", "lost"})
@@ -93,7 +94,7 @@ def _noted(run: Run, attempt: Mapping[str, Any]) -> Status:
     owner = lock.newest_owner(run.path / "lock")
     gone = "it ended without a word"
     if owner is not None and not owner.released:
-        alive = lock.lives(owner.machine, owner.pid, owner.born)
+        alive = owner.identity.is_alive()
         if alive:
             return Status(state="running")
         if alive is None:
@@ -113,7 +114,7 @@ def _by_exit_code(run: Run, ended: Mapping[str, Any]) -> Status:
 
 def _process(submitted: Mapping[str, Any]) -> Status:
     """A job that runs, or ran, on some machine without a scheduler."""
-    alive = lock.lives(submitted["machine"], submitted["pid"], submitted["born"])
+    alive = ProcessIdentity.from_dict(submitted).is_alive()
     if alive:
         return Status(state="running")
     if alive is None:

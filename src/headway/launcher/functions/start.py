@@ -15,9 +15,10 @@ from pathlib import Path
 from headway.launcher.code import snapshot
 from headway.launcher.program import JobFile, Program
 from headway.launcher.targets import Slurm
-from headway.run import Run, lock
+from headway.run import Run
 from headway.schedulers.slurm import client
 from headway.system import files
+from headway.system.locks import ProcessIdentity
 
 OURS: dict[str, subprocess.Popen[bytes]] = {}
 """jobs in the background of this process, by run"""
@@ -41,7 +42,9 @@ def in_background(run: Run, cwd: Path) -> None:
         if not OURS:
             atexit.register(_wait_for_all)
         OURS[run.id] = process
-        facts = lock.identity(process.pid) | {"time": datetime.now(UTC).isoformat(timespec="milliseconds")}
+        facts = ProcessIdentity.of(process.pid).to_dict() | {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds")
+        }
         files.write_atomic(run.submission_file, json.dumps(facts).encode())
 
 

@@ -1,0 +1,89 @@
+"""Every HEADWAY_ variable: its name, what it means, and its value with a type.
+
+Users set the first group. headway sets the second for the processes that it starts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from headway.errors import UsageError
+
+# --- set by users
+
+RUNS = "HEADWAY_RUNS"
+"""directory of run directories, where ranks meet that an agent did not start (default: runs)"""
+DATA = "HEADWAY_DATA"
+"""directory of datasets"""
+WATCHDOG = "HEADWAY_WATCHDOG"
+"""seconds without progress until a run is ended as hanging; 0 switches the check off"""
+LEDGER = "HEADWAY_LEDGER"
+"""1: write down what each step saw and did (ledger.jsonl)"""
+FAKE_DATA = "HEADWAY_FAKE_DATA"
+"""1: give each loader's first batch again and again, to see what a faster loader would bring"""
+SAVE_EVERY = "HEADWAY_SAVE_EVERY"
+"""how often to save, in place of the script's `every`"""
+SAVE_IN_BACKGROUND = "HEADWAY_SAVE_IN_BACKGROUND"
+"""0: training waits while a checkpoint is written"""
+FAILPOINT = "HEADWAY_FAILPOINT"
+"""a place where a process fails on purpose, for tests"""
+
+# --- set by headway
+
+RUN = "HEADWAY_RUN"
+"""the run directory that a job belongs to"""
+SMOKE = "HEADWAY_SMOKE"
+"""which part of a smoke run this is"""
+STAGED = "HEADWAY_STAGED"
+"""the directory on this node to which data was staged"""
+RENDEZVOUS = "HEADWAY_RENDEZVOUS"
+"""file in which ranks find each other; set for every rank that a node agent supervises"""
+HEARTBEAT = "HEADWAY_HEARTBEAT"
+"""directory in which ranks show their node agent that they make progress"""
+EARLIER_STARTS = "HEADWAY_EARLIER_STARTS"
+"""how often this job was started before"""
+
+
+def is_supervised(environ: Mapping[str, str] = os.environ) -> bool:
+    """Returns whether a node agent started this rank and reports how it ends."""
+    return RENDEZVOUS in environ
+
+
+def is_on(name: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Returns whether a variable is set to 1.
+
+    >>> is_on(LEDGER, {"HEADWAY_LEDGER": "1"}), is_on(LEDGER, {})
+    (True, False)
+    """
+    return environ.get(name) == "1"
+
+
+def directory(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Returns the path that a variable names; None if it is unset or empty."""
+    text = environ.get(name)
+    return Path(text).expanduser() if text else None
+
+
+def runs_root(environ: Mapping[str, str] = os.environ) -> Path:
+    """Returns the directory of run directories."""
+    return directory(RUNS, environ) or Path("runs")
+
+
+def watchdog_s(default: float, environ: Mapping[str, str] = os.environ) -> float:
+    """Returns the seconds without progress until a run counts as hanging; 0 means never.
+
+    >>> watchdog_s(1800.0, {"HEADWAY_WATCHDOG": "60"})
+    60.0
+    """
+    text = environ.get(WATCHDOG, str(default))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise UsageError(
+            f"{WATCHDOG}={text!r} is not a valid time: give seconds, such as 600, or 0 for no limit"
+        )
+    return seconds

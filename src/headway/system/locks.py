@@ -1,0 +1,159 @@
+"""Locks between processes of one machine, and the identity of a process.
+
+A `FileLock` is an `flock`: the kernel releases it when its process ends, however it ends. Every wait for one has a
+deadline. A `ProcessIdentity` tells a process from every other one, also from a later one with the same pid.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from multiprocessing.util import register_after_fork
+from pathlib import Path
+from typing import Any, Self, final
+
+from headway.errors import HeadwayError
+from headway.system import files
+from headway.system.limits import boot_id
+
+_POLL_S = 0.01
+_NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP)
+
+
+class LockTimeout(HeadwayError):
+    """Raised when another process holds a lock longer than the deadline allows."""
+
+
+@final
+class Deadline:
+    """A point in time after which waiting ends."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._end = seconds, time.monotonic() + seconds
+
+    def pause(self, waiting_for: str) -> None:
+        """Sleeps for a moment; raises `LockTimeout` when the time is over."""
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise LockTimeout(f"waited {self._seconds:g} s for {waiting_for}")
+        time.sleep(min(_POLL_S, left))
+
+
+@final
+class FileLock:
+    """An open file or directory that can be locked, exclusively or shared.
+
+    Closing it releases the lock. A forked child closes its copy at once: else it would hold the lock after its parent
+    has ended.
+
+    >>> with FileLock.open(path) as lock:  # doctest: +SKIP
+    ...     lock.acquire(Deadline(10), "another process that writes here")
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        register_after_fork(self, FileLock.close)
+
+    @classmethod
+    def open(cls, path: Path) -> FileLock:
+        """Opens a lock file, or creates it for this user alone. It is not locked yet."""
+        return cls(files.open_private(path, os.O_RDWR | os.O_CREAT))
+
+    @classmethod
+    def open_directory(cls, path: Path) -> FileLock:
+        """Opens an existing directory, to lock it instead of a file. It is not locked yet."""
+        return cls(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
+
+    def try_acquire(self, *, shared: bool = False) -> bool:
+        """Locks unless another process holds it; returns whether it did.
+
+        Raises `OSError` on a file system without locks: see `is_unsupported`.
+        """
+        try:
+            fcntl.flock(self.fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def acquire(self, deadline: Deadline, waiting_for: str, *, shared: bool = False) -> None:
+        """Locks as soon as no other process holds it; raises `LockTimeout`, which says what it was waiting for."""
+        while not self.try_acquire(shared=shared):
+            deadline.pause(waiting_for)
+
+    def close(self) -> None:
+        """Releases the lock and closes the file. Calling it again does nothing."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def is_unsupported(error: OSError) -> bool:
+    """Returns whether an error of `FileLock` means that the file system has no locks."""
+    return error.errno in _NO_FLOCK
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ProcessIdentity:
+    """What tells a process from every other one, in plain values that another host can read."""
+
+    host: str
+    machine: str
+    """one kernel and one space of process ids: only there can a pid be looked up"""
+    pid: int
+    born: str | None
+    """when the process started, in ticks of its kernel; None if it had ended"""
+
+    @classmethod
+    def of(cls, pid: int | None = None) -> ProcessIdentity:
+        """The identity of a process of this machine, by default of this one."""
+        pid = os.getpid() if pid is None else pid
+        return cls(host=socket.gethostname(), machine=_machine(), pid=pid, born=_birth(pid))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ProcessIdentity:
+        """The identity in a larger record; other keys are ignored."""
+        return cls(host=values["host"], machine=values["machine"], pid=values["pid"], born=values["born"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The identity as it is written to files."""
+        return asdict(self)
+
+    def is_alive(self) -> bool | None:
+        """Returns whether the process still runs; None if it is, or was, on another machine."""
+        if self.machine != _machine():
+            return None
+        return self.born is not None and _birth(self.pid) == self.born
+
+
+def _machine() -> str:
+    boot = boot_id()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}" if boot else socket.gethostname()
+
+
+def _birth(pid: int) -> str | None:
+    """When a process started, in ticks since the kernel did: no clock is involved. None if it has ended."""
+    if sys.platform != "linux":
+        import psutil
+
+        try:
+            return str(psutil.Process(pid).create_time())
+        except psutil.NoSuchProcess:
+            return None
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if state in "ZX" else fields[18]

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import headway
+from headway.errors import UsageError
+from headway.system import environment
+
+SOURCE = Path(headway.__file__).parent
+NAMES = {value for name, value in vars(environment).items() if name.isupper()}
+
+
+def test_every_variable_is_listed_once() -> None:
+    used = {
+        name
+        for path in SOURCE.rglob("*.py")
+        for name in re.findall(r"HEADWAY_[A-Z_]*[A-Z]", path.read_text())
+    }
+    assert used == NAMES
+
+
+def test_every_variable_has_a_description() -> None:
+    text = Path(environment.__file__).read_text()
+    for name in NAMES:
+        assert re.search(rf'= "{name}"\n"""[^"]+"""\n', text), f"{name} has no description"
+
+
+def test_the_reference_lists_every_variable() -> None:
+    page = SOURCE.parents[1] / "docs" / "reference.md"
+    assert set(re.findall(r"HEADWAY_[A-Z_]*[A-Z]", page.read_text())) >= NAMES
+
+
+def test_values() -> None:
+    environ = {"HEADWAY_RUNS": "~/runs", "HEADWAY_DATA": "", "HEADWAY_LEDGER": "0", "HEADWAY_WATCHDOG": "1e3"}
+    assert environment.runs_root(environ) == Path.home() / "runs"
+    assert environment.runs_root({}) == Path("runs")
+    assert environment.directory(environment.DATA, environ) is None
+    assert not environment.is_on(environment.LEDGER, environ)
+    assert environment.watchdog_s(5.0, environ) == 1000 and environment.watchdog_s(5.0, {}) == 5
+    assert environment.is_supervised({"HEADWAY_RENDEZVOUS": "/x"}) and not environment.is_supervised({})
+
+
+@pytest.mark.parametrize("text", ["", "soon", "-1", "inf", "nan"])
+def test_a_time_that_is_not_valid_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"HEADWAY_WATCHDOG=.* is not a valid time"):
+        environment.watchdog_s(5.0, {"HEADWAY_WATCHDOG": text})
