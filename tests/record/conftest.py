@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pty
 import re
@@ -10,12 +11,13 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from headway.run import Run
+from headway.system.log import logger
 
 PREAMBLE = """
 import os, sys
@@ -32,6 +34,17 @@ HEADLINE = re.compile(
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.chdir(tmp_path)  # a run keeps the changes of the repository it is started from
     return Run.create(tmp_path / "runs", name="digits")
+
+
+@pytest.fixture
+def messages() -> Iterator[list[str]]:
+    """What the library logs."""
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    yield found
+    logger.removeHandler(handler)
 
 
 @pytest.fixture

@@ -1,23 +1,24 @@
-"""Trackers, the real ones: what they were told is read back with their own packages."""
+"""Sinks, with the real packages: what they were given is read back with those packages."""
 
 from __future__ import annotations
 
+import csv
+import importlib.util
 import json
-import os
 import shutil
 import signal
 import struct
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headway.errors import MissingExtra, Stopped, UsageError
-from headway.record.sinks import Mlflow, TensorBoard, Wandb, feeding, settings
-from headway.record.sinks.rows import Tail, scalars
+from headway.record.sinks import Csv, Mlflow, Sink, TensorBoard, Wandb, check_sink, feeding, scalars
 from headway.run import Run
 
 pytestmark = pytest.mark.timeout(300)
@@ -109,11 +110,10 @@ def events(run: Run, name: str = "train/loss") -> list[tuple[int, float]]:
 
 
 @pytest.mark.filterwarnings("ignore")  # of the packages' own
-def test_every_tracker_gets_every_row_and_the_settings(run: Run, store: str) -> None:
+def test_every_sink_gets_every_row_and_the_settings(run: Run, store: str) -> None:
     write(run, 1, 2)
-    with feeding(
-        run, [Wandb(project="p", mode="offline"), TensorBoard(), Mlflow(tracking_uri=store)], patience=120
-    ):
+    sinks = [Wandb(project="p", mode="offline"), TensorBoard(), Mlflow(tracking_uri=store), Csv()]
+    with feeding(run, sinks, finish_s=120):
         write(run, 3)
         write(run, 4, kind="epoch")
     assert events(run) == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
@@ -128,6 +128,11 @@ def test_every_tracker_gets_every_row_and_the_settings(run: Run, store: str) -> 
     assert [(metric.step, metric.value) for metric in history] == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
     assert found.info.status == "FINISHED"
     assert found.data.params == {"lr": "0.1", "model.depth": "2", "api_key": "[redacted]"}
+    with run.csv_file.open(newline="") as file:
+        values = [
+            (int(r["step"]), float(r["value"])) for r in csv.DictReader(file) if r["name"] == "train/loss"
+        ]
+    assert values == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
     config = next(r.run.config for r in wandb_records(run) if r.WhichOneof("record_type") == "run")
     assert "hush" not in str(config) and "depth" in str(config)
 
@@ -144,7 +149,7 @@ def test_every_tracker_gets_every_row_and_the_settings(run: Run, store: str) -> 
 )
 def test_how_a_run_ended(error: BaseException, status: str, code: int, run: Run, store: str) -> None:
     sinks = [Wandb(mode="offline"), Mlflow(tracking_uri=store)]
-    with pytest.raises(type(error)), feeding(run, sinks, patience=120):
+    with pytest.raises(type(error)), feeding(run, sinks, finish_s=120):
         write(run, 1)
         raise error
     assert wandb_exit(run) == code
@@ -179,37 +184,37 @@ with feeding(run, [Mlflow(tracking_uri={store!r})]):
 
 
 @pytest.mark.usefixtures("no_leaks")
-def test_a_tracker_that_cannot_be_reached_holds_nothing_up(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_a_sink_that_cannot_be_reached_holds_nothing_up(
+    run: Run, monkeypatch: pytest.MonkeyPatch, messages: list[str]
 ) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody answers there
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    with feeding(run, [Wandb(project="p", mode="online")], patience=3):
+    with feeding(run, [Wandb(project="p", mode="online")], finish_s=3):
         began = time.monotonic()
         write(run, *range(1, 2000))
         assert time.monotonic() - began < 60
-    said = capfd.readouterr().err
-    assert "Weights & Biases" in said and "the metrics are all in the run directory" in said
+    (message,) = messages
+    assert "Weights & Biases" in message and "all metrics are in the run directory" in message
 
 
-def test_a_tracker_that_dies_is_mentioned_and_no_more(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
-    with feeding(run, [Mlflow(tracking_uri="nonsense://")], patience=60):
+def test_a_sink_that_fails_is_reported_and_no_more(run: Run, messages: list[str]) -> None:
+    with feeding(run, [Mlflow(tracking_uri="nonsense://")], finish_s=60):
         write(run, 1)
-    assert "headway: MLflow failed: " in capfd.readouterr().err
+    assert [message.split(": ")[0] for message in messages] == ["MLflow failed"]
 
 
-def test_after_a_restart_trackers_go_on_where_they_were(run: Run) -> None:
-    with pytest.raises(ValueError), feeding(run, [TensorBoard()], patience=60):
+def test_after_a_restart_sinks_continue_where_they_were(run: Run) -> None:
+    with pytest.raises(ValueError), feeding(run, [TensorBoard()], finish_s=60):
         write(run, 1, 2, 3, 4)
         raise ValueError
     run.begin_attempt(world={})
-    with feeding(run, [TensorBoard()], patience=60):
+    with feeding(run, [TensorBoard()], finish_s=60):
         write(run, 3, 4, 5)  # from the checkpoint of step 2
     assert [step for step, _ in events(run)] == [1, 2, 3, 4, 5]
 
 
-def test_a_missing_package_is_told_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "find_spec", lambda _: None)
+def test_a_missing_package_is_reported_when_the_sink_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(
         MissingExtra, match=r"wandb is needed to feed Weights & Biases: pip install 'headway\[wandb\]'"
     ):
@@ -221,18 +226,55 @@ def test_a_wrong_mode_is_refused() -> None:
         Wandb(mode="sometimes")  # type: ignore[arg-type]
 
 
-def test_a_line_that_is_not_whole_waits(tmp_path: Path) -> None:
-    file, place = tmp_path / "rows", tmp_path / "place"
-    tail = Tail(file, place)
-    assert tail.read() == []
-    file.write_bytes(b'{"step": 1}\n{"step"')
-    assert tail.read() == [{"step": 1}] and tail.read() == []
-    tail.remember()
-    with file.open("ab") as rest:
-        rest.write(b': 2}\nnonsense\n[3]\n{"step": 4}\n')
-    assert tail.read() == [{"step": 2}, {"step": 4}]
-    assert Tail(file, place).read() == [{"step": 2}, {"step": 4}]  # as nobody remembered them
-    os.truncate(file, 0)
+def test_half_a_line_waits_and_rows_that_were_not_written_come_again(run: Run, tmp_path: Path) -> None:
+    rows = run.metrics_file(0)
+    rows.write_bytes(
+        b'{"kind": "train", "step": 1, "x": 1}\nnonsense\n[3]\n{"kind": "no step"}\n{"kind": "tra'
+    )
+    with feeding(run, [Csv()], finish_s=60):
+        pass
+    assert run.csv_file.read_text().splitlines()[1:] == ["1,,train,,,headway/x,1.0"]
+    assert int(run.sink_place("csv").read_text()) == rows.read_bytes().rfind(b"\n") + 1
+    with rows.open("ab") as rest:
+        rest.write(b'in", "step": 2, "x": 2}\n')
+    with feeding(run, [Csv()], finish_s=60):
+        pass
+    assert [line.split(",")[0] for line in run.csv_file.read_text().splitlines()] == ["step", "1", "2"]
+    run.sink_place("csv").unlink()  # as if no row had been written
+    with feeding(run, [Csv(file=tmp_path / "again.csv")], finish_s=60):
+        pass
+    assert (tmp_path / "again.csv").read_text() == run.csv_file.read_text()
+
+
+class Unusable(Sink):
+    """Has what the interface asks for, and settings that cannot travel."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    def open(self, run: Run) -> None: ...
+
+    def write(self, rows: Sequence[dict[str, Any]]) -> None: ...
+
+    def close(self, status: str, exit_code: int) -> None: ...
+
+
+def test_what_cannot_travel_to_another_process_is_refused() -> None:
+    class Local(Csv):  # type: ignore[misc]
+        pass
+
+    with pytest.raises(UsageError, match=r"Local cannot be imported from .*: define it at the top level"):
+        check_sink(Local())
+    with pytest.raises(UsageError, match=r"file=<object .* of sink Csv cannot be written as JSON"):
+        sink = Csv()
+        sink.file = object()  # type: ignore[assignment]
+        check_sink(sink)
+    with pytest.raises(UsageError, match="Unusable has an __init__ of its own: make it a dataclass"):
+        check_sink(Unusable("x"))
+    with pytest.raises(UsageError, match="there is a sink named 'csv' already"):
+        check_sink(Csv(), [Csv(file="x")])
+    with pytest.raises(UsageError, match="'csv' is not a sink"):
+        check_sink("csv")  # type: ignore[arg-type]
 
 
 def test_numbers_of_a_row() -> None:

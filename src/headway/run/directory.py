@@ -239,6 +239,10 @@ class Run:
     def tensorboard_dir(self) -> Path:
         return self.path / "tensorboard"
 
+    @property
+    def csv_file(self) -> Path:
+        return self.path / "metrics.csv"
+
     def memory_file(self, rank: int) -> Path:
         """What the allocator said when a rank ran out of memory."""
         return self.log_dir / f"memory-{rank:05d}.txt"

@@ -19,8 +19,7 @@ from headway.checkpoint.policy import Policy
 from headway.dist import World
 from headway.errors import UsageError
 from headway.record.ledger import VARIABLE as LEDGER_VARIABLE
-from headway.record.sinks import Mlflow, Sink, TensorBoard, Wandb, feeding
-from headway.record.sinks.settings import folder_of
+from headway.record.sinks import Mlflow, Sink, TensorBoard, Wandb, check_sink, feeding
 from headway.run import Run, check_name
 from headway.train import loop
 from headway.train.batches import FirstBatch, set_epoch
@@ -270,16 +269,23 @@ class Pipeline:
         mode: Literal["online", "offline"] | None = None,
     ) -> None:
         """Feeds Weights & Biases from the metrics file, in a process that training does not wait for."""
-        sink = Wandb(project=project, entity=entity, group=group, tags=tuple(tags), mode=mode)
-        self._sinks.append(sink)
+        self.add_sink(Wandb(project=project, entity=entity, group=group, tags=tuple(tags), mode=mode))
 
-    def enable_tensorboard(self, folder: str | Path | None = None) -> None:
-        """Writes event files for TensorBoard, into `tensorboard/` in the run directory if nothing else is said."""
-        self._sinks.append(TensorBoard(folder=folder_of(folder)))
+    def enable_tensorboard(self, directory: str | Path | None = None) -> None:
+        """Writes event files for TensorBoard, by default into `tensorboard/` in the run directory."""
+        self.add_sink(TensorBoard(directory=directory))
 
     def enable_mlflow(self, *, tracking_uri: str | None = None, experiment: str | None = None) -> None:
         """Feeds MLflow from the metrics file, in a process that training does not wait for."""
-        self._sinks.append(Mlflow(tracking_uri=tracking_uri, experiment=experiment))
+        self.add_sink(Mlflow(tracking_uri=tracking_uri, experiment=experiment))
+
+    def add_sink(self, sink: Sink) -> None:
+        """Feeds a sink from the metrics file, in a process that training does not wait for: your own, or `sinks.Csv`.
+
+        >>> pipe.add_sink(SqliteSink(file="metrics.db"))
+        """
+        check_sink(sink, self._sinks)
+        self._sinks.append(sink)
 
     def enable_ledger(self) -> None:
         """Writes down, of every step, the loss to the last bit, which samples it saw, and the random numbers' state.

@@ -1,13 +1,27 @@
-"""Trackers: Weights & Biases, TensorBoard and MLflow, fed from the metrics file by a process of their own.
+"""Sinks take a run's metric rows to other systems: Weights & Biases, TensorBoard, MLflow, a CSV file, or your own.
 
-Training writes rows into `metrics/rank-00000.jsonl` and knows of nothing else. Each tracker has a process that reads
-them there, so a tracker that hangs, dies or has no network costs training nothing: its rows wait in the file.
+Training writes rows to `metrics/rank-00000.jsonl` and waits for nothing else. Each sink runs in a process of its own
+that follows this file, so a sink that hangs, fails or has no network costs training nothing: its rows stay in the file.
 
     with feeding(run, [Wandb(project="digits"), TensorBoard()]):
         train()
+
+`Sink` in `base` is the interface, `transport` brings a sink to its process, `feeder` starts and ends that process.
 """
 
-from headway.record.sinks.feeder import feeding
-from headway.record.sinks.settings import Mlflow, Sink, TensorBoard, Wandb
+from __future__ import annotations
 
-__all__ = ["Mlflow", "Sink", "TensorBoard", "Wandb", "feeding"]
+from typing import TYPE_CHECKING
+
+from headway import lazy
+
+if TYPE_CHECKING:
+    from headway.record.sinks.base import MetricRow as MetricRow, RunStatus as RunStatus, Sink as Sink
+    from headway.record.sinks.csv import Csv as Csv
+    from headway.record.sinks.feeder import check_sink as check_sink, feeding as feeding
+    from headway.record.sinks.mlflow import Mlflow as Mlflow
+    from headway.record.sinks.rows import scalars as scalars
+    from headway.record.sinks.tensorboard import TensorBoard as TensorBoard
+    from headway.record.sinks.wandb import Wandb as Wandb
+
+__getattr__, __dir__, __all__ = lazy.exports(__name__)

@@ -1,6 +1,7 @@
-"""`python -m headway.record.sinks`: feeds one tracker. Standard input is the line to the training process.
+"""`python -m headway.record.sinks`: the process that feeds one sink.
 
-Its first line says what to feed; its second, how the run ended. If the line is cut, the training process is dead.
+Standard input comes from the training process. Its first line is a JSON object with the run and the sink, its second
+says how the run ended. If the pipe closes before that, the training process was killed.
 """
 
 from __future__ import annotations
@@ -10,63 +11,73 @@ import os
 import select
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, final
 
-from headway.record.sinks.rows import Tail
-from headway.record.sinks.trackers import TRACKERS
+from headway.record.sinks import transport
 from headway.run import Run
+from headway.system import files
+from headway.system.jsonlines import Tail
 
-LOOK_SECONDS = 1.0
-"""how often the metrics file is looked at"""
-DEATH_SECONDS = 5.0
-"""how long a run may need to write down what it died of"""
+_POLL_S = 1.0
+_STATUS_WAIT_S = 5.0  # a run that was killed may need as long until its record says so
 
 
 def main() -> None:
-    parent = Parent(sys.stdin.fileno())
-    request = json.loads(parent.line(timeout=None) or "{}")
+    parent = ParentPipe(sys.stdin.fileno())
+    request = json.loads(parent.read_line(timeout_s=None) or "{}")
     run = Run.open(request["run"])
-    tail = Tail(run.metrics_file(0), run.sink_place(request["kind"]))
-    tracker = TRACKERS[request["kind"]](run, request["settings"])
+    sink = transport.make(request["sink"])
+    offset_file = run.sink_place(sink.name)
+    tail = Tail(run.metrics_file(0), _read_offset(offset_file))
+    sink.open(run)
     ended: dict[str, Any] | None = None
     while True:
-        rows = tail.read()
-        for row in rows:
-            tracker.log(row)
-        if rows:
-            tail.remember()
+        start = tail.offset
+        if rows := [row for row in tail.read() if "step" in row]:
+            sink.write(rows)
+        if tail.offset > start:
+            files.write_atomic(offset_file, f"{tail.offset}\n".encode())
         elif ended is not None:
             break
-        elif (said := parent.line(timeout=LOOK_SECONDS)) is not None:
-            ended = json.loads(said) if said else _found_dead(run)
-    tracker.close(ended["status"], ended["exit_code"])
+        elif (line := parent.read_line(timeout_s=_POLL_S)) is not None:
+            ended = json.loads(line) if line else _recorded_end(run)
+    sink.close(ended["status"], ended["exit_code"])
 
 
 @final
-class Parent:
-    """The line to the training process, read without a buffer that would hide what has come."""
+class ParentPipe:
+    """Lines from the training process, read without a buffer, which `select` would not see."""
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor, self._held = descriptor, b""
+        self._descriptor, self._received = descriptor, b""
 
-    def line(self, *, timeout: float | None) -> str | None:
-        """The next line; None if there is none in time; empty if there will never be one."""
-        while b"\n" not in self._held:
-            if not select.select([self._descriptor], [], [], timeout)[0]:
+    def read_line(self, *, timeout_s: float | None) -> str | None:
+        """Returns the next line; None if there is none in time; an empty one if the pipe is closed."""
+        while b"\n" not in self._received:
+            if not select.select([self._descriptor], [], [], timeout_s)[0]:
                 return None
             data = os.read(self._descriptor, 1 << 16)
             if not data:
                 return ""
-            self._held += data
-        line, _, self._held = self._held.partition(b"\n")
+            self._received += data
+        line, _, self._received = self._received.partition(b"\n")
         return line.decode()
 
 
-def _found_dead(run: Run) -> dict[str, Any]:
-    """How the run ended, by its own record; it may need a moment for that."""
-    until = time.monotonic() + DEATH_SECONDS
+def _read_offset(file: Path) -> int:
+    """Returns how far an earlier attempt's rows were written to this sink, in bytes."""
+    with suppress(FileNotFoundError, ValueError):
+        return int(file.read_text())
+    return 0
+
+
+def _recorded_end(run: Run) -> dict[str, Any]:
+    """Returns how the run ended by its own record, which may take a moment to be written."""
+    deadline = time.monotonic() + _STATUS_WAIT_S
     while (attempt := run.info()["attempts"][-1])["status"] == "running":
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             return {"status": "failed", "exit_code": 1}
         time.sleep(0.2)
     return dict(attempt)

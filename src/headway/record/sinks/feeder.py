@@ -1,9 +1,10 @@
-"""The training process's side: starts a process per tracker, and in the end tells it how the run went."""
+"""The training process's side: starts a process per sink, and tells it at the end how the run went."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -11,22 +12,37 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import final
 
+from headway.errors import UsageError
 from headway.record.attempt import ending
-from headway.record.sinks.settings import Sink
+from headway.record.sinks import transport
+from headway.record.sinks.base import Sink
 from headway.run import Run
 from headway.system import files
+from headway.system.log import logger
 from headway.system.redact import redact
 
-PATIENCE = 30.0
-"""Seconds that the end of a run waits for its trackers, all together."""
+_FINISH_S = 30.0
+
+
+def check_sink(sink: Sink, others: Sequence[Sink] = ()) -> None:
+    """Raises `UsageError` if the sink cannot be fed beside the others. Nothing is started."""
+    if not isinstance(sink, Sink):
+        raise UsageError(f"{sink!r:.80} is not a sink: derive its class from headway.record.sinks.Sink")
+    if not re.fullmatch(r"[\w.-]+", sink.name):
+        raise UsageError(
+            f"{sink.name!r} is not a valid name of a sink: use letters, digits, '.', '_' and '-'"
+        )
+    if sink.name in [other.name for other in others]:
+        raise UsageError(f"there is a sink named {sink.name!r} already: give the other class another `name`")
+    transport.describe(sink)
 
 
 @contextmanager
-def feeding(run: Run, sinks: Sequence[Sink], *, patience: float = PATIENCE) -> Iterator[None]:
-    """Feeds trackers from the run's metrics file while the block runs. Call it on one rank, within `recording`.
+def feeding(run: Run, sinks: Sequence[Sink], *, finish_s: float = _FINISH_S) -> Iterator[None]:
+    """Feeds sinks from the run's metrics file while the block runs. Call it on one rank, within `recording`.
 
-    Trackers get no say in the run: what they print goes to `log/sink-NAME.txt`, one that fails is mentioned in the
-    end, one that does not come to an end within `patience` seconds is left behind.
+    Nothing that a sink does affects the run. What it prints goes to `log/sink-NAME.txt`; one that failed is reported at
+    the end, and one that has not taken all rows `finish_s` seconds after the block is killed.
 
         with feeding(run, [Wandb(project="digits")]):
             train()
@@ -39,21 +55,21 @@ def feeding(run: Run, sinks: Sequence[Sink], *, patience: float = PATIENCE) -> I
         error = caught
         raise
     finally:
-        if os.getpid() == pid:  # a forked child that comes this way has nothing to tell
+        if os.getpid() == pid:  # a forked child that leaves the block must not end the sinks
             status, code = ending(error)
             for feeder in feeders:
-                feeder.tell(status, code)
-            until = time.monotonic() + patience
+                feeder.finish(status, code)
+            deadline = time.monotonic() + finish_s
             for feeder in feeders:
-                feeder.leave(max(0.0, until - time.monotonic()))
+                feeder.join(deadline, finish_s)
 
 
 @final
 class Feeder:
-    """A process that feeds one tracker."""
+    """A process that feeds one sink, seen from the training process."""
 
     def __init__(self, run: Run, sink: Sink) -> None:
-        self._sink, self._log = sink, run.sink_log(sink.kind)
+        self._sink, self._log = sink, run.sink_log(sink.name)
         log = files.open_private(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:
             self._process = subprocess.Popen(
@@ -65,20 +81,20 @@ class Feeder:
             )
         finally:
             os.close(log)
-        self._write({"run": str(run.path), **sink.request()})
+        self._send({"run": str(run.path), "sink": transport.describe(sink)})
 
-    def tell(self, status: str, exit_code: int) -> None:
-        """How the run ended."""
-        self._write({"status": status, "exit_code": exit_code})
+    def finish(self, status: str, exit_code: int) -> None:
+        """Says how the run ended; the sink takes the remaining rows and closes."""
+        self._send({"status": status, "exit_code": exit_code})
 
-    def leave(self, patience: float) -> None:
-        """Waits for the tracker to take the rest, within limits."""
+    def join(self, deadline: float, finish_s: float) -> None:
+        """Waits for the process until the deadline, then kills it. Reports what went wrong."""
         try:
-            code = self._process.wait(patience)
+            code = self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-            self._say(f"did not take all rows within {PATIENCE:.0f} s and was ended")
+            self._warn(f"did not take all rows within {finish_s:.0f} s and was killed")
             return
         finally:
             if self._process.stdin is not None:
@@ -86,16 +102,15 @@ class Feeder:
                     self._process.stdin.close()
         if code:
             last = self._log.read_text(errors="replace").strip().splitlines()[-1:]
-            self._say(f"failed: {redact(''.join(last))[:300]}")
+            self._warn(f"failed: {redact(''.join(last))[:300]}")
 
-    def _write(self, message: dict[str, object]) -> None:
+    def _send(self, message: dict[str, object]) -> None:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # the tracker is dead: its exit code is looked at in the end
+        with suppress(BrokenPipeError):  # the process has ended; `join` reports its exit code
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
 
-    def _say(self, what: str) -> None:
-        print(
-            f"headway: {self._sink.title} {what}; the metrics are all in the run directory, more is in {self._log}",
-            file=sys.stderr,
+    def _warn(self, what: str) -> None:
+        logger.warning(
+            "%s %s; all metrics are in the run directory, details in %s", self._sink.title, what, self._log
         )
