@@ -26,9 +26,17 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
-    """Notes the files of all tests before -k, -m or a shard of the suite leaves some out."""
+    """Notes all test files before -k or -m leaves some out, and says which tests share a worker of pytest-xdist."""
     config.stash[_collected] = {item.path for item in items}
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(_group(item.path.relative_to(ROOT))))
     return (yield)
+
+
+def _group(path: Path) -> str:
+    """The tests of a file share what they set up; those of tests/cluster share one real SLURM cluster."""
+    return "cluster" if path.parts[1] == "cluster" else path.as_posix()
 
 
 @pytest.fixture

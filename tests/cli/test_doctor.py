@@ -49,7 +49,7 @@ VERDICTS = [
         "torch 2.13.0",
     ),
     (doctor.packages({"torch": "2.11"}, {"torch": "2.9.1"}), "bad", "torch 2.9.1 is too old"),
-    (doctor.packages({"torch": "2.11", "tyro": "0.9"}, {"torch": "2.11"}), "bad", "tyro is missing"),
+    (doctor.packages({"torch": "2.11", "rich": "0.9"}, {"torch": "2.11"}), "bad", "rich is missing"),
     (doctor.gpus(BARE, None, torch_cuda=None, device_files=0), "ok", "training uses the CPU"),
     (doctor.gpus(BARE, None, torch_cuda="12.8", device_files=8), "bad", "/dev shows 8"),
     (doctor.gpus(ONE, DRIVER, torch_cuda="12.8", device_files=1), "ok", "1 x H100, 80 GiB, driver 570.86"),
@@ -133,8 +133,8 @@ def test_verdicts(check: Check, verdict: str, said: str) -> None:
 
 
 def test_the_remedy_for_packages_can_be_pasted() -> None:
-    check = doctor.packages({"torch": "2.11", "tyro": "0.9"}, {"torch": "2.9.1"})
-    assert check.advice == "pip install 'tyro>=0.9' 'torch>=2.11'"
+    check = doctor.packages({"torch": "2.11", "rich": "0.9"}, {"torch": "2.9.1"})
+    assert check.advice == "pip install 'rich>=0.9' 'torch>=2.11'"
 
 
 def test_an_uninstalled_headway_is_said_and_does_not_stop_the_doctor() -> None:

@@ -134,7 +134,7 @@ def test_jobs_can_be_submitted_as_shown(
 def options_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> set[str]:
     """The options of the verb, and of its own verb if it has one, that a command line begins with."""
     for depth in (2, 1):
-        with suppress(SystemExit):  # so argparse and tyro end
+        with suppress(SystemExit):  # so argparse ends
             if main([*words[:depth], "--help"]):
                 continue
         return set(re.findall(r"--[a-z][\w-]*", capsys.readouterr().out))

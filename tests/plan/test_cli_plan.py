@@ -121,23 +121,26 @@ def test_the_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
         (["preset", "gpt2", "--tp", "5"], "layout.tp is 5, which does not divide model.heads"),
         (["module", "x.py:f", "--extrapolate", "96"], "there is no file x.py"),
         (["import-dlcalc", "none.yaml"], "cannot read none.yaml"),
-        (["list", "all"], "takes no arguments"),
+        (["list", "all"], "unrecognized arguments: all; see: headway plan list --help"),
         (
             ["preset", "gpt2", "--nod", "h200-sxm8"],
-            "Unrecognized options: --nod, h200-sxm8; perhaps you meant --node STR",
+            "unrecognized arguments: --nod h200-sxm8 (did you mean --node?)",
         ),
         (
             ["preset", "gpt2", "--dp", "many"],
-            "Error parsing --dp: invalid literal for int() with base 10: 'many'",
+            "argument --dp: invalid int value: 'many'; see: headway plan preset --help",
         ),
-        (["preset", "gpt2", "--precision", "fp7"], "invalid choice 'fp7' for argument '--precision'"),
+        (
+            ["preset", "gpt2", "--precision", "fp7"],
+            "argument --precision: invalid choice: 'fp7' (choose from 'bf16'",
+        ),
         (
             ["preset"],
-            "Missing from headway plan preset: STR name (required); see: headway plan preset --help",
+            "the following arguments are required: NAME; see: headway plan preset --help",
         ),
         (
             ["measure", "x.py:f", "--batch-size", "a"],
-            "expected --batch-size {None}|INT; see: headway plan measure",
+            "argument --batch-size: invalid int value: 'a'; see: headway plan measure --help",
         ),
     ],
 )

@@ -80,8 +80,8 @@ def _call(args: Sequence[str]) -> int:
         print(f"headway {headway.__version__}")
         return DONE
     if args[0] not in VERBS:
-        from headway.cli.commandline import no_verb
+        from headway.cli.parser import unknown_verb
 
-        raise no_verb(args[0], [*VERBS, "--version", "--help"])
+        raise unknown_verb(args[0], [*VERBS, "--version", "--help"])
     verb = import_module(f"headway.cli.{args[0].replace('-', '_')}")
     return int(verb.main(args[1:]))

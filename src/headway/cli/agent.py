@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headway.cli.commandline import Parser, natural
+from headway.cli.parser import Parser, natural
 from headway.launcher.agent import node
 from headway.launcher.program import python_command
 

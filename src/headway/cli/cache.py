@@ -9,9 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from headway.cli.commandline import no_verb
 from headway.cli.looks import many, safe, size
-from headway.cli.parsing import parse, there
+from headway.cli.parser import dispatch, parse, require_path
 from headway.errors import DONE
 
 _USAGE = """\
@@ -26,7 +25,7 @@ time. In the epilog of a cluster, as the user of the job: headway cache sweep
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class CacheOptions:
     """The node cache of this user on this node."""
 
     path: Path = Path("/dev/shm")
@@ -36,20 +35,15 @@ class Options:
 
 
 def main(argv: list[str]) -> int:
-    verbs = {"ls": _ls, "sweep": _sweep}
-    if not argv or argv[0] in ("-h", "--help"):
-        print(_USAGE, end="")
-        return DONE
-    if argv[0] not in verbs:
-        raise no_verb(argv[0], verbs, "cache")
-    return verbs[argv[0]](parse(Options, argv[1:], prog=f"headway cache {argv[0]}"))
+    return dispatch("cache", {"ls": _ls, "sweep": _sweep}, _USAGE, argv)
 
 
-def _ls(options: Options) -> int:
+def _ls(argv: list[str]) -> int:
     from headway.data.cache.node_cache import NodeCache
 
-    if options.path != Options.path:  # else nobody has named it
-        there(options.path, "folder")
+    options = parse(CacheOptions, argv, verb="cache ls")
+    if options.path != CacheOptions.path:  # the default need not exist
+        require_path(options.path, "directory")
     found = NodeCache(path=options.path).ls()
     if options.json:
         print(json.dumps([entry._asdict() for entry in found], indent=1))
@@ -69,9 +63,10 @@ def _ls(options: Options) -> int:
     return DONE
 
 
-def _sweep(options: Options) -> int:
+def _sweep(argv: list[str]) -> int:
     from headway.data.cache.node_cache import NodeCache
 
+    options = parse(CacheOptions, argv, verb="cache sweep")
     cache = NodeCache(path=options.path)
     removed, left = cache.sweep(), cache.ls()
     if options.json:

@@ -7,20 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headway.cli.commandline import no_verb
 from headway.cli.looks import console, number, safe, size
-from headway.cli.parsing import parse
+from headway.cli.parser import Positional, dispatch, parse
 from headway.errors import DONE, NoValidCheckpoint
 
 if TYPE_CHECKING:
     from headway.checkpoint.inspect.tables import Overview
 
-_Path = Annotated[Path, tyro.conf.Positional]
+_Path = Annotated[Path, Positional("PATH")]
 
 _USAGE = """\
 usage: headway checkpoint show PATH | verify PATH | export PATH OUT.safetensors
@@ -37,7 +35,7 @@ newest. `headway checkpoint VERB --help` explains a verb. Exit codes: 0 fine, 2 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Show:
+class ShowOptions:
     """Tensors by module: shapes, types, bytes, totals. Nothing is loaded."""
 
     path: _Path
@@ -46,7 +44,7 @@ class Show:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verify:
+class VerifyOptions:
     """Reads every byte and compares. Exit code 0 if all is whole, 86 if not."""
 
     path: _Path
@@ -55,11 +53,11 @@ class Verify:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export:
+class ExportOptions:
     """All tensors, or those of one part, as plain safetensors: one file, or several with an index if they are large."""
 
     path: _Path
-    out: Annotated[_Path, tyro.conf.arg(metavar="OUT.safetensors")]
+    out: Annotated[Path, Positional("OUT.safetensors")]
     part: str | None = None
     """only this part of the state, like models.net of a Pipeline; its name is left out of those of the tensors"""
     shard_gb: float = 5.0
@@ -69,19 +67,13 @@ class Export:
 
 
 def main(argv: list[str]) -> int:
-    verbs = {"show": _show, "verify": _verify, "export": _export}
-    if not argv or argv[0] in ("-h", "--help"):
-        print(_USAGE, end="")
-        return DONE
-    if argv[0] not in verbs:
-        raise no_verb(argv[0], verbs, "checkpoint")
-    return verbs[argv[0]](argv[1:])
+    return dispatch("checkpoint", {"show": _show, "verify": _verify, "export": _export}, _USAGE, argv)
 
 
 def _show(argv: list[str]) -> int:
     from headway.checkpoint.inspect import overview as looking
 
-    options = parse(Show, argv, prog="headway checkpoint show")
+    options = parse(ShowOptions, argv, verb="checkpoint show")
     overview = looking.look(options.path)
     if options.json:
         print(json.dumps(overview.to_dict(), indent=1))
@@ -126,7 +118,7 @@ def _verify(argv: list[str]) -> int:
     from headway.checkpoint.format import manifest
     from headway.checkpoint.inspect import overview as looking
 
-    options = parse(Verify, argv, prog="headway checkpoint verify")
+    options = parse(VerifyOptions, argv, verb="checkpoint verify")
     waiting = Console(stderr=True)
     found = {}
     for path in looking.find(options.path):
@@ -142,7 +134,7 @@ def _verify(argv: list[str]) -> int:
 
 
 def _export(argv: list[str]) -> int:
-    options = parse(Export, argv, prog="headway checkpoint export")
+    options = parse(ExportOptions, argv, verb="checkpoint export")
     from headway.checkpoint import export
     from headway.checkpoint.inspect import overview as looking
 

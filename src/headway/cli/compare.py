@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from headway.cli.commandline import Parser
 from headway.cli.looks import console, duration, number
+from headway.cli.parser import Parser
 from headway.errors import DONE
 from headway.watch.compare import Compared, Metric, compare
 from headway.watch.runs import resolve

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from headway.cli.commandline import no_verb
 from headway.cli.looks import console, many, safe, size
-from headway.cli.parsing import parse, there
+from headway.cli.parser import Positional, dispatch, parse, require_path
 from headway.cli.progress import sayer, watched
 from headway.data.catalog.catalog import Catalog, Dataset
 from headway.errors import DONE, UsageError
@@ -25,9 +22,7 @@ from headway.errors import DONE, UsageError
 if TYPE_CHECKING:
     from headway.data.tools.bench import Bench
 
-_Words = Annotated[tuple[str, ...], tyro.conf.Positional]
-_Word = Annotated[str, tyro.conf.Positional]
-_Path = Annotated[Path, tyro.conf.Positional]
+_Datasets = Annotated[tuple[str, ...], Positional("DATASET")]
 
 _USAGE = """\
 usage: headway data VERB [OPTIONS] ...
@@ -57,7 +52,7 @@ is there. `headway data VERB --help` explains a verb.
 
 
 def main(argv: list[str]) -> int:
-    verbs: dict[str, Callable[[list[str]], int]] = {
+    verbs = {
         "ls": _ls,
         "count": _count,
         "add": _add,
@@ -68,12 +63,7 @@ def main(argv: list[str]) -> int:
         "stage": _stage,
         "stubs": _stubs,
     }
-    if not argv or argv[0] in ("-h", "--help"):
-        print(_USAGE, end="")
-        return DONE
-    if argv[0] not in verbs:
-        raise no_verb(argv[0], verbs, "data")
-    return verbs[argv[0]](argv[1:])
+    return dispatch("data", verbs, _USAGE, argv)
 
 
 def _stage(argv: list[str]) -> int:
@@ -83,21 +73,21 @@ def _stage(argv: list[str]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Verb:
+class _DataOptions:
     root: Path | None = None
     """root of the catalogue"""
     json: bool = False
     """print facts for programs"""
 
     def catalog(self) -> Catalog:
-        return Catalog(self.root and there(self.root, "folder"))
+        return Catalog(self.root and require_path(self.root, "directory"))
 
 
 # --- what is there
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ls(_Verb):
+class DataListOptions(_DataOptions):
     """The datasets of the catalogue, as a tree, with their shards and bytes."""
 
     confidentiality: str | None = None
@@ -109,7 +99,7 @@ class Ls(_Verb):
 
 
 def _ls(argv: list[str]) -> int:
-    options = parse(Ls, argv, prog="headway data ls")
+    options = parse(DataListOptions, argv, verb="data ls")
     catalog = options.catalog()
     datasets = catalog.datasets(
         confidentiality=options.confidentiality, modality=options.modality, split=options.split
@@ -148,17 +138,17 @@ def tree(catalog: Catalog, facts: list[tuple[Dataset, int, int]]) -> Tree:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Count(_Verb):
+class CountOptions(_DataOptions):
     """How many samples datasets have: from an index where there is one, else by walking the shards."""
 
-    datasets: _Words = ()
+    datasets: _Datasets = ()
     """names, folders, patterns or shards; all of the catalogue if none is given"""
 
 
 def _count(argv: list[str]) -> int:
     from headway.data.catalog.find import counts
 
-    options = parse(Count, argv, prog="headway data count")
+    options = parse(CountOptions, argv, verb="data count")
     catalog = options.catalog()
     if options.datasets:
         found = _found(options.datasets, catalog, "count")
@@ -188,7 +178,7 @@ def _found(names: tuple[str, ...], catalog: Catalog, verb: str) -> dict[str, lis
 
     if not names:
         raise UsageError(f"give a name, folder, pattern or shard; see: headway data {verb} --help")
-    files = [there(Path(name), "file") for name in names if name.endswith(".tar") and "*" not in name]
+    files = [require_path(Path(name), "file") for name in names if name.endswith(".tar") and "*" not in name]
     others = {name: paths_of(name, name, catalog) for name in names if Path(name) not in files}
     return others | ({str(files[0].parent): files} if files else {})
 
@@ -197,16 +187,16 @@ def _found(names: tuple[str, ...], catalog: Catalog, verb: str) -> dict[str, lis
 
 
 @dataclass(frozen=True, kw_only=True)
-class Add(_Verb):
+class AddOptions(_DataOptions):
     """Makes the folder of a new dataset in the catalogue; with --shards, links shards into it."""
 
-    confidentiality: Annotated[_Word, tyro.conf.arg(metavar="CONFIDENTIALITY")]
+    confidentiality: Annotated[str, Positional("CONFIDENTIALITY")]
     """like public or private"""
-    modality: Annotated[_Word, tyro.conf.arg(metavar="MODALITY")]
+    modality: Annotated[str, Positional("MODALITY")]
     """like rgb"""
-    name: Annotated[_Word, tyro.conf.arg(metavar="NAME")]
+    name: Annotated[str, Positional("NAME")]
     """like laion"""
-    split: Annotated[_Word, tyro.conf.arg(metavar="SPLIT")]
+    split: Annotated[str, Positional("SPLIT")]
     """like train"""
     shards: str | None = None
     """a folder or pattern of shards that lie elsewhere; they stay there"""
@@ -215,7 +205,7 @@ class Add(_Verb):
 def _add(argv: list[str]) -> int:
     from headway.data.catalog.find import paths_of
 
-    options = parse(Add, argv, prog="headway data add")
+    options = parse(AddOptions, argv, verb="data add")
     catalog = Catalog(options.root)  # made where it is not there
     shards = paths_of(options.name, Path(options.shards)) if options.shards else []
     dataset = catalog.add(
@@ -229,15 +219,16 @@ def _add(argv: list[str]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pack(_Verb):
+class PackOptions(_DataOptions):
     """Packs a folder into shards with index and checksums.
 
     The folder has one folder of images for each class, or nothing but files: a.jpg and a.json are one sample.
     """
 
-    folder: _Path
-    out: _Path
-    """where shards go; a folder without shards"""
+    directory: Annotated[Path, Positional("DIR")]
+    """the files to pack"""
+    out: Annotated[Path, Positional("OUT")]
+    """where shards go: a directory without shards"""
     shard_mb: int = 256
     """megabytes of a shard, at most"""
 
@@ -245,12 +236,12 @@ class Pack(_Verb):
 def _pack(argv: list[str]) -> int:
     from headway.data.shards.packing import pack
 
-    options = parse(Pack, argv, prog="headway data pack")
+    options = parse(PackOptions, argv, verb="data pack")
     screen = Console(stderr=True)
     with screen.status("packing ...") as status:  # shown on a terminal only
         say = status.update if screen.is_terminal else sayer()
         paths = pack(
-            options.folder,
+            options.directory,
             options.out,
             shard_size=options.shard_mb * 10**6,
             done=lambda path: say(f"{path.name} is done"),
@@ -264,10 +255,10 @@ def _pack(argv: list[str]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Index(_Verb):
+class IndexOptions(_DataOptions):
     """Writes DALI's index beside shards that have none; headway does not need it, but starts faster with it."""
 
-    datasets: _Words
+    datasets: _Datasets
     """names, folders, patterns or shards"""
     overwrite: bool = False
     """write it anew where there is one"""
@@ -279,7 +270,7 @@ def _index(argv: list[str]) -> int:
     from headway.data.catalog.find import indexes
     from headway.data.shards import checksums
 
-    options = parse(Index, argv, prog="headway data index")
+    options = parse(IndexOptions, argv, verb="data index")
     written = {}
     for name, paths in _found(options.datasets, options.catalog(), "index").items():
         done = watched(indexes(paths, overwrite=options.overwrite), len(paths), f"indexing {name}")
@@ -299,18 +290,18 @@ def _index(argv: list[str]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stubs(_Verb):
+class StubsOptions(_DataOptions):
     """Writes a Python module with the names of all datasets, for completion in editors."""
 
-    out: _Path
+    out: Annotated[Path, Positional("FILE.py")]
     """the module, like datasets.py"""
 
 
 def _stubs(argv: list[str]) -> int:
     from headway.data.catalog.stubs import write_stubs
 
-    options = parse(Stubs, argv, prog="headway data stubs")
-    there(options.out.parent, "folder")
+    options = parse(StubsOptions, argv, verb="data stubs")
+    require_path(options.out.parent, "directory")
     number = write_stubs(options.catalog(), options.out)
     if options.json:
         print(json.dumps({"file": str(options.out), "datasets": number}))
@@ -323,13 +314,13 @@ def _stubs(argv: list[str]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check(_Verb):
+class CheckOptions(_DataOptions):
     """Reads all of some datasets: tar structure, names, index, checksum, and whether every sample can be decoded.
 
     Prints what is wrong, shard by shard. Exit code 0 if nothing is, else 1.
     """
 
-    datasets: _Words
+    datasets: _Datasets
     """names, folders, patterns or shards"""
     unique: bool = False
     """names of samples must differ between the shards of a dataset, too"""
@@ -339,7 +330,7 @@ def _check(argv: list[str]) -> int:
     from headway.data.tools.check import check_shard
     from headway.data.tools.duplicates import duplicates
 
-    options = parse(Check, argv, prog="headway data check")
+    options = parse(CheckOptions, argv, verb="data check")
     found = _found(options.datasets, options.catalog(), "check")
     paths = [path for shards in found.values() for path in shards]
     with ThreadPoolExecutor(thread_name_prefix="headway check") as pool:
@@ -360,14 +351,15 @@ def _check(argv: list[str]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions(_Verb):
+class BenchOptions(_DataOptions):
     """How fast shards are here: reading alone, decoding alone, and the loader; and what is the limit."""
 
-    datasets: _Words
+    datasets: _Datasets
     """names, folders, patterns or shards"""
     threads: int | None = None
     """that read and decode; all cores by default"""
     batch_size: int = 64
+    """samples of a batch"""
     seconds: float = 3.0
     """for each stage, about"""
     need: float | None = None
@@ -377,7 +369,7 @@ class BenchOptions(_Verb):
 def _bench(argv: list[str]) -> int:
     from headway.data.tools.bench import bench
 
-    options = parse(BenchOptions, argv, prog="headway data bench")
+    options = parse(BenchOptions, argv, verb="data bench")
     found = _found(options.datasets, options.catalog(), "bench")
     paths = [path for shards in found.values() for path in shards]
     with Console(stderr=True).status("measuring ..."):  # shown on a terminal only

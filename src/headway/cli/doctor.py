@@ -12,14 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.cli.looks import console
-from headway.cli.parsing import parse
+from headway.cli.parser import parse
 from headway.doctor.checks import Check, Report, examine
 
 _STYLES = {"ok": "green", "warn": "yellow", "bad": "bold red"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Doctor:
+class DoctorOptions:
     """What this machine is and whether it is fit to train: a verdict per line.
 
     ok: fine. warn: may cost speed or safety. bad: runs will fail. Exit code 1 if anything is bad, else 0.
@@ -34,7 +34,7 @@ class Doctor:
 
 
 def main(argv: list[str]) -> int:
-    options = parse(Doctor, argv, prog="headway doctor")
+    options = parse(DoctorOptions, argv, verb="doctor")
     with Console(stderr=True).status("examining this machine ..."):  # shown on a terminal only
         report = examine(root=options.root, canary=options.canary)
     if options.json:

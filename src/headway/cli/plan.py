@@ -9,19 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
 from rich.console import Console
 
-from headway.cli.commandline import no_verb
-from headway.cli.parsing import parse
+from headway.cli.parser import Positional, dispatch, parse, unknown_verb
 from headway.errors import DOES_NOT_FIT, DONE, UsageError
 from headway.plan.cost.economy import Job
 from headway.plan.model.layout import Layout
 from headway.plan.report.estimates import Estimate
 from headway.plan.tracer.request import Trace
 
-_Path = Annotated[Path, tyro.conf.Positional]
-_Name = Annotated[str, tyro.conf.Positional]
+_File = Annotated[Path, Positional("FILE.yaml")]
 
 _USAGE = """\
 usage: headway plan FILE.yaml | preset NAME | search FILE.yaml | module FILE.py:factory | measure FILE.py:factory
@@ -41,7 +38,7 @@ usage: headway plan FILE.yaml | preset NAME | search FILE.yaml | module FILE.py:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Output:
+class OutputOptions:
     """How to print the answers."""
 
     json: bool = False
@@ -55,19 +52,20 @@ class Output:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FilePlan(Output):
+class FileOptions(OutputOptions):
     """Cost of the layout in a plan file."""
 
-    file: _Path
+    file: _File
 
 
 @dataclass(frozen=True, kw_only=True)
-class PresetPlan(Output):
+class PresetOptions(OutputOptions):
     """Cost of a well-known model; flags are the keys of a plan file."""
 
-    name: _Name
-    layout: tyro.conf.OmitArgPrefixes[Layout]
-    job: tyro.conf.OmitArgPrefixes[Job]
+    name: Annotated[str, Positional("NAME")]
+    """a preset (headway plan list)"""
+    layout: Layout
+    job: Job
     node: str = "h200-sxm8"
     """A catalogue name (headway plan list) or "this"."""
     price_per_hour: float | None = None
@@ -75,19 +73,19 @@ class PresetPlan(Output):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchPlan:
+class SearchOptions:
     """Best layouts for the model, node and `search` section of a plan file."""
 
-    file: _Path
+    file: _File
     json: bool = False
     """Print JSON and nothing else."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModulePlan(Output):
+class ModuleOptions(OutputOptions):
     """Memory and time of your own module, traced without a GPU."""
 
-    trace: tyro.conf.OmitArgPrefixes[Trace]
+    trace: Trace
     node: str = "h200-sxm1"
     """A catalogue name (headway plan list) or "this"."""
     calibration: str | None = None
@@ -97,10 +95,10 @@ class ModulePlan(Output):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasurePlan:
+class MeasureOptions:
     """A few real steps on the device here, against the prediction."""
 
-    trace: tyro.conf.OmitArgPrefixes[Trace]
+    trace: Trace
     also: tuple[int, ...] = ()
     """Further batch sizes: that of --batch-size calibrates, these test."""
     steps: int = 10
@@ -116,7 +114,7 @@ class MeasurePlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calibrate:
+class CalibrateOptions:
     """Measures this machine once: products, copies, attention, launches, transfers, storage, collectives."""
 
     file: Path | None = None
@@ -130,7 +128,7 @@ class Calibrate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class List:
+class PlanListOptions:
     """Presets and nodes that a plan may name."""
 
     json: bool = False
@@ -138,10 +136,10 @@ class List:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImportDlcalc:
+class ImportOptions:
     """Prints a dlcalc 3dtrn file as a plan file."""
 
-    file: _Path
+    file: _File
 
 
 def main(argv: list[str]) -> int:
@@ -149,13 +147,10 @@ def main(argv: list[str]) -> int:
         "preset": _preset, "search": _search, "module": _module, "measure": _measure, "calibrate": _calibrate,
         "import-dlcalc": _import_dlcalc, "list": _list,
     }  # fmt: skip
-    if not argv or argv[0] in ("-h", "--help"):
-        print(_USAGE, end="")
-        return 0
-    if argv[0] in verbs:
-        return verbs[argv[0]](argv[1:])
+    if not argv or argv[0] in {"-h", "--help", *verbs}:
+        return dispatch("plan", verbs, _USAGE, argv)
     if not (argv[0].startswith("-") or "." in Path(argv[0]).name or Path(argv[0]).exists()):
-        raise no_verb(argv[0], verbs, "plan", kind="verb or file")
+        raise unknown_verb(argv[0], verbs, "plan", kind="verb or file")
     return _file(argv)
 
 
@@ -163,7 +158,7 @@ def _file(argv: list[str]) -> int:
     from headway.plan.input.document import read_document
     from headway.plan.report.estimates import estimate
 
-    options = parse(FilePlan, argv, prog="headway plan", description=_USAGE)
+    options = parse(FileOptions, argv, verb="plan")
     plan = read_document(options.file)
     found = estimate(plan.model, plan.layout, plan.node, job=plan.job, calibration=plan.calibration)
     return _print(found, options)
@@ -174,14 +169,14 @@ def _preset(argv: list[str]) -> int:
     from headway.plan.model.presets import preset
     from headway.plan.report.estimates import estimate
 
-    options = parse(PresetPlan, argv, prog="headway plan preset")
+    options = parse(PresetOptions, argv, verb="plan preset")
     node = read_node(options.node if options.node == "this" else {"name": options.node, **_price(options)})
     constants = read_calibration(None, Path(), options.node)
     found = estimate(preset(options.name), options.layout, node, job=options.job, calibration=constants)
     return _print(found, options)
 
 
-def _price(options: PresetPlan) -> dict[str, object]:
+def _price(options: PresetOptions) -> dict[str, object]:
     return {} if options.price_per_hour is None else {"price_per_hour": options.price_per_hour}
 
 
@@ -190,7 +185,7 @@ def _search(argv: list[str]) -> int:
     from headway.plan.report.tables import print_search
     from headway.plan.searcher.layouts import search
 
-    options = parse(SearchPlan, argv, prog="headway plan search")
+    options = parse(SearchOptions, argv, verb="plan search")
     plan = read_document(options.file)
     if plan.search is None:
         raise UsageError(f"{options.file} has no 'search'; give search: {{gpus: N, global_batch: B}}")
@@ -211,7 +206,7 @@ def _import_dlcalc(argv: list[str]) -> int:
     from headway.plan.input.dlcalc import import_dlcalc
     from headway.plan.yaml_reader import read_yaml
 
-    options = parse(ImportDlcalc, argv, prog="headway plan import-dlcalc")
+    options = parse(ImportOptions, argv, verb="plan import-dlcalc")
     print(yaml.safe_dump(import_dlcalc(read_yaml(options.file)), sort_keys=False), end="")
     return 0
 
@@ -220,9 +215,7 @@ def _list(argv: list[str]) -> int:
     from headway.plan.machine.hardware import Node, node_names
     from headway.plan.model.presets import names
 
-    if argv and not argv[0].startswith("-"):
-        raise UsageError(f"headway plan list takes no arguments, got {argv[0]!r}")
-    options = parse(List, argv, prog="headway plan list")
+    options = parse(PlanListOptions, argv, verb="plan list")
     nodes = [Node(name) for name in node_names()]
     if options.json:
         told = [{"name": n.name, "gpus": n.gpus, "device": n.device.name, "is": n.describe()} for n in nodes]
@@ -237,7 +230,7 @@ def _module(argv: list[str]) -> int:
     from headway.plan.input.document import read_calibration, read_node
     from headway.plan.tracer.request import trace_plan
 
-    options = parse(ModulePlan, _with_factory(argv), prog="headway plan module")
+    options = parse(ModuleOptions, _with_factory(argv), verb="plan module")
     constants = read_calibration(options.calibration, Path(), options.node)
     found = trace_plan(
         options.trace,
@@ -270,7 +263,7 @@ def _measure(argv: list[str]) -> int:
     from headway.plan.report.tables import print_measurement
     from headway.plan.tracer.measurement import measure_plan
 
-    options = parse(MeasurePlan, _with_factory(argv), prog="headway plan measure")
+    options = parse(MeasureOptions, _with_factory(argv), verb="plan measure")
     node = None if options.node is None else read_node(options.node)
     constants = read_calibration(options.calibration, Path(), options.node)
     found = measure_plan(
@@ -292,7 +285,7 @@ def _calibrate(argv: list[str]) -> int:
     from headway.plan.machine.calibration import machine_file, save
     from headway.plan.tracer.measurement import calibrate
 
-    options = parse(Calibrate, argv, prog="headway plan calibrate")
+    options = parse(CalibrateOptions, argv, verb="plan calibrate")
     node, constants, facts = calibrate(folder=options.storage, loader=options.loader)
     file = options.file or machine_file()
     with _writing(file):
@@ -317,7 +310,7 @@ def _writing(file: Path) -> Iterator[None]:
         raise UsageError(f"cannot write {file}: {error.strerror}") from error
 
 
-def _print(plan: Estimate, options: Output) -> int:
+def _print(plan: Estimate, options: OutputOptions) -> int:
     if options.html is not None:
         from headway.plan.report.html import page
 

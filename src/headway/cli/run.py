@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headway.cli.commandline import Parser, natural
+from headway.cli.parser import Parser, natural
 from headway.errors import UsageError
 from headway.launcher.agent.agent import Agent
 from headway.launcher.local_sweep import run_sweep

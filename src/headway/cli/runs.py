@@ -12,8 +12,8 @@ from typing import get_args
 from rich.text import Text
 
 from headway.cli import samples
-from headway.cli.commandline import Parser, natural
 from headway.cli.looks import ago, console, duration, number, state_style
+from headway.cli.parser import Parser, natural
 from headway.errors import DONE
 from headway.launcher.sweep import label
 from headway.run.status import State

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from headway.cli.commandline import Parser
+from headway.cli.parser import Parser
 from headway.errors import DONE
 from headway.watch.runs import resolve
 from headway.watch.samples import samples_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from headway.cli.commandline import Parser
 from headway.cli.looks import size
+from headway.cli.parser import Parser
 from headway.data.cache.staging import stage
 from headway.errors import DONE
 

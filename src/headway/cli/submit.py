@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from headway.cli.commandline import Parser
+from headway.cli.parser import Parser
 from headway.errors import UsageError
 from headway.launcher import follow, submission
 from headway.launcher.submission import Script, Submitted

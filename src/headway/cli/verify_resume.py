@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
-from headway.cli.commandline import Parser
+from headway.cli.parser import Parser
 from headway.errors import DONE
 
 _EXAMPLES = """\

@@ -1,0 +1,266 @@
+"""The command lines of all verbs, by argparse. A mistake in one is a `UsageError` of one sentence, with exit code 2.
+
+A verb either adds its options one by one to a `Parser`, or describes them as a frozen dataclass for `parse`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import re
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from difflib import get_close_matches
+from itertools import pairwise
+from pathlib import Path
+from stat import S_ISDIR
+from textwrap import dedent
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NoReturn,
+    TypeVar,
+    Union,
+    final,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from headway.errors import DONE, UsageError
+
+T = TypeVar("T")
+
+Verb = Callable[[list[str]], int]
+
+
+@final
+class Parser(argparse.ArgumentParser):
+    """The command line of a verb. Options are written out in full; an unknown one is a `UsageError`.
+
+    >>> Parser("run", "Runs a script here.", examples).parse_args(["--nprc", "2", "train.py"])
+    Traceback (most recent call last):
+    headway.errors.UsageError: unrecognized arguments: --nprc (did you mean --nproc?); see: headway run --help
+    """
+
+    def __init__(self, verb: str, does: str, examples: str = "") -> None:
+        super().__init__(
+            prog=f"headway {verb}",
+            description=does,
+            epilog=examples,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        _, unknown, words = message.partition("unrecognized arguments: ")
+        if unknown:
+            wrong = words.split()[0]
+            options = [name for action in self._actions for name in action.option_strings if name[:2] == "--"]
+            close = get_close_matches(wrong, options, n=1) or [
+                name for name in options if name.startswith(wrong)
+            ]
+            message += f" (did you mean {close[0]}?)" if close else ""
+        raise UsageError(f"{message}; see: {self.prog} --help")
+
+    def add_json(self) -> None:
+        self.add_argument("--json", action="store_true", help="print facts for programs")
+
+    def add_root(self) -> None:
+        self.add_argument(
+            "--root", default="runs", metavar="DIR", help="where ids are looked up (default: runs)"
+        )
+
+    def add_script(self, *, needed: bool = True, module: bool = True) -> None:
+        """A script, or with -m a module, and all that follows it: its own command line."""
+        if module:
+            self.add_argument(
+                "-m", dest="module", action="store_true", help="SCRIPT names a module, as for python -m"
+            )
+        self.add_argument("script", metavar="SCRIPT", nargs=None if needed else "?")
+        rest = self.add_argument(
+            "args", metavar="ARGS", nargs=argparse.REMAINDER, help="passed on to the script"
+        )
+        rest.required = False  # else a missing script reads "required: SCRIPT, ARGS"
+
+    def parse_sweep(self, argv: Sequence[str]) -> argparse.Namespace:
+        """As `parse_args`, for verbs with a script and an --array that may be given several axes at once.
+
+        >>> parser.parse_sweep(["--array", "lr=1e-3,3e-4", "seed=1,2", "train.py"]).array
+        ['lr=1e-3,3e-4', 'seed=1,2']
+        """
+        options = self.parse_args(argv)
+        while getattr(options, "array", None) and "=" in options.script and not Path(options.script).exists():
+            options.array.append(options.script)  # the next axis, taken for the script until here
+            options = self.parse_args(options.args, options)
+        return options
+
+
+def dispatch(group: str, verbs: Mapping[str, Verb], usage: str, argv: list[str]) -> int:
+    """Runs a verb of a group of verbs, like `headway data ls`; without one it prints the usage of the group."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage, end="")
+        return DONE
+    if argv[0] not in verbs:
+        raise unknown_verb(argv[0], verbs, group)
+    return verbs[argv[0]](argv[1:])
+
+
+def unknown_verb(word: str, verbs: Iterable[str], group: str = "", *, kind: str = "verb") -> UsageError:
+    """The error for a verb that does not exist.
+
+    >>> print(unknown_verb("shwo", ["show", "verify"], "checkpoint"))
+    there is no checkpoint verb 'shwo' (did you mean 'show'?); see: headway checkpoint --help
+    """
+    close = get_close_matches(word, list(verbs), n=1)
+    meant = f" (did you mean {close[0]!r}?)" if close else ""
+    group = group and f"{group} "
+    return UsageError(f"there is no {group}{kind} {word!r}{meant}; see: headway {group}--help")
+
+
+def natural(text: str) -> int:
+    """A whole number of 0 or more, for `type=` of an option."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is not a whole number of 0 or more")
+    return int(text)
+
+
+def require_path(path: Path, kind: Literal["file", "directory"]) -> Path:
+    """The path, if it exists; one that cannot be examined is left to whoever reads it."""
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise UsageError(f"there is no {kind} {str(path)!r}") from None
+    except OSError:
+        return path
+    if kind == "directory" and not S_ISDIR(mode):
+        raise UsageError(f"{str(path)!r} is not a directory")
+    return path
+
+
+# --- command lines from dataclasses
+
+
+@dataclass(frozen=True)
+class Positional:
+    """Marks a field that is given without a flag: `path: Annotated[Path, Positional("PATH")]`."""
+
+    metavar: str
+
+
+def parse(settings: type[T], argv: Sequence[str], *, verb: str) -> T:
+    """Reads a command line into a frozen dataclass: a flag per field, explained by the field's docstring.
+
+    A field that is itself a dataclass becomes a group of flags.
+
+    >>> parse(ShowOptions, ["--json", "runs/x7k2"], verb="checkpoint show")
+    ShowOptions(path=PosixPath('runs/x7k2'), json=True)
+    """
+    parser = Parser(verb, inspect.getdoc(settings) or "")
+    _add_fields(parser, settings)
+    return _make(settings, vars(parser.parse_intermixed_args(argv)))
+
+
+def _add_fields(group: argparse._ActionsContainer, settings: type[Any], prefix: str = "") -> None:
+    types = get_type_hints(settings, include_extras=True)
+    texts = field_docstrings(settings)
+    for each in fields(settings):
+        kind = types[each.name]
+        if is_dataclass(kind) and isinstance(kind, type):
+            title = (inspect.getdoc(kind) or "").partition("\n")[0]
+            _add_fields(group.add_argument_group(f"{each.name} options", title), kind, f"{each.name}.")
+        else:
+            _add_option(group, each, kind, texts.get(each.name, ""), dest=prefix + each.name)
+
+
+def _add_option(
+    group: argparse._ActionsContainer, each: Field[Any], kind: Any, help: str, *, dest: str
+) -> None:
+    """One option for one field."""
+    flag = f"--{each.name.replace('_', '-')}"
+    default = each.default if each.default_factory is MISSING else each.default_factory()
+    required = default is MISSING
+    if default not in (MISSING, None, False, (), {}) and "default:" not in help:
+        help = f"{help} (default: %(default)s)".lstrip()
+    if get_origin(kind) is Annotated:
+        kind, mark = get_args(kind)
+        many = get_origin(kind) is tuple
+        group.add_argument(
+            dest,
+            metavar=mark.metavar,
+            type=_reader(get_args(kind)[0] if many else kind),
+            nargs="*" if many else None,
+            help=help,
+        )
+    elif kind is bool:
+        action = argparse.BooleanOptionalAction if default else "store_true"
+        group.add_argument(flag, dest=dest, action=action, default=default, help=help)
+    elif get_origin(kind) is tuple:
+        item = get_args(kind)[0]
+        group.add_argument(
+            flag, dest=dest, type=_reader(item), nargs="*", metavar=_metavar(item), default=default, help=help
+        )
+    elif get_origin(kind) is dict:
+        group.add_argument(
+            flag, dest=dest, type=_pair, nargs="+", metavar="NAME=N", default=default, help=help
+        )
+    else:
+        kind = _without_none(kind)
+        given: dict[str, Any] = {"choices": get_args(kind)}
+        if get_origin(kind) is not Literal:
+            given = {"type": _reader(kind), "metavar": _metavar(kind)}
+        group.add_argument(flag, dest=dest, required=required, default=default, help=help, **given)
+
+
+def _without_none(kind: Any) -> Any:
+    if get_origin(kind) in (Union, types.UnionType):
+        (kind,) = (each for each in get_args(kind) if each is not types.NoneType)
+    return kind
+
+
+def _reader(kind: Any) -> Callable[[str], Any]:
+    return {int: int, float: float, Path: Path, str: str}[kind]
+
+
+def _metavar(kind: Any) -> str | None:
+    return {int: "N", float: "X", Path: "PATH", str: "TEXT"}.get(kind)
+
+
+def _pair(text: str) -> tuple[str, int]:
+    name, _, number = text.partition("=")
+    if not re.fullmatch(r"-?\d+", number) or not name:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is not NAME=NUMBER")
+    return name, int(number)
+
+
+def _make(settings: type[T], given: Mapping[str, Any], prefix: str = "") -> T:
+    types = get_type_hints(settings)
+    values: dict[str, Any] = {}
+    for each in fields(settings):  # type: ignore[arg-type]  # T is a dataclass
+        kind, dest = types[each.name], prefix + each.name
+        if is_dataclass(kind) and isinstance(kind, type):
+            values[each.name] = _make(kind, given, f"{each.name}.")
+        elif get_origin(kind) in (tuple, dict):
+            values[each.name] = get_origin(kind)(given[dest])
+        else:
+            values[each.name] = given[dest]
+    return settings(**values)
+
+
+def field_docstrings(settings: type[Any]) -> dict[str, str]:
+    """The string below each field of a dataclass, those of its bases included."""
+    texts: dict[str, str] = {}
+    for each in reversed(settings.__mro__):
+        if is_dataclass(each):
+            (body,) = (
+                node.body
+                for node in ast.parse(dedent(inspect.getsource(each))).body
+                if isinstance(node, ast.ClassDef)
+            )
+            for field, below in pairwise(body):
+                if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+                    texts[ast.unparse(field.target)] = inspect.cleandoc(ast.literal_eval(below.value))
+    return {name: text.replace("%", "%%") for name, text in texts.items()}
