@@ -291,13 +291,13 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     saver = Saver(tmp_path, patience=1.0)
     if headway.rank() == 0:
         with pytest.raises(
-            BarrierTimeout, match="rank 1 said nothing for 1 s while the ranks tried to save step 5"
+            BarrierTimeout, match="rank 1 did not respond within 1 s while the ranks tried to save step 5"
         ):
             saver.save({"x": 1}, step=5)
         headway.barrier()
     else:
         headway.barrier()
-        with pytest.raises(BarrierTimeout, match="rank 1 said nothing"):
+        with pytest.raises(BarrierTimeout, match="rank 1 did not respond"):
             saver.save({"x": 1}, step=5)
     saver.close()
     with Saver(tmp_path) as saver:

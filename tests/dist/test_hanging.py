@@ -34,7 +34,7 @@ WAITING = """Thread 0x1 (most recent call first):
 """
 WORKING = """Thread 0x2 (most recent call first):
   File "/lib/threading.py", line 1 in wait
-  File "/lib/headway/dist/control.py", line 9 in _listen
+  File "/lib/headway/dist/control/peer.py", line 9 in _listen
 
 Current thread 0x1 (most recent call first):
   File "data.py", line 5 in read
@@ -47,6 +47,24 @@ def seen(rank: int, **facts: object) -> Sighting:
 
 
 # --- the judgement
+
+
+def test_the_functions_in_which_ranks_wait_are_where_the_judgement_looks_for_them() -> None:
+    package = Path(hanging.__file__).parents[2]
+    for path, names in hanging.WAITING_IN.items():
+        text = (package / path).read_text()
+        assert all(name == ".*" or f"def {name}(" in text for name in names.split("|")), path
+    assert all((package / path).exists() for path in hanging.OWN_THREADS)
+
+
+def test_a_rank_in_an_exchange_waits_unless_it_works_there() -> None:
+    frames = (
+        '  File "/lib/headway/dist/collective/exchange.py", line 7 in {}\n  File "train.py", line 3 in main\n'
+    )
+    waits, works = (
+        f"Thread 0x1 (most recent call first):\n{frames.format(name)}" for name in ("_wait", "round")
+    )
+    assert [one.rank for one in hanging.suspects([seen(0, stack=waits), seen(1, stack=works)])] == [1]
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ from headway.checkpoint.format import dtypes, manifest as layout, tree
 from headway.checkpoint.format.manifest import Damaged, Folder, Manifest, Place
 from headway.checkpoint.reader import Reader
 from headway.checkpoint.write.saver import Saver
-from headway.dist.collective import exchange
-from headway.dist.collective.exchange import Line
+from headway.dist.collective.exchange import RankExchange, rank_and_size
 from headway.errors import NoValidCheckpoint, UsageError
 from headway.run.lock import RunLock
 from headway.system import files
@@ -73,10 +72,10 @@ def load(directory: str | os.PathLike[str], state: Mapping[str, Any] | None = No
     >>> epoch = load(path, {"net": net.state_dict(), "epoch": None}).state["epoch"]  # doctest: +SKIP
     """
     path = Path(directory).absolute()
-    line = Line(f"read {path}")
-    if not line.from_root(path.is_dir):
+    exchange = RankExchange(f"read {path}")
+    if not exchange.from_root(path.is_dir):
         raise UsageError(f"there is no checkpoint at {path}; see those of a run: headway checkpoint show RUN")
-    problems = _verify_together(line, path)
+    problems = _verify_together(exchange, path)
     if problems:
         raise NoValidCheckpoint(f"{path} is damaged: {'; '.join(problems[:5])}. Take another checkpoint")
     return _load(path, state)
@@ -103,15 +102,15 @@ def find_valid(where: Place) -> Path | None:
     """
     parent, _ = layout.home(where)
     told: list[str] = []
-    line = Line(f"find a whole checkpoint in {parent}")
-    for step in line.from_root(lambda: layout.steps(parent))[::-1]:
+    exchange = RankExchange(f"find a whole checkpoint in {parent}")
+    for step in exchange.from_root(lambda: layout.steps(parent))[::-1]:
         path = layout.step_dir(parent, step)
-        problems = _verify_together(line, path)
+        problems = _verify_together(exchange, path)
         if not problems:
             return path
-        aside = line.from_root(partial(_set_aside, path))
+        aside = exchange.from_root(partial(_set_aside, path))
         told.append(f"{aside}: {problems[0]}")
-    if line.from_root(lambda: layout.any_traces(parent)):
+    if exchange.from_root(lambda: layout.any_traces(parent)):
         raise NoValidCheckpoint(
             f"{parent} has checkpoints, but none is whole ({'; '.join(told[:5]) or 'all were set aside before'}). "
             "Look at them with: headway checkpoint verify PATH; to start over, move that directory away"
@@ -119,21 +118,25 @@ def find_valid(where: Place) -> Path | None:
     return None
 
 
-def _verify_together(line: Line, path: Path) -> list[str]:
+def _verify_together(exchange: RankExchange, path: Path) -> list[str]:
     """The problems of a checkpoint, the same on all ranks; the ranks share the reading."""
 
     def check() -> list[str]:
         try:
-            with Folder(path, announced=line.rank > 0) as folder:
+            with Folder(path, announced=exchange.rank > 0) as folder:
                 manifest = layout.read_manifest(folder)
-                mine = [name for number, name in enumerate(manifest.files) if number % line.size == line.rank]
+                mine = [
+                    name
+                    for number, name in enumerate(manifest.files)
+                    if number % exchange.size == exchange.rank
+                ]
                 return layout.check_files(folder, manifest, mine) or layout.check_contents(
                     folder, manifest, mine
                 )
         except Damaged as problem:
             return [str(problem)]
 
-    return list(dict.fromkeys(problem for found in line.each(check) for problem in found))
+    return list(dict.fromkeys(problem for found in exchange.all_gather(check) for problem in found))
 
 
 def _set_aside(path: Path) -> str:
@@ -159,7 +162,7 @@ def _load(path: Path, state: Mapping[str, Any] | None) -> Loaded:
         except Damaged as problem:
             raise NoValidCheckpoint(f"{path} was damaged while it was read: {problem}") from problem
 
-    Line(f"read {path}").each(read)
+    RankExchange(f"read {path}").all_gather(read)
     return results[0]
 
 
@@ -221,7 +224,7 @@ def _destinations(
 
 
 def _own(folder: Folder, manifest: Manifest) -> Any:
-    name = f"rank-{exchange.place()[0]:05d}.json"
+    name = f"rank-{rank_and_size()[0]:05d}.json"
     if name not in manifest.files:
         return None
     return tree.join(layout.read_part(folder, manifest, name), {})

@@ -12,15 +12,25 @@ from typing import TYPE_CHECKING
 from headway import lazy
 
 if TYPE_CHECKING:
-    from headway.dist.collective.averaging import average_gradients as average_gradients, average_parameters as average_parameters, optimizer_to as optimizer_to
+    from headway.dist.collective.averaging import (
+        average_gradients as average_gradients,
+        average_parameters as average_parameters,
+        optimizer_to as optimizer_to,
+    )
+    from headway.dist.collective.guard import (
+        barrier as barrier,
+        from_root as from_root,
+        local_root_first as local_root_first,
+        root_first as root_first,
+        root_only as root_only,
+    )
+    from headway.dist.control.signals import ignore_signals as ignore_signals, shielded as shielded
     from headway.dist.failure.capture import excused as excused, set_phase as set_phase
     from headway.dist.group import (
         World as World,
         is_initialized as is_initialized,
         world as world,
     )
-    from headway.dist.collective.guard import (barrier as barrier, from_root as from_root, local_root_first as local_root_first, root_first as root_first, root_only as root_only)
-    from headway.dist.topology.interconnect import check_interconnect as check_interconnect
     from headway.dist.join import init as init, leave as leave
     from headway.dist.objects import (
         all_gather_object as all_gather_object,
@@ -45,6 +55,6 @@ if TYPE_CHECKING:
         record_failures_in as record_failures_in,
         terminal as terminal,
     )
-    from headway.dist.control.signals import ignore_signals as ignore_signals, shielded as shielded
+    from headway.dist.topology.interconnect import check_interconnect as check_interconnect
 
 __getattr__, __dir__, __all__ = lazy.exports(__name__)

@@ -13,8 +13,8 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from headway.schedulers.slurm.hostlist import expand
 from headway.errors import UsageError
+from headway.schedulers.slurm.hostlist import expand
 
 
 @dataclass(frozen=True, kw_only=True)

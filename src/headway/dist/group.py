@@ -19,19 +19,18 @@ from typing import final
 import torch
 import torch.distributed as c10d
 
-from headway.system import files
-from headway.dist.failure import hang
-from headway.dist.failure import capture
 from headway.dist.control import signals
 from headway.dist.control.agreement import Agreement
-from headway.dist.control.hub import Hub, vanished
-from headway.dist.environment import Place
-from headway.dist.control.peer import Peer
-from headway.dist.roster import Member
 from headway.dist.control.hang_watch import myself, silent
-from headway.errors import HeadwayError, Stopped, StorageError, UsageError
+from headway.dist.control.hub import Hub, vanished
+from headway.dist.control.peer import Peer
+from headway.dist.environment import Place
+from headway.dist.failure import capture, hang
 from headway.dist.failure.record import Record, cause, pointer
+from headway.dist.roster import Member
+from headway.errors import HeadwayError, Stopped, StorageError, UsageError
 from headway.run import Run
+from headway.system import files
 
 _VERDICT_TIMEOUT = 4.0
 """seconds a failing rank gives the hub to say who was first; the hub itself takes at most two"""

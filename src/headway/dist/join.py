@@ -19,9 +19,10 @@ import psutil
 import torch
 import torch.distributed as c10d
 
-from headway.dist.topology import machine
 from headway.dist.control.hub import Hub
+from headway.dist.control.peer import join
 from headway.dist.device import check_kind, choose_device
+from headway.dist.environment import Place, detect
 from headway.dist.failure.capture import HEART
 from headway.dist.group import (
     Group,
@@ -34,11 +35,10 @@ from headway.dist.group import (
     mine,
     world,
 )
-from headway.dist.environment import Place, detect
-from headway.dist.rendezvous import (Address, FileMeeting, Meeting, StoreMeeting, file_meeting, listen)
-from headway.dist.topology.nccl import nccl_settings, read_conf
-from headway.dist.control.peer import join
+from headway.dist.rendezvous import Address, FileMeeting, Meeting, StoreMeeting, file_meeting, listen
 from headway.dist.roster import Member, Seat, seats
+from headway.dist.topology import machine
+from headway.dist.topology.nccl import nccl_settings, read_conf
 from headway.errors import RankFailure, UsageError
 from headway.system.log import install_handler
 

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, final
 
 import psutil
 
-from headway.system import files
 from headway.dist.environment import Place
 from headway.errors import MissingExtra, UsageError
+from headway.system import files
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from headway.system import files
-from headway.run.choice import Choice, choose
-from headway.dist.failure.capture import HEART
-from headway.dist.group import current, is_initialized, world
 from headway.dist.collective.guard import from_root
+from headway.dist.failure.capture import HEART
 from headway.dist.failure.record import Record
+from headway.dist.group import current, is_initialized, world
 from headway.run import Run
+from headway.run.choice import Choice, choose
+from headway.system import files
 
 
 def open_run(root: str | Path = "runs", *, name: str = "run", config: object = None) -> Run:

@@ -17,10 +17,11 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from headway.dist import set_phase
+from headway.dist.collective.exchange import gather_rows
 from headway.errors import HeadwayError, UsageError
 from headway.train import batches as feed, loop
 from headway.train.diagnose import evidence
-from headway.train.metrics.meter import Meter, Point, Reduction, Scope, gather
+from headway.train.metrics.meter import Meter, Point, Reduction, Scope
 from headway.train.model.mesh_groups import apart, total_norm
 from headway.train.model.precision import Precision
 from headway.train.settings import TrainSettings
@@ -211,7 +212,9 @@ class TrainValStage(Stage):
         if ranks := point.unfinished.get(name):
             bad = [step for step, loss, _ in self.recent_losses if not loss.isfinite()]
             first = (
-                gather(torch.tensor([float(bad[0]) if bad else math.inf], device=self.device)).min().item()
+                gather_rows(torch.tensor([float(bad[0]) if bad else math.inf], device=self.device))
+                .min()
+                .item()
             )
             who = ", ".join(str(rank) for rank in ranks)
             known = evidence.of_a_loss(
@@ -335,7 +338,7 @@ class TrainValStage(Stage):
         last = None
         while True:
             batch = next(batches, None)
-            if not gather(torch.tensor([float(batch is not None)], device=self.device)).any():
+            if not gather_rows(torch.tensor([float(batch is not None)], device=self.device)).any():
                 break
             if batch is None and last is None:
                 raise UsageError(
@@ -368,7 +371,7 @@ class TrainValStage(Stage):
         mine = feed.length(self.train_dataset(), self.settings.limit_train_batches)
         if self.pipe.world.world_size == 1:
             return
-        lengths = gather(torch.tensor([-1.0 if mine is None else float(mine)], device=self.device))[:, 0]
+        lengths = gather_rows(torch.tensor([-1.0 if mine is None else float(mine)], device=self.device))[:, 0]
         known = {rank: int(length) for rank, length in enumerate(lengths.tolist()) if length >= 0}
         if len(set(known.values())) > 1:
             said = ", ".join(f"{length:,} on rank {rank}" for rank, length in list(known.items())[:16])

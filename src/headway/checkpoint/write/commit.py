@@ -13,7 +13,7 @@ from headway.checkpoint.format.tensor_file import bytes_of
 from headway.checkpoint.write import disk, planner
 from headway.checkpoint.write.disk import Target
 from headway.checkpoint.write.planner import Agreed, Contents, Share
-from headway.dist.collective.exchange import Line
+from headway.dist.collective.exchange import RankExchange
 
 
 class Pen(ABC):
@@ -61,9 +61,9 @@ class Direct(Pen):
         disk.discard(target)
 
 
-def write_out(line: Line, target: Target, contents: Contents, agreed: Agreed, pen: Pen) -> int:
+def write_out(exchange: RankExchange, target: Target, contents: Contents, agreed: Agreed, pen: Pen) -> int:
     """Returns the size of the checkpoint when it is whole, on all ranks; or raises on all, and nothing stays."""
-    stem = f"rank-{line.rank:05d}"
+    stem = f"rank-{exchange.rank:05d}"
 
     def write() -> dict[str, Any]:
         own = {} if contents.local is None else {f"{stem}.json": _document(target, contents.local)}
@@ -91,8 +91,8 @@ def write_out(line: Line, target: Target, contents: Contents, agreed: Agreed, pe
     def undo() -> None:
         pen.discard(target)
 
-    line.from_root(lambda: pen.begin(target), undo)
-    return line.phase(write, commit, undo)
+    exchange.from_root(lambda: pen.begin(target), undo)
+    return exchange.round(write, commit, undo)
 
 
 def _document(target: Target, held: object) -> bytes:

@@ -1,6 +1,6 @@
 """Who writes what: torch's planner above, JSON between the ranks, one safetensors file per rank below.
 
-share = agree(line, tensors, contents)        # the same on all ranks, before a file is made
+share = agree(exchange, tensors, contents)        # the same on all ranks, before a file is made
 share.header, share.tensors()                 # the bytes of this rank's file, in order
 """
 
@@ -32,7 +32,7 @@ from headway.checkpoint.format import dtypes, tree
 from headway.checkpoint.format.dtypes import BY_NAME, NAMES
 from headway.checkpoint.format.manifest import FileFact, Manifest
 from headway.checkpoint.format.tensor_file import header_of, table_of
-from headway.dist.collective.exchange import Line
+from headway.dist.collective.exchange import RankExchange
 from headway.errors import UsageError
 
 
@@ -155,7 +155,7 @@ class Planner:
         self._plan: Plan | None = None
 
     def agree(
-        self, line: Line, bring: Callable[[], Contents], name: Callable[[int], str]
+        self, exchange: RankExchange, bring: Callable[[], Contents], name: Callable[[int], str]
     ) -> tuple[Contents, Agreed]:
         """All ranks bring their contents; rank 0 decides who writes what, and names the save by its step.
 
@@ -179,15 +179,15 @@ class Planner:
                 {"save": name(proposals[0]["step"]), "known": len(plans) == 1 and None not in plans}
             ] * len(proposals)
 
-        decided = line.phase(propose, decide)
+        decided = exchange.round(propose, decide)
         contents, tensors = brought[0]
         if not decided["known"]:
             self._plan = _make_plan(
-                line, contents.tensors, tensors, (self._plan.number if self._plan else 0) + 1
+                exchange, contents.tensors, tensors, (self._plan.number if self._plan else 0) + 1
             )
         plan = self._plan
         assert plan is not None
-        plan.planner.set_up_planner(contents.tensors, is_coordinator=line.rank == 0)
+        plan.planner.set_up_planner(contents.tensors, is_coordinator=exchange.rank == 0)
         return contents, Agreed(
             save=decided["save"],
             share=Share(decided["save"], plan),
@@ -207,14 +207,16 @@ def _facts(name: str, tensor: torch.Tensor) -> Any:
     return (name, tensor.dtype, tensor.shape, tensor.layout, tensor.device, shard)
 
 
-def _make_plan(line: Line, tensors: dict[str, torch.Tensor], facts: list[Any], number: int) -> Plan:
+def _make_plan(
+    exchange: RankExchange, tensors: dict[str, torch.Tensor], facts: list[Any], number: int
+) -> Plan:
     """Torch's planner decides: a tensor that all ranks have is written by one of them."""
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def propose() -> list[Any]:
         for name, tensor in tensors.items():
             dtypes.check(name, tensor)
-        planner.set_up_planner(tensors, is_coordinator=line.rank == 0)
+        planner.set_up_planner(tensors, is_coordinator=exchange.rank == 0)
         return [_to_json(item) for item in planner.create_local_plan().items]
 
     def decide(proposals: list[list[Any]]) -> list[list[Any]]:
@@ -224,7 +226,7 @@ def _make_plan(line: Line, tensors: dict[str, torch.Tensor], facts: list[Any], n
         shared, _ = planner.create_global_plan(plans)
         return [[_to_json(item) for item in plan.items] for plan in shared]
 
-    items = [_from_json(*item) for item in line.phase(propose, decide)]
+    items = [_from_json(*item) for item in exchange.round(propose, decide)]
     return Plan(number, facts, planner.finish_plan(SavePlan(items)).items, planner)
 
 

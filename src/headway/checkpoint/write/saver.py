@@ -30,8 +30,7 @@ from headway.checkpoint.write.disk import Target
 from headway.checkpoint.write.host_memory import Memory
 from headway.checkpoint.write.planner import Agreed, Contents, Share
 from headway.checkpoint.write.writer_process import Helper
-from headway.dist.collective import exchange
-from headway.dist.collective.exchange import PATIENCE, Line
+from headway.dist.collective.exchange import TIMEOUT_S, RankExchange, rank_and_size
 from headway.dist.group import current
 from headway.errors import StorageError
 from headway.run.lock import RunLock
@@ -79,7 +78,7 @@ class Saver:
         *,
         lock: RunLock | None = None,
         background: bool = True,
-        patience: float = PATIENCE,
+        patience: float = TIMEOUT_S,
     ) -> None:
         self._parent, self._owner = layout.home(where)
         self._lock, self._patience = lock, patience
@@ -100,9 +99,9 @@ class Saver:
         begun = time.monotonic()
         self.wait()
         failpoint("checkpoint.begin")
-        line = Line(f"save step {step}", patience=self._patience)
+        exchange = RankExchange(f"save step {step}", timeout_s=self._patience)
         contents, agreed = self._planner.agree(
-            line,
+            exchange,
             lambda: planner.contents(state, step=step, local=local, metrics=metrics),
             lambda step: disk.hidden_name(self._owner, step),
         )
@@ -116,7 +115,7 @@ class Saver:
         if self._aside is not None:
             self._flying = self._aside.start(target, contents, agreed, begun)
             return
-        size = write_out(line, target, contents, agreed, Direct())
+        size = write_out(exchange, target, contents, agreed, Direct())
         taken = time.monotonic() - begun
         self._whole.append(Saved(path=target.final, step=step, stall_s=taken, total_s=taken, bytes=size))
 
@@ -168,10 +167,12 @@ class _Aside:
 
     def start(self, target: Target, contents: Contents, agreed: Agreed, begun: float) -> Future[Saved]:
         """Copies what this rank writes, and leaves the rest to the helper. A copy that fails is a save that fails."""
-        if self._store is None and exchange.place()[1] > 1:
+        if self._store is None and rank_and_size()[1] > 1:
             self._store = current().store.clone()  # type: ignore[attr-defined]
         # each rank gives its own helper up before the others give up the rank
-        line = Line(f"write step {target.step}", store=self._store, patience=self._patience + 6 * _TIDY_UP)
+        exchange = RankExchange(
+            f"write step {target.step}", store=self._store, timeout_s=self._patience + 6 * _TIDY_UP
+        )
         pen = _ByHelper(self._helper, self._copy(agreed.share), self._patience)
         agreed.share.release()
         contents = dataclasses.replace(contents, tensors={})
@@ -179,7 +180,7 @@ class _Aside:
         failpoint("checkpoint.staged")
 
         def fly() -> Saved:
-            size = write_out(line, target, contents, agreed, pen)
+            size = write_out(exchange, target, contents, agreed, pen)
             return Saved(
                 path=target.final,
                 step=target.step,

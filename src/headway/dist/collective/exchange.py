@@ -1,144 +1,196 @@
-"""Small words between ranks, as JSON through the store: all succeed, or all raise what one of them raised.
+"""The exchange between ranks: JSON values through the store, and rows of numbers in one collective.
 
-No collective is involved, so ranks may talk here while they train. A rank that dies takes all others with it
-(`dist.control`); one that is stopped or stuck does not, so nobody waits here for ever: `BarrierTimeout` names it.
+A `RankExchange` moves small values without any collective, so ranks may use it while they train. All ranks succeed, or
+all raise what one of them raised. A rank that exits takes all others with it (`dist.control`); one that is stopped or
+stuck does not, so every wait has a deadline, and `BarrierTimeout` names the ranks that are missing.
+
+`gather_rows` is for numbers that are on a device already: one all-gather, and one wait for it.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, final
 
 import torch.distributed as c10d
+from torch import Tensor
 
-from headway import dist
-from headway.dist.group import current
 from headway.dist.failure.remote import pack, unpack
+from headway.dist.group import current, is_initialized
 from headway.errors import BarrierTimeout, UsageError
 
 T = TypeVar("T")
 R = TypeVar("R")
+Message = dict[str, Any]
+"""{"value": ...} or {"error": ...}"""
 
-PATIENCE = 1800.0
-"""seconds that ranks wait for one that says nothing"""
+TIMEOUT_S = 1800.0
+"""how long ranks wait for one that does not respond"""
+_ANSWER_GRACE_S = 5.0
+"""how much longer they wait for rank 0, whose answer names the rank that is missing"""
+FOREVER = timedelta(days=365)
 
 
-def place() -> tuple[int, int]:
-    """This process's rank, and how many there are. Without a group there is one."""
-    if dist.is_initialized():
-        return dist.rank(), dist.world_size()
-    if c10d.is_available() and c10d.is_initialized() and c10d.get_world_size() > 1:
-        raise UsageError("checkpoints of several ranks need headway's group: call headway.init() first")
+def rank_and_size() -> tuple[int, int]:
+    """This process's rank, and the number of ranks. Without a process group it is rank 0 of 1."""
+    if c10d.is_available() and c10d.is_initialized():
+        return c10d.get_rank(), c10d.get_world_size()
     return 0, 1
 
 
 @final
-class Line:
-    """One conversation of all ranks; each makes its lines in the same order as the others.
+class RankExchange:
+    """A series of rounds in which all ranks exchange JSON values; every rank makes its exchanges in the same order.
 
-    `doing` says in words what it is about. A line that is used by another thread needs a store of its own (`store`):
-    a connection to the store serves one wait at a time.
+    `doing` completes the sentence "the ranks tried to ..." in errors. An exchange that is used by another thread needs
+    a `store` of its own, because a connection to the store serves one wait at a time. `channel` separates sequences of
+    exchanges that not all ranks take part in.
+
+    >>> hosts = RankExchange("list their hosts").all_gather(socket.gethostname)
     """
 
-    def __init__(self, doing: str, *, store: c10d.Store | None = None, patience: float | None = None) -> None:
-        self.rank, self.size = place()
+    def __init__(
+        self,
+        doing: str,
+        *,
+        channel: str = "exchange",
+        store: c10d.Store | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self.rank, self.size = rank_and_size()
         self.doing = doing
-        self.patience = PATIENCE if patience is None else patience
-        self._phases = 0
-        if self.size > 1:
-            group = current()
-            number = group.calls["checkpoint"] = group.calls.get("checkpoint", 0) + 1
-            self._store = c10d.PrefixStore(f"headway/checkpoint/{number}", store or group.store)
+        self.timeout_s = timeout_s
+        self._rounds = 0
+        if self.size == 1:
+            return
+        if store is None and not is_initialized():
+            raise UsageError("an exchange between ranks needs headway's group: call headway.init() first")
+        calls = current().calls if is_initialized() else {}
+        number = calls[channel] = calls.get(channel, 0) + 1  # in the same order on all ranks
+        self._store = c10d.PrefixStore(f"headway/{channel}/{number}", store or current().store)
 
-    def phase(
+    def round(
         self,
         work: Callable[[], T],
-        conclude: Callable[[list[T]], Sequence[R]],
+        decide: Callable[[list[T]], Sequence[R]],
         undo: Callable[[], None] = lambda: None,
     ) -> R:
-        """Every rank works; rank 0 concludes from all results and answers each rank. Results and answers are JSON.
+        """Runs `work` on every rank and `decide` on rank 0, which turns all results into one answer for each rank.
 
-        If the work fails on any rank, nothing is concluded; if that or the conclusion fails, rank 0 undoes what was
-        done, and then every rank raises.
+        If the work fails on any rank, nothing is decided. If the work or the decision fails, rank 0 calls `undo`, and
+        then every rank raises.
         """
         if self.size == 1:
             try:
-                return conclude([work()])[0]
+                return decide([work()])[0]
             except BaseException:
                 undo()
                 raise
-        self._phases += 1
-        word, failure = _attempt(work, self.rank)
+        self._rounds += 1
+        message, failure = _attempt(work, self.rank)
         if self.rank == 0:
-            answers, concluding = self._conclude(word, conclude)
+            answers, undecided = self._decide(message, decide)
             if "error" in answers[0]:
                 undo()
             for other in range(1, self.size):
-                self._store.set(f"{self._phases}/to/{other}", json.dumps(answers[other]))
-            mine, failure = answers[0], failure or concluding
+                self._store.set(f"{self._rounds}/to/{other}", json.dumps(answers[other]))
+            answer, failure = answers[0], failure or undecided
         else:
-            self._store.set(f"{self._phases}/from/{self.rank}", json.dumps(word))
-            mine = self._take({0: f"{self._phases}/to/{self.rank}"})[0]
+            self._store.set(f"{self._rounds}/from/{self.rank}", json.dumps(message))
+            own = {0: f"{self._rounds}/to/{self.rank}"}
+            answer = self._collect(own, self.timeout_s + _ANSWER_GRACE_S)[0]
         if failure is not None:
             raise failure
-        if "error" in mine:
-            raise unpack(mine["error"])
-        return mine["value"]  # type: ignore[no-any-return]
+        return _open(answer)  # type: ignore[no-any-return]
 
-    def each(self, work: Callable[[], T]) -> list[T]:
-        """Every rank works and gets the results of all, in the order of ranks."""
-        return self.phase(work, lambda results: [results] * len(results))
+    def all_gather(self, work: Callable[[], T]) -> list[T]:
+        """Runs `work` on every rank and returns all results, in the order of ranks, on every rank."""
+        return self.round(work, lambda results: [results] * len(results))
 
     def from_root(self, work: Callable[[], T], undo: Callable[[], None] = lambda: None) -> T:
-        """Rank 0 works, and every rank gets its result."""
-        return self.phase(lambda: None, lambda nothing: [work()] * len(nothing), undo)
+        """Runs `work` on rank 0 when all ranks are here, and returns its result on every rank."""
+        return self.round(lambda: None, lambda results: [work()] * len(results), undo)
 
-    def _conclude(
-        self, own: dict[str, Any], conclude: Callable[[list[Any]], Sequence[object]]
-    ) -> tuple[list[dict[str, Any]], BaseException | None]:
-        keys = {other: f"{self._phases}/from/{other}" for other in range(1, self.size)}
-        heard, silence = _attempt(lambda: self._take(keys), 0)
-        if silence is not None:
-            return [heard] * self.size, silence
-        words = [own, *heard["value"]]
-        errors = [word for word in words if "error" in word]
+    def publish(self, value: object = None, *, error: BaseException | None = None, readers: int) -> None:
+        """Leaves a value, or an exception to raise, for `readers` other ranks, which `read` it. Waits for nobody."""
+        if readers:
+            message = {"value": value} if error is None else {"error": pack(error, self.rank)}
+            self._store.set("published", json.dumps(message))
+
+    def read(self, *, readers: int) -> Any:
+        """Waits, however long it takes, for what another rank publishes; returns the value or raises the exception."""
+        self._store.wait(["published"], FOREVER)
+        message = json.loads(self._store.get("published"))
+        if self._store.add("reads", 1) == readers:  # the last reader removes the keys
+            self._store.delete_key("published")
+            self._store.delete_key("reads")
+        return _open(message)
+
+    def _decide(
+        self, own: Message, decide: Callable[[list[Any]], Sequence[object]]
+    ) -> tuple[list[Message], BaseException | None]:
+        keys = {other: f"{self._rounds}/from/{other}" for other in range(1, self.size)}
+        collected, timeout = _attempt(lambda: self._collect(keys, self.timeout_s), 0)
+        if timeout is not None:
+            return [collected] * self.size, timeout
+        messages = [own, *collected["value"]]
+        errors = [message for message in messages if "error" in message]
         if errors:
             return [errors[0]] * self.size, None
-        word, failure = _attempt(lambda: conclude([word["value"] for word in words]), 0)
+        decision, failure = _attempt(lambda: decide([message["value"] for message in messages]), 0)
         if failure is not None:
-            return [word] * self.size, failure
-        return [{"value": value} for value in word["value"]], None
+            return [decision] * self.size, failure
+        return [{"value": value} for value in decision["value"]], None
 
-    def _take(self, keys: dict[int, str]) -> list[dict[str, Any]]:
-        """What these ranks have said, once all have."""
-        deadline = time.monotonic() + self.patience
+    def _collect(self, keys: Mapping[int, str], timeout_s: float) -> list[Message]:
+        """Waits for the messages of these ranks, and removes them from the store."""
+        self._wait(keys, timeout_s)
+        messages: list[Message] = [json.loads(self._store.get(key)) for key in keys.values()]
+        for key in keys.values():
+            self._store.delete_key(key)
+        return messages
+
+    def _wait(self, keys: Mapping[int, str], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
         for key in keys.values():
             left = max(0.001, deadline - time.monotonic())
             try:
                 self._store.wait([key], timedelta(seconds=left))
             except RuntimeError as error:
-                silent = [rank for rank, key in keys.items() if not self._store.check([key])]
-                if not silent:  # not a matter of time
+                missing = [rank for rank, key in keys.items() if not self._store.check([key])]
+                if not missing:  # the store failed, and not the clock
                     raise
-                raise BarrierTimeout(self._complaint(silent)) from error
-        words: list[dict[str, Any]] = [json.loads(self._store.get(key)) for key in keys.values()]
-        for key in keys.values():
-            self._store.delete_key(key)
-        return words
+                raise BarrierTimeout(self._timeout_message(missing, timeout_s)) from error
 
-    def _complaint(self, silent: list[int]) -> str:
-        names = ", ".join(map(str, silent[:16]))
+    def _timeout_message(self, missing: Sequence[int], timeout_s: float) -> str:
+        names = ", ".join(map(str, missing[:16]))
         return (
-            f"rank {names} said nothing for {self.patience:g} s while the ranks tried to {self.doing}: "
+            f"rank {names} did not respond within {timeout_s:g} s while the ranks tried to {self.doing}: "
             "it is stopped, stuck, or elsewhere in the script; look at its log and its stack"
         )
 
 
-def _attempt(work: Callable[[], object], rank: int) -> tuple[dict[str, Any], BaseException | None]:
+def gather_rows(vector: Tensor) -> Tensor:
+    """Collects the equally long vectors of all ranks as the rows of a table on the host: one collective, one wait."""
+    _, size = rank_and_size()
+    if size == 1:
+        return vector[None].double().cpu()
+    table = vector.new_empty(size, len(vector))
+    c10d.all_gather(list(table), vector)
+    return table.cpu()
+
+
+def _attempt(work: Callable[[], object], rank: int) -> tuple[Message, BaseException | None]:
     try:
         return {"value": work()}, None
     except Exception as error:  # noqa: BLE001  it is raised here and on all other ranks, once they know
         return {"error": pack(error, rank)}, error
+
+
+def _open(message: Message) -> Any:
+    if "error" in message:
+        raise unpack(message["error"])
+    return message["value"]

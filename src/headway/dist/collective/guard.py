@@ -8,70 +8,37 @@ nobody who watches for hangs minds.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar, overload
 
+from headway.dist.collective.exchange import FOREVER, RankExchange
 from headway.dist.failure.capture import HEART
-from headway.dist.group import Group, current
 from headway.dist.failure.remote import pack, unpack
+from headway.dist.group import Group, current
 from headway.errors import BarrierTimeout
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_FOREVER = timedelta(days=365)
-
-
-class _Relay:
-    """One hand-over: some rank works, `waiting` others wait for the word that it is done."""
-
-    def __init__(self, group: Group, what: str, waiting: int) -> None:
-        number = group.calls[what] = group.calls.get(what, 0) + 1  # calls come in the same order on all ranks
-        self._key = f"headway/{what}/{number}"
-        self._store = group.store
-        self._waiting = waiting
-
-    def done(self, value: object = None) -> None:
-        self._post({"value": value})
-
-    def failed(self, error: BaseException, rank: int) -> None:
-        self._post({"error": pack(error, rank)})
-
-    def wait(self) -> Any:
-        with HEART.excused():
-            self._store.wait([self._key], _FOREVER)
-        word = json.loads(self._store.get(self._key))
-        if self._store.add(f"{self._key}/read", 1) == self._waiting:  # the last reader tidies up
-            self._store.delete_key(self._key)
-            self._store.delete_key(f"{self._key}/read")
-        if "error" in word:
-            raise unpack(word["error"])
-        return word["value"]
-
-    def _post(self, word: dict[str, object]) -> None:
-        if self._waiting:
-            self._store.set(self._key, json.dumps(word))
-
 
 @contextmanager
-def _first(what: str, *, works: bool, waiting: int) -> Iterator[None]:
-    """The body runs on the working rank first, then on those that waited."""
-    group = current()
-    relay = _Relay(group, what, waiting)
+def _first(channel: str, *, works: bool, waiting: int) -> Iterator[None]:
+    """Runs the body on the rank that `works` first, and then on the `waiting` others."""
+    exchange = RankExchange("wait for the first rank", channel=channel)
     if not works:
-        relay.wait()
+        with HEART.excused():
+            exchange.read(readers=waiting)
         yield
         return
     try:
         with HEART.excused():
             yield
     except BaseException as error:
-        relay.failed(error, group.place.rank)
+        exchange.publish(error=error, readers=waiting)
         raise
-    relay.done()
+    exchange.publish(readers=waiting)
 
 
 @contextmanager
@@ -96,8 +63,8 @@ def local_root_first() -> Iterator[None]:
     """
     world = current().world
     assert world is not None
-    what = f"local_root_first/{world.node_rank}"
-    with _first(what, works=world.local_rank == 0, waiting=world.local_world_size - 1):
+    channel = f"local_root_first/{world.node_rank}"
+    with _first(channel, works=world.local_rank == 0, waiting=world.local_world_size - 1):
         yield
 
 
@@ -136,16 +103,17 @@ def _root_only(function: Callable[P, T], *, wait: bool) -> Callable[P, T | None]
 def from_root(work: Callable[[], T]) -> T:
     """Runs `work` on rank 0 and gives its result, which must be JSON, to all ranks; its exception, too."""
     group = current()
-    relay = _Relay(group, "from_root", group.place.world_size - 1)
-    if group.place.rank != 0:
-        return relay.wait()  # type: ignore[no-any-return]
-    try:
-        with HEART.excused():
+    waiting = group.place.world_size - 1
+    exchange = RankExchange("wait for rank 0", channel="from_root")
+    with HEART.excused():
+        if group.place.rank != 0:
+            return exchange.read(readers=waiting)  # type: ignore[no-any-return]
+        try:
             result = work()
-    except BaseException as error:
-        relay.failed(error, 0)
-        raise
-    relay.done(result)
+        except BaseException as error:
+            exchange.publish(error=error, readers=waiting)
+            raise
+    exchange.publish(result, readers=waiting)
     return result
 
 
@@ -165,7 +133,7 @@ def barrier(*, timeout: float | None = None) -> None:
     if store.add(f"{key}/count", 1) == size:
         store.set(f"{key}/open", "")
     try:
-        store.wait([f"{key}/open"], _FOREVER if timeout is None else timedelta(seconds=timeout))
+        store.wait([f"{key}/open"], FOREVER if timeout is None else timedelta(seconds=timeout))
     except RuntimeError as error:
         absent = [rank for rank in range(size) if not store.check([f"{key}/{rank}"])]
         if not absent:  # not a matter of time

@@ -23,12 +23,12 @@ from typing import Any, final
 
 import torch.distributed as c10d
 
-from headway.dist.failure import hang, heartbeat
 from headway.dist.control.channel import Message
-from headway.dist.roster import Member
-from headway.dist.failure.record import Record
+from headway.dist.failure import hang, heartbeat
 from headway.dist.failure.hang import Sighting
 from headway.dist.failure.heartbeat import Heartbeat
+from headway.dist.failure.record import Record
+from headway.dist.roster import Member
 
 _OFTEN = 8  # looks, and questions, in one period
 _SLOWEST = 60.0  # seconds between two looks

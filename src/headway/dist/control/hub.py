@@ -20,10 +20,10 @@ from dataclasses import asdict
 from typing import final
 
 from headway.dist.control.channel import Channel, Forged, Message
-from headway.dist.roster import Member, seats
 from headway.dist.control.hang_watch import Watch
-from headway.dist.failure.record import Record
 from headway.dist.failure.heartbeat import Heartbeat
+from headway.dist.failure.record import Record
+from headway.dist.roster import Member, seats
 
 _ECHO_GRACE = 1.0
 """A rank that lost its peer reports "connection closed" in the same moment in which the real cause is on its way."""

@@ -13,13 +13,13 @@ from dataclasses import asdict
 from typing import final
 
 from headway.dist.control.agreement import Agreement
-from headway.dist.control.channel import (Channel, Forged, Message, call)
+from headway.dist.control.channel import Channel, Forged, Message, call
+from headway.dist.control.hang_watch import answer, pause
+from headway.dist.failure.heartbeat import Heartbeat
+from headway.dist.failure.record import Record
 from headway.dist.rendezvous import Meeting
 from headway.dist.roster import Member
-from headway.dist.control.hang_watch import answer, pause
 from headway.errors import RankFailure, UsageError
-from headway.dist.failure.record import Record
-from headway.dist.failure.heartbeat import Heartbeat
 
 
 @final

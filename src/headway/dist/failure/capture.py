@@ -16,9 +16,9 @@ from contextlib import AbstractContextManager, suppress
 from datetime import UTC, datetime
 from types import TracebackType
 
-from headway.errors import INTERRUPTED, HeadwayError
-from headway.dist.failure.record import Record
 from headway.dist.failure.heartbeat import Heartbeat
+from headway.dist.failure.record import Record
+from headway.errors import INTERRUPTED, HeadwayError
 from headway.system.redact import redact
 
 _LOST_PEER = re.compile(

@@ -19,11 +19,21 @@ from headway.dist.failure.record import Record
 Condition = Literal["answers", "silent", "stopped", "blocked"]
 """stopped: by a signal; blocked: the kernel does not let it go, as with a dead file system"""
 
+WAITING_IN = {
+    "dist/collective/exchange.py": "_wait|read|gather_rows",
+    "dist/collective/guard.py": "barrier",
+    "dist/collective/averaging.py": ".*",
+    "dist/topology/interconnect.py": ".*",
+}
+"""headway's functions in which a rank waits for others"""
+OWN_THREADS = ("testing/", "dist/control/", "run/lock.py")
+"""what runs beside the main thread of every rank, and says nothing about a hang"""
 _WAITS = re.compile(
-    r"distributed_c10d\.py|/dist/guard\.py|/dist/tournament\.py|in _engine_run_backward|in (barrier|gather)$",
+    r"distributed_c10d\.py|in _engine_run_backward|in barrier$|"
+    + "|".join(rf"/headway/{path}\", line \d+ in ({names})$" for path, names in WAITING_IN.items()),
     re.M,
 )
-_OURS = re.compile(r"/headway/(testing|dist/control|dist/peer|checkpoint/stopping|runlock)")
+_OURS = re.compile("|".join(f"/headway/{path}" for path in OWN_THREADS))
 _WORDS = {
     "silent": "does not answer: stopped, or busy in native code that holds the interpreter lock",
     "stopped": "is stopped (SIGSTOP): kill -CONT would wake it",

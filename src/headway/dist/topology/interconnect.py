@@ -6,7 +6,6 @@ is gone waits no longer than the process group's timeout.
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from collections import Counter
@@ -19,6 +18,8 @@ import torch
 import torch.distributed as td
 from torch import Tensor
 
+from headway.dist.collective.exchange import RankExchange
+from headway.dist.group import is_initialized
 from headway.dist.seeding import derive_seed
 from headway.dist.topology.tournament import Pair, schedule
 from headway.errors import RankFailure, UsageError
@@ -215,11 +216,11 @@ def check_interconnect(*, megabytes: int = 16, wire: Wire | None = None) -> Inte
             links=[],
         )
     wire = GroupWire() if wire is None else wire
-    hosts = [str(host) for host in _gather(socket.gethostname(), wire.device)]
-    return _measure(wire, hosts, size)
+    exchange = _exchange()
+    return _measure(wire, exchange, exchange.all_gather(socket.gethostname), size)
 
 
-def _measure(wire: Wire, hosts: Sequence[str], size: int) -> Interconnect:
+def _measure(wire: Wire, exchange: RankExchange, hosts: Sequence[str], size: int) -> Interconnect:
     seconds, sums_wrong = _canary(wire, size)
     sent: dict[int, tuple[float, float]] = {}
     wrong: dict[int, int] = {}
@@ -236,8 +237,13 @@ def _measure(wire: Wire, hosts: Sequence[str], size: int) -> Interconnect:
         except RuntimeError as error:  # what gloo and NCCL raise when a peer is gone or silent
             where = _where(f"round {number} of {len(rounds)}", pairs, hosts)
             raise RankFailure(f"the interconnect check stopped in {where}: {error}") from error
-    own = {"sent": [*sent.items()], "wrong": [*wrong.items()], "sums": sums_wrong, "seconds": seconds}
-    reports = _gather(own, wire.device)
+    own: dict[str, Any] = {
+        "sent": [*sent.items()],
+        "wrong": [*wrong.items()],
+        "sums": sums_wrong,
+        "seconds": seconds,
+    }
+    reports = exchange.all_gather(lambda: own)
     ranks = range(len(hosts))
     slowest = max(report["seconds"] for report in reports)
     return Interconnect(
@@ -328,14 +334,7 @@ def _token(wire: Wire) -> Tensor:
     return torch.zeros(1, device=wire.device)
 
 
-def _gather(value: object, device: torch.device) -> list[Any]:
-    """Everybody's value, as JSON in tensors: no pickle between machines."""
-    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(td.get_world_size())]
-    td.all_gather(lengths, torch.tensor([len(text)], device=device))
-    longest = max(int(length) for length in lengths)
-    padded = torch.cat([text, torch.zeros(longest - len(text), dtype=torch.uint8, device=device)])
-    texts = [torch.empty_like(padded) for _ in lengths]
-    td.all_gather(texts, padded)
-    cut = [text[: int(length)].tolist() for text, length in zip(texts, lengths, strict=True)]
-    return [json.loads(bytes(numbers)) for numbers in cut]
+def _exchange() -> RankExchange:
+    """The ranks of the default process group may be torch's own: then the facts go through the store behind it."""
+    store = None if is_initialized() else td.distributed_c10d._get_default_store()
+    return RankExchange("check the interconnect", store=store)

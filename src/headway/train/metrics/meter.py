@@ -24,9 +24,9 @@ from typing import Any, Literal, TypeAlias, final, get_args
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as c10d
 from torch import Tensor
 
+from headway.dist.collective.exchange import RankExchange, gather_rows, rank_and_size
 from headway.errors import UsageError
 
 Reduction = Literal["mean", "sum", "min", "max", "last"]
@@ -243,11 +243,11 @@ class Meter:
         """A row of each rank: the header, all weights and all sums, in the order of `keys`; empties the cells."""
         cells = [self._cells.get(key[0]) or Cell(*key, self._device) for key in keys]  # type: ignore[arg-type]
         numbers = [*header, *(cell.weight for cell in cells)]
-        if _world_size() == 1 and all(cell.device_weight is None for cell in cells):
+        if rank_and_size()[1] == 1 and all(cell.device_weight is None for cell in cells):
             sums = [cell.sums() for cell in cells]  # what is on the host stays there
             table = np.array([[*numbers, *(torch.cat(sums).tolist() if sums else ())]])
         else:
-            table = gather(self._pack(cells, numbers, at=len(header))).numpy()
+            table = gather_rows(self._pack(cells, numbers, at=len(header))).numpy()
         for cell in cells:
             cell.reset()
         return table
@@ -338,39 +338,15 @@ def _precision(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def gather(vector: Tensor) -> Tensor:
-    """The vectors of all ranks as rows, on the host: the one collective, and the one wait, of a log point."""
-    size = _world_size()
-    if size == 1:
-        return vector[None].double().cpu()
-    table = vector.new_empty(size, len(vector))
-    c10d.all_gather(list(table), vector)
-    return table.cpu()
-
-
 def _agree(mine: tuple[Key, ...]) -> tuple[Key, ...]:
     """Exchanges the lists of names; all ranks that have logged anything must have logged the same."""
-    lists = [tuple(_key(key) for key in json.loads(text)) for text in _exchange(json.dumps(mine))]
+    lists = [
+        tuple(map(_key, keys)) for keys in RankExchange("agree on their metrics").all_gather(lambda: mine)
+    ]
     filled = {rank: keys for rank, keys in enumerate(lists) if keys}
     if len(set(filled.values())) > 1:
         raise UsageError(_mismatch(filled))
     return next(iter(filled.values()), ())
-
-
-def _exchange(text: str) -> list[str]:
-    """A text of each rank, on every rank."""
-    data = torch.tensor(list(text.encode()), dtype=torch.float64)
-    sizes = gather(torch.tensor([float(len(data))], dtype=torch.float64))[:, 0].long()
-    padded = data.new_zeros(int(sizes.max()))
-    padded[: len(data)] = data
-    return [
-        bytes(row[:size].to(torch.uint8).tolist()).decode()
-        for row, size in zip(gather(padded), sizes.tolist(), strict=True)
-    ]
-
-
-def _world_size() -> int:
-    return c10d.get_world_size() if c10d.is_available() and c10d.is_initialized() else 1
 
 
 @lru_cache(maxsize=64)

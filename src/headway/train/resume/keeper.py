@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from headway import checkpoint, data, dist
 from headway.checkpoint.policy import Policy
 from headway.dist import set_phase
+from headway.dist.collective.exchange import gather_rows
 from headway.dist.control import stop
 from headway.dist.control.agreement import Agreement
 from headway.dist.group import current
@@ -28,7 +29,7 @@ from headway.record import Recording
 from headway.run.choice import NEW, Choice
 from headway.system.failpoints import failpoint
 from headway.train import loop
-from headway.train.metrics.meter import Point, Value, gather
+from headway.train.metrics.meter import Point, Value
 from headway.train.resume import attempts, rng, state
 from headway.train.resume.state import Stateful
 
@@ -296,7 +297,7 @@ class Keeper:
         ]
         largest = torch._foreach_norm(weights, float("inf")) if weights else ()
         bad = [norm.to(self.pipe.device, torch.float32).isfinite().logical_not() for norm in largest]
-        if gather(torch.stack(bad).any(0, keepdim=True).float() if bad else torch.zeros(1)).any():
+        if gather_rows(torch.stack(bad).any(0, keepdim=True).float() if bad else torch.zeros(1)).any():
             raise HeadwayError(
                 f"weights are not finite after step {self.pipe.step:,}, so they are not saved: lower the learning "
                 "rate, set gradient_clip, or look at the data; the run can go on from the checkpoint before"

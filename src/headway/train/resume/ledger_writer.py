@@ -23,10 +23,10 @@ from torch import Tensor
 
 from headway.data.order.locate import Traceable, Which
 from headway.dist import World
+from headway.dist.collective.exchange import gather_rows
 from headway.record.ledger import Row, digest
 from headway.run import Run
 from headway.system import files
-from headway.train.metrics.meter import gather
 
 if TYPE_CHECKING:
     from headway.train.stage import Stage
@@ -123,7 +123,7 @@ class Ledger:
             [total, weight, _number(step.random), _number(step.contents.digest())]
             for step, total, weight in zip(steps, sums, weights, strict=True)
         ]
-        table = gather(torch.tensor(mine, dtype=torch.float64).flatten()).reshape(-1, len(steps), 4)
+        table = gather_rows(torch.tensor(mine, dtype=torch.float64).flatten()).reshape(-1, len(steps), 4)
         if self._world.is_root:
             rows = [self._row(stage, step, table[:, number]) for number, step in enumerate(steps)]
             lines = [*self._news, *({"kind": "step"} | asdict(row) for row in rows)]
