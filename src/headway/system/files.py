@@ -53,12 +53,17 @@ def write_new(path: Path, data: bytes) -> None:
     """Writes a file that must not exist yet, down to the disk."""
     fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(fd, view) :]
+        write_fully(fd, data)
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def write_fully(fd: int, data: bytes | memoryview) -> None:
+    """Writes all bytes; one `os.write` may take fewer."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -71,19 +76,26 @@ def write_atomic(path: Path, data: bytes) -> None:
 def publish(path: Path, data: bytes) -> bool:
     """Writes a file unless it exists; of several writers, on any host, exactly one gets True."""
     with _staged(path, data) as staged:
+        return publish_file(staged, path)
+
+
+def publish_file(staged: Path, path: Path) -> bool:
+    """Gives a finished file in the same directory the name `path`, unless that exists; as `publish`."""
+    try:
+        path.hardlink_to(staged)
+    except FileExistsError:
+        if staged.stat().st_nlink < 2:  # else the link is ours, and only the first answer to it was lost
+            return False
+    except OSError as error:
+        if error.errno not in _NO_LINKS_HERE:
+            raise
         try:
-            path.hardlink_to(staged)
+            write_new(
+                path, staged.read_bytes()
+            )  # as exclusive; only a crash just here would leave a partial file
         except FileExistsError:
-            if staged.stat().st_nlink < 2:  # else the link is ours, and only the first answer to it was lost
-                return False
-        except OSError as error:
-            if error.errno not in _NO_LINKS_HERE:
-                raise
-            try:
-                write_new(path, data)  # as exclusive; only a crash just here would leave a partial file
-            except FileExistsError:
-                return False
-        sync_dir(path.parent)
+            return False
+    sync_dir(path.parent)
     return True
 
 
