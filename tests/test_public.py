@@ -69,7 +69,7 @@ def test_importing_headway_imports_next_to_nothing() -> None:
         "import headway.run, headway.run.lock, headway.run.plain, headway.run.source",
         "import headway.system.redact, headway.dist.failure.record, headway.dist.failure.heartbeat",
         "import headway.launcher.agent.agent, headway.plan, headway.watch, headway.errors, headway.system.failpoints",
-        "import headway.launcher.functions.call, headway.launcher.job, headway.run.status, headway.launcher.sweep",
+        "import headway.launcher.call, headway.launcher.job, headway.run.status, headway.launcher.sweep",
         "import headway.testing.plugin",
     ],
 )

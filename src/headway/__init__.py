@@ -45,9 +45,13 @@ if TYPE_CHECKING:
         seed as seed,
         world_size as world_size,
     )
-    from headway.launcher.functions.call import launch as launch
-    from headway.launcher.job import Job as Job
-    from headway.launcher.targets import Local as Local, Mpi as Mpi, Slurm as Slurm
+    from headway.launcher import (
+        Job as Job,
+        Local as Local,
+        Mpi as Mpi,
+        Slurm as Slurm,
+        launch as launch,
+    )
     from headway.run import Run as Run, find_latest as find_latest
     from headway.train import (
         Callback as Callback,

@@ -23,6 +23,7 @@ from headway.dist.topology.nvml import Driver, Gpu
 from headway.doctor import checks as doctor, probes
 from headway.doctor.checks import Check, Report
 from headway.doctor.probes import Answer
+from headway.schedulers.base import Health
 
 GIB = 2**30
 DRIVER = Driver(version="570.86", cuda=(12, 8))
@@ -94,30 +95,9 @@ VERDICTS = [
     (doctor.clock(0.01), "ok", "agrees"),
     (doctor.clock(-30.0), "warn", "30 s behind"),
     (doctor.clock(30.0), "warn", "30 s ahead"),
-    (doctor.slurm(None, None, {}), "ok", "not here"),
-    (
-        doctor.slurm(
-            Answer(good=True, line="slurm-wlm 22.05.8"),
-            Answer(good=True, line="Slurmctld(primary) at n0 is UP"),
-            {"SLURM_JOB_ID": "7"},
-        ),
-        "ok",
-        "slurm-wlm 22.05.8, in job 7: Slurmctld(primary) at n0 is UP",
-    ),
-    (
-        doctor.slurm(
-            Answer(good=True, line="slurm-wlm 22.05.8"),
-            Answer(good=True, line="Slurmctld(primary) at n0 is DOWN"),
-            {},
-        ),
-        "warn",
-        "is DOWN",
-    ),
-    (
-        doctor.slurm(Answer(good=False, line="sinfo: fatal"), Answer(good=False, line="scontrol: fatal"), {}),
-        "warn",
-        "sinfo: fatal",
-    ),
+    (doctor.scheduler("SLURM", None), "ok", "not here"),
+    (doctor.scheduler("SLURM", Health(good=True, line="is UP")), "ok", "is UP"),
+    (doctor.scheduler("SLURM", Health(good=False, line="is DOWN", advice="ask")), "warn", "is DOWN"),
     (doctor.mpi(None, None), "ok", "not here"),
     (doctor.mpi(Answer(good=True, line="mpirun (Open MPI) 5.0"), None), "ok", "5.0, mpi4py not installed"),
     (doctor.mpi(Answer(good=False, line="error while loading"), "4.0"), "warn", "error while loading"),

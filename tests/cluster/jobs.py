@@ -103,10 +103,10 @@ def submit(
     return [Submitted(cluster=cluster, job=int(facts["job_id"]), path=Path(path)) for path in facts["runs"]]
 
 
-def local_result(folder: Path, script: Path, processes: int) -> Result:
+def local_result(folder: Path, script: Path, nproc: int) -> Result:
     """What the script gives on this machine, uninterrupted."""
     from .bench import run
 
-    run([HEADWAY, "run", "--nproc", str(processes), str(script)], cwd=folder, timeout=100, check=True)
+    run([HEADWAY, "run", "--nproc", str(nproc), str(script)], cwd=folder, timeout=100, check=True)
     (path,) = (folder / "runs").glob("*-*")
     return Submitted(cluster=None, job=0, path=path).result()  # type: ignore[arg-type]

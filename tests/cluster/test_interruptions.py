@@ -9,7 +9,7 @@ import pytest
 
 from headway.run import Run
 from headway.run.status import status
-from headway.schedulers.slurm.queue import Queue
+from headway.schedulers.base import Queue
 
 from .bench import Cluster
 from .jobs import SCRIPTS, Result, Submitted, local_result, submit
@@ -25,7 +25,7 @@ FULL = os.environ.get("HEADWAY_FAULTS") == "full"
 @pytest.fixture(scope="session")  # of a module it would be made again for each kind of cluster
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Result:
     """What two ranks give when nothing happens."""
-    result = local_result(tmp_path_factory.mktemp("local"), FIT, processes=2)
+    result = local_result(tmp_path_factory.mktemp("local"), FIT, nproc=2)
     assert len(result[0]) == 48
     return result
 
@@ -102,7 +102,7 @@ def test_nodes_are_lost(impatient_cluster: Cluster, undisturbed: Result, tmp_pat
     assert (nodes_of(crashed), nodes_of(cut)) == ("n[1-2]", "n3")
     cluster.node("n2").crash()
     cluster.node("n3").cut()
-    alone = local_result(tmp_path, FIT, processes=1)  # meanwhile
+    alone = local_result(tmp_path, FIT, nproc=1)  # meanwhile
     crashed.until(lambda: cluster.restarts(crashed.job) == 1, "SLURM to see that a node is lost")
     cluster.node("n2").start()
     for job in (crashed, cut):

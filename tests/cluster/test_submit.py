@@ -45,7 +45,7 @@ def project(cluster: Cluster, **files: str) -> Path:
 def test_two_nodes_give_what_one_machine_gives(cluster: Cluster, tmp_path: Path) -> None:
     (job,) = submit(cluster, SCRIPTS / "fit.py", options=("--nodes", "2", "--ntasks-per-node", "2"))
     assert job.wait() == "COMPLETED", job.log
-    assert job.result() == local_result(tmp_path, SCRIPTS / "fit.py", processes=4)
+    assert job.result() == local_result(tmp_path, SCRIPTS / "fit.py", nproc=4)
     assert "2 nodes x 2" in job.log
 
 

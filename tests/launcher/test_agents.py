@@ -19,15 +19,15 @@ from headway.data.cache import node_cache
 from headway.errors import RankFailure
 from headway.launcher.agent import environment, team as teams
 from headway.launcher.agent.agent import Agent
-from headway.launcher.agent.environment import cpu_shares, kernel_caches, private_folder, shares
+from headway.launcher.agent.environment import cpu_shares, kernel_caches, private_directory, shares
 from headway.launcher.agent.team import Team, seating
-from headway.launcher.epilogue import job_number, launch_name, read_outcome
+from headway.launcher.epilogue import read_outcome
 
 AGENT = [sys.executable, "-m", "headway", "agent"]
 
 
-def member(host: str, processes: int) -> dict[str, object]:
-    return {"host": host, "processes": processes, "port": 7, "token": ""}
+def member(host: str, nproc: int) -> dict[str, object]:
+    return {"host": host, "nproc": nproc, "port": 7, "token": ""}
 
 
 def test_uneven_agents_that_share_hosts() -> None:
@@ -47,11 +47,11 @@ def test_agents_meet_in_a_folder_where_an_earlier_launch_has_been(tmp_path: Path
     assert [seat.world_size for seat in _gather(new, [2, 3])] == [5, 5]
 
 
-def _gather(agents: list[Team], processes: list[int]) -> list[environment.Seating]:
+def _gather(agents: list[Team], nproc: list[int]) -> list[environment.Seating]:
     found: dict[int, environment.Seating] = {}
 
     def meet(index: int) -> None:
-        found[index] = agents[index].gather(processes[index], patience=30)
+        found[index] = agents[index].gather(nproc[index], timeout_s=30)
 
     # the later agents first: the first one then finds all of them, and no leftovers
     threads = [threading.Thread(target=meet, args=(index,)) for index in reversed(range(len(agents)))]
@@ -65,7 +65,7 @@ def _gather(agents: list[Team], processes: list[int]) -> list[environment.Seatin
 
 def test_an_agent_that_waits_in_vain_says_for_what(tmp_path: Path) -> None:
     with pytest.raises(RankFailure, match=r"agent 0 of 2 .* waited in vain for agent-00001\.json"):
-        Team(tmp_path / "meet", number=0, size=2).gather(1, patience=0.2)
+        Team(tmp_path / "meet", number=0, size=2).gather(1, timeout_s=0.2)
 
 
 def test_who_says_first_how_it_ended_decides(tmp_path: Path) -> None:
@@ -92,23 +92,16 @@ def test_the_script_reads_the_last_round(tmp_path: Path) -> None:
             each.begin_round(number)
         if code:
             agents[0].conclude({"exit_code": code, "record": None})
-        agents[0].ended(code)
+        agents[0].mark_ended(code)
     assert read_outcome(launch, 2, 0)["exit_code"] == 1, "one agent has not said how it ended"
-    agents[1].ended(0)
+    agents[1].mark_ended(0)
     assert read_outcome(launch, 2, 143)["exit_code"] == 0, "all ended well, whatever srun says"
-    agents[0].ended(143)
+    agents[0].mark_ended(143)
     assert read_outcome(launch, 2, 143)["exit_code"] == 143, "all had to go"
     (launch / "round-10" / "ended-00001.json").unlink()
     assert read_outcome(launch, 2, 143)["exit_code"] == 1, "one of them has died, and so the other had to go"
     agents[0].conclude({"exit_code": 75, "record": None})
     assert read_outcome(launch, 2, 143)["exit_code"] == 75, "there is a checkpoint"
-
-
-def test_names_of_jobs_and_of_their_starts() -> None:
-    assert launch_name({"SLURM_JOB_ID": "7"}) == "7-0"
-    assert launch_name({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}) == "7-2"
-    assert job_number({"SLURM_JOB_ID": "7"}) == "7"
-    assert job_number({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}) == "7_0"
 
 
 # ---- what a rank finds
@@ -138,14 +131,14 @@ def test_kernels_are_kept_apart_on_the_nodes_disk(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_others_could_write_is_not_used(tmp_path: Path) -> None:
-    folder = private_folder(tmp_path)
+    folder = private_directory(tmp_path)
     assert folder is not None
-    assert private_folder(tmp_path) == folder
+    assert private_directory(tmp_path) == folder
     folder.chmod(0o777)
-    assert private_folder(tmp_path) is None
+    assert private_directory(tmp_path) is None
     folder.rmdir()
     folder.symlink_to(tmp_path)
-    assert private_folder(tmp_path) is None
+    assert private_directory(tmp_path) is None
 
 
 # ---- restarts
@@ -182,7 +175,7 @@ def test_restarts_only_after_progress(
     script.write_text(CRASHES)
     command = [sys.executable, str(script), str(progress), str(code)]
     environ = os.environ | {"HEADWAY_RUN": str(tmp_path)}
-    assert Agent(command, processes=1, environ=environ, max_restarts=most).run() == expected
+    assert Agent(command, nproc=1, environ=environ, max_restarts=most).run() == expected
     assert len(list(tmp_path.glob("start-*"))) == starts
 
 
@@ -282,6 +275,6 @@ assert copies.counts["copied"] == 1
 Path({str(tmp_path / "copied")!r}).touch()
 os.kill(os.getpid(), 9)
 """
-    assert Agent([sys.executable, "-c", job], processes=1, environ=dict(os.environ)).run() != 0
+    assert Agent([sys.executable, "-c", job], nproc=1, environ=dict(os.environ)).run() != 0
     assert (tmp_path / "copied").exists()
     assert not list(tmp_path.glob("headway-cache-*"))

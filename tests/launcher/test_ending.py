@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,13 +13,13 @@ from headway.errors import HeadwayError
 from headway.launcher import epilogue
 from headway.launcher.agent.outcome import first_failure, keep
 from headway.launcher.agent.team import Team
-from headway.launcher.epilogue import EARLIER
+from headway.launcher.epilogue import EARLIER_STARTS
 from headway.launcher.program import JobFile, Program
 from headway.launcher.targets import Slurm
 from headway.run import Run
 from headway.run.status import status
-from headway.schedulers.slurm import client
-from headway.schedulers.slurm.queue import Queue
+from headway.schedulers.base import Queue
+from headway.schedulers.slurm.client import SlurmAnswer, SlurmClient
 
 Start = Callable[[int], None]
 
@@ -109,7 +107,7 @@ def ended(run: Run, code: int, target: Slurm, *, attempt: int = 0) -> int:
     JobFile(program=Program(command=["train"]), target=target).write(run)
     team = Team(run.launch_dir / f"7-{attempt}", number=0, size=1)
     team.begin_round(0)
-    team.ended(code)
+    team.mark_ended(code)
     return epilogue.main(str(run.path), "0")
 
 
@@ -117,11 +115,12 @@ def answering(monkeypatch: pytest.MonkeyPatch, **answers: tuple[int, str, str]) 
     """Lets SLURM's programs answer with these codes, words and complaints; returns what they are asked."""
     asked: list[Any] = []
 
-    def ask(*command: str, environ: Any = os.environ) -> subprocess.CompletedProcess[str]:
-        asked.append((*command, f"{EARLIER}={environ.get(EARLIER)}"))
-        return subprocess.CompletedProcess(command, *answers[command[0]])
+    def run(_: SlurmClient, *command: str, env: Any = None, **__: Any) -> SlurmAnswer:
+        asked.append((*command, f"{EARLIER_STARTS}={(env or {}).get(EARLIER_STARTS)}"))
+        code, out, err = answers[command[0]]
+        return SlurmAnswer(code=code, out=out, err=err)
 
-    monkeypatch.setattr(client, "ask", ask)
+    monkeypatch.setattr(SlurmClient, "run", run)
     return asked
 
 
@@ -149,7 +148,7 @@ def test_queued_again_at_most_so_often_in_all_its_jobs(
     restarts: int, earlier: int, requeued: bool, run: Run, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start(restarts)
-    monkeypatch.setenv(EARLIER, str(earlier))
+    monkeypatch.setenv(EARLIER_STARTS, str(earlier))
     asked = answering(monkeypatch, scontrol=DONE)
     ended(run, 75, Slurm(max_requeues=2), attempt=restarts)
     assert len(asked) == requeued
@@ -166,7 +165,7 @@ def test_where_slurm_requeues_nothing_the_next_job_waits_for_this_one(
     assert asked[0][:3] == ("scontrol", "requeue", "5_3")
     sbatch = asked[1]
     assert sbatch[:3] == ("sbatch", "--array=3", "--dependency=afterany:7")
-    assert sbatch[-1] == f"{EARLIER}=2", "the limit of starts goes on to count"
+    assert sbatch[-1] == f"{EARLIER_STARTS}=2", "the limit of starts goes on to count"
     assert len([word for word in sbatch if word.startswith("--array")]) == 1
     submitted = json.loads(run.submission_file.read_text())
     assert (submitted["job_id"], submitted["array_task"], submitted["before"]) == ("8", 3, ["5_3"])
@@ -178,7 +177,7 @@ def test_a_next_job_that_is_refused_too_is_said(
 ) -> None:
     answering(monkeypatch, scontrol=REFUSED, sbatch=(1, "", "sbatch: error: no more jobs for you"))
     assert ended(run, 75, Slurm()) == HeadwayError.exit_code
-    assert f"no more jobs for you; to go on: sbatch {run.job_script}" in capsys.readouterr().err
+    assert f"no more jobs for you; to resume: sbatch {run.job_script}" in capsys.readouterr().err
 
 
 def test_a_start_that_was_replaced_has_no_say(

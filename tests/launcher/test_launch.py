@@ -22,12 +22,12 @@ import pytest
 import headway as hw
 from headway import dist
 from headway.errors import HeadwayError, MissingExtra, RankFailure, Stopped, StorageError, UsageError
-from headway.launcher.follow import follow
-from headway.launcher.functions import call, pickled, start, worker
+from headway.launcher import call
+from headway.launcher.functions import pickled, start, worker
 from headway.launcher.functions.worker import Call
 from headway.launcher.program import JobFile, Program
 from headway.run.status import note_end, status
-from headway.schedulers.slurm.queue import Queue
+from headway.schedulers.base import Queue
 from headway.system.locks import ProcessIdentity
 from headway.watch.runs import rows
 
@@ -120,7 +120,7 @@ def test_results_groups_log_and_the_end(work: Any, tmp_path: Path) -> None:
     job = hw.launch(
         work.whole,
         (1, Path("x")),
-        on=hw.Local(processes=3, device="cpu", env={"WORD": WORD}),
+        on=hw.Local(nproc=3, device="cpu", env={"WORD": WORD}),
         groups=[[1], [0, 2]],
         upon_finish=functools.partial(work.finish, finished),
         y=slice(2),
@@ -142,7 +142,7 @@ def test_results_groups_log_and_the_end(work: Any, tmp_path: Path) -> None:
 
 
 def test_an_exception_comes_back_with_the_traceback_of_its_rank(work: Any) -> None:
-    job = hw.launch(work.hot, on=hw.Local(processes=2))
+    job = hw.launch(work.hot, on=hw.Local(nproc=2))
     with pytest.raises(work.TooHot, match="451") as caught:
         job.result()
     assert "on rank 1:" in str(caught.value.__cause__)
@@ -151,7 +151,7 @@ def test_an_exception_comes_back_with_the_traceback_of_its_rank(work: Any) -> No
 
 
 def test_a_killed_rank(work: Any) -> None:
-    job = hw.launch(work.killed, on=hw.Local(processes=2))
+    job = hw.launch(work.killed, on=hw.Local(nproc=2))
     with pytest.raises(RankFailure, match=r"rank 1 of 2 .* was killed by SIGKILL"):
         job.result()
     assert job.state() == "failed"
@@ -249,7 +249,7 @@ def test_a_job_that_is_over_is_started_again_in_its_directory(work: Any, tmp_pat
 
 def test_a_pipeline_in_a_function_trains_in_the_jobs_directory_and_goes_on(work: Any, tmp_path: Path) -> None:
     job = hw.launch(work.trains, 2, stop=True)
-    with pytest.raises(Stopped, match=r"job\.resume\(\) goes on"):
+    with pytest.raises(Stopped, match=r"job\.resume\(\) resumes from it"):
         job.result()
     assert job.state() == "stopped"
     job.resume()
@@ -264,7 +264,7 @@ def test_a_pipeline_in_a_function_trains_in_the_jobs_directory_and_goes_on(work:
 def test_mpi(work: Any) -> None:
     mpirun = Path(sys.executable).parent / "mpirun"
     without_variables = ("-genvnone",)  # as ssh starts processes on other hosts
-    target = hw.Mpi(processes=2, mpirun=str(mpirun), env={"WORD": "mpi"}, args=without_variables)
+    target = hw.Mpi(nproc=2, mpirun=str(mpirun), env={"WORD": "mpi"}, args=without_variables)
     job = hw.launch(work.whole, 1, y=2, groups=[[0, 1]], on=target, root="mine")
     assert [result["group"] for result in job.results()] == [3.0, 3.0]
     assert "rank 1 says 'mpi'" in job.log() and job.run.path.parent.name == "mine"
@@ -308,11 +308,11 @@ def test_what_is_done_at_the_end_waits_for_all_and_for_what_they_returned(
     events: list[object] = []
     run = called(tmp_path, hw.Local())
     result = run.call_dir / "rank-00000.pickle"
-    monkeypatch.setattr(worker, "_settle", lambda *_: None)
+    monkeypatch.setattr(worker, "_prepare_process", lambda *_: None)
     monkeypatch.setattr(dist, "init", lambda **_: SimpleNamespace(rank=0))
     monkeypatch.setattr(dist, "record_failures_in", lambda _: None)
     parts = (abs, (-3,), {}, events.append)
-    monkeypatch.setattr(worker.parcel, "unpack", lambda *_, **__: parts)
+    monkeypatch.setattr(worker.pickled, "unpack", lambda *_, **__: parts)
     monkeypatch.setattr(dist, "barrier", lambda: events.append(result.exists()))
     assert worker.main([str(run.path)]) == 0
     assert events == [True, 3]
@@ -355,8 +355,8 @@ def test_a_start_begins_without_the_end_of_the_last_one(
     run.write_failure({"rank": 0, "error": "of the last one"})
     JobFile(program=Program(command=["train"]), target=hw.Slurm(array=("lr=1,2",))).write(run)
     submitted: list[hw.Slurm] = []
-    monkeypatch.setattr(start.slurm, "submit", lambda _, __, target: submitted.append(target))
-    start.again(run)
+    monkeypatch.setattr(start, "submit_runs", lambda _, __, target: submitted.append(target))
+    start.restart(run)
     assert submitted == [hw.Slurm()], "this run alone, not the whole array"
     assert not run.ended_file.exists() and not run.failure_file.exists()
 
@@ -367,7 +367,7 @@ def test_whoever_follows_a_job_ends_as_it_did(code: int, followed: int, tmp_path
     run.job_log.write_text("all it said\n")
     note_end(run, code)
     out = io.StringIO()
-    assert follow(run, out) == followed
+    assert hw.Job(run).follow(out) == followed
     assert out.getvalue().startswith(f"all it said\nheadway: {run.id} is ")
 
 
@@ -379,14 +379,12 @@ def test_mistakes_are_found_before_anything_is_made(
             hw.launch(*args, **options)
 
     refused("launch needs a function, not 3", 3)
-    refused("on='slurm' is no place to run", work.hot, on="slurm")
-    refused(
-        "must hold each of the ranks 0 to 1 exactly once", work.hot, on=hw.Local(processes=2), groups=[[0]]
-    )
-    refused("exactly once", work.hot, on=hw.Local(processes=2), groups=[[0, 1], [1]])
+    refused("on='slurm' is not a target", work.hot, on="slurm")
+    refused("must hold each of the ranks 0 to 1 exactly once", work.hot, on=hw.Local(nproc=2), groups=[[0]])
+    refused("exactly once", work.hot, on=hw.Local(nproc=2), groups=[[0, 1], [1]])
     refused("there is no 'no-mpirun'", work.hot, on=hw.Mpi(mpirun="no-mpirun"))
     refused("launch takes no array", work.hot, on=hw.Slurm(array=("lr=1,2",)))
-    refused("free memory", work.hot, on=hw.Local(processes=100_000))
+    refused("free memory", work.hot, on=hw.Local(nproc=100_000))
     refused(r"work_of_ranks:hot with its arguments cannot be sent .*lock", work.hot, threading.Lock())
     refused("run name 'a;b' cannot be used", work.hot, name="a;b")
     monkeypatch.setenv("HEADWAY_RUN", "x")

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from headway.launcher.agent.agent import Agent
-from headway.launcher.agent.scratch import scratch_folder
+from headway.launcher.agent.scratch import scratch_directory
 
 HOLD = """if True:
     import sys
-    from headway.launcher.agent.scratch import scratch_folder
-    with scratch_folder() as folder:
+    from headway.launcher.agent.scratch import scratch_directory
+    with scratch_directory() as folder:
         (folder / "round-0").mkdir()
         print(folder, flush=True)
         sys.stdin.read()
@@ -51,7 +51,7 @@ def test_the_next_agent_removes_what_a_killed_one_left(tmp: Path) -> None:
     os.utime(foreign, (0, 0))
     (tmp / "headway-agent-link").symlink_to(foreign)
     assert left.exists()
-    with scratch_folder() as folder:
+    with scratch_directory() as folder:
         assert folder.stat().st_mode & 0o777 == 0o700
         assert not left.exists() and kept.exists() and young.exists() and foreign.exists()
     assert not folder.exists()
@@ -64,10 +64,10 @@ def test_what_belongs_to_others_is_left_alone(tmp: Path, monkeypatch: pytest.Mon
     theirs.mkdir()
     os.utime(theirs, (0, 0))
     monkeypatch.setattr(os, "geteuid", lambda: theirs.stat().st_uid + 1)
-    with scratch_folder():
+    with scratch_directory():
         assert theirs.exists()
 
 
 def test_an_agent_leaves_nothing(tmp: Path) -> None:
-    assert Agent([sys.executable, "-c", "raise SystemExit(3)"], processes=1).run() == 1
+    assert Agent([sys.executable, "-c", "raise SystemExit(3)"], nproc=1).run() == 1
     assert [path.name for path in tmp.iterdir()] == []

@@ -22,12 +22,10 @@ from headway.data.cache import staging
 from headway.data.cache.staging import stage
 from headway.errors import StorageError, UsageError
 from headway.launcher.program import JobFile, Program
-from headway.launcher.prologue import staged
 from headway.launcher.targets import Slurm
 from headway.run import Run
 from headway.run.status import status
-from headway.schedulers.slurm.queue import Queue
-from headway.schedulers.slurm.script import job_script
+from headway.schedulers.base import Queue
 
 STAGE = "import sys; from headway.data.cache.staging import stage; print(stage([sys.argv[1]]).copied)"
 
@@ -80,7 +78,7 @@ def test_the_verb(source: Path, node: Path, capsys: pytest.CaptureFixture[str]) 
 def test_it_goes_on_within_a_file(source: Path, node: Path) -> None:
     code = """if True:
         import os, sys
-        from headway.launcher import staging
+        from headway.data.cache import staging
         staging._CHUNK, staging._READERS = 1000, 1
         staging.stage([sys.argv[1]], progress=lambda done, total: done > 4000 and os._exit(9))
     """
@@ -289,16 +287,17 @@ def test_lines_about_progress(capsys: pytest.CaptureFixture[str], monkeypatch: p
 
 def test_in_a_job_script_it_is_a_step_before_the_ranks() -> None:
     def script(target: Slurm) -> str:
-        return job_script(target, run=Path("/runs/x"), python="/bin/python")
+        request = target.request(name="x", directory=Path("/runs/x"), log=Path("log/job.txt"))
+        return target.scheduler.script(request)
 
     plain, with_data = script(Slurm(nodes=2)), script(Slurm(nodes=2, pre=("/data/$(id) set",)))
-    assert "before" not in plain and "/data" not in with_data, (
+    assert "prologue" not in plain and "/data" not in with_data, (
         "paths wait in job.json, out of reach of the shell"
     )
     begin, _, end = with_data.partition("# Data for the ranks")
-    assert plain == begin + end.partition('launcher.after "$run" $?\n')[2]
-    assert with_data.count("headway.launcher.prologue") == 1, "what it leaves behind is read by `after`"
-    with pytest.raises(UsageError, match="pre: 'data' must be a full path"):
+    assert plain == begin + end.partition('launcher.epilogue "$run" $?\n')[2]
+    assert with_data.count("headway.launcher.prologue") == 1, "what it leaves behind is read by the epilogue"
+    with pytest.raises(UsageError, match="pre: 'data' must be an absolute path"):
         Slurm(pre=("data",))
 
 
@@ -312,14 +311,16 @@ def test_a_job_that_is_stopped_while_it_copies_may_come_back(
     signalled = """if True:
         import os, sys
         from functools import partial
-        from headway.launcher import before
-        before.stage = partial(before.stage, progress=lambda done, _: done and os.kill(os.getpid(), int(sys.argv[2])))
-        write = before.Team.ended
+        from headway.launcher import prologue
+        from headway.launcher.agent.team import Team
+        kill = lambda done, _: done and os.kill(os.getpid(), int(sys.argv[2]))
+        prologue.stage = partial(prologue.stage, progress=kill)
+        write = Team.mark_ended
         def ended(team, code):
             os.kill(os.getpid(), int(sys.argv[2]))  # SLURM and srun may both tell it
             write(team, code)
-        before.Team.ended = ended
-        sys.exit(before.main(sys.argv[1]))
+        Team.mark_ended = ended
+        sys.exit(prologue.main(sys.argv[1]))
     """
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     done = subprocess.run([sys.executable, "-c", signalled, str(run.path), str(number)], capture_output=True)
@@ -327,9 +328,9 @@ def test_a_job_that_is_stopped_while_it_copies_may_come_back(
     after = [sys.executable, "-m", "headway.launcher.epilogue", str(run.path), str(code)]
     told = subprocess.run(after, capture_output=True, text=True)
     assert told.returncode == code
-    assert f"not queued again, as requeue is off; to go on: sbatch {run.job_script}" in told.stderr
+    assert f"not queued again, as requeue is off; to resume: sbatch {run.job_script}" in told.stderr
     if number == signal.SIGUSR2:
-        assert "headway: stopped while data was copied to the nodes; the next start goes on" in told.stderr
+        assert "headway: stopped while data was copied to the nodes; the next start continues" in told.stderr
         assert status(run, Queue()).state == "stopped"
     assert not list(run.launch_dir.glob("*"))
     assert stage([source]).files == 6 and contents(node / "data set") == contents(source)
@@ -337,6 +338,10 @@ def test_a_job_that_is_stopped_while_it_copies_may_come_back(
 
 def test_where_data_goes_is_known_on_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISK", "/scratch")
+
+    def staged(target: Slurm) -> dict[str, str]:
+        return JobFile(program=Program(command=["train"]), target=target).staged()
+
     assert staged(Slurm(pre=("/data",), pre_to="$DISK/me")) == {"HEADWAY_STAGED": "/scratch/me"}
     assert staged(Slurm(pre_to="$NOWHERE")) == {}, "nothing is staged"
     with pytest.raises(UsageError, match=r"pre_to='\$NOWHERE/me': not all of these variables are set on "):
@@ -348,7 +353,7 @@ def test_data_that_is_not_there_ends_the_job(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "runs", name="x", command=["train"])
     JobFile(program=Program(command=["train"]), target=Slurm(pre=(str(tmp_path / "no"),))).write(run)
     environ = {**os.environ, "SLURM_JOB_ID": "7"}
-    for line in (["before", str(run.path)], ["after", str(run.path), "2"]):
+    for line in (["prologue", str(run.path)], ["epilogue", str(run.path), "2"]):
         command = [sys.executable, "-m", f"headway.launcher.{line[0]}", *line[1:]]
         done = subprocess.run(command, env=environ, capture_output=True, text=True)
         assert done.returncode == 2

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from headway.errors import UsageError
-from headway.launcher.agent import agent as agents
-from headway.launcher.agent.agent import Agent, check_processes
+from headway.launcher.agent.agent import Agent, check_nproc
 from headway.launcher.agent.environment import Seating, rank_environment
 from headway.launcher.agent.team import Team
 
@@ -37,15 +36,13 @@ def wait_for(condition):
 
 
 @pytest.fixture
-def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+def supervised(tmp_path: Path) -> Callable[..., int]:
     """Runs these lines as ranks in `tmp_path`, by an agent with little patience, and returns the exit code."""
-    monkeypatch.setattr(agents, "_GRACE", 0.3)
-    monkeypatch.setattr(agents, "_LOOK_EVERY", 0.05)
-    monkeypatch.setattr(agents, "_REPEAT_EVERY", 0.05)
+    quick = {"grace_s": 0.3, "team_poll_s": 0.05, "repeat_s": 0.05}
 
-    def run(lines: str, *, processes: int = 1, **options: Any) -> int:
+    def run(lines: str, *, nproc: int = 1, **options: Any) -> int:
         command = [sys.executable, "-c", TOP + lines]
-        return Agent(command, processes=processes, cwd=str(tmp_path), **options).run()
+        return Agent(command, nproc=nproc, cwd=str(tmp_path), **(quick | options)).run()
 
     return run
 
@@ -118,7 +115,7 @@ def test_an_agent_that_still_waits_for_others_can_be_ended(
 
 def test_one_that_has_stopped_leaves_the_others_time_to_save(supervised: Supervised, tmp_path: Path) -> None:
     """More than when a rank has crashed."""
-    assert supervised("if rank:\n    time.sleep(1.0); Path('saved').touch()\nsys.exit(75)", processes=2) == 75
+    assert supervised("if rank:\n    time.sleep(1.0); Path('saved').touch()\nsys.exit(75)", nproc=2) == 75
     assert (tmp_path / "saved").exists()
 
 
@@ -137,7 +134,7 @@ Path("told").touch()
 wait_for(lambda: False)
 Path("lived-on").touch()
 """,
-        processes=2,
+        nproc=2,
     )
     assert code == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "told"]
@@ -177,20 +174,20 @@ def other(tmp_path: Path) -> Team:
     """The agent of another node, which has come already, with one rank."""
     team = Team(tmp_path / "meet" / "team", number=1, size=2)
     team.begin_round(0)
-    facts = {"token": "", "host": "n2", "processes": 1, "port": 7}
-    (team.folder / "agent-00001.json").write_text(json.dumps(facts))
+    facts = {"token": "", "host": "n2", "nproc": 1, "port": 7}
+    (team.directory / "agent-00001.json").write_text(json.dumps(facts))
     return team
 
 
 def beside(other: Team) -> Team:
     """This agent's own view."""
-    return Team(other.folder, number=0, size=2)
+    return Team(other.directory, number=0, size=2)
 
 
 def test_a_failure_on_another_node_ends_the_ranks_here(supervised: Supervised, other: Team) -> None:
     other.conclude({"exit_code": 74, "record": None})
-    other.ended(74)
-    assert supervised("wait_for(lambda: False)", team=beside(other), announce=False) == 74
+    other.mark_ended(74)
+    assert supervised("wait_for(lambda: False)", team=beside(other), report=False) == 74
 
 
 def test_the_agent_of_a_rank_that_vanished_knows_better(
@@ -198,14 +195,14 @@ def test_the_agent_of_a_rank_that_vanished_knows_better(
 ) -> None:
     """Rank 0 only saw that rank 1 was gone; its agent says what it died of, a moment later."""
     record = {"kind": "vanished", "rank": 1, "host": "n2", "pid": 5, "error": "is gone", "exit_code": 1}
-    (other.round_folder / "failure.json").write_text(json.dumps(record))
+    (other.round_dir / "failure.json").write_text(json.dumps(record))
 
     def speak(*_: object) -> None:
         other.conclude({"exit_code": 86, "record": None})
-        other.ended(86)
+        other.mark_ended(86)
 
-    monkeypatch.setattr(Team, "await_outcome", speak)
-    assert supervised("sys.exit(1)", team=beside(other), announce=False) == 86
+    monkeypatch.setattr(Team, "wait_outcome", speak)
+    assert supervised("sys.exit(1)", team=beside(other), report=False) == 86
 
 
 def test_restarts_are_agreed_on(tmp_path: Path) -> None:
@@ -213,7 +210,7 @@ def test_restarts_are_agreed_on(tmp_path: Path) -> None:
     for number, decision in enumerate((True, False)):
         for team in (first, second):
             team.begin_round(number)
-        assert not second.agree_on_restart(lambda: True, patience=0), "who hears nothing ends"
+        assert not second.agree_on_restart(lambda: True, timeout_s=0), "who hears nothing ends"
         assert first.agree_on_restart(lambda decision=decision: decision) is decision  # type: ignore[misc]
         assert second.agree_on_restart(lambda: True) is decision
 
@@ -221,9 +218,9 @@ def test_restarts_are_agreed_on(tmp_path: Path) -> None:
 def test_the_last_to_leave_takes_the_meeting_point_away(tmp_path: Path) -> None:
     teams = [Team(tmp_path / "meet", number=number, size=2) for number in range(2)]
     teams[1].leave()
-    assert teams[1].folder.exists()
+    assert teams[1].directory.exists()
     teams[0].leave()
-    assert not teams[0].folder.exists()
+    assert not teams[0].directory.exists()
 
 
 # ---- restarts
@@ -267,12 +264,12 @@ def test_ranks_that_ended_well_start_again_with_those_that_crash_elsewhere(
 ) -> None:
     waits: list[float] = []
 
-    def meanwhile(_: Team, patience: float, **__: object) -> None:
-        waits.append(patience)
-        if patience and len(waits) == 1:
+    def meanwhile(_: Team, timeout_s: float, **__: object) -> None:
+        waits.append(timeout_s)
+        if timeout_s and len(waits) == 1:
             other.conclude({"exit_code": 1, "record": None})
 
-    monkeypatch.setattr(Team, "await_ends", meanwhile)
+    monkeypatch.setattr(Team, "wait_ended", meanwhile)
     around = os.environ | {"HEADWAY_RUN": str(tmp_path / "run-0")}
     assert supervised(CRASHES, team=beside(other), environ=around, max_restarts=1) == 0
     assert len(list(tmp_path.glob("start-*"))) == 2
@@ -294,18 +291,20 @@ def test_that_they_have_stopped_is_said_once(
 
 
 def test_more_ranks_than_the_memory_holds_are_refused() -> None:
-    check_processes(1)
-    with pytest.raises(UsageError, match=r"free memory holds about .* processes with torch; ask for fewer"):
-        check_processes(10**6)
+    check_nproc(1)
+    with pytest.raises(
+        UsageError, match=r"free memory is enough for about .* processes with torch; use fewer"
+    ):
+        check_nproc(10**6)
     with pytest.raises(UsageError, match="at least one process"):
-        check_processes(0)
+        check_nproc(0)
 
 
 def test_ranks_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     seats = Seating(
         first_rank=4,
-        processes=2,
+        nproc=2,
         world_size=8,
         first_local_rank=2,
         local_world_size=4,

@@ -10,7 +10,8 @@ import yaml
 
 import headway as hw
 from headway.errors import UsageError
-from headway.launcher.targets import KINDS, Slurm, read, seconds
+from headway.launcher.targets import KINDS, Slurm, read
+from headway.schedulers.slurm.time_limit import seconds
 
 FULL: dict[str, Any] = {
     "nodes": 2,
@@ -37,10 +38,10 @@ def test_they_are_public() -> None:
     "target",
     [
         hw.Local(),
-        hw.Local(processes=4, device="cpu", env={"A": "b c"}),
+        hw.Local(nproc=4, device="cpu", env={"A": "b c"}),
         hw.Slurm(),
         hw.Slurm(**FULL),
-        hw.Mpi(processes=4, hosts=("n1:2", "n2:2"), args=("--map-by", "ppr:2:node")),
+        hw.Mpi(nproc=4, hosts=("n1:2", "n2:2"), args=("--map-by", "ppr:2:node")),
     ],
     ids=str,
 )
@@ -72,16 +73,20 @@ def test_names_may_be_written_as_slurm_writes_them() -> None:
 )
 def test_ranks_of_a_node(settings: dict[str, Any], ranks: int) -> None:
     target = hw.Slurm(nodes=2, **settings)
-    assert (target.processes_per_node, target.processes) == (ranks, 2 * ranks)
+    assert (target.nproc_per_node, target.nproc) == (ranks, 2 * ranks)
 
 
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
     [
-        (hw.Local, {"processes": 0}, "processes=0 must be a whole number of at least 1"),
-        (hw.Local, {"processes": True}, "processes=True must be a whole number"),
-        (hw.Local, {"device": "tpu"}, "device='tpu' is none of auto, cpu, cuda, mps"),
-        (hw.Local, {"device": "mps", "processes": 2}, "Apple's GPU serves one process"),
+        (hw.Local, {"nproc": 0}, "nproc=0 must be a whole number of at least 1"),
+        (hw.Local, {"nproc": True}, "nproc=True must be a whole number"),
+        (
+            hw.Local,
+            {"device": "tpu"},
+            "device='tpu' is not a valid device; expected one of auto, cpu, cuda, mps",
+        ),
+        (hw.Local, {"device": "mps", "nproc": 2}, "Apple's GPU serves one process"),
         (hw.Local, {"env": {"A=B": "c"}}, "'A=B' cannot be the name of a variable"),
         (hw.Local, {"env": {"RANK": "1"}}, "RANK is set by headway for each rank"),
         (hw.Local, {"env": ["A=b"]}, "must be a mapping"),
@@ -89,15 +94,15 @@ def test_ranks_of_a_node(settings: dict[str, Any], ranks: int) -> None:
         (hw.Mpi, {"hosts": "n1"}, "must be a list of texts"),
         (hw.Slurm, {"nodes": "two"}, "nodes='two' must be a whole number"),
         (hw.Slurm, {"gpus_per_node": "4x"}, "neither a number nor TYPE:NUMBER"),
-        (hw.Slurm, {"mem": "lots"}, "mem='lots' is no amount of memory"),
-        (hw.Slurm, {"time": "soon"}, "time='soon' is no time limit"),
-        (hw.Slurm, {"time": "1", "signal_lead": 60}, "time='1' is 60 s, of which signal_lead=60"),
+        (hw.Slurm, {"mem": "lots"}, "mem='lots' is not a valid amount of memory"),
+        (hw.Slurm, {"time": "soon"}, "time='soon' is not a valid time limit"),
+        (hw.Slurm, {"time": "1", "signal_lead": 60}, "time='1' is 60 s, but signal_lead=60"),
         (hw.Slurm, {"signal_lead": 70000}, "at most 65535 seconds"),
         (hw.Slurm, {"partition": "a b"}, "partition='a b' cannot be told to SLURM"),
         (hw.Slurm, {"partition": "a\n#SBATCH --wrap=id"}, "cannot be told to SLURM"),
         (hw.Slurm, {"account": "--wrap=id"}, "leading '-'"),
         (hw.Slurm, {"extra": {"nodes": 3}}, "nodes has a setting of its own: nodes=3"),
-        (hw.Slurm, {"extra": {"output": "x"}}, "--output is headway's to set"),
+        (hw.Slurm, {"extra": {"output": "x"}}, "--output is set by headway"),
         (hw.Slurm, {"extra": {"a b": "x"}}, "'a b' is not an option of sbatch"),
         (hw.Slurm, {"extra": {"comment": "x\ny"}}, "cannot be told to SLURM"),
         (hw.Slurm, {"setup": "module load cuda"}, "must be a list of texts"),

@@ -3,6 +3,7 @@ name are not those of this one, which a single machine without a network file sy
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -20,6 +21,8 @@ import pytest
 from headway.errors import RunLocked, StorageError
 from headway.run import Run, lock as runlock
 from headway.run.lock import Owner, hold
+from headway.schedulers import is_earlier_start
+from headway.schedulers.base import JobIds
 from headway.system.locks import ProcessIdentity
 
 TRAINER = """if True:
@@ -238,16 +241,16 @@ def test_an_earlier_start_of_the_same_job_is_replaced_though_it_lives_and_holds_
 
 
 def test_only_a_smaller_count_of_the_same_job_is_an_earlier_start() -> None:
-    ours = {"cluster_name": "big", "job_id": "7", "restart_count": "10"}
-    assert runlock.is_earlier_start(ours | {"restart_count": "9"}, ours)
+    ours = JobIds(scheduler="slurm", cluster_name="big", job_id="7", restart_count="10")
+    assert is_earlier_start(dataclasses.replace(ours, restart_count="9"), ours)
     for other in (
         {},
         {"restart_count": "10"},
         {"restart_count": "11"},
         {"job_id": "6", "restart_count": "0"},
     ):
-        assert not runlock.is_earlier_start(ours | other, ours)
-    assert not runlock.is_earlier_start({}, {})
+        assert not is_earlier_start(dataclasses.replace(ours, **other), ours)
+    assert not is_earlier_start(None, ours) and not is_earlier_start(ours, None)
 
 
 def test_of_many_hosts_that_come_at_once_one_wins(start: Start) -> None:
@@ -293,30 +296,20 @@ def test_an_earlier_start_of_our_own_job(
     assert (here.tell("take") == "held None") == free
 
 
-# As squeue 22.05 answers: --noheader --states=all --format=%T --jobs=ID
-@pytest.mark.parametrize(
-    ("code", "out", "complaint", "gone"),
-    [
-        (0, "RUNNING\n", "", None),
-        (0, "COMPLETING\n", "", None),
-        (0, "SUSPENDED\n", "", False),
-        (0, "PENDING\n", "", True),
-        (0, "CANCELLED\n", "", True),
-        (0, "COMPLETED\nCOMPLETED\nRUNNING\n", "", None),
-        (0, "COMPLETED\nCOMPLETED\n", "", True),
-        (0, "", "", True),
-        (1, "", "slurm_load_jobs error: Invalid job id specified\n", True),
-        (1, "", "squeue: error: Invalid job id: abc\n", None),
-        (1, "", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n", None),
-    ],
-)
-def test_what_squeue_says(code: int, out: str, complaint: str, gone: bool | None) -> None:
-    assert runlock._read_squeue(code, out, complaint) is gone
-
-
 def _owner(**changes: Any) -> Owner:
-    facts = ProcessIdentity.of().to_dict() | {"host": "n1", "attempt": 1, "slurm": {}}
+    facts = ProcessIdentity.of().to_dict() | {"host": "n1", "attempt": 1, "job": None}
     return Owner(**(facts | changes))
+
+
+def _record(**values: Any) -> bytes:
+    """As another version may have written it."""
+    return json.dumps(json.loads(_owner().record()) | values).encode()
+
+
+def test_an_owner_of_an_older_version_is_understood() -> None:
+    ids = {"cluster_name": "big", "job_id": "7", "restart_count": "1"}
+    assert Owner.read(_record(slurm=ids)) == _owner(job=JobIds(scheduler="slurm", **ids))
+    assert Owner.read(_record(slurm={})) == _owner()
 
 
 def test_a_pid_that_was_given_to_another_process(directory: Path) -> None:
@@ -330,7 +323,7 @@ def test_a_pid_that_was_given_to_another_process(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("record", [b"", b"{", b"[]", b"3", b'{"pid": 1}', b"\xff", _owner(pid="x").record(),
-                                    _owner(slurm={"job_id": 7}).record(), _owner(slurm=3).record()])  # fmt: skip
+                                    _record(slurm={"job_id": 7}), _record(ids=3), _record(ids={"x": "7"})])  # fmt: skip
 def test_a_damaged_record_is_watched_then_replaced(record: bytes, directory: Path) -> None:
     directory.mkdir()
     (directory / "owner-00001.json").write_bytes(record)
@@ -372,7 +365,7 @@ def test_the_heart_beats_and_the_record_says_who(directory: Path, monkeypatch: p
         record = json.loads(file.read_bytes())
     assert record.pop("beat") >= 3
     assert record == ProcessIdentity.of().to_dict() | {
-        "attempt": 4, "slurm": {"job_id": "7", "restart_count": "0"}, "released": False,
+        "attempt": 4, "scheduler": "slurm", "ids": {"job_id": "7", "restart_count": "0"}, "released": False,
     }  # fmt: skip
     assert json.loads(file.read_bytes())["released"]
 

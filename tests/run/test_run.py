@@ -298,7 +298,8 @@ def test_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert attempt == {
         "number": 1, "status": "running", "exit_code": None, "ended": None,
         "host": os.uname().nodename, "pid": os.getpid(),
-        "slurm": {"job_id": "7", "array_task_id": "3", "restart_count": "0"}, "world": {"world_size": 2},
+        "scheduler": "slurm", "ids": {"job_id": "7", "array_task_id": "3", "restart_count": "0"},
+        "world": {"world_size": 2},
     }  # fmt: skip
     run.end_attempt(1, status="stopped", exit_code=75)
     assert run.begin_attempt(world={}) == 2

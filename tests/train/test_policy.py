@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from contextlib import nullcontext
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch import Tensor
 import headway as hw
 from headway import dist
 from headway.checkpoint.policy import Policy
-from headway.dist.control.stop import job_end
 from headway.errors import (
     HeadwayError,
     NoProgress,
@@ -537,17 +535,3 @@ def test_a_script_that_was_refused_has_not_tried(tmp_path: Path) -> None:
 class Interrupted(Traced):
     def step(self, _: Any) -> Tensor:
         raise KeyboardInterrupt
-
-
-# --- the end of a job
-
-
-def test_the_end_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert job_end({}) is None
-    assert job_end({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1800000000"}) == 1_800_000_000
-    squeue = tmp_path / "squeue"
-    squeue.write_text('#!/bin/sh\n[ "$2" = --jobs=7 ] && echo 2026-11-15T10:00:00 || echo N/A\n')
-    squeue.chmod(0o700)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert job_end({"SLURM_JOB_ID": "7"}) == datetime(2026, 11, 15, 10).timestamp()  # in local time
-    assert job_end({"SLURM_JOB_ID": "8"}) is None

@@ -35,4 +35,4 @@ def main(argv: list[str]) -> int:
     if options.run is not None:
         return node.run_submitted(options.run)
     command = python_command(options.script, options.args, module=options.module)
-    return node.run_here(command, processes=options.nproc, max_restarts=options.max_restarts)
+    return node.run_here(command, nproc=options.nproc, max_restarts=options.max_restarts)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from headway.cli.parser import Parser, natural
 from headway.errors import UsageError
 from headway.launcher.agent.agent import Agent
-from headway.launcher.local_sweep import run_sweep
+from headway.launcher.local_runs import run_smoke, run_sweep
 from headway.launcher.program import python_command
-from headway.launcher.smoke_run import run_smoke
-from headway.launcher.submission import Script
+from headway.launcher.scripts import Script
 
 _EXAMPLES = """\
 examples:
@@ -52,8 +51,8 @@ def main(argv: list[str]) -> int:
         raise UsageError("--smoke tries one run once: leave --array and --max-restarts out")
     if options.array:
         script = Script(name=options.script, args=options.args, module=options.module)
-        return run_sweep(script, options.array, processes=options.nproc)
+        return run_sweep(script, options.array, nproc=options.nproc)
     command = python_command(options.script, options.args, module=options.module)
     if options.smoke:
-        return run_smoke(command, processes=options.nproc)
-    return Agent(command, processes=options.nproc, max_restarts=options.max_restarts).run()
+        return run_smoke(command, nproc=options.nproc)
+    return Agent(command, nproc=options.nproc, max_restarts=options.max_restarts).run()

@@ -17,7 +17,6 @@ from headway.cli.parser import Parser, natural
 from headway.errors import DONE
 from headway.launcher.sweep import label
 from headway.run.status import State
-from headway.schedulers.slurm.queue import Queue
 from headway.watch.runs import Row, select
 
 _EXAMPLES = """\
@@ -56,12 +55,9 @@ def main(argv: list[str]) -> int:
     )
     parser.add_json()
     options = parser.parse_args(argv)
-    queue, most = Queue.ask(), options.most or None
     rows = select(
-        options.root, states=options.state, name=options.name, most=most, queue=queue, tell=_complain
+        options.root, states=options.state, name=options.name, most=options.most or None, tell=_complain
     )
-    if queue.note and any(row.run.submission_file.exists() for row in rows):
-        _complain(f"{queue.note}; what follows is from the run directories alone")
     if options.json:
         print(json.dumps([row.plain() for row in rows], indent=2))
     else:

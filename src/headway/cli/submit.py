@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from headway import schedulers
 from headway.cli.parser import Parser
 from headway.errors import UsageError
-from headway.launcher import follow, submission
-from headway.launcher.submission import Script, Submitted
+from headway.launcher import scripts
+from headway.launcher.job import Job
+from headway.launcher.scripts import Script, SubmittedJob
 from headway.launcher.targets import Slurm, read, target_fields
 
 _EXAMPLES = """\
@@ -34,14 +36,14 @@ def main(argv: list[str]) -> int:
     script = Script(name=options.script, args=options.args, module=options.module)
     root = Path(options.root)
     if options.dry_run:
-        print(submission.dry_run(script, target, root=root, name=options.name), end="")
+        print(scripts.dry_run(script, target, root=root, name=options.name), end="")
         return 0
-    done = submission.submit(script, target, root=root, name=options.name, dirty=options.dirty)
+    done = scripts.submit(script, target, root=root, name=options.name, dirty=options.dirty)
     if options.json:
         print(json.dumps(done.to_dict(), indent=2))
     else:
         _show(done)
-    return follow.follow(done.runs[0], sys.stdout) if options.watch else 0
+    return Job(done.runs[0]).follow(sys.stdout) if options.watch else 0
 
 
 def _parser() -> Parser:
@@ -99,15 +101,16 @@ def _pair(option: str, text: str) -> tuple[str, str | bool]:
     return name, value if equals else True
 
 
-def _show(done: Submitted) -> None:
+def _show(done: SubmittedJob) -> None:
     first = done.runs[0]
     for note in done.notes:
         print(f"  {note}")
     if len(done.runs) == 1:
-        print(f"job {done.job} in {first.path}")
+        print(f"job {done.ids.job_id} in {first.path}")
     else:
-        print(f"job {done.job}, an array of {len(done.runs)}:")
+        print(f"job {done.ids.job_id}, an array of {len(done.runs)}:")
         for run in done.runs:
             print(f"  {run.path}")
-    print(f"\n  squeue --jobs {done.job}        is it waiting, is it running\n  tail -F {first.job_log}")
-    print(f"  scancel {done.job}              end it; it saves first")
+    commands = schedulers.load(done.ids.scheduler).commands(done.ids)
+    print(f"\n  {commands['look']}        is it waiting, is it running\n  tail -F {first.job_log}")
+    print(f"  {commands['cancel']}              end it; it saves first")

@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Literal
 
 import psutil
 
+from headway import schedulers
 from headway.doctor import probes
 from headway.doctor.probes import Answer
+from headway.schedulers.base import Health
 from headway.system.limits import filesystem_type, resource_limits, usable_cpus
 
 if TYPE_CHECKING:
@@ -130,7 +132,7 @@ def machine(topology: Topology, driver: Driver | None) -> Iterator[Check]:
         yield gpu_links(topology)
     if topology.ports:
         yield infiniband(topology, locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
-    yield host_name(topology, cluster="SLURM_JOB_ID" in os.environ)
+    yield host_name(topology, cluster=schedulers.detect() is not None)
     yield cpus(usable_cpus(), os.cpu_count() or 1, gpus=len(topology.gpus))
 
 
@@ -299,23 +301,17 @@ def clock(skew: float) -> Check:
 
 def launchers() -> Iterator[Check]:
     """Who else can start ranks here."""
-    yield slurm(probes.ask("sinfo", "--version"), probes.ask("scontrol", "ping"), os.environ)
+    for each in schedulers.shipped():
+        yield scheduler(each.label, each.health(os.environ))
     mpirun = probes.ask("mpirun", "--version") or probes.ask("mpiexec", "--version")
     yield mpi(mpirun, probes.installed(["mpi4py"]).get("mpi4py"))
 
 
-def slurm(version: Answer | None, controller: Answer | None, environ: Mapping[str, str]) -> Check:
-    """`version`: what `sinfo --version` says; `controller`: what `scontrol ping` says."""
-    if version is None or controller is None:
-        return _ok("SLURM", "not here")
-    if not version.good:
-        return _warn("SLURM", version.line, "if this machine belongs to a cluster, set SLURM_CONF")
-    if not controller.good or " UP" not in controller.line:
-        return _warn(
-            "SLURM", f"{version.line}: {controller.line}", "the controller does not answer: ask the site"
-        )
-    job = f", in job {environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in environ else ""
-    return _ok("SLURM", f"{version.line}{job}: {controller.line}")
+def scheduler(label: str, health: Health | None) -> Check:
+    """Whether a scheduler can be used from here."""
+    if health is None:
+        return _ok(label, "not here")
+    return _ok(label, health.line) if health.good else _warn(label, health.line, health.advice)
 
 
 def mpi(version: Answer | None, mpi4py: str | None) -> Check:

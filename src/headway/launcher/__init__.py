@@ -1,1 +1,24 @@
-"""Start: get N processes going, here, under SLURM or under MPI, and end them together. No torch at import."""
+"""Start: get N processes going, here, on a cluster or under MPI, and end them together. No torch at import.
+
+`targets` describes where to run, `call.launch` runs a function there and `scripts.submit` a script; `job.Job` is what
+was started. `agent/` starts and supervises the ranks of a node, `functions/` carries a function and its results,
+`code/` keeps the code as it was. `prologue` and `epilogue` are the first and last command of a submitted job.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headway import lazy
+
+if TYPE_CHECKING:
+    from headway.launcher.call import launch as launch
+    from headway.launcher.job import Job as Job
+    from headway.launcher.targets import (
+        ClusterTarget as ClusterTarget,
+        Local as Local,
+        Mpi as Mpi,
+        Slurm as Slurm,
+    )
+
+__getattr__, __dir__, __all__ = lazy.exports(__name__)

@@ -1,6 +1,6 @@
-"""A job: something that was started, here or on a cluster, and can be asked about, waited for and stopped.
+"""A job: what was started, here or on a cluster, and can be looked at, waited for and stopped.
 
-All that a job knows is in its run directory, so any process that sees the directory can open it:
+Everything about a job is in its run directory, so any process that sees the directory can open it:
 
     job = hw.launch(train, on=hw.Slurm(nodes=2))          # today, in a notebook
     job = hw.Job.open("runs/train-2026.11.15-14.30-x7k2")  # tomorrow, elsewhere
@@ -14,21 +14,23 @@ import signal
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TextIO, final
 
+from headway import schedulers
 from headway.dist.failure.record import cause
-from headway.errors import HeadwayError, RankFailure, Stopped, UsageError
+from headway.errors import DONE, HeadwayError, RankFailure, Stopped, UsageError
 from headway.launcher.functions import pickled
-from headway.launcher.functions.start import OURS, again
+from headway.launcher.functions.start import BACKGROUND, restart
 from headway.launcher.functions.worker import Call
 from headway.run import Run
 from headway.run.status import State, Status, read_json, status
-from headway.schedulers.slurm import client
-from headway.schedulers.slurm.queue import Queue
+from headway.schedulers.base import JobIds
 from headway.system import files
 from headway.system.locks import ProcessIdentity
 
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0  # seconds between two looks at a job that is waited for
+_WAIT_MIN_S, _WAIT_MAX_S, _WAIT_MAX_HERE_S = 0.05, 5.0, 0.5
+"""seconds between two looks at a job that is waited for; the last is for a job of this process"""
+_FOLLOW_S = 1.0
 _LAST_LINES = 20
 
 
@@ -36,7 +38,7 @@ _LAST_LINES = 20
 class Job:
     """A started job.
 
-    >>> job = hw.launch(train, 3e-4, on=hw.Local(processes=4))
+    >>> job = hw.launch(train, 3e-4, on=hw.Local(nproc=4))
     >>> job.state()
     'running'
     >>> job.result()
@@ -51,9 +53,7 @@ class Job:
         """The job of an existing run directory."""
         run = Run.open(path)
         if read_json(run.submission_file) is None:
-            raise UsageError(
-                f"{run.path} was neither launched nor submitted by headway: there is no job to ask about"
-            )
+            raise UsageError(f"{run.path} was neither launched nor submitted by headway, so it has no job")
         return cls(run)
 
     @property
@@ -65,11 +65,10 @@ class Job:
 
     def status(self) -> Status:
         """State and reason, as `headway runs` shows them."""
-        if process := OURS.get(self.id):
-            process.poll()  # a child that has ended is not gone until somebody asks
-        submitted = read_json(self.run.submission_file) or {}
-        queue = Queue.ask().with_history([submitted]) if "job_id" in submitted else Queue()
-        return status(self.run, queue)
+        if process := BACKGROUND.get(self.id):
+            process.poll()  # reaps a child that has ended
+        ids = JobIds.from_submission(read_json(self.run.submission_file) or {})
+        return status(self.run, schedulers.queue([ids]))
 
     def state(self) -> State:
         """One word: queued, running, done, failed, stopped, interrupted, cancelled or lost."""
@@ -78,13 +77,13 @@ class Job:
     def wait(self, timeout: float | None = None) -> State:
         """Waits until the job is over and returns its state; `TimeoutError` after `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        pause = _SHORTEST_PAUSE
+        pause = _WAIT_MIN_S
         while not (now := self.status()).over:
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError(f"{self.id} is still {now.state} after {timeout:g} s")
             left = pause if deadline is None else min(pause, max(0.0, deadline - time.monotonic()))
             time.sleep(left)
-            pause = min(pause * 1.5, _LONGEST_PAUSE if self.id not in OURS else 0.5)
+            pause = min(pause * 1.5, _WAIT_MAX_HERE_S if self.id in BACKGROUND else _WAIT_MAX_S)
         return now.state
 
     def result(self) -> Any:
@@ -101,8 +100,9 @@ class Job:
     def cancel(self) -> None:
         """Asks the job to stop. One that saves its state does so first; `wait` to see it end."""
         submitted = read_json(self.run.submission_file) or {}
-        if "job_id" in submitted:
-            client.cancel(submitted)
+        ids = JobIds.from_submission(submitted)
+        if ids is not None:
+            schedulers.load(ids.scheduler).cancel(ids)
         elif ProcessIdentity.from_dict(submitted).is_alive() is None:
             raise UsageError(f"{self.id} runs on {submitted['host']}, not here: cancel it there")
         elif not self.status().over:
@@ -110,16 +110,42 @@ class Job:
                 os.kill(submitted["pid"], signal.SIGTERM)
 
     def resume(self) -> None:
-        """Starts a job that is over again, in its run directory: a `Pipeline` goes on from its newest checkpoint."""
+        """Starts a job that is over again, in its run directory: a `Pipeline` resumes from its newest checkpoint."""
         if not (now := self.status()).over:
             raise UsageError(f"{self.id} is {now.state}: only a job that is over can be started again")
-        again(self.run)
+        restart(self.run)
 
     def log(self) -> str:
-        """What the job has printed so far, of all attempts."""
+        """The job's output so far, of all attempts."""
         with suppress(FileNotFoundError):
             return self.run.job_log.read_text(errors="backslashreplace")
         return ""
+
+    def follow(self, out: TextIO) -> int:
+        """Copies the job's output to `out` until the job is over; returns 0 if it is done, else an exit code.
+
+        Ctrl-C ends the following, not the job.
+        """
+        shown = 0
+        while True:
+            now = self.status()
+            shown += self._copy_log(shown, out)
+            if now.over:
+                out.write(f"headway: {self.id} is {now.state}{f': {now.why}' if now.why else ''}\n")
+                return {"done": DONE, "stopped": Stopped.exit_code}.get(now.state, 1)
+            time.sleep(_FOLLOW_S)
+
+    def _copy_log(self, begin: int, out: TextIO) -> int:
+        """Writes what the log has from `begin` on; returns how many bytes."""
+        try:
+            with self.run.job_log.open("rb") as file:
+                file.seek(begin)
+                new = file.read()
+        except FileNotFoundError:  # it has not started yet
+            return 0
+        out.write(new.decode(errors="backslashreplace"))
+        out.flush()
+        return len(new)
 
     def _results(self, ranks: int | None) -> list[Any]:
         if not self.run.call_dir.is_dir():
@@ -138,15 +164,15 @@ class Job:
     def _sees(self, path: Path) -> bool:
         """Whether a file is there; one that was written on another host may be seen a little later."""
         with suppress(OSError):
-            path.stat() if self.id in OURS else files.patiently(path.stat)
+            path.stat() if self.id in BACKGROUND else files.patiently(path.stat)
             return True
         return False
 
     def _error(self) -> BaseException:
-        """Why there is no result, as the exception that the first failing rank raised, if it could tell."""
+        """Why there is no result: the exception of the first failing rank, if it was recorded."""
         now = self.status()
         if now.state == "stopped":
-            return Stopped(f"{self.id} was stopped, with a checkpoint; job.resume() goes on from it")
+            return Stopped(f"{self.id} was stopped, with a checkpoint; job.resume() resumes from it")
         if now.state in ("interrupted", "cancelled"):
             return HeadwayError(f"{self.id} was {now.state}; there is no result")
         record = read_json(self.run.failure_file)

@@ -1,6 +1,6 @@
 """What a job runs: a command, where, with which variables, and how many times on each node.
 
-It is written to job.json in the run directory when the job is submitted, and read there by the node agents. Nothing of
+It is written to job.json in the run directory when the job is submitted, and read there by the node agents. Nothing in
 it passes through a shell.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,32 +16,36 @@ from pathlib import Path
 from typing import Any, final
 
 from headway.errors import UsageError
-from headway.launcher.targets import Slurm
+from headway.launcher import targets
+from headway.launcher.targets import ClusterTarget
 from headway.run import Run
+from headway.schedulers.base import JobIds
 from headway.system import files
 
+STAGED = "HEADWAY_STAGED"
+"""names the directory with the data that was copied to the node for a job"""
 _FORMAT = 1
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A command and its surroundings; `processes` is the number of ranks on each node.
+    """A command and its environment; `nproc` is the number of ranks on each node.
 
-    >>> Program(command=["python", "train.py"], processes=4, env={"WANDB_MODE": "offline"})
+    >>> Program(command=["python", "train.py"], nproc=4, env={"WANDB_MODE": "offline"})
     """
 
     command: Sequence[str]
-    processes: int = 1
+    nproc: int = 1
     cwd: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     python_path: Sequence[str] = ()
     """put before PYTHONPATH: what the code of the run imports"""
 
-    def environment(self, around: Mapping[str, str]) -> dict[str, str]:
-        """The variables of the command, in these surroundings."""
-        path = [*self.python_path, *filter(None, [around.get("PYTHONPATH")])]
-        return {**around, **({"PYTHONPATH": os.pathsep.join(path)} if path else {}), **self.env}
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """The command's variables, on top of those of this process."""
+        path = [*self.python_path, *filter(None, [environ.get("PYTHONPATH")])]
+        return {**environ, **({"PYTHONPATH": os.pathsep.join(path)} if path else {}), **self.env}
 
 
 @final
@@ -49,10 +54,12 @@ class JobFile:
     """job.json: all that a submitted run needs to start, and to be submitted again."""
 
     program: Program
-    target: Slurm
+    target: ClusterTarget
 
     def write(self, run: Run) -> None:
-        facts = {"format": _FORMAT, "program": asdict(self.program), "target": self.target.to_dict()}
+        program = asdict(self.program)
+        program["processes"] = program.pop("nproc")  # its name in the file
+        facts = {"format": _FORMAT, "program": program, "target": self.target.to_dict()}
         with files.storage(f"write {run.job_file}"):
             # 0600: variables may be secrets
             files.write_atomic(run.job_file, json.dumps(facts, indent=2).encode())
@@ -63,11 +70,40 @@ class JobFile:
             facts: dict[str, Any] = json.loads(run.job_file.read_bytes())
             if facts["format"] != _FORMAT:
                 raise ValueError(f"format {facts['format']}")
-            return cls(program=Program(**facts["program"]), target=Slurm.from_dict(facts["target"]))
+            nproc = facts["program"].pop("processes")
+            target = targets.from_dict(facts["target"])
+            if not isinstance(target, ClusterTarget):
+                raise ValueError(f"kind {target.kind}")
+            return cls(program=Program(nproc=nproc, **facts["program"]), target=target)
         except FileNotFoundError:
             raise UsageError(f"{run.path} was not submitted: it has no {run.job_file.name}") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{run.job_file} cannot be read: {error}; submit the run again") from error
+
+    def ids(self, environ: Mapping[str, str]) -> JobIds:
+        """The start of the job in whose environment this is."""
+        ids = self.target.scheduler.detect(environ)
+        if ids is None:
+            raise UsageError(
+                f"this process is not part of a {self.target.scheduler.label} job; submit the run instead"
+            )
+        return ids
+
+    def launch_directory(self, run: Run, environ: Mapping[str, str]) -> Path:
+        """Where the agents of this start meet: the same for its script and its agents, and for no other start."""
+        return run.launch_dir / self.ids(environ).start
+
+    def staged(self) -> dict[str, str]:
+        """The variable that says where the data copied to this node is; none if no data was copied."""
+        if not self.target.pre:
+            return {}
+        directory = os.path.expandvars(self.target.pre_to)
+        if "$" in directory:
+            raise UsageError(
+                f"pre_to={self.target.pre_to!r}: not all of these variables are set on {socket.gethostname()}; "
+                "give a directory on the node's own disk, like /scratch/$USER"
+            )
+        return {STAGED: directory}
 
 
 def python_command(script: str, args: Sequence[str], *, module: bool = False) -> list[str]:

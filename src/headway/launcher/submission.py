@@ -1,149 +1,94 @@
-"""From a script to a job in the queue: the run directory, the code as it is now, the job script, sbatch."""
+"""From run directories to a job in the queue: job.json and job.sh in each run, and the scheduler's ids afterwards."""
 
 from __future__ import annotations
 
-import re
-import shutil
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, final
 
-from headway.launcher import sweep
-from headway.launcher.code import snapshot
-from headway.launcher.code.snapshot import Dirty
-from headway.launcher.program import Program, python_command
-from headway.launcher.targets import Slurm
-from headway.run import Run, check_name
-from headway.schedulers.slurm import client
-from headway.schedulers.slurm.script import job_script
+from headway.errors import HeadwayError
+from headway.launcher.program import JobFile, Program
+from headway.launcher.targets import ClusterTarget
+from headway.run import Run
+from headway.schedulers.base import JobIds, JobRequest
+from headway.system import files
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Script:
-    """What to run: a file, or a module as for `python -m`, and its arguments."""
-
-    name: str
-    args: Sequence[str] = ()
-    module: bool = False
-
-    @property
-    def run_name(self) -> str:
-        """A name for its runs.
-
-        >>> Script(name="exp/my train.py").run_name, Script(name="pkg.train", module=True).run_name
-        ('my-train', 'train')
-        """
-        last = self.name.rpartition(".")[2] if self.module else Path(self.name).stem
-        return re.sub(r"[^A-Za-z0-9_.]+", "-", last).strip("-.")[:64] or "run"
+def check(target: ClusterTarget) -> None:
+    """Asks the scheduler whether such a job could run; `UsageError` says what is wrong with it."""
+    request = target.request(name="check", directory=Path("/run"), log=Path("log/job.txt"))
+    target.scheduler.check(request)
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Submitted:
-    """A job in the queue, with one run, or several for an array."""
+def submit_runs(runs: Sequence[Run], programs: Sequence[Program], target: ClusterTarget) -> JobIds:
+    """Submits one job, or an array with one job per run, and notes its ids in each run.
 
-    job: str
-    runs: Sequence[Run]
-    notes: Sequence[str]
-    """what people should know about the code that was pinned"""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        runs = [str(run.path) for run in self.runs]
-        return {"job_id": self.job, "runs": runs, "notes": list(self.notes)}
-
-
-def dry_run(script: Script, target: Slurm, *, root: Path, name: str | None = None) -> str:
-    """The job script that `submit` would submit; nothing is made."""
-    name = _checked(script, name)
-    sweep.grid(target.array)
-    path = root.absolute() / ("ARRAY" if target.array else f"{name}-DATE-TIME-XXXX")
-    return job_script(target, run=path, python=sys.executable)
-
-
-def submit(
-    script: Script, target: Slurm, *, root: Path, name: str | None = None, dirty: Dirty = "snapshot"
-) -> Submitted:
-    """Submits a script. Whatever is refused, by us or by SLURM, leaves nothing behind.
-
-    >>> submit(Script(name="train.py"), Slurm(nodes=2), root=Path("runs"))  # doctest: +SKIP
+    >>> submit_runs([run], [Program(command=["python", "train.py"])], Slurm(nodes=2)).number  # doctest: +SKIP
+    '17'
     """
-    name = _checked(script, name)
-    settings = sweep.grid(target.array) if target.array else [{}]
-    client.check(target)
-    with prepared(script, settings, root=root, name=name, dirty=dirty) as (runs, notes):
-        programs = [
-            replace(program(run, script, values), processes=target.processes_per_node, env=dict(target.env))
-            for run, values in zip(runs, settings, strict=True)
-        ]
-        return Submitted(job=client.submit(runs, programs, target), runs=runs, notes=notes)
+    scheduler = target.scheduler
+    request = _request(runs[0], target, _link_all(runs) if target.array else runs[0].path)
+    text = scheduler.script(request)
+    for run, program in zip(runs, programs, strict=True):
+        JobFile(program=program, target=target).write(run)
+        with files.storage(f"write {run.job_script}"):
+            files.write_atomic(run.job_script, text.encode())
+    if not target.array:
+        ids = scheduler.submit(request, runs[0].job_script)
+        _record(runs[0], ids)
+        return ids
+    ids = scheduler.submit_array(request, runs[0].job_script, range(len(runs)))
+    for index, run in enumerate(runs):
+        _record(run, replace(ids, array_job_id=ids.job_id, array_task_id=str(index)))
+    return ids
 
 
-@contextmanager
-def prepared(
-    script: Script,
-    settings: Sequence[sweep.Settings],
-    *,
-    root: Path,
-    name: str | None = None,
-    dirty: Dirty = "snapshot",
-) -> Iterator[tuple[list[Run], list[str]]]:
-    """A run for each setting, with the code as it is now, and what to know about it. If the block fails, none stays.
-
-    >>> with prepared(Script(name="train.py"), [{"lr": "1e-3"}], root=Path("runs")) as (runs, notes):  # doctest: +SKIP
-    ...     start(runs)
-    """
-    name = _checked(script, name)
-    runs: list[Run] = []
-    is_new = not root.exists()
+def submit_successor(run: Run, job: JobFile, ids: JobIds, env: Mapping[str, str]) -> JobIds:
+    """Submits a job's script once more, to start when the job is over: for sites that do not requeue jobs."""
+    scheduler = job.target.scheduler
+    request = _request(run, job.target.without_array(), run.path)
+    request = replace(request, after=ids, env={**request.env, **env})
     try:
-        for values in settings:
-            command = [script.name, *sweep.arguments(script.args, values)]
-            runs.append(Run.create(root, name=name, config=values, command=command))
-        if any(settings):
-            sweep.join(runs, settings)
-        yield runs, _pin(runs, script, dirty)
-    except BaseException:
-        for run in runs:
-            shutil.rmtree(run.path, ignore_errors=True)
-        if is_new:
-            with suppress(OSError):  # others have found it useful in the meantime
-                root.rmdir()
-        raise
+        if ids.array_task_id is None:
+            successor = scheduler.submit(request, run.job_script)
+        else:
+            successor = scheduler.submit_array(request, run.job_script, [int(ids.array_task_id)])
+            successor = replace(successor, array_job_id=successor.job_id, array_task_id=ids.array_task_id)
+    except HeadwayError as error:
+        raise HeadwayError(
+            f"job {ids.number} could not be followed by another: {error}; "
+            f"to resume: {scheduler.submit_command(run.job_script)}"
+        ) from error
+    _record(run, successor, before=[ids.number])
+    return successor
 
 
-def _checked(script: Script, name: str | None) -> str:
-    """The name of its runs, once the script is known to be there."""
-    python_command(script.name, script.args, module=script.module)
-    return check_name(name or script.run_name)
+def _request(run: Run, target: ClusterTarget, directory: Path) -> JobRequest:
+    return target.request(name=run.name, directory=directory, log=run.job_log.relative_to(run.path))
 
 
-def _pin(runs: Sequence[Run], script: Script, dirty: Dirty) -> list[str]:
-    """Copies the code into the first run, for all of them, and says what is worth knowing about it."""
-    snapshot.take(runs[0], Path.cwd() if script.module else script.name, dirty=dirty)
-    for run in runs[1:]:
-        snapshot.adopt(run, runs[0])
-    found = snapshot.load(runs[0])
-    ours = f"{runs[0].path.parent.name}/"  # where the runs are is no news
-    notes = [f"not in git, but copied: {_some(found.added)}"] if found.added else []
-    left_out = [name for name in found.left_out if not name.startswith(ours)]
-    return notes + ([f"left out of the copy: {_some(left_out)}"] if left_out else [])
+def _record(run: Run, ids: JobIds, *, before: Sequence[str] = ()) -> None:
+    """Notes in the run directory which job it is; `before` are the jobs that it continues."""
+    facts = {
+        "scheduler": ids.scheduler,
+        "job_id": ids.job_id,
+        "array_task": None if ids.array_task_id is None else int(ids.array_task_id),
+        "cluster": ids.cluster_name,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "before": list(before),
+    }
+    with files.storage(f"write {run.submission_file}"):
+        files.write_atomic(run.submission_file, json.dumps(facts, indent=2).encode())
 
 
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def program(run: Run, script: Script, values: sweep.Settings) -> Program:
-    """The script with these settings, from the run's copy of the code."""
-    code = snapshot.load(run)
-    start = ["-m", script.name] if script.module else [str(code.script)]
-    return Program(
-        command=[sys.executable, *start, *sweep.arguments(script.args, values)],
-        cwd=str(code.directory),
-        python_path=[str(path) for path in code.python_path],
-    )
+def _link_all(runs: Sequence[Run]) -> Path:
+    """A directory whose entries 0, 1, ... lead to the runs: a scheduler knows the jobs of an array by number only."""
+    directory = runs[0].path.parent / f".array-{secrets.token_hex(4)}"
+    with files.storage(f"make {directory}"):
+        files.make_dir(directory)
+        for number, run in enumerate(runs):
+            (directory / str(number)).symlink_to(Path("..") / run.path.name)
+    return directory

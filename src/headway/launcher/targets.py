@@ -4,21 +4,28 @@
     Slurm.from_dict(on.to_dict()) == on
     read(Path("cluster.yaml"))            # kind: slurm, nodes: 2, ...
 
-Nothing here asks a machine or a scheduler: a description can be made anywhere, also where it cannot run.
+Nothing here asks a machine or a scheduler: a description can be made anywhere, also where it cannot run. A target for
+another scheduler is a subclass of `ClusterTarget` whose `kind` is "module:Class".
 """
 
 from __future__ import annotations
 
 import re
+import sys
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Self, final
 
 import yaml
 
+from headway import schedulers
 from headway.errors import UsageError
+from headway.schedulers.base import JobRequest, Scheduler
+from headway.schedulers.slurm.time_limit import seconds
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 _TOKEN = re.compile(r"""[^\s'"\\#]+""")
@@ -26,9 +33,8 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
 _MEMORY = re.compile(r"\d+[KMGT]?", re.IGNORECASE)
 _GPUS = re.compile(r"(?:[A-Za-z][\w.-]*:)?(\d+)")
-_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
-_OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
-_OWN_OPTIONS = (
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+_RESERVED_OPTIONS = (
     "job-name",
     "output",
     "error",
@@ -39,21 +45,21 @@ _OWN_OPTIONS = (
     "parsable",
     "test-only",
 )
-_LONGEST_LEAD = 65535  # what SLURM can keep
+_LONGEST_LEAD_S = 65535  # what SLURM can store
 
 
 def option(default: Any, help: str) -> Any:
-    """A field of a target, with the words in which the command line explains it."""
+    """A field of a target with its help text for the command line."""
     if isinstance(default, dict):
         return field(default_factory=dict, metadata={"help": help})
     return field(default=default, metadata={"help": help})
 
 
 class Target:
-    """What all targets share: a kind, and the way to plain values and back."""
+    """What all targets share: a kind, a number of ranks, and the way to plain values and back."""
 
     kind: ClassVar[str]
-    env: Mapping[str, str]
+    env: Mapping[str, str] = {}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON and YAML; only what differs from the defaults."""
@@ -66,7 +72,7 @@ class Target:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The target of these values; `UsageError` names a key that does not exist, and the nearest that does."""
+        """The target with these values; `UsageError` names an unknown key and the nearest known one."""
         names = [each.name for each in target_fields(cls)]
         given = {str(key).replace("-", "_"): value for key, value in values.items() if key != "kind"}
         if values.get("kind", cls.kind) != cls.kind:
@@ -88,8 +94,70 @@ class Target:
                 raise UsageError(
                     f"env: {name!r:.80} cannot be the name of a variable; use letters, digits and '_'"
                 )
-            if name in _OURS:
+            if name in _RANK_VARIABLES:
                 raise UsageError(f"env: {name} is set by headway for each rank; leave it out")
+
+
+class ClusterTarget(Target):
+    """A target whose nodes come from a scheduler: what the launcher needs to know about it.
+
+    A subclass is a frozen dataclass; it declares as fields what its users may set, and keeps the rest as it is here.
+    """
+
+    nodes: int = 1
+    array: tuple[str, ...] = ()
+    array_limit: int | None = None
+    setup: tuple[str, ...] = ()
+    pre: tuple[str, ...] = ()
+    pre_to: str = ""
+    signal_lead: int = 120
+    requeue: bool = True
+    max_requeues: int = 100
+    max_restarts: int = 0
+
+    @property
+    @abstractmethod
+    def scheduler(self) -> Scheduler:
+        """Who gives the nodes."""
+
+    @property
+    @abstractmethod
+    def nproc_per_node(self) -> int:
+        """Number of ranks on each node."""
+
+    @abstractmethod
+    def options(self) -> Mapping[str, Any]:
+        """Settings in the scheduler's own words, for `JobRequest.options`."""
+
+    @property
+    def nproc(self) -> int:
+        """Number of ranks in all."""
+        return self.nodes * self.nproc_per_node
+
+    def without_array(self) -> Self:
+        """The same settings without the array: for one of its jobs that starts again."""
+        return replace(self, array=(), array_limit=None) if self.array else self  # type: ignore[type-var]
+
+    def request(self, *, name: str, directory: Path, log: Path, python: str = sys.executable) -> JobRequest:
+        """The job that runs what job.json in `directory` says."""
+        module = (python, "-P", "-m")
+        return JobRequest(
+            name=name,
+            directory=directory,
+            log=log,
+            agent=(*module, "headway", "agent", "--run"),
+            epilogue=(*module, "headway.launcher.epilogue"),
+            prologue=(*module, "headway.launcher.prologue") if self.pre else None,
+            nodes=self.nodes,
+            nproc_per_node=self.nproc_per_node,
+            is_array=bool(self.array),
+            array_limit=self.array_limit,
+            signal_lead_s=self.signal_lead,
+            requeue=self.requeue,
+            setup=self.setup,
+            options=self.options(),
+            env=schedulers.environment(self.scheduler),
+        )
 
 
 @final
@@ -97,22 +165,22 @@ class Target:
 class Local(Target):
     """This machine.
 
-    >>> Local(processes=4, device="cpu")
+    >>> Local(nproc=4, device="cpu")
     """
 
     kind: ClassVar[str] = "local"
-    processes: int = option(1, "number of ranks")
+    nproc: int = option(1, "number of ranks")
     device: str = option("auto", "auto, cpu, cuda or mps")
     env: Mapping[str, str] = option({}, "variables for the ranks")
 
     def __post_init__(self) -> None:
-        _at_least(1, self.processes, "processes")
+        _at_least(1, self.nproc, "nproc")
         if self.device not in DEVICES:
-            raise UsageError(f"device={self.device!r} is none of {', '.join(DEVICES)}")
-        if self.device == "mps" and self.processes > 1:
             raise UsageError(
-                f"processes={self.processes}: Apple's GPU serves one process; take device='cpu' for more"
+                f"device={self.device!r} is not a valid device; expected one of {', '.join(DEVICES)}"
             )
+        if self.device == "mps" and self.nproc > 1:
+            raise UsageError(f"nproc={self.nproc}: Apple's GPU serves one process; use device='cpu' for more")
         self._check_env()
 
 
@@ -121,18 +189,18 @@ class Local(Target):
 class Mpi(Target):
     """Machines that `mpirun` reaches.
 
-    >>> Mpi(processes=4, hosts=("n1:2", "n2:2"))
+    >>> Mpi(nproc=4, hosts=("n1:2", "n2:2"))
     """
 
     kind: ClassVar[str] = "mpi"
-    processes: int = option(1, "number of ranks, one per MPI process")
+    nproc: int = option(1, "number of ranks, one per MPI process")
     hosts: tuple[str, ...] = option((), "hosts to use, each with its slots: n1:2")
     mpirun: str = option("mpirun", "the program that starts MPI processes")
     args: tuple[str, ...] = option((), "further arguments for mpirun")
     env: Mapping[str, str] = option({}, "variables for the ranks")
 
     def __post_init__(self) -> None:
-        _at_least(1, self.processes, "processes")
+        _at_least(1, self.nproc, "nproc")
         self._set("hosts", _texts(self.hosts, "hosts"))
         self._set("args", _texts(self.args, "args"))
         for host in self.hosts:
@@ -143,8 +211,8 @@ class Mpi(Target):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Slurm(Target):
-    """A SLURM cluster; settings bear the names of sbatch's options.
+class Slurm(ClusterTarget):
+    """A SLURM cluster; settings have the names of sbatch's options.
 
     >>> Slurm(nodes=2, gpus_per_node=8, time="2:00:00", partition="gpu", setup=["module load cuda"])
     """
@@ -165,7 +233,9 @@ class Slurm(Target):
     array_limit: int | None = option(None, "how many jobs of the array may run at once")
     extra: Mapping[str, Any] = option({}, "any other option of sbatch: licenses=fluent:1")
     setup: tuple[str, ...] = option((), "shell lines to run first on the first node: 'module load cuda'")
-    pre: tuple[str, ...] = option((), "file or folder to copy to each node's own disk before the ranks start")
+    pre: tuple[str, ...] = option(
+        (), "file or directory to copy to each node's own disk before the ranks start"
+    )
     pre_to: str = option(
         "$SLURM_TMPDIR", "where to; variables are those of the node. Ranks find it in HEADWAY_STAGED"
     )
@@ -192,28 +262,27 @@ class Slurm(Target):
                 f"gpus_per_node={self.gpus_per_node!r:.80} is neither a number nor TYPE:NUMBER, like a100:8"
             )
         if self.mem is not None and not _MEMORY.fullmatch(self.mem):
-            raise UsageError(f"mem={self.mem!r:.80} is no amount of memory; write 64G")
+            raise UsageError(f"mem={self.mem!r:.80} is not a valid amount of memory; write 64G")
         self._set("setup", _texts(self.setup, "setup"))
         self._set("array", _texts(self.array, "array"))
         self._set("pre", _texts(self.pre, "pre"))
         for path in self.pre:
             if not Path(path).is_absolute():
-                raise UsageError(f"pre: {path!r:.80} must be a full path: the job starts in another folder")
+                raise UsageError(
+                    f"pre: {path!r:.80} must be an absolute path: the job starts in another directory"
+                )
         self._check_lead()
         self._check_extra()
         self._check_env()
 
     @property
-    def processes_per_node(self) -> int:
-        """Ranks on each node: as many as were asked for, else one per GPU, else one."""
-        if self.ntasks_per_node is not None:
-            return self.ntasks_per_node
-        return max(1, self.gpus)
+    def scheduler(self) -> Scheduler:
+        return schedulers.load("slurm")
 
     @property
-    def processes(self) -> int:
-        """Ranks in all."""
-        return self.nodes * self.processes_per_node
+    def nproc_per_node(self) -> int:
+        """Number of ranks on each node: as many as were asked for, else one per GPU, else one."""
+        return self.ntasks_per_node if self.ntasks_per_node is not None else max(1, self.gpus)
 
     @property
     def gpus(self) -> int:
@@ -221,18 +290,29 @@ class Slurm(Target):
         match = _GPUS.fullmatch(str(self.gpus_per_node or 0))
         return int(match[1]) if match else 0
 
-    def alone(self) -> Slurm:
-        """The same settings without the array: for one of its jobs that starts again."""
-        return replace(self, array=(), array_limit=None)
+    def options(self) -> Mapping[str, Any]:
+        """The options of sbatch beside those that follow from the request itself."""
+        return {
+            "gpus-per-node": self.gpus_per_node,
+            "cpus-per-task": self.cpus_per_task,
+            "mem": self.mem,
+            "time": self.time,
+            "partition": self.partition,
+            "account": self.account,
+            "qos": self.qos,
+            "constraint": self.constraint,
+            "exclusive": self.exclusive,
+            **self.extra,
+        }
 
     def _check_lead(self) -> None:
         _at_least(1, self.signal_lead, "signal_lead")
-        if self.signal_lead > _LONGEST_LEAD:
-            raise UsageError(f"signal_lead={self.signal_lead}: SLURM takes at most {_LONGEST_LEAD} seconds")
+        if self.signal_lead > _LONGEST_LEAD_S:
+            raise UsageError(f"signal_lead={self.signal_lead}: SLURM takes at most {_LONGEST_LEAD_S} seconds")
         if self.time is not None and seconds(self.time) <= self.signal_lead:
             raise UsageError(
-                f"time={self.time!r} is {seconds(self.time)} s, of which signal_lead={self.signal_lead} to save: "
-                "ask for more time, or set a shorter signal_lead"
+                f"time={self.time!r} is {seconds(self.time)} s, but signal_lead={self.signal_lead} s of it are "
+                "for saving: ask for more time, or set a shorter signal_lead"
             )
 
     def _check_extra(self) -> None:
@@ -251,16 +331,37 @@ class Slurm(Target):
                 raise UsageError(
                     f"extra: {name} has a setting of its own: {name.replace('-', '_')}={value!r:.80}"
                 )
-            if name in _OWN_OPTIONS:
-                raise UsageError(f"extra: --{name} is headway's to set; leave it out")
+            if name in _RESERVED_OPTIONS:
+                raise UsageError(f"extra: --{name} is set by headway; leave it out")
             if not isinstance(value, bool):
                 _token(str(value), f"extra: {name}")
 
 
-KINDS: Mapping[str, type[Local | Slurm | Mpi]] = {"local": Local, "slurm": Slurm, "mpi": Mpi}
+KINDS: Mapping[str, type[Target]] = {"local": Local, "slurm": Slurm, "mpi": Mpi}
 
 
-def read(path: Path) -> Local | Slurm | Mpi:
+def from_dict(values: Mapping[str, Any]) -> Target:
+    """The target of these plain values; `kind` says of which class: one of `KINDS`, or "module:Class".
+
+    >>> from_dict({"kind": "local", "nproc": 4})
+    Local(nproc=4, device='auto', env={})
+    """
+    kind = str(values.get("kind"))
+    if kind in KINDS:
+        return KINDS[kind].from_dict(values)
+    module, _, name = kind.partition(":")
+    try:
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(
+            f"kind: {kind!r:.80} is not a target; expected {', '.join(KINDS)} or MODULE:CLASS ({error})"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, Target)):
+        raise UsageError(f"kind: {kind!r:.80} is not a subclass of headway.launcher.targets.Target")
+    return found.from_dict(values)
+
+
+def read(path: Path) -> Target:
     """The target that a YAML file describes: `kind: slurm`, then its settings."""
     try:
         values = yaml.safe_load(path.read_text())
@@ -268,29 +369,14 @@ def read(path: Path) -> Local | Slurm | Mpi:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict) or values.get("kind") not in KINDS:
+    if not isinstance(values, dict) or "kind" not in values:
         raise UsageError(
             f"{path} does not say where to run; begin with a line like 'kind: slurm' ({', '.join(KINDS)})"
         )
-    return KINDS[values["kind"]].from_dict(values)
-
-
-def seconds(time: str) -> int:
-    """A time limit as SLURM writes it, in seconds.
-
-    >>> seconds("90"), seconds("1:30:00"), seconds("1-12"), seconds("2-0:30")
-    (5400, 5400, 129600, 174600)
-    """
-    match = _TIME.fullmatch(time)
-    if match is None:
-        raise UsageError(f"time={time!r:.80} is no time limit; write minutes, H:M:S or D-H:M:S")
-    parts = [int(part) for part in match["rest"].split(":")]
-    if match["days"] is not None:  # D-H, D-H:M, D-H:M:S
-        hours, minutes, rest = (*parts, 0, 0)[:3]
-        return int(match["days"]) * 86400 + hours * 3600 + minutes * 60 + rest
-    if len(parts) == 3:
-        return parts[0] * 3600 + parts[1] * 60 + parts[2]
-    return parts[0] * 60 + (parts[1] if len(parts) == 2 else 0)
+    try:
+        return from_dict(values)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from error
 
 
 def target_fields(kind: type[Target]) -> list[Field[Any]]:

@@ -25,6 +25,7 @@ from typing import Any, cast
 import psutil
 import torch
 
+from headway import schedulers
 from headway.dist import World
 from headway.dist.topology import nvml
 from headway.run import Run, source
@@ -62,7 +63,7 @@ def collect(world: World | None = None, run: Run | None = None) -> Facts:
     collect()["packages"]["torch"]     # '2.13.0+cu130'
     """
     environment = redact.environment()
-    slurm = {name: value for name, value in environment.items() if name.startswith("SLURM_")}
+    job = schedulers.variables(environment)
     driver = nvml.read_driver()
     facts: Facts = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -83,8 +84,8 @@ def collect(world: World | None = None, run: Run | None = None) -> Facts:
         ],
         "machine": _machine(),
         "code": _code(),
-        "slurm": slurm,
-        "environment": {name: value for name, value in environment.items() if name not in slurm},
+        "slurm": job,  # the variables of whichever scheduler it is
+        "environment": {name: value for name, value in environment.items() if name not in job},
     }
     return cast(Facts, redact.redact_tree(facts))
 

@@ -8,10 +8,12 @@ import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
+from headway import schedulers
 from headway.errors import RunLocked, UsageError
-from headway.run import Run, config_text, lock, runs_under
+from headway.run import Run, config_text, runs_under
+from headway.schedulers.base import JobIds
 from headway.system.redact import redact_argv
 
 VARIABLE = "HEADWAY_RUN"
@@ -77,22 +79,18 @@ def _open(path: str | Path) -> Run:
 def _find(root: str | Path, name: str, config: str, environ: Mapping[str, str]) -> Choice | None:
     """The newest run of that name and those settings that this job had begun, or that somebody left unfinished."""
     alike = [run for run in runs_under(root, name=name) if _config_of(run) == config]
-    job = lock.slurm_ids(environ)
+    job = schedulers.detect(environ)
     for run in alike:
-        if job and any(_earlier_start(attempt["slurm"], job) for attempt in run.info()["attempts"]):
-            return Choice(run=run, why=f"begun by SLURM job {job['job_id']}", finished=_finished(run))
+        # by an earlier start of this job: in one start, a job may do several runs
+        begun = (JobIds.from_dict(attempt) for attempt in run.info()["attempts"])
+        if job and any(schedulers.is_earlier_start(ids, job) for ids in begun):
+            return Choice(run=run, why=f"begun by {schedulers.describe(job)}", finished=_finished(run))
     for run in alike:
         if run.info()["attempts"] and not _finished(run) and _is_free(run):
             return Choice(
                 run=run, why=f"the newest unfinished run of that name and with these settings{_odd(run)}"
             )
     return None
-
-
-def _earlier_start(one: Mapping[str, Any], job: Mapping[str, Any]) -> bool:
-    """Whether an attempt was made by this job before it was requeued. In one start, a job may do several runs."""
-    same = all(one.get(key) == job.get(key) for key in ("cluster_name", "job_id"))
-    return same and int(one.get("restart_count", 0)) < int(job["restart_count"])
 
 
 def _odd(run: Run) -> str:

@@ -33,10 +33,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, final
 
+from headway import schedulers
 from headway.errors import HeadwayError, StorageError, UsageError
 from headway.run import lock as runlock
 from headway.run.plain import to_plain, to_yaml
 from headway.run.source import SourceState, describe
+from headway.schedulers.base import JobIds
 from headway.system import files
 from headway.system.failpoints import failpoint
 from headway.system.redact import redact, redact_argv, redact_tree
@@ -293,7 +295,7 @@ class Run:
                 "ended": None,
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
-                "slurm": runlock.slurm_ids(),
+                **(job.to_dict() if (job := schedulers.detect()) else {"scheduler": None, "ids": {}}),
                 "world": redact_tree(to_plain(world)),
             }
         )
@@ -348,7 +350,7 @@ class Run:
     def write_failure(self, record: Mapping[str, object], *, instead: bool = False) -> bool:
         """Writes failure.json unless another rank was faster, or `instead` of it; of all ranks exactly one gets True.
 
-        What ends an attempt that SLURM has replaced by another is not told here: the run is about the newer one.
+        An attempt that the scheduler has replaced by another records no failure: the run is about the newer one.
         """
         if self.was_replaced():
             return False
@@ -358,10 +360,11 @@ class Run:
             return instead or files.publish(self.failure_file, _json(redact_tree(record)))
 
     def was_replaced(self) -> bool:
-        """Whether SLURM has started the job of this process again, and the run is the newer start's."""
+        """Whether the scheduler has started the job of this process again, and the run is the newer start's."""
         with suppress(UsageError):  # run.json cannot be read: whatever failed must be told all the same
             attempts = self.info()["attempts"]
-            return bool(attempts) and runlock.is_earlier_start(runlock.slurm_ids(), attempts[-1]["slurm"])
+            newest = JobIds.from_dict(attempts[-1]) if attempts else None
+            return schedulers.is_earlier_start(schedulers.detect(), newest)
         return False
 
 

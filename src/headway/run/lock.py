@@ -7,10 +7,10 @@ To take the run is to publish the next number, which exactly one process on any 
 twice. The owner rewrites a counter in its file every second. Whoever finds an owner that did not release the
 run takes it only on evidence that this owner is gone. Clocks of different hosts are never compared:
 
-    an earlier start of our own SLURM job, or a job that is over    free
+    an earlier start of our own job, or a job that is over          free
     flock is held, or the owner lives on this machine               locked
     released, or dead on this machine                               free
-    a suspended SLURM job                                           locked
+    a suspended job                                                 locked
     otherwise, if the counter moves within 10 s of our own clock    locked, and if not: taken, with a note
 
 An owner that was replaced ends within seconds: what it writes is in the way of the one who replaced it. A node that was
@@ -23,29 +23,24 @@ import dataclasses
 import json
 import os
 import re
-import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.util import register_after_fork
 from pathlib import Path
 from typing import Any, final
 
+from headway import schedulers
 from headway.errors import RunLocked
+from headway.schedulers.base import JobIds
 from headway.system import files
 from headway.system.locks import FileLock, ProcessIdentity, is_unsupported
 
 BEAT = 1.0  # seconds between two beats of the owner's counter
 REPLACED = 5.0  # seconds that an owner who was replaced may live on, to find it out by itself and say so
 PATIENCE = 10.0  # seconds without a beat until an owner counts as gone: one that holds the GIL misses a few
-_SLURM_IDS = ("CLUSTER_NAME", "JOB_ID", "STEP_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT")
-_STANDS_STILL = re.compile("SUSPENDED|STOPPED")
-_NOT_RUNNING = re.compile(
-    "BOOT_FAIL|CANCELLED|COMPLETED|DEADLINE|FAILED|NODE_FAIL|OUT_OF_MEMORY|PENDING|PREEMPTED|REQUEUED|REQUEUE_HOLD"
-    "|REVOKED|SPECIAL_EXIT|TIMEOUT"
-)
 
 
 @final
@@ -58,7 +53,7 @@ class Owner:
     pid: int
     born: str | None
     attempt: int
-    slurm: dict[str, str]
+    job: JobIds | None
     beat: int = 0
     released: bool = False
 
@@ -66,12 +61,14 @@ class Owner:
     def read(cls, record: bytes) -> Owner | None:
         """The owner in a record; None when it is damaged, half-written or of another version."""
         try:
-            owner = cls(**json.loads(record))
-        except (ValueError, TypeError):
+            values = json.loads(record)
+            job = JobIds.from_dict(values)
+            ids = values.pop("ids", None) or values.pop("slurm", None)  # "slurm": as older versions wrote it
+            values.pop("scheduler", None)
+            owner = cls(**values, job=job)
+        except (ValueError, TypeError, AttributeError):
             return None
-        sound = isinstance(owner.pid, int) and isinstance(owner.slurm, dict)
-        sound = sound and all(isinstance(text, str) for text in owner.slurm.values())
-        return owner if sound else None
+        return owner if isinstance(owner.pid, int) and (job is not None or not ids) else None
 
     @property
     def identity(self) -> ProcessIdentity:
@@ -80,10 +77,13 @@ class Owner:
 
     def record(self) -> bytes:
         """The record, padded: it is rewritten in place and must not leave a tail of its older self."""
-        return json.dumps(dataclasses.asdict(self)).encode().ljust(1000) + b"\n"
+        facts = dataclasses.asdict(self)
+        del facts["job"]
+        facts |= self.job.to_dict() if self.job else {}
+        return json.dumps(facts).encode().ljust(1000) + b"\n"
 
     def __str__(self) -> str:
-        job = f", SLURM job {self.slurm['job_id']}" if "job_id" in self.slurm else ""
+        job = f", {schedulers.describe(self.job)}" if self.job else ""
         return f"pid {self.pid} on {self.host} (attempt {self.attempt}{job})"
 
 
@@ -187,18 +187,6 @@ def hold(directory: Path, *, attempt: int, patience: float = PATIENCE) -> Iterat
         lock.release()
 
 
-def slurm_ids(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What identifies this process to SLURM; empty outside of a job.
-
-    >>> slurm_ids({"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "big"})
-    {'cluster_name': 'big', 'job_id': '7', 'restart_count': '0'}
-    """
-    if "SLURM_JOB_ID" not in environ:
-        return {}
-    known = {"SLURM_RESTART_COUNT": "0", **environ}  # SLURM sets the count from the first restart on
-    return {name.lower(): known[f"SLURM_{name}"] for name in _SLURM_IDS if f"SLURM_{name}" in known}
-
-
 def newest_owner(directory: Path) -> Owner | None:
     """Who held the run last, for those who only look; None if nobody did, or the record cannot be read."""
     try:
@@ -208,22 +196,10 @@ def newest_owner(directory: Path) -> Owner | None:
         return None
 
 
-def is_earlier_start(ids: Mapping[str, str], ours: Mapping[str, str]) -> bool:
-    """Whether `ids` are those of an earlier start of the SLURM job that `ours` are of.
-
-    >>> job = {"cluster_name": "big", "job_id": "7"}
-    >>> is_earlier_start({**job, "restart_count": "0"}, {**job, "restart_count": "1"})
-    True
-    """
-    names = ("cluster_name", "job_id")
-    same = "job_id" in ours and all(ids.get(name) == ours.get(name) for name in names)
-    return same and ids.get("restart_count", "0").zfill(9) < ours.get("restart_count", "0").zfill(9)
-
-
 def _acquire(directory: Path, attempt: int, patience: float) -> RunLock:
     with suppress(FileExistsError):
         files.make_dir(directory)
-    me = Owner(**ProcessIdentity.of().to_dict(), attempt=attempt, slurm=slurm_ids())
+    me = Owner(**ProcessIdentity.of().to_dict(), attempt=attempt, job=schedulers.detect())
     flock = FileLock.open(directory / "flock")
     try:
         number, note = _newest(directory), None
@@ -241,9 +217,9 @@ def _acquire(directory: Path, attempt: int, patience: float) -> RunLock:
 
 
 def _is_earlier_start(directory: Path, number: int, me: Owner) -> bool:
-    """SLURM has given up the node on which our own job ran before: it is our turn, even if the node does not know."""
+    """Whether the owner is an earlier start of our own job, perhaps on a node that the scheduler has given up."""
     owner = Owner.read(_owner_file(directory, number).read_bytes()) if number else None
-    return owner is not None and is_earlier_start(owner.slurm, me.slurm)
+    return owner is not None and schedulers.is_earlier_start(owner.job, me.job)
 
 
 def _taken_over(directory: Path, taker: Owner | None) -> str:
@@ -281,37 +257,7 @@ def _is_gone(owner: Owner, me: Owner) -> bool | None:
     alive = owner.identity.is_alive()
     if alive is not None:
         return not alive
-    cluster = me.slurm.get("cluster_name")
-    if cluster is None or owner.slurm.get("cluster_name") != cluster or "job_id" not in owner.slurm:
-        return None
-    if owner.slurm["job_id"] == me.slurm["job_id"]:
-        return True if is_earlier_start(owner.slurm, me.slurm) else None
-    return _job_is_gone(owner.slurm["job_id"])
-
-
-def _job_is_gone(job: str) -> bool | None:
-    try:
-        squeue = subprocess.run(
-            ["squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={job}"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return _read_squeue(squeue.returncode, squeue.stdout, squeue.stderr)
-
-
-def _read_squeue(code: int, out: str, complaint: str) -> bool | None:
-    """Whether squeue says that a job is over; None when it runs, or when squeue does not know."""
-    if code:
-        return True if "Invalid job id specified" in complaint else None
-    states = out.split()
-    if any(map(_STANDS_STILL.fullmatch, states)):
-        return False  # its heartbeat stands still as well, and it will come back
-    return True if all(map(_NOT_RUNNING.fullmatch, states)) else None
+    return schedulers.is_gone(owner.job, me.job)
 
 
 def _try_flock(flock: FileLock) -> bool:
@@ -335,7 +281,7 @@ def _owner_file(directory: Path, number: int) -> Path:
 
 def _in_use(directory: Path, number: int) -> RunLocked:
     owner = Owner.read(_owner_file(directory, number).read_bytes()) if number else None
-    stop = f"stop it (scancel {owner.slurm['job_id']})" if owner and "job_id" in owner.slurm else "stop it"
+    stop = f"stop it ({schedulers.cancel_command(owner.job)})" if owner and owner.job else "stop it"
     return RunLocked(
         f"run {directory.parent.name} is in use by {owner or 'another process'}; "
         f"wait for it to end, {stop}, or start a new run"

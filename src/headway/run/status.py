@@ -17,9 +17,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, final
 
+from headway import schedulers
 from headway.errors import INTERRUPTED, TERMINATED, Stopped
 from headway.run import Run, lock
-from headway.schedulers.slurm.queue import Queue
+from headway.schedulers.base import JobIds, Queue
 from headway.system import files
 from headway.system.locks import ProcessIdentity
 
@@ -42,7 +43,7 @@ class Status:
     state: State
     why: str = ""
     certain: bool = True
-    """False where only a heartbeat on another machine can tell, or SLURM, which does not answer: look again."""
+    """False where only a heartbeat on another machine can tell, or a scheduler that does not answer: look again."""
 
     @property
     def over(self) -> bool:
@@ -52,7 +53,7 @@ class Status:
 def status(run: Run, queue: Queue, info: Mapping[str, Any] | None = None) -> Status:
     """Where the run stands; `queue` is what the scheduler says of all jobs, asked once.
 
-    >>> status(run, Queue.ask()).state
+    >>> status(run, schedulers.queue([ids])).state
     'running'
     """
     submitted = read_json(run.submission_file) or {}
@@ -63,9 +64,10 @@ def status(run: Run, queue: Queue, info: Mapping[str, Any] | None = None) -> Sta
 
 
 def _status(run: Run, queue: Queue, info: Mapping[str, Any], submitted: Mapping[str, Any]) -> Status:
-    ticket = queue.find(submitted) if "job_id" in submitted else None
-    if ticket and not ticket.over:
-        return Status(state="queued" if ticket.waiting else "running", why=ticket.why)
+    job = JobIds.from_submission(submitted)
+    ticket = queue.find(job) if job else None
+    if ticket and not ticket.is_over:
+        return Status(state=ticket.state, why=ticket.why)
     attempts = info["attempts"]
     noted = _noted(run, attempts[-1]) if attempts else None
     process = _process(submitted) if "pid" in submitted else None
@@ -79,11 +81,9 @@ def _status(run: Run, queue: Queue, info: Mapping[str, Any], submitted: Mapping[
     if noted and noted.state != "lost":
         return noted
     if ticket:
-        return Status(state=ticket.end, why=ticket.why)
-    if "job_id" in submitted and noted is None:
-        return Status(
-            state="lost", why=f"SLURM no longer knows job {submitted['job_id']}, and it left no word"
-        )
+        return Status(state=ticket.state, why=ticket.why)
+    if job and noted is None:
+        return Status(state="lost", why=f"{schedulers.describe(job)} is no longer known, and left no record")
     return noted or process or Status(state="new")
 
 

@@ -21,7 +21,7 @@ from typing import Any, final
 
 from headway.checkpoint.format import manifest
 from headway.errors import HeadwayError, UsageError
-from headway.launcher.agent.agent import check_processes
+from headway.launcher.agent.agent import check_nproc
 from headway.record import ledger
 from headway.record.ledger import Ledger, Row
 from headway.run import Run
@@ -132,7 +132,7 @@ def verify_resume(
     if unknown := [name for name in at if name not in POINTS]:
         raise UsageError(f"{unknown[0]!r} is no point to kill at: there are {', '.join(POINTS)}")
     for count in (nproc, nproc if other_nproc is None else other_nproc):
-        check_processes(count)
+        check_nproc(count)
     began = time.monotonic()
     with ExitStack() as stack:
         folder = Path(keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="headway-verify-")))

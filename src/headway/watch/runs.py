@@ -14,11 +14,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, final
 
+from headway import schedulers
 from headway.errors import UsageError
 from headway.launcher import sweep
 from headway.run import Run, lock, runs_under
 from headway.run.status import Status, read_json, status
-from headway.schedulers.slurm.queue import Queue, number_of
+from headway.schedulers.base import JobIds, Queue
 
 _TAIL = 16_384  # bytes from the end of a metrics file: a few rows at least
 _LOOK_AGAIN = 2.5 * lock.BEAT
@@ -39,7 +40,7 @@ class Row:
     attempts: int
     step: int | None
     job: str | None
-    """SLURM's number, or host and pid"""
+    """the scheduler's number, or host and pid"""
     sweep: sweep.Member | None
     metrics: Mapping[str, float] = field(default_factory=dict)
     """the last row that the root wrote"""
@@ -63,16 +64,19 @@ class Row:
         }
 
 
-def rows(runs: Sequence[Run], *, queue: Queue | None = None) -> list[Row]:
+def rows(
+    runs: Sequence[Run], *, queue: Queue | None = None, tell: Callable[[str], object] = lambda _: None
+) -> list[Row]:
     """Looks at each run; at those whose only sign of life is a heartbeat elsewhere it looks twice.
 
     >>> [(row.run.id, row.status.state) for row in rows(runs_under("runs"))]
     [('digits-2026.11.15-14.30-x7k2', 'running')]
     """
-    queue = Queue.ask() if queue is None else queue
     submitted = [read_json(run.submission_file) or {} for run in runs]
-    if any("job_id" in facts for facts in submitted):
-        queue = queue.with_history(submitted)
+    if queue is None:
+        queue = schedulers.queue(map(JobIds.from_submission, submitted))
+    if queue.note:
+        tell(f"{queue.note}; what follows is from the run directories alone")
     found = [_row(run, queue, facts) for run, facts in zip(runs, submitted, strict=True)]
     doubtful = [row.run for row in found if row.status.state == "running" and not row.status.certain]
     if not doubtful:
@@ -94,7 +98,7 @@ def select(
     queue: Queue | None = None,
     tell: Callable[[str], object] = lambda _: None,
 ) -> list[Row]:
-    """The runs under a root, newest first, of these states and that name; `tell` hears of those that are damaged."""
+    """The runs under a root, newest first, of these states and that name; `tell` gets a line about each damaged one."""
     if not Path(root).is_dir():
         raise UsageError(
             f"there is no folder {str(root)!r} with runs in it; give another: headway runs --root DIR"
@@ -103,7 +107,7 @@ def select(
     runs = runs_under(root, name=name, tell=tell)
     if not wanted:  # then the newest are known before anything is read of them
         runs = runs[:most]
-    found = [row for row in rows(runs, queue=queue) if not wanted or row.status.state in wanted]
+    found = [row for row in rows(runs, queue=queue, tell=tell) if not wanted or row.status.state in wanted]
     return found[:most]
 
 
@@ -160,10 +164,10 @@ def _seconds(attempt: Mapping[str, Any], now: Status) -> float:
 
 
 def _job(submitted: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]]) -> str | None:
-    if "job_id" in submitted:
-        return number_of(submitted)
-    if attempts and "job_id" in attempts[-1]["slurm"]:
-        return str(attempts[-1]["slurm"]["job_id"])
+    if ids := JobIds.from_submission(submitted):
+        return ids.number
+    if ids := JobIds.from_dict(attempts[-1]) if attempts else None:
+        return ids.job_id
     facts = submitted if "pid" in submitted else attempts[-1] if attempts else None
     return f"{facts['host']}:{facts['pid']}" if facts else None
 

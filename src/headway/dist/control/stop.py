@@ -6,15 +6,12 @@ Saving inside a handler hangs sooner or later; so a thread takes the word, asks 
 
 from __future__ import annotations
 
-import os
 import queue
 import signal
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import datetime
 from types import FrameType
 from typing import Any
 
@@ -33,7 +30,7 @@ def listening(end: float | None = None, lead: Callable[[], float] = lambda: 0.0)
     `end` is when the job's time is over (seconds since 1970), on the rank that watches it, and `lead()` how long
     before that a stop must be asked for. Handlers that were there before are called as well, and put back afterwards.
 
-    >>> with listening(end=job_end(), lead=lambda: 60.0):
+    >>> with listening(end=schedulers.end_time(), lead=lambda: 60.0):
     ...     train()
     """
     words: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # the one queue that a handler may put into
@@ -85,24 +82,3 @@ def _pass_on(words: queue.SimpleQueue[str | None], deadline: float | None, lead:
         if word is None:
             return
         current().request_stop(word)
-
-
-def job_end(environ: Mapping[str, str] = os.environ) -> float | None:
-    """When the time of this SLURM job is over, in seconds since 1970; None if there is no end, or no job.
-
-    >>> job_end({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1800000000"})
-    1800000000.0
-    """
-    if "SLURM_JOB_ID" not in environ:
-        return None
-    told = environ.get("SLURM_JOB_END_TIME", "")
-    if told.isdecimal():
-        return float(told)
-    command = ["squeue", "--noheader", f"--jobs={environ['SLURM_JOB_ID']}", "--format=%e"]
-    try:
-        answer = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=10, check=False
-        )
-        return datetime.fromisoformat(answer.stdout.strip()).timestamp()
-    except (OSError, subprocess.TimeoutExpired, ValueError):  # ValueError: "N/A", where there is no limit
-        return None

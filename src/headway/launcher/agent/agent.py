@@ -1,9 +1,9 @@
-"""The node agent: starts the ranks of this node, and sees to it that they live and die together.
+"""The node agent: starts the ranks of this node, and ends all of them when one fails.
 
-It is a plain process without torch, so it is up at once and cannot be taken down by what takes a rank down. Ranks that
-use headway end each other within moments when one fails (see `headway.dist.control.hub`); the agent is there for those
-that cannot, for the exit code, and for the last words. On several nodes the agents know of each other (`team`), and the
-first to fail decides.
+It is a plain process without torch, so it starts at once, and what ends a rank does not end it. Ranks that use headway
+end each other within moments when one fails (see `headway.dist.control.hub`); the agent ends those that cannot, returns
+the exit code, and reports how the launch ended. On several nodes the agents know of each other (`team`), and the first
+to fail decides.
 """
 
 from __future__ import annotations
@@ -22,41 +22,44 @@ from typing import final
 
 import psutil
 
+from headway import schedulers
 from headway.checkpoint.format import manifest
 from headway.dist.failure import heartbeat
 from headway.errors import INTERRUPTED, TERMINATED, HeadwayError, Stopped, UsageError
 from headway.launcher.agent.environment import Seating, cpu_shares, kernel_caches, rank_environment
-from headway.launcher.agent.outcome import crashed, first_failure, keep, words
-from headway.launcher.agent.process import Rank, start
-from headway.launcher.agent.scratch import scratch_folder
+from headway.launcher.agent.outcome import crashed, first_failure, keep, summary
+from headway.launcher.agent.process import RankProcess, start
+from headway.launcher.agent.scratch import scratch_directory
 from headway.launcher.agent.team import Outcome, Team
 from headway.launcher.agent.watchdog import Watchdog
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _STOP_REQUESTS = (signal.SIGUSR1, signal.SIGUSR2)
-_POLL = 0.02
-_LOOK_EVERY = 0.5
-"""seconds between two looks at what the other agents have to say"""
-_GRACE = 2.0
+_POLL_S = 0.02
+_TEAM_POLL_S = 0.5
+"""seconds between two looks at the records of the other agents"""
+_GRACE_S = 2.0
 """seconds between a rank's failure, SIGTERM to the rest, and SIGKILL"""
-_STOP_GRACE = 60.0
-"""the same when a rank has stopped with a checkpoint: the others may still be at it"""
-_DEAF = 60.0
-"""seconds for which a rank may be too young to hear a stop request, which is therefore repeated"""
-_REPEAT_EVERY = 5.0
-_RANK_MEMORY = 250 << 20
-"""what a process that has imported torch takes at the least"""
+_STOP_GRACE_S = 60.0
+"""the same when a rank has stopped with a checkpoint: the others may still be writing theirs"""
+_STARTUP_S = 60.0
+"""seconds for which a rank may not have its signal handlers yet, so that a stop request is repeated"""
+_REPEAT_S = 5.0
+_RANK_MEMORY_BYTES = 250 << 20
+"""the least that a process which has imported torch needs"""
 
 
 @final
 class Agent:
-    """Runs a command as `processes` ranks on this node. `run` returns the exit code of the whole.
+    """Runs a command as `nproc` ranks on this node; `run` returns the exit code of the whole launch.
 
-    `team` are the agents of the other nodes. `announce` says whether the last words are this agent's, or those of
-    whoever started all agents. A crash is followed by another round, up to `max_restarts` times, if checkpoints in
-    the run have grown since this one began. `prepare` is done first, and gives further variables.
+    `team` are the agents of the other nodes. `report` says whether this agent prints how the launch ended, or whoever
+    started all agents does. A crash is followed by another round, up to `max_restarts` times, if there is a newer
+    checkpoint than when the round began. `prepare` is called first, and returns further variables. `grace_s` and
+    `stop_grace_s` are the times that ranks have to end by themselves after one has failed or stopped; the other agents'
+    records are read every `team_poll_s`, and a stop request is repeated to starting ranks every `repeat_s`.
 
-    >>> Agent([sys.executable, "train.py"], processes=4).run()
+    >>> Agent([sys.executable, "train.py"], nproc=4).run()
     0
     """
 
@@ -64,48 +67,56 @@ class Agent:
         self,
         command: Sequence[str],
         *,
-        processes: int,
+        nproc: int,
         environ: Mapping[str, str] = os.environ,
         cwd: str | None = None,
         team: Team | None = None,
         host: str | None = None,
-        announce: bool = True,
+        report: bool = True,
         max_restarts: int = 0,
         prepare: Callable[[], Mapping[str, str]] = dict,
+        grace_s: float = _GRACE_S,
+        stop_grace_s: float = _STOP_GRACE_S,
+        team_poll_s: float = _TEAM_POLL_S,
+        repeat_s: float = _REPEAT_S,
     ) -> None:
-        check_processes(processes)
+        check_nproc(nproc)
         self._command = list(command)
-        self._processes = processes
+        self._nproc = nproc
         self._environ = dict(environ)
         self._cwd = cwd
         self._team = team
         self._host = host
-        self._announce = announce
+        self._report = report
         self._max_restarts = max_restarts
         self._prepare = prepare
-        self._running: list[Rank] = []
+        self._grace_s = grace_s
+        self._stop_grace_s = stop_grace_s
+        self._team_poll_s = team_poll_s
+        self._repeat_s = repeat_s
+        self._running: list[RankProcess] = []
         self._ended: dict[int, int] = {}  # rank -> return code, in the order in which they ended
         self._pids: dict[int, int] = {}
         self._signals: list[int] = []
         self._repeat: tuple[int, float] | None = None  # a stop request, and when it is next repeated
 
     def run(self) -> int:
-        with scratch_folder() as folder:  # nobody else may read it: it holds the key of the control channel
-            return self._run_in(folder)
+        with scratch_directory() as directory:  # nobody else may read it: it holds the control channel's key
+            return self._run_in(directory)
 
-    def _run_in(self, folder: Path) -> int:
+    def _run_in(self, directory: Path) -> int:
         handlers = {number: signal.signal(number, self._forward) for number in _FORWARDED}
-        team = self._team or Team(folder, number=0, size=1)
+        team = self._team or Team(directory, number=0, size=1)
         try:
             self._environ |= self._prepare()
-            seats = team.gather(self._processes, host=self._host)
+            seats = team.gather(self._nproc, host=self._host)
             for number in itertools.count():
                 team.begin_round(number)
                 before = self._newest_step()
-                outcome = self._round(team, seats, folder / f"heartbeat-{number}")
+                outcome = self._round(team, seats, directory / f"heartbeat-{number}")
                 if number == self._max_restarts or self._signals or not crashed(outcome):
                     break
-                self._follow(folder / f"heartbeat-{number}")
+                self._keep_run(directory / f"heartbeat-{number}")
                 if not team.agree_on_restart(lambda before=before: self._newest_step() > before):  # type: ignore[misc]
                     break
                 print(
@@ -114,8 +125,8 @@ class Agent:
                     flush=True,
                 )
             return int(outcome["exit_code"])
-        except SystemExit as told:
-            team.ended(int(told.code or 0))
+        except SystemExit as stop:
+            team.mark_ended(int(stop.code or 0))
             raise
         finally:
             self._kill(signal.SIGKILL)
@@ -123,8 +134,8 @@ class Agent:
                 signal.signal(each, handler)
             _clear_cache()
 
-    def _follow(self, beats: Path) -> None:
-        """The ranks of the next round go on in the run in which those of the last one were."""
+    def _keep_run(self, beats: Path) -> None:
+        """Makes the ranks of the next round resume the run of the last one."""
         found = (heartbeat.read(beats, rank) for rank in self._pids)
         run = next((beat.run for beat in found if beat and beat.run), None)
         if run is not None:
@@ -138,13 +149,13 @@ class Agent:
     def _round(self, team: Team, seats: Seating, beats: Path) -> Outcome:
         """Starts the ranks, waits for their end, and agrees with the other agents on what it was."""
         beats.mkdir()
-        shares = cpu_shares(seats.processes, self._environ)
+        shares = cpu_shares(seats.nproc, self._environ)
         self._ended, self._pids = {}, {}
-        for index in range(seats.processes):
+        for index in range(seats.nproc):
             environ = self._environ | rank_environment(seats, index, self._environ)
-            if "SLURM_STEP_ID" in self._environ or seats.nodes > 1:
+            if schedulers.node(self._environ) or seats.nodes > 1:
                 environ |= kernel_caches(seats.first_local_rank + index, self._environ)
-            environ["HEADWAY_RENDEZVOUS"] = str(team.round_folder / "rendezvous.json")
+            environ["HEADWAY_RENDEZVOUS"] = str(team.round_dir / "rendezvous.json")
             environ["HEADWAY_HEARTBEAT"] = str(beats)
             rank = start(
                 self._command,
@@ -155,41 +166,41 @@ class Agent:
             )
             self._running.append(rank)
             self._pids[rank.number] = rank.process.pid
-        ranks = range(seats.first_rank, seats.first_rank + seats.processes)
+        ranks = range(seats.first_rank, seats.first_rank + seats.nproc)
         self._supervise(team, Watchdog(beats, ranks=ranks, world_size=seats.world_size))
-        return self._conclude(
-            team, seats.world_size, spoken=any(heartbeat.read(beats, rank) for rank in ranks)
-        )
+        managed = any(heartbeat.read(beats, rank) for rank in ranks)
+        return self._conclude(team, seats.world_size, managed=managed)
 
     def _supervise(self, team: Team, watchdog: Watchdog) -> None:
-        """Waits for all ranks. Once one has failed, here or elsewhere, the others have a grace to leave, then none."""
+        """Waits for all ranks. Once one has failed, here or elsewhere, the others have a grace period to end."""
         deadlines: list[tuple[float, signal.Signals]] = []
-        look = time.monotonic() + _LOOK_EVERY
+        next_look = time.monotonic() + self._team_poll_s
         while self._running:
             now = time.monotonic()
             for rank in [rank for rank in self._running if rank.has_ended()]:
                 self._reap(rank)
             code = next((status for status in self._ended.values() if status), 0)
-            if not code and team.size > 1 and now >= look:
-                look = now + _LOOK_EVERY
+            if not code and team.size > 1 and now >= next_look:
+                next_look = now + self._team_poll_s
                 code = int((team.outcome() or {"exit_code": 0})["exit_code"])
             if code and not deadlines:
-                grace = _STOP_GRACE if code == Stopped.exit_code else _GRACE
+                grace = self._stop_grace_s if code == Stopped.exit_code else self._grace_s
                 deadlines = [(now + grace, signal.SIGTERM), (now + 2 * grace, signal.SIGKILL)]
             while deadlines and now >= deadlines[0][0]:
                 self._kill(deadlines.pop(0)[1])
-            self._repeat_to_the_deaf(now)
+            self._repeat_stop_request(now)
             if not self._ended and (hang := watchdog.tick()) is not None:
-                keep(hang, team.round_folder / "failure.json")
+                keep(hang, team.round_dir / "failure.json")
                 self._kill(signal.SIGKILL)
-            time.sleep(_POLL)
+            time.sleep(_POLL_S)
 
-    def _reap(self, rank: Rank) -> None:
+    def _reap(self, rank: RankProcess) -> None:
         self._running.remove(rank)  # first: a signal may come in between, and the number may become another's
         status = rank.reap()
-        # SLURM and we may both have told it; Python forgets its handlers while it exits, and dies of the second word
-        told = -status in _STOP_REQUESTS and -status in self._signals
-        self._ended[rank.number] = Stopped.exit_code if told else status
+        # the scheduler and we may both have signaled it; Python drops its handlers while it exits, so that the second
+        # signal ends it
+        was_stopped = -status in _STOP_REQUESTS and -status in self._signals
+        self._ended[rank.number] = Stopped.exit_code if was_stopped else status
 
     def _kill(self, number: signal.Signals) -> None:
         for rank in self._running:
@@ -198,59 +209,59 @@ class Agent:
             self._reap(rank)
 
     def _forward(self, number: int, _: FrameType | None) -> None:
-        """Passes a signal on to the ranks; a second Ctrl-C means now."""
-        again = number == signal.SIGINT and signal.SIGINT in self._signals
+        """Forwards a signal to the ranks; a second Ctrl-C kills them."""
+        kill = number == signal.SIGINT and signal.SIGINT in self._signals
         self._signals.append(number)
-        waiting = not self._pids  # for the other agents: nobody is there yet
+        waiting = not self._pids  # for the other agents: no rank has been started yet
         if waiting and number in (signal.SIGINT, signal.SIGTERM):
             raise SystemExit(INTERRUPTED if number == signal.SIGINT else TERMINATED)
         for rank in self._running:
-            if again:
+            if kill:
                 rank.signal_group(signal.SIGKILL)
             else:
-                rank.tell(number)
+                rank.signal(number)
         if number in _STOP_REQUESTS:
-            self._repeat = (number, time.monotonic() + _REPEAT_EVERY)
+            self._repeat = (number, time.monotonic() + self._repeat_s)
 
-    def _repeat_to_the_deaf(self, now: float) -> None:
-        """A rank that is still importing torch ignores a stop request; it must not miss the only one."""
+    def _repeat_stop_request(self, now: float) -> None:
+        """Repeats a stop request to ranks that may still be importing torch, and ignore it until then."""
         if self._repeat is None or now < self._repeat[1]:
             return
-        young = [rank for rank in self._running if now - rank.born < _DEAF]
-        for rank in young:
-            rank.tell(self._repeat[0])
-        self._repeat = (self._repeat[0], now + _REPEAT_EVERY) if young else None
+        starting = [rank for rank in self._running if now - rank.started < _STARTUP_S]
+        for rank in starting:
+            rank.signal(self._repeat[0])
+        self._repeat = (self._repeat[0], now + self._repeat_s) if starting else None
 
-    def _conclude(self, team: Team, world_size: int, *, spoken: bool) -> Outcome:
-        """Agrees with the other agents on what happened, and says it, once and last.
+    def _conclude(self, team: Team, world_size: int, *, managed: bool) -> Outcome:
+        """Agrees with the other agents on what happened, and reports it once, after everything else.
 
-        `spoken`: the ranks are headway's, and have said themselves that they stopped, and where.
+        `managed`: the ranks use headway, and have reported themselves that they stopped, and where.
         """
         mine = self._outcome(team)
         code = int(mine["exit_code"])
         first = team.conclude(mine) if code else False
-        team.ended(code)
+        team.mark_ended(code)
         if code:
-            patience = _STOP_GRACE if code == Stopped.exit_code else 2 * _GRACE + 1
+            timeout_s = self._stop_grace_s if code == Stopped.exit_code else 2 * self._grace_s + 1
         else:
-            patience = math.inf if self._max_restarts else 0  # they may need us for another round
-        team.await_ends(patience, unless=lambda: signal.SIGTERM in self._signals)
-        outcome = team.outcome() if code or patience else None
-        if first and self._announce and not (spoken and code == Stopped.exit_code):
-            print(words(mine, world_size), end="", file=sys.stderr, flush=True)
+            timeout_s = math.inf if self._max_restarts else 0  # they may need us for another round
+        team.wait_ended(timeout_s, unless=lambda: signal.SIGTERM in self._signals)
+        outcome = team.outcome() if code or timeout_s else None
+        if first and self._report and not (managed and code == Stopped.exit_code):
+            print(summary(mine, world_size), end="", file=sys.stderr, flush=True)
         if first:
-            team.spoke()
-        elif code and self._announce:
-            team.await_words(_GRACE)  # mpirun ends them all with the first that leaves
+            team.mark_reported()
+        elif code and self._report:
+            team.wait_reported(self._grace_s)  # mpirun ends all agents with the first that leaves
         return outcome or mine
 
     def _outcome(self, team: Team) -> Outcome:
         """How the ranks of this agent ended."""
         if not any(self._ended.values()):
             return {"exit_code": INTERRUPTED if signal.SIGINT in self._signals else 0, "record": None}
-        record = first_failure(team.round_folder / "failure.json", self._ended, self._pids)
+        record = first_failure(team.round_dir / "failure.json", self._ended, self._pids)
         if record["kind"] == "vanished" and record["rank"] not in self._ended:
-            team.await_outcome(_GRACE)  # its own agent knows better what it died of
+            team.wait_outcome(self._grace_s)  # its own agent knows better how it ended
         if record["exit_code"] == Stopped.exit_code:
             return {"exit_code": Stopped.exit_code, "record": record}
         if signal.SIGINT in self._signals:
@@ -261,19 +272,19 @@ class Agent:
 
 
 def _clear_cache() -> None:
-    """Ranks that were killed leave copies of shards in this node's memory, unless others still use them."""
+    """Removes the copies of shards that killed ranks leave in this node's memory, unless others still use them."""
     from headway.data.cache.node_cache import NodeCache  # imported here: most runs have none
 
-    with suppress(HeadwayError):  # it is the user's to see: headway cache ls
+    with suppress(HeadwayError):  # the user can look at it: headway cache ls
         NodeCache(patience=1.0).sweep()
 
 
-def check_processes(processes: int) -> None:
-    """Refuses what cannot work before anything is started."""
-    if processes < 1:
-        raise UsageError(f"--nproc {processes}: at least one process is needed")
-    room = max(1, psutil.virtual_memory().available // _RANK_MEMORY)
-    if processes > room:
+def check_nproc(nproc: int) -> None:
+    """Refuses a number of processes that cannot work, before anything is started."""
+    if nproc < 1:
+        raise UsageError(f"--nproc {nproc}: expected at least one process")
+    room = max(1, psutil.virtual_memory().available // _RANK_MEMORY_BYTES)
+    if nproc > room:
         raise UsageError(
-            f"--nproc {processes}: this machine's free memory holds about {room} processes with torch; ask for fewer"
+            f"--nproc {nproc}: this machine's free memory is enough for about {room} processes with torch; use fewer"
         )

@@ -1,4 +1,4 @@
-"""What a rank finds around it: torchrun's variables, its share of the CPUs, a place for compiled kernels."""
+"""The environment of a rank: torchrun's variables, its share of the CPUs, a directory for compiled kernels."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import final
 
+from headway import schedulers
 from headway.system import files
 from headway.system.limits import usable_cpus
 
@@ -18,10 +19,10 @@ from headway.system.limits import usable_cpus
 @final
 @dataclass(frozen=True, kw_only=True)
 class Seating:
-    """Where the ranks of one agent sit among all."""
+    """Where the ranks of one agent are among all ranks."""
 
     first_rank: int
-    processes: int
+    nproc: int
     world_size: int
     first_local_rank: int
     """not 0 where several agents share a node, as under `mpirun -n 4 headway agent`"""
@@ -32,9 +33,9 @@ class Seating:
     port: int
 
 
-def rank_environment(seating: Seating, index: int, around: Mapping[str, str]) -> dict[str, str]:
-    """What one rank is told in torchrun's names; `index` counts the ranks of this agent."""
-    told = {
+def rank_environment(seating: Seating, index: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of one rank, under torchrun's names; `index` counts the ranks of this agent."""
+    variables = {
         "RANK": seating.first_rank + index,
         "WORLD_SIZE": seating.world_size,
         "LOCAL_RANK": seating.first_local_rank + index,
@@ -44,77 +45,75 @@ def rank_environment(seating: Seating, index: int, around: Mapping[str, str]) ->
         "MASTER_ADDR": seating.master,
         "MASTER_PORT": seating.port,
         # ranks that share the cores must not each start a thread per core
-        "OMP_NUM_THREADS": around.get("OMP_NUM_THREADS", max(1, cores(around) // seating.local_world_size)),
+        "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", max(1, cores(environ) // seating.local_world_size)),
     }
-    return {name: str(value) for name, value in told.items()}
+    return {name: str(value) for name, value in variables.items()}
 
 
-def cores(around: Mapping[str, str]) -> int:
-    """The cores that the ranks of this node share: SLURM may have given us fewer than the kernel lets us use."""
-    allowed = usable_cpus()
-    given = around.get("SLURM_CPUS_PER_TASK") or around.get("SLURM_CPUS_ON_NODE") or ""
-    given = given if "SLURM_STEP_ID" in around else ""
-    return min(allowed, int(given)) if given.isdecimal() and int(given) else allowed
+def cores(environ: Mapping[str, str]) -> int:
+    """The cores that the ranks of this node share: a job may have fewer than the kernel lets it use."""
+    node = schedulers.node(environ)
+    return min(usable_cpus(), node.cpus) if node and node.cpus else usable_cpus()
 
 
-def cpu_shares(processes: int, around: Mapping[str, str]) -> list[set[int]] | None:
-    """The CPUs of each rank, neighbours first; None where it is not ours to say.
+def cpu_shares(nproc: int, environ: Mapping[str, str]) -> list[set[int]] | None:
+    """The CPUs of each rank, neighbors first; None where the agent does not assign them.
 
-    Under srun the agent's CPUs are the job's, and nobody else divides them. mpirun binds by itself, and on a machine
-    without a scheduler others work, too.
+    On a node that a scheduler gave us the agent's CPUs are the job's, and nobody else divides them. mpirun binds by
+    itself, and a machine without a scheduler has other users.
     """
-    if "SLURM_STEP_ID" not in around or "sched_getaffinity" not in vars(os):
+    if schedulers.node(environ) is None or "sched_getaffinity" not in vars(os):
         return None
-    ours = sorted(os.sched_getaffinity(0), key=_place_of)
-    return shares(ours, processes)
+    return shares(sorted(os.sched_getaffinity(0), key=_topology_of), nproc)
 
 
-def shares(cpus: Sequence[int], processes: int) -> list[set[int]] | None:
-    """Equal parts of a list; what does not divide is left to the first ones.
+def shares(cpus: Sequence[int], nproc: int) -> list[set[int]] | None:
+    """Equal parts of a list; the first ones get what is left over.
 
     >>> shares([0, 1, 2, 3, 4], 2)
     [{0, 1, 2}, {3, 4}]
     """
-    if processes < 2 or len(cpus) < processes:
+    if nproc < 2 or len(cpus) < nproc:
         return None
-    size, larger = divmod(len(cpus), processes)
-    ends = [index * size + min(index, larger) for index in range(processes + 1)]
+    size, larger = divmod(len(cpus), nproc)
+    ends = [index * size + min(index, larger) for index in range(nproc + 1)]
     return [set(cpus[begin:end]) for begin, end in pairwise(ends)]
 
 
-def _place_of(cpu: int) -> tuple[int, int, int]:
-    """Socket, core, number: threads of one core, and cores of one socket, lie side by side."""
-    folder = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
+def _topology_of(cpu: int) -> tuple[int, int, int]:
+    """Socket, core, number: the order in which threads of one core, and cores of one socket, are neighbors."""
+    directory = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
     try:
-        return int((folder / "physical_package_id").read_text()), int((folder / "core_id").read_text()), cpu
+        package, core = (int((directory / name).read_text()) for name in ("physical_package_id", "core_id"))
+        return package, core, cpu
     except (OSError, ValueError):
         return 0, cpu, cpu
 
 
-def kernel_caches(local_rank: int, around: Mapping[str, str]) -> dict[str, str]:
-    """Where a rank keeps compiled kernels: on the node's own disk, apart from the other ranks, kept for the next job.
+def kernel_caches(local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """Where a rank keeps compiled kernels: on the node's own disk, one directory per rank, kept for the next job.
 
-    Homes are network file systems, where thousands of small files are slow and ranks get into each other's way.
+    Home directories are on network file systems, where thousands of small files are slow and ranks conflict.
     """
     names = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
-    wanted = {name: kind for name, kind in names.items() if name not in around}
+    wanted = {name: kind for name, kind in names.items() if name not in environ}
     if not wanted:
         return {}
-    root = private_folder(Path(around.get("SLURM_TMPDIR") or tempfile.gettempdir()))
+    root = private_directory(Path(schedulers.local_disk(environ) or tempfile.gettempdir()))
     if root is None:
         return {}
     return {name: str(root / f"{kind}-{local_rank}") for name, kind in wanted.items()}
 
 
-def private_folder(parent: Path) -> Path | None:
-    """A folder that is ours alone, or None: what lies in it is executed, and others may write to /tmp."""
-    folder = parent / f"headway-{os.geteuid()}"
+def private_directory(parent: Path) -> Path | None:
+    """A directory that only we can write, or None: what is in it is executed, and others may write to /tmp."""
+    directory = parent / f"headway-{os.geteuid()}"
     try:
-        files.make_dir(folder)
+        files.make_dir(directory)
     except FileExistsError:
         pass
     except OSError:  # no such parent, or read-only: kernels are cached where torch would
         return None
-    found = folder.lstat()
+    found = directory.lstat()
     safe = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
-    return folder if safe else None
+    return directory if safe else None

@@ -1,4 +1,4 @@
-"""How a launch ended: the first cause, as the ranks agreed on it or as their parent saw it, and the last words."""
+"""How a launch ended: the first cause, as the ranks agreed on it or as their agent saw it, and the final report."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from headway.run import Run
 from headway.system import files
 
 _NOT_CRASHES = {
-    Stopped.exit_code: "stopped with a checkpoint; the same command goes on from there",
+    Stopped.exit_code: "stopped with a checkpoint; the same command resumes from it",
     StorageError.exit_code: "the run's storage failed; the output above says how",
-    NoValidCheckpoint.exit_code: "checkpoints exist, but none of them is whole; the output above says more",
-    NoProgress.exit_code: "three attempts made no new step; look at the output above before trying again",
+    NoValidCheckpoint.exit_code: "checkpoints exist, but none of them is valid; the output above says more",
+    NoProgress.exit_code: "three attempts made no new step; look at the output above before you try again",
     INTERRUPTED: "interrupted by Ctrl-C",
     TERMINATED: "stopped by SIGTERM",
 }
-"""exit codes that say by themselves what happened, in one quiet sentence"""
+"""exit codes that need no failure report, each with its sentence"""
 
 
 def crashed(outcome: Mapping[str, Any]) -> bool:
-    """Whether it is worth another try: a rank died, and not of something that another try would meet again."""
+    """Whether a restart may help: a rank failed, and not by something that a restart would meet again."""
     return bool(outcome["exit_code"] == 1)
 
 
-def words(outcome: Mapping[str, Any], world_size: int) -> str:
-    """What people read last."""
+def summary(outcome: Mapping[str, Any], world_size: int) -> str:
+    """The report that is printed last."""
     code, record = int(outcome["exit_code"]), outcome.get("record")
     sentence = (record or {}).get("sentence")
     if code in _NOT_CRASHES:
@@ -50,7 +50,7 @@ def words(outcome: Mapping[str, Any], world_size: int) -> str:
 
 
 def first_failure(path: Path, ended: Mapping[int, int], pids: Mapping[int, int]) -> Record:
-    """What the ranks agreed on, completed by what only their parent can know: how they ended."""
+    """What the ranks agreed on, completed by what only their parent process knows: how they ended."""
     if path.exists():
         record: Record = json.loads(path.read_text())
         if record["kind"] == "vanished" and record["rank"] in ended:
@@ -73,13 +73,13 @@ def first_failure(path: Path, ended: Mapping[int, int], pids: Mapping[int, int])
 
 
 def keep(record: Record, path: Path) -> None:
-    """Notes what the agent itself has found, unless the ranks were faster."""
+    """Records what the agent itself has found, unless the ranks were faster."""
     if files.publish(path, json.dumps(record).encode()):
         _complete(record)
 
 
 def _complete(record: Record) -> None:
-    """The record in the run directory was written by a rank that could only see that another was gone."""
+    """Replaces the record in the run directory, written by a rank that only saw that another was gone."""
     if not record.get("failure_file"):
         return
     try:

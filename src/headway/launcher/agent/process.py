@@ -1,4 +1,4 @@
-"""One rank as its agent sees it: a process, with all that it starts, that does not outlive the agent."""
+"""One rank as its agent sees it: a process, with all that it starts, which ends with the agent."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ from typing import final
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Rank:
+class RankProcess:
     """A running rank: its number, its process, and when it was started, by the monotonic clock."""
 
     number: int
     process: subprocess.Popen[bytes]
-    born: float
+    started: float
 
     def has_ended(self) -> bool:
         return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def reap(self) -> int:
-        """Ends what the rank has left behind, and returns how it ended itself."""
-        # until it is reaped, its number cannot be taken by another process: now is the time
+        """Kills what the rank has left running, and returns the rank's own exit status."""
+        # before it is reaped, no other process can have its pid
         self.signal_group(signal.SIGKILL)
         return self.process.wait()
 
-    def tell(self, number: int) -> None:
-        """Signals the rank alone. Not by way of Popen, which would reap it."""
+    def signal(self, number: int) -> None:
+        """Signals the rank alone; not through Popen, which would reap it."""
         with suppress(ProcessLookupError):
             os.kill(self.process.pid, number)
 
-    def signal_group(self, number: signal.Signals) -> None:
+    def signal_group(self, number: int) -> None:
+        """Signals the rank and all that it has started."""
         with suppress(ProcessLookupError):  # all of it is gone already
             os.killpg(self.process.pid, number)
 
@@ -49,7 +50,7 @@ def start(
     environ: Mapping[str, str],
     cwd: str | None = None,
     cpus: set[int] | None = None,
-) -> Rank:
+) -> RankProcess:
     """Starts a rank in a process group of its own, on these CPUs if any are given."""
 
     def prepare() -> None:  # in the child, before the program
@@ -57,11 +58,11 @@ def start(
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: should the agent be killed
             if cpus is not None:
                 os.sched_setaffinity(0, cpus)
-        # until the rank listens, a request to stop must not kill it; the agent repeats the request
+        # until the rank has its handlers, a request to stop must not kill it; the agent repeats the request
         for ignored in (signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(ignored, signal.SIG_IGN)
 
     process = subprocess.Popen(
         command, env=environ, cwd=cwd, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=prepare
     )
-    return Rank(number=number, process=process, born=time.monotonic())
+    return RankProcess(number=number, process=process, started=time.monotonic())

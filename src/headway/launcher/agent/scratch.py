@@ -1,4 +1,4 @@
-"""A node agent's folder in /tmp: gone with the agent, or, when that was killed, with the next one of the same user."""
+"""A node agent's directory in /tmp: removed with the agent, or, if that was killed, by the user's next agent."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _PREFIX = "headway-agent-"
-_YOUNG = 60.0
-"""seconds: a folder of this age may be one that its owner is just about to lock"""
+_UNLOCKED_S = 60.0
+"""how long after its creation a directory may be one that its owner is about to lock"""
 
 
 @contextmanager
-def scratch_folder() -> Iterator[Path]:
-    """A new folder that only this user can read. Those that dead agents have left are removed first.
+def scratch_directory() -> Iterator[Path]:
+    """A new directory that only this user can read. Those that killed agents have left are removed first.
 
-    >>> with scratch_folder() as folder:
-    ...     (folder / "heartbeat-0").mkdir()
+    >>> with scratch_directory() as directory:
+    ...     (directory / "heartbeat-0").mkdir()
     """
     _sweep()
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with suppress(OSError):  # no locks on this file system: then nobody can sweep, either
             fcntl.flock(fd, fcntl.LOCK_EX)  # the kernel frees it when we end, also by kill -9
-        yield folder
+        yield directory
     finally:
-        shutil.rmtree(folder)
+        shutil.rmtree(directory)
         os.close(fd)
 
 
@@ -39,7 +39,7 @@ def _sweep() -> None:
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError):  # in use, or gone this moment
             facts = path.lstat()
-            if facts.st_uid == os.geteuid() and time.time() - facts.st_mtime > _YOUNG:
+            if facts.st_uid == os.geteuid() and time.time() - facts.st_mtime > _UNLOCKED_S:
                 _remove_unless_held(path)
 
 

@@ -1,4 +1,4 @@
-"""The agent's eye on its ranks: it reads their heartbeats in shared memory, which a rank cannot keep from it.
+"""The agent's watch over its ranks: it reads their heartbeats in shared memory, without any help from the ranks.
 
 Rank 0 watches all ranks of a run and reports first (see `headway.dist.control.hang_watch`). The agent covers the case
 in which rank 0 itself cannot: stopped, or with the interpreter lock held. It asks the ranks for their stacks by
@@ -22,31 +22,33 @@ from headway.dist.failure.heartbeat import Beat
 from headway.dist.failure.record import Record
 from headway.run import Run
 
-_LOOK = 0.25  # seconds between two looks
-_ANSWER = 1.0  # seconds that ranks have to write their stacks
-_AFTER_RANK_0 = 1.5  # limits that all ranks of the node must have overstepped
+_POLL_S = 0.25
+_STACKS_S = 1.0
+"""how long ranks have to write their stacks"""
+_LIMIT_FACTOR = 1.5
+"""how many times its limit the heartbeat of each rank must be old: rank 0 reports first"""
 
 
 @final
 class Watchdog:
     """Watches the ranks of one node.
 
-    >>> watchdog = Watchdog(folder, ranks=[0, 1, 2, 3], world_size=4)
+    >>> watchdog = Watchdog(directory, ranks=[0, 1, 2, 3], world_size=4)
     >>> watchdog.tick()  # often; the record of a hang if there is one
     """
 
-    def __init__(self, folder: Path, *, ranks: Collection[int], world_size: int) -> None:
-        self._folder, self._ranks, self._world_size = folder, sorted(ranks), world_size
+    def __init__(self, directory: Path, *, ranks: Collection[int], world_size: int) -> None:
+        self._directory, self._ranks, self._world_size = directory, sorted(ranks), world_size
         self._looked = 0.0
 
     def tick(self) -> Record | None:
-        """Looks, if it is time to. Waits a moment for stacks when no rank has moved for too long."""
+        """Checks the heartbeats, if it is time to; if all ranks are stalled, collects their stacks."""
         now = time.monotonic()
-        if now - self._looked < _LOOK:
+        if now - self._looked < _POLL_S:
             return None
         self._looked = now
-        beats = {rank: heartbeat.read(self._folder, rank) for rank in self._ranks}
-        if not all(beat is not None and beat.age >= _AFTER_RANK_0 * beat.limit for beat in beats.values()):
+        beats = {rank: heartbeat.read(self._directory, rank) for rank in self._ranks}
+        if not all(beat is not None and beat.age >= _LIMIT_FACTOR * beat.limit for beat in beats.values()):
             return None
         stalled = {rank: beat for rank, beat in beats.items() if beat is not None}
         conditions = {rank: hang.condition(beat.pid) for rank, beat in stalled.items()}
@@ -59,12 +61,12 @@ class Watchdog:
         return record | {"failure_file": str(run.failure_file) if run else None}
 
     def _stacks(self, beats: dict[int, Beat]) -> dict[int, str]:
-        files = {rank: heartbeat.stack_file(self._folder, rank) for rank in beats}
+        files = {rank: heartbeat.stack_file(self._directory, rank) for rank in beats}
         before = {rank: file.stat().st_size for rank, file in files.items()}
         for beat in beats.values():
             with suppress(ProcessLookupError):  # it ends this very moment
                 os.kill(beat.pid, signal.SIGQUIT)
-        time.sleep(_ANSWER)
+        time.sleep(_STACKS_S)
         return {
             rank: file.read_bytes()[before[rank] :].decode(errors="replace") for rank, file in files.items()
         }

@@ -1,1 +1,1 @@
-"""The code of a run: which files belong to it, and the snapshot that a job runs from."""
+"""The code of a run as it was when it was submitted: a copy (`snapshot`) of the files that matter (`project_files`)."""

@@ -1,1 +1,1 @@
-"""Functions as jobs: call a Python function on many processes and collect what it returns."""
+"""A launched function: on its way to the ranks (`pickled`), called there (`worker`), and its job started (`start`)."""

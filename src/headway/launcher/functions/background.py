@@ -1,7 +1,7 @@
-"""Keeps a job that runs here, in the background of whoever launched it: starts it, and notes how it ended.
+"""The parent process of a job in the background of this machine: starts it, and records how it ended.
 
 Started as `python -m headway.launcher.functions.background RUN`. It is the parent of the node agent's ranks, or
-of mpirun; when it is told to stop, so are they.
+of mpirun, and forwards signals to them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         if isinstance(target, Mpi):
             code = _mpirun(target, command, environ)
         else:
-            code = Agent(command, processes=target.processes, environ=environ).run()
+            code = Agent(command, nproc=target.nproc, environ=environ).run()
     except BaseException as error:
         note_end(run, 1, error=f"{type(error).__name__}: {error}")
         raise
@@ -43,11 +43,11 @@ def main(argv: Sequence[str]) -> int:
 def mpirun_command(target: Mpi, command: Sequence[str]) -> list[str]:
     """The command line that starts `command` as all ranks.
 
-    >>> mpirun_command(Mpi(processes=4, hosts=("n1:2", "n2:2")), ["who"])
+    >>> mpirun_command(Mpi(nproc=4, hosts=("n1:2", "n2:2")), ["who"])
     ['mpirun', '-n', '4', '--host', 'n1:2,n2:2', 'who']
     """
     hosts = ["--host", ",".join(target.hosts)] if target.hosts else []
-    return [target.mpirun, "-n", str(target.processes), *hosts, *target.args, *command]
+    return [target.mpirun, "-n", str(target.nproc), *hosts, *target.args, *command]
 
 
 def _mpirun(target: Mpi, command: Sequence[str], environ: Mapping[str, str]) -> int:

@@ -14,18 +14,18 @@ from pathlib import Path
 
 from headway.launcher.code import snapshot
 from headway.launcher.program import JobFile, Program
-from headway.launcher.targets import Slurm
+from headway.launcher.submission import submit_runs
+from headway.launcher.targets import ClusterTarget
 from headway.run import Run
-from headway.schedulers.slurm import client
 from headway.system import files
 from headway.system.locks import ProcessIdentity
 
-OURS: dict[str, subprocess.Popen[bytes]] = {}
+BACKGROUND: dict[str, subprocess.Popen[bytes]] = {}
 """jobs in the background of this process, by run"""
 
 
 def in_background(run: Run, cwd: Path) -> None:
-    """Leaves the job to a process of its own. When we end, we wait for it; Ctrl-C meanwhile stops it."""
+    """Starts the job in a process of its own. This process waits for it when it ends; Ctrl-C then stops the job."""
     with files.storage(f"start {run.id}"):
         log = files.open_private(run.job_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
@@ -35,44 +35,44 @@ def in_background(run: Run, cwd: Path) -> None:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C is for us; we pass it on if need be
+                start_new_session=True,  # Ctrl-C reaches this process alone, which forwards it at exit
             )
         finally:
             os.close(log)
-        if not OURS:
+        if not BACKGROUND:
             atexit.register(_wait_for_all)
-        OURS[run.id] = process
+        BACKGROUND[run.id] = process
         facts = ProcessIdentity.of(process.pid).to_dict() | {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds")
         }
         files.write_atomic(run.submission_file, json.dumps(facts).encode())
 
 
-def worker_program(run: Run, target: Slurm, cwd: Path) -> Program:
+def worker_program(run: Run, target: ClusterTarget, cwd: Path) -> Program:
     """What each node of a cluster runs to call a function."""
     return Program(
         command=[sys.executable, "-P", "-m", "headway.launcher.functions.worker", str(run.path)],
-        processes=target.processes_per_node,
+        nproc=target.nproc_per_node,
         cwd=str(cwd),
         env=target.env,
     )
 
 
-def again(run: Run) -> None:
-    """Starts a job that is over once more, in its run directory, with the code it had."""
+def restart(run: Run) -> None:
+    """Starts a job that is over again, in its run directory, with the code it had."""
     with files.storage(f"start {run.id} again"):
         run.ended_file.unlink(missing_ok=True)
         with suppress(FileNotFoundError):
             run.failure_file.rename(run.path / f"failure-{len(run.info()['attempts'])}.json")
     if run.job_file.exists():
         job = JobFile.read(run)
-        client.submit([run], [job.program], job.target.alone())
+        submit_runs([run], [job.program], job.target.without_array())
     else:
         in_background(run, snapshot.load(run).directory)
 
 
 def _wait_for_all() -> None:
-    running = {name: process for name, process in OURS.items() if process.poll() is None}
+    running = {name: process for name, process in BACKGROUND.items() if process.poll() is None}
     if running:
         print(
             f"headway: waiting for {', '.join(running)}; Ctrl-C stops what is running",

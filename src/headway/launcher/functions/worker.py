@@ -1,4 +1,4 @@
-"""A rank of a launched function: joins the others, calls the function, leaves what it returned in the run directory.
+"""A rank of a launched function: joins the others, calls the function, writes its result to the run directory.
 
 Started as `python -m headway.launcher.functions.worker RUN`, by the node agent, `srun` or `mpirun`.
 """
@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -28,7 +28,7 @@ Ranks = Sequence[Sequence[int]]
 @final
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What each rank is to do; the function itself and its arguments are in a parcel beside it."""
+    """What each rank does; the function itself and its arguments are in a pickle beside it."""
 
     function: str
     target: Mapping[str, Any]
@@ -43,13 +43,18 @@ class Call:
     @classmethod
     def read(cls, run: Run) -> Call:
         with files.storage(f"read {run.call_dir}"):
-            return cls(**json.loads((run.call_dir / "call.json").read_bytes()))
+            call = cls(**json.loads((run.call_dir / "call.json").read_bytes()))
+        if "processes" in call.target:  # the name of `nproc` in older run directories
+            nproc = call.target["processes"]
+            rest = {name: value for name, value in call.target.items() if name != "processes"}
+            return replace(call, target={**rest, "nproc": nproc})
+        return call
 
 
 def main(argv: Sequence[str]) -> int:
     run = Run.open(argv[0])
     call = Call.read(run)
-    _settle(run, call)
+    _prepare_process(run, call)
     from headway import dist
 
     world = dist.init(device=call.target.get("device", "auto"))
@@ -65,17 +70,17 @@ def main(argv: Sequence[str]) -> int:
         result = function(*args, **kwargs)
         files.write_atomic(result_file, pickled.pack(result, what=f"what {call.function} returned"))
         if upon_finish is not None:
-            dist.barrier()  # all ranks have returned, and what they returned is safe
+            dist.barrier()  # all ranks have returned, and their results are written
             if world.rank == 0:
                 upon_finish(result)
     except BaseException as error:
-        _leave_error(error_file, error, world.rank)
+        _write_error(error_file, error, world.rank)
         raise
     return DONE
 
 
-def _settle(run: Run, call: Call) -> None:
-    """Makes this process like the one that launched it, whoever started it."""
+def _prepare_process(run: Run, call: Call) -> None:
+    """Gives this process the import path and the variables of the one that launched it."""
     sys.path[:] = call.sys_path
     # mpirun does not take variables to other hosts
     os.environ.update(call.target.get("env", {}), HEADWAY_RUN=str(run.path))
@@ -94,10 +99,10 @@ def _group(groups: Ranks, rank: int) -> ProcessGroup:
     return next(group for group, ranks in zip(made, groups, strict=True) if rank in ranks)
 
 
-def _leave_error(path: Path, error: BaseException, rank: int) -> None:
+def _write_error(path: Path, error: BaseException, rank: int) -> None:
     from headway.dist.failure import remote
 
-    # from the function on: our own lines explain nothing
+    # from the function on: the frames above it are ours and explain nothing
     inner = error.__traceback__ and error.__traceback__.tb_next
     packed = remote.pack(error.with_traceback(inner or error.__traceback__), rank)
     files.write_atomic(path, json.dumps(packed).encode())

@@ -4,78 +4,89 @@ from __future__ import annotations
 
 import getpass
 import re
-import subprocess
 from collections.abc import Callable
-from contextlib import suppress
 from difflib import get_close_matches
 
 from headway.errors import HeadwayError, UsageError
-from headway.launcher.targets import Slurm
+from headway.schedulers.base import JobRequest
+from headway.schedulers.slurm.client import SlurmClient
 
 
-def refusal(said: str, target: Slurm) -> HeadwayError:
-    """The error for what sbatch said."""
-    lines = [re.sub(r"^\w+: (error: )?", "", line) for line in said.strip().splitlines()] or [
+def refusal(complaint: str, request: JobRequest, client: SlurmClient) -> HeadwayError:
+    """The error for what sbatch said; the client is asked for what there is instead."""
+    lines = [re.sub(r"^\w+: (error: )?", "", line) for line in complaint.strip().splitlines()] or [
         "no reason given"
     ]
     for pattern, explain in _EXPLAINED:
-        if re.search(pattern, said, re.IGNORECASE):
-            return UsageError(explain(target))
-    if re.search("unable to contact|connection refused|no controller", said, re.IGNORECASE):
+        if re.search(pattern, complaint, re.IGNORECASE):
+            return UsageError(explain(request, client))
+    if re.search("unable to contact|connection refused|no controller", complaint, re.IGNORECASE):
         return HeadwayError(
             "SLURM's controller does not answer (see: scontrol ping); try again later, or ask the site"
         )
-    if re.search("could not establish a configuration source", said, re.IGNORECASE):
+    if re.search("could not establish a configuration source", complaint, re.IGNORECASE):
         return UsageError(
-            "SLURM's programs are here, but belong to no cluster: submit from a login node, or set SLURM_CONF"
+            "SLURM's programs are installed, but no cluster is configured: submit from a login node, or set SLURM_CONF"
         )
     return UsageError(f"SLURM refuses the job: {lines[0]}")
 
 
-def _partition(target: Slurm) -> str:
-    return f"there is no partition {target.partition!r}{_instead(str(target.partition), _ask('sinfo', '-ho', '%R'))}"
+def _partition(request: JobRequest, client: SlurmClient) -> str:
+    wanted = str(request.options.get("partition"))
+    return f"there is no partition {wanted!r}{_instead(wanted, client.run('sinfo', '-ho', '%R').lines)}"
 
 
-def _account(target: Slurm) -> str:
-    found = _ask("sacctmgr", "-nP", "show", "assoc", f"user={getpass.getuser()}", "format=account")
-    which = f"account {target.account!r}" if target.account else "your default account"
-    return f"{which} may not be charged for this partition{_instead(target.account or '', found)}"
+def _account(request: JobRequest, client: SlurmClient) -> str:
+    account = request.options.get("account")
+    found = client.run("sacctmgr", "-nP", "show", "assoc", f"user={getpass.getuser()}", "format=account")
+    which = f"account {account!r}" if account else "your default account"
+    return f"{which} may not be charged for this partition{_instead(account or '', found.lines)}"
 
 
-def _qos(target: Slurm) -> str:
-    found = _ask("sacctmgr", "-nP", "show", "qos", "format=name")
-    return f"there is no qos {target.qos!r} for you{_instead(str(target.qos), found)}"
+def _qos(request: JobRequest, client: SlurmClient) -> str:
+    wanted = str(request.options.get("qos"))
+    found = client.run("sacctmgr", "-nP", "show", "qos", "format=name")
+    return f"there is no qos {wanted!r} for you{_instead(wanted, found.lines)}"
 
 
-def _time(target: Slurm) -> str:
-    limits = ", ".join(sorted(set(_ask("sinfo", "-ho", "%R at most %l", *_of(target)))))
-    return f"time={target.time!r} is not allowed here; limits: {limits or 'see sinfo'}"
+def _time(request: JobRequest, client: SlurmClient) -> str:
+    found = client.run("sinfo", "-ho", "%R at most %l", *partition_option(request)).lines
+    limits = ", ".join(sorted(set(found)))
+    return f"time={request.options.get('time')!r} is not allowed here; limits: {limits or 'see sinfo'}"
 
 
-def _nodes(target: Slurm) -> str:
-    asked = f"{target.nodes} nodes" if target.nodes > 1 else "a node"
-    needs = [f"{target.processes_per_node * (target.cpus_per_task or 1)} CPUs"]
-    needs += [f"{target.gpus_per_node} GPUs"] if target.gpus_per_node else []
-    needs += [f"{target.mem} of memory"] if target.mem else []
-    needs += [f"the features {target.constraint}"] if target.constraint else []
-    there = "; ".join(sorted(set(_ask("sinfo", "-ho", "%R: %D nodes with %c CPUs, %m MB, %G", *_of(target)))))
-    return f"no nodes here can serve {asked} with {', '.join(needs)}; there are: {there or 'see sinfo'}"
+def _nodes(request: JobRequest, client: SlurmClient) -> str:
+    options = request.options
+    wanted = f"{request.nodes} nodes" if request.nodes > 1 else "a node"
+    needs = [f"{request.nproc_per_node * (options.get('cpus-per-task') or 1)} CPUs"]
+    if options.get("gpus-per-node"):
+        needs.append(f"{options['gpus-per-node']} GPUs")
+    if options.get("mem"):
+        needs.append(f"{options['mem']} of memory")
+    if options.get("constraint"):
+        needs.append(f"the features {options['constraint']}")
+    found = client.run(
+        "sinfo", "-ho", "%R: %D nodes with %c CPUs, %m MB, %G", *partition_option(request)
+    ).lines
+    there = "; ".join(sorted(set(found)))
+    return f"no nodes here can serve {wanted} with {', '.join(needs)}; there are: {there or 'see sinfo'}"
 
 
-def _feature(target: Slurm) -> str:
-    found = {name for line in _ask("sinfo", "-ho", "%f") for name in line.split(",") if name != "(null)"}
-    return f"no node has the features {target.constraint!r}{_instead(str(target.constraint), sorted(found))}"
+def _feature(request: JobRequest, client: SlurmClient) -> str:
+    wanted = str(request.options.get("constraint"))
+    lines = client.run("sinfo", "-ho", "%f").lines
+    found = {name for line in lines for name in line.split(",") if name != "(null)"}
+    return f"no node has the features {wanted!r}{_instead(wanted, sorted(found))}"
 
 
-def _limits(target: Slurm) -> str:
-    asked = f"{target.nodes} nodes x {target.processes_per_node} tasks" + (
-        f" for {target.time}" if target.time else ""
-    )
+def _limits(request: JobRequest, _: SlurmClient) -> str:
+    time = request.options.get("time")
+    wanted = f"{request.nodes} nodes x {request.nproc_per_node} tasks" + (f" for {time}" if time else "")
     see = f"sacctmgr show assoc user={getpass.getuser()}"
-    return f"SLURM's limits for you or this partition forbid {asked}; ask for less, or see: {see}"
+    return f"SLURM's limits for you or this partition forbid {wanted}; ask for less, or see: {see}"
 
 
-_EXPLAINED: tuple[tuple[str, Callable[[Slurm], str]], ...] = (
+_EXPLAINED: tuple[tuple[str, Callable[[JobRequest, SlurmClient], str]], ...] = (
     ("invalid partition", _partition),
     ("invalid account", _account),
     ("invalid qos", _qos),
@@ -89,8 +100,10 @@ _EXPLAINED: tuple[tuple[str, Callable[[Slurm], str]], ...] = (
 )
 
 
-def _of(target: Slurm) -> list[str]:
-    return ["-p", target.partition] if target.partition else []
+def partition_option(request: JobRequest) -> list[str]:
+    """The option by which sinfo shows the partitions of a job alone."""
+    partition = request.options.get("partition")
+    return ["-p", partition] if partition else []
 
 
 def _instead(wrong: str, there: list[str]) -> str:
@@ -102,15 +115,3 @@ def _instead(wrong: str, there: list[str]) -> str:
         if close
         else ("; there are: " + ", ".join(dict.fromkeys(there)))
     )
-
-
-def _ask(*command: str) -> list[str]:
-    """The lines that a program of SLURM answers; none if it cannot."""
-    with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-        return (
-            [line.strip() for line in done.stdout.splitlines() if line.strip()]
-            if done.returncode == 0
-            else []
-        )
-    return []

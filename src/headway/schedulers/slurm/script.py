@@ -1,16 +1,16 @@
-"""The job script: a pure function from settings to text. People may read it, keep it, and submit it by hand.
+"""The job script: a pure function from a request to text. People may read it, keep it, and submit it by hand.
 
-What came from people is not in it, but for what they wrote as shell lines: the command, its arguments and variables
-wait in job.json, names and settings are checked when they are made, and paths are quoted.
+It holds nothing that people wrote, except for their own shell lines: the command, its arguments and variables are in
+job.json, names and settings are checked when they are made, and paths are quoted.
 """
 
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
+from collections.abc import Sequence
 
 from headway.errors import UsageError
-from headway.launcher.targets import Slurm
+from headway.schedulers.base import JobRequest
 
 _TEXT = """\
 #!/bin/bash
@@ -18,92 +18,102 @@ _TEXT = """\
 {directives}
 {setup}
 run={quoted_run}
-{pre}# One agent per node starts the ranks there. `--wait=0`: nodes that end early do not hurry the others.
-srun {step} \\
-  {python} -P -m headway agent --run "$run"
+{prologue}# One agent per node starts the ranks there. `--wait=0`: nodes that end early do not hurry the others.
+{step} \\
+  {agent} "$run"
 # srun's exit status does not say how the run ended; what the agents have left in the run directory does.
 # The status of this last command is the job's.
-exec {python} -P -m headway.launcher.epilogue "$run" $?
+exec {epilogue} "$run" $?
 """
 
-_PRE = """\
+_PROLOGUE = """\
 # Data for the ranks goes to each node's own disk first: a step of its own, which may take its time.
-srun {step} \\
-  {python} -P -m headway.launcher.prologue "$run" || exec {python} -P -m headway.launcher.epilogue "$run" $?
+{step} \\
+  {prologue} "$run" || exec {epilogue} "$run" $?
 """
 
 
-def job_script(target: Slurm, *, run: Path, python: str) -> str:
-    """The text of the job script.
-
-    For an array, `run` is a folder whose entries 0, 1, ... lead to the run directories.
-
-    >>> print(job_script(Slurm(nodes=2), run=Path("/runs/x"), python="/bin/python")[:11])
-    #!/bin/bash
-    """
-    path = _quoted(run) + ('/"$SLURM_ARRAY_TASK_ID"' if target.array else "")
-    step, interpreter = " ".join(step_options(target)), _quoted(Path(python))
+def job_script(request: JobRequest) -> str:
+    """The text of the job script."""
+    path = _quoted(str(request.directory)) + ('/"$SLURM_ARRAY_TASK_ID"' if request.is_array else "")
+    step, epilogue = " ".join(step_command(request)), _quoted(*request.epilogue)
+    prologue = request.prologue and _PROLOGUE.format(
+        step=step, prologue=_quoted(*request.prologue), epilogue=epilogue
+    )
     return _TEXT.format(
-        run=run.name,
-        directives="\n".join(f"#SBATCH {option}" for option in options(target)),
-        setup="".join(f"\n{line}" for line in target.setup) + ("\n" if target.setup else ""),
+        run=request.directory.name,
+        directives="\n".join(f"#SBATCH {option}" for option in options(request)),
+        setup="".join(f"\n{line}" for line in request.setup) + ("\n" if request.setup else ""),
         quoted_run=path,
-        pre=_PRE.format(step=step, python=interpreter) if target.pre else "",
+        prologue=prologue or "",
         step=step,
-        python=interpreter,
+        agent=_quoted(*request.agent),
+        epilogue=epilogue,
     )
 
 
-def options(target: Slurm) -> list[str]:
-    """The options of sbatch, in the words of a command line.
+def options(request: JobRequest) -> list[str]:
+    """The options of sbatch, as words of a command line.
 
-    They stand in the script, and on sbatch's command line as well: a user's SBATCH_* variables override the script.
-
-    >>> options(Slurm(time="30"))[-4:]
-    ['--time=30', '--open-mode=append', '--signal=USR2@120', '--requeue']
+    They are in the script, and on sbatch's command line as well: a user's SBATCH_* variables override the script.
     """
     given: dict[str, object] = {
-        "nodes": target.nodes,
-        "ntasks-per-node": target.processes_per_node,
-        "gpus-per-node": target.gpus_per_node,
-        "cpus-per-task": target.cpus_per_task,
-        "mem": target.mem,
-        "time": target.time,
-        "partition": target.partition,
-        "account": target.account,
-        "qos": target.qos,
-        "constraint": target.constraint,
-        "exclusive": target.exclusive,
-        **target.extra,
+        "nodes": request.nodes,
+        "ntasks-per-node": request.nproc_per_node,
+        **request.options,
         "open-mode": "append",
         # to the steps, where the ranks are: not B:. A Pipeline watches the clock itself; scripts with a loop of their
-        # own, and the copying of data before the ranks start, know by this alone that their time is nearly over
-        "signal": f"USR2@{target.signal_lead}",
-        "requeue" if target.requeue else "no-requeue": True,
+        # own, and the copying of data before the ranks start, know only by this that their time is nearly over
+        "signal": f"USR2@{request.signal_lead_s}",
+        "requeue" if request.requeue else "no-requeue": True,
     }
     return [_option(name, value) for name, value in given.items() if value is not None and value is not False]
 
 
-def step_options(target: Slurm) -> list[str]:
-    """The options of srun: one task per node, which has all that the job was given there."""
-    cpus = target.cpus_per_task and target.cpus_per_task * target.processes_per_node
+def submit_options(request: JobRequest, tasks: Sequence[int] | None = None) -> list[str]:
+    """The options of sbatch that are not in the script. Names and paths are words here, which no shell reads."""
+    log = str(request.directory).replace("%", "%%") + ("/%a" if request.is_array else "")
+    limit = f"%{request.array_limit}" if request.array_limit else ""
+    given = [f"--array={_task_list(tasks)}{limit}"] if tasks is not None else []
+    given += [f"--dependency=afterany:{request.after.job_id}"] if request.after else []
+    return [*given, "--parsable", f"--job-name={request.name}", f"--output={log}/{request.log}"]
+
+
+def step_command(request: JobRequest) -> list[str]:
+    """srun with its options: one task per node, which has all that the job was given there."""
+    per_rank = request.options.get("cpus-per-task")
+    cpus = per_rank and per_rank * request.nproc_per_node
     given = {
-        "nodes": target.nodes,
-        "ntasks": target.nodes,
+        "nodes": request.nodes,
+        "ntasks": request.nodes,
         "ntasks-per-node": 1,
         "cpus-per-task": cpus,
         "cpu-bind": None if cpus else "none",  # the site decides how many CPUs; the one task may use them all
         "kill-on-bad-exit": 1,
         "wait": 0,
     }
-    return [_option(name, value) for name, value in given.items() if value is not None]
+    return ["srun", *(_option(name, value) for name, value in given.items() if value is not None)]
+
+
+def _task_list(tasks: Sequence[int]) -> str:
+    """SLURM's form of a list of numbers.
+
+    >>> _task_list([0, 1, 2]), _task_list([3]), _task_list([1, 3])
+    ('0-2', '3', '1,3')
+    """
+    if len(tasks) > 1 and list(tasks) == list(range(tasks[0], tasks[-1] + 1)):
+        return f"{tasks[0]}-{tasks[-1]}"
+    return ",".join(map(str, tasks))
 
 
 def _option(name: str, value: object) -> str:
     return f"--{name}" if value is True else f"--{name}={value}"
 
 
-def _quoted(path: Path) -> str:
-    if not str(path).isprintable():
-        raise UsageError(f"{str(path)!r:.120} holds characters that cannot be printed; choose another folder")
-    return shlex.quote(str(path))
+def _quoted(*words: str) -> str:
+    for word in words:
+        if not word.isprintable():
+            raise UsageError(
+                f"{word!r:.120} holds characters that cannot be printed; choose another directory"
+            )
+    return shlex.join(words)

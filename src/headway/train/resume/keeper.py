@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.distributed.tensor import DTensor
 
-from headway import checkpoint, data, dist
+from headway import checkpoint, data, dist, schedulers
 from headway.checkpoint.policy import Policy
 from headway.dist import set_phase
 from headway.dist.collective.exchange import gather_rows
@@ -72,7 +72,7 @@ class Keeper:
         self._agreement = current().agreement
         self._agreement.begin()
         dist.barrier()  # nobody asks for a stop before all have begun to count
-        end = stop.job_end() if root else None
+        end = schedulers.end_time() if root else None
         saver = checkpoint.Saver(run, lock=recording.lock, background=self.policy.background)
         with stop.listening(end, self._pace.lead), saver as self._saver:
             try:

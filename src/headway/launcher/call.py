@@ -15,22 +15,22 @@ from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 from headway.errors import UsageError
-from headway.launcher.agent.agent import check_processes
+from headway.launcher.agent.agent import check_nproc
 from headway.launcher.code import snapshot
 from headway.launcher.functions import pickled
 from headway.launcher.functions.start import in_background, worker_program
 from headway.launcher.functions.worker import Call
 from headway.launcher.job import Job
-from headway.launcher.targets import Local, Mpi, Slurm
+from headway.launcher.submission import check, submit_runs
+from headway.launcher.targets import ClusterTarget, Local, Mpi
 from headway.run import Run
-from headway.schedulers.slurm import client
 from headway.system import files
 
 
 def launch(
     function: Callable[..., Any],
     *args: Any,
-    on: Local | Slurm | Mpi | None = None,
+    on: Local | ClusterTarget | Mpi | None = None,
     groups: Sequence[Sequence[int]] | None = None,
     upon_finish: Callable[[Any], Any] | None = None,
     root: str | os.PathLike[str] = "runs",
@@ -40,13 +40,14 @@ def launch(
     """Calls `function(*args, **kwargs)` on every rank of a target, in the background, and returns a `Job`.
 
     The ranks have joined before the function begins: `hw.rank()`, `hw.barrier()` and torch's collectives work, and a
-    `Pipeline` in it trains in the job's run directory. On SLURM the code is copied first: you may go on editing.
+    `Pipeline` in it trains in the job's run directory. On a cluster the code is copied first: you may
+    continue to edit it.
 
     `groups` divides the ranks, each into one group: `groups=[[0, 1], [2, 3]]`; the function gets its own group of
     torch as the keyword `group`. `upon_finish` is called on rank 0 with what it returned, once all ranks have returned.
     Functions that other processes cannot import, from a notebook or a `lambda`, need the extra `launch`.
 
-    >>> job = hw.launch(train, 3e-4, on=hw.Local(processes=4), epochs=3)
+    >>> job = hw.launch(train, 3e-4, on=hw.Local(nproc=4), epochs=3)
     >>> job.result()
     {'accuracy': 0.98}
     """
@@ -63,12 +64,12 @@ def launch(
         Call(
             function=called,
             target=target.to_dict(),
-            world_size=target.processes,
+            world_size=target.nproc,
             groups=[list(ranks) for ranks in groups] if groups is not None else None,
             sys_path=_sys_path(run),
         ).write(run)
-        if isinstance(target, Slurm):
-            client.submit([run], [worker_program(run, target, cwd)], target)
+        if isinstance(target, ClusterTarget):
+            submit_runs([run], [worker_program(run, target, cwd)], target)
         else:
             in_background(run, cwd)
     except BaseException:
@@ -78,23 +79,21 @@ def launch(
 
 
 def _check(function: object, target: object, groups: Sequence[Sequence[int]] | None) -> None:
-    """Finds what cannot work before anything is made."""
+    """Refuses what cannot work before anything is made."""
     if not callable(function):
         raise UsageError(f"launch needs a function, not {function!r:.80}; give its arguments after it")
-    if not isinstance(target, Local | Slurm | Mpi):
-        raise UsageError(f"on={target!r:.80} is no place to run: give hw.Local, hw.Slurm or hw.Mpi")
+    if not isinstance(target, Local | ClusterTarget | Mpi):
+        raise UsageError(f"on={target!r:.80} is not a target; expected hw.Local, hw.Slurm or hw.Mpi")
     if "HEADWAY_RUN" in os.environ and "RANK" in os.environ:
-        raise UsageError(
-            "launch was called inside a rank of a job; call it once, in the process that starts things"
-        )
-    if isinstance(target, Slurm) and target.array:
+        raise UsageError("launch was called inside a rank of a job; call it once, outside of the ranks")
+    if isinstance(target, ClusterTarget) and target.array:
         raise UsageError(
             "launch takes no array: launch a job for each setting, or submit a script with --array"
         )
-    if isinstance(target, Slurm):
-        client.check(target)
+    if isinstance(target, ClusterTarget):
+        check(target)
     if isinstance(target, Local):
-        check_processes(target.processes)
+        check_nproc(target.nproc)
     if isinstance(target, Mpi) and shutil.which(target.mpirun) is None:
         raise UsageError(
             f"there is no {target.mpirun!r} on this machine: install Open MPI or MPICH, or load its module"
@@ -102,21 +101,21 @@ def _check(function: object, target: object, groups: Sequence[Sequence[int]] | N
     if groups is None:
         return
     ranks = [rank for group in groups for rank in group]
-    if sorted(ranks) != list(range(target.processes)):
+    if sorted(ranks) != list(range(target.nproc)):
         raise UsageError(
-            f"groups={groups!r:.80} must hold each of the ranks 0 to {target.processes - 1} exactly once"
+            f"groups={groups!r:.80} must hold each of the ranks 0 to {target.nproc - 1} exactly once"
         )
 
 
-def _code(run: Run, function: object, target: Local | Slurm | Mpi) -> Path:
-    """Where the ranks start: in a copy if they start who knows when, here if they start now."""
+def _code(run: Run, function: object, target: Local | ClusterTarget | Mpi) -> Path:
+    """Where the ranks start: in a copy of the code if they start later, here if they start now."""
     source = None
     with suppress(TypeError, OSError):  # not written in Python, or typed at a prompt
         source = inspect.getsourcefile(inspect.unwrap(function))  # type: ignore[arg-type]
     project = (
         Path(source) if source and Path(source).is_file() and "site-packages" not in source else Path.cwd()
     )
-    return snapshot.take(run, project, dirty="snapshot" if isinstance(target, Slurm) else "live")
+    return snapshot.take(run, project, dirty="snapshot" if isinstance(target, ClusterTarget) else "live")
 
 
 def _sys_path(run: Run) -> list[str]:

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from headway.schedulers.slurm.hostlist import expand
 from headway.errors import UsageError
+from headway.schedulers.slurm.hostlist import expand
 
 
 @pytest.mark.parametrize(

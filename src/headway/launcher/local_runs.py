@@ -1,0 +1,82 @@
+"""Scripts on this machine, beyond a plain run: a sweep (one run after the other), and a smoke run that is removed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from headway.errors import DONE, INTERRUPTED, TERMINATED, Stopped, UsageError
+from headway.launcher import sweep
+from headway.launcher.agent.agent import Agent, check_nproc
+from headway.launcher.program import Program
+from headway.launcher.scripts import Script, prepared, program
+from headway.run import Run
+from headway.run.status import note_end
+
+
+def run_sweep(
+    script: Script,
+    specs: Sequence[str],
+    *,
+    nproc: int = 1,
+    root: Path = Path("runs"),
+    name: str | None = None,
+) -> int:
+    """Runs a script once for each setting, each in its own run directory and all from one copy of the code.
+
+    Returns the exit code of the first run that failed; Ctrl-C ends them all.
+
+    >>> run_sweep(Script(name="train.py"), ["lr=1e-3,3e-4"], nproc=2)  # doctest: +SKIP
+    0
+    """
+    settings = sweep.grid(specs)
+    check_nproc(nproc)
+    with prepared(script, settings, root=root, name=name) as (runs, notes):
+        for note in notes:
+            _report(note)
+    failed = DONE
+    for number, (run, values) in enumerate(zip(runs, settings, strict=True), start=1):
+        _report(f"{number} of {len(runs)}: {sweep.label(values)} in {run.path}")
+        code = _run(run, program(run, script, values), nproc)
+        note_end(run, code)
+        failed = failed or code
+        if code in (INTERRUPTED, TERMINATED):
+            break
+    _report(f"to see them side by side: headway compare {runs[0].path}")
+    return failed
+
+
+def run_smoke(command: Sequence[str], *, nproc: int) -> int:
+    """Runs the script twice, a few steps each time, the second time from the first one's checkpoint.
+
+    The run directory is temporary, and kept if anything fails.
+    """
+    directory = tempfile.mkdtemp(prefix="headway-smoke-")
+    run = Run.create(directory, name="smoke", command=command)
+    for part, expected in (("save", Stopped.exit_code), ("resume", DONE)):
+        environ = {**os.environ, "HEADWAY_RUN": str(run.path), "HEADWAY_SMOKE": part}
+        code = Agent(command, nproc=nproc, environ=environ).run()
+        if not run.info()["attempts"]:
+            shutil.rmtree(directory)
+            if code:
+                return code
+            raise UsageError("the script ran no pipeline, so there is nothing to test: call pipe.run() in it")
+        if code != expected:
+            _report(f"the smoke run failed in the part {part!r}; it is kept in {run.path}")
+            return code or 1
+    shutil.rmtree(directory)
+    _report("smoke run passed: two steps, a validation, a save, and a step after resuming")
+    return DONE
+
+
+def _run(run: Run, program: Program, nproc: int) -> int:
+    environ = program.environment(os.environ) | {"HEADWAY_RUN": str(run.path)}
+    return Agent(program.command, nproc=nproc, environ=environ, cwd=program.cwd).run()
+
+
+def _report(text: str) -> None:
+    print(f"headway: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,150 @@
+"""From a script to a job in the queue: run directories, the code as it is now, and the scheduler."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, final
+
+from headway.launcher import sweep
+from headway.launcher.code import snapshot
+from headway.launcher.code.snapshot import Dirty
+from headway.launcher.program import Program, python_command
+from headway.launcher.submission import check, submit_runs
+from headway.launcher.targets import ClusterTarget
+from headway.run import Run, check_name
+from headway.schedulers.base import JobIds
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """What to run: a file, or a module as for `python -m`, and its arguments."""
+
+    name: str
+    args: Sequence[str] = ()
+    module: bool = False
+
+    @property
+    def run_name(self) -> str:
+        """A name for its runs.
+
+        >>> Script(name="exp/my train.py").run_name, Script(name="pkg.train", module=True).run_name
+        ('my-train', 'train')
+        """
+        last = self.name.rpartition(".")[2] if self.module else Path(self.name).stem
+        return re.sub(r"[^A-Za-z0-9_.]+", "-", last).strip("-.")[:64] or "run"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SubmittedJob:
+    """A job in the queue, with one run, or several for an array."""
+
+    ids: JobIds
+    runs: Sequence[Run]
+    notes: Sequence[str]
+    """what people should know about the copy of the code"""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        runs = [str(run.path) for run in self.runs]
+        return {"job_id": self.ids.job_id, "runs": runs, "notes": list(self.notes)}
+
+
+def dry_run(script: Script, target: ClusterTarget, *, root: Path, name: str | None = None) -> str:
+    """The job script that `submit` would submit; nothing is made."""
+    name = _checked(script, name)
+    sweep.grid(target.array)
+    path = root.absolute() / ("ARRAY" if target.array else f"{name}-DATE-TIME-XXXX")
+    request = target.request(name=name, directory=path, log=Path("log/job.txt"))
+    return target.scheduler.script(request)
+
+
+def submit(
+    script: Script, target: ClusterTarget, *, root: Path, name: str | None = None, dirty: Dirty = "snapshot"
+) -> SubmittedJob:
+    """Submits a script. If headway or the scheduler refuses it, nothing is left behind.
+
+    >>> submit(Script(name="train.py"), Slurm(nodes=2), root=Path("runs"))  # doctest: +SKIP
+    """
+    name = _checked(script, name)
+    settings = sweep.grid(target.array) if target.array else [{}]
+    check(target)
+    with prepared(script, settings, root=root, name=name, dirty=dirty) as (runs, notes):
+        programs = [
+            replace(program(run, script, values), nproc=target.nproc_per_node, env=dict(target.env))
+            for run, values in zip(runs, settings, strict=True)
+        ]
+        return SubmittedJob(ids=submit_runs(runs, programs, target), runs=runs, notes=notes)
+
+
+@contextmanager
+def prepared(
+    script: Script,
+    settings: Sequence[sweep.Settings],
+    *,
+    root: Path,
+    name: str | None = None,
+    dirty: Dirty = "snapshot",
+) -> Iterator[tuple[list[Run], list[str]]]:
+    """A run for each setting, with the code as it is now, and notes about it. If the block fails, all are removed.
+
+    >>> with prepared(Script(name="train.py"), [{"lr": "1e-3"}], root=Path("runs")) as (runs, notes):  # doctest: +SKIP
+    ...     start(runs)
+    """
+    name = _checked(script, name)
+    runs: list[Run] = []
+    is_new = not root.exists()
+    try:
+        for values in settings:
+            command = [script.name, *sweep.arguments(script.args, values)]
+            runs.append(Run.create(root, name=name, config=values, command=command))
+        if any(settings):
+            sweep.join(runs, settings)
+        yield runs, _pin(runs, script, dirty)
+    except BaseException:
+        for run in runs:
+            shutil.rmtree(run.path, ignore_errors=True)
+        if is_new:
+            with suppress(OSError):  # others have made runs there in the meantime
+                root.rmdir()
+        raise
+
+
+def _checked(script: Script, name: str | None) -> str:
+    """The name of its runs, once the script is known to be there."""
+    python_command(script.name, script.args, module=script.module)
+    return check_name(name or script.run_name)
+
+
+def _pin(runs: Sequence[Run], script: Script, dirty: Dirty) -> list[str]:
+    """Copies the code into the first run, for all of them, and says what is worth knowing about it."""
+    snapshot.take(runs[0], Path.cwd() if script.module else script.name, dirty=dirty)
+    for run in runs[1:]:
+        snapshot.adopt(run, runs[0])
+    found = snapshot.load(runs[0])
+    ours = f"{runs[0].path.parent.name}/"  # the runs themselves need no note
+    notes = [f"not in git, but copied: {_some(found.added)}"] if found.added else []
+    left_out = [name for name in found.left_out if not name.startswith(ours)]
+    return notes + ([f"left out of the copy: {_some(left_out)}"] if left_out else [])
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def program(run: Run, script: Script, values: sweep.Settings) -> Program:
+    """The script with these settings, from the run's copy of the code."""
+    code = snapshot.load(run)
+    start = ["-m", script.name] if script.module else [str(code.script)]
+    return Program(
+        command=[sys.executable, *start, *sweep.arguments(script.args, values)],
+        cwd=str(code.directory),
+        python_path=[str(path) for path in code.python_path],
+    )

@@ -1,0 +1,189 @@
+"""SLURM as a `Scheduler`: jobs by sbatch, squeue, sacct, scontrol and scancel, ids by SLURM_* variables."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Literal, final
+
+from headway.errors import HeadwayError, UsageError
+from headway.schedulers.base import AllocatedNode, Health, JobIds, JobRequest, Queue, Scheduler
+from headway.schedulers.slurm import queue as slurm_queue
+from headway.schedulers.slurm.client import SlurmAnswer, SlurmClient
+from headway.schedulers.slurm.refusals import partition_option, refusal
+from headway.schedulers.slurm.script import job_script, options, step_command, submit_options
+from headway.schedulers.slurm.time_limit import seconds
+
+_TIMEOUT_S = 120.0
+"""how long a busy controller may take to answer a request that changes something"""
+_REQUEUE_TRIES, _REQUEUE_PAUSE_S = 5, 2.0
+_TRANSIENT = re.compile(
+    "timed out|unable to contact|try again|temporarily|connection|communication", re.IGNORECASE
+)
+_ID_VARIABLES = ("CLUSTER_NAME", "JOB_ID", "STEP_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT")
+
+
+@final
+class SlurmScheduler(Scheduler):
+    """SLURM, through the programs that are on this machine's PATH."""
+
+    name = "slurm"
+    label = "SLURM"
+    variables = ("SLURM_",)
+
+    def __init__(self, client: SlurmClient | None = None) -> None:
+        self._client = client or SlurmClient()
+
+    def detect(self, environ: Mapping[str, str]) -> JobIds | None:
+        """
+        >>> SlurmScheduler().detect({"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "big"}).start
+        '7-0'
+        """
+        if "SLURM_JOB_ID" not in environ:
+            return None
+        known = {
+            name.lower(): environ[f"SLURM_{name}"] for name in _ID_VARIABLES if f"SLURM_{name}" in environ
+        }
+        return JobIds(scheduler=self.name, **known)
+
+    def node(self, environ: Mapping[str, str]) -> AllocatedNode | None:
+        if "SLURM_STEP_ID" not in environ:
+            return None
+        cpus = environ.get("SLURM_CPUS_PER_TASK") or environ.get("SLURM_CPUS_ON_NODE") or ""
+        return AllocatedNode(
+            index=int(environ.get("SLURM_PROCID", "0")),
+            count=int(environ.get("SLURM_STEP_NUM_TASKS", "1")),
+            host=environ.get("SLURMD_NODENAME") or socket.gethostname(),
+            cpus=int(cpus) if cpus.isdecimal() and int(cpus) else None,
+        )
+
+    def end_time(self, environ: Mapping[str, str]) -> float | None:
+        ids, given = self.detect(environ), environ.get("SLURM_JOB_END_TIME", "")
+        if ids is None or given.isdecimal():
+            return float(given) if ids else None
+        answer = self._client.run("squeue", "--noheader", f"--jobs={ids.job_id}", "--format=%e")
+        try:
+            return datetime.fromisoformat(answer.out.strip()).timestamp()
+        except ValueError:  # "N/A": there is no limit
+            return None
+
+    def local_disk(self, environ: Mapping[str, str]) -> str | None:
+        return environ.get("SLURM_TMPDIR")  # many sites set it; SLURM itself does not
+
+    def is_earlier_start(self, ids: JobIds, ours: JobIds) -> bool:
+        same = (ids.cluster_name, ids.job_id) == (ours.cluster_name, ours.job_id)
+        return same and ids.restarts < ours.restarts
+
+    def check(self, request: JobRequest) -> None:
+        tasks = submit_options(request, [0])[:1] if request.is_array else []
+        answer = self._sbatch("--test-only", *options(request), *tasks, stdin=job_script(request))
+        if answer.code:
+            raise refusal(answer.err, request, self._client)
+        limit, wanted = self._time_limit(request), request.options.get("time")
+        if limit and wanted and seconds(wanted) > seconds(limit):
+            # many sites accept such a job and never start it
+            raise refusal("time limit exceeds", request, self._client)
+
+    def script(self, request: JobRequest) -> str:
+        return job_script(request)
+
+    def step_command(self, request: JobRequest) -> list[str]:
+        return step_command(request)
+
+    def submit(self, request: JobRequest, script: Path) -> JobIds:
+        return self._submit(request, script, None)
+
+    def submit_array(self, request: JobRequest, script: Path, tasks: Sequence[int]) -> JobIds:
+        return self._submit(request, script, tasks)
+
+    def queue(self, jobs: Iterable[JobIds]) -> Queue:
+        return slurm_queue.ask_queue(self._client, jobs)
+
+    def requeue(
+        self, ids: JobIds, *, tries: int = _REQUEUE_TRIES, pause_s: float = _REQUEUE_PAUSE_S
+    ) -> str | None:
+        for attempt in range(tries):  # the controller may be busy
+            if attempt:
+                time.sleep(pause_s * 2 ** (attempt - 1))
+            answer = self._change("scontrol", "requeue", ids.number)
+            if answer.code == 0:
+                return None
+            if not _TRANSIENT.search(answer.err):
+                break
+        return answer.reason
+
+    def cancel(self, ids: JobIds) -> None:
+        answer = self._change("scancel", ids.number)
+        if answer.code:
+            raise HeadwayError(f"job {ids.number} could not be cancelled: {answer.reason}")
+
+    def is_gone(self, ids: JobIds) -> bool | None:
+        return slurm_queue.is_gone(self._client, ids.job_id)
+
+    def commands(self, ids: JobIds) -> Mapping[Literal["look", "cancel"], str]:
+        return {"look": f"squeue --jobs {ids.number}", "cancel": f"scancel {ids.number}"}
+
+    def submit_command(self, script: Path) -> str:
+        return f"sbatch {script}"
+
+    def health(self, environ: Mapping[str, str]) -> Health | None:
+        version = self._client.run("sinfo", "--version")
+        if version.not_installed:
+            return None
+        if version.code:
+            advice = "if this machine belongs to a cluster, set SLURM_CONF"
+            return Health(good=False, line=_first_line(version), advice=advice)
+        ping, ids = self._client.run("scontrol", "ping"), self.detect(environ)
+        if ping.code or " UP" not in _first_line(ping):
+            advice = "the controller does not answer: ask the site"
+            return Health(good=False, line=f"{_first_line(version)}: {_first_line(ping)}", advice=advice)
+        job = f", in job {ids.job_id}" if ids else ""
+        return Health(good=True, line=f"{_first_line(version)}{job}: {_first_line(ping)}")
+
+    def _submit(self, request: JobRequest, script: Path, tasks: Sequence[int] | None) -> JobIds:
+        words = [*submit_options(request, tasks), *options(request), str(script)]
+        answer = self._sbatch(*words, env=request.env)
+        if answer.code:
+            raise refusal(answer.err, request, self._client)
+        job, _, cluster = answer.out.strip().partition(";")
+        return JobIds(scheduler=self.name, job_id=job, cluster_name=cluster or None)
+
+    def _sbatch(self, *words: str, stdin: str = "", env: Mapping[str, str] | None = None) -> SlurmAnswer:
+        answer = self._change("sbatch", *words, stdin=stdin, env=env)
+        if answer.not_installed:
+            raise UsageError(
+                "sbatch is not on this machine: submit from a login node of the cluster, "
+                "or run here with: headway run"
+            )
+        return answer
+
+    def _change(self, *command: str, stdin: str = "", env: Mapping[str, str] | None = None) -> SlurmAnswer:
+        """Runs a program that changes something: whether it did is not known if it does not answer in time."""
+        answer = self._client.run(*command, stdin=stdin, env=env, timeout_s=_TIMEOUT_S)
+        if answer.timed_out:
+            raise HeadwayError(
+                f"{answer.err}: SLURM's controller is busy or down; look with squeue whether the job is there "
+                "before you try again"
+            )
+        return answer
+
+    def _time_limit(self, request: JobRequest) -> str | None:
+        """The longest time that the partitions of a job allow; None if there is no limit."""
+        partition = request.options.get("partition")
+        answer = self._client.run("sinfo", "-ho", "%P %l", *partition_option(request))
+        lines = [line.split() for line in answer.lines]
+        limits = [limit for name, limit in lines if partition or name.endswith("*")]  # * is the default
+        if not limits or "infinite" in limits:
+            return None
+        return max(limits, key=seconds)
+
+
+def _first_line(answer: SlurmAnswer) -> str:
+    """The first fact that a program printed."""
+    lines = (answer.out + answer.err).strip().splitlines() or [f"exit code {answer.code}"]
+    first = lines[:2] if lines[0].endswith(":") else lines[:1]  # a heading says nothing by itself
+    return " ".join(" ".join(first).split())

@@ -1,0 +1,324 @@
+"""SLURM's answers in sentences, by a client that answers as SLURM's programs do. SLURM itself is in tests/cluster."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from headway import schedulers
+from headway.errors import HeadwayError, UsageError
+from headway.launcher.targets import Slurm
+from headway.schedulers.base import JobIds, JobRequest, Queue, Ticket
+from headway.schedulers.slurm.client import SlurmAnswer, SlurmClient
+from headway.schedulers.slurm.refusals import refusal
+from headway.schedulers.slurm.scheduler import SlurmScheduler
+
+
+class Client:
+    """Lets SLURM's programs answer with these codes, outputs and errors, one after the other; the last one stays."""
+
+    def __init__(self, *answers: tuple[int, str, str]) -> None:
+        self.asked: list[tuple[str, ...]] = []
+        self._answers = list(answers)
+
+    def run(self, *command: str, **_: Any) -> SlurmAnswer:
+        self.asked.append(command)
+        code, out, err = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        return SlurmAnswer(code=code, out=out, err=err)
+
+
+def scheduler(*answers: tuple[int, str, str]) -> tuple[SlurmScheduler, Client]:
+    client = Client(*answers)
+    return SlurmScheduler(cast(SlurmClient, client)), client
+
+
+def request(**settings: Any) -> JobRequest:
+    return Slurm(**settings).request(name="x", directory=Path("/run"), log=Path("log/job.txt"))
+
+
+def job(number: str) -> JobIds:
+    job_id, _, task = number.partition("_")
+    return JobIds(scheduler="slurm", job_id=job_id, array_job_id=job_id, array_task_id=task or None)
+
+
+BUSY = (1, "", "slurm_requeue error: Unable to contact slurm controller (connect failure)")
+NEVER = (1, "", "Requested operation is presently disabled for job 7")
+
+
+def test_sbatch_does_not_see_the_job_from_which_it_is_called() -> None:
+    around = {
+        "PATH": "/usr/bin:/bin",
+        "A": "b",
+        "SLURM_JOB_ID": "7",
+        "SLURM_MEM_PER_NODE": "9",
+        "SRUN_DEBUG": "3",
+    }
+    kept = {"SLURM_CONF": "/etc/x", "SLURM_CLUSTERS": "big", "SBATCH_ACCOUNT": "lab"}
+    seen = SlurmClient(around | kept).run("env").lines
+    assert {line for line in seen if line.startswith(("A=", "S"))} == {
+        "A=b",
+        *(f"{name}={value}" for name, value in kept.items()),
+    }
+
+
+@pytest.mark.parametrize(
+    ("limits", "partition", "time", "refused"),
+    [
+        ("cpu 2:00:00\ngpu* 1:00:00", None, "1:00:01", True),
+        ("cpu 2:00:00\ngpu* 1:00:00", None, "1:00:00", False),
+        ("cpu 2:00:00\ngpu 1:00:00", "cpu,gpu", "2:00:00", False),
+        ("cpu 2:00:00\ngpu infinite", "cpu,gpu", "9-0", False),
+        ("", "gpu", "9-0", False),
+    ],
+)
+def test_a_job_that_slurm_would_take_and_never_start_is_refused(
+    limits: str, partition: str | None, time: str, refused: bool
+) -> None:
+    slurm, _ = scheduler((0, limits, ""))
+    wanted = request(partition=partition, time=time)
+    if refused:
+        with pytest.raises(UsageError, match=f"time='{time}' is not allowed here"):
+            slurm.check(wanted)
+    else:
+        slurm.check(wanted)
+
+
+def test_a_busy_controller_is_asked_again() -> None:
+    slurm, client = scheduler(BUSY, BUSY, (0, "", ""))
+    assert slurm.requeue(job("7_2"), pause_s=0) is None
+    assert client.asked == [("scontrol", "requeue", "7_2")] * 3
+
+
+def test_a_controller_that_stays_busy_is_not_pressed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pauses grow, and there is none after the last try: the job has little time left."""
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    slurm, _ = scheduler(BUSY)
+    assert slurm.requeue(job("7"), tries=3, pause_s=2) == BUSY[2]
+    assert pauses == [2, 4]
+
+
+def test_a_refusal_is_final() -> None:
+    slurm, client = scheduler(BUSY, NEVER)
+    assert slurm.requeue(job("7"), pause_s=0) == "Requested operation is presently disabled for job 7"
+    assert len(client.asked) == 2
+
+
+def test_a_requeue_without_an_answer_may_have_been_done() -> None:
+    """To submit another job then could start the run twice."""
+    slurm, client = scheduler((124, "", "scontrol did not answer within 120 s"))
+    with pytest.raises(
+        HeadwayError, match="scontrol did not answer within 120 s: SLURM's controller is busy"
+    ):
+        slurm.requeue(job("7"), pause_s=0)
+    assert len(client.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "settings", "sentence"),
+    [
+        (
+            "sbatch: error: invalid partition specified: gup",
+            {"partition": "gup"},
+            "there is no partition 'gup'; did you mean 'gpu'? There are: cpu, gpu",
+        ),
+        (
+            "Invalid account or account/partition combination specified",
+            {"account": "lab"},
+            "account 'lab' may not be charged for this partition; there are: cpu, gpu",
+        ),
+        ("Invalid qos specification", {"qos": "hi"}, "there is no qos 'hi' for you; there are: cpu, gpu"),
+        (
+            "allocation failure: Requested time limit is invalid (missing or exceeds some limit)",
+            {"time": "9-0"},
+            "time='9-0' is not allowed here; limits: cpu, gpu",
+        ),
+        (
+            "allocation failure: Requested node configuration is not available",
+            {"mem": "9T"},
+            "no nodes here can serve a node with 1 CPUs, 9T of memory; there are: cpu; gpu",
+        ),
+        (
+            "allocation failure: Invalid feature specification",
+            {"constraint": "x"},
+            "no node has the features 'x'; there are: cpu, gpu",
+        ),
+        (
+            "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
+            {"nodes": 2},
+            "SLURM's limits for you or this partition forbid 2 nodes x 1 tasks; ask for less",
+        ),
+        (
+            "sbatch: error: fetch_config: lookup failed\nsbatch: fatal: Could not establish a configuration source",
+            {},
+            "SLURM's programs are installed, but no cluster is configured: submit from a login node, or set SLURM_CONF",
+        ),
+        ("sbatch: error: something new", {}, "SLURM refuses the job: something new"),
+    ],
+)
+def test_refusals(said: str, settings: Any, sentence: str) -> None:
+    _, client = scheduler((0, "cpu\ngpu\n", ""))
+    error = refusal(said, request(**settings), cast(SlurmClient, client))
+    assert isinstance(error, UsageError)
+    assert str(error).startswith(sentence)
+
+
+def test_a_controller_that_is_down_is_no_mistake_of_the_user() -> None:
+    error = refusal("sbatch: error: Unable to contact slurm controller", request(), SlurmClient())
+    assert type(error) is HeadwayError
+    assert "does not answer" in str(error)
+
+
+# As squeue 22.05 answers: --noheader --states=all --format=%T --jobs=ID
+@pytest.mark.parametrize(
+    ("code", "out", "complaint", "gone"),
+    [
+        (0, "RUNNING\n", "", None),
+        (0, "COMPLETING\n", "", None),
+        (0, "SUSPENDED\n", "", False),
+        (0, "PENDING\n", "", True),
+        (0, "CANCELLED\n", "", True),
+        (0, "COMPLETED\nCOMPLETED\nRUNNING\n", "", None),
+        (0, "COMPLETED\nCOMPLETED\n", "", True),
+        (0, "", "", True),
+        (1, "", "slurm_load_jobs error: Invalid job id specified\n", True),
+        (1, "", "squeue: error: Invalid job id: abc\n", None),
+        (1, "", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n", None),
+    ],
+)
+def test_what_squeue_says(code: int, out: str, complaint: str, gone: bool | None) -> None:
+    slurm, _ = scheduler((code, out, complaint))
+    assert slurm.is_gone(job("7")) is gone
+
+
+def test_the_end_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert schedulers.end_time({}) is None
+    assert schedulers.end_time({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1800000000"}) == 1_800_000_000
+    squeue = tmp_path / "squeue"
+    squeue.write_text('#!/bin/sh\n[ "$2" = --jobs=7 ] && echo 2026-11-15T10:00:00 || echo N/A\n')
+    squeue.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert (
+        schedulers.end_time({"SLURM_JOB_ID": "7"}) == datetime(2026, 11, 15, 10).timestamp()
+    )  # in local time
+    assert schedulers.end_time({"SLURM_JOB_ID": "8"}) is None
+
+
+VERSION = (0, "slurm-wlm 22.05.8\n", "")
+
+
+@pytest.mark.parametrize(
+    ("answers", "environ", "good", "line"),
+    [
+        (
+            [VERSION, (0, "Slurmctld(primary) at n0 is UP\n", "")],
+            {"SLURM_JOB_ID": "7"},
+            True,
+            "slurm-wlm 22.05.8, in job 7: Slurmctld(primary) at n0 is UP",
+        ),
+        (
+            [VERSION, (0, "Slurmctld(primary) at n0 is DOWN\n", "")],
+            {},
+            False,
+            "slurm-wlm 22.05.8: Slurmctld(primary) at n0 is DOWN",
+        ),
+        ([(1, "", "sinfo: fatal\n")], {}, False, "sinfo: fatal"),
+    ],
+)
+def test_health(answers: Any, environ: dict[str, str], good: bool, line: str) -> None:
+    slurm, _ = scheduler(*answers)
+    found = slurm.health(environ)
+    assert found and (found.good, found.line) == (good, line)
+    assert bool(found.advice) is not good
+
+
+def test_a_machine_without_slurm_has_no_health_and_no_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert SlurmScheduler().health({}) is None
+    assert SlurmScheduler().queue([job("7")]) == Queue()
+    assert SlurmScheduler().is_gone(job("7")) is None
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "ticket"),
+    [
+        ("PENDING", "Priority", Ticket(state="queued", why="Priority")),
+        ("PENDING", "None", Ticket(state="queued")),
+        ("RUNNING", "n1", Ticket(state="running")),
+        ("COMPLETING", "", Ticket(state="running", why="completing")),
+        ("SUSPENDED", "", Ticket(state="running", why="suspended")),
+        ("COMPLETED", "", Ticket(state="done")),
+        ("CANCELLED by 1000", "", Ticket(state="cancelled")),
+        ("TIMEOUT", "", Ticket(state="failed", why="ran into its time limit")),
+        ("NODE_FAIL", "", Ticket(state="failed", why="a node failed")),
+        ("OUT_OF_MEMORY", "", Ticket(state="failed", why="out of memory")),
+        ("SOMETHING_NEW", "", Ticket(state="failed", why="something new")),
+    ],
+)
+def test_slurms_state_words(state: str, reason: str, ticket: Ticket) -> None:
+    slurm, _ = scheduler((0, f"7|{state}|{reason}\n7_3|{state}|{reason}\n", ""))
+    queue = slurm.queue([])
+    assert queue.find(job("7")) == queue.find(job("7_3")) == ticket
+    assert queue.find(job("7_4")) is None
+
+
+def test_the_queue_is_asked_once_and_the_accounts_for_what_it_has_forgotten() -> None:
+    slurm, client = scheduler(
+        (0, "12|PENDING|Priority\n13_1|RUNNING|None\n", ""),
+        (0, "9|CANCELLED by 1000|None\n10|NODE_FAIL|None\n12|COMPLETED|\n", ""),
+    )
+    queue = slurm.queue([job("9"), job("10"), job("12"), job("13_1")])
+    assert "--states=all" in client.asked[0], "also of jobs that are just over"
+    assert [words[0] for words in client.asked] == ["squeue", "sacct"]
+    assert "--jobs=10,9" in client.asked[1]
+    assert queue.find(job("12")) == Ticket(state="queued", why="Priority"), "squeue knows best"
+    assert queue.find(job("9")) == Ticket(state="cancelled")
+    silent, _ = scheduler((1, "", "slurm_load_jobs error: Unable to contact\n"))
+    assert silent.queue([job("9")]).note == "slurm_load_jobs error: Unable to contact"
+
+
+def test_names_of_jobs_and_of_their_starts() -> None:
+    def ids(**variables: str) -> JobIds:
+        found = schedulers.detect({f"SLURM_{name}": value for name, value in variables.items()})
+        assert found
+        return found
+
+    assert schedulers.detect({}) is None
+    assert ids(JOB_ID="7").start == "7-0"
+    assert ids(JOB_ID="7", RESTART_COUNT="2").start == "7-2"
+    assert ids(JOB_ID="7").number == "7"
+    assert ids(JOB_ID="9", ARRAY_JOB_ID="7", ARRAY_TASK_ID="0").number == "7_0"
+
+
+def test_ids_are_read_as_this_and_older_versions_wrote_them() -> None:
+    ids = JobIds(scheduler="slurm", job_id="7", cluster_name="big", restart_count="1")
+    assert JobIds.from_dict(ids.to_dict()) == ids
+    assert JobIds.from_dict({"slurm": ids.to_dict()["ids"]}) == ids
+    assert JobIds.from_dict({"slurm": {}}) is JobIds.from_dict({"scheduler": None, "ids": {}}) is None
+    submitted = {"job_id": "7", "array_task": 2, "cluster": None}
+    assert (found := JobIds.from_submission(submitted)) and (found.scheduler, found.number) == (
+        "slurm",
+        "7_2",
+    )
+    assert JobIds.from_submission({"pid": 7}) is None
+
+
+def test_a_run_directory_cannot_make_headway_import_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    with pytest.raises(
+        UsageError, match=r"the scheduler 'this:d' is not loaded; .* set HEADWAY_SCHEDULER=this:d"
+    ):
+        schedulers.load("this:d")
+    assert "this" not in sys.modules
+    queue = schedulers.queue([JobIds(scheduler="this:d", job_id="7")])
+    assert queue.note and "is not loaded" in queue.note
+    with pytest.raises(UsageError, match="is not a subclass of headway.schedulers.base.Scheduler"):
+        schedulers.load("os:getcwd")
