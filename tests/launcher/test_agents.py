@@ -64,7 +64,7 @@ def _gather(agents: list[Team], nproc: list[int]) -> list[environment.Seating]:
 
 
 def test_an_agent_that_waits_in_vain_says_for_what(tmp_path: Path) -> None:
-    with pytest.raises(RankFailure, match=r"agent 0 of 2 .* waited in vain for agent-00001\.json"):
+    with pytest.raises(RankFailure, match=r"agent 0 of 2 .* timed out waiting for agent-00001\.json"):
         Team(tmp_path / "meet", number=0, size=2).gather(1, timeout_s=0.2)
 
 
@@ -267,9 +267,9 @@ def test_copies_of_killed_ranks_are_cleared_away(tmp_path: Path, monkeypatch: py
     job = f"""
 import os
 from pathlib import Path
-from headway.data import cache, fetching
-fetching._SETTLED = 0.0
-copies = cache.CachedShards(cache.NodeCache(path={str(tmp_path)!r}, copy_local=True))
+from headway.data.cache import copier, node_cache
+copier._SETTLED = 0.0
+copies = node_cache.CachedShards(node_cache.NodeCache(path={str(tmp_path)!r}, copy_local=True))
 copies.open(Path({str(tmp_path / "shards" / "shard-000000.tar")!r}))
 assert copies.counts["copied"] == 1
 Path({str(tmp_path / "copied")!r}).touch()

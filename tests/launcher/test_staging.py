@@ -115,7 +115,7 @@ def test_a_part_from_before_a_power_cut_is_not_used(
     """It may hold less than its size says."""
     (item,) = staging._items([source / "a" / "0.tar"], node)
     before = item.part
-    monkeypatch.setattr(staging, "_boot", lambda: "another start of the machine")
+    monkeypatch.setattr(staging, "boot_id", lambda: "another start of the machine")
     assert item.part != before
 
 
