@@ -12,7 +12,7 @@ import pytest
 import simplejpeg
 
 from headway.cli import main
-from headway.cli.progress import watched
+from headway.cli.progress import show_progress
 from headway.data import pack
 from headway.data.tools.bench import Bench
 
@@ -129,9 +129,9 @@ def test_a_folder_of_both_kinds_is_refused(tmp_path: Path, capsys: pytest.Captur
 
 def test_check_finds_what_is_wrong(laion: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "check", "laion"]) == 0
-    assert capsys.readouterr().out == "2 shards: all well\n"
+    assert capsys.readouterr().out == "2 shards: no problems\n"
     assert main(["data", "check", str(next(laion.glob("*.tar")))]) == 0
-    assert capsys.readouterr().out == "1 shard: all well\n"
+    assert capsys.readouterr().out == "1 shard: no problems\n"
     pack([{"__key__": "x", "cls": "no number"}], laion, name="bad")
     torn = laion / "shard0-000000.tar"
     torn.write_bytes(torn.read_bytes()[:-9000])
@@ -197,7 +197,7 @@ def test_the_verdict_names_the_limit(rates: dict[str, float], need: float | None
 
 def test_progress_is_a_line_now_and_then_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     clock = iter([0, 1, 2, 6, 7, 11.5])
-    assert list(watched("abcde", 5, "checking", clock=lambda: next(clock))) == list("abcde")
+    assert list(show_progress("abcde", 5, "checking", clock=lambda: next(clock))) == list("abcde")
     assert capsys.readouterr().err.splitlines() == ["checking: 2 of 5", "checking: 4 of 5"]
 
 

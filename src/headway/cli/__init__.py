@@ -1,6 +1,6 @@
-"""The `headway` command. One file per verb: parse, call one room, print; no logic.
+"""The `headway` command. Each verb has a module that parses, calls one package, and prints.
 
-A verb's module is imported only when it is called, so `headway --help` answers without torch.
+The module of a verb is imported only when it is called, so `headway --help` does not import torch.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from headway.system.log import install_handler
 
 VERBS = {
     "agent": "start the ranks of this node; srun and mpirun call it, one per node",
-    "cache": "the shards that your jobs keep on this node; clear away what killed jobs left",
-    "checkpoint": "what is in a checkpoint, is it whole, and its weights as one safetensors file",
+    "cache": "the shards that your jobs keep on this node; remove what killed jobs left",
+    "checkpoint": "show or verify a checkpoint, or export its weights as safetensors",
     "compare": "runs side by side: settings that differ, state, and metrics",
     "data": "datasets and their shards: list, count, add, pack, index, check, bench",
     "doctor": "what this machine is and whether it is fit to train: a verdict per line",
-    "plan": "memory, time and cost of a run before it starts: of a layout, the best layouts, or your own module",
-    "verify-resume": "is a script's training the same when it is killed and goes on? at four points, to the last bit",
-    "run": "run a script here, on N processes that live and die together",
-    "runs": "which runs there are, and how they are: queued, running, stopped, failed, and why",
-    "submit": "a SLURM job that runs the code as it is now, and comes back by itself when it is preempted",
+    "plan": "memory, time and cost before a run: of a layout, of your own module, or the best layouts",
+    "verify-resume": "kill a script at four points, resume it, and compare every step to the last bit",
+    "run": "run a script here, on N processes that start and end together",
+    "runs": "list runs: queued, running, done, stopped or failed, and why",
+    "submit": "a SLURM job that runs the code as it is now, and resumes by itself after a preemption",
 }
 
 _HELP = """\
@@ -51,7 +51,7 @@ def help_text() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one verb and returns its exit code; errors that headway raises on purpose become one sentence."""
+    """Runs one verb and returns its exit code. A `HeadwayError` is printed as one sentence."""
     install_handler()
     args = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -63,8 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # `headway ... | head`: whoever read us has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
+    except BrokenPipeError:  # `headway ... | head`: the reader has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discard what is still buffered
         return DONE
     except SystemExit as left:
         if isinstance(left.__context__, BrokenPipeError):  # the same, where rich was printing
@@ -83,5 +83,8 @@ def _call(args: Sequence[str]) -> int:
         from headway.cli.parser import unknown_verb
 
         raise unknown_verb(args[0], [*VERBS, "--version", "--help"])
+    from headway.system.log import install_handler
+
+    install_handler()
     verb = import_module(f"headway.cli.{args[0].replace('-', '_')}")
     return int(verb.main(args[1:]))

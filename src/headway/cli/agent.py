@@ -12,7 +12,7 @@ examples:
   mpirun -n 4 headway agent train.py                                     four ranks
   headway agent --run runs/digits-2026.11.15-14.30-x7k2                  what `headway submit` has prepared
 
-Agents find each other by what srun or mpirun tells them, through a folder that all of them can write: the run
+Agents find each other by the variables of srun or mpirun, through a directory that all of them can write: the run
 directory, or $HEADWAY_RUNS (default: runs). Exit codes are those of `headway run`.
 """
 
@@ -20,7 +20,7 @@ directory, or $HEADWAY_RUNS (default: runs). Exit codes are those of `headway ru
 def main(argv: list[str]) -> int:
     parser = Parser(
         "agent",
-        "Starts the ranks of this node, and sees to it that those of all nodes live and die together.",
+        "Starts the ranks of this node; the ranks of all nodes start and end together.",
         _EXAMPLES,
     )
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks of this agent (default: 1)")

@@ -1,4 +1,4 @@
-"""`headway cache`: what the node cache holds here, and clearing away what killed jobs left. Parses, calls, prints."""
+"""`headway cache`: lists the node cache, and removes what killed jobs left in it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from headway.cli.looks import many, safe, size
 from headway.cli.parser import dispatch, parse, require_path
+from headway.cli.screen import safe
 from headway.errors import DONE
+from headway.system.text import format_bytes, plural
 
 _USAGE = """\
 usage: headway cache ls | sweep [--path /dev/shm]
@@ -19,8 +20,8 @@ usage: headway cache ls | sweep [--path /dev/shm]
   headway cache ls          the shards that your jobs keep on this node, and which of them are in use
   headway cache sweep       remove what killed jobs left behind; everything, if no job of yours uses the cache now
 
-The last process that uses the cache clears it away by itself; sweep is for those that were killed, and safe at any
-time. In the epilog of a cluster, as the user of the job: headway cache sweep
+The last process that uses the cache removes it; sweep is for processes that were killed, and safe at any time.
+In the epilog of a cluster, as the user of the job: headway cache sweep
 """
 
 
@@ -54,10 +55,13 @@ def _ls(argv: list[str]) -> int:
     table.add_column("")
     for entry in sorted(found, key=lambda entry: entry.source or ""):
         state = "in use" if entry.in_use else "" if entry.source else "left behind"
-        table.add_row(safe(entry.source or "(being copied)"), size(entry.bytes), state)
+        table.add_row(safe(entry.source or "(being copied)"), format_bytes(entry.bytes), state)
     total = sum(entry.bytes for entry in found)
     table.add_row(
-        f"{many(len(found), 'shard')} under {safe(str(options.path))}", size(total), "", style="bold"
+        f"{plural(len(found), 'shard')} under {safe(str(options.path))}",
+        format_bytes(total),
+        "",
+        style="bold",
     )
     Console().print(table)
     return DONE
@@ -72,6 +76,6 @@ def _sweep(argv: list[str]) -> int:
     if options.json:
         print(json.dumps({"removed_bytes": removed, "left_bytes": sum(entry.bytes for entry in left)}))
         return DONE
-    kept = f"; {size(sum(entry.bytes for entry in left))} stay, a job uses them" if left else ""
-    print(f"removed {size(removed)}{kept}")
+    kept = f"; {format_bytes(sum(entry.bytes for entry in left))} stay, a job uses them" if left else ""
+    print(f"removed {format_bytes(removed)}{kept}")
     return DONE

@@ -1,4 +1,4 @@
-"""`headway checkpoint`: what is in it, is it whole, safetensors out. Parses, calls the checkpoint room, prints."""
+"""`headway checkpoint`: shows, verifies and exports checkpoints."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headway.cli.looks import console, number, safe, size
 from headway.cli.parser import Positional, dispatch, parse
+from headway.cli.screen import console, number, safe
 from headway.errors import DONE, NoValidCheckpoint
+from headway.system.text import format_bytes
 
 if TYPE_CHECKING:
     from headway.checkpoint.inspect.tables import Overview
@@ -30,7 +31,9 @@ usage: headway checkpoint show PATH | verify PATH | export PATH OUT.safetensors
   headway checkpoint export PATH net.safetensors --part models.net    plain weights, from however many ranks
 
 PATH is a checkpoint (step-000000001000), a run, or a directory of checkpoints; of several, show and export take the
-newest. `headway checkpoint VERB --help` explains a verb. Exit codes: 0 fine, 2 bad input, 74 disk trouble, 86 damaged.
+newest. `headway checkpoint VERB --help` explains a verb.
+
+Exit codes: 0 intact, 2 bad input, 74 storage failed, 86 damaged.
 """
 
 
@@ -103,14 +106,14 @@ def table(overview: Overview) -> Table:
     for module, tensors in overview.modules().items():
         sum_of = totals(tensors)
         heading = Text(safe(module) or "(no module)", style="bold")
-        made.add_row(heading, "", "", f"{sum_of['elements']:,}", size(sum_of["bytes"]), style="bold")
+        made.add_row(heading, "", "", f"{sum_of['elements']:,}", format_bytes(sum_of["bytes"]), style="bold")
         for tensor in tensors:
             name = Text("  " + safe(tensor.name.rpartition(".")[2]))
             shape = " x ".join(map(str, tensor.shape)) or "scalar"
-            made.add_row(name, tensor.dtype, shape, "", size(tensor.bytes))
+            made.add_row(name, tensor.dtype, shape, "", format_bytes(tensor.bytes))
     whole = totals(overview.tensors)
     label = f"{whole['tensors']} tensors"
-    made.add_row(label, "", "", f"{whole['elements']:,}", size(whole["bytes"]), style="bold")
+    made.add_row(label, "", "", f"{whole['elements']:,}", format_bytes(whole["bytes"]), style="bold")
     return made
 
 
@@ -145,5 +148,5 @@ def _export(argv: list[str]) -> int:
         print(json.dumps({"source": str(path), "files": [str(file) for file in written], "bytes": total}))
     else:
         print("\n".join(safe(str(file)) for file in written))
-        print(f"{size(total)} from {path.name}")
+        print(f"{format_bytes(total)} from {path.name}")
     return DONE

@@ -1,4 +1,4 @@
-"""`headway compare`: runs side by side. Parses, calls the launcher room, prints."""
+"""`headway compare`: shows runs side by side."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from headway.cli.looks import console, duration, number
 from headway.cli.parser import Parser
+from headway.cli.screen import console, number
 from headway.errors import DONE
+from headway.system.text import format_duration
 from headway.watch.compare import Compared, Metric, compare
 from headway.watch.runs import resolve
 
@@ -56,7 +57,7 @@ def _show(compared: Sequence[Compared], screen: Console) -> None:
             *(_shortened(str(run.settings.get(name, "-"))) for name in settings),
             run.row.status.state,
             number(run.row.step),
-            duration(run.row.seconds),
+            format_duration(run.row.seconds),
             *(_metric(run.metrics[name]) for name in metrics),
         ]
         for run in compared

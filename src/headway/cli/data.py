@@ -1,4 +1,4 @@
-"""`headway data`: datasets and their shards. Parses, calls the data room, prints."""
+"""`headway data`: lists, makes, checks and measures datasets and their shards."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from headway.cli.looks import console, many, safe, size
 from headway.cli.parser import Positional, dispatch, parse, require_path
-from headway.cli.progress import sayer, watched
+from headway.cli.progress import show_progress, throttled_printer
+from headway.cli.screen import console, safe
 from headway.data.catalog.catalog import Catalog, Dataset
 from headway.errors import DONE, UsageError
+from headway.system.text import format_bytes, plural
 
 if TYPE_CHECKING:
     from headway.data.tools.bench import Bench
@@ -27,13 +28,13 @@ _Datasets = Annotated[tuple[str, ...], Positional("DATASET")]
 _USAGE = """\
 usage: headway data VERB [OPTIONS] ...
 
-  ls      the datasets of the catalogue, as a tree
+  ls      the datasets of the catalog, as a tree
   count   how many samples datasets have
-  add     a new dataset: make its folder, and link shards into it
-  pack    a folder of images, or of files that share names, into shards
+  add     a new dataset: make its directory, and link shards into it
+  pack    a directory of images, or of files that share names, into shards
   index   write an index beside shards that have none: for DALI, and to start faster
-  check   read everything: is it whole, named well, can it be decoded? 1 if not
-  bench   how fast are these shards here, and what is the limit
+  check   read everything and report what is damaged, misnamed or cannot be decoded
+  bench   measure reading, decoding and the loader on these shards
   stage   copy data to this node's own disk, once, before the ranks need it
   stubs   a Python module with the names of datasets, for completion in editors
 
@@ -44,8 +45,8 @@ examples:
   headway data check laion /scratch/new/*.tar
   headway data bench laion --threads 8 --need 2000
 
-A dataset is a name of the catalogue (laion, laion/val, public/rgb/laion/val), a
-folder, a pattern or a shard. The root of the catalogue is --root, data_root under
+A dataset is a name of the catalog (laion, laion/val, public/rgb/laion/val), a
+directory, a pattern or a shard. The root of the catalog is --root, data_root under
 [tool.headway] in pyproject.toml, $HEADWAY_DATA or ~/.headway/data: the first that
 is there. `headway data VERB --help` explains a verb.
 """
@@ -75,7 +76,7 @@ def _stage(argv: list[str]) -> int:
 @dataclass(frozen=True, kw_only=True)
 class _DataOptions:
     root: Path | None = None
-    """root of the catalogue"""
+    """root of the catalog"""
     json: bool = False
     """print facts for programs"""
 
@@ -88,7 +89,7 @@ class _DataOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DataListOptions(_DataOptions):
-    """The datasets of the catalogue, as a tree, with their shards and bytes."""
+    """The datasets of the catalog, as a tree, with their shards and bytes."""
 
     confidentiality: str | None = None
     """only these, like public"""
@@ -120,7 +121,7 @@ def _ls(argv: list[str]) -> int:
 
 
 def tree(catalog: Catalog, facts: list[tuple[Dataset, int, int]]) -> Tree:
-    """The catalogue for a terminal."""
+    """The catalog for a terminal."""
     made = Tree(Text.assemble((str(catalog.root), "bold"), f"  (root from {catalog.origin})"))
     if not facts:
         made.add("none; make one: headway data add CONFIDENTIALITY MODALITY NAME SPLIT")
@@ -132,7 +133,7 @@ def tree(catalog: Catalog, facts: list[tuple[Dataset, int, int]]) -> Tree:
             if place not in nodes:
                 nodes[place] = nodes[place[:-1]].add(Text(name, style="bold" if depth == 3 else ""))
         nodes[tuple(homes)].add(
-            f"{split:<8} {shards:>6,} {'shard ' if shards == 1 else 'shards'}  {size(held):>9}"
+            f"{split:<8} {shards:>6,} {'shard ' if shards == 1 else 'shards'}  {format_bytes(held):>9}"
         )
     return made
 
@@ -142,7 +143,7 @@ class CountOptions(_DataOptions):
     """How many samples datasets have: from an index where there is one, else by walking the shards."""
 
     datasets: _Datasets = ()
-    """names, folders, patterns or shards; all of the catalogue if none is given"""
+    """names, directories, patterns or shards; all of the catalog if none is given"""
 
 
 def _count(argv: list[str]) -> int:
@@ -155,7 +156,7 @@ def _count(argv: list[str]) -> int:
     else:
         found = {dataset.key: dataset.shards() for dataset in catalog.datasets()}
     rows = {
-        name: (len(paths), sum(watched(counts(paths), len(paths), f"counting {name}")))
+        name: (len(paths), sum(show_progress(counts(paths), len(paths), f"counting {name}")))
         for name, paths in found.items()
     }
     if options.json:
@@ -173,11 +174,11 @@ def _count(argv: list[str]) -> int:
 
 
 def _found(names: tuple[str, ...], catalog: Catalog, verb: str) -> dict[str, list[Path]]:
-    """Shards by name; the shards that a shell has made of a pattern stand together."""
+    """Finds shards by name; those that the shell expanded from a pattern form one entry."""
     from headway.data.catalog.find import paths_of
 
     if not names:
-        raise UsageError(f"give a name, folder, pattern or shard; see: headway data {verb} --help")
+        raise UsageError(f"give a name, directory, pattern or shard; see: headway data {verb} --help")
     files = [require_path(Path(name), "file") for name in names if name.endswith(".tar") and "*" not in name]
     others = {name: paths_of(name, name, catalog) for name in names if Path(name) not in files}
     return others | ({str(files[0].parent): files} if files else {})
@@ -188,7 +189,7 @@ def _found(names: tuple[str, ...], catalog: Catalog, verb: str) -> dict[str, lis
 
 @dataclass(frozen=True, kw_only=True)
 class AddOptions(_DataOptions):
-    """Makes the folder of a new dataset in the catalogue; with --shards, links shards into it."""
+    """Makes the directory of a new dataset in the catalog; with --shards, links shards into it."""
 
     confidentiality: Annotated[str, Positional("CONFIDENTIALITY")]
     """like public or private"""
@@ -199,7 +200,7 @@ class AddOptions(_DataOptions):
     split: Annotated[str, Positional("SPLIT")]
     """like train"""
     shards: str | None = None
-    """a folder or pattern of shards that lie elsewhere; they stay there"""
+    """a directory or pattern of shards that lie elsewhere; they stay there"""
 
 
 def _add(argv: list[str]) -> int:
@@ -214,15 +215,17 @@ def _add(argv: list[str]) -> int:
     if options.json:
         print(json.dumps({"name": dataset.key, "path": str(dataset.path), "linked": len(shards)}))
     else:
-        print(f"{dataset.key}: {dataset.path}" + (f", {many(len(shards), 'shard')} linked" if shards else ""))
+        print(
+            f"{dataset.key}: {dataset.path}" + (f", {plural(len(shards), 'shard')} linked" if shards else "")
+        )
     return DONE
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackOptions(_DataOptions):
-    """Packs a folder into shards with index and checksums.
+    """Packs a directory into shards with index and checksums.
 
-    The folder has one folder of images for each class, or nothing but files: a.jpg and a.json are one sample.
+    The directory has one directory of images for each class, or nothing but files: a.jpg and a.json are one sample.
     """
 
     directory: Annotated[Path, Positional("DIR")]
@@ -239,18 +242,18 @@ def _pack(argv: list[str]) -> int:
     options = parse(PackOptions, argv, verb="data pack")
     screen = Console(stderr=True)
     with screen.status("packing ...") as status:  # shown on a terminal only
-        say = status.update if screen.is_terminal else sayer()
+        report = status.update if screen.is_terminal else throttled_printer()
         paths = pack(
             options.directory,
             options.out,
             shard_size=options.shard_mb * 10**6,
-            done=lambda path: say(f"{path.name} is done"),
+            done=lambda path: report(f"{path.name} is done"),
         )
     held = sum(path.stat().st_size for path in paths)
     if options.json:
         print(json.dumps({"out": str(options.out), "shards": len(paths), "bytes": held}))
     else:
-        print(f"{options.out}: {many(len(paths), 'shard')}, {size(held)}")
+        print(f"{options.out}: {plural(len(paths), 'shard')}, {format_bytes(held)}")
     return DONE
 
 
@@ -259,9 +262,9 @@ class IndexOptions(_DataOptions):
     """Writes DALI's index beside shards that have none; headway does not need it, but starts faster with it."""
 
     datasets: _Datasets
-    """names, folders, patterns or shards"""
+    """names, directories, patterns or shards"""
     overwrite: bool = False
-    """write it anew where there is one"""
+    """also replace an index that exists"""
     checksums: bool = False
     """also write a checksum beside shards that have none; reads all of them"""
 
@@ -273,9 +276,9 @@ def _index(argv: list[str]) -> int:
     options = parse(IndexOptions, argv, verb="data index")
     written = {}
     for name, paths in _found(options.datasets, options.catalog(), "index").items():
-        done = watched(indexes(paths, overwrite=options.overwrite), len(paths), f"indexing {name}")
+        done = show_progress(indexes(paths, overwrite=options.overwrite), len(paths), f"indexing {name}")
         written[name] = sum(path is not None for path in done)
-        for path in watched(paths if options.checksums else [], len(paths), f"summing {name}"):
+        for path in show_progress(paths if options.checksums else [], len(paths), f"summing {name}"):
             if checksums.read(path) is None:
                 checksums.write(path, checksums.compute(path))
     if options.json:
@@ -283,7 +286,7 @@ def _index(argv: list[str]) -> int:
     else:
         print(
             "\n".join(
-                f"{name}: {many(number, 'index', 'indexes')} written" for name, number in written.items()
+                f"{name}: {plural(number, 'index', 'indexes')} written" for name, number in written.items()
             )
         )
     return DONE
@@ -306,7 +309,7 @@ def _stubs(argv: list[str]) -> int:
     if options.json:
         print(json.dumps({"file": str(options.out), "datasets": number}))
     else:
-        print(f"{options.out}: {many(number, 'dataset')}")
+        print(f"{options.out}: {plural(number, 'dataset')}")
     return DONE
 
 
@@ -315,15 +318,15 @@ def _stubs(argv: list[str]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOptions(_DataOptions):
-    """Reads all of some datasets: tar structure, names, index, checksum, and whether every sample can be decoded.
+    """Reads whole datasets: checks tar structure, names, index and checksums, and decodes every sample.
 
-    Prints what is wrong, shard by shard. Exit code 0 if nothing is, else 1.
+    Prints the problems of each shard. Exit code 0 if there are none, else 1.
     """
 
     datasets: _Datasets
-    """names, folders, patterns or shards"""
+    """names, directories, patterns or shards"""
     unique: bool = False
-    """names of samples must differ between the shards of a dataset, too"""
+    """also report names that occur in several shards of a dataset"""
 
 
 def _check(argv: list[str]) -> int:
@@ -334,7 +337,7 @@ def _check(argv: list[str]) -> int:
     found = _found(options.datasets, options.catalog(), "check")
     paths = [path for shards in found.values() for path in shards]
     with ThreadPoolExecutor(thread_name_prefix="headway check") as pool:
-        checked = watched(pool.map(check_shard, paths), len(paths), "checking shards")
+        checked = show_progress(pool.map(check_shard, paths), len(paths), "checking shards")
         problems = {str(path): list(told) for path, told in zip(paths, checked, strict=True)}
     for shards in found.values() if options.unique else []:
         for key, places in duplicates(shards):
@@ -346,22 +349,22 @@ def _check(argv: list[str]) -> int:
     else:
         for line in (line for told in bad.values() for line in told):
             print(safe(line))
-        print(f"{many(len(paths), 'shard')}: " + (f"{len(bad)} with problems" if bad else "all well"))
+        print(f"{plural(len(paths), 'shard')}: " + (f"{len(bad)} with problems" if bad else "no problems"))
     return 1 if bad else DONE
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(_DataOptions):
-    """How fast shards are here: reading alone, decoding alone, and the loader; and what is the limit."""
+    """Measures reading, decoding and the loader, and says which of them is the limit."""
 
     datasets: _Datasets
-    """names, folders, patterns or shards"""
+    """names, directories, patterns or shards"""
     threads: int | None = None
-    """that read and decode; all cores by default"""
+    """threads that read and decode (default: one per core)"""
     batch_size: int = 64
     """samples of a batch"""
     seconds: float = 3.0
-    """for each stage, about"""
+    """time for each stage of the measurement, approximately"""
     need: float | None = None
     """samples per second that training takes"""
 
@@ -390,7 +393,7 @@ def rates(seen: Bench) -> Table:
     limit = min(seen.read, seen.decode)
     for name, rate in (("read", seen.read), ("decode", seen.decode), ("loader", seen.load)):
         part = f"{rate / limit:.0%}" if name == "loader" else ""
-        table.add_row(name, f"{rate:,.0f}", size(round(rate * seen.sample_bytes)), part)
-    table.add_row("memcpy, one thread", "", size(round(seen.memcpy)), "")
+        table.add_row(name, f"{rate:,.0f}", format_bytes(round(rate * seen.sample_bytes)), part)
+    table.add_row("memcpy, one thread", "", format_bytes(round(seen.memcpy)), "")
     table.add_row("first batch", f"{seen.first_batch:.2f} s", "", "")
     return table

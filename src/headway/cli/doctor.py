@@ -1,4 +1,4 @@
-"""`headway doctor`: what this machine is and whether it is fit to train, a verdict per line."""
+"""`headway doctor`: examines this machine, with a verdict per line."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headway.cli.looks import console
 from headway.cli.parser import parse
+from headway.cli.screen import console
 from headway.doctor.checks import Check, Report, examine
 
 _STYLES = {"ok": "green", "warn": "yellow", "bad": "bold red"}
@@ -57,7 +57,7 @@ def table(report: Report) -> Table:
     made = Table(title=f"headway doctor on {report.host}", box=None, title_justify="left", show_header=False)
     made.add_column(no_wrap=True)
     made.add_column(no_wrap=True)
-    made.add_column(overflow="fold")  # a path that is cut short helps nobody
+    made.add_column(overflow="fold")  # paths must stay whole
     for check in report.checks:
         detail = Text(check.detail)
         if check.advice:

@@ -12,7 +12,6 @@ import re
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
 from stat import S_ISDIR
@@ -30,7 +29,7 @@ from typing import (
     get_type_hints,
 )
 
-from headway.errors import DONE, UsageError
+from headway.errors import DONE, UsageError, closest
 
 T = TypeVar("T")
 
@@ -60,10 +59,8 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             wrong = words.split()[0]
             options = [name for action in self._actions for name in action.option_strings if name[:2] == "--"]
-            close = get_close_matches(wrong, options, n=1) or [
-                name for name in options if name.startswith(wrong)
-            ]
-            message += f" (did you mean {close[0]}?)" if close else ""
+            close = closest(wrong, options)
+            message += f" (did you mean {close}?)" if close else ""
         raise UsageError(f"{message}; see: {self.prog} --help")
 
     def add_json(self) -> None:
@@ -115,8 +112,8 @@ def unknown_verb(word: str, verbs: Iterable[str], group: str = "", *, kind: str 
     >>> print(unknown_verb("shwo", ["show", "verify"], "checkpoint"))
     there is no checkpoint verb 'shwo' (did you mean 'show'?); see: headway checkpoint --help
     """
-    close = get_close_matches(word, list(verbs), n=1)
-    meant = f" (did you mean {close[0]!r}?)" if close else ""
+    close = closest(word, verbs)
+    meant = f" (did you mean {close!r}?)" if close else ""
     group = group and f"{group} "
     return UsageError(f"there is no {group}{kind} {word!r}{meant}; see: headway {group}--help")
 

@@ -1,4 +1,4 @@
-"""`headway plan`: what a run will cost, before it starts. Parses, calls the plan room, prints."""
+"""`headway plan`: estimates memory, time and cost of a run before it starts."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ class PresetOptions(OutputOptions):
     layout: Layout
     job: Job
     node: str = "h200-sxm8"
-    """A catalogue name (headway plan list) or "this"."""
+    """A catalog name (headway plan list) or "this"."""
     price_per_hour: float | None = None
-    """Of one node, in your currency."""
+    """Price of one node, in your currency."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ class ModuleOptions(OutputOptions):
 
     trace: Trace
     node: str = "h200-sxm1"
-    """A catalogue name (headway plan list) or "this"."""
+    """A catalog name (headway plan list) or "this"."""
     calibration: str | None = None
     """A file that `headway plan calibrate` wrote, or "this"."""
     extrapolate: str | None = None
@@ -102,7 +102,7 @@ class MeasureOptions:
     also: tuple[int, ...] = ()
     """Further batch sizes: that of --batch-size calibrates, these test."""
     steps: int = 10
-    """Timed steps of each batch size, at least; on a GPU they go on for a second."""
+    """Timed steps of each batch size, at least; on a GPU as many as fit into a second."""
     save: Path | None = None
     """Write the constants that were found, for `headway plan module --calibration FILE`."""
     node: str | None = None
@@ -120,7 +120,7 @@ class CalibrateOptions:
     file: Path | None = None
     """Where to write; ~/.headway/machine.yaml if not given."""
     storage: Path | None = None
-    """A folder on the file system that checkpoints go to."""
+    """A directory on the file system that checkpoints go to."""
     loader: str | None = None
     """FILE.py:function that returns your loader; what it delivers in five seconds is what job.loader_MBps wants."""
     json: bool = False

@@ -1,4 +1,4 @@
-"""How far a long command is: a bar on a terminal, a plain line every few seconds elsewhere. On standard error."""
+"""The progress of a long command, on standard error: a bar on a terminal, elsewhere a line every few seconds."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from rich.progress import track
 
 T = TypeVar("T")
 
-_EVERY = 5.0  # seconds between plain lines
+_LINE_INTERVAL_S = 5.0
 
 
-def watched(
+def show_progress(
     items: Iterable[T], total: int | None, what: str, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[T]:
-    """The items, while their number is shown.
+    """Yields the items and shows how many there were.
 
-    >>> for path in watched(paths, len(paths), "checking shards"):
+    >>> for path in show_progress(paths, len(paths), "checking shards"):
     ...     check(path)
     """
     console = Console(stderr=True)
     if console.is_terminal:
         yield from track(items, what, total=total, console=console, transient=True)
         return
-    say = sayer(clock)
+    report = throttled_printer(clock)
     for number, item in enumerate(items):
-        say(f"{what}: {number}{'' if total is None else f' of {total}'}")
+        report(f"{what}: {number}{'' if total is None else f' of {total}'}")
         yield item
 
 
-def sayer(clock: Callable[[], float] = time.monotonic) -> Callable[[str], None]:
-    """Says what it is told on standard error, but not more often than every few seconds.
+def throttled_printer(clock: Callable[[], float] = time.monotonic) -> Callable[[str], None]:
+    """Returns a function that prints a line to standard error, at most every few seconds.
 
-    >>> say = sayer()
-    >>> say("shard-000007.tar is done")
+    >>> report = throttled_printer()
+    >>> report("shard-000007.tar is done")
     """
-    said = clock()
+    last = clock()
 
-    def say(line: str) -> None:
-        nonlocal said
+    def report(line: str) -> None:
+        nonlocal last
         now = clock()
-        if now - said >= _EVERY:
-            said = now
+        if now - last >= _LINE_INTERVAL_S:
+            last = now
             print(line, file=sys.stderr, flush=True)
 
-    return say
+    return report

@@ -1,4 +1,4 @@
-"""`headway run`: run a script here, on N processes that live and die together."""
+"""`headway run`: run a script here, on N processes that start and end together."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Exit codes: 0 all ranks ended well; 1 a rank failed (the last lines say which an
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser("run", "Runs a script here, on N processes that live and die together.", _EXAMPLES)
+    parser = Parser("run", "Runs a script here, on N processes that start and end together.", _EXAMPLES)
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="number of processes (default: 1)")
     parser.add_argument(
         "--max-restarts",

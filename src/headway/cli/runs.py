@@ -1,9 +1,8 @@
-"""`headway runs`: which runs there are, and how they are. Parses, calls the launcher room, prints."""
+"""`headway runs`: lists runs and their states."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -12,11 +11,13 @@ from typing import get_args
 from rich.text import Text
 
 from headway.cli import samples
-from headway.cli.looks import ago, console, duration, number, state_style
 from headway.cli.parser import Parser, natural
+from headway.cli.screen import ago, console, number, state_style
 from headway.errors import DONE
 from headway.launcher.sweep import label
 from headway.run.status import State
+from headway.system.log import logger
+from headway.system.text import format_duration
 from headway.watch.runs import Row, select
 
 _EXAMPLES = """\
@@ -27,8 +28,8 @@ examples:
   headway runs --json
   headway runs samples RUN --step 37      which samples were in a step
 
-A run is shown as running only with a sign of life: its job in squeue, its process, or its heartbeat. One that was
-running and shows none is lost: it was killed with no time to say so. Stopped means with a checkpoint: start it again.
+A run is running if its job is in squeue, its process is alive, or its heartbeat is fresh. A run without any of these
+that did not end is lost: it was killed. A stopped run has a checkpoint: start it again to resume.
 """
 
 
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> int:
         "runs", "Lists runs, the newest first: queued, running, done, stopped, failed, and why.", _EXAMPLES
     )
     parser.add_argument(
-        "--root", default="runs", metavar="DIR", help="the folder of the runs (default: runs)"
+        "--root", default="runs", metavar="DIR", help="the directory of the runs (default: runs)"
     )
     parser.add_argument(
         "--state",
@@ -56,17 +57,13 @@ def main(argv: list[str]) -> int:
     parser.add_json()
     options = parser.parse_args(argv)
     rows = select(
-        options.root, states=options.state, name=options.name, most=options.most or None, tell=_complain
+        options.root, states=options.state, name=options.name, most=options.most or None, tell=logger.warning
     )
     if options.json:
         print(json.dumps([row.plain() for row in rows], indent=2))
     else:
         _show(rows, options.root)
     return DONE
-
-
-def _complain(what: str) -> None:
-    print(f"headway: {what}", file=sys.stderr)
 
 
 def _show(rows: Sequence[Row], root: str) -> None:
@@ -99,7 +96,7 @@ def _cells(row: Row, now: datetime) -> tuple[str, ...]:
         row.run.id,
         row.status.state,
         number(row.step),
-        duration(row.seconds) if row.attempts else "-",
+        format_duration(row.seconds) if row.attempts else "-",
         row.job if row.job and (row.job[0].isdigit() or row.status.state == "running") else "-",
         ago(row.created, now),
         str(row.attempts),

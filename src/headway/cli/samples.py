@@ -1,4 +1,4 @@
-"""`headway runs samples`: which samples were in a step?"""
+"""`headway runs samples`: lists the samples of a step."""
 
 from __future__ import annotations
 

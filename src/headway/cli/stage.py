@@ -1,13 +1,13 @@
-"""`headway data stage`: data to a node's own disk. Parses, calls the launcher room, prints."""
+"""`headway data stage`: copies data to a node's own disk."""
 
 from __future__ import annotations
 
 import json
 
-from headway.cli.looks import size
 from headway.cli.parser import Parser
 from headway.data.cache.staging import stage
 from headway.errors import DONE
+from headway.system.text import format_bytes
 
 _EXAMPLES = """\
 examples:
@@ -21,8 +21,10 @@ For a job that headway submits: headway submit --pre /datasets/imagenet ...
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser("data stage", "Copies files and folders to a node's own disk, whole and once.", _EXAMPLES)
-    parser.add_argument("sources", metavar="SOURCE", nargs="+", help="file or folder; links are followed")
+    parser = Parser(
+        "data stage", "Copies files and directories to a node's own disk, whole and once.", _EXAMPLES
+    )
+    parser.add_argument("sources", metavar="SOURCE", nargs="+", help="file or directory; links are followed")
     parser.add_argument("--tmp", metavar="DIR", help="where to (default: $SLURM_TMPDIR)")
     parser.add_json()
     options = parser.parse_args(argv)
@@ -33,5 +35,7 @@ def main(argv: list[str]) -> int:
         return DONE
     for path in staged.paths:
         print(path)
-    print(f"{staged.files} files, {size(staged.bytes)}, of which {size(staged.copied)} were copied now")
+    print(
+        f"{staged.files} files, {format_bytes(staged.bytes)}, of which {format_bytes(staged.copied)} were copied now"
+    )
     return DONE

@@ -1,4 +1,4 @@
-"""`headway submit`: a SLURM job that runs the code as it is now."""
+"""`headway submit`: submits a SLURM job that runs the code as it is now."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ examples:
   headway submit --dry-run --nodes 2 train.py       show the job script, submit nothing
   headway submit --extra mail-type=END --setup 'module load cuda' --env WANDB_MODE=offline train.py
 
-The job runs a copy of the code as it is now, in a new run directory: edit on. When it is preempted, or its time is up,
-it saves, and queues itself again. Exit codes: 0 submitted; 2 refused, by headway or SLURM; with --watch, the job's.
+The job runs a copy of the code as it is now, in a new run directory, so you can edit on. When it is preempted, or
+its time is up, it saves and queues itself again.
+
+Exit codes: 0 submitted; 2 refused, by headway or SLURM; with --watch, the job's.
 """
 
 
 def main(argv: list[str]) -> int:
     options = _parser().parse_sweep(argv)
     if options.json and options.watch:
-        raise UsageError("--json and --watch do not go together: the output of a job is no JSON")
+        raise UsageError("--json and --watch do not go together: the output of a job is not JSON")
     target = _target(options)
     script = Script(name=options.script, args=options.args, module=options.module)
     root = Path(options.root)

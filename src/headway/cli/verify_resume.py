@@ -1,12 +1,12 @@
-"""`headway verify-resume`: is a script's training the same when it is killed and goes on?"""
+"""`headway verify-resume`: kills a script, resumes it, and compares the two trainings."""
 
 from __future__ import annotations
 
 import json
-import sys
 
 from headway.cli.parser import Parser
 from headway.errors import DONE
+from headway.system.log import logger
 
 _EXAMPLES = """\
 examples:
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
         metavar="POINT",
         help="first-epoch, boundary, last-epoch or end (default: all)",
     )
-    parser.add_argument("--keep", metavar="DIR", help="keep the runs there (default: a temporary folder)")
+    parser.add_argument("--keep", metavar="DIR", help="keep the runs there (default: a temporary directory)")
     parser.add_argument(
         "--timeout", type=float, default=3600.0, metavar="S", help="seconds for one start of the script"
     )
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
         at=options.at or tuple(POINTS),
         keep=options.keep,
         timeout=options.timeout,
-        tell=lambda line: print(f"headway: {line}", file=sys.stderr, flush=True),
+        tell=logger.info,
     )
     if options.json:
         print(json.dumps(report.to_dict(), indent=2))

@@ -1,0 +1,59 @@
+"""What verbs print with: the console, colors of states, times and numbers as people read them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import datetime
+
+from rich.console import Console
+
+from headway.system.text import TIME_UNITS
+
+_COLORS = {
+    "running": "green",
+    "queued": "cyan",
+    "failed": "red",
+    "lost": "red",
+    "stopped": "yellow",
+    "interrupted": "yellow",
+    "cancelled": "yellow",
+}
+
+
+def console() -> Console:
+    """Returns a console as wide as the terminal; lines written to a file or a pipe are never wrapped."""
+    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 10_000
+    return Console(width=wide, highlight=False, soft_wrap=False)
+
+
+def state_style(state: str) -> str:
+    """Returns the color of a state, if it has one."""
+    return _COLORS.get(state, "")
+
+
+def ago(moment: datetime, now: datetime) -> str:
+    """Formats how long ago something was, in the largest unit.
+
+    >>> ago(datetime(2026, 11, 15, 10), datetime(2026, 11, 15, 13, 59))
+    '3h ago'
+    """
+    seconds = max(0.0, (now - moment).total_seconds())
+    unit, name = next(((unit, name) for unit, name in TIME_UNITS if seconds >= unit), (1, "s"))
+    return f"{int(seconds // unit)}{name} ago"
+
+
+def number(value: float | str | None) -> str:
+    """Formats a number with four digits, an integer with all of them.
+
+    >>> number(0.123456), number(1200), number(3e-7), number(None), number("nan")
+    ('0.1235', '1200', '3e-07', '-', 'nan')
+    """
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def safe(text: str) -> str:
+    """Escapes the control characters of text from a file, so that it cannot command the terminal."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
