@@ -20,6 +20,7 @@ from checker import judge
 import headway
 from headway import checkpoint
 from headway.checkpoint import Saver
+from headway.dist.collective import from_root
 from headway.errors import BarrierTimeout, RunLocked, StorageError, UsageError
 from headway.run import Run
 from headway.testing import faults, ranks
@@ -277,7 +278,7 @@ def test_training_talks_while_a_save_waits(tmp_path: Path) -> None:
             stopped = [stopped_helper()] if headway.rank() == 1 else []
         for number in range(20):
             headway.barrier()
-            assert headway.dist.from_root(lambda number=number: number) == number
+            assert from_root(lambda number=number: number) == number
         checkpoint.save(tmp_path / "other", {"x": 1}, step=1)
         assert saver.finished() == []
         for helper in stopped:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from headway.dist.control.channel import Channel, Forged, Message
+from headway.dist.control.channel import Channel, UntrustedPeer, Message
 
 KEY = b"k" * 32
 
@@ -66,7 +66,7 @@ def test_another_key_is_no_key(sockets: tuple[socket.socket, socket.socket]) -> 
     hub = Channel(sockets[1], KEY, calling=False)
     caller.greet(1)
     caller.send({"type": "abort"})
-    with pytest.raises(Forged):
+    with pytest.raises(UntrustedPeer):
         hub.receive(1)
 
 
@@ -77,7 +77,7 @@ def test_a_message_cannot_be_played_twice(pair: Pair) -> None:
     hub.feed(line + line)
     messages = hub.take()
     assert next(messages) == {"type": "failed"}
-    with pytest.raises(Forged):
+    with pytest.raises(UntrustedPeer):
         next(messages)
 
 
@@ -85,7 +85,7 @@ def test_a_message_cannot_be_sent_back(pair: Pair) -> None:
     caller, hub = pair
     caller.send({"type": "failed"})
     caller.feed(raw(hub))
-    with pytest.raises(Forged):
+    with pytest.raises(UntrustedPeer):
         next(caller.take())
 
 
@@ -93,12 +93,12 @@ def test_a_changed_message_is_no_message(pair: Pair) -> None:
     caller, hub = pair
     caller.send({"rank": 1})
     hub.feed(raw(hub).replace(b'{"rank":1}', b'{"rank":2}'))
-    with pytest.raises(Forged):
+    with pytest.raises(UntrustedPeer):
         next(hub.take())
 
 
 def test_garbage_does_not_fill_the_memory(pair: Pair) -> None:
     _, hub = pair
     hub.feed(b"x" * (5 << 20))
-    with pytest.raises(Forged):
+    with pytest.raises(UntrustedPeer):
         next(hub.take())

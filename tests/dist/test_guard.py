@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from headway.dist.collective import from_root
 import headway as hw
 from headway.dist.failure.remote import RemoteTraceback
 from headway.errors import BarrierTimeout, UsageError
@@ -95,7 +96,7 @@ def test_from_root_gives_the_value_and_leaves_no_keys() -> None:
     before = hw.dist.group.current().store.num_keys()
     hw.barrier()
     for number in range(20):
-        assert hw.dist.from_root(lambda number=number: {"n": number}) == {"n": number}
+        assert from_root(lambda number=number: {"n": number}) == {"n": number}
     hw.barrier()
     assert abs(hw.dist.group.current().store.num_keys() - before) <= 5, "keys are tidied up"
 

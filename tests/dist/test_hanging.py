@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from headway.dist.failure import hang as hanging, heartbeat
-from headway.dist.failure.hang import Sighting
+from headway.dist.failure.hang import RankStatus
 from headway.dist.failure.heartbeat import Heartbeat
 from headway.launcher.agent.watchdog import Watchdog
 
@@ -41,9 +41,9 @@ Current thread 0x1 (most recent call first):
 """
 
 
-def seen(rank: int, **facts: object) -> Sighting:
+def seen(rank: int, **facts: object) -> RankStatus:
     known: dict[str, object] = {"host": "node1", "pid": 100 + rank, "phase": "train", "step": 9, "age": 30.0}
-    return Sighting(rank=rank, **(known | facts))  # type: ignore[arg-type]
+    return RankStatus(rank=rank, **(known | facts))  # type: ignore[arg-type]
 
 
 # --- the judgement
@@ -68,7 +68,7 @@ def test_a_rank_in_an_exchange_waits_unless_it_works_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sightings", "guilty"),
+    ("statuses", "guilty"),
     [
         ([seen(0), seen(1, condition="stopped"), seen(2, step=8)], [1]),
         ([seen(0), seen(1), seen(2, step=8, collectives=3)], [2]),
@@ -79,11 +79,11 @@ def test_a_rank_in_an_exchange_waits_unless_it_works_there() -> None:
         ([seen(0, condition="silent"), seen(1, condition="silent")], []),
     ],
 )
-def test_who_is_to_blame(sightings: list[Sighting], guilty: list[int]) -> None:
-    assert [one.rank for one in hanging.suspects(sightings)] == guilty
-    record = hanging.record(sightings, 3)
+def test_who_is_to_blame(statuses: list[RankStatus], guilty: list[int]) -> None:
+    assert [one.rank for one in hanging.suspects(statuses)] == guilty
+    record = hanging.record(statuses, 3)
     assert record["suspects"] == guilty
-    assert sorted(record["suspects"] + record["victims"]) == [one.rank for one in sightings]
+    assert sorted(record["suspects"] + record["victims"]) == [one.rank for one in statuses]
     assert record["exit_code"] == 1
 
 

@@ -19,7 +19,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from headway.dist.topology import interconnect
-from headway.dist.topology.interconnect import GroupWire, Interconnect, Link, check_interconnect
+from headway.dist.topology.interconnect import ProcessGroupTransport, Interconnect, Link, check_interconnect
 from headway.dist.topology.tournament import schedule
 from headway.errors import UsageError
 from headway.testing import ranks
@@ -64,7 +64,7 @@ class BadWire:
     wrong_sums_on: int | None = None
 
     def __post_init__(self) -> None:
-        self.group = GroupWire()
+        self.group = ProcessGroupTransport()
         self.device = self.group.device
 
     def send(self, tensor: Tensor, to: int) -> None:
@@ -156,12 +156,12 @@ def test_bytes_in_the_wrong_place_are_wrong() -> None:
 SILENT = """
 import sys, time, datetime
 import torch.distributed as td
-from headway.dist.topology.interconnect import check_interconnect, GroupWire
+from headway.dist.topology.interconnect import check_interconnect, ProcessGroupTransport
 from headway.errors import RankFailure
 
 class Silent:
     def __init__(self):
-        self.device, self.all_reduce = GroupWire().device, GroupWire().all_reduce
+        self.device, self.all_reduce = ProcessGroupTransport().device, ProcessGroupTransport().all_reduce
     def send(self, tensor, to):
         time.sleep(600)
     receive = send

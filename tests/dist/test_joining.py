@@ -1,4 +1,4 @@
-"""Meeting without fixed ports, among strangers and leftovers, and leaving nothing behind."""
+"""Rendezvous without fixed ports, among strangers and leftovers, and leaving nothing behind."""
 
 from __future__ import annotations
 
@@ -19,49 +19,49 @@ import headway as hw
 from headway.dist.control.hub import Hub
 from headway.dist.device import choose_device
 from headway.dist.failure.capture import is_echo
-from headway.dist.environment import Place
-from headway.dist.rendezvous import Address, FileMeeting, listen
-from headway.dist.control.peer import join
-from headway.dist.roster import Member, Seat
+from headway.dist.environment import LaunchEnvironment
+from headway.dist.rendezvous import HubAddress, FileRendezvous, listen
+from headway.dist.control.peer import connect_to_hub
+from headway.dist.roster import RankInfo, RankPlacement
 from headway.errors import RankFailure, UsageError
-from headway.dist.failure.record import Record
+from headway.dist.failure.record import FailureRecord
 from headway.testing import ranks
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 KEY = b"k" * 32
 
 
-def member(rank: int) -> Member:
-    return Member(rank=rank, host="here", node="here", pid=1, local_rank=None, visible_gpus=None)
+def member(rank: int) -> RankInfo:
+    return RankInfo(rank=rank, host="here", node="here", pid=1, local_rank=None, visible_gpus=None)
 
 
-def unexpected(record: Record) -> None:
+def unexpected(record: FailureRecord) -> None:
     raise AssertionError(record)
 
 
 @pytest.fixture
-def meeting(tmp_path: Path) -> FileMeeting:
-    return FileMeeting(tmp_path / "meeting")
+def meeting(tmp_path: Path) -> FileRendezvous:
+    return FileRendezvous(tmp_path / "meeting")
 
 
-def open_hub(meeting: FileMeeting, world_size: int) -> Hub:
-    listener, hosts = listen(Place(launcher="mpi", rank=0, world_size=2, local_world_size=2, node="here"))
+def open_hub(meeting: FileRendezvous, world_size: int) -> Hub:
+    listener, hosts = listen(LaunchEnvironment(launcher="mpi", rank=0, world_size=2, local_world_size=2, node="here"))
     hub = Hub(listener, KEY, world_size, welcome={"store_port": 1}, on_verdict=unexpected, on_end=unexpected)
     hub.start()
-    meeting.publish(Address(hosts=hosts, port=listener.getsockname()[1], key=KEY))
+    meeting.publish(HubAddress(hosts=hosts, port=listener.getsockname()[1], key=KEY))
     return hub
 
 
-def come(meeting: FileMeeting, rank: int, timeout: float = 10) -> list[int]:
+def come(meeting: FileRendezvous, rank: int, timeout: float = 10) -> list[int]:
     """Joins, leaves again, and returns whom it met."""
-    peer, welcome, _ = join(meeting, member(rank), timeout)
+    peer, welcome, _ = connect_to_hub(meeting, member(rank), timeout)
     peer.leave(0)
     peer.close()
     met: list[int] = welcome["seat"]["neighbours"]
     return met
 
 
-def test_ranks_meet_in_any_order(meeting: FileMeeting) -> None:
+def test_ranks_meet_in_any_order(meeting: FileRendezvous) -> None:
     met: dict[int, list[int]] = {}
     early = threading.Thread(target=lambda: met.update({1: come(meeting, 1)}))
     early.start()  # before rank 0 has said where it is
@@ -74,20 +74,20 @@ def test_ranks_meet_in_any_order(meeting: FileMeeting) -> None:
     assert (meeting.path.stat().st_mode & 0o777) == 0o600
 
 
-def test_an_address_left_over_from_a_dead_launch_is_passed_over(meeting: FileMeeting) -> None:
+def test_an_address_left_over_from_a_dead_launch_is_passed_over(meeting: FileRendezvous) -> None:
     """First nobody answers there, then somebody with another key does."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    meeting.publish(Address(hosts=("127.0.0.1",), port=port, key=b"x" * 32))
+    meeting.publish(HubAddress(hosts=("127.0.0.1",), port=port, key=b"x" * 32))
     found: list[list[int]] = []
     late = threading.Thread(target=lambda: found.append(come(meeting, 0)))
     late.start()
     time.sleep(0.2)
-    other = FileMeeting(meeting.path.with_name("other"))
+    other = FileRendezvous(meeting.path.with_name("other"))
     stranger = open_hub(other, 1)
     address = other.look()
     assert address is not None
-    meeting.publish(Address(hosts=address.hosts, port=address.port, key=b"y" * 32))
+    meeting.publish(HubAddress(hosts=address.hosts, port=address.port, key=b"y" * 32))
     time.sleep(0.2)
     hub = open_hub(meeting, 1)
     late.join(10)
@@ -97,7 +97,7 @@ def test_an_address_left_over_from_a_dead_launch_is_passed_over(meeting: FileMee
     stranger.join(10)
 
 
-def test_strangers_cannot_join_or_stop_anything(meeting: FileMeeting) -> None:
+def test_strangers_cannot_join_or_stop_anything(meeting: FileRendezvous) -> None:
     hub = open_hub(meeting, 1)
     address = meeting.look()
     assert address is not None
@@ -109,11 +109,11 @@ def test_strangers_cannot_join_or_stop_anything(meeting: FileMeeting) -> None:
     assert not hub.is_alive()
 
 
-def test_the_port_closes_when_all_have_come(meeting: FileMeeting) -> None:
+def test_the_port_closes_when_all_have_come(meeting: FileRendezvous) -> None:
     hub = open_hub(meeting, 1)
     address = meeting.look()
     assert address is not None
-    peer, _, _ = join(meeting, member(0), 10)
+    peer, _, _ = connect_to_hub(meeting, member(0), 10)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((address.hosts[0], address.port), 5)
     peer.leave(0)
@@ -121,28 +121,28 @@ def test_the_port_closes_when_all_have_come(meeting: FileMeeting) -> None:
     hub.join(10)
 
 
-def test_two_processes_with_one_number_are_told(meeting: FileMeeting) -> None:
+def test_two_processes_with_one_number_are_told(meeting: FileRendezvous) -> None:
     hub = open_hub(meeting, 2)
     first = threading.Thread(target=come, args=(meeting, 0))
     first.start()
     while 0 in hub.missing():
         time.sleep(0.01)
     with pytest.raises(UsageError, match="two processes say they are rank 0"):
-        join(meeting, member(0), 5)
+        connect_to_hub(meeting, member(0), 5)
     assert come(meeting, 1) == [0, 1]
     first.join(10)
     hub.join(10)
 
 
-def test_who_does_not_come_is_waited_for_only_so_long(meeting: FileMeeting) -> None:
+def test_who_does_not_come_is_waited_for_only_so_long(meeting: FileRendezvous) -> None:
     with pytest.raises(RankFailure, match="waited 0 s for rank 0 and the others: it has not published"):
-        join(meeting, member(1), 0.2)
+        connect_to_hub(meeting, member(1), 0.2)
 
 
 def test_a_meeting_point_of_another_user_is_refused(
-    meeting: FileMeeting, monkeypatch: pytest.MonkeyPatch
+    meeting: FileRendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    meeting.publish(Address(hosts=("127.0.0.1",), port=1, key=KEY))
+    meeting.publish(HubAddress(hosts=("127.0.0.1",), port=1, key=KEY))
     real = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: real + 1)
     with pytest.raises(UsageError, match="belongs to another user"):
@@ -250,8 +250,8 @@ hw.init()
     assert "call headway.init() instead of init_process_group()" in done.stderr
 
 
-def seat(local_rank: int, dealt_out: bool = False) -> Seat:
-    return Seat(
+def seat(local_rank: int, dealt_out: bool = False) -> RankPlacement:
+    return RankPlacement(
         node_rank=0,
         nodes=1,
         local_rank=local_rank,

@@ -2,15 +2,15 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from headway.dist.roster import Member, Seat, seats
+from headway.dist.roster import RankInfo, RankPlacement, seats
 
 
-def seat(members: list[Member], rank: int) -> Seat:
+def seat(members: list[RankInfo], rank: int) -> RankPlacement:
     return seats(members)[rank]
 
 
-def member(rank: int, node: str, local_rank: int | None = None, gpus: str | None = None) -> Member:
-    return Member(rank=rank, host=node, node=node, pid=rank, local_rank=local_rank, visible_gpus=gpus)
+def member(rank: int, node: str, local_rank: int | None = None, gpus: str | None = None) -> RankInfo:
+    return RankInfo(rank=rank, host=node, node=node, pid=rank, local_rank=local_rank, visible_gpus=gpus)
 
 
 @given(st.lists(st.sampled_from(["a", "b", "c"]), min_size=1, max_size=12))

@@ -10,6 +10,7 @@ from pathlib import Path
 from torch.utils.data import DataLoader, Dataset
 
 import headway as hw
+from headway.dist.control import block_signals, ignore_signals
 
 KINDS = ("fork", "spawn", "forkserver")
 
@@ -30,9 +31,9 @@ def main(ready: Path) -> None:
     shield = "--bare" not in sys.argv
     loaders = []
     for kind in KINDS:
-        init = hw.dist.ignore_signals if shield else None
+        init = ignore_signals if shield else None
         loader = DataLoader(Endless(), num_workers=2, multiprocessing_context=kind, worker_init_fn=init)
-        with hw.dist.shielded() if shield else nullcontext():
+        with block_signals() if shield else nullcontext():
             loaders.append(iter(loader))
     for batches in loaders:
         next(batches)

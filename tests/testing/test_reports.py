@@ -227,10 +227,17 @@ def test_crashes(case: Case) -> None:
 @pytest.mark.parametrize(
     ("words", "culprit"),
     [
-        (record.pointer(0, {"rank": 3, "error": "ValueError: x"}, None), 3),
-        (record.cause({"kind": "vanished", "rank": 3, "host": "a", "pid": 1, "error": "died"}, 4, None), 3),
+        (record.format_pointer(0, {"rank": 3, "error": "ValueError: x"}, None), 3),
         (
-            record.cause({"kind": "vanished", "rank": 0, "host": "a", "pid": 1, "error": "died"}, 4, None),
+            record.format_cause(
+                {"kind": "vanished", "rank": 3, "host": "a", "pid": 1, "error": "died"}, 4, None
+            ),
+            3,
+        ),
+        (
+            record.format_cause(
+                {"kind": "vanished", "rank": 0, "host": "a", "pid": 1, "error": "died"}, 4, None
+            ),
             None,
         ),
         ("headway: hello\nrank 3 of 4 on a train\n", None),

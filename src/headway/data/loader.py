@@ -15,12 +15,12 @@ from typing import Any, final
 import torch
 from torch.utils import data as torch_data
 
-from headway import dist
 from headway.data.counters import Counters, Span
 from headway.data.cursor import Course, MapCourse
 from headway.data.order.share import Share
 from headway.data.streams import StreamCourse
 from headway.data.worker_init import WorkerStart
+from headway.dist.control.signals import block_signals
 from headway.errors import UsageError
 
 
@@ -117,7 +117,7 @@ class DataLoader:
 
     def _loop(self, number: int) -> Iterator[Any]:
         course = self._course
-        with dist.shielded():  # workers begin life deaf to the signals that are the rank's
+        with block_signals():  # workers begin life deaf to the signals that are the rank's
             batches = iter(self._torch)
         while True:
             began = time.perf_counter()

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from headway import dist
+from headway.dist import collective
 from headway.errors import NoValidCheckpoint, UsageError
 from headway.system.files import storage, write_atomic
 
@@ -61,7 +62,7 @@ def _folder(loader: Loader, folder: str | Path) -> Path:
 
 def _once(loader: Loader, work: Callable[[], T]) -> T:
     """On rank 0 for all ranks, which learn what came of it; by each rank if each has a state of its own."""
-    return work() if loader.per_rank or not dist.is_initialized() else dist.from_root(work)
+    return work() if loader.per_rank or not dist.is_initialized() else collective.from_root(work)
 
 
 def _save(state: dict[str, Any], path: Path, keep: int) -> None:

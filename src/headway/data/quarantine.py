@@ -32,7 +32,9 @@ class Quarantine:
     def add(self, samples: Iterable[Bad]) -> None:
         new = {(bad.shard, bad.key): bad for bad in samples if (bad.shard, bad.key) not in self._known}
         self._known |= new.keys()
-        run = dist.current_run()
+        from headway.dist.shared_run import current_run  # needs torch
+
+        run = current_run()
         if new and run is not None:
             lines = "".join(json.dumps(bad._asdict()) + "\n" for bad in new.values())
             with suppress(OSError), run.quarantine_file(dist.rank()).open("a") as file:

@@ -31,6 +31,7 @@ from headway.data.sample_reader import Loading, Place, Portion, Transform, colla
 from headway.data.shards.decode import Decoder
 from headway.data.shards.shard import Limits
 from headway.data.sources.open_shards import OpenShards, find
+from headway.dist.shared_run import current_run
 from headway.errors import HeadwayError, UsageError
 from headway.system.limits import usable_cpus
 
@@ -147,7 +148,7 @@ class ShardLoader:
 
     def _loop(self, number: int) -> Iterator[Any]:
         if self._trace_path is not None and self._counters.trace is None:
-            run = dist.current_run()
+            run = current_run()
             path = run.path / self._trace_path if run is not None else Path(self._trace_path)
             self._counters.trace = Trace(path, rank=self._share.place()[0])
         pool = ThreadPoolExecutor(self._threads or _cores(), "headway load")

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils import data as torch_data
 
-from headway import dist
+from headway.dist.control.signals import ignore_signals
 
 
 @contextmanager
@@ -44,6 +44,6 @@ class WorkerStart:
         self._users = users
 
     def __call__(self, worker: int) -> None:
-        dist.ignore_signals(worker)
+        ignore_signals(worker)
         if self._users is not None:
             self._users(worker)

@@ -19,13 +19,11 @@ if TYPE_CHECKING:
     )
     from headway.dist.collective.guard import (
         barrier as barrier,
-        from_root as from_root,
         local_root_first as local_root_first,
         root_first as root_first,
         root_only as root_only,
     )
-    from headway.dist.control.signals import ignore_signals as ignore_signals, shielded as shielded
-    from headway.dist.failure.capture import excused as excused, set_phase as set_phase
+    from headway.dist.failure.capture import no_hang_check as no_hang_check, set_phase as set_phase
     from headway.dist.group import (
         World as World,
         is_initialized as is_initialized,
@@ -47,14 +45,7 @@ if TYPE_CHECKING:
         world_size as world_size,
     )
     from headway.dist.seeding import seed as seed
-    from headway.dist.shared_run import (
-        at_failure as at_failure,
-        choose_run as choose_run,
-        current_run as current_run,
-        open_run as open_run,
-        record_failures_in as record_failures_in,
-        terminal as terminal,
-    )
+    from headway.dist.shared_run import open_run as open_run
     from headway.dist.topology.interconnect import check_interconnect as check_interconnect
 
 __getattr__, __dir__, __all__ = lazy.exports(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from headway.dist.roster import Seat
+from headway.dist.roster import RankPlacement
 from headway.errors import UsageError
 
 KINDS = ("auto", "cpu", "cuda", "mps")
@@ -15,7 +15,7 @@ def check_kind(kind: str) -> None:
         raise UsageError(f"device={kind!r} is not known; expected one of {', '.join(KINDS)}")
 
 
-def choose_device(kind: str, seat: Seat, world_size: int) -> torch.device:
+def choose_device(kind: str, seat: RankPlacement, world_size: int) -> torch.device:
     """Picks the rank's device, and makes it the current one.
 
     A scheduler that has dealt the GPUs out, one or more to each task, shows a task only its own: then the first that
@@ -44,7 +44,7 @@ def _mps(world_size: int) -> bool:
     return world_size == 1 and torch.backends.mps.is_available()
 
 
-def _cuda_index(seat: Seat) -> int:
+def _cuda_index(seat: RankPlacement) -> int:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         raise UsageError("device='cuda' was asked for, but torch sees no GPU; use device='auto' or 'cpu'")

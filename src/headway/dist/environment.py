@@ -18,7 +18,7 @@ from headway.schedulers.slurm.hostlist import expand
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class LaunchEnvironment:
     """What the launcher says about this process. Facts it does not give are None and are worked out on joining."""
 
     launcher: str
@@ -99,7 +99,7 @@ _SRUN = _Variables(
 _TABLE = (_HEADWAY, _TORCHRUN, _OPEN_MPI, _MPICH, _SRUN)
 
 
-def detect(environ: Mapping[str, str] = os.environ) -> Place:
+def detect(environ: Mapping[str, str] = os.environ) -> LaunchEnvironment:
     """Finds this process's place from its environment.
 
     >>> detect({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}).rank
@@ -108,12 +108,12 @@ def detect(environ: Mapping[str, str] = os.environ) -> Place:
     for names in _TABLE:
         if names.marker in environ:
             return _place(names, environ)
-    return Place(
+    return LaunchEnvironment(
         launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1, node=socket.gethostname()
     )
 
 
-def _place(names: _Variables, environ: Mapping[str, str]) -> Place:
+def _place(names: _Variables, environ: Mapping[str, str]) -> LaunchEnvironment:
     rank = _number(environ, names.rank, names.launcher)
     world_size = _number(environ, names.world_size, names.launcher)
     if world_size < 1 or rank >= world_size:
@@ -123,7 +123,7 @@ def _place(names: _Variables, environ: Mapping[str, str]) -> Place:
         )
     host = socket.gethostname()
     node = environ.get(names.node) if names.node else None
-    return Place(
+    return LaunchEnvironment(
         launcher=names.launcher,
         rank=rank,
         world_size=world_size,

@@ -24,10 +24,10 @@ from headway.dist.control.agreement import Agreement
 from headway.dist.control.hang_watch import myself, silent
 from headway.dist.control.hub import Hub, vanished
 from headway.dist.control.peer import Peer
-from headway.dist.environment import Place
+from headway.dist.environment import LaunchEnvironment
 from headway.dist.failure import capture, hang
-from headway.dist.failure.record import Record, cause, pointer
-from headway.dist.roster import Member
+from headway.dist.failure.record import FailureRecord, format_cause, format_pointer
+from headway.dist.roster import RankInfo
 from headway.errors import HeadwayError, Stopped, StorageError, UsageError
 from headway.run import Run
 from headway.system import files
@@ -57,15 +57,15 @@ class World:
 
 
 @final
-class Group:
+class RankGroup:
     """The process group of this process, and what must be put back when it leaves."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: LaunchEnvironment) -> None:
         self.place = place
         self.pid = os.getpid()
         self.world: World | None = None
         self.store: c10d.Store = c10d.HashStore()
-        self.root: Member | None = None
+        self.root: RankInfo | None = None
         self.hub: Hub | None = None
         self.peer: Peer | None = None
         self.alone = Agreement()
@@ -73,7 +73,7 @@ class Group:
         self.opened: set[Path] = set()  # run directories, by now
         self.calls: dict[str, int] = {}
         self.terminal: int | None = None
-        self.at_failure: list[Callable[[Record], None]] = []
+        self.at_failure: list[Callable[[FailureRecord], None]] = []
         self.previous_hook = sys.__excepthook__ if sys.excepthook is _excepthook else sys.excepthook
         self.environ: dict[str, str | None] = {}
 
@@ -114,7 +114,7 @@ class Group:
         time.sleep(_VERDICT_TIMEOUT)
         capture.hard_exit(record["exit_code"])
 
-    def _failed_alone(self, record: Record, error: BaseException, trace: TracebackType | None) -> None:
+    def _failed_alone(self, record: FailureRecord, error: BaseException, trace: TracebackType | None) -> None:
         where = self.keep(record)
         if (beside := _for_the_agent()) is not None and beside.exists():
             raise SystemExit(record["exit_code"])  # the agent has the last word, and has read what it is
@@ -122,10 +122,10 @@ class Group:
             self.previous_hook(type(error), error, trace)
             sys.stderr.write(f"record: {where}\n" if where else "")
         else:
-            sys.stderr.write(cause(record, self.place.world_size, where))
+            sys.stderr.write(format_cause(record, self.place.world_size, where))
         raise SystemExit(record["exit_code"])
 
-    def keep(self, record: Record) -> Path | None:
+    def keep(self, record: FailureRecord) -> Path | None:
         """Writes failure.json, if nobody has yet. Returns where people find it."""
         where = self.run.failure_file if self.run else None
         try:
@@ -137,7 +137,7 @@ class Group:
             sys.stderr.write(f"headway: the failure could not be recorded: {error}\n")
         return where
 
-    def verdict(self, record: Record) -> None:
+    def verdict(self, record: FailureRecord) -> None:
         """Rank 0 only: the first cause is known, and nobody has been told yet."""
         signals.ignore_termination()
         self.keep(record)
@@ -147,24 +147,24 @@ class Group:
             except (OSError, HeadwayError) as error:  # the cause must get out, whatever cannot be written
                 sys.stderr.write(f"headway: {error}\n")
 
-    def others_failed(self, record: Record) -> None:
+    def others_failed(self, record: FailureRecord) -> None:
         """The hub says that some rank, perhaps this one, failed first."""
         if record["rank"] != self.place.rank and record["kind"] != "interrupted":
             where = self.run.failure_file if self.run else None
-            sys.stderr.write(pointer(self.place.rank, record, where))
+            sys.stderr.write(format_pointer(self.place.rank, record, where))
         capture.hard_exit(record["exit_code"])
 
     def hub_silent(self) -> None:
         """Rank 0 has a connection but no voice, and nobody moves: it is stopped, or its interpreter is held."""
         assert self.root is not None
-        seen = [silent(capture.HEART, self.root), myself(capture.HEART, self.place.rank)]
+        seen = [silent(capture.HEARTBEAT, self.root), myself(capture.HEARTBEAT, self.place.rank)]
         self._leave_alone(hang.record(seen, self.place.world_size))
 
-    def everybody_is_down(self, record: Record) -> None:
+    def everybody_is_down(self, record: FailureRecord) -> None:
         """Rank 0 only: the others are gone, so what is printed now is the last thing on the screen."""
         where = self.run.failure_file if self.run else None
         if "HEADWAY_RENDEZVOUS" not in os.environ:  # else the agent says it
-            sys.stderr.write(cause(record, self.place.world_size, where))
+            sys.stderr.write(format_cause(record, self.place.world_size, where))
         capture.hard_exit(record["exit_code"])
 
     def hub_lost(self) -> None:
@@ -172,13 +172,13 @@ class Group:
         assert self.root is not None
         self._leave_alone(vanished(self.root))
 
-    def _leave_alone(self, record: Record) -> None:
+    def _leave_alone(self, record: FailureRecord) -> None:
         where = self.keep(record)
         if self.place.rank == 1 and "HEADWAY_RENDEZVOUS" not in os.environ:  # somebody must, and only one
-            text = cause(record, self.place.world_size, where)
+            text = format_cause(record, self.place.world_size, where)
             os.write(self.terminal if self.terminal is not None else 2, text.encode())
         else:
-            sys.stderr.write(pointer(self.place.rank, record, where))
+            sys.stderr.write(format_pointer(self.place.rank, record, where))
         capture.hard_exit(record["exit_code"])
 
 
@@ -188,10 +188,10 @@ def _for_the_agent() -> Path | None:
     return Path(meeting).with_name("failure.json") if meeting else None
 
 
-_group: Group | None = None
+_group: RankGroup | None = None
 
 
-def current() -> Group:
+def current() -> RankGroup:
     """The group of this process. Everything in this room asks here."""
     if _group is None or _group.world is None:
         raise UsageError("this process has not joined a group yet: call headway.init() first")
@@ -210,7 +210,7 @@ def world() -> World:
     return found
 
 
-def enter(group: Group) -> None:
+def enter(group: RankGroup) -> None:
     """Makes `group` the group of this process: from now on its failures are ours, and ours its."""
     global _group
     _group = group
@@ -223,13 +223,13 @@ def hook_exceptions() -> None:
     sys.excepthook = _excepthook
 
 
-def exit_group(group: Group) -> None:
+def exit_group(group: RankGroup) -> None:
     """Puts back what joining has changed in this process."""
     forget(group)
     sys.excepthook = group.previous_hook
 
 
-def forget(group: Group) -> None:
+def forget(group: RankGroup) -> None:
     """Ends a group that nobody knows of yet. The hook stays: it turns the error into its sentence and exit code."""
     global _group
     for name, value in group.environ.items():
@@ -240,7 +240,7 @@ def forget(group: Group) -> None:
     _group = None
 
 
-def mine() -> Group | None:
+def mine() -> RankGroup | None:
     """The group of this very process; None in a forked child, which is not the rank."""
     return _group if _group is not None and _group.pid == os.getpid() else None
 

@@ -20,12 +20,12 @@ import torch
 import torch.distributed as c10d
 
 from headway.dist.control.hub import Hub
-from headway.dist.control.peer import join
+from headway.dist.control.peer import connect_to_hub
 from headway.dist.device import check_kind, choose_device
-from headway.dist.environment import Place, detect
-from headway.dist.failure.capture import HEART
+from headway.dist.environment import LaunchEnvironment, detect
+from headway.dist.failure.capture import HEARTBEAT
 from headway.dist.group import (
-    Group,
+    RankGroup,
     World,
     enter,
     exit_group,
@@ -35,8 +35,8 @@ from headway.dist.group import (
     mine,
     world,
 )
-from headway.dist.rendezvous import Address, FileMeeting, Meeting, StoreMeeting, file_meeting, listen
-from headway.dist.roster import Member, Seat, seats
+from headway.dist.rendezvous import HubAddress, FileRendezvous, Rendezvous, StoreRendezvous, file_rendezvous, listen
+from headway.dist.roster import RankInfo, RankPlacement, seats
 from headway.dist.topology import machine
 from headway.dist.topology.nccl import nccl_settings, read_conf
 from headway.errors import RankFailure, UsageError
@@ -68,10 +68,10 @@ def init(*, device: str = "auto", setup_timeout: float = 300.0, step_timeout: fl
     hook_exceptions()
     check_kind(device)
     period = _period(step_timeout)
-    group = Group(detect())
+    group = RankGroup(detect())
     enter(group)
     pulse = os.environ.get("HEADWAY_HEARTBEAT")
-    HEART.watch(period, rank=group.place.rank, folder=Path(pulse) if pulse else None)
+    HEARTBEAT.watch(period, rank=group.place.rank, folder=Path(pulse) if pulse else None)
     try:
         found = _meet(group, setup_timeout)
         group.world = _sit_down(group, found, device)
@@ -101,16 +101,16 @@ def _period(step_timeout: float) -> float:
     return period
 
 
-def _launched_by(world: World, seat: Seat) -> str:
+def _launched_by(world: World, seat: RankPlacement) -> str:
     if world.launcher == "none":
         return f"python alone, 1 process on {world.device}"
     return f"{world.launcher}, {seat.spread} on {world.device.type}"
 
 
-def _meet(group: Group, timeout: float) -> Seat:
+def _meet(group: RankGroup, timeout: float) -> RankPlacement:
     """Finds the other ranks. Afterwards the group has its members, a store, and a line to the hub."""
     place = group.place
-    me = Member(
+    me = RankInfo(
         rank=place.rank,
         host=socket.gethostname(),
         node=place.node,
@@ -120,17 +120,17 @@ def _meet(group: Group, timeout: float) -> Seat:
     )
     if place.world_size == 1:
         return seats([me])[0]
-    meeting: Meeting
+    meeting: Rendezvous
     if place.store_address is None:
-        meeting = file_meeting(place)
+        meeting = file_rendezvous(place)
         meeting.check()
     else:
         group.store = _launchers_store(place, timeout)
-        meeting = StoreMeeting(group.store)
+        meeting = StoreRendezvous(group.store)
     if place.rank == 0:
         _open_hub(group, meeting, timeout)
     try:
-        group.peer, welcome, host = join(meeting, me, timeout, HEART)
+        group.peer, welcome, host = connect_to_hub(meeting, me, timeout, HEARTBEAT)
     except RankFailure as error:
         absent = group.hub.missing() if group.hub else []
         if absent:
@@ -142,16 +142,16 @@ def _meet(group: Group, timeout: float) -> Seat:
     finally:
         if group.hub:
             meeting.close()
-    group.root = Member(**welcome["root"])
+    group.root = RankInfo(**welcome["root"])
     group.peer.watch(group.others_failed, group.hub_lost, group.hub_silent)
-    if isinstance(meeting, FileMeeting):
+    if isinstance(meeting, FileRendezvous):
         _export_address(group, host, int(welcome["store_port"]))
         if place.rank != 0:
             group.store = c10d.TCPStore(host, int(welcome["store_port"]), timeout=timedelta(seconds=timeout))
-    return Seat(**welcome["seat"])
+    return RankPlacement(**welcome["seat"])
 
 
-def _launchers_store(place: Place, timeout: float) -> c10d.Store:
+def _launchers_store(place: LaunchEnvironment, timeout: float) -> c10d.Store:
     """The store behind MASTER_ADDR: torchrun's own, or one that rank 0 opens at the address the user chose."""
     os.environ.setdefault("RANK", str(place.rank))
     os.environ.setdefault("WORLD_SIZE", str(place.world_size))
@@ -160,12 +160,12 @@ def _launchers_store(place: Place, timeout: float) -> c10d.Store:
     return store
 
 
-def _open_hub(group: Group, meeting: Meeting, timeout: float) -> None:
+def _open_hub(group: RankGroup, meeting: Rendezvous, timeout: float) -> None:
     """Rank 0 listens, and says where. The store's port, too, is the kernel's choice."""
     listener, hosts = listen(group.place)
     key = secrets.token_bytes(32)
     welcome = {}
-    if isinstance(meeting, FileMeeting):
+    if isinstance(meeting, FileRendezvous):
         server, _ = listen(group.place)
         welcome["store_port"] = server.getsockname()[1]
         group.store = c10d.TCPStore(
@@ -183,18 +183,18 @@ def _open_hub(group: Group, meeting: Meeting, timeout: float) -> None:
         welcome=welcome,
         on_verdict=group.verdict,
         on_end=group.everybody_is_down,
-        heart=HEART,
+        heart=HEARTBEAT,
     )
     group.hub.start()
-    meeting.publish(Address(hosts=hosts, port=listener.getsockname()[1], key=key))
+    meeting.publish(HubAddress(hosts=hosts, port=listener.getsockname()[1], key=key))
 
 
-def _export_address(group: Group, host: str, port: int) -> None:
+def _export_address(group: RankGroup, host: str, port: int) -> None:
     group.export("MASTER_ADDR", host)
     group.export("MASTER_PORT", str(port))
 
 
-def _sit_down(group: Group, found: Seat, device: str) -> World:
+def _sit_down(group: RankGroup, found: RankPlacement, device: str) -> World:
     """Takes this rank's device and tells the rest of the process, in torchrun's words, who it is."""
     place = group.place
     chosen = choose_device(device, found, place.world_size)
@@ -225,7 +225,7 @@ def _sit_down(group: Group, found: Seat, device: str) -> World:
     )
 
 
-def _check_gpus_differ(group: Group, found: Seat) -> None:
+def _check_gpus_differ(group: RankGroup, found: RankPlacement) -> None:
     """Two ranks on one GPU fail deep inside NCCL, long after the mistake: say it now."""
     world = group.world
     assert world is not None
@@ -241,7 +241,7 @@ def _check_gpus_differ(group: Group, found: Seat) -> None:
             )
 
 
-def _tune_network(group: Group, nodes: int) -> None:
+def _tune_network(group: RankGroup, nodes: int) -> None:
     """Makes the few settings that this machine needs and nobody has made, and says which and why."""
     settings = nccl_settings(machine.detect(), nodes, {**read_conf(os.environ, Path("/")), **os.environ})
     for setting in settings:
@@ -258,7 +258,7 @@ def _loopback() -> str:
     return "lo"
 
 
-def _make_process_group(group: Group, step_timeout: float) -> None:
+def _make_process_group(group: RankGroup, step_timeout: float) -> None:
     world = group.world
     assert world is not None
     cuda = world.device.type == "cuda"
@@ -278,7 +278,7 @@ def leave() -> None:
     group = mine()
     if group is None:
         return
-    HEART.stop()
+    HEARTBEAT.stop()
     if group.peer is not None:
         group.peer.leave(_LEAVE_TOGETHER)
     if c10d.is_initialized():

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, final
 
 import psutil
 
-from headway.dist.environment import Place
+from headway.dist.environment import LaunchEnvironment
 from headway.errors import MissingExtra, UsageError
 from headway.system import files
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Address:
+class HubAddress:
     """How to reach rank 0: names to try in order, a port, and the key that proves it is ours."""
 
     hosts: tuple[str, ...]
@@ -38,19 +38,19 @@ class Address:
         return json.dumps({"hosts": self.hosts, "port": self.port, "key": self.key.hex()})
 
     @classmethod
-    def from_json(cls, text: str) -> Address:
+    def from_json(cls, text: str) -> HubAddress:
         fields = json.loads(text)
         return cls(hosts=tuple(fields["hosts"]), port=int(fields["port"]), key=bytes.fromhex(fields["key"]))
 
 
-class Meeting(ABC):
+class Rendezvous(ABC):
     """A place to leave rank 0's address, and to find it."""
 
     @abstractmethod
-    def publish(self, address: Address) -> None: ...
+    def publish(self, address: HubAddress) -> None: ...
 
     @abstractmethod
-    def look(self) -> Address | None:
+    def look(self) -> HubAddress | None:
         """The address, if it is there. It may be that of a launch long dead: whoever connects finds out."""
 
     @abstractmethod
@@ -59,14 +59,14 @@ class Meeting(ABC):
 
 
 @final
-class FileMeeting(Meeting):
+class FileRendezvous(Rendezvous):
     """A file that only this user can read, on storage that all ranks share."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._made_folder = False
 
-    def publish(self, address: Address) -> None:
+    def publish(self, address: HubAddress) -> None:
         for _ in range(10):  # another launch may take away the folder, which it found empty, under our hands
             try:
                 self._made_folder |= _make_folder(self.path.parent)
@@ -91,7 +91,7 @@ class FileMeeting(Meeting):
             f"set HEADWAY_RUNS to a folder that all ranks can write"
         )
 
-    def look(self) -> Address | None:
+    def look(self) -> HubAddress | None:
         try:
             # reading the folder makes a network file system forget that the file was not there a moment ago
             list(self.path.parent.iterdir())
@@ -100,7 +100,7 @@ class FileMeeting(Meeting):
                     raise UsageError(
                         f"{self.path} belongs to another user: it is not our meeting point; remove it"
                     )
-                return Address.from_json(file.read())
+                return HubAddress.from_json(file.read())
         except FileNotFoundError:
             return None
 
@@ -120,7 +120,7 @@ def _make_folder(path: Path) -> bool:
 
 
 @final
-class StoreMeeting(Meeting):
+class StoreRendezvous(Rendezvous):
     """A key in the store that torchrun, or a user's MASTER_ADDR, brought along."""
 
     _KEY = "headway/hub"
@@ -128,22 +128,22 @@ class StoreMeeting(Meeting):
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def publish(self, address: Address) -> None:
+    def publish(self, address: HubAddress) -> None:
         self._store.set(self._KEY, address.to_json())
 
-    def look(self) -> Address | None:
-        return Address.from_json(self._store.get(self._KEY).decode())  # waits for the key
+    def look(self) -> HubAddress | None:
+        return HubAddress.from_json(self._store.get(self._KEY).decode())  # waits for the key
 
     def close(self) -> None:
         pass  # the key is of use to nobody else, and goes with the store
 
 
-def file_meeting(place: Place) -> FileMeeting:
+def file_rendezvous(place: LaunchEnvironment) -> FileRendezvous:
     """The file in which the ranks of this launch meet."""
     if given := os.environ.get("HEADWAY_RENDEZVOUS"):
-        return FileMeeting(Path(given))
+        return FileRendezvous(Path(given))
     name = place.launch_id or _mpi_launch_id()
-    return FileMeeting(Path(os.environ.get("HEADWAY_RUNS", "runs")) / f".meeting-{name}")
+    return FileRendezvous(Path(os.environ.get("HEADWAY_RUNS", "runs")) / f".meeting-{name}")
 
 
 def _mpi_launch_id() -> str:
@@ -157,7 +157,7 @@ def _mpi_launch_id() -> str:
     return f"mpi-{MPI.COMM_WORLD.bcast(secrets.token_hex(8))}"
 
 
-def listen(place: Place) -> tuple[socket.socket, tuple[str, ...]]:
+def listen(place: LaunchEnvironment) -> tuple[socket.socket, tuple[str, ...]]:
     """Opens a port of the kernel's choice and tells under which names others may reach it."""
     if place.local_world_size == place.world_size:
         return socket.create_server(("127.0.0.1", 0), backlog=1024), ("127.0.0.1",)

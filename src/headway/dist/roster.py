@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
+class RankInfo:
     """One rank, as it introduced itself."""
 
     rank: int
@@ -20,7 +20,7 @@ class Member:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
+class RankPlacement:
     """A rank's place among all, worked out once by rank 0 and told to each."""
 
     node_rank: int
@@ -34,13 +34,13 @@ class Seat:
     """how all ranks lie on the nodes, in words"""
 
 
-def seats(members: Sequence[Member]) -> list[Seat]:
+def seats(members: Sequence[RankInfo]) -> list[RankPlacement]:
     """Works out every rank's place on its node, and its node's place among the nodes; `members` in order of rank.
 
     The launcher's local rank is kept where it gave one for each rank of the node; it is never rank % n, because ranks
     may lie across the nodes in any way.
     """
-    nodes: dict[str, list[Member]] = {}
+    nodes: dict[str, list[RankInfo]] = {}
     for member in members:
         nodes.setdefault(member.node, []).append(member)  # nodes in the order of their lowest rank
     how = spread([len(here) for here in nodes.values()])
@@ -49,7 +49,7 @@ def seats(members: Sequence[Member]) -> list[Seat]:
         given = [member.local_rank for member in here if member.local_rank is not None]
         local_ranks = given if sorted(given) == list(range(len(here))) else list(range(len(here)))
         for local_rank, member in zip(local_ranks, here, strict=True):
-            found[member.rank] = Seat(
+            found[member.rank] = RankPlacement(
                 node_rank=node_rank,
                 nodes=len(nodes),
                 local_rank=local_rank,

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from headway.dist.collective.guard import from_root
-from headway.dist.failure.capture import HEART
-from headway.dist.failure.record import Record
+from headway.dist.failure.capture import HEARTBEAT
+from headway.dist.failure.record import FailureRecord
 from headway.dist.group import current, is_initialized, world
 from headway.run import Run
 from headway.run.choice import Choice, choose
-from headway.system import files
 
 
 def open_run(root: str | Path = "runs", *, name: str = "run", config: object = None) -> Run:
@@ -40,8 +38,6 @@ def choose_run(root: str | Path, *, name: str, config: object, resume: str | Pat
         }
         opened = current().opened
         chosen = choose(root, name=name, config=config, world=facts, resume=resume, opened=opened)
-        if not opened:
-            _tell_agent(chosen.run)
         run = {"path": str(chosen.run.path), "id": chosen.run.id, "name": chosen.run.name}
         return {"run": run, "why": chosen.why, "finished": chosen.finished}
 
@@ -50,7 +46,7 @@ def choose_run(root: str | Path, *, name: str, config: object, resume: str | Pat
     run = Run(path=Path(told["run"]["path"]), id=told["run"]["id"], name=told["run"]["name"])
     current().run = run
     current().opened.add(run.path)
-    HEART.belongs_to(run.path)
+    HEARTBEAT.belongs_to(run.path)
     return Choice(run=run, why=told["why"], finished=told["finished"])
 
 
@@ -60,7 +56,7 @@ def record_failures_in(run: Run) -> None:
     >>> record_failures_in(Run.open(os.environ["HEADWAY_RUN"]))  # doctest: +SKIP
     """
     current().run = run
-    HEART.belongs_to(run.path)
+    HEARTBEAT.belongs_to(run.path)
 
 
 def current_run() -> Run | None:
@@ -68,16 +64,8 @@ def current_run() -> Run | None:
     return current().run if is_initialized() else None
 
 
-def _tell_agent(run: Run) -> None:
-    """Should the agent start the ranks again, they go on with this run."""
-    if "HEADWAY_RENDEZVOUS" in os.environ:
-        files.write_atomic(
-            Path(os.environ["HEADWAY_RENDEZVOUS"]).with_name("run.txt"), str(run.path).encode()
-        )
-
-
 @contextmanager
-def terminal(fd: int) -> Iterator[None]:
+def use_terminal(fd: int) -> Iterator[None]:
     """While this rank's stderr goes to its log file, words for people go to `fd`."""
     group = current()
     before, group.terminal = group.terminal, fd
@@ -88,7 +76,7 @@ def terminal(fd: int) -> Iterator[None]:
 
 
 @contextmanager
-def at_failure(callback: Callable[[Record], None]) -> Iterator[None]:
+def at_failure(callback: Callable[[FailureRecord], None]) -> Iterator[None]:
     """While in here, rank 0 calls `callback` with the record when another rank fails, just before all ranks end."""
     callbacks = current().at_failure
     callbacks.append(callback)

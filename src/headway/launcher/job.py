@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO, final
 
 from headway import schedulers
-from headway.dist.failure.record import cause
+from headway.dist.failure.record import format_cause
 from headway.errors import DONE, HeadwayError, RankFailure, Stopped, UsageError
 from headway.launcher.functions import pickled
 from headway.launcher.functions.start import BACKGROUND, restart
@@ -185,4 +185,6 @@ class Job:
             from headway.dist.failure import remote
 
             return remote.unpack(json.loads(left.read_bytes()))
-        return RankFailure(cause(record, Call.read(self.run).world_size, self.run.failure_file).strip())
+        return RankFailure(
+            format_cause(record, Call.read(self.run).world_size, self.run.failure_file).strip()
+        )

@@ -10,9 +10,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import final
 
-from headway import dist
 from headway.dist import World
-from headway.dist.failure.record import Record
+from headway.dist.collective import from_root
+from headway.dist.failure.record import FailureRecord
+from headway.dist.shared_run import at_failure, use_terminal
 from headway.errors import DONE, INTERRUPTED, HeadwayError, Stopped
 from headway.record import diagnostics, screen
 from headway.record.rank_logs import RankLog, rank_log
@@ -52,12 +53,12 @@ def recording(run: Run, world: World, *, config: object = None) -> Iterator[Reco
             diagnostics.write(run, facts)
             return number
 
-        number = dist.from_root(begin)  # if the root cannot begin, all ranks raise its error
+        number = from_root(begin)  # if the root cannot begin, all ranks raise its error
         log = stack.enter_context(rank_log(run, rank=world.rank, attempt=number))
         if world.rank == 0:
             screen.show(screen.describe(run, world, facts, config=config))
         else:
-            stack.enter_context(dist.terminal(log.original_stderr_fd))
+            stack.enter_context(use_terminal(log.original_stderr_fd))
         if lock is not None and lock.note:
             print(f"headway: {lock.note}", file=sys.stderr)
         yield Recording(attempt=number, log=log, lock=lock)
@@ -98,10 +99,12 @@ def _numbered(run: Run, world: World) -> Iterator[int]:
                 run.end_attempt(number, status=status, exit_code=code)
             over = True
 
-    def cut_short(record: Record) -> None:  # another rank failed: this one may not get to its `finally`
+    def cut_short(
+        record: FailureRecord,
+    ) -> None:  # another rank failed: this one may not get to its `finally`
         end("interrupted" if record["kind"] == "interrupted" else "failed", record["exit_code"])
 
-    with dist.at_failure(cut_short):  # until the end is written down
+    with at_failure(cut_short):  # until the end is written down
         try:
             yield number
         except BaseException as caught:

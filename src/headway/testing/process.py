@@ -17,7 +17,7 @@ from typing import Any, final
 
 import psutil
 
-from headway.dist.failure.record import status_in_words
+from headway.dist.failure.record import describe_exit_status
 from headway.system.failpoints import VARIABLE as FAILPOINT
 from headway.testing.protocol import Report
 
@@ -133,7 +133,7 @@ class Process:
             return self.result(report=self.connection.recv())
         except (EOFError, ConnectionResetError):
             status = self.reap()
-        end = self.result(problem=status_in_words(status))
+        end = self.result(problem=describe_exit_status(status))
         culprit = blamed(end.stderr, self.rank) if status > 0 else None
         if culprit is None:
             return end

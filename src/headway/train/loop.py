@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from headway.dist.failure.capture import HEART
+from headway.dist.failure.capture import HEARTBEAT
 from headway.system.failpoints import failpoint
 from headway.train.model.precision import copied
 
@@ -100,7 +100,7 @@ def validate(stage: TrainValStage) -> None:
         for batch in stage.val_batches(loader):
             split.mark("validation")
             stage.batch = batch
-            HEART.move("validation", stage.pipe.step)
+            HEARTBEAT.move("validation", stage.pipe.step)
             with stage.precision.autocast or nullcontext():
                 loss = stage.val_step(batch)
             if loss is not None:
@@ -119,7 +119,7 @@ def finish_step(stage: Stage) -> None:
     """Counts a step, and holds the log point if one is due."""
     pipe, split = stage.pipe, stage.pipe.split
     stage.steps, pipe.step = stage.steps + 1, pipe.step + 1
-    HEART.move(stage.name, pipe.step)
+    HEARTBEAT.move(stage.name, pipe.step)
     if pipe.ledger:
         pipe.ledger.step(stage)
     if stage.may_fail:

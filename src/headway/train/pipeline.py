@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from headway import dist, record
 from headway.checkpoint.policy import Policy
 from headway.dist import World
+from headway.dist.shared_run import choose_run
 from headway.errors import UsageError
 from headway.record.ledger import VARIABLE as LEDGER_VARIABLE
 from headway.record.sinks import Mlflow, Sink, TensorBoard, Wandb, check_sink, feeding
@@ -306,7 +307,7 @@ class Pipeline:
         if any(isinstance(loader, FirstBatch) for loader in self.datasets.values()):
             # what it learns is of no use to a real run: neither may go on with the other
             name, resume = f"{name[:59]}-fake", "never" if resume == "never" else "auto"
-        choice = dist.choose_run(self._root, name=name, config=self.config, resume=resume)
+        choice = choose_run(self._root, name=name, config=self.config, resume=resume)
         self.run_directory = choice.run
         if choice.finished:
             dist.print_root(
@@ -394,7 +395,7 @@ class Pipeline:
 
     def call(self, hook: str, subject: Pipeline | Stage) -> None:
         """A hook: the subject's own first, then those of the callbacks. It may take any time."""
-        with dist.excused():
+        with dist.no_hang_check():
             getattr(subject, hook)()
             for callback in self._callbacks:
                 getattr(callback, hook)(subject)

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from headway import dist
 from headway.data.cache.node_cache import CachedShards
 from headway.data.catalog.catalog import Catalog
 from headway.data.catalog.find import counts, paths_of
 from headway.data.order.mix import Mix, Shards
 from headway.data.shards.indexes import stated_count
 from headway.data.shards.shard import Index, Limits, Shard
+from headway.dist import collective
 from headway.errors import BadShard, UsageError
 
 _LONG = 3.0  # seconds without a word
@@ -56,7 +56,7 @@ def find(mix: Mix, limits: Limits, *, shared: bool) -> list[Source]:
 
     if not shared:
         return [Source(*each) for each in look()]
-    found = dist.from_root(told)
+    found = collective.from_root(told)
     return [Source(name, [Path(path) for path in paths], counts) for name, paths, counts in found]
 
 

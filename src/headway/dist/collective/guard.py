@@ -14,9 +14,9 @@ from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar, overload
 
 from headway.dist.collective.exchange import FOREVER, RankExchange
-from headway.dist.failure.capture import HEART
+from headway.dist.failure.capture import HEARTBEAT
 from headway.dist.failure.remote import pack, unpack
-from headway.dist.group import Group, current
+from headway.dist.group import RankGroup, current
 from headway.errors import BarrierTimeout
 
 P = ParamSpec("P")
@@ -28,12 +28,12 @@ def _first(channel: str, *, works: bool, waiting: int) -> Iterator[None]:
     """Runs the body on the rank that `works` first, and then on the `waiting` others."""
     exchange = RankExchange("wait for the first rank", channel=channel)
     if not works:
-        with HEART.excused():
+        with HEARTBEAT.no_hang_check():
             exchange.read(readers=waiting)
         yield
         return
     try:
-        with HEART.excused():
+        with HEARTBEAT.no_hang_check():
             yield
     except BaseException as error:
         exchange.publish(error=error, readers=waiting)
@@ -91,7 +91,7 @@ def _root_only(function: Callable[P, T], *, wait: bool) -> Callable[P, T | None]
     def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
         group = current()
         if not wait:
-            with HEART.excused():
+            with HEARTBEAT.no_hang_check():
                 return function(*args, **kwargs) if group.place.rank == 0 else None
         root = group.place.rank == 0
         with _first("root_only", works=root, waiting=group.place.world_size - 1):
@@ -105,7 +105,7 @@ def from_root(work: Callable[[], T]) -> T:
     group = current()
     waiting = group.place.world_size - 1
     exchange = RankExchange("wait for rank 0", channel="from_root")
-    with HEART.excused():
+    with HEARTBEAT.no_hang_check():
         if group.place.rank != 0:
             return exchange.read(readers=waiting)  # type: ignore[no-any-return]
         try:

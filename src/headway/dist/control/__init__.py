@@ -1,1 +1,25 @@
-"""The control plane: a hub in rank 0's process with one signed connection per rank, agreement on stops, signals."""
+"""The control plane: how ranks learn within milliseconds that one of them failed, hangs, or was asked to stop.
+
+A `Hub` in rank 0's process has one signed `Channel` to the `Peer` in each rank. Over it ranks report failures, agree
+on the step at which all of them stop (`Agreement`), and say where they are when the run seems to hang (`HangWatch`).
+`stop` turns signals and the end of the job's time into such a request; `signals` keeps both away from data workers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headway import lazy
+
+if TYPE_CHECKING:
+    from headway.dist.control.agreement import Agreement as Agreement
+    from headway.dist.control.hub import Hub as Hub
+    from headway.dist.control.peer import Peer as Peer, connect_to_hub as connect_to_hub
+    from headway.dist.control.signals import (
+        STOP_REQUESTS as STOP_REQUESTS,
+        block_signals as block_signals,
+        ignore_signals as ignore_signals,
+    )
+    from headway.dist.control.stop import handle_stop_signals as handle_stop_signals
+
+__getattr__, __dir__, __all__ = lazy.exports(__name__)

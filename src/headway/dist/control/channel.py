@@ -20,7 +20,7 @@ _NONCE = 16
 _LINE_MAX = 4 << 20  # a long traceback fits; a stranger's endless line does not fill the memory
 
 
-class Forged(Exception):
+class UntrustedPeer(Exception):
     """Raised when the other side does not know the key."""
 
 
@@ -70,7 +70,7 @@ class Channel:
         deadline = time.monotonic() + timeout
         while self._secret is None:
             if not self._wait(deadline):
-                raise Forged("the other side hung up before it said a word")
+                raise UntrustedPeer("the other side hung up before it said a word")
 
     def feed(self, chunk: bytes) -> None:
         """Takes bytes that a caller has read from the socket."""
@@ -88,7 +88,7 @@ class Channel:
             del self._buffer[: end + 1]
             yield self._open(line)
         if len(self._buffer) > _LINE_MAX:
-            raise Forged("a line longer than any message")
+            raise UntrustedPeer("a line longer than any message")
 
     def close(self) -> None:
         self.socket.close()
@@ -106,7 +106,7 @@ class Channel:
         signature, _, body = line.decode(errors="replace").partition(" ")
         expected = self._sign(not self._calling, self._received, body)
         if not hmac.compare_digest(signature.encode(), expected.encode()):
-            raise Forged("wrong signature")
+            raise UntrustedPeer("wrong signature")
         self._received += 1
         message = json.loads(body)
         assert isinstance(message, dict), message  # whoever knows the key sends objects

@@ -25,10 +25,10 @@ import torch.distributed as c10d
 
 from headway.dist.control.channel import Message
 from headway.dist.failure import hang, heartbeat
-from headway.dist.failure.hang import Sighting
+from headway.dist.failure.hang import RankStatus
 from headway.dist.failure.heartbeat import Heartbeat
-from headway.dist.failure.record import Record
-from headway.dist.roster import Member
+from headway.dist.failure.record import FailureRecord
+from headway.dist.roster import RankInfo
 
 _OFTEN = 8  # looks, and questions, in one period
 _SLOWEST = 60.0  # seconds between two looks
@@ -105,7 +105,7 @@ class Watch:
     def hear(self, rank: int, words: Message) -> None:
         self._heard[rank] = _Heard(words=words, when=time.monotonic())
 
-    def look(self, members: Sequence[Member], world_size: int) -> Record | None:
+    def look(self, members: Sequence[RankInfo], world_size: int) -> FailureRecord | None:
         """Asks if there is reason to; returns the record of a hang if there is one. `members` are those still here."""
         limit = self.heart.limit
         if not self.heart.period or self.heart.age < limit / 2 or limit == math.inf:
@@ -120,7 +120,7 @@ class Watch:
             self.ask(stacks)
         return self._judge(members, world_size) if self._stacks_since is not None else None
 
-    def _judge(self, members: Sequence[Member], world_size: int) -> Record | None:
+    def _judge(self, members: Sequence[RankInfo], world_size: int) -> FailureRecord | None:
         assert self._stacks_since is not None and self._since is not None
         now = time.monotonic()
         fresh = {rank for rank, heard in self._heard.items() if heard.when >= self._stacks_since}
@@ -132,11 +132,11 @@ class Watch:
             return None  # somebody works, or nobody had the time to answer: ask again
         return hang.record([self._sighting(member, members[0], silent) for member in members], world_size)
 
-    def _sighting(self, member: Member, root: Member, silent: Collection[int]) -> Sighting:
+    def _sighting(self, member: RankInfo, root: RankInfo, silent: Collection[int]) -> RankStatus:
         if member.rank in silent:
             return _from_outside(member, near=member.host == root.host, age=self.heart.age)
         heard = self._heard[member.rank]
-        return Sighting(
+        return RankStatus(
             rank=member.rank,
             host=member.host,
             pid=member.pid,
@@ -148,24 +148,24 @@ class Watch:
         )
 
 
-def myself(heart: Heartbeat, rank: int) -> Sighting:
+def myself(heart: Heartbeat, rank: int) -> RankStatus:
     """This rank, seen by itself, for when there is nobody to tell."""
     words = answer(heart, {"stacks": True})
     known = {name: words[name] for name in ("phase", "step", "age", "collectives", "stack")}
-    return Sighting(rank=rank, host=socket.gethostname(), pid=os.getpid(), **known)
+    return RankStatus(rank=rank, host=socket.gethostname(), pid=os.getpid(), **known)
 
 
-def silent(heart: Heartbeat, root: Member) -> Sighting:
+def silent(heart: Heartbeat, root: RankInfo) -> RankStatus:
     """Rank 0, seen by a rank that hears nothing from it."""
     return _from_outside(root, near=root.host == socket.gethostname(), age=heart.age)
 
 
-def _from_outside(member: Member, *, near: bool, age: float) -> Sighting:
+def _from_outside(member: RankInfo, *, near: bool, age: float) -> RankStatus:
     """A rank that does not answer: what the kernel says of it, and its pulse, if it is on this machine."""
     condition = hang.condition(member.pid) if near else "silent"
     folder = os.environ.get("HEADWAY_HEARTBEAT")
     beat = heartbeat.read(Path(folder), member.rank) if near and folder else None
-    return Sighting(
+    return RankStatus(
         rank=member.rank,
         host=member.host,
         pid=member.pid,

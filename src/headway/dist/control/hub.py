@@ -19,11 +19,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import final
 
-from headway.dist.control.channel import Channel, Forged, Message
+from headway.dist.control.channel import Channel, UntrustedPeer, Message
 from headway.dist.control.hang_watch import Watch
 from headway.dist.failure.heartbeat import Heartbeat
-from headway.dist.failure.record import Record
-from headway.dist.roster import Member, seats
+from headway.dist.failure.record import FailureRecord
+from headway.dist.roster import RankInfo, seats
 
 _ECHO_GRACE = 1.0
 """A rank that lost its peer reports "connection closed" in the same moment in which the real cause is on its way."""
@@ -48,8 +48,8 @@ class Hub(threading.Thread):
         world_size: int,
         *,
         welcome: Mapping[str, object],
-        on_verdict: Callable[[Record], object],
-        on_end: Callable[[Record], None],
+        on_verdict: Callable[[FailureRecord], object],
+        on_end: Callable[[FailureRecord], None],
         heart: Heartbeat | None = None,
     ) -> None:
         super().__init__(name="headway hub", daemon=True)
@@ -59,13 +59,13 @@ class Hub(threading.Thread):
         self._welcome = welcome
         self._on_verdict = on_verdict
         self._on_end = on_end
-        self._members: dict[int, Member] = {}
+        self._members: dict[int, RankInfo] = {}
         self._channels: dict[int, Channel] = {}
         self._left: set[int] = set()
         self._stop_round = 0
         self._stop_why: str | None = None  # somebody asked for a stop, and the ranks say how far they are
         self._next_points: dict[int, int] = {}
-        self._echo: Record | None = None
+        self._echo: FailureRecord | None = None
         self._echo_deadline = 0.0
         self._next_word = time.monotonic() + _WORD_EVERY
         self._watch = Watch(heart=heart or Heartbeat(), ask=self._ask)
@@ -85,7 +85,7 @@ class Hub(threading.Thread):
                 else:
                     self._read(key.data)
             if self._echo and time.monotonic() >= self._echo_deadline:
-                self._pronounce(self._blame_those_who_left(self._echo))
+                self._broadcast_abort(self._attribute_to_early_leaver(self._echo))
             self._look_for_hangs()
         self._selector.close()
         self.close()
@@ -121,24 +121,24 @@ class Hub(threading.Thread):
         except OSError:  # gone already
             sock.close()
             return
-        self._selector.register(sock, selectors.EVENT_READ, _Caller(channel))
+        self._selector.register(sock, selectors.EVENT_READ, _Connection(channel))
 
-    def _read(self, caller: _Caller) -> None:
+    def _read(self, caller: _Connection) -> None:
         try:
             chunk = caller.channel.socket.recv(65536)
             caller.channel.feed(chunk)
             for message in caller.channel.take():
                 self._hear(caller, message)
-        except (OSError, Forged):
+        except (OSError, UntrustedPeer):
             chunk = b""
         if not chunk:
             self._selector.unregister(caller.channel.socket)
             caller.channel.close()
-            self._hung_up(caller)
+            self._on_disconnect(caller)
 
-    def _hear(self, caller: _Caller, message: Message) -> None:
+    def _hear(self, caller: _Connection, message: Message) -> None:
         if message["type"] == "hello":
-            self._enter(caller, Member(**message["member"]))
+            self._enter(caller, RankInfo(**message["member"]))
         elif message["type"] == "failed":
             self._judge(message["record"])
         elif message["type"] == "stop" and message["round"] == self._stop_round and self._stop_why is None:
@@ -169,7 +169,7 @@ class Hub(threading.Thread):
         here = [member for rank, member in sorted(self._members.items()) if rank not in self._left]
         record = self._watch.look(here, self._world_size) if here else None
         if record is not None:
-            self._pronounce(record)
+            self._broadcast_abort(record)
 
     def _ask(self, stacks: bool) -> None:
         for rank, channel in self._channels.items():
@@ -185,7 +185,7 @@ class Hub(threading.Thread):
         for channel in self._channels.values():
             channel.offer(word)
 
-    def _enter(self, caller: _Caller, member: Member) -> None:
+    def _enter(self, caller: _Connection, member: RankInfo) -> None:
         twin = self._members.get(member.rank)
         if twin is not None:
             both = f"{twin.host} pid {twin.pid} and {member.host} pid {member.pid}"
@@ -197,9 +197,9 @@ class Hub(threading.Thread):
         self._channels[member.rank] = caller.channel
         self._members[member.rank] = member
         if len(self._members) == self._world_size:
-            self._open_the_doors()
+            self._welcome_all()
 
-    def _open_the_doors(self) -> None:
+    def _welcome_all(self) -> None:
         """All are here: nobody else is expected, so the port closes, and everybody hears where it sits."""
         self._selector.unregister(self._listener)
         self._listener.close()
@@ -208,20 +208,20 @@ class Hub(threading.Thread):
             welcome = {"type": "welcome", "seat": asdict(seat), "root": root, **self._welcome}
             self._channels[rank].offer(welcome)
 
-    def _hung_up(self, caller: _Caller) -> None:
+    def _on_disconnect(self, caller: _Connection) -> None:
         if caller.rank is None or caller.rank in self._left:
             return
         self._channels.pop(caller.rank, None)
         self._judge(vanished(self._members[caller.rank]))
 
-    def _judge(self, record: Record) -> None:
+    def _judge(self, record: FailureRecord) -> None:
         if not record["echo"]:
-            self._pronounce(record)
+            self._broadcast_abort(record)
         elif self._echo is None:
             self._echo = record
             self._echo_deadline = time.monotonic() + _ECHO_GRACE
 
-    def _blame_those_who_left(self, record: Record) -> Record:
+    def _attribute_to_early_leaver(self, record: FailureRecord) -> FailureRecord:
         """A lost connection, and nobody died: somebody's script ended while others still needed it."""
         if not self._left:
             return record
@@ -233,7 +233,7 @@ class Hub(threading.Thread):
             "hint": None,
         }
 
-    def _pronounce(self, record: Record) -> None:
+    def _broadcast_abort(self, record: FailureRecord) -> None:
         """Tells everybody, lets them go first, and goes last: so the cause is the last thing on the screen."""
         self._on_verdict(record)
         others = [channel for rank, channel in self._channels.items() if rank != 0]
@@ -246,7 +246,7 @@ class Hub(threading.Thread):
 
 
 @final
-class _Caller:
+class _Connection:
     """A connection, and the rank at its other end once it has said so."""
 
     def __init__(self, channel: Channel) -> None:
@@ -254,7 +254,7 @@ class _Caller:
         self.rank: int | None = None
 
 
-def vanished(member: Member) -> Record:
+def vanished(member: RankInfo) -> FailureRecord:
     """The record of a rank that can no longer speak for itself."""
     return {
         "kind": "vanished",
@@ -273,5 +273,5 @@ def _wait_for_end(channel: Channel, deadline: float) -> None:
     try:
         while channel.receive(max(0.0, deadline - time.monotonic())) is not None:
             pass
-    except (OSError, Forged):  # time is up, or it is gone: either way there is nothing to wait for
+    except (OSError, UntrustedPeer):  # time is up, or it is gone: either way there is nothing to wait for
         pass

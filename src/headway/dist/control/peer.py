@@ -13,12 +13,12 @@ from dataclasses import asdict
 from typing import final
 
 from headway.dist.control.agreement import Agreement
-from headway.dist.control.channel import Channel, Forged, Message, call
+from headway.dist.control.channel import Channel, UntrustedPeer, Message, call
 from headway.dist.control.hang_watch import answer, pause
 from headway.dist.failure.heartbeat import Heartbeat
-from headway.dist.failure.record import Record
-from headway.dist.rendezvous import Meeting
-from headway.dist.roster import Member
+from headway.dist.failure.record import FailureRecord
+from headway.dist.rendezvous import Rendezvous
+from headway.dist.roster import RankInfo
 from headway.errors import RankFailure, UsageError
 
 
@@ -34,12 +34,12 @@ class Peer:
         self._heard = threading.Event()
         self._leaving = False
 
-    def enter(self, member: Member, timeout: float) -> Message:
+    def enter(self, member: RankInfo, timeout: float) -> Message:
         """Introduces this rank and waits until all are here. Returns the hub's welcome."""
         self._channel.send({"type": "hello", "member": asdict(member)})
         noted = self._channel.receive(timeout)
         if noted is None:
-            raise Forged("this is the hub of another launch")
+            raise UntrustedPeer("this is the hub of another launch")
         if noted["type"] == "refused":
             raise UsageError(f"{noted['why']}; start each rank once")
         answer = self._channel.receive(timeout)
@@ -53,7 +53,7 @@ class Peer:
 
     def watch(
         self,
-        on_abort: Callable[[Record], None],
+        on_abort: Callable[[FailureRecord], None],
         on_hub_lost: Callable[[], None],
         on_hub_silent: Callable[[], None],
     ) -> None:
@@ -66,7 +66,7 @@ class Peer:
             daemon=True,
         ).start()
 
-    def report(self, record: Record) -> None:
+    def report(self, record: FailureRecord) -> None:
         """Tells the hub that this rank failed. The answer, or the hub's end, comes to those whom `watch` was given."""
         self._say({"type": "failed", "record": record})
 
@@ -92,13 +92,13 @@ class Peer:
 
     def _listen(
         self,
-        on_abort: Callable[[Record], None],
+        on_abort: Callable[[FailureRecord], None],
         on_hub_lost: Callable[[], None],
         on_hub_silent: Callable[[], None],
     ) -> None:
         try:
             message = self._last_word(on_hub_silent)
-        except (OSError, Forged, ValueError):  # ValueError: closed by the main thread
+        except (OSError, UntrustedPeer, ValueError):  # ValueError: closed by the main thread
             message = None
         self._heard.set()
         if message is not None and message["type"] == "abort":
@@ -133,8 +133,8 @@ class Peer:
                     self._say({"type": "still"})  # a hub that lives takes note
 
 
-def join(
-    meeting: Meeting, member: Member, timeout: float, heart: Heartbeat | None = None
+def connect_to_hub(
+    meeting: Rendezvous, member: RankInfo, timeout: float, heart: Heartbeat | None = None
 ) -> tuple[Peer, Message, str]:
     """Finds rank 0 and enters. Returns the line to it, its welcome, and the name under which it was reached.
 
@@ -149,13 +149,13 @@ def join(
             assert address is not None
             try:
                 channel = call(host, address.port, address.key, timeout=min(left, 5.0))
-            except (OSError, Forged) as error:
+            except (OSError, UntrustedPeer) as error:
                 trouble = f"{host}:{address.port}: {error}"
                 continue
             try:
                 peer = Peer(channel, heart or Heartbeat())
                 return peer, peer.enter(member, deadline - time.monotonic()), host
-            except (OSError, Forged) as error:
+            except (OSError, UntrustedPeer) as error:
                 trouble = f"{host}:{address.port} did not let us in ({error or 'some ranks never came'})"
                 channel.close()
             except BaseException:

@@ -4,7 +4,7 @@ SLURM may send a stop signal to every process of a step, data workers included: 
 rank down before it can save, and a forked worker that inherits the rank's handler acts twice. Workers ignore such
 signals, from their first moment on.
 
-    with dist.shielded():
+    with dist.block_signals():
         batches = iter(DataLoader(..., worker_init_fn=dist.ignore_signals))
 """
 
@@ -24,7 +24,7 @@ _SHIELDED = (*STOP_REQUESTS, signal.SIGTERM, signal.SIGINT)
 
 
 @contextmanager
-def shielded() -> Iterator[None]:
+def block_signals() -> Iterator[None]:
     """Processes started in here begin life with stop signals blocked; this process gets them a moment later.
 
     A fresh interpreter needs a second until it can ignore a signal; until then the kernel holds it back.

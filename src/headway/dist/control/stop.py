@@ -18,19 +18,19 @@ from typing import Any
 from headway.dist.group import current
 
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
-MARGIN = 15.0
+MARGIN_S = 15.0
 """seconds to spare when the job's time ends: for leaving, and for clocks that differ"""
-_LOOK = 1.0  # seconds between two looks at the clock
+_CLOCK_CHECK_S = 1.0  # seconds between two looks at the clock
 
 
 @contextmanager
-def listening(end: float | None = None, lead: Callable[[], float] = lambda: 0.0) -> Iterator[None]:
+def handle_stop_signals(end: float | None = None, lead: Callable[[], float] = lambda: 0.0) -> Iterator[None]:
     """While in here, stop signals ask all ranks to stop at one point; a second Ctrl-C raises KeyboardInterrupt.
 
     `end` is when the job's time is over (seconds since 1970), on the rank that watches it, and `lead()` how long
     before that a stop must be asked for. Handlers that were there before are called as well, and put back afterwards.
 
-    >>> with listening(end=schedulers.end_time(), lead=lambda: 60.0):
+    >>> with handle_stop_signals(end=schedulers.end_time(), lead=lambda: 60.0):
     ...     train()
     """
     words: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # the one queue that a handler may put into
@@ -73,7 +73,7 @@ def _handle(words: queue.SimpleQueue[str | None]) -> dict[signal.Signals, Any]:
 def _pass_on(words: queue.SimpleQueue[str | None], deadline: float | None, lead: Callable[[], float]) -> None:
     while True:
         try:
-            word = words.get(timeout=None if deadline is None else _LOOK)
+            word = words.get(timeout=None if deadline is None else _CLOCK_CHECK_S)
         except queue.Empty:
             assert deadline is not None
             if time.monotonic() + lead() < deadline:

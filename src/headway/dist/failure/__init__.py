@@ -1,1 +1,29 @@
-"""Failures: the record of the first one, hangs and who causes them, heartbeats. Needs no torch."""
+"""Failures: what is recorded about the first one, who is told, and how a run that hangs is found out.
+
+`capture` turns an exception into a record, `record` formats it for people, `remote` moves exceptions between ranks,
+`policy` decides what a rank does when it or another one fails. `heartbeat` shows whether a rank makes progress, `hang`
+tells ranks that hold up a run from those that wait. Only `policy` needs torch; node agents use the rest without it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headway import lazy
+
+if TYPE_CHECKING:
+    from headway.dist.failure.capture import (
+        HEARTBEAT as HEARTBEAT,
+        no_hang_check as no_hang_check,
+        set_phase as set_phase,
+    )
+    from headway.dist.failure.hang import RankStatus as RankStatus
+    from headway.dist.failure.heartbeat import Heartbeat as Heartbeat, HeartbeatReading as HeartbeatReading
+    from headway.dist.failure.record import (
+        FailureRecord as FailureRecord,
+        describe_exit_status as describe_exit_status,
+        format_cause as format_cause,
+        format_pointer as format_pointer,
+    )
+
+__getattr__, __dir__, __all__ = lazy.exports(__name__)

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from types import TracebackType
 
 from headway.dist.failure.heartbeat import Heartbeat
-from headway.dist.failure.record import Record
+from headway.dist.failure.record import FailureRecord
 from headway.errors import INTERRUPTED, HeadwayError
 from headway.system.redact import redact
 
@@ -29,7 +29,7 @@ _LOST_PEER = re.compile(
 )
 
 
-HEART = Heartbeat()
+HEARTBEAT = Heartbeat()
 """what this rank is doing, kept current by the loop at no cost"""
 
 
@@ -41,19 +41,19 @@ def set_phase(phase: str, step: int | None = None) -> None:
 
     >>> set_phase("train", step=37)
     """
-    HEART.move(phase, step)
+    HEARTBEAT.move(phase, step)
 
 
-def excused() -> AbstractContextManager[None]:
+def no_hang_check() -> AbstractContextManager[None]:
     """What is done in here may take any time, and is no hang.
 
-    >>> with excused():
+    >>> with no_hang_check():
     ...     upload(checkpoint)
     """
-    return HEART.excused()
+    return HEARTBEAT.no_hang_check()
 
 
-def record_of(error: BaseException, trace: TracebackType | None, rank: int) -> Record:
+def record_of(error: BaseException, trace: TracebackType | None, rank: int) -> FailureRecord:
     """Everything known about an exception that nobody caught."""
     interrupted = isinstance(error, KeyboardInterrupt)
     name = type(error).__qualname__
@@ -62,8 +62,8 @@ def record_of(error: BaseException, trace: TracebackType | None, rank: int) -> R
         "rank": rank,
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "phase": HEART.phase,
-        "step": HEART.step,
+        "phase": HEARTBEAT.phase,
+        "step": HEARTBEAT.step,
         "error": redact(f"{name}: {error}" if str(error) else name),
         "traceback": redact("".join(traceback.format_exception(type(error), error, trace))),
         "sentence": redact(str(error)) if isinstance(error, HeadwayError) else None,

@@ -1,6 +1,6 @@
 """A run that stands still: who holds it up, who only waits, and the words in which people read it. No torch.
 
-Those who look, rank 0 over the wire or the agent of a node in shared memory, bring sightings of ranks; the judgement is
+Those who look, rank 0 over the wire or the agent of a node in shared memory, bring statuses of ranks; the judgement is
 the same. Ranks that wait in a collective are victims. To blame are those who are stopped or do not answer; else those
 who have made fewer steps or taken part in fewer collectives; else those whose stack is not one of waiting.
 """
@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, final
 
-from headway.dist.failure.record import Record
+from headway.dist.failure.record import FailureRecord
 
 Condition = Literal["answers", "silent", "stopped", "blocked"]
 """stopped: by a signal; blocked: the kernel does not let it go, as with a dead file system"""
@@ -43,7 +43,7 @@ _WORDS = {
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Sighting:
+class RankStatus:
     """One rank, as somebody sees it."""
 
     rank: int
@@ -59,30 +59,30 @@ class Sighting:
     stack: str = ""
 
 
-def suspects(sightings: Sequence[Sighting]) -> list[Sighting]:
+def suspects(statuses: Sequence[RankStatus]) -> list[RankStatus]:
     """Those who hold up the others; empty if nobody can be told from the rest."""
     for found in (
-        [one for one in sightings if one.condition != "answers"],
-        _behind(sightings, [one.step for one in sightings]),
-        _behind(sightings, [one.collectives for one in sightings]),
-        [one for one in sightings if one.stack and not _WAITS.search(one.stack)],
+        [one for one in statuses if one.condition != "answers"],
+        _behind(statuses, [one.step for one in statuses]),
+        _behind(statuses, [one.collectives for one in statuses]),
+        [one for one in statuses if one.stack and not _WAITS.search(one.stack)],
     ):
-        if 0 < len(found) < len(sightings):
+        if 0 < len(found) < len(statuses):
             return found
     return []
 
 
-def _behind(sightings: Sequence[Sighting], counts: Sequence[int | None]) -> list[Sighting]:
+def _behind(statuses: Sequence[RankStatus], counts: Sequence[int | None]) -> list[RankStatus]:
     known = [count for count in counts if count is not None]
     return [
-        one for one, count in zip(sightings, counts, strict=True) if count is not None and count < max(known)
+        one for one, count in zip(statuses, counts, strict=True) if count is not None and count < max(known)
     ]
 
 
-def record(sightings: Sequence[Sighting], world_size: int) -> Record:
+def record(statuses: Sequence[RankStatus], world_size: int) -> FailureRecord:
     """The record of a hang."""
-    guilty = suspects(sightings)
-    first = (guilty or sightings)[0]
+    guilty = suspects(statuses)
+    first = (guilty or statuses)[0]
     return {
         "kind": "hang",
         "rank": first.rank,
@@ -90,26 +90,26 @@ def record(sightings: Sequence[Sighting], world_size: int) -> Record:
         "pid": first.pid,
         "phase": first.phase,
         "step": first.step,
-        "error": _sentence(sightings, guilty, world_size),
-        "traceback": _report(sightings),
+        "error": _sentence(statuses, guilty, world_size),
+        "traceback": _report(statuses),
         "sentence": None,
         "suspects": [one.rank for one in guilty],
-        "victims": [one.rank for one in sightings if one not in guilty],
-        "age": round(min(one.age for one in sightings), 1),
+        "victims": [one.rank for one in statuses if one not in guilty],
+        "age": round(min(one.age for one in statuses), 1),
         "exit_code": 1,
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "echo": False,
     }
 
 
-def _sentence(sightings: Sequence[Sighting], guilty: Sequence[Sighting], world_size: int) -> str:
-    still = f"for {min(one.age for one in sightings):.0f} s no rank has moved"
+def _sentence(statuses: Sequence[RankStatus], guilty: Sequence[RankStatus], world_size: int) -> str:
+    still = f"for {min(one.age for one in statuses):.0f} s no rank has moved"
     if not guilty:
-        everybody = names(one.rank for one in sightings)
+        everybody = names(one.rank for one in statuses)
         return (
-            f"{still}: {everybody} of {world_size} {_plural(sightings, 'stands', 'stand')} in the same place"
+            f"{still}: {everybody} of {world_size} {_plural(statuses, 'stands', 'stand')} in the same place"
         )
-    waiting = [one.rank for one in sightings if one not in guilty]
+    waiting = [one.rank for one in statuses if one not in guilty]
     first = guilty[0]
     who = f"{names(one.rank for one in guilty)} of {world_size}"
     who += f" on {first.host} (pid {first.pid})" if len(guilty) == 1 else ""
@@ -122,16 +122,16 @@ def _sentence(sightings: Sequence[Sighting], guilty: Sequence[Sighting], world_s
     return f"{still}: {who} {what}{place}{wait}"
 
 
-def _plural(sightings: Sequence[Sighting], one: str, many: str) -> str:
-    return one if len(sightings) == 1 else many
+def _plural(statuses: Sequence[RankStatus], one: str, many: str) -> str:
+    return one if len(statuses) == 1 else many
 
 
-def _report(sightings: Sequence[Sighting]) -> str:
+def _report(statuses: Sequence[RankStatus]) -> str:
     """Where everybody is; those in the same place together."""
-    return "\n\n".join(f"{who}{text}" for who, text in fold((one.rank, _story(one)) for one in sightings))
+    return "\n\n".join(f"{who}{text}" for who, text in fold((one.rank, _story(one)) for one in statuses))
 
 
-def _story(one: Sighting) -> str:
+def _story(one: RankStatus) -> str:
     text = f" {_WORDS[one.condition]}" if one.condition != "answers" else ""
     text += f", in {one.phase}" if one.phase else ""
     text += f" at step {one.step}" if one.step is not None else ""

@@ -38,7 +38,7 @@ _VERSION = 1
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Beat:
+class HeartbeatReading:
     """What a heartbeat says, seen from outside; times are those of this machine's monotonic clock."""
 
     pid: int
@@ -74,7 +74,7 @@ class Heartbeat:
         self._paces: dict[str, tuple[int, float]] = {}  # phase -> moves seen, usual seconds of one
         self._moves, self._since = 0, self.moved  # since the pace was last looked at
         self._review = math.inf  # when it is to be looked at again
-        self._leaves = 0  # blocks of `excused` that are open
+        self._leaves = 0  # blocks of `no_hang_check` that are open
         self._memory: mmap.mmap | None = None
         self._stack = -1
         self._alarm_limit = math.inf
@@ -134,7 +134,7 @@ class Heartbeat:
         self._review = now + self.limit / 4 if known else now if self.period else math.inf
 
     @contextmanager
-    def excused(self) -> Iterator[None]:
+    def no_hang_check(self) -> Iterator[None]:
         """What is done in here may take any time, as a download may."""
         self._leaves += 1
         self._beat(math.inf)
@@ -164,7 +164,7 @@ class Heartbeat:
         self._alarm_limit = limit
 
 
-def read(folder: Path, rank: int) -> Beat | None:
+def read(folder: Path, rank: int) -> HeartbeatReading | None:
     """The heartbeat of a rank; None while it has none."""
     try:
         data = heartbeat_file(folder, rank).read_bytes()
@@ -174,7 +174,7 @@ def read(folder: Path, rank: int) -> Beat | None:
     if version != _VERSION:
         return None
     phase, run = (_get(data, number) for number in (0, 1))
-    return Beat(pid=pid, phase=phase, step=step if there else None, moved=moved, limit=limit, run=run)
+    return HeartbeatReading(pid=pid, phase=phase, step=step if there else None, moved=moved, limit=limit, run=run)
 
 
 def heartbeat_file(folder: Path, rank: int) -> Path:

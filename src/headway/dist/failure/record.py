@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-Record = dict[str, Any]
+FailureRecord = dict[str, Any]
 """kind (exception, interrupted, vanished, left, hang), rank, host, pid, phase, step, error, traceback, sentence,
 exit_code"""
 
 
-def cause(record: Mapping[str, Any], world_size: int, where: Path | str | None) -> str:
+def format_cause(record: Mapping[str, Any], world_size: int, where: Path | str | None) -> str:
     """The last block on the screen: which rank failed first, of what, and where the record is."""
     if record["kind"] == "interrupted":
         return "headway: interrupted by Ctrl-C\n"
@@ -32,17 +32,17 @@ def cause(record: Mapping[str, Any], world_size: int, where: Path | str | None) 
     return text + (f"record: {where}\n" if where is not None else "")
 
 
-def pointer(rank: int, record: Mapping[str, Any], where: Path | str | None) -> str:
+def format_pointer(rank: int, record: Mapping[str, Any], where: Path | str | None) -> str:
     """What a healthy rank says when it stops for another."""
     place = f"see {where}" if where is not None else "the cause is at the end of this output"
     what = "no rank moves" if record.get("kind") == "hang" else f"rank {record['rank']} failed"
     return f"headway: rank {rank} stops because {what} ({record['error']}); {place}\n"
 
 
-def status_in_words(status: int) -> str:
+def describe_exit_status(status: int) -> str:
     """How a process ended, from its return code as `subprocess` gives it.
 
-    >>> status_in_words(-9)
+    >>> describe_exit_status(-9)
     'was killed by SIGKILL (kill -9, or the out-of-memory killer: see dmesg)'
     """
     if status >= 0:

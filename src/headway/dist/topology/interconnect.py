@@ -151,7 +151,7 @@ class Interconnect:
         return f"rank {rank} (host {self.hosts[rank]})"
 
 
-class Wire(Protocol):
+class Transport(Protocol):
     """What carries bytes between ranks: the process group, or a bad one in a test. Calls return when done."""
 
     device: torch.device
@@ -164,7 +164,7 @@ class Wire(Protocol):
 
 
 @final
-class GroupWire:
+class ProcessGroupTransport:
     """The default process group: NCCL between GPUs where it has NCCL, else gloo between CPUs."""
 
     def __init__(self) -> None:
@@ -192,7 +192,7 @@ class GroupWire:
             torch.cuda.synchronize(self.device)
 
 
-def check_interconnect(*, megabytes: int = 16, wire: Wire | None = None) -> Interconnect:
+def check_interconnect(*, megabytes: int = 16, wire: Transport | None = None) -> Interconnect:
     """Sends known bytes over every link of the default process group and times them. All ranks must call it.
 
     Returns the same result on all ranks, or raises RankFailure when a peer is gone or silent for the group's
@@ -215,12 +215,12 @@ def check_interconnect(*, megabytes: int = 16, wire: Wire | None = None) -> Inte
             all_reduce_wrong=[0],
             links=[],
         )
-    wire = GroupWire() if wire is None else wire
+    wire = ProcessGroupTransport() if wire is None else wire
     exchange = _exchange()
     return _measure(wire, exchange, exchange.all_gather(socket.gethostname), size)
 
 
-def _measure(wire: Wire, exchange: RankExchange, hosts: Sequence[str], size: int) -> Interconnect:
+def _measure(wire: Transport, exchange: RankExchange, hosts: Sequence[str], size: int) -> Interconnect:
     seconds, sums_wrong = _canary(wire, size)
     sent: dict[int, tuple[float, float]] = {}
     wrong: dict[int, int] = {}
@@ -275,7 +275,7 @@ def _link(reports: Sequence[Any], sender: int, receiver: int, size: int) -> Link
     )
 
 
-def _canary(wire: Wire, size: int) -> tuple[float, int]:
+def _canary(wire: Transport, size: int) -> tuple[float, int]:
     """Seconds of the fastest of some all-reduces, and how many of its exact sums the worst one got wrong."""
     rank, world = td.get_rank(), td.get_world_size()
     base = torch.arange(size // 4, device=wire.device).remainder_(97).float()
@@ -290,7 +290,7 @@ def _canary(wire: Wire, size: int) -> tuple[float, int]:
     return best, wrong
 
 
-def _send_timed(wire: Wire, to: int, size: int) -> tuple[float, float]:
+def _send_timed(wire: Transport, to: int, size: int) -> tuple[float, float]:
     """Seconds that the payload took (the receiver's answer stops the clock), and half of a round trip's."""
     payload, token = _pattern(td.get_rank(), to, size).to(wire.device), _token(wire)
 
@@ -308,7 +308,7 @@ def _send_timed(wire: Wire, to: int, size: int) -> tuple[float, float]:
     return max(min(times) - latency, 1e-9), latency
 
 
-def _receive_checked(wire: Wire, sender: int, size: int) -> int:
+def _receive_checked(wire: Transport, sender: int, size: int) -> int:
     """The other end of `_send_timed`; returns how many bytes were wrong in the worst of the transfers."""
     expected, token = _pattern(sender, td.get_rank(), size).to(wire.device), _token(wire)
     for _ in range(_PINGS):
@@ -330,7 +330,7 @@ def _pattern(sender: int, receiver: int, size: int) -> Tensor:
     return torch.empty(size // 8, dtype=torch.int64).random_(generator=generator).view(torch.uint8)
 
 
-def _token(wire: Wire) -> Tensor:
+def _token(wire: Transport) -> Tensor:
     return torch.zeros(1, device=wire.device)
 
 

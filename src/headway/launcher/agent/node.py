@@ -9,7 +9,7 @@ from pathlib import Path
 
 from headway import schedulers
 from headway.dist.environment import detect
-from headway.dist.rendezvous import file_meeting
+from headway.dist.rendezvous import file_rendezvous
 from headway.errors import UsageError
 from headway.launcher.agent.agent import Agent
 from headway.launcher.agent.team import Team
@@ -53,7 +53,7 @@ def run_here(command: Sequence[str], *, nproc: int, max_restarts: int = 0) -> in
         )
     team = None
     if place.world_size > 1:
-        meeting = file_meeting(place)
+        meeting = file_rendezvous(place)
         meeting.check()
         directory = meeting.path.with_name(meeting.path.name.replace(".meeting-", ".agents-"))
         team = Team(directory, number=place.rank, size=place.world_size)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headway.dist.failure.record import Record, cause, status_in_words
+from headway.dist.failure.record import FailureRecord, describe_exit_status, format_cause
 from headway.errors import (
     INTERRUPTED,
     TERMINATED,
@@ -46,17 +46,21 @@ def summary(outcome: Mapping[str, Any], world_size: int) -> str:
         return f"headway: {sentence or _NOT_CRASHES[code]}\n"
     if record and record["kind"] == "staging":  # there were no ranks yet
         return f"headway: {sentence}\n"
-    return cause(record, world_size, record.get("failure_file")) if record else f"headway: exit code {code}\n"
+    return (
+        format_cause(record, world_size, record.get("failure_file"))
+        if record
+        else f"headway: exit code {code}\n"
+    )
 
 
-def first_failure(path: Path, ended: Mapping[int, int], pids: Mapping[int, int]) -> Record:
+def first_failure(path: Path, ended: Mapping[int, int], pids: Mapping[int, int]) -> FailureRecord:
     """What the ranks agreed on, completed by what only their parent process knows: how they ended."""
     if path.exists():
-        record: Record = json.loads(path.read_text())
+        record: FailureRecord = json.loads(path.read_text())
         if record["kind"] == "vanished" and record["rank"] in ended:
             status = ended[record["rank"]]
             early = " while the others still worked" if status >= 0 else ""
-            record |= {"error": status_in_words(status) + early, "hint": None}
+            record |= {"error": describe_exit_status(status) + early, "hint": None}
             if status in _NOT_CRASHES:
                 record["exit_code"] = status
             _complete(record)
@@ -67,18 +71,18 @@ def first_failure(path: Path, ended: Mapping[int, int], pids: Mapping[int, int])
         "rank": rank,
         "host": socket.gethostname(),
         "pid": pids[rank],
-        "error": f"{status_in_words(status)}; its own output, above, says why",
+        "error": f"{describe_exit_status(status)}; its own output, above, says why",
         "exit_code": status if status in _NOT_CRASHES else 1,
     }
 
 
-def keep(record: Record, path: Path) -> None:
+def keep(record: FailureRecord, path: Path) -> None:
     """Records what the agent itself has found, unless the ranks were faster."""
     if files.publish(path, json.dumps(record).encode()):
         _complete(record)
 
 
-def _complete(record: Record) -> None:
+def _complete(record: FailureRecord) -> None:
     """Replaces the record in the run directory, written by a rank that only saw that another was gone."""
     if not record.get("failure_file"):
         return

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import final
 
 from headway.dist.failure import hang, heartbeat
-from headway.dist.failure.hang import Sighting
-from headway.dist.failure.heartbeat import Beat
-from headway.dist.failure.record import Record
+from headway.dist.failure.hang import RankStatus
+from headway.dist.failure.heartbeat import HeartbeatReading
+from headway.dist.failure.record import FailureRecord
 from headway.run import Run
 
 _POLL_S = 0.25
@@ -41,7 +41,7 @@ class Watchdog:
         self._directory, self._ranks, self._world_size = directory, sorted(ranks), world_size
         self._looked = 0.0
 
-    def tick(self) -> Record | None:
+    def tick(self) -> FailureRecord | None:
         """Checks the heartbeats, if it is time to; if all ranks are stalled, collects their stacks."""
         now = time.monotonic()
         if now - self._looked < _POLL_S:
@@ -60,7 +60,7 @@ class Watchdog:
         run = next((Run.open(beat.run) for beat in stalled.values() if beat.run), None)
         return record | {"failure_file": str(run.failure_file) if run else None}
 
-    def _stacks(self, beats: dict[int, Beat]) -> dict[int, str]:
+    def _stacks(self, beats: dict[int, HeartbeatReading]) -> dict[int, str]:
         files = {rank: heartbeat.stack_file(self._directory, rank) for rank in beats}
         before = {rank: file.stat().st_size for rank, file in files.items()}
         for beat in beats.values():
@@ -72,8 +72,8 @@ class Watchdog:
         }
 
 
-def _sighting(rank: int, beat: Beat, condition: hang.Condition, stack: str) -> Sighting:
-    return Sighting(
+def _sighting(rank: int, beat: HeartbeatReading, condition: hang.Condition, stack: str) -> RankStatus:
+    return RankStatus(
         rank=rank,
         host=socket.gethostname(),
         pid=beat.pid,

@@ -20,6 +20,7 @@ from headway import checkpoint, data, dist, schedulers
 from headway.checkpoint.policy import Policy
 from headway.dist import set_phase
 from headway.dist.collective.exchange import gather_rows
+from headway.dist.collective.guard import from_root
 from headway.dist.control import stop
 from headway.dist.control.agreement import Agreement
 from headway.dist.group import current
@@ -74,7 +75,7 @@ class Keeper:
         dist.barrier()  # nobody asks for a stop before all have begun to count
         end = schedulers.end_time() if root else None
         saver = checkpoint.Saver(run, lock=recording.lock, background=self.policy.background)
-        with stop.listening(end, self._pace.lead), saver as self._saver:
+        with stop.handle_stop_signals(end, self._pace.lead), saver as self._saver:
             try:
                 yield
             finally:
@@ -88,7 +89,7 @@ class Keeper:
             loaded = checkpoint.load_latest(choice.run, partial(state.destinations, self.pipe))
         except UsageError as error:  # the script was changed since
             raise UsageError(f'{error} (a new run: resume="never")') from error
-        dist.from_root(partial(self._begin, loaded.step if loaded else 0))
+        from_root(partial(self._begin, loaded.step if loaded else 0))
         if loaded is None:
             if choice.why != NEW:
                 dist.print_root(
@@ -374,7 +375,7 @@ class _Pace:
         self._last: float | None = None
 
     def lead(self) -> float:
-        return 1.5 * self.save + 2 * self._slowest + stop.MARGIN
+        return 1.5 * self.save + 2 * self._slowest + stop.MARGIN_S
 
     def step(self) -> None:
         now = time.monotonic()
