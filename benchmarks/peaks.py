@@ -17,15 +17,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "plan"))
 from strangers import MODELS, NAMES
 
 from headway.errors import HeadwayError
-from headway.plan.tracer.measurement import measure_plan
-from headway.plan.tracer.request import Trace
+from headway.plan.tracer.measurement import measure_module
+from headway.plan.tracer.settings import TraceSettings
 
 FILE = Path(__file__).parent.parent / "tests" / "plan" / "strangers.py"
 
 
-def settings(name: str) -> Trace:
+def settings(name: str) -> TraceSettings:
     stranger = MODELS[name]
-    return Trace(
+    return TraceSettings(
         factory=f"{FILE}:make",
         inputs=stranger.batch.__name__,
         loss=stranger.loss,
@@ -36,7 +36,7 @@ def settings(name: str) -> Trace:
 
 def line(name: str) -> str:
     try:
-        found = measure_plan(settings(name), steps=3).rows[0]
+        found = measure_module(settings(name), steps=3).rows[0]
     except HeadwayError as error:
         return f"| {name} | {MODELS[name].size} | {error} |"
     assert found.measured_allocated and found.measured_reserved

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "plan"))
 from truth import FITTED_ROWS, Measured, h200_rows, korthikanti, torchtitan, vtrain
 
 from headway.plan import Calibration, Layout, Node, preset, search
-from headway.plan.cost.memory import peak, reserve
+from headway.plan.cost.memory import peak, reserve_factor
 from headway.plan.cost.steptime import step_time
 
 DGX, VTRAIN = Node("dgx-a100"), Node("a100-sxm8")
@@ -38,7 +38,7 @@ FITTED = (
     "network",
     "network_latency_s",
 )
-# where the fit starts: the catalogue's achievable figures, rounded, and the limits that links were measured at
+# where the fit starts: the catalog's achievable figures, rounded, and the limits that links were measured at
 START = Calibration(
     matrix=0.85, attention=0.6, memory=1.0, kernel_s=8e-6, peer=0.75, peer_latency_s=10e-6, network=0.75,
     network_latency_s=25e-6,
@@ -152,7 +152,7 @@ def steps_in_papers() -> None:
 def memory_of_torchtitan() -> None:
     rows = []
     for model, layout, published in torchtitan():
-        guess = peak(model, layout).allocated * reserve(layout).value / 2**30
+        guess = peak(model, layout).allocated * reserve_factor(layout).value / 2**30
         what = f"{model.name} {layout.describe()}{' compiled' if layout.compiled else ''}"
         rows.append([what, f"{published} GiB", f"{guess:.1f} GiB", f"{guess / published - 1:+.1%}"])
     table("torchtitan on H100, memory by closed forms", ["run", "published", "headway", "error"], rows)
@@ -161,11 +161,11 @@ def memory_of_torchtitan() -> None:
 def traced_peaks() -> None:
     from test_trace import settings
 
-    from headway.plan.tracer.request import run_all
+    from headway.plan.tracer.request import trace_modules
 
     facts = h200_rows()
     rows = []
-    for row, found in zip(facts, run_all([settings(i) for i in range(len(facts))]), strict=True):
+    for row, found in zip(facts, trace_modules([settings(i) for i in range(len(facts))]), strict=True):
         allocated, reserved = (
             found.allocated / row["peak_bytes"] - 1,
             found.reserved / row["reserved_bytes"] - 1,

@@ -30,9 +30,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from headway.plan.tracer.process import allocator, standins
-from headway.plan.tracer.process.meter import Meter
-from headway.plan.tracer.process.sharding import group
+from headway.plan.tracer.process import allocator, cuda_emulation
+from headway.plan.tracer.process.memory_meter import MemoryMeter
+from headway.plan.tracer.process.sharding import fake_process_group
 
 TP, HEAD, KEYS, VOCAB, TOKENS = 8, 128, 8, 128256, 8192
 
@@ -172,8 +172,8 @@ def first_stage(model: Llama, tokens: Tensor, grads: list[Tensor]) -> None:
 
 def traced(case: Case) -> tuple[int, int]:
     """Bytes allocated and reserved at the peak of the second step."""
-    meter = Meter()
-    with group(case.fsdp * TP):
+    meter = MemoryMeter()
+    with fake_process_group(case.fsdp * TP):
         mesh = init_device_mesh("cpu", (case.fsdp, TP), mesh_dim_names=("dp", "tp"))
         with FakeTensorMode(allow_non_fake_inputs=True), meter:
             model = Llama(case)
@@ -193,12 +193,12 @@ def traced(case: Case) -> tuple[int, int]:
                         first_stage(model, tokens, grads)
                 with meter.during("optimizer"):
                     optimizer.step()
-    return allocator.play(list(meter.events), built=built, start=start)
+    return allocator.replay(list(meter.events), built=built, start=start)
 
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    kept = standins.install()
+    kept = cuda_emulation.install()
     for name in sys.argv[1:] or CASES:
         allocated, reserved = traced(CASES[name])
         print(f"{name}: {allocated / 2**30:.1f} GiB allocated, {reserved / 2**30:.1f} reserved", flush=True)

@@ -13,8 +13,8 @@ import pytest
 from headway.cli import plan as verb
 from headway.errors import HeadwayError, UsageError
 from headway.plan import Layout, Node, estimate, preset
-from headway.plan.machine.calibration import load
-from headway.plan.report.html import page
+from headway.plan.machine.calibration import load_calibration
+from headway.plan.report.html import render_page
 
 GOOD = """
 model: llama-3.1-8b
@@ -239,7 +239,7 @@ def test_measure_compares_on_this_device(tmp_path: Path, capsys: pytest.CaptureF
     assert [row["batch_size"] for row in found["rows"]] == [8, 16]
     assert all(row["measured_s"] > 0 and row["predicted_s"] > 0 for row in found["rows"])
     assert found["calibration"]["source"] == "measured with a batch of 8"
-    assert vars(load(tmp_path / "own.yaml")) == found["calibration"]
+    assert vars(load_calibration(tmp_path / "own.yaml")) == found["calibration"]
 
 
 class _Reader(HTMLParser):
@@ -256,7 +256,7 @@ class _Reader(HTMLParser):
 def test_the_page_is_self_contained() -> None:
     model = preset("gpt3-175b")
     layout = Layout(dp=8, tp=8, pp=8, zero=1, global_batch=512, recompute="selective", flash=False)
-    text = page(estimate(model, layout, Node("dgx-a100")))
+    text = render_page(estimate(model, layout, Node("dgx-a100")))
     reader = _Reader()
     reader.feed(text)
     assert not reader.links and "script" not in reader.tags and "http" not in text
@@ -268,4 +268,4 @@ def test_the_page_is_self_contained() -> None:
 def test_the_page_escapes_what_users_write() -> None:
     plan = estimate(preset("gpt2"), Layout(), Node("h200-sxm1"))
     hostile = type(plan)(**{**vars(plan), "title": "<script>alert(1)</script>"})
-    assert "<script>" not in page(hostile)
+    assert "<script>" not in render_page(hostile)

@@ -9,12 +9,12 @@ import pytest
 
 import headway.plan as plan_room
 from headway.errors import UsageError
-from headway.plan import Job, Layout, Node, estimate, preset, search
+from headway.plan import Layout, Node, Workload, estimate, preset, search
 from headway.plan.cost.economy import goodput, young_daly
-from headway.plan.cost.memory import peak, reserved
+from headway.plan.cost.memory import peak, reserved_bytes
 from headway.plan.cost.steptime import step_time
 from headway.plan.machine.calibration import Calibration
-from headway.plan.report.quantity import Quantity, show
+from headway.plan.report.quantity import Quantity, format_value
 from headway.plan.searcher.layouts import layouts
 
 LLAMA = preset("llama-3.1-8b")
@@ -23,7 +23,7 @@ H200 = Node("h200-sxm8")
 
 
 def test_every_answer_has_an_interval_a_formula_and_a_source() -> None:
-    plan = estimate(LLAMA, FSDP, Node("h200-sxm8", price_per_hour=30), job=Job(tokens=1e9))
+    plan = estimate(LLAMA, FSDP, Node("h200-sxm8", price_per_hour=30), workload=Workload(tokens=1e9))
     assert len(plan.answers) > 40
     for key, answer in plan.answers.items():
         assert answer.low <= answer.value <= answer.high, key
@@ -81,7 +81,7 @@ def test_unknown_answer_offers_the_nearest() -> None:
 
 
 def test_plan_json_reads_back() -> None:
-    plain = json.loads(json.dumps(estimate(LLAMA, FSDP, H200).plain()))
+    plain = json.loads(json.dumps(estimate(LLAMA, FSDP, H200).to_dict()))
     assert plain["fits"] is True
     assert plain["answers"]["parameters"]["value"] == LLAMA.parameters
 
@@ -98,7 +98,7 @@ def test_calibration_moves_the_step_and_narrows_the_interval() -> None:
 def test_loader_and_node_notes() -> None:
     model = preset("vit-b-16")
     layout = Layout(dp=12, microbatch=64, global_batch=768, precision="amp")
-    plan = estimate(model, layout, H200, job=Job(sample_bytes=110e3, loader_MBps=50))
+    plan = estimate(model, layout, H200, workload=Workload(sample_bytes=110e3, loader_MBps=50))
     assert any("wait for data" in note for note in plan.notes)
     assert any("whole nodes" in note for note in plan.notes)
     assert plan.answers["loader.needed_per_node"].value == pytest.approx(
@@ -123,10 +123,10 @@ def test_young_daly_is_the_best_interval() -> None:
 
 
 def test_units_do_not_mix() -> None:
-    assert show(80e9, "bytes") == "74.51 GiB"
-    assert show(80e9, "bytes/s") == "80.00 GB/s"
-    assert show(0.02795, "s") == "27.95 ms"
-    assert show(124_439_808, "") == "124.44 M"
+    assert format_value(80e9, "bytes") == "74.51 GiB"
+    assert format_value(80e9, "bytes/s") == "80.00 GB/s"
+    assert format_value(0.02795, "s") == "27.95 ms"
+    assert format_value(124_439_808, "") == "124.44 M"
     assert str(Quantity(value=0.5, low=0.4, high=0.7, unit="share")) == "50.0 % (40.0 to 70.0)"
 
 
@@ -138,7 +138,7 @@ def test_search_counts_its_work_and_ranks_by_time() -> None:
     assert [row.seconds for row in found.ranked] == sorted(row.seconds for row in found.ranked)
     assert all(row.needed <= node.device.memory_bytes and row.layout.gpus == 16 for row in found.ranked)
     for row in found.ranked[:3]:
-        assert row.needed == pytest.approx(reserved(peak(LLAMA, row.layout).allocated, row.layout))
+        assert row.needed == pytest.approx(reserved_bytes(peak(LLAMA, row.layout).allocated, row.layout))
 
 
 def test_no_layout_beats_the_pareto_set() -> None:
@@ -149,7 +149,7 @@ def test_no_layout_beats_the_pareto_set() -> None:
     memories = [row.needed for row in found.pareto]
     assert memories == sorted(memories, reverse=True)
     for layout in layouts(model, node, 8, 32, Layout()):
-        needed = reserved(peak(model, layout).allocated, layout)
+        needed = reserved_bytes(peak(model, layout).allocated, layout)
         seconds = step_time(model, layout, node, Calibration()).total
         assert not any(
             needed < 0.97 * row.needed and seconds < 0.999 * row.seconds for row in found.pareto[:1]

@@ -13,7 +13,7 @@ import yaml
 
 import headway.plan
 from headway.cli import plan as verb
-from headway.plan.input.document import document
+from headway.plan.input.plan_file import parse_plan
 
 MODULES = [m.name for m in pkgutil.iter_modules(headway.plan.__path__) if not m.ispkg]
 PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
@@ -31,7 +31,7 @@ def test_the_plan_file_on_the_page_is_valid() -> None:
     for block in blocks:
         data = yaml.safe_load(block)
         data["job"]["tokens"] = float(data["job"]["tokens"])
-        assert document(data).layout.gpus == 8
+        assert parse_plan(data).layout.gpus == 8
 
 
 def test_the_first_example_on_the_page_says_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from truth import KORTHIKANTI, VOCAB, gpt, korthikanti_model
 
 from headway.plan.cost.activations import layer_bytes
 from headway.plan.cost.compute import attention_gemms, head_gemm, layer_gemms
-from headway.plan.cost.flops import hardware_flops_per_token, model_flops_per_token, utilisation
+from headway.plan.cost.flops import hardware_flops_per_token, model_flops_per_token, utilization
 from headway.plan.cost.memory import rank_memory
 from headway.plan.cost.schedule import layers_in_flight
 from headway.plan.cost.states import bytes_per_parameter
@@ -117,7 +117,7 @@ def test_mfu_conventions() -> None:
     """torchtitan counts attention whole: 33.7, 39.0 %. Megatron-Bridge half: 51.48 GFLOP a token."""
     model = preset("llama-3.1-8b")
     full = model_flops_per_token(model, 8192, "full")
-    assert [round(100 * utilisation(full, rate, 989e12), 1) for rate in (5762, 6667)] == [33.7, 39.0]
+    assert [round(100 * utilization(full, rate, 989e12), 1) for rate in (5762, 6667)] == [33.7, 39.0]
     assert model_flops_per_token(model, 8192, "causal") / 1e9 == pytest.approx(744e3 / 14451, rel=5e-4)
     big = preset("llama-3.1-405b")
     assert model_flops_per_token(big, 8192, "causal") / 1e9 == pytest.approx(737e3 / 292, rel=1e-4)

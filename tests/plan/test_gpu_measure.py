@@ -7,7 +7,7 @@ import shutil
 import pytest
 from test_trace import ROWS, settings
 
-from headway.plan.tracer.measurement import measure_plan
+from headway.plan.tracer.measurement import measure_module
 
 NO_GPU = shutil.which("nvidia-smi") is None
 
@@ -22,7 +22,7 @@ NO_GPU = shutil.which("nvidia-smi") is None
 )
 def test_predicted_against_measured(index: int, also: tuple[int, ...]) -> None:
     """One measured batch size calibrates; the others must come out within 10 %, all peaks within 2 %."""
-    found = measure_plan(settings(index), also=also)
+    found = measure_module(settings(index), also=also)
     print(*found.notes, sep="\n")
     for row in found.rows:
         print(

@@ -10,8 +10,8 @@ import yaml
 from headway.errors import UsageError
 from headway.plan import Layout, Node, preset
 from headway.plan.input.dlcalc import import_dlcalc
-from headway.plan.input.document import document, read_document
-from headway.plan.machine.calibration import Calibration, load, save
+from headway.plan.input.plan_file import parse_plan, read_plan_file
+from headway.plan.machine.calibration import Calibration, load_calibration, save_calibration
 from headway.plan.report.estimates import estimate
 
 GOOD = {"model": "gpt2", "node": "h200-sxm8", "layout": {"global_batch": 8}}
@@ -61,7 +61,7 @@ GOOD = {"model": "gpt2", "node": "h200-sxm8", "layout": {"global_batch": 8}}
 )
 def test_mistakes_are_sentences(change: dict[str, object], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence) as caught:
-        plan = document({**GOOD, **change})
+        plan = parse_plan({**GOOD, **change})
         estimate(plan.model, plan.layout, plan.node)
     assert "\n" not in str(caught.value)
 
@@ -69,7 +69,7 @@ def test_mistakes_are_sentences(change: dict[str, object], sentence: str) -> Non
 @pytest.mark.parametrize("key", ["model", "node"])
 def test_missing_keys_are_named(key: str) -> None:
     with pytest.raises(UsageError, match=f"has no '{key}'"):
-        document({name: value for name, value in GOOD.items() if name != key})
+        parse_plan({name: value for name, value in GOOD.items() if name != key})
 
 
 @pytest.mark.parametrize(
@@ -90,34 +90,34 @@ def test_strange_yaml_is_refused(text: str, sentence: str, tmp_path: Path) -> No
     file = tmp_path / "plan.yaml"
     file.write_text(text)
     with pytest.raises(UsageError, match=sentence):
-        read_document(file)
+        read_plan_file(file)
 
 
 def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
     file = tmp_path / "plan.yaml"
     file.write_bytes(b"a" * (10 << 20))
     with pytest.raises(UsageError, match=r"10,485,760 bytes; a plan file has at most 1,048,576"):
-        read_document(file)
+        read_plan_file(file)
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="No such file"):
-        read_document(tmp_path / "none.yaml")
+        read_plan_file(tmp_path / "none.yaml")
     with pytest.raises(UsageError, match="Is a directory"):
-        read_document(tmp_path)
+        read_plan_file(tmp_path)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UsageError, match="is not text"):
-        read_document(tmp_path / "binary.yaml")
+        read_plan_file(tmp_path / "binary.yaml")
 
 
 def test_numbers_in_scientific_notation_are_numbers(tmp_path: Path) -> None:
     file = tmp_path / "plan.yaml"
     file.write_text("model: gpt2\nnode: h200-sxm8\njob: {tokens: 1e12}\n")
-    assert read_document(file).job.tokens == 1e12
+    assert read_plan_file(file).job.tokens == 1e12
 
 
 def test_own_node_and_model() -> None:
-    plan = document(
+    plan = parse_plan(
         {
             "model": {
                 "layers": 2,
@@ -146,8 +146,8 @@ def test_four_gpus_of_an_eight_gpu_node_can_be_planned() -> None:
 def test_calibration_files_read_back(tmp_path: Path) -> None:
     file = tmp_path / "machine.yaml"
     wanted = Calibration(matrix=0.7, source="measured on a test machine")
-    save(file, wanted, facts={"gemm": 1.0})
-    assert load(file) == wanted
+    save_calibration(file, wanted, facts={"gemm": 1.0})
+    assert load_calibration(file) == wanted
     assert yaml.safe_load(file.read_text())["measured"] == {"gemm": 1.0}
 
 
@@ -163,7 +163,7 @@ hardware: {node_type: p4d.24xlarge}
 
 def test_dlcalc_sample_is_imported() -> None:
     """Their README's example: dlcalc 0.1.3 said 132 GiB because it held max(m, p) microbatches instead of min."""
-    plan = document(import_dlcalc(yaml.safe_load(DLCALC)))
+    plan = parse_plan(import_dlcalc(yaml.safe_load(DLCALC)))
     assert (
         plan.model.parameters == preset("llama-3.1-70b").parameters - 128256 * 8192
     )  # the sample ties embeddings
@@ -184,5 +184,5 @@ def test_dlcalc_sample_is_imported() -> None:
 )
 def test_dlcalc_mistakes(old: str, new: str, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
-        plan = document(import_dlcalc(yaml.safe_load(DLCALC.replace(old, new))))
+        plan = parse_plan(import_dlcalc(yaml.safe_load(DLCALC.replace(old, new))))
         estimate(plan.model, plan.layout, plan.node)

@@ -9,8 +9,15 @@ import pytest
 
 from headway.plan.machine.calibration import Calibration
 from headway.plan.machine.hardware import Node
-from headway.plan.tracer.measurement import Rows, _order, doubts, fit, machine
-from headway.plan.tracer.result import Traced
+from headway.plan.tracer.kernels import Kernel
+from headway.plan.tracer.measurement import (
+    Rows,
+    _batch_order,
+    describe_machine,
+    find_anomalies,
+    fit_calibration,
+)
+from headway.plan.tracer.result import TraceResult
 
 NODE = Node("h200-sxm1")
 
@@ -19,17 +26,18 @@ HOST = {"forward": 30e-6, "backward": 10e-6, "optimizer": 200e-6}
 """seconds of a slow host per kernel"""
 
 
-def trace_of(samples: int) -> Traced:
+def trace_of(samples: int) -> TraceResult:
     """Two thousand kernels whose work grows with the batch, and an optimizer whose work does not."""
     product, others, update = (
-        ("mm", 1e9 * samples, 10_000),
-        ("add", 0.0, 400_000 * samples),
-        ("adam", 0.0, 10**8),
+        Kernel("mm", 1e9 * samples, 10_000),
+        Kernel("add", 0.0, 400_000 * samples),
+        Kernel("adam", 0.0, 10**8),
     )
     queue = [("forward", product), ("forward", others)] * 400
     queue += [("backward", product), ("backward", others)] * 600 + [("optimizer", update)] * 20
-    return Traced(
-        work={kernel: float(count) for kernel, count in Counter(k for _, k in queue).items()}, queue=queue
+    return TraceResult(
+        kernel_counts={kernel: float(count) for kernel, count in Counter(k for _, k in queue).items()},
+        queue=queue,
     )
 
 
@@ -48,14 +56,14 @@ def real(samples: int, *, slower: float, host: dict[str, float], room: int = 102
             now = max(now, done[-room])
         took[phase] += now - before
         start = max(done[-1], now) if done else now
-        done.append(start + slower * Traced(work={kernel: 1.0}).step_s(NODE, truth))
+        done.append(start + slower * TraceResult(kernel_counts={kernel: 1.0}).step_s(NODE, truth))
     return {"batch_size": samples, "step_s": done[-1], "host_s": took}
 
 
 def fitted(rows: list[dict[str, Any]], chosen: int) -> tuple[Calibration, list[str]]:
     sizes = {row["batch_size"] for row in rows}
     measured: Rows = {size: [row for row in rows if row["batch_size"] == size] for size in sizes}
-    return fit({size: trace_of(size) for size in sizes}, measured, chosen, NODE, Calibration())
+    return fit_calibration({size: trace_of(size) for size in sizes}, measured, chosen, NODE, Calibration())
 
 
 def noisy(row: dict[str, Any], times: float) -> dict[str, Any]:
@@ -109,16 +117,18 @@ def test_more_work_in_less_time_is_doubted() -> None:
         2: [{"step_s": 0.1}, {"step_s": 0.9}, {"step_s": 0.11}],
         32: [{"step_s": 0.1}],
     }
-    assert [note.partition(":")[0] for note in doubts(rows)] == ["a batch of 32 took less time than one of 8"]
-    assert doubts({None: [{"step_s": 0.1}]}) == []
+    assert [note.partition(":")[0] for note in find_anomalies(rows)] == [
+        "a batch of 32 took less time than one of 8"
+    ]
+    assert find_anomalies({None: [{"step_s": 0.1}]}) == []
 
 
 def test_the_smallest_batch_is_measured_three_times() -> None:
-    assert _order([8, 4, 16]) == [2, 8, 2, 4, 16, 2]
-    assert _order([8, 1]) == [1, 8, 1, 1]
-    assert _order([8]) == [2, 8, 2, 2]
-    assert _order([1]) == [1, 1, 1]
-    assert _order([None]) == [None]
+    assert _batch_order([8, 4, 16]) == [2, 8, 2, 4, 16, 2]
+    assert _batch_order([8, 1]) == [1, 8, 1, 1]
+    assert _batch_order([8]) == [2, 8, 2, 2]
+    assert _batch_order([1]) == [1, 1, 1]
+    assert _batch_order([None]) == [None]
 
 
 def test_a_known_device_keeps_its_data_sheet() -> None:
@@ -132,7 +142,7 @@ def test_a_known_device_keeps_its_data_sheet() -> None:
         "launch_s": 6e-6,
         "collectives": {"1048576": 40e-6, "16777216": 120e-6, "268435456": 1.4e-3},
     }
-    node, constants, _ = machine(facts)
+    node, constants, _ = describe_machine(facts)
     assert node == {"name": "this", "device": "h200-sxm-141", "gpus": 8}
     assert constants.matrix == pytest.approx(650 / (989 * 0.787), rel=1e-3)
     assert constants.memory == pytest.approx(1.0, rel=0.01)
@@ -150,6 +160,6 @@ def test_an_unknown_device_is_described_by_what_it_did() -> None:
         "attention_TFLOPS": 50.0,
         "launch_s": 6e-6,
     }
-    node, constants, _ = machine(facts)
+    node, constants, _ = describe_machine(facts)
     assert isinstance(node["device"], dict) and node["device"]["bf16"] == 100.0
     assert constants.matrix == pytest.approx(0.9)

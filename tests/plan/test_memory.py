@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given, settings, strategies as st
 from truth import TORCHTITAN, torchtitan
 
-from headway.plan.cost.memory import peak, rank_memory, ranks_to_look_at, reserve, reserved
-from headway.plan.cost.states import on_rank, states
+from headway.plan.cost.memory import peak, rank_memory, representative_stages, reserve_factor, reserved_bytes
+from headway.plan.cost.states import model_states, on_rank
 from headway.plan.model.layout import Layout
 from headway.plan.model.presets import preset
 from headway.plan.model.transformer import Transformer
@@ -22,7 +22,7 @@ GIB = 2**30
 def test_torchtitan_memory(row: int) -> None:
     """FSDP alone, with context, tensor and pipeline parallelism; the first two rows gave the allocator's share."""
     model, layout, published = torchtitan()[row]
-    taken = peak(model, layout).allocated * reserve(layout).value / GIB
+    taken = peak(model, layout).allocated * reserve_factor(layout).value / GIB
     # interleaved, the sums of one chunk's gradients are scattered before the other's exist: that is not modelled
     assert taken == pytest.approx(
         published, rel=0.02 if layout.tp == 1 else 0.10 if layout.vpp == 1 else 0.18
@@ -85,7 +85,7 @@ MODEL = Transformer(layers=16, hidden=1024, heads=16, kv_heads=8, vocab=32000, g
 
 @given(layout=layouts())
 def test_parts_add_up(layout: Layout) -> None:
-    for stage in ranks_to_look_at(layout):
+    for stage in representative_stages(layout):
         rank = rank_memory(MODEL, layout, stage)
         assert rank.allocated == pytest.approx(sum(rank.parts.values()))
         assert all(size > 0 for size in rank.parts.values())
@@ -95,16 +95,16 @@ def test_parts_add_up(layout: Layout) -> None:
 def test_more_tensor_parallelism_never_raises_parameter_memory(layout: Layout) -> None:
     assume(layout.tp < 8)
     wider = replace(layout, tp=layout.tp * 2)
-    for stage in ranks_to_look_at(layout):
+    for stage in representative_stages(layout):
         less = on_rank(MODEL, wider, stage)
         assert less.shared <= on_rank(MODEL, layout, stage).shared
-        assert states(less, wider).total <= states(on_rank(MODEL, layout, stage), layout).total
+        assert model_states(less, wider).total <= model_states(on_rank(MODEL, layout, stage), layout).total
 
 
 @given(layout=layouts())
 def test_zero_stages_are_ordered(layout: Layout) -> None:
     rank = on_rank(MODEL, layout, 0)
-    totals = [states(rank, replace(layout, zero=stage)).total for stage in range(4)]
+    totals = [model_states(rank, replace(layout, zero=stage)).total for stage in range(4)]
     assert totals == sorted(totals, reverse=True)
     if layout.dp > 1:
         assert len(set(totals)) == 4
@@ -128,7 +128,7 @@ def leaves_order(layout: Layout, stage: int) -> bool:
     FSDP holds its shard beside the embedding, the head and two layers as a whole: on a model of few layers and on two
     ranks that is more than the model. The same goes for the gradient of one layer.
     """
-    rank, numbers = on_rank(MODEL, layout, stage), layout.numbers
+    rank, numbers = on_rank(MODEL, layout, stage), layout.element_bytes
     spread = (1 - 1 / layout.shards) * rank.shared
     gathered = numbers.activation * min(rank.shared, rank.outer + 2 * rank.layer)
     return layout.dp == 1 or (gathered <= numbers.weight * spread and rank.layer <= spread)
@@ -137,12 +137,12 @@ def leaves_order(layout: Layout, stage: int) -> bool:
 def test_whole_peaks_fall_with_each_zero_stage() -> None:
     ordered = 0
     for layout in GRID:
-        for stage in ranks_to_look_at(layout):
+        for stage in representative_stages(layout):
             peaks = [rank_memory(MODEL, replace(layout, zero=zero), stage).allocated for zero in range(4)]
             falls = all(less <= more * (1 + 1e-9) for more, less in pairwise(peaks))
             assert falls or not leaves_order(layout, stage), (layout, stage, peaks)
             ordered += falls
-    assert ordered > 0.98 * sum(len(ranks_to_look_at(layout)) for layout in GRID)
+    assert ordered > 0.98 * sum(len(representative_stages(layout)) for layout in GRID)
 
 
 def test_gathered_weights_can_be_more_than_fsdp_saves() -> None:
@@ -166,7 +166,7 @@ def test_what_known_models_need_falls_with_each_zero_stage(name: str) -> None:
             dp=dp, microbatch=mb, global_batch=mb * dp, sequence=sequence, precision=precision, recompute=way,  # type: ignore[arg-type]
         )  # fmt: skip
         stages = [replace(layout, zero=zero) for zero in range(4)]
-        needed = [reserved(peak(model, stage).allocated, stage) for stage in stages]
+        needed = [reserved_bytes(peak(model, stage).allocated, stage) for stage in stages]
         assert needed == sorted(needed, reverse=True), layout
 
 
@@ -204,7 +204,9 @@ def test_experts_are_sharded_by_their_own_group() -> None:
     assert on_rank(model, split, 0).experts == all_experts / 8
     # with ep = dp there is nobody left to shard the experts' optimizer with
     shared, experts = on_rank(model, split, 0).shared, all_experts / 8
-    assert states(on_rank(model, split, 0), split).optimizer == pytest.approx(12 * (shared / 8 + experts))
+    assert model_states(on_rank(model, split, 0), split).optimizer == pytest.approx(
+        12 * (shared / 8 + experts)
+    )
 
 
 def test_all_parameters_are_somewhere() -> None:

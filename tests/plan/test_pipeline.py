@@ -6,16 +6,16 @@ import pytest
 
 from headway.plan.cost.schedule import bubble_fraction, chunk_layers, in_flight, layers_in_flight
 
-Event = tuple[str, int, int]  # forward or backward, microbatch, chunk on this rank
+StorageEvent = tuple[str, int, int]  # forward or backward, microbatch, chunk on this rank
 
 
-def one_f_one_b(p: int, m: int, rank: int, v: int) -> list[Event]:
+def one_f_one_b(p: int, m: int, rank: int, v: int) -> list[StorageEvent]:
     """The order in which a rank works: Megatron's schedule, interleaved when v > 1."""
     total = m * v
     warmup = p - rank - 1 if v == 1 else 2 * (p - rank - 1) + (v - 1) * p
     warmup = min(warmup, total)
 
-    def item(kind: str, turn: int) -> Event:
+    def item(kind: str, turn: int) -> StorageEvent:
         group, inside = divmod(turn, p * v)
         chunk = inside // p
         return kind, group * p + inside % p, chunk if kind == "F" else v - 1 - chunk

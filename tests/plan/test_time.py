@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 from truth import FITTED_ROWS, Measured, gpt, korthikanti, vtrain
 
-from headway.plan.cost.collectives import all_gather, all_reduce, group, reduce_scatter
+from headway.plan.cost.collectives import all_gather, all_reduce, axis_group, reduce_scatter
 from headway.plan.cost.steptime import step_time
 from headway.plan.machine.calibration import Calibration
 from headway.plan.machine.hardware import Node
@@ -117,17 +117,17 @@ def test_time_properties(tp: int, pp: int, dp: int, m: int) -> None:
 def test_groups_share_the_network() -> None:
     """SC21's machine: 8 GPUs, 8 x 200 Gb/s. A group with r of a node's g ranks gets r/g of that."""
     constants = replace(DEFAULTS, network=1.0, peer=1.0)
-    inside = group("tp", Layout(tp=8), DGX, constants)
+    inside = axis_group("tp", Layout(tp=8), DGX, constants)
     assert (inside.nodes, inside.bytes_per_s) == (1, 300e9)
-    alone = group("dp", Layout(dp=16, tp=8, global_batch=16), DGX, constants)
+    alone = axis_group("dp", Layout(dp=16, tp=8, global_batch=16), DGX, constants)
     assert (alone.per_node, alone.bytes_per_s) == (1, 25e9)
-    both = group("dp", Layout(dp=16, tp=2, global_batch=16), DGX, constants)
+    both = axis_group("dp", Layout(dp=16, tp=2, global_batch=16), DGX, constants)
     assert (both.per_node, both.bytes_per_s) == (4, 100e9)
     assert all_reduce(alone, 1e9) == pytest.approx(all_gather(alone, 1e9) + reduce_scatter(alone, 1e9))
 
 
 def test_a100_all_reduce_bandwidth() -> None:
     """vTrain's nccl-tests on 8 A100: 1 GiB in 8193 us, 256 MiB-class sizes within a third."""
-    ranks = group("tp", Layout(tp=8), DGX, DEFAULTS)
+    ranks = axis_group("tp", Layout(tp=8), DGX, DEFAULTS)
     assert all_reduce(ranks, 2**30) == pytest.approx(8193e-6, rel=0.05)
     assert all_reduce(ranks, 67108864) == pytest.approx(579.9e-6, rel=0.33)

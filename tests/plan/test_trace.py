@@ -16,20 +16,21 @@ from truth import h200_rows
 
 import headway as hw
 from headway.errors import UsageError
-from headway.plan.tracer.process import meter, recurrent
-from headway.plan.tracer.request import Trace, run, run_all
-from headway.plan.tracer.result import Traced
+from headway.plan.tracer.process import memory_meter, recurrent
+from headway.plan.tracer.request import trace_module, trace_modules
+from headway.plan.tracer.result import TraceResult
+from headway.plan.tracer.settings import TraceSettings
 
 ZOO = str(Path(__file__).parent / "zoo.py")
 STRANGERS = str(Path(__file__).parent / "strangers.py")
 ROWS = h200_rows()
 
 
-def settings(index: int) -> Trace:
+def settings(index: int) -> TraceSettings:
     row = ROWS[index]
     language = row["kind"] == "lm"
     batch = "image_batch" if not language else "long_batch" if row["T"] == 4096 else "language_batch"
-    return Trace(
+    return TraceSettings(
         factory=f"{ZOO}:make",
         inputs=batch,
         loss=None if language else "cross_entropy",
@@ -40,15 +41,15 @@ def settings(index: int) -> Trace:
 
 
 @pytest.fixture(scope="module")
-def traces() -> list[Traced]:
+def traces() -> list[TraceResult]:
     halves = [[settings(index) for index in half] for half in (range(3), range(3, len(ROWS)))]
     with ThreadPoolExecutor(2) as pool:
-        return [found for half in pool.map(run_all, halves) for found in half]
+        return [found for half in pool.map(trace_modules, halves) for found in half]
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("index", range(len(ROWS)), ids=[row["name"] for row in ROWS])
-def test_peaks_measured_on_an_h200(index: int, traces: list[Traced]) -> None:
+def test_peaks_measured_on_an_h200(index: int, traces: list[TraceResult]) -> None:
     row, found = ROWS[index], traces[index]
     assert found.error is None
     assert found.parameters == row["params"]
@@ -62,13 +63,13 @@ def test_peaks_measured_on_an_h200(index: int, traces: list[Traced]) -> None:
 def test_torchtitan_traced_with_fsdp() -> None:
     """Llama 3.1 8B on 8 H100, eager, selective checkpointing: 82.4 GiB reserved on the fullest rank."""
     titan = Path(__file__).parent / "titan.py"
-    found = run(Trace(factory=f"{titan}:make", batch_size=2, fsdp=8))
+    found = trace_module(TraceSettings(factory=f"{titan}:make", batch_size=2, fsdp=8))
     assert found.parameters == 8_030_261_248
     assert found.by_label["parameters"] == pytest.approx(4 * found.parameters / 8, rel=1e-3)
     assert found.reserved / 2**30 == pytest.approx(82.4, rel=0.10)
 
 
-TINY = Trace(factory=f"{ZOO}:tiny_language_model", inputs="tiny_batch", batch_size=4)
+TINY = TraceSettings(factory=f"{ZOO}:tiny_language_model", inputs="tiny_batch", batch_size=4)
 VARIANTS = {
     "plain": TINY,
     "8 layers": replace(TINY, arguments={"layers": 8}),
@@ -77,25 +78,25 @@ VARIANTS = {
     "pure": replace(TINY, precision="pure-bf16"),
     "sgd": replace(TINY, optimizer="sgd"),
     "accumulate": replace(TINY, accumulate=2),
-    "converted": Trace(factory=f"{ZOO}:converted", inputs="half_batch", precision="fp32"),
-    "dropout": Trace(factory=f"{ZOO}:plain", inputs="float_batch", batch_size=4096, precision="fp32"),
+    "converted": TraceSettings(factory=f"{ZOO}:converted", inputs="half_batch", precision="fp32"),
+    "dropout": TraceSettings(factory=f"{ZOO}:plain", inputs="float_batch", batch_size=4096, precision="fp32"),
 }
 
 
 @pytest.fixture(scope="module")
-def tiny() -> dict[str, Traced]:
-    return dict(zip(VARIANTS, run_all(list(VARIANTS.values())), strict=True))
+def tiny() -> dict[str, TraceResult]:
+    return dict(zip(VARIANTS, trace_modules(list(VARIANTS.values())), strict=True))
 
 
-def test_two_depths_tell_the_third(tiny: dict[str, Traced]) -> None:
-    whole, extended = tiny["8 layers"], run(TINY, extrapolate=("layers", 8))
+def test_two_depths_tell_the_third(tiny: dict[str, TraceResult]) -> None:
+    whole, extended = tiny["8 layers"], trace_module(TINY, extrapolate=("layers", 8))
     assert extended.parameters == whole.parameters
     assert sum(extended.by_label.values()) == pytest.approx(sum(whole.by_label.values()), rel=0.01)
     assert extended.flops == pytest.approx(whole.flops, rel=1e-9)
     assert extended.reserved >= extended.allocated
 
 
-def test_fsdp_shards_the_states(tiny: dict[str, Traced]) -> None:
+def test_fsdp_shards_the_states(tiny: dict[str, TraceResult]) -> None:
     one, eight = tiny["plain"], tiny["fsdp"]
     assert eight.error is None
     assert eight.parameters == one.parameters
@@ -103,29 +104,29 @@ def test_fsdp_shards_the_states(tiny: dict[str, Traced]) -> None:
         assert eight.by_label[part] < one.by_label[part] / 4
 
 
-def test_checkpointed_blocks_keep_less_and_compute_more(tiny: dict[str, Traced]) -> None:
+def test_checkpointed_blocks_keep_less_and_compute_more(tiny: dict[str, TraceResult]) -> None:
     plain, again = tiny["8 layers"], tiny["8 layers, checkpointed"]
     assert again.by_label["activations"] < plain.by_label["activations"]
     assert again.flops > 1.2 * plain.flops
 
 
-def test_precisions_and_optimizers_differ_as_they_should(tiny: dict[str, Traced]) -> None:
+def test_precisions_and_optimizers_differ_as_they_should(tiny: dict[str, TraceResult]) -> None:
     amp, pure, sgd = tiny["plain"], tiny["pure"], tiny["sgd"]
     assert pure.by_label["parameters"] < 0.6 * amp.by_label["parameters"]
     assert sgd.by_label.get("optimizer", 0) < 0.1 * amp.by_label["optimizer"]
 
 
-def test_accumulated_gradients_are_there_at_the_peak(tiny: dict[str, Traced]) -> None:
+def test_accumulated_gradients_are_there_at_the_peak(tiny: dict[str, TraceResult]) -> None:
     assert tiny["accumulate"].by_label["gradients"] > tiny["plain"].by_label.get("gradients", 0)
 
 
-def test_dropout_keeps_one_byte_per_element_as_cuda_does(tiny: dict[str, Traced]) -> None:
+def test_dropout_keeps_one_byte_per_element_as_cuda_does(tiny: dict[str, TraceResult]) -> None:
     kept = tiny["dropout"].by_label["activations"]
     # the input of the second linear (4 bytes) and the mask (1 byte), not a second copy in fp32
     assert 4096 * 256 * 5 <= kept < 4096 * 256 * 6 + 4096 * 64 * 8
 
 
-def test_modules_may_be_cast_moved_and_built_from_values(tiny: dict[str, Traced]) -> None:
+def test_modules_may_be_cast_moved_and_built_from_values(tiny: dict[str, TraceResult]) -> None:
     found = tiny["converted"]
     assert found.error is None
     assert found.parameters == 3 * (64 * 64 + 64)
@@ -133,8 +134,8 @@ def test_modules_may_be_cast_moved_and_built_from_values(tiny: dict[str, Traced]
 
 
 def test_a_trace_that_dies_does_not_take_the_others_along() -> None:
-    dies = Trace(factory=f"{ZOO}:dies", inputs="float_batch")
-    first, killed, last = run_all([VARIANTS["dropout"], dies, VARIANTS["dropout"]])
+    dies = TraceSettings(factory=f"{ZOO}:dies", inputs="float_batch")
+    first, killed, last = trace_modules([VARIANTS["dropout"], dies, VARIANTS["dropout"]])
     assert killed.error is not None and "SIGABRT" in killed.error
     assert first.error is None and first.allocated == last.allocated
 
@@ -194,9 +195,9 @@ def test_attention_counts_as_torch_counts_it() -> None:
     q, k, v, grad = (
         torch.empty(shape) for shape in ((2, 8, 16, 4), (2, 2, 32, 4), (2, 2, 32, 6), (2, 8, 16, 6))
     )
-    assert meter._attention(q, k, v) == flop_counter.sdpa_flop(q.shape, k.shape, v.shape)
+    assert memory_meter._attention(q, k, v) == flop_counter.sdpa_flop(q.shape, k.shape, v.shape)
     expected = flop_counter.sdpa_backward_flop(grad.shape, q.shape, k.shape, v.shape)
-    assert meter._attention_backward(grad, q, k, v) == expected
+    assert memory_meter._attention_backward(grad, q, k, v) == expected
 
 
 # measured on an H200 (benchmarks/peaks.py); no constant was fitted to them, but they showed two rules to be missing:
@@ -213,7 +214,7 @@ MEASURED = {
 @pytest.mark.timeout(400)
 def test_peaks_of_models_that_were_not_known_before() -> None:
     settings = [
-        Trace(
+        TraceSettings(
             factory=f"{STRANGERS}:make",
             inputs=strangers.MODELS[name].batch.__name__,
             loss=strangers.MODELS[name].loss,
@@ -222,7 +223,7 @@ def test_peaks_of_models_that_were_not_known_before() -> None:
         )
         for name in MEASURED
     ]
-    for (name, peak), found in zip(MEASURED.items(), run_all(settings), strict=True):
+    for (name, peak), found in zip(MEASURED.items(), trace_modules(settings), strict=True):
         assert found.error is None, name
         assert found.allocated == pytest.approx(peak, rel=0.005), name
         assert ("workspaces" in found.by_label) == (

@@ -13,10 +13,10 @@ from rich.console import Console
 
 from headway.cli.parser import Positional, dispatch, parse, unknown_verb
 from headway.errors import DOES_NOT_FIT, DONE, UsageError
-from headway.plan.cost.economy import Job
+from headway.plan.cost.economy import Workload
 from headway.plan.model.layout import Layout
 from headway.plan.report.estimates import Estimate
-from headway.plan.tracer.request import Trace
+from headway.plan.tracer.settings import TraceSettings
 
 _File = Annotated[Path, Positional("FILE.yaml")]
 
@@ -65,7 +65,7 @@ class PresetOptions(OutputOptions):
     name: Annotated[str, Positional("NAME")]
     """a preset (headway plan list)"""
     layout: Layout
-    job: Job
+    workload: Workload
     node: str = "h200-sxm8"
     """A catalog name (headway plan list) or "this"."""
     price_per_hour: float | None = None
@@ -85,7 +85,7 @@ class SearchOptions:
 class ModuleOptions(OutputOptions):
     """Memory and time of your own module, traced without a GPU."""
 
-    trace: Trace
+    trace: TraceSettings
     node: str = "h200-sxm1"
     """A catalog name (headway plan list) or "this"."""
     calibration: str | None = None
@@ -98,7 +98,7 @@ class ModuleOptions(OutputOptions):
 class MeasureOptions:
     """A few real steps on the device here, against the prediction."""
 
-    trace: Trace
+    trace: TraceSettings
     also: tuple[int, ...] = ()
     """Further batch sizes: that of --batch-size calibrates, these test."""
     steps: int = 10
@@ -155,24 +155,26 @@ def main(argv: list[str]) -> int:
 
 
 def _file(argv: list[str]) -> int:
-    from headway.plan.input.document import read_document
+    from headway.plan.input.plan_file import read_plan_file
     from headway.plan.report.estimates import estimate
 
     options = parse(FileOptions, argv, verb="plan")
-    plan = read_document(options.file)
-    found = estimate(plan.model, plan.layout, plan.node, job=plan.job, calibration=plan.calibration)
+    plan = read_plan_file(options.file)
+    found = estimate(plan.model, plan.layout, plan.node, workload=plan.workload, calibration=plan.calibration)
     return _print(found, options)
 
 
 def _preset(argv: list[str]) -> int:
-    from headway.plan.input.document import read_calibration, read_node
+    from headway.plan.input.plan_file import read_calibration, read_node
     from headway.plan.model.presets import preset
     from headway.plan.report.estimates import estimate
 
     options = parse(PresetOptions, argv, verb="plan preset")
     node = read_node(options.node if options.node == "this" else {"name": options.node, **_price(options)})
     constants = read_calibration(None, Path(), options.node)
-    found = estimate(preset(options.name), options.layout, node, job=options.job, calibration=constants)
+    found = estimate(
+        preset(options.name), options.layout, node, workload=options.workload, calibration=constants
+    )
     return _print(found, options)
 
 
@@ -181,12 +183,12 @@ def _price(options: PresetOptions) -> dict[str, object]:
 
 
 def _search(argv: list[str]) -> int:
-    from headway.plan.input.document import read_document
+    from headway.plan.input.plan_file import read_plan_file
     from headway.plan.report.tables import print_search
     from headway.plan.searcher.layouts import search
 
     options = parse(SearchOptions, argv, verb="plan search")
-    plan = read_document(options.file)
+    plan = read_plan_file(options.file)
     if plan.search is None:
         raise UsageError(f"{options.file} has no 'search'; give search: {{gpus: N, global_batch: B}}")
     found = search(
@@ -194,7 +196,7 @@ def _search(argv: list[str]) -> int:
         calibration=plan.calibration, keep=plan.search.keep,
     )  # fmt: skip
     if options.json:
-        print(json.dumps(found.plain(), indent=1))
+        print(json.dumps(found.to_dict(), indent=1))
     else:
         print_search(found, Console())
     return DONE if found.best else DOES_NOT_FIT
@@ -213,26 +215,26 @@ def _import_dlcalc(argv: list[str]) -> int:
 
 def _list(argv: list[str]) -> int:
     from headway.plan.machine.hardware import Node, node_names
-    from headway.plan.model.presets import names
+    from headway.plan.model.presets import preset_names
 
     options = parse(PlanListOptions, argv, verb="plan list")
     nodes = [Node(name) for name in node_names()]
     if options.json:
         told = [{"name": n.name, "gpus": n.gpus, "device": n.device.name, "is": n.describe()} for n in nodes]
-        print(json.dumps({"presets": names(), "nodes": told}, indent=1))
+        print(json.dumps({"presets": preset_names(), "nodes": told}, indent=1))
         return 0
-    print("presets:", *names(), sep="\n  ")
+    print("presets:", *preset_names(), sep="\n  ")
     print("nodes:", *(f"{n.name:<15} {n.describe()}" for n in nodes), sep="\n  ")
     return 0
 
 
 def _module(argv: list[str]) -> int:
-    from headway.plan.input.document import read_calibration, read_node
-    from headway.plan.tracer.request import trace_plan
+    from headway.plan.input.plan_file import read_calibration, read_node
+    from headway.plan.tracer.request import estimate_trace
 
     options = parse(ModuleOptions, _with_factory(argv), verb="plan module")
     constants = read_calibration(options.calibration, Path(), options.node)
-    found = trace_plan(
+    found = estimate_trace(
         options.trace,
         node=read_node(options.node),
         calibration=constants,
@@ -258,38 +260,40 @@ def _depth(given: str | None) -> tuple[str, int] | None:
 
 
 def _measure(argv: list[str]) -> int:
-    from headway.plan.input.document import read_calibration, read_node
-    from headway.plan.machine.calibration import save
-    from headway.plan.report.tables import print_measurement
-    from headway.plan.tracer.measurement import measure_plan
+    from headway.plan.input.plan_file import read_calibration, read_node
+    from headway.plan.machine.calibration import save_calibration
+    from headway.plan.tracer.measurement_table import print_measurement
+    from headway.plan.tracer.measurement import measure_module
 
     options = parse(MeasureOptions, _with_factory(argv), verb="plan measure")
     node = None if options.node is None else read_node(options.node)
     constants = read_calibration(options.calibration, Path(), options.node)
-    found = measure_plan(
+    found = measure_module(
         options.trace, also=options.also, node=node, calibration=constants, steps=options.steps
     )
     if options.save is not None:
         with _writing(options.save):
-            save(
-                options.save, found.calibration, facts={"device": found.device, "rows": found.plain()["rows"]}
+            save_calibration(
+                options.save,
+                found.calibration,
+                facts={"device": found.device, "rows": found.to_dict()["rows"]},
             )
     if options.json:
-        print(json.dumps(found.plain(), indent=1))
+        print(json.dumps(found.to_dict(), indent=1))
     else:
         print_measurement(found, Console())
     return 0
 
 
 def _calibrate(argv: list[str]) -> int:
-    from headway.plan.machine.calibration import machine_file, save
+    from headway.plan.machine.calibration import calibration_file, save_calibration
     from headway.plan.tracer.measurement import calibrate
 
     options = parse(CalibrateOptions, argv, verb="plan calibrate")
-    node, constants, facts = calibrate(folder=options.storage, loader=options.loader)
-    file = options.file or machine_file()
+    node, constants, facts = calibrate(directory=options.storage, loader=options.loader)
+    file = options.file or calibration_file()
     with _writing(file):
-        save(file, constants, node=node, facts=facts)
+        save_calibration(file, constants, node=node, facts=facts)
     if options.json:
         print(
             json.dumps(
@@ -312,17 +316,17 @@ def _writing(file: Path) -> Iterator[None]:
 
 def _print(plan: Estimate, options: OutputOptions) -> int:
     if options.html is not None:
-        from headway.plan.report.html import page
+        from headway.plan.report.html import render_page
 
         with _writing(options.html):
-            options.html.write_text(page(plan))
+            options.html.write_text(render_page(plan))
     if options.save is not None:
         with _writing(options.save):
             plan.save(options.save)
     if options.explain is not None:
         print(plan.explain(options.explain))
     elif options.json:
-        print(json.dumps(plan.plain(), indent=1))
+        print(json.dumps(plan.to_dict(), indent=1))
     else:
         from headway.plan.report.tables import print_estimate
 

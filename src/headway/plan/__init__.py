@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from headway import lazy
 
 if TYPE_CHECKING:
-    from headway.plan.cost.economy import Job as Job
+    from headway.plan.cost.economy import Workload as Workload
     from headway.plan.machine.calibration import Calibration as Calibration
     from headway.plan.machine.hardware import Device as Device, Node as Node
     from headway.plan.model.hugging_face import from_hf_config as from_hf_config
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     )
     from headway.plan.report.estimates import Estimate as Estimate, estimate as estimate
     from headway.plan.report.quantity import Quantity as Quantity
-    from headway.plan.searcher.layouts import Search as Search, search as search
+    from headway.plan.searcher.layouts import SearchResult as SearchResult, search as search
     from headway.plan.tracer.measurement import measure as measure
-    from headway.plan.tracer.request import Trace as Trace, trace as trace
+    from headway.plan.tracer.request import trace as trace
+    from headway.plan.tracer.settings import TraceSettings as TraceSettings
 
 __getattr__, __dir__, __all__ = lazy.exports(__name__)

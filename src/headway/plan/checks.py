@@ -8,14 +8,14 @@ from difflib import get_close_matches
 from headway.errors import UsageError
 
 
-def whole(key: str, value: object, *, at_least: int = 1) -> int:
+def require_int(key: str, value: object, *, at_least: int = 1) -> int:
     """The value as a whole number, or a sentence about the key."""
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
         raise UsageError(f"{key} is {value!r}; expected a whole number of at least {at_least}")
     return value
 
 
-def real(key: str, value: object, *, above: float = 0.0, at_most: float = float("inf")) -> float:
+def require_number(key: str, value: object, *, above: float = 0.0, at_most: float = float("inf")) -> float:
     """The value as a finite number in (above, at_most], or a sentence about the key."""
     number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
     if number is None or not above < number <= at_most or number == float("inf"):
@@ -24,7 +24,7 @@ def real(key: str, value: object, *, above: float = 0.0, at_most: float = float(
     return number
 
 
-def one_of(key: str, value: object, valid: Collection[object]) -> None:
+def require_choice(key: str, value: object, valid: Collection[object]) -> None:
     """Refuses a value that is not on the list, offering the nearest names."""
     for choice in valid:
         # `True == 1` would let `zero: true` pass as stage 1
@@ -33,7 +33,7 @@ def one_of(key: str, value: object, valid: Collection[object]) -> None:
     raise UsageError(f"{key} is {value!r}{nearest(value, valid)}; valid: {listed(valid)}")
 
 
-def known_keys(where: str, given: Iterable[object], valid: Collection[str]) -> None:
+def require_known_keys(where: str, given: Iterable[object], valid: Collection[str]) -> None:
     """Refuses the first key that nobody reads: a misspelt setting must not be silently ignored."""
     for key in given:
         if key not in valid:
@@ -42,14 +42,14 @@ def known_keys(where: str, given: Iterable[object], valid: Collection[str]) -> N
             )
 
 
-def section(where: str, value: object) -> Mapping[str, object]:
+def require_mapping(where: str, value: object) -> Mapping[str, object]:
     """The value as a mapping with text keys."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise UsageError(f"{where} is {value!r}; expected a mapping of names to values")
     return value
 
 
-def divides(key: str, part: int, whole_key: str, total: int) -> None:
+def require_divisor(key: str, part: int, whole_key: str, total: int) -> None:
     """Refuses a part that does not divide its whole, and lists the parts that do."""
     if total % part:
         valid = [n for n in range(1, min(total, 1024) + 1) if total % n == 0]

@@ -60,4 +60,4 @@ def parse_yaml(text: str, where: str) -> Mapping[str, object]:
         data = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise UsageError(f"{where} is not YAML: {' '.join(str(error).split())}") from error
-    return checks.section(where, data)
+    return checks.require_mapping(where, data)

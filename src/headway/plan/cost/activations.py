@@ -12,7 +12,7 @@ from headway.plan.model.layout import Layout
 from headway.plan.model.transformer import Transformer
 
 
-class Saved(NamedTuple):
+class SavedTensor(NamedTuple):
     """One kept tensor: bytes per token, and whether only sequence parallelism splits it."""
 
     name: str
@@ -25,56 +25,59 @@ class Saved(NamedTuple):
     """Gathered along the sequence: Megatron keeps its piece and gathers again, torch keeps the whole."""
 
 
-def saved_tensors(model: Transformer, layout: Layout, *, moe: bool = False) -> tuple[Saved, ...]:
+def saved_tensors(model: Transformer, layout: Layout, *, moe: bool = False) -> tuple[SavedTensor, ...]:
     """The tensors that one layer keeps, in the order they are made."""
-    act, res, h = layout.numbers.activation, layout.residual_bytes, model.hidden
+    act, res, h = layout.element_bytes.activation, layout.residual_bytes, model.hidden
     mask = 1 if model.dropout else 0
-    kept = [Saved("norm inputs", 2 * res * h, True), Saved("qkv input", act * h, True, gathered=True)]
+    kept = [
+        SavedTensor("norm inputs", 2 * res * h, True),
+        SavedTensor("qkv input", act * h, True, gathered=True),
+    ]
     kept += _attention(model, layout)
-    kept.append(Saved("attention dropout mask", mask * h, True))
-    kept.append(Saved("feed-forward input", act * h, True, gathered=True))
+    kept.append(SavedTensor("attention dropout mask", mask * h, True))
+    kept.append(SavedTensor("feed-forward input", act * h, True, gathered=True))
     kept += _feedforward(model, act, moe=moe)
-    kept.append(Saved("feed-forward dropout mask", mask * h, True))
+    kept.append(SavedTensor("feed-forward dropout mask", mask * h, True))
     return tuple(entry for entry in kept if entry.bytes)
 
 
-def _attention(model: Transformer, layout: Layout) -> list[Saved]:
-    act, a, s = layout.numbers.activation, model.heads, layout.tokens(model)
+def _attention(model: Transformer, layout: Layout) -> list[SavedTensor]:
+    act, a, s = layout.element_bytes.activation, model.heads, layout.tokens(model)
     if model.mla:
         m = model.mla
         low_rank = act * (m.q_rank + m.kv_rank + m.rope_dim)
         kept = [
-            Saved("low-rank queries and keys", low_rank, True),
-            Saved("queries, keys", act * 2 * a * model.dim, False),
-            Saved("values", act * a * m.v_dim, False),
-            Saved("attention output", act * a * m.v_dim, False),
+            SavedTensor("low-rank queries and keys", low_rank, True),
+            SavedTensor("queries, keys", act * 2 * a * model.dim, False),
+            SavedTensor("values", act * a * m.v_dim, False),
+            SavedTensor("attention output", act * a * m.v_dim, False),
         ]
     else:
         q, k = a * model.dim, float(model.kv * model.dim)
         # keys and values are copied where there are fewer of them than tensor-parallel ranks
         k = k * max(1.0, layout.tp / model.kv)
-        kept = [Saved("queries, keys", act * (q + k), False), Saved("values", act * k, False)]
+        kept = [SavedTensor("queries, keys", act * (q + k), False), SavedTensor("values", act * k, False)]
         if model.position == "rope":
-            kept.append(Saved("rotated queries, keys", act * (q + k), False))
-        kept.append(Saved("attention output", act * q, False))
+            kept.append(SavedTensor("rotated queries, keys", act * (q + k), False))
+        kept.append(SavedTensor("attention output", act * q, False))
     if layout.flash:
-        kept.append(Saved("log-sum-exp", 4 * a, False))
+        kept.append(SavedTensor("log-sum-exp", 4 * a, False))
     else:
         per_score = act + (1 + act if model.dropout else 0)  # probabilities, mask, dropped probabilities
-        kept.append(Saved("attention scores", per_score * a * s, False, core=True))
+        kept.append(SavedTensor("attention scores", per_score * a * s, False, core=True))
     return kept
 
 
-def _feedforward(model: Transformer, act: int, *, moe: bool) -> list[Saved]:
+def _feedforward(model: Transformer, act: int, *, moe: bool) -> list[SavedTensor]:
     tensors = 4 if model.gated else 2  # gate, up, activation, product; or before and after GELU
     if not moe or model.moe is None:
-        return [Saved("feed-forward", tensors * act * model.width, False)]
+        return [SavedTensor("feed-forward", tensors * act * model.width, False)]
     width = model.moe.top_k * model.moe.ffn + model.moe.shared_ffn
     copies = 2 * act * model.moe.top_k * model.hidden  # tokens on their way to and from the experts
     return [
-        Saved("experts", tensors * act * width, False),
-        Saved("routed tokens", copies, True),
-        Saved("router", 4 * model.moe.experts, True),
+        SavedTensor("experts", tensors * act * width, False),
+        SavedTensor("routed tokens", copies, True),
+        SavedTensor("router", 4 * model.moe.experts, True),
     ]
 
 
@@ -120,7 +123,12 @@ def _kept_per_token(model: Transformer, layout: Layout, recompute: str, moe: boo
 
 def _sac(model: Transformer, layout: Layout) -> tuple[float, float]:
     """torch's selective checkpointing: layer input, attention output, every other matrix product."""
-    act, h, q, k = layout.numbers.activation, model.hidden, model.heads * model.dim, model.kv * model.dim
+    act, h, q, k = (
+        layout.element_bytes.activation,
+        model.hidden,
+        model.heads * model.dim,
+        model.kv * model.dim,
+    )
     whole = layout.residual_bytes * h + (act * h if model.gated else 0)
     split = act * (2 * q + k + model.width) + 4 * model.heads
     return whole, split

@@ -9,7 +9,7 @@ from headway.plan.machine.hardware import Node
 from headway.plan.model.layout import Layout
 
 
-class Group(NamedTuple):
+class RankGroup(NamedTuple):
     """Ranks that talk to each other: how many, how many of them share a node, and what link they get."""
 
     size: int
@@ -22,7 +22,7 @@ class Group(NamedTuple):
         return -(-self.size // self.per_node)
 
 
-def group(axis: str, layout: Layout, node: Node, constants: Calibration) -> Group:
+def axis_group(axis: str, layout: Layout, node: Node, constants: Calibration) -> RankGroup:
     """The group along one axis. Ranks are numbered tp, cp, dp, pp from the innermost, as Megatron does.
 
     The groups of a node share its network: a ring with r of the node's g ranks gets r/g of it.
@@ -30,31 +30,31 @@ def group(axis: str, layout: Layout, node: Node, constants: Calibration) -> Grou
     strides = {"tp": 1, "cp": layout.tp, "dp": layout.tp * layout.cp, "pp": layout.tp * layout.cp * layout.dp}
     sizes = {"tp": layout.tp, "cp": layout.cp, "dp": layout.dp, "ep": layout.ep, "pp": layout.pp}
     size, stride = sizes[axis], strides["dp" if axis == "ep" else axis]
-    return spread(size, stride, node, constants)
+    return strided_group(size, stride, node, constants)
 
 
-def shard_group(layout: Layout, node: Node, constants: Calibration) -> Group:
+def shard_group(layout: Layout, node: Node, constants: Calibration) -> RankGroup:
     """The ranks that share one ZeRO copy."""
-    return spread(layout.shards, layout.tp, node, constants)
+    return strided_group(layout.shards, layout.tp, node, constants)
 
 
-def spread(size: int, stride: int, node: Node, constants: Calibration) -> Group:
+def strided_group(size: int, stride: int, node: Node, constants: Calibration) -> RankGroup:
     """A group of `size` ranks, `stride` apart."""
     per_node = max(1, min(size, node.gpus // stride))
     peer = node.device.peer_bytes_per_s * constants.peer
     if per_node == size:
-        return Group(size, per_node, peer, constants.peer_latency_s)
+        return RankGroup(size, per_node, peer, constants.peer_latency_s)
     share = per_node / node.gpus
     network = node.inter_bytes_per_s * constants.network * share
-    return Group(size, per_node, min(peer, network), constants.network_latency_s)
+    return RankGroup(size, per_node, min(peer, network), constants.network_latency_s)
 
 
-def all_reduce(group: Group, size_bytes: float) -> float:
+def all_reduce(group: RankGroup, size_bytes: float) -> float:
     """Ring: 2(n-1) steps, 2(n-1)/n of the bytes."""
     return 2 * reduce_scatter(group, size_bytes)
 
 
-def reduce_scatter(group: Group, size_bytes: float) -> float:
+def reduce_scatter(group: RankGroup, size_bytes: float) -> float:
     """Ring: n-1 steps, (n-1)/n of the bytes. An all-gather costs the same."""
     n = group.size
     if n == 1:
@@ -65,19 +65,19 @@ def reduce_scatter(group: Group, size_bytes: float) -> float:
 all_gather = reduce_scatter
 
 
-def all_to_all(group: Group, size_bytes: float) -> float:
+def all_to_all(group: RankGroup, size_bytes: float) -> float:
     """Each rank sends (n-1)/n of its bytes straight to the others."""
     if group.size == 1:
         return 0.0
     return group.latency_s + (group.size - 1) / group.size * size_bytes / group.bytes_per_s
 
 
-def send(group: Group, size_bytes: float) -> float:
+def send(group: RankGroup, size_bytes: float) -> float:
     """One neighbour to the next."""
     return 0.0 if group.size == 1 else group.latency_s + size_bytes / group.bytes_per_s
 
 
-def _latency(group: Group) -> float:
+def _latency(group: RankGroup) -> float:
     """A ring waits once per step; libraries switch to trees when the ring is long."""
     steps = group.size - 1
     return group.latency_s * min(steps, 8 * (steps + 1).bit_length())

@@ -115,7 +115,7 @@ def head_gemm(model: Transformer, layout: Layout) -> Gemm:
 def gemm_seconds(gemm: Gemm, layout: Layout, device: Device, constants: Calibration) -> float:
     """Roofline plus a fixed loss: the slower of arithmetic and traffic."""
     arithmetic = gemm.flops / (device.matrix_flops(layout.precision) * constants.matrix)
-    traffic = gemm.bytes(layout.numbers.activation) / _bytes_per_s(device, constants)
+    traffic = gemm.bytes(layout.element_bytes.activation) / _bytes_per_s(device, constants)
     return max(arithmetic, traffic) + constants.kernel_s
 
 
@@ -127,7 +127,7 @@ def attention_seconds(model: Transformer, layout: Layout, device: Device, consta
         flops = sum(gemm.flops * (0.5 if gemm.causal else 1.0) for gemm in products)
         return flops / rate + constants.kernel_s
     stream = _bytes_per_s(device, constants)
-    width = layout.numbers.activation
+    width = layout.element_bytes.activation
     matrix = sum(max(gemm.flops / rate, gemm.bytes(width) / stream) for gemm in products)
     scores = layout.microbatch * model.heads / layout.tp * layout.tokens(model) ** 2 / layout.cp
     passes = 2 * width + (2 * width + 1 if model.dropout else 0)  # softmax, dropout
@@ -136,7 +136,7 @@ def attention_seconds(model: Transformer, layout: Layout, device: Device, consta
 
 def elementwise_seconds(model: Transformer, layout: Layout, device: Device, constants: Calibration) -> float:
     """Norms, residual adds, dropout, activation functions and rotations of one layer, forward."""
-    act, res = layout.numbers.activation, layout.residual_bytes
+    act, res = layout.element_bytes.activation, layout.residual_bytes
     tokens = layout.microbatch * layout.tokens(model) / layout.cp
     h = model.hidden
     whole = float((2 * (res + act) + 2 * 3 * res + (2 if model.dropout else 0)) * h)

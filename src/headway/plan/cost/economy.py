@@ -12,7 +12,7 @@ LLAMA3_MTBF_GPU_HOURS = 50_700
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Workload:
     """What surrounds the steps. Everything has a default except what only the user can know."""
 
     tokens: float | None = None
@@ -40,12 +40,12 @@ class Job:
 
     def __post_init__(self) -> None:
         for key in ("mtbf_gpu_hours", "restart_s", "storage_GBps", "writer_GBps", "power_share"):
-            checks.real(f"job.{key}", getattr(self, key))
+            checks.require_number(f"job.{key}", getattr(self, key))
         for key in ("tokens", "samples", "sample_bytes", "loader_MBps"):
             if getattr(self, key) is not None:
-                checks.real(f"job.{key}", getattr(self, key))
-        checks.real("job.pue", self.pue, above=0.999)
-        checks.one_of("job.async_checkpoint", self.async_checkpoint, (True, False))
+                checks.require_number(f"job.{key}", getattr(self, key))
+        checks.require_number("job.pue", self.pue, above=0.999)
+        checks.require_choice("workload.async_checkpoint", self.async_checkpoint, (True, False))
 
 
 def checkpoint_bytes(parameters: float, state_bytes_per_parameter: float, gradient_bytes: float) -> float:
@@ -53,14 +53,14 @@ def checkpoint_bytes(parameters: float, state_bytes_per_parameter: float, gradie
     return parameters * (state_bytes_per_parameter - gradient_bytes)
 
 
-def write_seconds(size: float, nodes: int, job: Job) -> float:
+def write_seconds(size: float, nodes: int, workload: Workload) -> float:
     """bytes / min(writers x writer bandwidth, storage bandwidth)."""
-    return size / (min(nodes * job.writer_GBps, job.storage_GBps) * 1e9)
+    return size / (min(nodes * workload.writer_GBps, workload.storage_GBps) * 1e9)
 
 
-def blocking_seconds(size: float, gpus: int, pcie_GBps: float, written: float, job: Job) -> float:
+def blocking_seconds(size: float, gpus: int, pcie_GBps: float, written: float, workload: Workload) -> float:
     """What training waits for: the copy to the host, or the whole write."""
-    return size / gpus / (pcie_GBps * 1e9) if job.async_checkpoint else written
+    return size / gpus / (pcie_GBps * 1e9) if workload.async_checkpoint else written
 
 
 def young_daly(blocking_s: float, mtbf_s: float) -> float:

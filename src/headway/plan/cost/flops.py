@@ -73,6 +73,6 @@ def hardware_flops_per_token(
     return base
 
 
-def utilisation(flops_per_token: float, tokens_per_s_per_gpu: float, peak_flops: float) -> float:
+def utilization(flops_per_token: float, tokens_per_s_per_gpu: float, peak_flops: float) -> float:
     """MFU or HFU, by which FLOPs are passed."""
     return flops_per_token * tokens_per_s_per_gpu / peak_flops

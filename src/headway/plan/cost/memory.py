@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from headway.plan.cost import activations, schedule
-from headway.plan.cost.states import RankParameters, States, on_rank, states
+from headway.plan.cost.states import ModelStates, RankParameters, model_states, on_rank
 from headway.plan.machine.hardware import GIB
 from headway.plan.model.layout import Layout
 from headway.plan.model.transformer import Transformer
@@ -24,7 +24,7 @@ COMPILED_ACTIVATIONS = 0.88
 """torch.compile recomputes cheap steps: torchtitan's Llama 3 8B went from 66 to 61 GiB beside its states."""
 
 
-class Reserve(NamedTuple):
+class ReserveFactor(NamedTuple):
     """Reserved over allocated bytes: what the caching allocator cannot use."""
 
     low: float
@@ -32,9 +32,9 @@ class Reserve(NamedTuple):
     high: float
 
 
-RESERVE = Reserve(1.02, 1.07, 1.17)
+RESERVE = ReserveFactor(1.02, 1.07, 1.17)
 """Seen on 12 H200 runs."""
-RESERVE_FSDP = Reserve(1.1, 1.14, 1.23)
+RESERVE_FSDP = ReserveFactor(1.1, 1.14, 1.23)
 """FSDP in mixed precision gathers and scatters on streams with blocks of their own: torchtitan's two eager runs."""
 
 
@@ -50,7 +50,7 @@ class RankMemory:
         return sum(self.parts.values())
 
 
-def ranks_to_look_at(layout: Layout) -> tuple[int, ...]:
+def representative_stages(layout: Layout) -> tuple[int, ...]:
     """First, middle and last stage: memory falls along the pipeline, except for what the ends hold."""
     return tuple(sorted({0, layout.pp // 2, layout.pp - 1}))
 
@@ -58,16 +58,16 @@ def ranks_to_look_at(layout: Layout) -> tuple[int, ...]:
 def peak(model: Transformer, layout: Layout) -> RankMemory:
     """The fullest rank."""
     even = model.layers % (layout.pp * layout.vpp) == 0
-    stages = {0, layout.pp - 1} if even else ranks_to_look_at(layout)
+    stages = {0, layout.pp - 1} if even else representative_stages(layout)
     return max((rank_memory(model, layout, stage) for stage in stages), key=lambda rank: rank.allocated)
 
 
 def rank_memory(model: Transformer, layout: Layout, stage: int) -> RankMemory:
     """Peak of a rank: at the loss, in the backward pass of a layer, or in the optimizer step."""
     parameters = on_rank(model, layout, stage)
-    kept = states(parameters, layout)
+    kept = model_states(parameters, layout)
     always = {"weights": kept.weights, "optimizer": kept.optimizer}
-    gradients = {"gradients": _piled_up(model, layout, stage, parameters) or kept.gradients}
+    gradients = {"gradients": _accumulated_gradients(model, layout, stage, parameters) or kept.gradients}
     training = _training_parts(model, layout, stage, parameters) | (
         gradients if gradients_stay(layout) else {}
     )
@@ -90,18 +90,20 @@ def gradients_stay(layout: Layout) -> bool:
     return sharded or layout.microbatches > 1 or layout.megatron
 
 
-def reserve(layout: Layout) -> Reserve:
+def reserve_factor(layout: Layout) -> ReserveFactor:
     """How much more than it allocates a process takes."""
     return RESERVE_FSDP if layout.zero == 3 and layout.shards > 1 and layout.precision == "amp" else RESERVE
 
 
-def reserved(allocated: float, layout: Layout, *, factor: float | None = None) -> float:
+def reserved_bytes(allocated: float, layout: Layout, *, factor: float | None = None) -> float:
     """What the process takes from the device: allocator slack, CUDA context, communicator buffers."""
-    slack = reserve(layout).value if factor is None else factor
+    slack = reserve_factor(layout).value if factor is None else factor
     return allocated * slack + CONTEXT_BYTES + (COLLECTIVE_BYTES if layout.gpus > 1 else 0.0)
 
 
-def _piled_up(model: Transformer, layout: Layout, stage: int, parameters: RankParameters) -> float:
+def _accumulated_gradients(
+    model: Transformer, layout: Layout, stage: int, parameters: RankParameters
+) -> float:
     """FSDP that keeps its weights gathered adds up whole gradients, and scatters them after the last microbatch."""
     if layout.zero < 3 or layout.reshard or layout.microbatches == 1:
         return 0.0
@@ -109,7 +111,7 @@ def _piled_up(model: Transformer, layout: Layout, stage: int, parameters: RankPa
     if stage == 0 and not layout.megatron:
         # every tensor-parallel rank of torch has a sum for the whole vocabulary until then (traced)
         whole += model.vocab * model.hidden * (1 - 1 / layout.tp)
-    return layout.numbers.gradient * whole
+    return layout.element_bytes.gradient * whole
 
 
 def _training_parts(
@@ -138,7 +140,9 @@ def _backward_parts(model: Transformer, layout: Layout, parameters: RankParamete
     share = model.moe_layers / model.layers
     dense = 0.0 if share == 1 else activations.working_set(model, layout)
     working = max(dense, activations.working_set(model, layout, moe=True)) if share else dense
-    scattered = layout.numbers.gradient * parameters.layer if layout.zero > 1 and layout.shards > 1 else 0.0
+    scattered = (
+        layout.element_bytes.gradient * parameters.layer if layout.zero > 1 and layout.shards > 1 else 0.0
+    )
     return {
         "recomputed layer": working * (COMPILED_ACTIVATIONS if layout.compiled else 1.0),
         "gradients on their way": scattered,
@@ -168,7 +172,7 @@ def _embedding(model: Transformer, layout: Layout, stage: int) -> float:
 def _logits(model: Transformer, layout: Layout) -> float:
     """Final norm and head inputs, and the logits through the loss."""
     tokens = layout.microbatch * layout.tokens(model) / layout.cp
-    each = tokens * layout.numbers.activation * model.hidden
+    each = tokens * layout.element_bytes.activation * model.hidden
     piece = each / (layout.tp if layout.sequence_parallel else 1)
     inputs = piece + (piece if layout.megatron else each)  # torch keeps what it gathered for the head
     if model.image:
@@ -193,22 +197,22 @@ def _gathered(layout: Layout, parameters: RankParameters) -> float:
         return 0.0
     whole = parameters.shared + parameters.experts
     units = parameters.outer + 2 * parameters.layer
-    return layout.numbers.activation * (min(whole, units) if layout.reshard else whole)
+    return layout.element_bytes.activation * (min(whole, units) if layout.reshard else whole)
 
 
 def _buckets(layout: Layout, parameters: RankParameters) -> float:
     """DDP reduces through a second copy of the gradients; sharded optimizers through two buckets."""
     if layout.dp == 1 or layout.zero == 3:
         return 0.0
-    copy = layout.numbers.gradient * (parameters.shared + parameters.experts)
+    copy = layout.element_bytes.gradient * (parameters.shared + parameters.experts)
     if layout.zero == 0 and not layout.megatron:
         return copy
     return min(copy, 2 * layout.bucket_MB * 1e6)
 
 
-def _step_temporaries(kept: States, layout: Layout) -> float:
+def _step_temporaries(kept: ModelStates, layout: Layout) -> float:
     """A for-each optimizer works on one more copy of the weights it updates."""
-    numbers = layout.numbers
+    numbers = layout.element_bytes
     per_parameter = kept.optimizer or kept.weights
     width = numbers.master or numbers.weight
     whole = numbers.master + 2 * numbers.moment if kept.optimizer else numbers.weight

@@ -48,10 +48,6 @@ def chunk_layers(layers: int, pp: int, vpp: int = 1) -> tuple[tuple[int, ...], .
     return tuple(tuple(counts[stage + pp * turn] for turn in range(vpp)) for stage in range(pp))
 
 
-def stage_layers(layers: int, pp: int, vpp: int, stage: int) -> int:
-    return sum(chunk_layers(layers, pp, vpp)[stage])
-
-
 def layers_in_flight(layers: int, pp: int, vpp: int, stage: int, microbatches: int) -> float:
     """Layer activations a rank holds at its peak."""
     chunks = chunk_layers(layers, pp, vpp)[stage]

@@ -27,7 +27,7 @@ class RankParameters:
 
 
 @dataclass(frozen=True, kw_only=True)
-class States:
+class ModelStates:
     """Bytes on one rank."""
 
     weights: float
@@ -87,9 +87,9 @@ def _head_on_rank(model: Transformer, tp: int, pp: int) -> float:
     return copy / tp + model.norm_parameters
 
 
-def states(parameters: RankParameters, layout: Layout) -> States:
+def model_states(parameters: RankParameters, layout: Layout) -> ModelStates:
     """Bytes of model state on a rank. ZeRO 1 shards the optimizer, 2 the gradients too, 3 the weights too."""
-    numbers, shards = layout.numbers, layout.shards
+    numbers, shards = layout.element_bytes, layout.shards
     # experts are already spread over ep ranks of the data-parallel group
     expert_shards = max(1.0, shards / layout.ep)
 
@@ -99,7 +99,7 @@ def states(parameters: RankParameters, layout: Layout) -> States:
         return per_parameter * (parameters.shared / shards + parameters.experts / expert_shards)
 
     optimizer = over(numbers.master + OPTIMIZER_MOMENTS[layout.optimizer] * numbers.moment, 1)
-    return States(
+    return ModelStates(
         weights=over(numbers.weight, 3),
         gradients=over(numbers.gradient, 2),
         optimizer=0.0 if layout.offload else optimizer,
@@ -108,6 +108,6 @@ def states(parameters: RankParameters, layout: Layout) -> States:
 
 def bytes_per_parameter(layout: Layout) -> float:
     """Replicated state per parameter: 18 for Megatron's bf16 Adam, 16 for ZeRO's or fp32."""
-    numbers = layout.numbers
+    numbers = layout.element_bytes
     moments = OPTIMIZER_MOMENTS[layout.optimizer] * numbers.moment
     return numbers.weight + numbers.gradient + numbers.master + moments

@@ -139,8 +139,10 @@ def _tensor_parallel(model: Transformer, layout: Layout, node: Node, constants: 
     """Two all-reduces forward, two backward, two more when the forward is repeated (SC21, section 3.2)."""
     if layout.tp == 1:
         return 0.0
-    ranks = collectives.group("tp", layout, node, constants)
-    size = layout.microbatch * layout.tokens(model) / layout.cp * model.hidden * layout.numbers.activation
+    ranks = collectives.axis_group("tp", layout, node, constants)
+    size = (
+        layout.microbatch * layout.tokens(model) / layout.cp * model.hidden * layout.element_bytes.activation
+    )
     passes = 6 if layout.recompute == "full" else 4
     # a reduce-scatter and an all-gather move what an all-reduce moves (Korthikanti, section 4.2.2)
     return passes * collectives.all_reduce(ranks, size)
@@ -152,9 +154,9 @@ def _context_parallel(
     """Keys and values travel the ring behind the scores; what does not fit behind them is exposed."""
     if layout.cp == 1:
         return 0.0
-    ranks = collectives.group("cp", layout, node, constants)
+    ranks = collectives.axis_group("cp", layout, node, constants)
     tokens = layout.microbatch * layout.tokens(model) / layout.cp
-    block = 2 * tokens * model.kv * model.dim * layout.numbers.activation / min(layout.tp, model.kv)
+    block = 2 * tokens * model.kv * model.dim * layout.element_bytes.activation / min(layout.tp, model.kv)
     hops = (layout.cp - 1) * collectives.send(ranks, block)
     return max(0.0, hops - attention) + max(0.0, 2 * hops - compute.FLASH_BACKWARD * attention)
 
@@ -163,9 +165,9 @@ def _expert_parallel(model: Transformer, layout: Layout, node: Node, constants: 
     """Tokens to their experts and back, forward and backward: four all-to-alls."""
     if layout.ep == 1 or model.moe is None:
         return 0.0
-    ranks = collectives.group("ep", layout, node, constants)
+    ranks = collectives.axis_group("ep", layout, node, constants)
     tokens = layout.microbatch * layout.tokens(model) / layout.cp
-    size = tokens * model.moe.top_k * model.hidden * layout.numbers.activation / layout.tp
+    size = tokens * model.moe.top_k * model.hidden * layout.element_bytes.activation / layout.tp
     return 4 * collectives.all_to_all(ranks, size)
 
 
@@ -173,9 +175,9 @@ def _sends(model: Transformer, layout: Layout, node: Node, constants: Calibratio
     """Boundary activations of one microbatch, forward and backward, for each chunk (SC21, section 4.1)."""
     if layout.pp == 1:
         return 0.0
-    ranks = collectives.group("pp", layout, node, constants)
+    ranks = collectives.axis_group("pp", layout, node, constants)
     tokens = layout.microbatch * layout.tokens(model) / layout.cp
-    size = tokens * model.hidden * layout.numbers.activation / layout.tp
+    size = tokens * model.hidden * layout.element_bytes.activation / layout.tp
     return 2 * layout.vpp * collectives.send(ranks, size)
 
 
@@ -188,8 +190,8 @@ def _data_parallel(
     parameters = on_rank(model, layout, 0)
     count = parameters.shared + parameters.experts
     ranks = collectives.shard_group(layout, node, constants)
-    width, turns = layout.numbers.activation, layout.microbatches
-    gradients = count * layout.numbers.gradient
+    width, turns = layout.element_bytes.activation, layout.microbatches
+    gradients = count * layout.element_bytes.gradient
     if layout.zero == 3:
         total = (2 * turns if layout.reshard else 1) * collectives.all_gather(ranks, count * width)
         total += (turns if layout.reshard else 1) * collectives.reduce_scatter(ranks, gradients)
@@ -210,7 +212,7 @@ def _replica_reduce(layout: Layout, node: Node, constants: Calibration, gradient
     copies = layout.dp // (layout.shard or layout.dp)
     if copies == 1:
         return 0.0
-    ranks = collectives.spread(copies, layout.shards * layout.tp, node, constants)
+    ranks = collectives.strided_group(copies, layout.shards * layout.tp, node, constants)
     return collectives.all_reduce(ranks, gradients / layout.shards)
 
 
@@ -218,7 +220,7 @@ def _optimizer(model: Transformer, layout: Layout, device: Device, constants: Ca
     """Weights, gradients and moments read and written once."""
     parameters = on_rank(model, layout, 0)
     count = parameters.shared + parameters.experts
-    numbers, moments = layout.numbers, OPTIMIZER_MOMENTS[layout.optimizer]
+    numbers, moments = layout.element_bytes, OPTIMIZER_MOMENTS[layout.optimizer]
     state = numbers.master + moments * numbers.moment
     traffic = (
         count / (layout.shards if layout.zero else 1) * (2 * state + 2 * numbers.weight + numbers.gradient)

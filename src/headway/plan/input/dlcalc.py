@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from headway.errors import UsageError
 from headway.plan import checks
-from headway.plan.input.document import document
+from headway.plan.input.plan_file import parse_plan
 
 _NODES = {
     "p4d.24xlarge": "aws-p4d",
@@ -37,7 +37,7 @@ def import_dlcalc(data: Mapping[str, object]) -> dict[str, object]:
         "layout": _layout(parallel, batch, speed),
         "node": _node(_get(hardware, "hardware", "node_type")),
     }
-    document(plan, where="the imported plan")
+    parse_plan(plan, where="the imported plan")
     return plan
 
 
@@ -60,7 +60,7 @@ def _model(model: Mapping[str, object], batch: Mapping[str, object]) -> dict[str
         "context": _get(batch, "data", "seqlen"),
     }
     if model.get("moe") is not None:
-        moe = checks.section("model.moe", model["moe"])
+        moe = checks.require_mapping("model.moe", model["moe"])
         found["moe"] = {
             "experts": _get(moe, "model.moe", "n_experts"),
             "top_k": _get(moe, "model.moe", "experts_per_token"),
@@ -73,7 +73,7 @@ def _layout(
     parallel: Mapping[str, object], batch: Mapping[str, object], speed: Mapping[str, object]
 ) -> dict[str, object]:
     recompute = str(_get(speed, "performance", "activation_checkpointing_type"))
-    checks.one_of("performance.activation_checkpointing_type", recompute, tuple(_RECOMPUTE))
+    checks.require_choice("performance.activation_checkpointing_type", recompute, tuple(_RECOMPUTE))
     found: dict[str, object] = {
         "tp": _get(parallel, "parallelism", "tp"),
         "pp": _get(parallel, "parallelism", "pp"),
@@ -103,7 +103,7 @@ def _node(name: object) -> str:
 
 
 def _section(data: Mapping[str, object], key: str) -> Mapping[str, object]:
-    return checks.section(key, _get(data, "the dlcalc file", key))
+    return checks.require_mapping(key, _get(data, "the dlcalc file", key))
 
 
 def _get(section: Mapping[str, object], where: str, key: str) -> object:

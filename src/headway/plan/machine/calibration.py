@@ -48,28 +48,28 @@ class Calibration:
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:
-            checks.real(f"calibration.{name}", getattr(self, name))
+            checks.require_number(f"calibration.{name}", getattr(self, name))
 
 
 _NUMBERS = tuple(field.name for field in fields(Calibration) if field.name != "source")
 
 
-def machine_file() -> Path:
+def calibration_file() -> Path:
     """Where `headway plan calibrate` keeps what it measured."""
     return Path.home() / ".headway" / "machine.yaml"
 
 
-def load(path: str | Path) -> Calibration:
+def load_calibration(path: str | Path) -> Calibration:
     """A calibration as `save` wrote it."""
-    data = checks.section("calibration", read_yaml(path).get("calibration", {}))
-    checks.known_keys(f"{path}: calibration", data, (*_NUMBERS, "source"))
+    data = checks.require_mapping("calibration", read_yaml(path).get("calibration", {}))
+    checks.require_known_keys(f"{path}: calibration", data, (*_NUMBERS, "source"))
     for name, value in data.items():
         if name != "source" and not isinstance(value, int | float):
             raise UsageError(f"{path}: calibration.{name} is {value!r}; expected a number")
     return Calibration(**data)  # type: ignore[arg-type]
 
 
-def save(
+def save_calibration(
     path: str | Path,
     calibration: Calibration,
     *,

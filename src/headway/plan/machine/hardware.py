@@ -42,7 +42,7 @@ class Device:
             if field.name in ("name", "source") or value is None:
                 continue
             limit = 1.0 if field.name.endswith("achievable") else float("inf")
-            checks.real(f"device.{field.name}", value, at_most=limit)
+            checks.require_number(f"device.{field.name}", value, at_most=limit)
         if self.bf16 is None and self.fp16 is None:
             raise UsageError(f"device {self.name} has no peak; give bf16 or fp16 in TFLOP/s")
 
@@ -103,14 +103,16 @@ class Node:
         return node
 
     def _set(self, name: str, keys: Mapping[str, object], price: float | None) -> None:
-        checks.known_keys("node", keys, ("device", "gpus", "inter_Gbps", "source"))
+        checks.require_known_keys("node", keys, ("device", "gpus", "inter_Gbps", "source"))
         if "device" not in keys:
             raise UsageError(f"node has no device; give one of {checks.listed(_catalog()['devices'])}")
         self.name = name
-        self.device = device(keys["device"])
-        self.gpus = checks.whole("node.gpus", keys.get("gpus", 1))
-        self.inter_bytes_per_s = checks.real("node.inter_Gbps", keys.get("inter_Gbps", 10)) * 1e9 / 8
-        self.price_per_hour = None if price is None else checks.real("node.price_per_hour", price)
+        self.device = find_device(keys["device"])
+        self.gpus = checks.require_int("node.gpus", keys.get("gpus", 1))
+        self.inter_bytes_per_s = (
+            checks.require_number("node.inter_Gbps", keys.get("inter_Gbps", 10)) * 1e9 / 8
+        )
+        self.price_per_hour = None if price is None else checks.require_number("node.price_per_hour", price)
         self.source = str(keys.get("source", "given by the user"))
 
     def __repr__(self) -> str:
@@ -129,15 +131,15 @@ def node_names() -> list[str]:
     return list(_catalog()["nodes"])
 
 
-def device(given: object) -> Device:
+def find_device(given: object) -> Device:
     """A device by catalog name, or from a mapping of its keys."""
     table = _catalog()["devices"]
     if isinstance(given, str):
-        checks.one_of("node.device", given, tuple(table))
+        checks.require_choice("node.device", given, tuple(table))
         return Device(name=given, **table[given])  # type: ignore[arg-type]
-    keys = checks.section("node.device", given)
+    keys = checks.require_mapping("node.device", given)
     valid = [field.name for field in fields(Device)]
-    checks.known_keys("node.device", keys, valid)
+    checks.require_known_keys("node.device", keys, valid)
     for needed in ("memory_GB", "hbm_GBps"):
         if needed not in keys:
             raise UsageError(

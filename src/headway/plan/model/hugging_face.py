@@ -28,7 +28,7 @@ class _Config:
                     f"{self._where} has no {key!r}, which a {self._data['model_type']} config needs"
                 )
             return default
-        return checks.whole(f"{self._where}: {key}", value, at_least=0)
+        return checks.require_int(f"{self._where}: {key}", value, at_least=0)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self._data.get(key, default)
@@ -53,9 +53,9 @@ def from_hf_config(path: str | Path) -> Transformer:
         raise UsageError(f"cannot read {file}: {error.strerror}") from error
     except ValueError as error:
         raise UsageError(f"{file} is not JSON: {error}") from error
-    data = dict(checks.section(str(file), data))
+    data = dict(checks.require_mapping(str(file), data))
     kind = data.get("model_type")
-    checks.one_of(f"{file}: model_type", kind, tuple(_READERS))
+    checks.require_choice(f"{file}: model_type", kind, tuple(_READERS))
     return replace(_READERS[str(kind)](_Config(data, str(file))), name=file.parent.name or str(kind))
 
 

@@ -14,7 +14,7 @@ PrecisionName = Literal["bf16", "zero16", "amp", "fp32", "pure-bf16", "fp8"]
 OptimizerName = Literal["adamw", "adamw8bit", "sgd", "sgd-momentum", "lion", "muon"]
 
 
-class Precision(NamedTuple):
+class PrecisionBytes(NamedTuple):
     """Bytes per parameter (weight, gradient, master copy, one optimizer moment) and per activation."""
 
     weight: int
@@ -26,15 +26,17 @@ class Precision(NamedTuple):
     source: str
 
 
-PRECISIONS: dict[str, Precision] = {
-    "bf16": Precision(2, 4, 4, 4, 2, 2, "Megatron-LM: fp32 gradients, master and moments: 18 with Adam"),
-    "zero16": Precision(
+PRECISIONS: dict[str, PrecisionBytes] = {
+    "bf16": PrecisionBytes(2, 4, 4, 4, 2, 2, "Megatron-LM: fp32 gradients, master and moments: 18 with Adam"),
+    "zero16": PrecisionBytes(
         2, 2, 4, 4, 2, 2, "ZeRO paper: 16-bit gradients, fp32 master and moments: 16 with Adam"
     ),
-    "amp": Precision(4, 4, 0, 4, 2, 4, "torch autocast or FSDP2 mixed precision: fp32 weights: 16 with Adam"),
-    "fp32": Precision(4, 4, 0, 4, 4, 4, "everything in fp32: 16 with Adam"),
-    "pure-bf16": Precision(2, 2, 0, 2, 2, 2, "everything in bf16: 8 with Adam"),
-    "fp8": Precision(2, 4, 4, 4, 2, 2, "bf16 training with fp8 matrix products"),
+    "amp": PrecisionBytes(
+        4, 4, 0, 4, 2, 4, "torch autocast or FSDP2 mixed precision: fp32 weights: 16 with Adam"
+    ),
+    "fp32": PrecisionBytes(4, 4, 0, 4, 4, 4, "everything in fp32: 16 with Adam"),
+    "pure-bf16": PrecisionBytes(2, 2, 0, 2, 2, 2, "everything in bf16: 8 with Adam"),
+    "fp8": PrecisionBytes(2, 4, 4, 4, 2, 2, "bf16 training with fp8 matrix products"),
 }
 OPTIMIZER_MOMENTS = {
     "adamw": 2.0,
@@ -101,17 +103,17 @@ class Layout:
 
     def __post_init__(self) -> None:
         for key in ("dp", "tp", "pp", "vpp", "cp", "ep", "microbatch", "global_batch", "loss_chunks"):
-            checks.whole(f"layout.{key}", getattr(self, key))
+            checks.require_int(f"layout.{key}", getattr(self, key))
         for key in ("shard", "sequence"):
             if getattr(self, key) is not None:
-                checks.whole(f"layout.{key}", getattr(self, key))
+                checks.require_int(f"layout.{key}", getattr(self, key))
         for key in ("sequence_parallel", "reshard", "flash", "overlap", "offload", "compiled"):
-            checks.one_of(f"layout.{key}", getattr(self, key), (True, False))
-        checks.real("layout.bucket_MB", self.bucket_MB)
-        checks.one_of("layout.zero", self.zero, (0, 1, 2, 3))
-        checks.one_of("layout.recompute", self.recompute, ("none", "selective", "sac", "full"))
-        checks.one_of("layout.precision", self.precision, tuple(PRECISIONS))
-        checks.one_of("layout.optimizer", self.optimizer, tuple(OPTIMIZER_MOMENTS))
+            checks.require_choice(f"layout.{key}", getattr(self, key), (True, False))
+        checks.require_number("layout.bucket_MB", self.bucket_MB)
+        checks.require_choice("layout.zero", self.zero, (0, 1, 2, 3))
+        checks.require_choice("layout.recompute", self.recompute, ("none", "selective", "sac", "full"))
+        checks.require_choice("layout.precision", self.precision, tuple(PRECISIONS))
+        checks.require_choice("layout.optimizer", self.optimizer, tuple(OPTIMIZER_MOMENTS))
         self._check_batch()
 
     def _check_batch(self) -> None:
@@ -121,8 +123,8 @@ class Layout:
                 f"({self.dp} x {self.microbatch}); valid: multiples of {self.dp * self.microbatch}"
             )
         if self.shard is not None:
-            checks.divides("layout.shard", self.shard, "layout.dp", self.dp)
-        checks.divides("layout.ep", self.ep, "layout.dp", self.dp)
+            checks.require_divisor("layout.shard", self.shard, "layout.dp", self.dp)
+        checks.require_divisor("layout.ep", self.ep, "layout.dp", self.dp)
         if self.vpp > 1 and (self.pp == 1 or self.microbatches % self.pp):
             raise UsageError(
                 f"layout.vpp is {self.vpp}: the interleaved schedule needs pp above 1 (it is {self.pp}) and "
@@ -144,7 +146,7 @@ class Layout:
         return (self.shard or self.dp) * self.cp
 
     @property
-    def numbers(self) -> Precision:
+    def element_bytes(self) -> PrecisionBytes:
         return PRECISIONS[self.precision]
 
     @property
@@ -155,11 +157,11 @@ class Layout:
     @property
     def residual_bytes(self) -> int:
         """Of one element of the residual stream: fp32 under autocast, 16 bits under FSDP."""
-        return self.numbers.activation if self.zero == 3 else self.numbers.residual
+        return self.element_bytes.activation if self.zero == 3 else self.element_bytes.residual
 
     def check_model(self, model: Transformer) -> None:
         """Refuses a layout that the model cannot be cut into."""
-        checks.divides("layout.tp", self.tp, "model.heads", model.heads)
+        checks.require_divisor("layout.tp", self.tp, "model.heads", model.heads)
         if self.tp > model.kv and self.tp % model.kv:
             raise UsageError(
                 f"layout.tp is {self.tp}; valid: divisors or multiples of model.kv_heads ({model.kv})"
@@ -172,12 +174,12 @@ class Layout:
         if self.ep > 1 and model.moe is None:
             raise UsageError(f"layout.ep is {self.ep}, but the model has no experts; valid: 1")
         if model.moe:
-            checks.divides("layout.ep", self.ep, "model.moe.experts", model.moe.experts)
+            checks.require_divisor("layout.ep", self.ep, "model.moe.experts", model.moe.experts)
         sequence = self.tokens(model)
         if self.cp > 1:
-            checks.divides("layout.cp", self.cp, "layout.sequence", sequence)
+            checks.require_divisor("layout.cp", self.cp, "layout.sequence", sequence)
         if self.sequence_parallel:
-            checks.divides(
+            checks.require_divisor(
                 "layout.tp", self.tp, "layout.sequence / cp (sequence_parallel)", sequence // self.cp
             )
 

@@ -32,9 +32,9 @@ class Moe:
 
     def __post_init__(self) -> None:
         for name in ("experts", "top_k", "ffn"):
-            checks.whole(f"model.moe.{name}", getattr(self, name))
+            checks.require_int(f"model.moe.{name}", getattr(self, name))
         for name in ("shared_ffn", "dense_layers"):
-            checks.whole(f"model.moe.{name}", getattr(self, name), at_least=0)
+            checks.require_int(f"model.moe.{name}", getattr(self, name), at_least=0)
         if self.top_k > self.experts:
             raise UsageError(
                 f"model.moe.top_k is {self.top_k}; valid: 1 to model.moe.experts ({self.experts})"
@@ -53,7 +53,7 @@ class Mla:
 
     def __post_init__(self) -> None:
         for name in ("q_rank", "kv_rank", "nope_dim", "rope_dim", "v_dim"):
-            checks.whole(f"model.mla.{name}", getattr(self, name))
+            checks.require_int(f"model.mla.{name}", getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +70,9 @@ class Image:
 
     def __post_init__(self) -> None:
         for name in ("size", "patch", "channels"):
-            checks.whole(f"model.image.{name}", getattr(self, name))
-        checks.whole("model.image.classes", self.classes, at_least=0)
-        checks.divides("model.image.patch", self.patch, "model.image.size", self.size)
+            checks.require_int(f"model.image.{name}", getattr(self, name))
+        checks.require_int("model.image.classes", self.classes, at_least=0)
+        checks.require_divisor("model.image.patch", self.patch, "model.image.size", self.size)
 
     @property
     def tokens(self) -> int:
@@ -116,18 +116,18 @@ class Transformer:
 
     def __post_init__(self) -> None:
         for key in ("layers", "hidden", "heads", "context"):
-            checks.whole(f"model.{key}", getattr(self, key))
+            checks.require_int(f"model.{key}", getattr(self, key))
         for key in ("kv_heads", "head_dim", "ffn"):
             if getattr(self, key) is not None:
-                checks.whole(f"model.{key}", getattr(self, key))
-        checks.whole("model.vocab", self.vocab, at_least=1 if self.image is None else 0)
-        checks.whole("model.extra_parameters", self.extra_parameters, at_least=0)
-        checks.one_of("model.position", self.position, ("learned", "rope", "none"))
-        checks.one_of("model.norm", self.norm, ("layernorm", "rmsnorm"))
-        checks.one_of("model.bias", self.bias, ("all", "qkv", "none"))
+                checks.require_int(f"model.{key}", getattr(self, key))
+        checks.require_int("model.vocab", self.vocab, at_least=1 if self.image is None else 0)
+        checks.require_int("model.extra_parameters", self.extra_parameters, at_least=0)
+        checks.require_choice("model.position", self.position, ("learned", "rope", "none"))
+        checks.require_choice("model.norm", self.norm, ("layernorm", "rmsnorm"))
+        checks.require_choice("model.bias", self.bias, ("all", "qkv", "none"))
         if self.head_dim is None and self.mla is None:
-            checks.divides("model.heads", self.heads, "model.hidden", self.hidden)
-        checks.divides("model.kv_heads", self.kv, "model.heads", self.heads)
+            checks.require_divisor("model.heads", self.heads, "model.hidden", self.hidden)
+        checks.require_divisor("model.kv_heads", self.kv, "model.heads", self.heads)
         if self.moe and self.moe.dense_layers > self.layers:
             raise UsageError(f"model.moe.dense_layers is {self.moe.dense_layers}; valid: 0 to {self.layers}")
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from headway.plan.cost import economy, flops, memory, schedule, states
 from headway.plan.cost.activations import layer_bytes
-from headway.plan.cost.economy import Job
+from headway.plan.cost.economy import Workload
 from headway.plan.cost.memory import RankMemory
 from headway.plan.cost.steptime import StepTime
 from headway.plan.machine.calibration import Calibration
 from headway.plan.machine.hardware import Node
 from headway.plan.model.layout import Layout
 from headway.plan.model.transformer import Transformer
-from headway.plan.report.quantity import Quantity, about, exact
+from headway.plan.report.quantity import Quantity, approximate, exact
 
 Answers = dict[str, Quantity]
 
@@ -50,28 +50,28 @@ def memory_answers(model: Transformer, layout: Layout, ranks: list[RankMemory]) 
     allocated, low, high = full.allocated, MEMORY_LOW, MEMORY_HIGH
     found = {
         "memory.state_bytes_per_parameter": exact(
-            states.bytes_per_parameter(layout), formula=f"weight + gradient + optimizer; {layout.numbers.source}"
+            states.bytes_per_parameter(layout), formula=f"weight + gradient + optimizer; {layout.element_bytes.source}"
         ),
-        "memory.activations_per_layer": about(
+        "memory.activations_per_layer": approximate(
             layer_bytes(model, layout), 0.9, 1.15, "bytes",
             formula="sum of the tensors a layer keeps, per microbatch (Korthikanti 2022, eqs 1-6 where they apply)",
         ),
         "memory.in_flight": exact(flying, formula="1F1B: min(m, p - stage); interleaved: 2(p-stage-1) + (v-1)p + 1"),
     }  # fmt: skip
     for name, size in full.parts.items():
-        found[f"memory.part.{name}"] = about(size, low, high, "bytes", formula=_PART_FORMULAS[name])
+        found[f"memory.part.{name}"] = approximate(size, low, high, "bytes", formula=_PART_FORMULAS[name])
     for rank in ranks:
-        found[f"memory.rank.{rank.stage}"] = about(
+        found[f"memory.rank.{rank.stage}"] = approximate(
             rank.allocated, low, high, "bytes", formula=f"sum of the parts on pipeline rank {rank.stage}"
         )
-    reserve = memory.reserve(layout)
-    least = memory.reserved(allocated * low, layout, factor=reserve.low)
-    most = memory.reserved(allocated * high, layout, factor=reserve.high)
-    found["memory.allocated"] = about(
+    reserve = memory.reserve_factor(layout)
+    least = memory.reserved_bytes(allocated * low, layout, factor=reserve.low)
+    most = memory.reserved_bytes(allocated * high, layout, factor=reserve.high)
+    found["memory.allocated"] = approximate(
         allocated, low, high, "bytes", formula="sum of memory.part.* on the fullest rank"
     )
     found["memory.needed"] = Quantity(
-        value=memory.reserved(allocated, layout), low=least, high=most, unit="bytes",
+        value=memory.reserved_bytes(allocated, layout), low=least, high=most, unit="bytes",
         formula=f"allocated x {reserve.value} (caching allocator) + 767 MiB (context)"
         + (" + 0.5 GiB (communicators)" if layout.gpus > 1 else ""),
     )  # fmt: skip
@@ -116,21 +116,25 @@ def time_answers(
     low, high = time_range(node, constants)
     seconds, sequence = step.total, layout.tokens(model)
     found = {
-        f"time.part.{name}": about(value, low, high, "s", formula=_TIME_FORMULAS[name])
+        f"time.part.{name}": approximate(value, low, high, "s", formula=_TIME_FORMULAS[name])
         for name, value in step.parts.items()
     }
-    found["time.step"] = about(seconds, low, high, "s", formula="sum of time.part.*")
+    found["time.step"] = approximate(seconds, low, high, "s", formula="sum of time.part.*")
     found["time.bubble"] = exact(
         schedule.bubble_fraction(layout.pp, layout.microbatches, layout.vpp), "share",
         formula="(p - 1)/(v m), idle over ideal time",
     )  # fmt: skip
     samples = layout.global_batch / seconds
     per_gpu = samples * sequence / layout.gpus
-    found["rate.samples"] = about(samples, 1 / high, 1 / low, "samples/s", formula="global batch / time.step")
-    found["rate.tokens"] = about(
+    found["rate.samples"] = approximate(
+        samples, 1 / high, 1 / low, "samples/s", formula="global batch / time.step"
+    )
+    found["rate.tokens"] = approximate(
         samples * sequence, 1 / high, 1 / low, "tokens/s", formula="rate.samples x sequence"
     )
-    found["rate.tokens_per_gpu"] = about(per_gpu, 1 / high, 1 / low, "tokens/s", formula="rate.tokens / GPUs")
+    found["rate.tokens_per_gpu"] = approximate(
+        per_gpu, 1 / high, 1 / low, "tokens/s", formula="rate.tokens / GPUs"
+    )
     peak = node.device.peak_flops
     full = flops.model_flops_per_token(model, sequence, "full")
     causal = flops.model_flops_per_token(model, sequence, "causal")
@@ -141,9 +145,9 @@ def time_answers(
         ("hardware", hardware, "full, plus what is recomputed"),
     ):
         found[f"flops.{key}"] = exact(count, "FLOP/token", formula=text)
-        use = flops.utilisation(count, per_gpu, peak)
+        use = flops.utilization(count, per_gpu, peak)
         name = "hfu" if key == "hardware" else f"mfu.{key}"
-        found[name] = about(
+        found[name] = approximate(
             use,
             1 / high,
             1 / low,
@@ -154,44 +158,44 @@ def time_answers(
 
 
 def economy_answers(
-    model: Transformer, layout: Layout, node: Node, constants: Calibration, step: StepTime, job: Job
+    model: Transformer, layout: Layout, node: Node, constants: Calibration, step: StepTime, workload: Workload
 ) -> Answers:
     low, high = time_range(node, constants)
     nodes = -(-layout.gpus // node.gpus)
     per_parameter = states.bytes_per_parameter(layout)
-    size = economy.checkpoint_bytes(model.parameters, per_parameter, layout.numbers.gradient)
-    written = economy.write_seconds(size, nodes, job)
-    blocking = economy.blocking_seconds(size, layout.gpus, node.device.pcie_GBps, written, job)
-    mtbf = job.mtbf_gpu_hours * 3600 / layout.gpus
+    size = economy.checkpoint_bytes(model.parameters, per_parameter, layout.element_bytes.gradient)
+    written = economy.write_seconds(size, nodes, workload)
+    blocking = economy.blocking_seconds(size, layout.gpus, node.device.pcie_GBps, written, workload)
+    mtbf = workload.mtbf_gpu_hours * 3600 / layout.gpus
     interval = economy.young_daly(blocking, mtbf)
-    good = economy.goodput(blocking, interval, job.restart_s, mtbf)
-    sample_bytes = job.sample_bytes or 2.0 * layout.tokens(model)
+    good = economy.goodput(blocking, interval, workload.restart_s, mtbf)
+    sample_bytes = workload.sample_bytes or 2.0 * layout.tokens(model)
     found = {
         "checkpoint.bytes": exact(size, "bytes", formula="parameters x (weights + optimizer state)"),
-        "checkpoint.write": about(
+        "checkpoint.write": approximate(
             written, 0.5, 2.0, "s", formula="bytes / min(nodes x job.writer_GBps, job.storage_GBps)", source="given"
         ),
-        "checkpoint.blocking": about(
+        "checkpoint.blocking": approximate(
             blocking, 0.5, 2.0, "s", formula="bytes / GPUs / PCIe if asynchronous, else checkpoint.write"
         ),
-        "failure.mtbf": about(
+        "failure.mtbf": approximate(
             mtbf, 0.3, 3.0, "s", formula="job.mtbf_gpu_hours / GPUs (Llama 3: 50,700 GPU-hours)", source="given"
         ),
-        "checkpoint.interval": about(interval, 0.5, 2.0, "s", formula="Daly 2006: sqrt(2 d M)(1 + ...) - d"),
+        "checkpoint.interval": approximate(interval, 0.5, 2.0, "s", formula="Daly 2006: sqrt(2 d M)(1 + ...) - d"),
         "goodput": Quantity(
             value=good, low=max(0.0, 1 - 3 * (1 - good)), high=1 - (1 - good) / 3, unit="share",
             formula="1 - d/t - (t/2 + restart)/M",
         ),
-        "loader.needed_per_node": about(
+        "loader.needed_per_node": approximate(
             layout.global_batch / step.total * sample_bytes / nodes, 1 / high, 1 / low, "bytes/s",
             formula="rate.samples x job.sample_bytes (2 bytes a token if not given) / nodes",
         ),
     }  # fmt: skip
-    if job.loader_MBps is not None:
+    if workload.loader_MBps is not None:
         found["loader.available_per_node"] = exact(
-            job.loader_MBps * 1e6, "bytes/s", formula="job.loader_MBps", source="given"
+            workload.loader_MBps * 1e6, "bytes/s", formula="job.loader_MBps", source="given"
         )
-    return found | _totals(model, layout, node, step, job, good, (low, high))
+    return found | _totals(model, layout, node, step, workload, good, (low, high))
 
 
 def _totals(
@@ -199,37 +203,45 @@ def _totals(
     layout: Layout,
     node: Node,
     step: StepTime,
-    job: Job,
+    workload: Workload,
     good: float,
     bounds: tuple[float, float],
 ) -> Answers:
     """The whole run, when the user says how long it is."""
-    samples = job.samples if job.samples else job.tokens / layout.tokens(model) if job.tokens else None
+    samples = (
+        workload.samples
+        if workload.samples
+        else workload.tokens / layout.tokens(model)
+        if workload.tokens
+        else None
+    )
     if samples is None or good <= 0:
         return {}
     low, high = bounds
     steps = samples / layout.global_batch
     hours = steps * step.total / good / 3600
-    watts = node.device.watts * job.power_share
+    watts = node.device.watts * workload.power_share
     energy = economy.energy_kwh(layout.gpus, watts, hours)
     found = {
         "run.steps": exact(steps, formula="samples / global batch"),
-        "run.wall_clock": about(hours, low, high, "hours", formula="run.steps x time.step / goodput"),
-        "run.gpu_hours": about(hours * layout.gpus, low, high, "hours", formula="run.wall_clock x GPUs"),
-        "run.energy": about(
+        "run.wall_clock": approximate(hours, low, high, "hours", formula="run.steps x time.step / goodput"),
+        "run.gpu_hours": approximate(
+            hours * layout.gpus, low, high, "hours", formula="run.wall_clock x GPUs"
+        ),
+        "run.energy": approximate(
             energy,
             low * 0.8,
             high * 1.1,
             "kWh",
             formula=f"GPUs x {watts:g} W x run.wall_clock; accelerators only",
         ),
-        "run.energy_facility": about(
-            energy * job.pue, low * 0.8, high * 1.1, "kWh", formula=f"run.energy x PUE {job.pue:g}"
+        "run.energy_facility": approximate(
+            energy * workload.pue, low * 0.8, high * 1.1, "kWh", formula=f"run.energy x PUE {workload.pue:g}"
         ),
     }
     if node.price_per_hour is not None:
         nodes = -(-layout.gpus // node.gpus)
-        found["run.cost"] = about(
+        found["run.cost"] = approximate(
             hours * nodes * node.price_per_hour,
             low,
             high,

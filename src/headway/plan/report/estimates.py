@@ -9,7 +9,7 @@ from pathlib import Path
 from headway.errors import DOES_NOT_FIT, DONE, UsageError
 from headway.plan import checks
 from headway.plan.cost import compute, memory
-from headway.plan.cost.economy import Job
+from headway.plan.cost.economy import Workload
 from headway.plan.cost.steptime import step_time
 from headway.plan.machine.calibration import Calibration
 from headway.plan.machine.hardware import GIB, Node
@@ -17,7 +17,7 @@ from headway.plan.model.layout import Layout
 from headway.plan.model.transformer import Transformer
 from headway.plan.report import answers
 from headway.plan.report.quantity import Quantity
-from headway.plan.searcher.suggestions import Remedy, remedies
+from headway.plan.searcher.remedies import Remedy, find_remedies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Estimate:
             if name in keys
         )
 
-    def plain(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, object]:
         """For JSON: the plan.json of a run directory."""
         return {
             "headway_plan": 1,
@@ -65,7 +65,7 @@ class Estimate:
             "node": self.node,
             "fits": self.fits,
             "verdict": self.verdict,
-            "answers": {key: quantity.plain() for key, quantity in self.answers.items()},
+            "answers": {key: quantity.to_dict() for key, quantity in self.answers.items()},
             "ranks": self.ranks,
             "remedies": [{k: v for k, v in asdict(r).items() if k != "layout"} for r in self.remedies],
             "products": self.products,
@@ -76,7 +76,7 @@ class Estimate:
 
     def save(self, path: str | Path) -> None:
         """Writes plan.json."""
-        Path(path).write_text(json.dumps(self.plain(), indent=1) + "\n")
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
 
 def estimate(
@@ -84,7 +84,7 @@ def estimate(
     layout: Layout,
     node: Node,
     *,
-    job: Job | None = None,
+    workload: Workload | None = None,
     calibration: Calibration | None = None,
 ) -> Estimate:
     """Memory, time and cost of one layout on one kind of node.
@@ -94,21 +94,21 @@ def estimate(
     >>> plan.fits, str(plan.answers["parameters"])
     (True, '124.44 M')
     """
-    job, constants = job or Job(), calibration or Calibration()
+    workload, constants = workload or Workload(), calibration or Calibration()
     layout.check_model(model)
-    ranks = [memory.rank_memory(model, layout, stage) for stage in memory.ranks_to_look_at(layout)]
+    ranks = [memory.rank_memory(model, layout, stage) for stage in memory.representative_stages(layout)]
     step = step_time(model, layout, node, constants)
     found = answers.model_answers(model)
     found |= answers.memory_answers(model, layout, ranks)
     found |= answers.time_answers(model, layout, node, constants, step)
-    found |= answers.economy_answers(model, layout, node, constants, step, job)
+    found |= answers.economy_answers(model, layout, node, constants, step, workload)
     found["device.memory"] = Quantity(
         value=node.device.memory_bytes, low=node.device.memory_bytes, high=node.device.memory_bytes, unit="bytes",
         formula=f"{node.device.name}: {node.device.source}", source="datasheet",
     )  # fmt: skip
     needed, capacity = found["memory.needed"], node.device.memory_bytes
     fits = needed.value <= capacity
-    ways = [] if fits else remedies(model, layout, node, constants)
+    ways = [] if fits else find_remedies(model, layout, node, constants)
     return Estimate(
         title=f"{model.name}, {layout.describe()}",
         node=f"{-(-layout.gpus // node.gpus)} x {node.name} ({layout.gpus} GPU{'s' if layout.gpus > 1 else ''})",
@@ -161,7 +161,7 @@ def product_table(
     stream = node.device.hbm_GBps * 1e9 * node.device.hbm_achievable
     rows: list[dict[str, object]] = []
     for gemm in gemms:
-        traffic = gemm.bytes(layout.numbers.activation)
+        traffic = gemm.bytes(layout.element_bytes.activation)
         rows.append(
             {
                 "name": gemm.name,

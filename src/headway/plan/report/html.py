@@ -6,9 +6,9 @@ from html import escape
 
 from headway.plan.machine.hardware import GIB
 from headway.plan.report.estimates import Estimate
-from headway.plan.report.quantity import Unit, show
+from headway.plan.report.quantity import Unit, format_value
 
-_COLOURS = (
+_COLORS = (
     "#3b6fb6",
     "#e08a3c",
     "#4a9d6f",
@@ -37,11 +37,11 @@ figure { margin: 0; } svg { width: 100%; height: auto; } svg text { fill: var(--
 """
 
 
-def page(plan: Estimate) -> str:
+def render_page(plan: Estimate) -> str:
     """The whole page.
 
     >>> from headway.plan import Layout, Node, estimate, preset
-    >>> page(estimate(preset("gpt2"), Layout(), Node("h200-sxm1"))).startswith("<!doctype html>")
+    >>> render_page(estimate(preset("gpt2"), Layout(), Node("h200-sxm1"))).startswith("<!doctype html>")
     True
     """
     body = [
@@ -85,7 +85,7 @@ def _timeline(plan: Estimate) -> str:
     total = sum(parts.values())
     rows = [
         _stack(parts, list(parts), 4, total * 1.02, "s"),
-        f"<text x=0 y=21>{escape(show(total, 's'))}</text>",
+        f"<text x=0 y=21>{escape(format_value(total, 's'))}</text>",
     ]
     return _figure("One step", rows, 34, list(parts))
 
@@ -104,10 +104,10 @@ def _scaling(plan: Estimate) -> str:
     rows = [
         f"<line x1={_LEFT} x2={_WIDTH} y1=160 y2=160 stroke=#8888 /><text x={_LEFT - 30} y=164>0 %</text>"
     ]
-    rows += [f"<polyline points='{line}' fill=none stroke={_COLOURS[0]} stroke-width=2 />"]
+    rows += [f"<polyline points='{line}' fill=none stroke={_COLORS[0]} stroke-width=2 />"]
     for x, y, gpus, efficiency in placed:
         rows.append(
-            f"<circle cx={x:.1f} cy={y:.1f} r=4 fill={_COLOURS[0]}><title>{efficiency:.1%}</title></circle>"
+            f"<circle cx={x:.1f} cy={y:.1f} r=4 fill={_COLORS[0]}><title>{efficiency:.1%}</title></circle>"
         )
         rows.append(f"<text x={x:.1f} y=182 text-anchor=middle>{gpus:.0f}</text>")
         rows.append(f"<text x={x:.1f} y={y - 8:.1f} text-anchor=middle>{efficiency:.0%}</text>")
@@ -123,16 +123,16 @@ def _stack(parts: dict[str, float], names: list[str], y: int, widest: float, uni
         width = (_WIDTH - _LEFT) * parts.get(name, 0.0) / widest
         if width <= 0:
             continue
-        label = escape(f"{name}: {show(parts[name], unit)}")
+        label = escape(f"{name}: {format_value(parts[name], unit)}")
         place = f"x={x:.1f} y={y} width={width:.1f} height=26"
-        drawn.append(f"<rect {place} fill={_colour(index)}><title>{label}</title></rect>")
+        drawn.append(f"<rect {place} fill={_color(index)}><title>{label}</title></rect>")
         x += width
     return "".join(drawn)
 
 
 def _figure(title: str, rows: list[str], height: int, names: list[str]) -> str:
     legend = "".join(
-        f"<span class=item><span class=key style='background:{_colour(i)}'></span>{escape(n)}</span> "
+        f"<span class=item><span class=key style='background:{_color(i)}'></span>{escape(n)}</span> "
         for i, n in enumerate(names)
     )
     picture = (
@@ -141,15 +141,15 @@ def _figure(title: str, rows: list[str], height: int, names: list[str]) -> str:
     return f"<h2>{escape(title)}</h2><figure>{picture}<figcaption>{legend}</figcaption></figure>"
 
 
-def _colour(index: int) -> str:
-    return _COLOURS[index % len(_COLOURS)]
+def _color(index: int) -> str:
+    return _COLORS[index % len(_COLORS)]
 
 
 def _remedies(plan: Estimate) -> str:
     if not plan.remedies:
         return ""
     rows = "".join(
-        f"<tr><td>{escape(way.change)}</td><td class=number>{show(way.needed, 'bytes')}</td>"
+        f"<tr><td>{escape(way.change)}</td><td class=number>{format_value(way.needed, 'bytes')}</td>"
         f"<td class=number>{way.slowdown - 1:+.0%}</td><td>{'fits' if way.fits else 'does not fit'}</td></tr>"
         for way in plan.remedies
     )

@@ -1,4 +1,4 @@
-"""A number that explains itself: value, interval, unit, formula, source."""
+"""A number with its interval, unit, formula and source."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Unit = Literal[
 ]
 
 UNBOUNDED = 1000.0
-"""An upper end so many times the value says that nothing is known of it."""
+"""An upper bound this many times the value means that there is no known upper bound."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantity:
-    """One answer.
+    """One answer of an estimate, with the interval that it lies in.
 
     >>> str(Quantity(value=3 * 2**30, low=2.9 * 2**30, high=3.3 * 2**30, unit="bytes", formula="a + b"))
     '3.00 GiB (2.90 to 3.30)'
@@ -48,28 +48,30 @@ class Quantity:
             raise ValueError(f"{self.value} is not between {self.low} and {self.high}")
 
     def __str__(self) -> str:
-        shown = show(self.value, self.unit)
+        shown = format_value(self.value, self.unit)
         if self.low == self.high:
             return shown
         if self.high >= UNBOUNDED * self.value:
             return f"at least {shown}"
-        low, high = (show(bound, self.unit, like=self.value).split(" ")[0] for bound in (self.low, self.high))
+        low, high = (
+            format_value(bound, self.unit, like=self.value).split(" ")[0] for bound in (self.low, self.high)
+        )
         return f"{shown} ({low} to {high})"
 
-    def plain(self) -> dict[str, object]:
-        """For JSON."""
+    def to_dict(self) -> dict[str, object]:
+        """Returns plain values for JSON."""
         return asdict(self)
 
 
 def exact(value: float, unit: Unit = "", *, formula: str, source: Source = "formula") -> Quantity:
-    """A number without doubt."""
+    """Creates a quantity without uncertainty."""
     return Quantity(value=value, low=value, high=value, unit=unit, formula=formula, source=source)
 
 
-def about(
+def approximate(
     value: float, low: float, high: float, unit: Unit = "", *, formula: str, source: Source = "formula"
 ) -> Quantity:
-    """A number within factors `low` to `high` of its value."""
+    """Creates a quantity that lies within the factors `low` to `high` of its value."""
     return Quantity(
         value=value, low=value * low, high=value * high, unit=unit, formula=formula, source=source
     )
@@ -82,11 +84,15 @@ _BYTES = ((1 << 40, "TiB"), (GIB, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1
 _SECONDS = ((86400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
-def show(value: float, unit: Unit, *, like: float | None = None) -> str:
-    """A number with its unit: memory in binary units, rates of bytes in decimal ones. `like` picks the scale.
+def format_value(value: float, unit: Unit, *, like: float | None = None) -> str:
+    """Formats a number with its unit. Memory has binary units, rates of bytes have decimal ones.
 
-    >>> show(3 << 30, "bytes"), show(2.5e9, "bytes/s"), show(0.9997, "share"), show(5.1e10, "FLOP/token")
-    ('3.00 GiB', '2.50 GB/s', '99.97 %', '51.00 GFLOP/token')
+    The unit's prefix follows `like` if it is given, so that bounds are shown in the unit of their value.
+
+    >>> format_value(3 << 30, "bytes"), format_value(2.5e9, "bytes/s")
+    ('3.00 GiB', '2.50 GB/s')
+    >>> format_value(0.9997, "share"), format_value(5.1e10, "FLOP/token")
+    ('99.97 %', '51.00 GFLOP/token')
     """
     size = abs(value if like is None else like)
     if unit == "bytes":
@@ -98,7 +104,7 @@ def show(value: float, unit: Unit, *, like: float | None = None) -> str:
     if unit in ("FLOP", "FLOP/token"):
         return _scaled(value, size, _FLOPS) + unit[len("FLOP") :]
     if unit == "share":
-        fine = 0.999 <= size < 1 or 0 < size < 0.001  # 99.97 % and 0.02 % are not all and nothing
+        fine = 0.999 <= size < 1 or 0 < size < 0.001  # 99.97 % is not 100 %, and 0.02 % is not 0 %
         return f"{100 * value:.{2 if fine else 1}f} %"
     if unit == "hours":
         return f"{value:,.1f} h" if size < 1000 else f"{value:,.0f} h"

@@ -1,4 +1,4 @@
-"""What people read in a terminal: tables with units. Memory is GiB, rates of bytes are decimal; never mixed."""
+"""Estimates and searches as tables for the terminal. Memory is in GiB, rates of bytes are decimal."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from rich.text import Text
 
 from headway.plan.machine.hardware import GIB
 from headway.plan.report.estimates import Estimate
-from headway.plan.report.quantity import Quantity, show
-from headway.plan.searcher.layouts import Found, Search
-from headway.plan.tracer.measurement import Measurement
+from headway.plan.report.quantity import Quantity, format_value
+from headway.plan.searcher.layouts import Candidate, SearchResult
 
 _SECTIONS = {
     "Model": ("parameters", "flops"),
@@ -64,8 +63,8 @@ def _products(plan: Estimate) -> RenderableType | None:
     for row in plan.products:
         several = "" if row["batch"] == 1 else f"{row['batch']} of "
         table.add_row(
-            str(row["name"]), f"{several}{row['m']}x{row['k']}x{row['n']}", show(_number(row["flops"]), "FLOP"),
-            f"{_number(row['flops_per_byte']):.0f}", str(row["bound"]), show(_number(row["seconds"]), "s"),
+            str(row["name"]), f"{several}{row['m']}x{row['k']}x{row['n']}", format_value(_number(row["flops"]), "FLOP"),
+            f"{_number(row['flops_per_byte']):.0f}", str(row["bound"]), format_value(_number(row["seconds"]), "s"),
         )  # fmt: skip
     return Group(table, Text(""))
 
@@ -79,13 +78,13 @@ def _scaling(plan: Estimate) -> RenderableType | None:
     for row in plan.scaling:
         strong = row.get("strong_step_s")
         table.add_row(
-            f"{row['gpus']:.0f}", show(row["weak_step_s"], "s"), show(row["weak_efficiency"], "share"),
-            "" if strong is None else show(strong, "s"),
+            f"{row['gpus']:.0f}", format_value(row["weak_step_s"], "s"), format_value(row["weak_efficiency"], "share"),
+            "" if strong is None else format_value(strong, "s"),
         )  # fmt: skip
     return Group(table, Text(""))
 
 
-def print_search(found: Search, console: Console) -> None:
+def print_search(found: SearchResult, console: Console) -> None:
     """The ranking, the Pareto set, and the reasons."""
     console.print(f"{found.tried} layouts tried, {found.fitting} fit in {found.capacity / GIB:.0f} GiB")
     if not found.ranked:
@@ -97,50 +96,16 @@ def print_search(found: Search, console: Console) -> None:
         console.print(Text(f"- {reason}"), soft_wrap=True)
 
 
-def _ranking(title: str, rows: list[Found]) -> RenderableType:
+def _ranking(title: str, rows: list[Candidate]) -> RenderableType:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for column in ("layout", "step", "memory"):
         table.add_column(column, justify="left" if column == "layout" else "right")
     for row in rows:
-        table.add_row(row.layout.describe(), show(row.seconds, "s"), show(row.needed, "bytes"))
+        table.add_row(
+            row.layout.describe(), format_value(row.seconds, "s"), format_value(row.needed, "bytes")
+        )
     return Group(table, Text(""))
 
 
 def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
-
-
-def print_measurement(found: Measurement, console: Console) -> None:
-    """Predicted against measured, a row per batch size."""
-    table = Table(
-        title=f"Predicted against measured on {found.device}", title_justify="left", box=None, pad_edge=False
-    )
-    for column in ("batch", "step predicted", "measured", "error", "peak predicted", "measured", "error"):
-        table.add_column(column, justify="right")
-    for row in found.rows:
-        memory = (
-            ("", "")
-            if row.measured_allocated is None
-            else (show(row.measured_allocated, "bytes"), f"{row.memory_error or 0:+.1%}")
-        )
-        table.add_row(
-            str(row.batch_size or ""),
-            show(row.predicted_s, "s"),
-            show(row.measured_s, "s"),
-            "calibrates" if row.fitted else f"{row.time_error:+.1%}",
-            show(row.predicted_allocated, "bytes"),
-            *memory,
-        )
-    console.print(table)
-    constants = found.calibration
-    console.print(
-        f"the device takes {constants.scale:.3g} x its roofline, the host {constants.kernel_s * 1e6:.3g} us a kernel"
-    )
-    notes = found.notes
-    if all(row.fitted for row in found.rows):
-        notes = [
-            *notes,
-            "no row is a test of the prediction; give other batch sizes: --batch-size N --also M",
-        ]
-    for note in notes:
-        console.print(Text(f"Note: {note}."), soft_wrap=True)

@@ -16,7 +16,7 @@ from headway.plan.model.transformer import Transformer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class Candidate:
     """One layout that fits."""
 
     layout: Layout
@@ -27,7 +27,7 @@ class Found:
     def seconds(self) -> float:
         return self.step.total
 
-    def plain(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, object]:
         return {
             "layout": asdict(self.layout),
             "describe": self.layout.describe(),
@@ -37,14 +37,14 @@ class Found:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Search:
+class SearchResult:
     """What was tried and what is best."""
 
     tried: int
     fitting: int
-    ranked: list[Found]
+    ranked: list[Candidate]
     """The fastest first."""
-    pareto: list[Found]
+    pareto: list[Candidate]
     """None is both faster and smaller than one of these."""
     smallest: float
     """Bytes that the leanest layout needs."""
@@ -52,18 +52,18 @@ class Search:
     reasons: list[str]
 
     @property
-    def best(self) -> Found | None:
+    def best(self) -> Candidate | None:
         return self.ranked[0] if self.ranked else None
 
-    def plain(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, object]:
         """For JSON."""
         return {
             "tried": self.tried,
             "fitting": self.fitting,
             "capacity_bytes": self.capacity,
             "smallest_bytes": self.smallest,
-            "ranked": [found.plain() for found in self.ranked],
-            "pareto": [found.plain() for found in self.pareto],
+            "ranked": [found.to_dict() for found in self.ranked],
+            "pareto": [found.to_dict() for found in self.pareto],
             "reasons": self.reasons,
         }
 
@@ -77,7 +77,7 @@ def search(
     base: Layout | None = None,
     calibration: Calibration | None = None,
     keep: int = 20,
-) -> Search:
+) -> SearchResult:
     """Ranks all layouts of a model on `gpus` GPUs. `base` holds what does not vary: precision, sequence, optimizer.
 
     >>> from headway.plan.model.presets import preset
@@ -85,18 +85,18 @@ def search(
     >>> found.best.layout.gpus
     8
     """
-    checks.whole("gpus", gpus)
-    checks.whole("global_batch", global_batch)
+    checks.require_int("gpus", gpus)
+    checks.require_int("global_batch", global_batch)
     base, constants = base or Layout(), calibration or Calibration()
     capacity = node.device.memory_bytes
     tried, smallest, fitting = 0, float("inf"), []
     for layout in layouts(model, node, gpus, global_batch, base):
         tried += 1
-        needed = memory.reserved(memory.peak(model, layout).allocated, layout)
+        needed = memory.reserved_bytes(memory.peak(model, layout).allocated, layout)
         smallest = min(smallest, needed)
         if needed <= capacity:
             fitting.append(
-                Found(layout=layout, needed=needed, step=step_time(model, layout, node, constants))
+                Candidate(layout=layout, needed=needed, step=step_time(model, layout, node, constants))
             )
     if not tried:
         raise UsageError(
@@ -104,7 +104,7 @@ def search(
             f"layers ({model.layers}); valid: a batch that is a multiple of a divisor of {gpus}"
         )
     fitting.sort(key=lambda found: (found.seconds, found.needed))
-    return Search(
+    return SearchResult(
         tried=tried,
         fitting=len(fitting),
         ranked=fitting[:keep],
@@ -169,9 +169,9 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _pareto(fitting: list[Found]) -> list[Found]:
+def _pareto(fitting: list[Candidate]) -> list[Candidate]:
     """Fastest first, then only what needs less memory than everything faster."""
-    kept: list[Found] = []
+    kept: list[Candidate] = []
     for found in fitting:
         if not kept or found.needed < 0.98 * kept[-1].needed:
             kept.append(found)
@@ -185,7 +185,7 @@ def _reasons(
     global_batch: int,
     base: Layout,
     constants: Calibration,
-    fitting: list[Found],
+    fitting: list[Candidate],
 ) -> list[str]:
     """Why the winner wins, and why the layouts that people reach for first do not."""
     if not fitting:
@@ -199,7 +199,7 @@ def _reasons(
         except UsageError as error:
             said.append(f"{name}: not possible: {error}")
             continue
-        needed = memory.reserved(memory.peak(model, layout).allocated, layout)
+        needed = memory.reserved_bytes(memory.peak(model, layout).allocated, layout)
         if needed > node.device.memory_bytes:
             said.append(f"{name}: needs {needed / GIB:.0f} GiB of {node.device.memory_bytes / GIB:.0f}")
         else:
@@ -208,7 +208,7 @@ def _reasons(
     return said
 
 
-def _why_it_wins(best: Found, fitting: list[Found]) -> str:
+def _why_it_wins(best: Candidate, fitting: list[Candidate]) -> str:
     text = f"{best.layout.describe()} is the fastest of {len(fitting)} that fit: {best.seconds:.3g} s a step"
     rival = next((found for found in fitting if _shape(found.layout) != _shape(best.layout)), None)
     if rival is None:

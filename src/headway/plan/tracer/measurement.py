@@ -1,4 +1,4 @@
-"""Predicted against measured: a few real steps on the device here, and what this machine can do."""
+"""Measures real steps on this machine's device, compares them with the prediction, and calibrates the machine."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from typing import Any
 from headway.errors import HeadwayError, UsageError
 from headway.plan import checks
 from headway.plan.machine.calibration import Calibration
-from headway.plan.machine.hardware import Device, Node, device
-from headway.plan.tracer.request import Reference, Trace, reference, run_all
-from headway.plan.tracer.result import Traced
+from headway.plan.machine.hardware import Device, Node, find_device
+from headway.plan.tracer.request import FunctionReference, function_reference, trace_modules
+from headway.plan.tracer.result import TraceResult
+from headway.plan.tracer.settings import TraceSettings
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One batch size: what was predicted and what happened. Bytes and seconds; memory only on a GPU."""
+    """Predicted and measured values of one batch size, in bytes and seconds. Memory is measured on GPUs only."""
 
     batch_size: int | None
     predicted_s: float
@@ -33,7 +34,7 @@ class Comparison:
     predicted_reserved: float
     measured_reserved: float | None
     fitted: bool
-    """The constants come from this row: its time is no test."""
+    """The constants were fitted on this row, so that its time does not test them."""
 
     @property
     def time_error(self) -> float:
@@ -46,16 +47,16 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """Predicted against measured, and the calibration that the first row gives."""
+    """Predicted and measured values per batch size, and the calibration fitted on the first one."""
 
     device: str
     rows: list[Comparison]
     calibration: Calibration
     notes: list[str] = field(default_factory=list)
-    """What could not be told from these steps."""
+    """What these steps do not show, or why to doubt them."""
 
-    def plain(self) -> dict[str, object]:
-        """For JSON."""
+    def to_dict(self) -> dict[str, object]:
+        """Returns plain values for JSON."""
         rows = [
             {**vars(row), "time_error": row.time_error, "memory_error": row.memory_error} for row in self.rows
         ]
@@ -68,8 +69,8 @@ class Measurement:
 
 
 def measure(
-    module_factory: Reference,
-    example_inputs: Reference | None = None,
+    module_factory: FunctionReference,
+    example_inputs: FunctionReference | None = None,
     *,
     batch_size: int | None = None,
     also: tuple[int, ...] = (),
@@ -78,21 +79,23 @@ def measure(
     steps: int = 10,
     **other: Any,
 ) -> Measurement:
-    """Runs a few steps here and compares. The first batch size gives the scale, `also` tests it.
+    """Runs a few steps on this device and compares them with the prediction.
+
+    `batch_size` calibrates the prediction; the batch sizes in `also` test it.
 
     >>> measure("train.py:make_model", batch_size=8, also=(2, 16))    # doctest: +SKIP
     """
-    settings = Trace(
-        factory=reference(module_factory),
-        inputs=None if example_inputs is None else reference(example_inputs),
+    settings = TraceSettings(
+        factory=function_reference(module_factory),
+        inputs=None if example_inputs is None else function_reference(example_inputs),
         batch_size=batch_size,
-        **{key: reference(value) if callable(value) else value for key, value in other.items()},  # type: ignore[arg-type]
+        **{key: function_reference(value) if callable(value) else value for key, value in other.items()},  # type: ignore[arg-type]
     )
-    return measure_plan(settings, also=also, node=node, calibration=calibration, steps=steps)
+    return measure_module(settings, also=also, node=node, calibration=calibration, steps=steps)
 
 
-def measure_plan(
-    settings: Trace,
+def measure_module(
+    settings: TraceSettings,
     *,
     also: tuple[int, ...] = (),
     node: Node | None = None,
@@ -100,35 +103,41 @@ def measure_plan(
     steps: int = 10,
     timeout: float = 900.0,
 ) -> Measurement:
-    """The same from settings."""
-    checks.whole("steps", steps)
+    """Measures the module that `settings` describe; see `measure`."""
+    checks.require_int("steps", steps)
     for size in also:
-        checks.whole("also", size)
+        checks.require_int("also", size)
     if also and settings.batch_size is None:
-        raise UsageError("also is given without batch_size; expected the batch size that calibrates, too")
+        raise UsageError("also is given without batch_size; give the batch size that calibrates, too")
     sizes = list(dict.fromkeys([settings.batch_size, *also]))
-    order = _order(sizes)
-    request = {"kind": "steps", "trace": settings.request(), "steps": steps, "batch_sizes": order}
+    order = _batch_order(sizes)
+    request = {"kind": "steps", "trace": settings.to_dict(), "steps": steps, "batch_sizes": order}
     result = _probe(request, timeout)
     every = list(dict.fromkeys(order))
-    traces = dict(zip(every, run_all([replace(settings, batch_size=size) for size in every]), strict=True))
+    traces = dict(
+        zip(every, trace_modules([replace(settings, batch_size=size) for size in every]), strict=True)
+    )
     failed = next((found.error for found in traces.values() if found.error), None)
     if failed:
-        raise HeadwayError(f"measured, but there is no prediction to compare: {failed}")
-    node, constants = node or _node_of(result["device"]), calibration or Calibration()
+        raise HeadwayError(f"the steps were measured, but could not be predicted: {failed}")
+    node, constants = node or _node_named(result["device"]), calibration or Calibration()
     measured = {size: [row for row in result["rows"] if row["batch_size"] == size] for size in every}
-    fitted, notes = fit(traces, measured, settings.batch_size, node, constants)
+    fitted, notes = fit_calibration(traces, measured, settings.batch_size, node, constants)
     used = {settings.batch_size, order[0]}
-    rows = [_compare(size, traces[size], measured[size], node, fitted, known=size in used) for size in sizes]
-    return Measurement(device=result["device"], rows=rows, calibration=fitted, notes=notes + doubts(measured))
+    rows = [
+        _comparison(size, traces[size], measured[size], node, fitted, known=size in used) for size in sizes
+    ]
+    return Measurement(
+        device=result["device"], rows=rows, calibration=fitted, notes=notes + find_anomalies(measured)
+    )
 
 
-def _order(sizes: list[int | None]) -> list[int | None]:
-    """A small batch shows what the host needs when the device has little to do: three times, as hosts are noisy."""
+def _batch_order(sizes: list[int | None]) -> list[int | None]:
+    """Puts the smallest batch first, in the middle and last: it shows the time of the host, which is noisy."""
     given = [size for size in sizes if size is not None]
     if not given:
         return sizes
-    smallest = min(2, *given)  # one sample alone is too few for batch norm
+    smallest = min(2, *given)  # batch norm needs two samples
     others = [size for size in sizes if size != smallest]
     return [smallest, *others[:1], smallest, *others[1:], smallest]
 
@@ -136,13 +145,18 @@ def _order(sizes: list[int | None]) -> list[int | None]:
 Rows = dict[int | None, list[dict[str, Any]]]
 
 
-def fit(
-    traces: dict[int | None, Traced], measured: Rows, chosen: int | None, node: Node, constants: Calibration
+def fit_calibration(
+    traces: dict[int | None, TraceResult],
+    measured: Rows,
+    chosen: int | None,
+    node: Node,
+    constants: Calibration,
 ) -> tuple[Calibration, list[str]]:
-    """The constants of one model: the host's time per kernel, and the device's scale from the batch size `chosen`.
+    """Fits the host's time per kernel, and the device's scale at the batch size `chosen`.
 
-    The host needs as long for a small batch as for a large one, but more in forward than in backward, where no Python
-    runs. The scale makes the queue of `chosen` as long as it was; it can be told only if the device was the slower.
+    The host takes as long for a small batch as for a large one, but longer in the forward pass than in the backward
+    pass, which runs no Python. The scale makes the predicted step as long as the measured one; it is unknown if the
+    host was slower than the device.
     """
     smallest = min(measured, key=lambda size: size or 0)
     source = f"measured with a batch of {chosen}" if chosen else "measured with one batch"
@@ -152,17 +166,17 @@ def fit(
     if scale is not None:
         return replace(fitted, scale=scale), []
     note = (
-        f"the device waited for the host{f' with a batch of {chosen}' if chosen else ''}: its own pace cannot be told, "
+        f"the device waited for the host{f' with a batch of {chosen}' if chosen else ''}: its own speed is unknown, "
         "and larger batches may take longer than predicted; calibrate with a larger batch_size"
     )
     return fitted, [note]
 
 
-def doubts(measured: Rows) -> list[str]:
-    """What makes the times themselves doubtful: more work in less time."""
+def find_anomalies(measured: Rows) -> list[str]:
+    """Reports larger batches that took less time than smaller ones."""
     took = sorted((size, _step_s(rows)) for size, rows in measured.items() if size is not None)
     return [
-        f"a batch of {large} took less time than one of {small}: something else keeps this machine busy, measure again"
+        f"a batch of {large} took less time than one of {small}: other work slows this machine; measure again"
         for (small, more), (large, less) in pairwise(took)
         if less < 0.9 * more
     ]
@@ -172,25 +186,27 @@ def _step_s(rows: list[dict[str, Any]]) -> float:
     return float(median(row["step_s"] for row in rows))
 
 
-def _host(found: Traced, smallest: list[dict[str, Any]], chosen: list[dict[str, Any]]) -> dict[str, float]:
-    """Host seconds per kernel, and how they differ by phase.
+def _host(
+    found: TraceResult, smallest: list[dict[str, Any]], chosen: list[dict[str, Any]]
+) -> dict[str, float]:
+    """Fits host seconds per kernel, and their ratio in each phase, on the smallest batch.
 
-    From the smallest batch alone: with a large one the host waits for room in the queue, and in the optimizer for the
-    device. On a CPU host and device are one, and cannot be told apart in the only row there is.
+    With a large batch the host waits for room in the launch queue, and in the optimizer for the device. On a CPU, host
+    and device are the same, and one row alone cannot separate them.
     """
     if "host_s" not in smallest[0]:
-        return {} if smallest is chosen else {"kernel_s": _step_s(smallest) / found.kernels}
+        return {} if smallest is chosen else {"kernel_s": _step_s(smallest) / found.launches}
     host = {phase: float(median(row["host_s"][phase] for row in smallest)) for phase in smallest[0]["host_s"]}
     launches = Counter(phase for phase, _ in found.queue)
-    kernel_s = sum(host.values()) / found.kernels
+    kernel_s = sum(host.values()) / found.launches
     each = {phase: seconds / launches[phase] for phase, seconds in host.items() if launches[phase]}
     return {"kernel_s": kernel_s} | {f"host_{phase}": seconds / kernel_s for phase, seconds in each.items()}
 
 
-def _scale(found: Traced, seconds: float, node: Node, constants: Calibration) -> float | None:
-    """How many times slower than its roofline the device must be for a step to take so long.
+def _scale(found: TraceResult, seconds: float, node: Node, constants: Calibration) -> float | None:
+    """Finds how many times slower than its roofline the device is, by bisection.
 
-    None if the host was the slower: then nothing is known of the device.
+    Returns None if the host was slower than the device: then the device's speed is unknown.
     """
 
     def step_s(scale: float) -> float:
@@ -205,9 +221,9 @@ def _scale(found: Traced, seconds: float, node: Node, constants: Calibration) ->
     return high
 
 
-def _compare(
+def _comparison(
     size: int | None,
-    found: Traced,
+    found: TraceResult,
     rows: list[dict[str, Any]],
     node: Node,
     constants: Calibration,
@@ -228,18 +244,18 @@ def _compare(
 
 
 def calibrate(
-    *, folder: Path | None = None, loader: str | None = None, timeout: float = 300.0
+    *, directory: Path | None = None, loader: str | None = None, timeout: float = 300.0
 ) -> tuple[dict[str, object], Calibration, dict[str, Any]]:
-    """Measures this machine: the node as a plan file writes it, the constants, and the raw numbers."""
+    """Measures this machine. Returns the node as in a plan file, the constants, and the raw numbers."""
     with tempfile.TemporaryDirectory(prefix="headway-calibrate-") as own:
-        found = _probe({"kind": "machine", "folder": str(folder or own), "loader": loader}, timeout)
-    return machine(found)
+        found = _probe({"kind": "machine", "directory": str(directory or own), "loader": loader}, timeout)
+    return describe_machine(found)
 
 
-def machine(found: dict[str, Any]) -> tuple[dict[str, object], Calibration, dict[str, Any]]:
-    """Raw measurements as node and constants. An unknown device is described by what it did."""
+def describe_machine(found: dict[str, Any]) -> tuple[dict[str, object], Calibration, dict[str, Any]]:
+    """Turns raw measurements into a node and constants. An unknown device is described by its measured speed."""
     products = found["products_TFLOPS"]
-    known = _catalogued(found["device"])
+    known = _catalog_device(found["device"])
     best = max(products.values())
     described: object = (
         known.name
@@ -255,7 +271,7 @@ def machine(found: dict[str, Any]) -> tuple[dict[str, object], Calibration, dict
             "source": "measured",
         }
     )
-    chip = device(described)
+    chip = find_device(described)
     typical = sum(products.values()) / len(products)
     rate = chip.matrix_flops("bf16") / 1e12
     constants = Calibration(
@@ -270,7 +286,7 @@ def machine(found: dict[str, Any]) -> tuple[dict[str, object], Calibration, dict
 
 
 def _peer(found: dict[str, Any], chip: Device) -> dict[str, float]:
-    """Latency and bandwidth of a ring, from the smallest and the largest all-reduce among several GPUs."""
+    """Fits latency and bandwidth of a ring on the smallest and the largest all-reduce between the GPUs."""
     times = {int(size): float(seconds) for size, seconds in (found.get("collectives") or {}).items()}
     if len(times) < 2:
         return {}
@@ -296,23 +312,23 @@ _DRIVER_NAMES = {
 }
 
 
-def _catalogued(name: str) -> Device | None:
-    """The catalogue's entry for a device that the driver named."""
-    return next((device(entry) for word, entry in _DRIVER_NAMES.items() if word in name), None)
+def _catalog_device(name: str) -> Device | None:
+    """Finds the catalog's device for the name that the driver reports."""
+    return next((find_device(entry) for word, entry in _DRIVER_NAMES.items() if word in name), None)
 
 
-def _node_of(name: str) -> Node:
-    known = _catalogued(name)
+def _node_named(name: str) -> Node:
+    known = _catalog_device(name)
     if known is not None:
         return Node.of(name=name, device=known.name, gpus=1)
-    # only ratios matter for a device without a data sheet: the scale absorbs the rest
+    # without a data sheet only ratios matter: the fitted scale absorbs the rest
     chip = {"name": name, "memory_GB": 16, "hbm_GBps": 20, "bf16": 0.1, "achievable": 1.0}
     return Node.of(name=name, device=chip, gpus=1)
 
 
 def _probe(request: dict[str, object], timeout: float) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="headway-probe-") as folder:
-        out = Path(folder) / "result.json"
+    with tempfile.TemporaryDirectory(prefix="headway-probe-") as directory:
+        out = Path(directory) / "result.json"
         try:
             done = subprocess.run(
                 [sys.executable, "-m", "headway.plan.tracer.probe", str(out)],
@@ -323,12 +339,10 @@ def _probe(request: dict[str, object], timeout: float) -> dict[str, Any]:
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            raise HeadwayError(f"measuring took longer than {timeout:.0f} s") from error
+            raise HeadwayError(f"the measurement took longer than {timeout:.0f} s") from error
         if not out.exists():
-            last = next(
-                (line for line in reversed(done.stderr.splitlines()) if line.strip()), "it said nothing"
-            )
-            raise HeadwayError(f"the measuring process ended with code {done.returncode}: {last[:300]}")
+            last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no output")
+            raise HeadwayError(f"the measuring process ended with exit code {done.returncode}: {last[:300]}")
         found: dict[str, Any] = json.loads(out.read_text())
     if "error" in found:
         raise UsageError(str(found["error"]))

@@ -1,1 +1,1 @@
-"""Measuring on the device here, in a process of its own: `python -m headway.plan.tracer.probe OUT`. Imports torch."""
+"""The process that measures on this machine's device: `python -m headway.plan.tracer.probe OUT`. Imports torch."""

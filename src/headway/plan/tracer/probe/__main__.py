@@ -1,4 +1,4 @@
-"""`python -m headway.plan.tracer.probe OUT` reads a request from standard input and writes what it measured to OUT."""
+"""`python -m headway.plan.tracer.probe OUT` reads a request from standard input and writes its measurements to OUT."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 from headway.plan.tracer.probe.machine import measure_machine
 from headway.plan.tracer.probe.steps import measure_steps
-from headway.plan.tracer.process.step import Request
-from headway.plan.tracer.process.user_code import NotFound
+from headway.plan.tracer.process.user_code import UserCodeError
+from headway.plan.tracer.settings import TraceSettings
 
 
 def main() -> None:
@@ -20,10 +20,12 @@ def main() -> None:
     result: dict[str, Any]
     try:
         if request["kind"] == "machine":
-            result = measure_machine(Path(request["folder"]), request["loader"])
+            result = measure_machine(Path(request["directory"]), request["loader"])
         else:
-            result = measure_steps(Request(**request["trace"]), request["batch_sizes"], request["steps"])
-    except NotFound as error:
+            result = measure_steps(
+                TraceSettings(**request["trace"]), request["batch_sizes"], request["steps"]
+            )
+    except UserCodeError as error:
         result = {"error": str(error)}
     except torch.OutOfMemoryError as error:
         result = {"error": f"out of memory on the device: {error}"}

@@ -1,4 +1,4 @@
-"""This machine in under a minute: products, copies, attention, launches, transfers, storage, collectives."""
+"""Measures this machine in under a minute: products, copies, attention, launches, transfers, storage, collectives."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ import torch
 import torch.nn.functional as functional
 from torch.utils._pytree import tree_leaves
 
-from headway.plan.tracer.process.user_code import find
+from headway.plan.tracer.process.user_code import load_function
 
-SHAPES = (
+_SHAPES = (
     (8192, 8192, 8192), (8192, 2304, 768), (8192, 768, 3072), (8192, 11264, 2048),
     (8192, 2048, 5632), (4096, 4096, 4096), (2048, 2048, 2048), (16384, 4096, 4096),
 )  # fmt: skip
-CPU_SHAPES = ((512, 512, 512), (1024, 1024, 1024), (256, 1024, 4096))
-STORAGE_BYTES = 256 << 20
-LOADER_SECONDS = 5.0
+_CPU_SHAPES = ((512, 512, 512), (1024, 1024, 1024), (256, 1024, 4096))
+_STORAGE_BYTES = 256 << 20
+_LOADER_S = 5.0
 
 
-def measure_machine(folder: Path, loader: str | None) -> dict[str, Any]:
-    """Everything that `Calibration` and `Node` can use; what is not there is left out."""
+def measure_machine(directory: Path, loader: str | None) -> dict[str, Any]:
+    """Measures everything that `Calibration` and `Node` can use. What the machine lacks is left out."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = _device(device) | _arithmetic(device) | _storage(folder)
+    found = _device(device) | _arithmetic(device) | _storage(directory)
     if device.type == "cuda":
         found |= _transfers() | {"collectives": _collectives()}
     if loader is not None:
-        found["loader_bytes_per_s"] = _loader(find(loader)())
+        found["loader_bytes_per_s"] = _loader(load_function(loader)())
     return found
 
 
 def _loader(batches: Iterable[Any]) -> float:
-    """Bytes that the user's own loader delivers, over a few seconds after its first batch."""
-    moving = iter(batches)
-    next(moving)  # workers start
+    """Bytes per second that the user's own loader delivers, after its first batch."""
+    iterator = iter(batches)
+    next(iterator)  # the first batch includes the start of the workers
     start, size = time.perf_counter(), 0
-    for batch in moving:
+    for batch in iterator:
         size += sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
-        if time.perf_counter() - start > LOADER_SECONDS:
+        if time.perf_counter() - start > _LOADER_S:
             break
     return size / (time.perf_counter() - start)
 
@@ -76,7 +76,7 @@ def _arithmetic(device: torch.device) -> dict[str, Any]:
     gpu = device.type == "cuda"
     dtype = torch.bfloat16 if gpu else torch.float32
     products = {}
-    for m, k, n in SHAPES if gpu else CPU_SHAPES:
+    for m, k, n in _SHAPES if gpu else _CPU_SHAPES:
         a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(k, n, device=device, dtype=dtype)
         seconds = _timed(partial(torch.matmul, a, b), device)
         products[f"{m}x{k}x{n}"] = 2 * m * k * n / seconds / 1e12
@@ -95,7 +95,7 @@ def _arithmetic(device: torch.device) -> dict[str, Any]:
 
 
 def _launch(device: torch.device) -> float:
-    """One small eager operation after another: what the host needs for each."""
+    """Seconds of the host per small eager operation."""
     x = torch.zeros(1, device=device)
     return _timed(lambda: [x.add_(1) for _ in range(200)], device) / 200
 
@@ -108,42 +108,42 @@ def _transfers() -> dict[str, Any]:
     return {"host_to_device_bytes_per_s": host.numel() / seconds}
 
 
-def _storage(folder: Path) -> dict[str, Any]:
-    """Writing with fsync, and reading back: possibly from the page cache, which is said in the name."""
+def _storage(directory: Path) -> dict[str, Any]:
+    """Measures a write with fsync, and a read that the page cache may serve, as its name says."""
     block = os.urandom(1 << 20)
-    with tempfile.NamedTemporaryFile(dir=folder, prefix="headway-probe-") as file:
+    with tempfile.NamedTemporaryFile(dir=directory, prefix="headway-probe-") as file:
         start = time.perf_counter()
-        for _ in range(STORAGE_BYTES >> 20):
+        for _ in range(_STORAGE_BYTES >> 20):
             file.write(block)
         file.flush()
         os.fsync(file.fileno())
-        written = STORAGE_BYTES / (time.perf_counter() - start)
+        written = _STORAGE_BYTES / (time.perf_counter() - start)
         start = time.perf_counter()
-        with Path(file.name).open("rb") as again:
-            while again.read(1 << 22):
+        with Path(file.name).open("rb") as reader:
+            while reader.read(1 << 22):
                 pass
-        read = STORAGE_BYTES / (time.perf_counter() - start)
+        read = _STORAGE_BYTES / (time.perf_counter() - start)
     return {"storage_write_bytes_per_s": written, "storage_read_cached_bytes_per_s": read}
 
 
 def _collectives() -> dict[str, float]:
-    """All-reduce among the GPUs here, by bytes: seconds. Empty with one GPU."""
+    """Seconds of an all-reduce between this machine's GPUs, by bytes. Empty with one GPU."""
     ranks = torch.cuda.device_count()
     if ranks == 1:
         return {}
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "times"
-        meet = f"file://{folder}/meet"
-        torch.multiprocessing.spawn(_one_rank, args=(ranks, meet, str(out)), nprocs=ranks)  # type: ignore[no-untyped-call]
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory) / "times"
+        rendezvous = f"file://{directory}/rendezvous"
+        torch.multiprocessing.spawn(_time_collectives, args=(ranks, rendezvous, str(out)), nprocs=ranks)  # type: ignore[no-untyped-call]
         lines = [line.split() for line in out.read_text().splitlines()]
     return {size: float(seconds) for size, seconds in lines}
 
 
-def _one_rank(rank: int, ranks: int, meet: str, out: str) -> None:
+def _time_collectives(rank: int, ranks: int, rendezvous: str, out: str) -> None:
     import torch.distributed as dist
 
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=meet, rank=rank, world_size=ranks)
+    dist.init_process_group("nccl", init_method=rendezvous, rank=rank, world_size=ranks)
     lines = []
     for size in (1 << 20, 16 << 20, 256 << 20):
         data = torch.zeros(size // 2, dtype=torch.bfloat16, device="cuda")
@@ -154,7 +154,7 @@ def _one_rank(rank: int, ranks: int, meet: str, out: str) -> None:
 
 
 def _timed(work: Callable[[], object], device: torch.device, *, repeats: int = 7) -> float:
-    """Median seconds, after two warm-ups."""
+    """Median seconds of a call, after two warm-up calls."""
     times = []
     for turn in range(repeats + 2):
         start = time.perf_counter()

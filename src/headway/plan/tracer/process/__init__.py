@@ -1,5 +1,5 @@
-"""Tracing a user's module, in a process of its own: the only part of the plan room that imports torch.
+"""The process that traces a user's module, without data or a device. Imports torch.
 
-Started as `python -m headway.plan.tracer.process` by `headway.plan.tracer.request`; some operations abort the
-interpreter when they meet tensors that do not exist, and a planner must report that, not die of it.
+`headway.plan.tracer.request` starts it as `python -m headway.plan.tracer.process`: some operations abort the
+interpreter when their tensors have no data, and the planner has to report that.
 """

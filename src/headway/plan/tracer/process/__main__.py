@@ -1,4 +1,4 @@
-"""`python -m headway.plan.tracer.process FOLDER` reads requests from standard input and writes 0.json, 1.json, ..."""
+"""`python -m headway.plan.tracer.process DIRECTORY` reads settings from standard input, writes 0.json, 1.json, ..."""
 
 from __future__ import annotations
 
@@ -18,51 +18,57 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from headway.plan.tracer.process import allocator, standins, user_code
-from headway.plan.tracer.process.meter import replay
-from headway.plan.tracer.process.step import Request, Step
+from headway.plan.tracer.process import allocator, cuda_emulation, user_code
+from headway.plan.tracer.process.memory_meter import replay_peak
+from headway.plan.tracer.process.step import StepTracer
+from headway.plan.tracer.settings import TraceSettings
 
-_OTHERS = {"forward": "activations", "backward": "temporaries", "optimizer": "temporaries", "build": "other"}
+_UNLABELED = {
+    "forward": "activations",
+    "backward": "temporaries",
+    "optimizer": "temporaries",
+    "build": "other",
+}
 
 
 def main() -> None:
-    folder, requests = Path(sys.argv[1]), json.load(sys.stdin)
-    warnings.simplefilter("ignore")  # the user's model speaks when it really runs
-    kept = standins.install()
+    directory, requests = Path(sys.argv[1]), json.load(sys.stdin)
+    warnings.simplefilter("ignore")  # the user sees them when the model really runs
+    kept = cuda_emulation.install()
     for index, request in enumerate(requests):
-        partial = folder / f"{index}.partial"
-        partial.write_text(json.dumps(_traced(Request(**request))))
-        partial.replace(folder / f"{index}.json")
+        partial = directory / f"{index}.partial"
+        partial.write_text(json.dumps(_traced(TraceSettings(**request))))
+        partial.replace(directory / f"{index}.json")
     del kept
 
 
-def _traced(request: Request) -> dict[str, Any]:
-    step = Step(request)
+def _traced(request: TraceSettings) -> dict[str, Any]:
+    step = StepTracer(request)
     try:
         step.run()
         return _result(step)
-    except user_code.NotFound as error:
+    except user_code.UserCodeError as error:
         return {"error": str(error), "kind": "usage"}
     except (UnsupportedOperatorException, DataDependentOutputException, DynamicOutputShapeException) as error:
         return _failure(step, f"the operation {error.func} cannot be traced without data")
-    except Exception as error:  # noqa: BLE001 - the user's own code failed, in whatever way: the parent reports it
+    except Exception as error:  # noqa: BLE001 - user code may raise anything; the parent reports it
         return _failure(step, f"{type(error).__name__}: {error}{_where(error)}")
 
 
 def _where(error: Exception) -> str:
-    """The last line of the user's own that led there."""
+    """Returns file and line of the last frame in the user's own code."""
     ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
     frames = traceback.extract_tb(error.__traceback__)
     last = next((frame for frame in reversed(frames) if not frame.filename.startswith(ours)), None)
     return "" if last is None else f" ({Path(last.filename).name}:{last.lineno})"
 
 
-def _result(step: Step) -> dict[str, Any]:
+def _result(step: StepTracer) -> dict[str, Any]:
     meter = step.meter
-    allocated, reserved = allocator.play(list(meter.events), built=step.built_at, start=step.measured_from)
-    peak, by_label, by_module, by_operation = replay(meter, _OTHERS, step.measured_from)
-    counts = Counter(work for _, work in meter.queue)
-    numbers = {work: number for number, work in enumerate(counts)}
+    allocated, reserved = allocator.replay(list(meter.events), built=step.built_at, start=step.measured_from)
+    peak, by_label, by_module, by_operation = replay_peak(meter, _UNLABELED, step.measured_from)
+    counts = Counter(kernel for _, kernel in meter.queue)
+    numbers = {kernel: number for number, kernel in enumerate(counts)}
     return {
         "parameters": step.parameters,
         "trainable": step.trainable,
@@ -72,17 +78,17 @@ def _result(step: Step) -> dict[str, Any]:
         "by_label": by_label,
         "by_module": _grouped(by_module),
         "by_operation": by_operation,
-        "flops": sum(work.flops for _, work in meter.queue),
-        "work": [[*work, count] for work, count in counts.items()],
-        "queue": [[phase, numbers[work]] for phase, work in meter.queue],
+        "flops": sum(kernel.flops for _, kernel in meter.queue),
+        "kernels": [[*kernel, count] for kernel, count in counts.items()],
+        "queue": [[phase, numbers[kernel]] for phase, kernel in meter.queue],
         "notes": step.notes,
     }
 
 
-def _failure(step: Step, said: str) -> dict[str, Any]:
-    """What is known without running: the states."""
+def _failure(step: StepTracer, message: str) -> dict[str, Any]:
+    """Reports what is known of a module that did not run: its model states."""
     return {
-        "error": said,
+        "error": message,
         "parameters": step.parameters,
         "trainable": step.trainable,
         "state_bytes": step.state_bytes,
@@ -90,7 +96,7 @@ def _failure(step: Step, said: str) -> dict[str, Any]:
 
 
 def _grouped(by_module: dict[str, int]) -> dict[str, int]:
-    """Layers that differ only by their number count together."""
+    """Adds up layers whose names differ only by their number."""
     found: dict[str, int] = {}
     for name, size in by_module.items():
         key = re.sub(r"\.\d+(?=\.|$)", ".*", name) or "(outside any module)"

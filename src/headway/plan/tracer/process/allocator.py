@@ -1,8 +1,8 @@
-"""CUDA's caching allocator, played on the log of a step: what is reserved, and what unsplit blocks add.
+"""A model of CUDA's caching allocator, replayed on the log of a step: reserved bytes, and what unsplit blocks add.
 
-The rules are those of torch's allocator without options: requests are rounded to 512 bytes; those up to 1 MiB live
-in segments of 2 MiB, those under 10 MiB in segments of 20 MiB, larger ones in segments of their own, rounded to
-2 MiB; the smallest free block that fits is taken, and split when more than 1 MiB (512 bytes in small segments) is left.
+The rules are those of torch's allocator with default options. Requests are rounded to 512 bytes. Those up to 1 MiB come
+from segments of 2 MiB, those under 10 MiB from segments of 20 MiB, larger ones from segments of their own, rounded to
+2 MiB. The smallest free block that fits is used, and split if more than 1 MiB (512 bytes in small segments) is left.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ class _Block:
     small: bool
     before: _Block | None = None
     after: _Block | None = None
-    free: bool = False
+    is_free: bool = False
 
 
 @dataclass
 class Allocator:
-    """Takes and gives back, keeping the peaks."""
+    """Allocates and frees blocks, and records the peaks."""
 
     allocated: int = 0
     reserved: int = 0
@@ -33,7 +33,7 @@ class Allocator:
     _free: dict[bool, list[tuple[int, int, _Block]]] = field(default_factory=lambda: {True: [], False: []})
     _count: int = 0
 
-    def take(self, size: int) -> _Block:
+    def allocate(self, size: int) -> _Block:
         small = size <= _MIB
         block = self._best_fit(size, small) or self._segment(size, small)
         left = block.size - size
@@ -43,15 +43,15 @@ class Allocator:
                 block.after.before = rest
             block.after, block.size = rest, size
             self._release(rest)
-        block.free = False
+        block.is_free = False
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
 
-    def give(self, block: _Block) -> None:
+    def free(self, block: _Block) -> None:
         self.allocated -= block.size
         for other in (block.before, block.after):
-            if other is not None and other.free:
+            if other is not None and other.is_free:
                 self._withdraw(other)
                 self._merge(block, other)
         self._release(block)
@@ -71,7 +71,7 @@ class Allocator:
         return pool.pop(index)[2] if index < len(pool) else None
 
     def _release(self, block: _Block) -> None:
-        block.free = True
+        block.is_free = True
         self._count += 1
         insort(self._free[block.small], (block.size, self._count, block), key=lambda entry: entry[:2])
 
@@ -94,24 +94,24 @@ class Allocator:
                 block.after.before = block
 
 
-def play(events: list[tuple[int, int]], *, built: int, start: int) -> tuple[int, int]:
-    """Peak of allocated bytes from event `start` on, and of reserved bytes since the model was built.
+def replay(events: list[tuple[int, int]], *, built: int, start: int) -> tuple[int, int]:
+    """Returns the peak of allocated bytes from event `start` on, and of reserved bytes since event `built`.
 
-    What was alive when the model was built is laid out afresh: big models are built on the CPU or the meta device, and
-    leave no holes behind.
+    At `built`, when the model is complete, live storages are allocated again from scratch: large models are built on
+    the CPU or the meta device and leave no holes on the GPU.
     """
     allocator, held = Allocator(), dict[int, tuple[_Block, int]]()
     for index, (serial, change) in enumerate(events):
         if index == built:
             sizes = {key: size for key, (_, size) in held.items()}
             allocator = Allocator()
-            held = {key: (allocator.take(size), size) for key, size in sizes.items()}
+            held = {key: (allocator.allocate(size), size) for key, size in sizes.items()}
         if index == start:
             allocator.reset_peaks()
         if serial in held:
             block, size = held.pop(serial)
-            allocator.give(block)
+            allocator.free(block)
             change += size
         if change > 0:
-            held[serial] = (allocator.take(change), change)
+            held[serial] = (allocator.allocate(change), change)
     return allocator.peak_allocated, allocator.peak_reserved

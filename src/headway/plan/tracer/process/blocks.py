@@ -1,4 +1,4 @@
-"""The repeated part of a model: what FSDP shards one by one and what checkpointing recomputes."""
+"""The repeated blocks of a model: the units of FSDP and of activation checkpointing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 def checkpoint_blocks(model: nn.Module) -> None:
-    """Each repeated block is recomputed in the backward pass."""
+    """Makes the backward pass recompute each repeated block."""
     for block in repeated_blocks(model):
         block.forward = _recomputed(block.forward)
 
@@ -23,7 +23,7 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The members of the lists that hold most parameters: the layers of a transformer, the stages of others."""
+    """Finds the members of the list with the most parameters: a transformer's layers, or another network's stages."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
     if not lists:
         return []

@@ -1,8 +1,8 @@
-"""Recurrent layers as cuDNN runs them: one kernel for all steps and layers, which keeps what the backward pass needs.
+"""Recurrent layers as cuDNN runs them: one kernel for all time steps and layers, one reserve for the backward pass.
 
-The CPU's kernels keep other tensors, layer by layer, and torch does not know how much cuDNN reserves. The sizes follow
-from what cuDNN itself reported (pytorch issue 2895: 736,000,000 bytes for an LSTM of 4 layers, 864,000,000 for such a
-GRU), and three layers on an H200 agree.
+The CPU's kernels save other tensors, layer by layer, and torch does not know the size of cuDNN's reserve. The sizes
+here follow from what cuDNN reported (pytorch issue 2895: 736,000,000 bytes for an LSTM of 4 layers, 864,000,000 for
+such a GRU); measurements of three layers on an H200 agree.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-_KEPT = {"lstm": 6, "gru": 7, "rnn_tanh": 2, "rnn_relu": 2}
-"""Numbers per cell, step and layer: gates and states, and the layer's output, but for the last, which is the result."""
+_SAVED_PER_CELL = {"lstm": 6, "gru": 7, "rnn_tanh": 2, "rnn_relu": 2}
+"""Numbers saved per cell, time step and layer: gates, states, and the output of every layer but the last."""
 
 
 def install() -> None:
-    """Puts the layers in place of torch's."""
-    for kind in _KEPT:
+    """Replaces torch's recurrent layers."""
+    for kind in _SAVED_PER_CELL:
         setattr(torch._VF, kind, _as_cudnn(kind, getattr(torch._VF, kind)))
 
 
 @torch.library.custom_op("headway::rnn", mutates_args=())
 def _rnn(input: torch.Tensor, weights: Sequence[torch.Tensor], width: int, kept: int) -> list[torch.Tensor]:
-    raise NotImplementedError("only its shapes exist")
+    raise NotImplementedError("only the fake implementation exists")
 
 
 @_rnn.register_fake
@@ -38,7 +38,7 @@ def _(input: torch.Tensor, weights: Sequence[torch.Tensor], width: int, kept: in
 def _rnn_backward(
     grad: torch.Tensor, input: torch.Tensor, weights: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    raise NotImplementedError("only its shapes exist")
+    raise NotImplementedError("only the fake implementation exists")
 
 
 @_rnn_backward.register_fake
@@ -48,7 +48,7 @@ def _(grad: torch.Tensor, input: torch.Tensor, weights: Sequence[torch.Tensor]) 
 
 @register_flop_formula(torch.ops.headway.rnn, get_raw=True)
 def _flops(input: torch.Tensor, weights: Sequence[torch.Tensor], *_: Any, **__: Any) -> float:
-    """Every step multiplies by every matrix."""
+    """Each time step multiplies by each matrix."""
     matrices = sum(weight.numel() for weight in weights if weight.dim() == 2)
     return 2.0 * (input.numel() // input.shape[-1]) * matrices
 
@@ -61,13 +61,15 @@ def _flops_backward(
 
 
 class _Layers(torch.autograd.Function):
-    """Keeps its input, its result, and what cuDNN reserves. Tensors: the first states, then the weights."""
+    """Saves its input, its output and cuDNN's reserve. `tensors` are the initial states, then the weights."""
 
     @staticmethod
     def forward(
         ctx: Any, input: torch.Tensor, width: int, kept: int, states: int, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        used = [tensor.to(input.dtype) for tensor in tensors]  # under autocast: copies, kept as a whole
+        used = [
+            tensor.to(input.dtype) for tensor in tensors
+        ]  # under autocast these are copies, and all are saved
         output, reserve = torch.ops.headway.rnn(input, used[states:], width, kept)
         ctx.save_for_backward(input, output, reserve, *used)
         ctx.states, ctx.dtypes = states, [tensor.dtype for tensor in tensors]
@@ -83,7 +85,7 @@ class _Layers(torch.autograd.Function):
 
 def _as_cudnn(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def run(input: torch.Tensor, hx: Any, weights: Any, *rest: Any) -> Any:
-        if not isinstance(weights, list):  # a packed sequence: its parts are what the data are
+        if not isinstance(weights, list):  # a packed sequence: its sizes depend on the data
             return original(input, hx, weights, *rest)
         _bias, layers, _dropout, training, bidirectional, batch_first = rest
         if not training:
@@ -94,7 +96,7 @@ def _as_cudnn(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
         if torch.is_autocast_enabled("cpu"):
             input = input.to(torch.get_autocast_dtype("cpu"))
         steps = input.transpose(0, 1) if batch_first else input
-        kept = cells * (_KEPT[kind] * layers - 1)
+        kept = cells * (_SAVED_PER_CELL[kind] * layers - 1)
         output, *last = _Layers.apply(steps, width, kept, len(states), *states, *weights)  # type: ignore[no-untyped-call]
         return output.transpose(0, 1) if batch_first else output, *last
 

@@ -1,4 +1,4 @@
-"""FSDP2 without other ranks: a process group that pretends, so that shards and gathers have their real sizes."""
+"""FSDP2 in one process: a fake process group, in which shards and gathered weights have their real sizes."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from headway.plan.tracer.process.blocks import repeated_blocks
 
 
 @contextmanager
-def group(ranks: int) -> Iterator[None]:
-    """A group of ranks of which only this one exists.
+def fake_process_group(ranks: int) -> Iterator[None]:
+    """Provides a process group of `ranks` ranks, of which only rank 0 exists.
 
-    It is made of real tensors: enter it before the mode that fakes them.
+    The group creates real tensors: enter it before FakeTensorMode.
     """
     infer = ShardingPropagator._propagate_tensor_meta_non_cached
 
-    def infer_unseen(self: ShardingPropagator, schema: OpSchema) -> object:
-        """Sharded tensors infer shapes on whole ones; those never exist on a device and must not be counted."""
+    def infer_unmetered(self: ShardingPropagator, schema: OpSchema) -> object:
+        """Infers shapes on full tensors, which never exist on a device, without the meter counting them."""
         with _disable_current_modes():
             return infer(self, schema)
 
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    setattr(ShardingPropagator, infer.__name__, infer_unseen)
+    setattr(ShardingPropagator, infer.__name__, infer_unmetered)
     try:
         yield
     finally:
@@ -41,15 +41,15 @@ def group(ranks: int) -> Iterator[None]:
 
 
 @contextmanager
-def pretended(ranks: int, precision: str) -> Iterator[Callable[[nn.Module], None]]:
-    """What shards a model over ranks that only seem to be there."""
+def fake_sharding(ranks: int, precision: str) -> Iterator[Callable[[nn.Module], None]]:
+    """Provides a function that shards a model over `ranks` fake ranks."""
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = mixed if precision == "amp" else MixedPrecisionPolicy()
-    with group(ranks):
+    with fake_process_group(ranks):
         mesh = init_device_mesh("cpu", (ranks,))
 
         def shard(model: nn.Module) -> None:
-            """Each repeated block is a unit of its own, the rest another, as people do."""
+            """Shards each repeated block as a unit, and the rest of the model as another, as is common."""
             for block in repeated_blocks(model):
                 fully_shard(block, mesh=mesh, mp_policy=policy)
             fully_shard(model, mesh=mesh, mp_policy=policy)

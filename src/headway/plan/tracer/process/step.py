@@ -1,9 +1,9 @@
-"""Builds the user's model from empty tensors and runs training steps on it, metered."""
+"""Builds the user's model from tensors without data, and runs training steps under the memory meter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,15 +14,16 @@ from torch.utils._pytree import tree_leaves
 
 from headway.plan.tracer.process import user_code
 from headway.plan.tracer.process.blocks import checkpoint_blocks
-from headway.plan.tracer.process.meter import Meter
+from headway.plan.tracer.process.memory_meter import MemoryMeter
+from headway.plan.tracer.settings import TraceSettings
 
-STEPS = 2
-"""The first makes the optimizer's state, the second is measured; a third changes nothing."""
-LOSSES: dict[str, Callable[..., torch.Tensor]] = {
+_STEPS = 2
+"""The first step creates the optimizer's state, the second is measured; a third would change nothing."""
+_LOSSES: dict[str, Callable[..., torch.Tensor]] = {
     "cross_entropy": functional.cross_entropy,
     "mse": functional.mse_loss,
 }
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-4),
     "adam": lambda p: torch.optim.Adam(p, lr=1e-4),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-4),
@@ -31,39 +32,21 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 @dataclass(kw_only=True)
-class Request:
-    """What to trace. References are `FILE.py:name`."""
-
-    factory: str
-    inputs: str | None = None
-    loss: str | None = None
-    optimizer: str = "adamw"
-    precision: str = "amp"
-    batch_size: int | None = None
-    accumulate: int = 1
-    arguments: dict[str, int] = field(default_factory=dict)
-    fsdp: int = 1
-    checkpoint: bool = False
-    """Recompute each repeated block in the backward pass."""
-
-
-@dataclass(kw_only=True)
-class Job:
-    """A model that is ready to step."""
+class TrainingSetup:
+    """A model, its batch and its optimizer, ready for a training step."""
 
     model: nn.Module
     batch: Any
     loss: Callable[..., torch.Tensor] | None
     optimizer: torch.optim.Optimizer
-    notes: list[str]
 
 
-class Step:
-    """Holds the meter through building and stepping, so that a failure can still say what was built."""
+class StepTracer:
+    """Builds and runs the step; after a failure it still knows what was built."""
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.meter = Meter()
+    def __init__(self, settings: TraceSettings) -> None:
+        self.settings = settings
+        self.meter = MemoryMeter()
         self.notes: list[str] = []
         self.parameters = 0
         self.trainable = 0
@@ -72,33 +55,32 @@ class Step:
         self.measured_from = 0
 
     def run(self) -> None:
-        pure = self.request.precision == "pure-bf16"
+        pure = self.settings.precision == "pure-bf16"
         torch.set_default_dtype(torch.bfloat16 if pure else torch.float32)
-        if self.request.fsdp == 1:
+        if self.settings.fsdp == 1:
             self._run(None)
             return
-        from headway.plan.tracer.process.sharding import (
-            pretended,  # half a second of imports, only when needed
-        )
+        # takes half a second to import
+        from headway.plan.tracer.process.sharding import fake_sharding
 
-        with pretended(self.request.fsdp, self.request.precision) as shard:
+        with fake_sharding(self.settings.fsdp, self.settings.precision) as shard:
             self._run(shard)
 
     def _run(self, shard: Callable[[nn.Module], None] | None) -> None:
         with FakeTensorMode(allow_non_fake_inputs=True), self.meter:
-            job = self._build(shard)
+            setup = self._build(shard)
             self.built_at = len(self.meter.events)
-            for turn in range(STEPS):
-                if turn == STEPS - 1:
+            for turn in range(_STEPS):
+                if turn == _STEPS - 1:
                     self.measured_from = len(self.meter.events)
                     self.meter.queue = []
-                self._one(job)
+                self._step(setup)
 
-    def _build(self, shard: Callable[[nn.Module], None] | None) -> Job:
+    def _build(self, shard: Callable[[nn.Module], None] | None) -> TrainingSetup:
         model, batch, loss = self._model_and_batch()
         self.parameters = sum(p.numel() for p in model.parameters())
         self.trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        if self.request.checkpoint:
+        if self.settings.checkpoint:
             checkpoint_blocks(model)
         if shard is not None:
             shard(model)
@@ -117,60 +99,57 @@ class Step:
         trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         self.state_bytes = {"parameters": weights, "gradients": trained}
         model.train()
-        return Job(model=model, batch=batch, loss=loss, optimizer=optimizer, notes=self.notes)
+        return TrainingSetup(model=model, batch=batch, loss=loss, optimizer=optimizer)
 
     def _model_and_batch(self) -> tuple[nn.Module, Any, Callable[..., torch.Tensor] | None]:
-        request = self.request
-        made = user_code.find(request.factory)(**request.arguments)
-        loss = None if request.loss is None else LOSSES.get(request.loss) or user_code.find(request.loss)
+        settings = self.settings
+        made = user_code.load_function(settings.factory)(**settings.arguments)
+        loss = named_loss(settings)
         if isinstance(made, nn.Module):
-            reference = request.inputs or f"{request.factory.rpartition(':')[0]}:batch"
-            return made, user_code.call_with(user_code.find(reference), request.batch_size), loss
+            return made, make_batch(settings, settings.batch_size), loss
         if isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module):
             return made[0], made[1], made[2] if len(made) == 3 else loss
-        raise user_code.NotFound(
-            f"{request.factory} returned {type(made).__name__}; expected a module, or (module, batch[, loss])"
+        raise user_code.UserCodeError(
+            f"{settings.factory} returned {type(made).__name__}; expected a module, or (module, batch[, loss])"
         )
 
     def _optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        name = self.request.optimizer
-        make = OPTIMIZERS.get(name) or user_code.find(name)
-        optimizer = make(parameters)
+        optimizer = make_optimizer(self.settings, parameters)
         for group in optimizer.param_groups:
             if "foreach" in group and group["foreach"] is None and not group.get("fused"):
-                group["foreach"] = True  # what torch chooses on CUDA
+                group["foreach"] = True  # torch's default on CUDA
         return optimizer
 
     def _label_gradient(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             self.meter.label(parameter.grad, "gradients")
 
-    def _one(self, job: Job) -> None:
+    def _step(self, setup: TrainingSetup) -> None:
         meter = self.meter
-        for _ in range(self.request.accumulate):
+        for _ in range(self.settings.accumulate):
             with meter.during("forward"):
-                loss = self._loss(job)
+                loss = self._loss(setup)
             with meter.during("backward"):
                 loss.backward()  # type: ignore[no-untyped-call]
             del loss
         with meter.during("optimizer"):
-            job.optimizer.step()
-        for state in job.optimizer.state.values():
+            setup.optimizer.step()
+        for state in setup.optimizer.state.values():
             for leaf in tree_leaves(state):
                 if isinstance(leaf, torch.Tensor):
                     meter.label(leaf, "optimizer")
-        job.optimizer.zero_grad(set_to_none=True)
+        setup.optimizer.zero_grad(set_to_none=True)
 
-    def _loss(self, job: Job) -> torch.Tensor:
-        amp = self.request.precision == "amp" and self.request.fsdp == 1
+    def _loss(self, setup: TrainingSetup) -> torch.Tensor:
+        amp = self.settings.precision == "amp" and self.settings.fsdp == 1
         with torch.autocast("cpu", torch.bfloat16, enabled=amp):
-            if job.loss is not None:
-                inputs, target = job.batch
-                return job.loss(call(job.model, inputs), target)
-            return self._scalar(call(job.model, job.batch))
+            if setup.loss is not None:
+                inputs, target = setup.batch
+                return setup.loss(call(setup.model, inputs), target)
+            return self._scalar(call(setup.model, setup.batch))
 
     def _scalar(self, output: Any) -> torch.Tensor:
-        """The loss, if the model returns one."""
+        """Returns the model's loss; for a model that returns none, the mean of its output."""
         if isinstance(output, dict):
             output = output.get("loss", output)
         loss = getattr(output, "loss", None)
@@ -183,13 +162,13 @@ class Step:
             for leaf in tree_leaves(output)
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
         ]
-        note = "the module returns no loss: the mean of its output stands in; give a loss for an exact peak"
+        note = "the module returns no loss, so the mean of its output is used; give a loss for an exact peak"
         if note not in self.notes:
             self.notes.append(note)
         return torch.stack([leaf.float().mean() for leaf in leaves]).sum()
 
     def _name_modules(self, model: nn.Module) -> None:
-        """Tells the meter whose forward is running."""
+        """Lets the meter know which module's forward is running."""
         meter = self.meter
         for name, module in model.named_modules():
             stack: list[str] = []
@@ -205,7 +184,28 @@ class Step:
             module.register_forward_hook(leave, always_call=True)
 
 
+def named_loss(settings: TraceSettings) -> Callable[..., torch.Tensor] | None:
+    """Returns the loss function that the settings name, if they name one."""
+    if settings.loss is None:
+        return None
+    return _LOSSES.get(settings.loss) or user_code.load_function(settings.loss)
+
+
+def make_optimizer(settings: TraceSettings, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Creates the optimizer that the settings name."""
+    make = _OPTIMIZERS.get(settings.optimizer) or user_code.load_function(settings.optimizer)
+    optimizer: torch.optim.Optimizer = make(parameters)
+    return optimizer
+
+
+def make_batch(settings: TraceSettings, batch_size: int | None) -> Any:
+    """Calls the user's function that makes a batch."""
+    reference = settings.inputs or f"{settings.factory.rpartition(':')[0]}:batch"
+    return user_code.call_batch_function(user_code.load_function(reference), batch_size)
+
+
 def call(model: nn.Module, inputs: Any) -> Any:
+    """Calls a model with a mapping, a sequence or one value as its inputs."""
     if isinstance(inputs, dict):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)

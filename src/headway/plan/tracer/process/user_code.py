@@ -1,4 +1,4 @@
-"""Finds the user's functions: `FILE.py:name` or `package.module:name`."""
+"""Loads the user's functions by name: `FILE.py:name` or `package.module:name`."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from pathlib import Path
 from typing import Any
 
 
-class NotFound(Exception):
-    """The function cannot be had; the message says why."""
+class UserCodeError(Exception):
+    """The user's function cannot be loaded or used; the message says why."""
 
 
-def find(reference: str) -> Callable[..., Any]:
-    """The function that a reference names."""
+def load_function(reference: str) -> Callable[..., Any]:
+    """Loads the function that a reference names."""
     place, _, name = reference.rpartition(":")
     found: Any = _module(place)
     for part in name.split("."):
         if part not in dir(found):
-            raise NotFound(
+            raise UserCodeError(
                 f"{place} has no function {name!r}; it has {', '.join(_functions(found)) or 'none'}"
             )
         found = getattr(found, part)
     if not callable(found):
-        raise NotFound(f"{reference} is not a function")
+        raise UserCodeError(f"{reference} is not a function; expected FILE.py:function")
     function: Callable[..., Any] = found
     return function
 
@@ -37,17 +37,17 @@ def _module(place: str) -> Any:
         try:
             return importlib.import_module(place)
         except ModuleNotFoundError as error:
-            raise NotFound(f"cannot import {place}: {error}") from error
+            raise UserCodeError(f"cannot import {place}: {error}") from error
     file = Path(place).resolve()
     if not file.is_file():
-        raise NotFound(f"there is no file {place}")
+        raise UserCodeError(f"there is no file {place}")
     sys.path.insert(0, str(file.parent))
     name = file.stem
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise NotFound(f"{place} is not a Python file")
+        raise UserCodeError(f"{place} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
@@ -61,8 +61,8 @@ def _functions(module: Any) -> list[str]:
     ]
 
 
-def call_with(function: Callable[..., Any], batch_size: int | None) -> Any:
-    """Calls a function of nothing, or of a batch size."""
+def call_batch_function(function: Callable[..., Any], batch_size: int | None) -> Any:
+    """Calls a function that makes a batch, with the batch size if it takes one."""
     takes = [
         p
         for p in signature(function).parameters.values()
@@ -71,5 +71,5 @@ def call_with(function: Callable[..., Any], batch_size: int | None) -> Any:
     if takes and batch_size is not None:
         return function(batch_size)
     if any(p.default is Parameter.empty for p in takes):
-        raise NotFound(f"{function.__name__} takes a batch size: give one")
+        raise UserCodeError(f"{function.__name__} takes a batch size, and none is given; give batch_size")
     return function()

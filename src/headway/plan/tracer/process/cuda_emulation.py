@@ -1,8 +1,8 @@
-"""Makes a CPU without data behave, in memory, as CUDA would.
+"""Makes a CPU trace use memory as CUDA would.
 
-Tensors in a trace are empty, so only what operations keep matters. Where CPU kernels keep other tensors than CUDA's
-(dropout, RMS norm, attention with dropout, recurrent layers) or autocast chooses other precisions, the CUDA behaviour
-is put in place. All of this happens in the tracing process only.
+Tensors in a trace have no data; only what operations save matters. Where CPU kernels save other tensors than CUDA's
+(dropout, RMS norm, attention with dropout, recurrent layers) or autocast chooses other precisions, the behavior of CUDA
+replaces that of the CPU. All of this happens in the tracing process only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from headway.plan.tracer.process import recurrent
 
-# operations that CUDA's autocast runs in fp32 and the CPU's leaves alone
+# operations that autocast runs in fp32 on CUDA, but not on the CPU
 _CUDA_FP32 = (
     "layer_norm", "group_norm", "exp", "expm1", "log", "log10", "log2", "log1p",
     "pow.Tensor_Scalar", "pow.Tensor_Tensor",
@@ -25,15 +25,15 @@ _CUDA_FP32 = (
     "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "soft_margin_loss", "binary_cross_entropy_with_logits",
     "logsumexp", "nll_loss_nd",
 )  # fmt: skip
-# those that it asks for an fp32 result, unless another was asked for: cross_entropy asks for that of its input
+# operations that return fp32 under CUDA's autocast unless the caller gives a dtype; cross_entropy gives its input's
 _CUDA_FP32_RESULT = (
     "softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", "prod", "prod.dim_int", "cumsum", "cumprod",
 )  # fmt: skip
 
 
 def install() -> list[torch.library.Library]:
-    """Puts everything in place; the result must be kept alive."""
-    _skip_initialisation()
+    """Replaces the CPU's behavior. The caller must keep the result alive."""
+    _skip_initialization()
     nn.Module._apply = _apply  # type: ignore[method-assign]
     functional.dropout = _dropout
     functional.rms_norm = _rms_norm
@@ -42,15 +42,15 @@ def install() -> list[torch.library.Library]:
     return [_autocast_as_cuda()]
 
 
-def _skip_initialisation() -> None:
-    """Values do not matter here, and some initialisers look at them."""
+def _skip_initialization() -> None:
+    """Turns initializers off: values do not matter here, and some initializers read them."""
     for name in dir(torch.nn.init):
         if name.endswith("_") and not name.startswith("_"):
             setattr(torch.nn.init, name, lambda tensor, *_, **__: tensor)
 
 
 def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-    """What `.to()`, `.bfloat16()` and the like call; torch's own way refuses tensors without data."""
+    """Replaces the method behind `.to()` and `.bfloat16()`: torch's own refuses tensors without data."""
     if recurse:
         for child in self.children():
             child._apply(fn)  # type: ignore[no-untyped-call]
@@ -69,18 +69,18 @@ def _autocast_as_cuda() -> torch.library.Library:
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     for name in (*_CUDA_FP32, *_CUDA_FP32_RESULT):
         if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"):
-            continue  # the CPU's own rule is the same
+            continue  # the CPU has the same rule
         rule = _to_fp32 if name in _CUDA_FP32_RESULT else _in_fp32
         packet, _, overload = name.partition(".")
         operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
         rules.impl(name, rule(operation, keys), "AutocastCPU")  # type: ignore[no-untyped-call]
-    # the CPU's rule casts what goes in; CUDA has none, and the parts follow theirs
+    # the CPU's rule casts the inputs; CUDA has no rule, and the decomposed operations follow their own
     whole = torch.ops.aten.cross_entropy_loss.default
     rules.impl("cross_entropy_loss", whole.decompose, "AutocastCPU", allow_override=True)  # type: ignore[no-untyped-call]
     return rules
 
 
-def _low(value: Any) -> bool:
+def _is_16_bit(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
 
 
@@ -88,7 +88,7 @@ def _to_fp32(operation: Callable[..., Any], keys: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(keys):
             asked = [kwargs.get("dtype"), *args[1:]]
-            if _low(args[0]) and not any(isinstance(value, torch.dtype) for value in asked):
+            if _is_16_bit(args[0]) and not any(isinstance(value, torch.dtype) for value in asked):
                 kwargs["dtype"] = torch.float32
             return operation(*args, **kwargs)
 
@@ -97,7 +97,7 @@ def _to_fp32(operation: Callable[..., Any], keys: Any) -> Callable[..., Any]:
 
 def _in_fp32(operation: Callable[..., Any], keys: Any) -> Callable[..., Any]:
     def widen(value: Any) -> Any:
-        return value.float() if _low(value) else value
+        return value.float() if _is_16_bit(value) else value
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(keys):
@@ -109,7 +109,7 @@ def _in_fp32(operation: Callable[..., Any], keys: Any) -> Callable[..., Any]:
 def _dropout(
     input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> torch.Tensor:
-    """CUDA keeps a mask of one byte; the CPU a scaled copy."""
+    """CUDA saves a mask of one byte per element; the CPU saves a scaled copy."""
     if not training or p == 0:
         return input
     dropped: torch.Tensor = torch.native_dropout(input, p, True)[0]
@@ -117,7 +117,7 @@ def _dropout(
 
 
 class _RmsNorm(torch.autograd.Function):
-    """CUDA's fused kernel keeps its input and one number per row; the CPU's keeps every step in fp32."""
+    """CUDA's fused kernel saves its input and one number per row; the CPU's saves every intermediate in fp32."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, dims: int) -> torch.Tensor:
@@ -144,7 +144,7 @@ def _rms_norm(
 
 def _attention(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-        """CUDA's fused kernels drop scores on the fly; the CPU's would fall back to the whole score matrix."""
+        """CUDA's fused kernels apply dropout on the fly; the CPU falls back to the full score matrix."""
         if len(args) > 4:
             args = (*args[:4], 0.0, *args[5:])
         return original(*args, **{**kwargs, **({"dropout_p": 0.0} if "dropout_p" in kwargs else {})})

@@ -2,7 +2,7 @@
 
 model: llama-3.1-8b            # a preset, {hf: config.json}, or the numbers of a Transformer
 layout: {dp: 8, zero: 3, microbatch: 2, global_batch: 16, sequence: 8192, precision: amp}
-node: h200-sxm8                # a catalogue name, "this", or {device: ..., gpus: ..., inter_Gbps: ...}
+node: h200-sxm8                # a catalog name, "this", or {device: ..., gpus: ..., inter_Gbps: ...}
 job: {tokens: 1.0e12}
 search: {gpus: 64, global_batch: 1024}
 """
@@ -16,9 +16,8 @@ from typing import Any, TypeVar
 
 from headway.errors import UsageError
 from headway.plan import checks
-from headway.plan.cost.economy import Job
-from headway.plan.machine import calibration as calibrations
-from headway.plan.machine.calibration import Calibration
+from headway.plan.cost.economy import Workload
+from headway.plan.machine.calibration import Calibration, calibration_file, load_calibration
 from headway.plan.machine.hardware import Node
 from headway.plan.model.hugging_face import from_hf_config
 from headway.plan.model.layout import Layout
@@ -30,7 +29,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sweep:
+class SearchSettings:
     """What `headway plan search` varies."""
 
     gpus: int
@@ -39,41 +38,43 @@ class Sweep:
 
     def __post_init__(self) -> None:
         for key in ("gpus", "global_batch", "keep"):
-            checks.whole(f"search.{key}", getattr(self, key))
+            checks.require_int(f"search.{key}", getattr(self, key))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Document:
+class PlanFile:
     """A plan file, read and checked."""
 
     model: Transformer
     layout: Layout
     node: Node
-    job: Job
+    workload: Workload
     calibration: Calibration
-    search: Sweep | None = None
+    search: SearchSettings | None = None
 
 
-def read_document(path: str | Path) -> Document:
+def read_plan_file(path: str | Path) -> PlanFile:
     """Reads and checks a plan file; the first mistake becomes one sentence."""
-    return document(read_yaml(path), where=str(path), folder=Path(path).parent)
+    return parse_plan(read_yaml(path), where=str(path), folder=Path(path).parent)
 
 
-def document(data: Mapping[str, object], *, where: str = "the plan", folder: Path | None = None) -> Document:
+def parse_plan(
+    data: Mapping[str, object], *, where: str = "the plan", folder: Path | None = None
+) -> PlanFile:
     """The same from a mapping."""
-    checks.known_keys(where, data, ("model", "layout", "node", "job", "search", "calibration"))
+    checks.require_known_keys(where, data, ("model", "layout", "node", "job", "search", "calibration"))
     for key in ("model", "node"):
         if key not in data:
             raise UsageError(f"{where} has no {key!r}; a plan needs model and node, and layout or search")
     folder = folder or Path()
     sweep = data.get("search")
-    return Document(
+    return PlanFile(
         model=read_model(data["model"], folder),
         layout=build(Layout, "layout", data.get("layout", {})),
         node=read_node(data["node"]),
-        job=build(Job, "job", data.get("job", {})),
+        workload=build(Workload, "job", data.get("job", {})),
         calibration=read_calibration(data.get("calibration"), folder, data["node"]),
-        search=None if sweep is None else build(Sweep, "search", sweep),
+        search=None if sweep is None else build(SearchSettings, "search", sweep),
     )
 
 
@@ -81,7 +82,7 @@ def read_model(given: object, folder: Path) -> Transformer:
     """A preset's name, a preset with changes, a Hugging Face config, or plain numbers."""
     if isinstance(given, str):
         return preset(given)
-    keys = dict(checks.section("model", given))
+    keys = dict(checks.require_mapping("model", given))
     if "hf" in keys:
         base = from_hf_config(folder / str(keys.pop("hf")))
     elif "preset" in keys:
@@ -93,20 +94,20 @@ def read_model(given: object, folder: Path) -> Transformer:
 
 
 def read_node(given: object) -> Node:
-    """A catalogue name, "this" (what `headway plan calibrate` found), or a mapping."""
+    """A catalog name, "this" (what `headway plan calibrate` found), or a mapping."""
     if given == "this":
-        file = calibrations.machine_file()
+        file = calibration_file()
         if not file.is_file():
             raise UsageError(f"node is 'this', but {file} does not exist; run: headway plan calibrate")
         return read_node(read_yaml(file).get("node"))
     if isinstance(given, str):
         return Node(given)
-    keys = dict(checks.section("node", given))
+    keys = dict(checks.require_mapping("node", given))
     price = keys.pop("price_per_hour", None)
-    price = None if price is None else checks.real("node.price_per_hour", price)
+    price = None if price is None else checks.require_number("node.price_per_hour", price)
     name = keys.pop("name", None)
     if name is not None and "device" not in keys:
-        checks.known_keys("node", keys, ("device",))
+        checks.require_known_keys("node", keys, ("device",))
         return Node(str(name), price_per_hour=price)
     return Node.of(name=str(name or "mine"), price_per_hour=price, **keys)
 
@@ -114,15 +115,15 @@ def read_node(given: object) -> Node:
 def read_calibration(given: object, folder: Path, node: object) -> Calibration:
     """Constants from a file, from the plan itself, or those of this machine when the node is "this"."""
     if given is None:
-        return calibrations.load(calibrations.machine_file()) if node == "this" else Calibration()
+        return load_calibration(calibration_file()) if node == "this" else Calibration()
     if isinstance(given, str):
-        return calibrations.load(calibrations.machine_file() if given == "this" else folder / given)
+        return load_calibration(calibration_file() if given == "this" else folder / given)
     return build(Calibration, "calibration", given)
 
 
 def build(cls: type[T], where: str, given: object) -> T:
     """A settings dataclass from a mapping: unknown and missing keys are named."""
-    keys = dict(checks.section(where, given))
+    keys = dict(checks.require_mapping(where, given))
     _check_keys(cls, where, keys)
     for field in fields(cls):  # type: ignore[arg-type]
         needed = field.default is MISSING and field.default_factory is MISSING
@@ -132,10 +133,10 @@ def build(cls: type[T], where: str, given: object) -> T:
 
 
 def _check_keys(cls: type, where: str, keys: Mapping[str, object]) -> None:
-    checks.known_keys(where, keys, [field.name for field in fields(cls)])
+    checks.require_known_keys(where, keys, [field.name for field in fields(cls)])
     for field in fields(cls):
         if field.type == "bool" and field.name in keys:
-            checks.one_of(f"{where}.{field.name}", keys[field.name], (True, False))
+            checks.require_choice(f"{where}.{field.name}", keys[field.name], (True, False))
 
 
 def _required(cls: type) -> list[str]:

@@ -25,10 +25,10 @@ class Remedy:
     fits: bool
 
 
-Idea = tuple[str, dict[str, object]]
+Change = tuple[str, dict[str, object]]
 
 
-def remedies(model: Transformer, layout: Layout, node: Node, constants: Calibration) -> list[Remedy]:
+def find_remedies(model: Transformer, layout: Layout, node: Node, constants: Calibration) -> list[Remedy]:
     """Changes that lower the peak: one alone, or two when one is not enough; the cheapest that fit come first."""
     ideas = _ideas(model, layout, node)
     found = _tried(model, layout, node, constants, ideas)
@@ -43,16 +43,16 @@ def remedies(model: Transformer, layout: Layout, node: Node, constants: Calibrat
 
 
 def _tried(
-    model: Transformer, layout: Layout, node: Node, constants: Calibration, ideas: list[Idea]
+    model: Transformer, layout: Layout, node: Node, constants: Calibration, ideas: list[Change]
 ) -> list[Remedy]:
-    before = memory.reserved(memory.peak(model, layout).allocated, layout)
+    before = memory.reserved_bytes(memory.peak(model, layout).allocated, layout)
     seconds = step_time(model, layout, node, constants).total * layout.gpus
     found = []
     for change, keys in ideas:
         other = _valid(model, layout, keys)
         if other is None:
             continue
-        needed = memory.reserved(memory.peak(model, other).allocated, other)
+        needed = memory.reserved_bytes(memory.peak(model, other).allocated, other)
         if needed < 0.99 * before:
             slowdown = step_time(model, other, node, constants).total * other.gpus / seconds
             fits = needed <= node.device.memory_bytes
@@ -60,8 +60,8 @@ def _tried(
     return found
 
 
-def _ideas(model: Transformer, layout: Layout, node: Node) -> list[Idea]:
-    ideas: list[Idea] = []
+def _ideas(model: Transformer, layout: Layout, node: Node) -> list[Change]:
+    ideas: list[Change] = []
     if layout.recompute != "full":
         ideas.append(("checkpoint blocks", {"recompute": "full"}))
     if layout.recompute == "none":

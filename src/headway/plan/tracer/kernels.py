@@ -1,0 +1,36 @@
+"""The kernels of a traced step, and how long each takes on a device and on the host that launches it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from headway.plan.machine.calibration import Calibration
+from headway.plan.machine.hardware import Node
+
+_KERNEL_GAP_S = 2e-6
+"""A kernel starts and drains, however little work it has."""
+
+
+class Kernel(NamedTuple):
+    """One kernel by its roofline: floating-point operations, and bytes read and written."""
+
+    operation: str
+    flops: float
+    bytes: int
+
+    def seconds(self, node: Node, constants: Calibration) -> float:
+        """Time on the device: the slower of arithmetic and memory traffic."""
+        stream = node.device.hbm_GBps * 1e9 * node.device.hbm_achievable * constants.memory
+        done = self.flops / 2 if self.operation.endswith("(causal)") else self.flops
+        rate = node.device.matrix_flops("bf16") * constants.matrix
+        return max(done / rate, self.bytes / stream) + _KERNEL_GAP_S
+
+
+def launch_seconds(phase: str, constants: Calibration) -> float:
+    """Time of the host to launch one kernel in this phase of the step."""
+    factors = {
+        "forward": constants.host_forward,
+        "backward": constants.host_backward,
+        "optimizer": constants.host_optimizer,
+    }
+    return constants.kernel_s * factors.get(phase, 1.0)
