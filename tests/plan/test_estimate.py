@@ -180,7 +180,7 @@ def test_search_covers_ten_thousand_layouts() -> None:
 
 
 def test_public_names_are_sorted_and_complete() -> None:
-    names = list(plan_room._HOME)
+    names = plan_room.__all__
     assert names == sorted(names)
     for name in names:
         assert getattr(plan_room, name).__name__.lower().endswith(name.lower())

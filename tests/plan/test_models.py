@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from headway.errors import UsageError
 from headway.plan.model.hugging_face import from_hf_config
-from headway.plan.model.presets import names, preset
+from headway.plan.model.presets import preset, preset_names
 from headway.plan.model.transformer import Transformer
 
 # transformers 5.22 / torchvision classes on the meta device, and published weight metadata
@@ -199,7 +199,7 @@ def test_hf_config_mistakes_are_sentences(tmp_path: Path) -> None:
 def test_unknown_preset_offers_the_nearest() -> None:
     with pytest.raises(UsageError, match=r"no preset 'llama-3.1-7b' \(did you mean .*'llama-3.1-8b'"):
         preset("llama-3.1-7b")
-    assert "gpt2" in names()
+    assert "gpt2" in preset_names()
 
 
 @pytest.mark.parametrize(

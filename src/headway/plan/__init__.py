@@ -1,4 +1,4 @@
-"""Before: what will a run cost? Model and layout in, memory, time and money out. No torch at import.
+"""Before a run: what will it cost? Estimates memory, time and cost of a model and a layout, without importing torch.
 
 import headway as hw
 

@@ -1,4 +1,4 @@
-"""YAML from strangers: bounded in size and depth, plain data only, errors with the line."""
+"""Reads YAML files that may come from anybody: bounded size and depth, plain data only, errors with the line."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import yaml
 from headway.errors import UsageError
 from headway.plan import checks
 
-_MOST_BYTES = 1 << 20
-_MOST_NODES = 20_000
-_DEEPEST = 20
+_MAX_BYTES = 1 << 20
+_MAX_ENTRIES = 20_000
+_MAX_DEPTH = 20
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads 1e12 as the number it is; YAML 1.1 wants 1.0e+12."""
+    """Reads 1e12 as a number, which YAML 1.1 writes as 1.0e+12."""
 
 
 _Loader.add_implicit_resolver(
@@ -26,31 +26,33 @@ _Loader.add_implicit_resolver(
 
 
 def read_yaml(path: str | Path) -> Mapping[str, object]:
-    """A plan file as plain data."""
+    """Reads a plan file as plain data."""
     file = Path(path)
     try:
         size = file.stat().st_size
-        if size > _MOST_BYTES:
-            raise UsageError(f"{file} has {size:,} bytes; a plan file has at most {_MOST_BYTES:,}")
+        if size > _MAX_BYTES:
+            raise UsageError(f"{file} has {size:,} bytes; a plan file has at most {_MAX_BYTES:,}")
         text = file.read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot read {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"{file} is not text: {error.reason} at byte {error.start}") from error
+        raise UsageError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from error
     return parse_yaml(text, str(file))
 
 
 def parse_yaml(text: str, where: str) -> Mapping[str, object]:
-    """Plain YAML as a mapping. Tags, aliases and several documents are refused: a plan needs none of them."""
+    """Parses plain YAML into a mapping. Refuses tags, aliases and several documents: a plan needs none of them."""
     try:
         depth = 0
         for count, event in enumerate(yaml.parse(text, Loader=_Loader)):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > _DEEPEST:
-                raise UsageError(f"{where} is nested more than {_DEEPEST} levels deep; a plan file has three")
-            if count > _MOST_NODES:
+            if depth > _MAX_DEPTH:
                 raise UsageError(
-                    f"{where} has more than {_MOST_NODES:,} entries; a plan file has a few dozen"
+                    f"{where} is nested more than {_MAX_DEPTH} levels deep; a plan file has three"
+                )
+            if count > _MAX_ENTRIES:
+                raise UsageError(
+                    f"{where} has more than {_MAX_ENTRIES:,} entries; a plan file has a few dozen"
                 )
             tag = getattr(event, "tag", None)
             if isinstance(event, yaml.AliasEvent) or tag is not None:
@@ -59,5 +61,5 @@ def parse_yaml(text: str, where: str) -> Mapping[str, object]:
                 raise UsageError(f"{where}, line {line}, has {what}; expected plain names, numbers and lists")
         data = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        raise UsageError(f"{where} is not YAML: {' '.join(str(error).split())}") from error
+        raise UsageError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from error
     return checks.require_mapping(where, data)

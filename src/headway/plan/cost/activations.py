@@ -1,7 +1,7 @@
-"""What a layer keeps for its backward pass, as a table of tensors.
+"""The tensors that a layer saves for its backward pass.
 
-Each entry says how many bytes per token and along which axis tensor parallelism splits it, so that the closed
-forms of Korthikanti et al. 2022 (equations 1 to 6) come out as sums; the tests hold them to 1e-6.
+Each entry has its bytes per token, and whether tensor parallelism splits it. The closed forms of Korthikanti et al.
+2022 (equations 1 to 6) are sums over this table; the tests compare them to 1e-6.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from headway.plan.model.transformer import Transformer
 
 
 class SavedTensor(NamedTuple):
-    """One kept tensor: bytes per token, and whether only sequence parallelism splits it."""
+    """One saved tensor: its bytes per token, and what splits it."""
 
     name: str
     bytes: float
-    whole: bool
-    """Kept whole on every tensor-parallel rank unless the sequence is split too."""
+    replicated: bool
+    """Replicated on every tensor-parallel rank, unless sequence parallelism splits it."""
     core: bool = False
-    """Part of the attention core, which selective recomputation drops."""
+    """Part of the attention core, which selective recomputation does not save."""
     gathered: bool = False
-    """Gathered along the sequence: Megatron keeps its piece and gathers again, torch keeps the whole."""
+    """Gathered along the sequence: Megatron saves its shard and gathers again, torch saves the full tensor."""
 
 
 def saved_tensors(model: Transformer, layout: Layout, *, moe: bool = False) -> tuple[SavedTensor, ...]:
-    """The tensors that one layer keeps, in the order they are made."""
+    """Returns the tensors that one layer saves, in the order of the forward pass."""
     act, res, h = layout.element_bytes.activation, layout.residual_bytes, model.hidden
     mask = 1 if model.dropout else 0
     kept = [
@@ -54,7 +54,7 @@ def _attention(model: Transformer, layout: Layout) -> list[SavedTensor]:
         ]
     else:
         q, k = a * model.dim, float(model.kv * model.dim)
-        # keys and values are copied where there are fewer of them than tensor-parallel ranks
+        # keys and values are replicated if there are fewer heads than tensor-parallel ranks
         k = k * max(1.0, layout.tp / model.kv)
         kept = [SavedTensor("queries, keys", act * (q + k), False), SavedTensor("values", act * k, False)]
         if model.position == "rope":
@@ -63,7 +63,9 @@ def _attention(model: Transformer, layout: Layout) -> list[SavedTensor]:
     if layout.flash:
         kept.append(SavedTensor("log-sum-exp", 4 * a, False))
     else:
-        per_score = act + (1 + act if model.dropout else 0)  # probabilities, mask, dropped probabilities
+        per_score = act + (
+            1 + act if model.dropout else 0
+        )  # probabilities; mask, probabilities after dropout
         kept.append(SavedTensor("attention scores", per_score * a * s, False, core=True))
     return kept
 
@@ -73,7 +75,7 @@ def _feedforward(model: Transformer, act: int, *, moe: bool) -> list[SavedTensor
     if not moe or model.moe is None:
         return [SavedTensor("feed-forward", tensors * act * model.width, False)]
     width = model.moe.top_k * model.moe.ffn + model.moe.shared_ffn
-    copies = 2 * act * model.moe.top_k * model.hidden  # tokens on their way to and from the experts
+    copies = 2 * act * model.moe.top_k * model.hidden  # tokens sent to the experts and back
     return [
         SavedTensor("experts", tensors * act * width, False),
         SavedTensor("routed tokens", copies, True),
@@ -82,12 +84,12 @@ def _feedforward(model: Transformer, act: int, *, moe: bool) -> list[SavedTensor
 
 
 def layer_bytes(model: Transformer, layout: Layout, *, moe: bool = False) -> float:
-    """Bytes that one layer keeps for one microbatch on one rank, under the layout's recomputation."""
+    """Bytes that one layer saves for one microbatch on one rank, under the layout's recomputation."""
     return _layer_bytes(model, layout, layout.recompute, moe)
 
 
 def working_set(model: Transformer, layout: Layout, *, moe: bool = False) -> float:
-    """Bytes that the backward pass of one layer rebuilds before it can start."""
+    """Bytes that the backward pass of one layer recomputes before it starts."""
     if layout.recompute == "none":
         return 0.0
     return _layer_bytes(model, layout, "none", moe) - layer_bytes(model, layout, moe=moe)
@@ -96,7 +98,7 @@ def working_set(model: Transformer, layout: Layout, *, moe: bool = False) -> flo
 _PerToken = tuple[float, float, float]
 """Bytes per token that nothing splits, that sequence parallelism splits, and that tensor parallelism splits."""
 _per_token: dict[tuple[object, ...], _PerToken] = {}
-"""Few, whatever the number of layouts."""
+"""A cache: its keys are few even if a search tries very many layouts."""
 
 
 def _layer_bytes(model: Transformer, layout: Layout, recompute: str, moe: bool) -> float:
@@ -104,25 +106,25 @@ def _layer_bytes(model: Transformer, layout: Layout, recompute: str, moe: bool) 
     key = (model, recompute, moe, layout.tp > model.kv and layout.tp, sequence, layout.precision, layout.flash,
            layout.zero == 3)  # fmt: skip
     if key not in _per_token:
-        _per_token[key] = _kept_per_token(model, layout, recompute, moe)
-    always, whole, split = _per_token[key]
+        _per_token[key] = _saved_per_token(model, layout, recompute, moe)
+    always, replicated, split = _per_token[key]
     tokens = layout.microbatch * sequence / layout.cp
-    return tokens * (always + whole / (layout.tp if layout.sequence_parallel else 1) + split / layout.tp)
+    return tokens * (always + replicated / (layout.tp if layout.sequence_parallel else 1) + split / layout.tp)
 
 
-def _kept_per_token(model: Transformer, layout: Layout, recompute: str, moe: bool) -> _PerToken:
+def _saved_per_token(model: Transformer, layout: Layout, recompute: str, moe: bool) -> _PerToken:
     if recompute == "full":
         return 0.0, float(layout.residual_bytes * model.hidden), 0.0
     if recompute == "sac":
         return 0.0, *_sac(model, layout)
     kept = [e for e in saved_tensors(model, layout, moe=moe) if not (e.core and recompute == "selective")]
     always = sum(e.bytes for e in kept if e.gathered and not layout.megatron)
-    whole = sum(e.bytes for e in kept if e.whole)
-    return always, whole - always, sum(e.bytes for e in kept if not e.whole)
+    replicated = sum(e.bytes for e in kept if e.replicated)
+    return always, replicated - always, sum(e.bytes for e in kept if not e.replicated)
 
 
 def _sac(model: Transformer, layout: Layout) -> tuple[float, float]:
-    """torch's selective checkpointing: layer input, attention output, every other matrix product."""
+    """torch's selective activation checkpointing saves layer input, attention output, every other product."""
     act, h, q, k = (
         layout.element_bytes.activation,
         model.hidden,

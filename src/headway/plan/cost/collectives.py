@@ -1,4 +1,4 @@
-"""Communication by the alpha-beta model: latency per step plus bytes over bandwidth."""
+"""Times of collectives by the alpha-beta model: latency per step plus bytes over bandwidth."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headway.plan.model.layout import Layout
 
 
 class RankGroup(NamedTuple):
-    """Ranks that talk to each other: how many, how many of them share a node, and what link they get."""
+    """Ranks that communicate: their number, how many share a node, and the link between them."""
 
     size: int
     per_node: int
@@ -23,9 +23,9 @@ class RankGroup(NamedTuple):
 
 
 def axis_group(axis: str, layout: Layout, node: Node, constants: Calibration) -> RankGroup:
-    """The group along one axis. Ranks are numbered tp, cp, dp, pp from the innermost, as Megatron does.
+    """Returns the group along one axis. Ranks are ordered tp, cp, dp, pp, the innermost first, as in Megatron.
 
-    The groups of a node share its network: a ring with r of the node's g ranks gets r/g of it.
+    The groups of a node share its network: a ring with r of the node's g ranks gets r/g of the bandwidth.
     """
     strides = {"tp": 1, "cp": layout.tp, "dp": layout.tp * layout.cp, "pp": layout.tp * layout.cp * layout.dp}
     sizes = {"tp": layout.tp, "cp": layout.cp, "dp": layout.dp, "ep": layout.ep, "pp": layout.pp}
@@ -34,12 +34,12 @@ def axis_group(axis: str, layout: Layout, node: Node, constants: Calibration) ->
 
 
 def shard_group(layout: Layout, node: Node, constants: Calibration) -> RankGroup:
-    """The ranks that share one ZeRO copy."""
+    """Returns the ranks over which ZeRO shards one replica."""
     return strided_group(layout.shards, layout.tp, node, constants)
 
 
 def strided_group(size: int, stride: int, node: Node, constants: Calibration) -> RankGroup:
-    """A group of `size` ranks, `stride` apart."""
+    """Returns the group of `size` ranks that are `stride` apart."""
     per_node = max(1, min(size, node.gpus // stride))
     peer = node.device.peer_bytes_per_s * constants.peer
     if per_node == size:
@@ -50,12 +50,12 @@ def strided_group(size: int, stride: int, node: Node, constants: Calibration) ->
 
 
 def all_reduce(group: RankGroup, size_bytes: float) -> float:
-    """Ring: 2(n-1) steps, 2(n-1)/n of the bytes."""
+    """Seconds of a ring all-reduce: 2(n-1) steps, 2(n-1)/n of the bytes."""
     return 2 * reduce_scatter(group, size_bytes)
 
 
 def reduce_scatter(group: RankGroup, size_bytes: float) -> float:
-    """Ring: n-1 steps, (n-1)/n of the bytes. An all-gather costs the same."""
+    """Seconds of a ring reduce-scatter: n-1 steps, (n-1)/n of the bytes. An all-gather takes as long."""
     n = group.size
     if n == 1:
         return 0.0
@@ -66,18 +66,18 @@ all_gather = reduce_scatter
 
 
 def all_to_all(group: RankGroup, size_bytes: float) -> float:
-    """Each rank sends (n-1)/n of its bytes straight to the others."""
+    """Seconds of an all-to-all: each rank sends (n-1)/n of its bytes directly to the others."""
     if group.size == 1:
         return 0.0
     return group.latency_s + (group.size - 1) / group.size * size_bytes / group.bytes_per_s
 
 
 def send(group: RankGroup, size_bytes: float) -> float:
-    """One neighbour to the next."""
+    """Seconds to send bytes to the next rank."""
     return 0.0 if group.size == 1 else group.latency_s + size_bytes / group.bytes_per_s
 
 
 def _latency(group: RankGroup) -> float:
-    """A ring waits once per step; libraries switch to trees when the ring is long."""
+    """A ring pays the latency once per step; libraries switch to trees for long rings."""
     steps = group.size - 1
     return group.latency_s * min(steps, 8 * (steps + 1).bit_length())

@@ -1,4 +1,4 @@
-"""Time on the device: each matrix product on its roofline, and the elementwise kernels between them."""
+"""Time on the device: the roofline of each matrix product, and the elementwise kernels between them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from headway.plan.model.layout import Layout
 from headway.plan.model.transformer import Transformer
 
 FORWARD_KERNELS = 14
-"""Of one layer: two norms, four products, attention, activation, adds and dropout, casts."""
-BACKWARD_BYTES = 1.5
-"""Elementwise traffic backward over forward: gradients come on top of the saved values."""
-FLASH_BACKWARD = 2.5
-"""Fused attention's backward over its forward: five products instead of two."""
+"""Kernels of one layer: two norms, four products, attention, activation, adds and dropout, casts."""
+BACKWARD_TRAFFIC_RATIO = 1.5
+"""Elementwise traffic of the backward over the forward pass: gradients and saved values."""
+FLASH_BACKWARD_RATIO = 2.5
+"""Time of fused attention's backward over its forward pass: five products instead of two."""
 
 
 class Gemm(NamedTuple):
@@ -27,7 +27,7 @@ class Gemm(NamedTuple):
     n: float
     batch: float = 1
     causal: bool = False
-    """Fused attention skips the masked half."""
+    """Fused attention skips the masked half of the scores."""
 
     @property
     def flops(self) -> float:
@@ -38,7 +38,7 @@ class Gemm(NamedTuple):
 
 
 class LayerTime(NamedTuple):
-    """Seconds of one layer and microbatch on one rank, communication not included."""
+    """Seconds of one layer and microbatch on one rank, without communication."""
 
     products: float
     attention: float
@@ -51,13 +51,13 @@ class LayerTime(NamedTuple):
 
 @lru_cache(maxsize=8192)
 def layer_gemms(model: Transformer, layout: Layout, *, moe: bool = False) -> tuple[Gemm, ...]:
-    """The weight products of one layer, forward, on one rank."""
+    """Returns the products with weights in one layer, forward, on one rank."""
     tokens = layout.microbatch * layout.tokens(model) / layout.cp
     h, t = model.hidden, layout.tp
-    found = []
+    gemms = []
     if model.mla:
         m, a = model.mla, model.heads
-        found += [
+        gemms += [
             Gemm("query down", tokens, h, m.q_rank),
             Gemm("query up", tokens, m.q_rank, a * model.dim / t),
             Gemm("key-value down", tokens, h, m.kv_rank + m.rope_dim),
@@ -66,11 +66,11 @@ def layer_gemms(model: Transformer, layout: Layout, *, moe: bool = False) -> tup
         ]
     else:
         keys = 2 * model.kv * model.dim / min(t, model.kv)
-        found += [
+        gemms += [
             Gemm("qkv", tokens, h, model.heads * model.dim / t + keys),
             Gemm("attention out", tokens, model.heads * model.dim / t, h),
         ]
-    return tuple(found + _feedforward_gemms(model, layout, tokens, moe=moe))
+    return tuple(gemms + _feedforward_gemms(model, layout, tokens, moe=moe))
 
 
 def _feedforward_gemms(model: Transformer, layout: Layout, tokens: float, *, moe: bool) -> list[Gemm]:
@@ -79,21 +79,21 @@ def _feedforward_gemms(model: Transformer, layout: Layout, tokens: float, *, moe
         return [Gemm("up", tokens, h, ways * model.width / t), Gemm("down", tokens, model.width / t, h)]
     mix = model.moe
     here = mix.experts / layout.ep
-    each = tokens * mix.top_k * layout.ep / mix.experts  # tokens of ep ranks meet at the expert
-    found = [
+    each = tokens * mix.top_k * layout.ep / mix.experts  # an expert receives tokens of ep ranks
+    gemms = [
         Gemm("router", tokens, h, mix.experts),
         Gemm("expert up", each, h, ways * mix.ffn / t, here),
         Gemm("expert down", each, mix.ffn / t, h, here),
     ]
     if mix.shared_ffn:
-        found.append(Gemm("shared up", tokens, h, ways * mix.shared_ffn / t))
-        found.append(Gemm("shared down", tokens, mix.shared_ffn / t, h))
-    return found
+        gemms.append(Gemm("shared up", tokens, h, ways * mix.shared_ffn / t))
+        gemms.append(Gemm("shared down", tokens, mix.shared_ffn / t, h))
+    return gemms
 
 
 @lru_cache(maxsize=8192)
 def attention_gemms(model: Transformer, layout: Layout) -> tuple[Gemm, ...]:
-    """Scores and weighted values of one layer, forward, on one rank."""
+    """Returns scores and weighted values of one layer, forward, on one rank."""
     s = layout.tokens(model)
     batch = layout.microbatch * model.heads / layout.tp
     value = model.mla.v_dim if model.mla else model.dim
@@ -105,7 +105,7 @@ def attention_gemms(model: Transformer, layout: Layout) -> tuple[Gemm, ...]:
 
 
 def head_gemm(model: Transformer, layout: Layout) -> Gemm:
-    """The output layer, forward, on one rank."""
+    """Returns the product of the output layer, forward, on one rank."""
     if model.image:
         return Gemm("head", layout.microbatch, model.hidden, max(1, model.image.classes))
     tokens = layout.microbatch * layout.tokens(model) / layout.cp
@@ -113,14 +113,14 @@ def head_gemm(model: Transformer, layout: Layout) -> Gemm:
 
 
 def gemm_seconds(gemm: Gemm, layout: Layout, device: Device, constants: Calibration) -> float:
-    """Roofline plus a fixed loss: the slower of arithmetic and traffic."""
+    """Seconds of one product: the slower of arithmetic and memory traffic, plus a fixed overhead."""
     arithmetic = gemm.flops / (device.matrix_flops(layout.precision) * constants.matrix)
     traffic = gemm.bytes(layout.element_bytes.activation) / _bytes_per_s(device, constants)
     return max(arithmetic, traffic) + constants.kernel_s
 
 
 def attention_seconds(model: Transformer, layout: Layout, device: Device, constants: Calibration) -> float:
-    """The attention core forward: fused, or two batched products that stream the score matrix."""
+    """Seconds of the attention core, forward: fused, or two batched products that stream the score matrix."""
     rate = device.matrix_flops("bf16") * constants.attention
     products = attention_gemms(model, layout)
     if layout.flash:
@@ -135,7 +135,7 @@ def attention_seconds(model: Transformer, layout: Layout, device: Device, consta
 
 
 def elementwise_seconds(model: Transformer, layout: Layout, device: Device, constants: Calibration) -> float:
-    """Norms, residual adds, dropout, activation functions and rotations of one layer, forward."""
+    """Seconds of norms, residual adds, dropout, activation functions and rotations of one layer, forward."""
     act, res = layout.element_bytes.activation, layout.residual_bytes
     tokens = layout.microbatch * layout.tokens(model) / layout.cp
     h = model.hidden
@@ -155,7 +155,7 @@ def elementwise_seconds(model: Transformer, layout: Layout, device: Device, cons
 def layer_forward(
     model: Transformer, layout: Layout, device: Device, constants: Calibration, *, moe: bool = False
 ) -> LayerTime:
-    """One layer forward."""
+    """Times of one layer in the forward pass."""
     gemms = layer_gemms(model, layout, moe=moe)
     return LayerTime(
         products=sum(gemm_seconds(gemm, layout, device, constants) for gemm in gemms),
@@ -165,17 +165,17 @@ def layer_forward(
 
 
 def layer_backward(forward: LayerTime, layout: Layout) -> LayerTime:
-    """One layer backward: each product twice, elementwise a half more."""
-    factor = FLASH_BACKWARD if layout.flash else 2.0
+    """Times of one layer in the backward pass: each product twice, elementwise kernels 1.5 times."""
+    factor = FLASH_BACKWARD_RATIO if layout.flash else 2.0
     return LayerTime(
         products=2 * forward.products,
         attention=factor * forward.attention,
-        elementwise=BACKWARD_BYTES * forward.elementwise,
+        elementwise=BACKWARD_TRAFFIC_RATIO * forward.elementwise,
     )
 
 
 def layer_recompute(forward: LayerTime, layout: Layout) -> LayerTime:
-    """What the backward pass repeats of the forward."""
+    """Times of what the backward pass recomputes."""
     if layout.recompute == "full":
         return forward
     if layout.recompute == "selective" and not layout.flash:
@@ -186,9 +186,9 @@ def layer_recompute(forward: LayerTime, layout: Layout) -> LayerTime:
 
 
 def head_seconds(model: Transformer, layout: Layout, device: Device, constants: Calibration) -> float:
-    """Head and loss, forward and backward."""
+    """Seconds of head and loss, forward and backward."""
     gemm = head_gemm(model, layout)
-    loss = gemm.m * gemm.n * 20 / _bytes_per_s(device, constants)  # fp32 logits pass five times
+    loss = gemm.m * gemm.n * 20 / _bytes_per_s(device, constants)  # five passes over fp32 logits
     return 3 * gemm_seconds(gemm, layout, device, constants) + loss
 
 

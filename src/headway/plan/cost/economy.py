@@ -1,4 +1,4 @@
-"""Around the step: checkpoints, failures, loader, energy, money. One short function per formula."""
+"""The economy of a run: checkpoints, failures, data loading, energy, cost. One function per formula."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ LLAMA3_MTBF_GPU_HOURS = 50_700
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What surrounds the steps. Everything has a default except what only the user can know."""
+    """The run around the steps: its length, storage, failures and power. The section `job` of a plan file."""
 
     tokens: float | None = None
-    """Tokens to train on; for images, `samples`."""
+    """Tokens to train on; for images, give `samples`."""
     samples: float | None = None
     """Images to train on."""
     mtbf_gpu_hours: float = LLAMA3_MTBF_GPU_HOURS
-    """GPU-hours between failures of one GPU; Llama 3's if not given."""
+    """Mean GPU-hours between failures; the default is that of Llama 3."""
     restart_s: float = 300
-    """From a failure to the next useful step."""
+    """Seconds from a failure to the next useful step."""
     storage_GBps: float = 10
-    """What the file system takes from all writers together, decimal gigabytes."""
+    """Write bandwidth of the file system, over all nodes, in decimal gigabytes."""
     writer_GBps: float = 2
-    """What one node can write."""
+    """Write bandwidth of one node."""
     async_checkpoint: bool = True
-    """Only the copy to host memory stops the training."""
+    """Training waits for the copy to host memory only."""
     sample_bytes: float | None = None
-    """On disk, per sample; 2 per token if not given."""
+    """Bytes per sample on disk; 2 per token if not given."""
     loader_MBps: float | None = None
-    """What the loader delivers to one node, decimal megabytes, if it was measured."""
+    """Measured bandwidth of the data loader of one node, in decimal megabytes."""
     pue: float = 1.2
-    """Facility power over machine power."""
+    """Power usage effectiveness: facility power over machine power."""
     power_share: float = 0.9
-    """Of the device's power limit, while training."""
+    """Fraction of the device's power limit that training draws."""
 
     def __post_init__(self) -> None:
         for key in ("mtbf_gpu_hours", "restart_s", "storage_GBps", "writer_GBps", "power_share"):
@@ -49,22 +49,22 @@ class Workload:
 
 
 def checkpoint_bytes(parameters: float, state_bytes_per_parameter: float, gradient_bytes: float) -> float:
-    """Weights and optimizer state: everything but gradients."""
+    """Bytes of a checkpoint: weights and optimizer state, everything but gradients."""
     return parameters * (state_bytes_per_parameter - gradient_bytes)
 
 
 def write_seconds(size: float, nodes: int, workload: Workload) -> float:
-    """bytes / min(writers x writer bandwidth, storage bandwidth)."""
+    """Seconds to write a checkpoint: bytes / min(nodes x node bandwidth, storage bandwidth)."""
     return size / (min(nodes * workload.writer_GBps, workload.storage_GBps) * 1e9)
 
 
 def blocking_seconds(size: float, gpus: int, pcie_GBps: float, written: float, workload: Workload) -> float:
-    """What training waits for: the copy to the host, or the whole write."""
+    """Seconds that training waits for a checkpoint: the copy to the host, or the complete write."""
     return size / gpus / (pcie_GBps * 1e9) if workload.async_checkpoint else written
 
 
 def young_daly(blocking_s: float, mtbf_s: float) -> float:
-    """The best time between checkpoints (Daly 2006): sqrt(2 d M)(1 + sqrt(d/2M)/3 + (d/2M)/9) - d.
+    """The optimal time between checkpoints (Daly 2006): sqrt(2 d M)(1 + sqrt(d/2M)/3 + (d/2M)/9) - d.
 
     >>> round(young_daly(30, 49.5 * 3600) / 60)
     54
@@ -76,10 +76,10 @@ def young_daly(blocking_s: float, mtbf_s: float) -> float:
 
 
 def goodput(blocking_s: float, interval_s: float, restart_s: float, mtbf_s: float) -> float:
-    """Share of the time that makes progress: 1 - d/t - (t/2 + R)/M."""
+    """Fraction of the time that makes progress: 1 - d/t - (t/2 + R)/M."""
     return max(0.0, 1 - blocking_s / interval_s - (interval_s / 2 + restart_s) / mtbf_s)
 
 
 def energy_kwh(gpus: int, watts: float, hours: float) -> float:
-    """Of the accelerators alone; multiply by PUE for the facility."""
+    """Energy of the accelerators alone; multiply by the PUE for that of the facility."""
     return gpus * watts * hours / 1000

@@ -1,10 +1,10 @@
-"""Floating-point operations, in the conventions people publish.
+"""Floating-point operations, in the conventions of publications.
 
-- model FLOPs, "full" (PaLM, torchtitan): 6 per weight that meets the token, plus 12 L a d s for attention.
-- model FLOPs, "causal" (Megatron-LM now, Megatron-Bridge): attention counted half, as a causal mask needs.
+- model FLOPs, "full" (PaLM, torchtitan): 6 per active weight and token, plus 12 L a d s for attention.
+- model FLOPs, "causal" (recent Megatron-LM, Megatron-Bridge): attention counts half, as the causal mask leaves half.
 - hardware FLOPs: model FLOPs plus what is recomputed. Fused attention's own recomputation counts in neither.
 
-All are sums over the products in `compute`, so they equal Korthikanti's equation 7 and SC21's equation 3.
+All are sums over the products in `compute`; they equal Korthikanti's equation 7 and SC21's equation 3.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from headway.plan.model.transformer import Transformer
 Convention = Literal["full", "causal"]
 
 SAC_RECOMPUTED = 0.4
-"""Every other matrix product; in a gated layer the recomputed ones are the smaller half."""
+"""Fraction of the FLOPs that torch's selective checkpointing recomputes: every other product, the smaller ones."""
 
 
 @lru_cache(maxsize=256)
 def forward_flops(model: Transformer, sequence: int) -> tuple[float, float, float]:
-    """Of one sample: weights of the layers, attention (counted whole), and what is outside the layers."""
+    """FLOPs of one sample: weights of the layers, attention (counted in full), and what is outside the layers."""
     whole = Layout(sequence=sequence, flash=False)
     dense = sum(gemm.flops for gemm in layer_gemms(model, whole)) * (model.layers - model.moe_layers)
     mixed = sum(gemm.flops for gemm in layer_gemms(model, whole, moe=True)) * model.moe_layers
@@ -36,12 +36,12 @@ def forward_flops(model: Transformer, sequence: int) -> tuple[float, float, floa
 
 
 def attention_share(model: Transformer, convention: Convention) -> float:
-    """How much of the score matrix a convention counts."""
+    """Fraction of the score matrix that a convention counts."""
     return 0.5 if convention == "causal" and model.causal else 1.0
 
 
 def model_flops_per_token(model: Transformer, sequence: int, convention: Convention) -> float:
-    """Forward and backward of one token.
+    """FLOPs of one token, forward and backward.
 
     >>> from headway.plan.model.presets import preset
     >>> round(model_flops_per_token(preset("llama-3.1-8b"), 8192, "causal") / 1e9, 2)
@@ -57,8 +57,8 @@ def hardware_flops_per_token(
 ) -> float:
     """Model FLOPs plus what the layout recomputes.
 
-    Selective recomputation is counted as Korthikanti's equation 8 does: the scores' three products once more,
-    though only one pass is repeated; otherwise published HFUs could not be compared.
+    Selective recomputation is counted as in Korthikanti's equation 8, three more products for the scores, although
+    only one pass is repeated: otherwise the result could not be compared with published HFUs.
     """
     base = model_flops_per_token(model, sequence, convention)
     layers, scores, _ = forward_flops(model, sequence)
@@ -74,5 +74,5 @@ def hardware_flops_per_token(
 
 
 def utilization(flops_per_token: float, tokens_per_s_per_gpu: float, peak_flops: float) -> float:
-    """MFU or HFU, by which FLOPs are passed."""
+    """MFU from model FLOPs, HFU from hardware FLOPs."""
     return flops_per_token * tokens_per_s_per_gpu / peak_flops

@@ -1,4 +1,4 @@
-"""Peak memory of each pipeline rank, by part. Bytes; parts add up to the total."""
+"""Peak memory of each pipeline rank, by part, in bytes. The parts add up to the total."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from headway.plan.machine.hardware import GIB
 from headway.plan.model.layout import Layout
 from headway.plan.model.transformer import Transformer
 
-# Bytes alive per logit while the loss is differentiated: fp32 log-probabilities, their gradient, the gradient
-# of the fp32 logits. Where the vocabulary is split, torch's loss needs one more fp32 copy (traced); Megatron's works in
-# place on one.
+# Live bytes per logit in the backward pass of the loss: fp32 log-probabilities, their gradient, and the gradient of the
+# fp32 logits. If the vocabulary is split, torch's loss needs one more fp32 copy (traced); Megatron's works in place.
 LOGIT_BYTES_TORCH = 12
 LOGIT_BYTES_TORCH_SPLIT = 16
 LOGIT_BYTES_MEGATRON = 6
 CONTEXT_BYTES = 767 * 2**20
 COLLECTIVE_BYTES = 0.5 * GIB
-"""Communicator buffers, per process that talks to others (from memory; low 0, high 1 GiB)."""
-COMPILED_ACTIVATIONS = 0.88
-"""torch.compile recomputes cheap steps: torchtitan's Llama 3 8B went from 66 to 61 GiB beside its states."""
+"""Buffers of the communicators of a process (unverified; between 0 and 1 GiB)."""
+COMPILED_RATIO = 0.88
+"""torch.compile recomputes cheap operations: in torchtitan's Llama 3 8B, 66 GiB beside the states become 61."""
 
 
 class ReserveFactor(NamedTuple):
-    """Reserved over allocated bytes: what the caching allocator cannot use."""
+    """Reserved over allocated bytes: memory that the caching allocator holds but cannot use."""
 
     low: float
     value: float
@@ -33,14 +32,14 @@ class ReserveFactor(NamedTuple):
 
 
 RESERVE = ReserveFactor(1.02, 1.07, 1.17)
-"""Seen on 12 H200 runs."""
+"""Measured in 12 runs on an H200."""
 RESERVE_FSDP = ReserveFactor(1.1, 1.14, 1.23)
-"""FSDP in mixed precision gathers and scatters on streams with blocks of their own: torchtitan's two eager runs."""
+"""Mixed-precision FSDP uses streams whose blocks are not shared. Measured in torchtitan's two eager runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Peak of one pipeline rank."""
+    """Peak memory of one pipeline rank, by part."""
 
     stage: int
     parts: dict[str, float]
@@ -51,25 +50,25 @@ class RankMemory:
 
 
 def representative_stages(layout: Layout) -> tuple[int, ...]:
-    """First, middle and last stage: memory falls along the pipeline, except for what the ends hold."""
+    """First, middle and last stage: memory decreases along the pipeline, except for embedding and head."""
     return tuple(sorted({0, layout.pp // 2, layout.pp - 1}))
 
 
 def peak(model: Transformer, layout: Layout) -> RankMemory:
-    """The fullest rank."""
+    """Peak memory of the fullest rank."""
     even = model.layers % (layout.pp * layout.vpp) == 0
     stages = {0, layout.pp - 1} if even else representative_stages(layout)
     return max((rank_memory(model, layout, stage) for stage in stages), key=lambda rank: rank.allocated)
 
 
 def rank_memory(model: Transformer, layout: Layout, stage: int) -> RankMemory:
-    """Peak of a rank: at the loss, in the backward pass of a layer, or in the optimizer step."""
+    """Peak memory of a rank: at the loss, in the backward pass of a layer, or in the optimizer step."""
     parameters = on_rank(model, layout, stage)
     kept = model_states(parameters, layout)
     always = {"weights": kept.weights, "optimizer": kept.optimizer}
     gradients = {"gradients": _accumulated_gradients(model, layout, stage, parameters) or kept.gradients}
     training = _training_parts(model, layout, stage, parameters) | (
-        gradients if gradients_stay(layout) else {}
+        gradients if gradients_persist(layout) else {}
     )
     moments = [
         training | {"logits and loss": _logits(model, layout) if stage == layout.pp - 1 else 0.0},
@@ -80,23 +79,23 @@ def rank_memory(model: Transformer, layout: Layout, stage: int) -> RankMemory:
     return RankMemory(stage=stage, parts=always | {name: size for name, size in fullest.items() if size})
 
 
-def gradients_stay(layout: Layout) -> bool:
-    """Whether gradients exist while the loss is computed.
+def gradients_persist(layout: Layout) -> bool:
+    """Whether gradients are allocated while the loss is computed.
 
-    torch drops them after a step, unless they accumulate, are sharded (their blocks stay reserved), or are
-    in Megatron's own buffer.
+    torch frees them after a step, unless they accumulate, are sharded (their blocks stay reserved), or are in
+    Megatron's own buffer.
     """
     sharded = layout.zero > 0 and layout.shards > 1
     return sharded or layout.microbatches > 1 or layout.megatron
 
 
 def reserve_factor(layout: Layout) -> ReserveFactor:
-    """How much more than it allocates a process takes."""
+    """Reserved over allocated bytes of a process."""
     return RESERVE_FSDP if layout.zero == 3 and layout.shards > 1 and layout.precision == "amp" else RESERVE
 
 
 def reserved_bytes(allocated: float, layout: Layout, *, factor: float | None = None) -> float:
-    """What the process takes from the device: allocator slack, CUDA context, communicator buffers."""
+    """Bytes that a process takes from the device: allocator, CUDA context and communicator buffers included."""
     slack = reserve_factor(layout).value if factor is None else factor
     return allocated * slack + CONTEXT_BYTES + (COLLECTIVE_BYTES if layout.gpus > 1 else 0.0)
 
@@ -104,12 +103,12 @@ def reserved_bytes(allocated: float, layout: Layout, *, factor: float | None = N
 def _accumulated_gradients(
     model: Transformer, layout: Layout, stage: int, parameters: RankParameters
 ) -> float:
-    """FSDP that keeps its weights gathered adds up whole gradients, and scatters them after the last microbatch."""
+    """FSDP without resharding accumulates full gradients, and scatters them after the last microbatch."""
     if layout.zero < 3 or layout.reshard or layout.microbatches == 1:
         return 0.0
     whole = parameters.shared + parameters.experts
     if stage == 0 and not layout.megatron:
-        # every tensor-parallel rank of torch has a sum for the whole vocabulary until then (traced)
+        # until then each of torch's tensor-parallel ranks has a sum for the full vocabulary (traced)
         whole += model.vocab * model.hidden * (1 - 1 / layout.tp)
     return layout.element_bytes.gradient * whole
 
@@ -117,14 +116,14 @@ def _accumulated_gradients(
 def _training_parts(
     model: Transformer, layout: Layout, stage: int, parameters: RankParameters
 ) -> dict[str, float]:
-    """What is there from the first forward to the last backward."""
+    """Memory that is in use from the first forward to the last backward pass."""
     layers = schedule.layers_in_flight(model.layers, layout.pp, layout.vpp, stage, layout.microbatches)
     share = model.moe_layers / model.layers
     per_layer = (1 - share) * activations.layer_bytes(model, layout)
     if share:
         per_layer += share * activations.layer_bytes(model, layout, moe=True)
-    # the input of a layer that is recomputed as a whole is kept by compiled code, too
-    compiled = COMPILED_ACTIVATIONS if layout.compiled and layout.recompute != "full" else 1.0
+    # compiled code, too, saves the input of a fully recomputed layer
+    compiled = COMPILED_RATIO if layout.compiled and layout.recompute != "full" else 1.0
     return {
         "activations": layers * per_layer * compiled,
         "embedding": _embedding(model, layout, stage),
@@ -136,7 +135,7 @@ def _training_parts(
 
 
 def _backward_parts(model: Transformer, layout: Layout, parameters: RankParameters) -> dict[str, float]:
-    """What one layer needs on top, the logits being gone: what it rebuilds, and its gradient until that is spread."""
+    """Additional memory of one layer's backward pass: what it recomputes, and its gradient until that is scattered."""
     share = model.moe_layers / model.layers
     dense = 0.0 if share == 1 else activations.working_set(model, layout)
     working = max(dense, activations.working_set(model, layout, moe=True)) if share else dense
@@ -144,37 +143,37 @@ def _backward_parts(model: Transformer, layout: Layout, parameters: RankParamete
         layout.element_bytes.gradient * parameters.layer if layout.zero > 1 and layout.shards > 1 else 0.0
     )
     return {
-        "recomputed layer": working * (COMPILED_ACTIVATIONS if layout.compiled else 1.0),
+        "recomputed layer": working * (COMPILED_RATIO if layout.compiled else 1.0),
         "gradients on their way": scattered,
     }
 
 
 def _between_stages(model: Transformer, layout: Layout, stage: int) -> float:
-    """torch's pipeline keeps the outputs in flight, and has a buffer for the gradient of each microbatch."""
+    """torch's pipeline keeps the outputs in flight, and a gradient buffer for each microbatch."""
     if layout.megatron or stage == layout.pp - 1:
         return 0.0
     tokens = (
         layout.microbatch * layout.tokens(model) / layout.cp / (layout.tp if layout.sequence_parallel else 1)
     )
-    flying = schedule.in_flight(layout.pp, layout.microbatches, stage, layout.vpp)
-    return tokens * model.hidden * layout.residual_bytes * (flying + layout.microbatches * layout.vpp)
+    in_flight = schedule.in_flight(layout.pp, layout.microbatches, stage, layout.vpp)
+    return tokens * model.hidden * layout.residual_bytes * (in_flight + layout.microbatches * layout.vpp)
 
 
 def _embedding(model: Transformer, layout: Layout, stage: int) -> float:
-    """Embedding dropout keeps a mask per microbatch in flight (Korthikanti, section 4.3: sbhp/t)."""
+    """Embedding dropout saves a mask per microbatch in flight (Korthikanti, section 4.3: sbhp/t)."""
     if stage or not model.dropout:
         return 0.0
     tokens = layout.microbatch * layout.tokens(model) / layout.cp
-    flying = schedule.in_flight(layout.pp, layout.microbatches, 0)
-    return tokens * model.hidden * flying / (layout.tp if layout.sequence_parallel else 1)
+    in_flight = schedule.in_flight(layout.pp, layout.microbatches, 0)
+    return tokens * model.hidden * in_flight / (layout.tp if layout.sequence_parallel else 1)
 
 
 def _logits(model: Transformer, layout: Layout) -> float:
-    """Final norm and head inputs, and the logits through the loss."""
+    """Inputs of the final norm and of the head, and the logits in the loss."""
     tokens = layout.microbatch * layout.tokens(model) / layout.cp
     each = tokens * layout.element_bytes.activation * model.hidden
     piece = each / (layout.tp if layout.sequence_parallel else 1)
-    inputs = piece + (piece if layout.megatron else each)  # torch keeps what it gathered for the head
+    inputs = piece + (piece if layout.megatron else each)  # torch saves the gathered input of the head
     if model.image:
         return inputs + layout.microbatch * model.image.classes * LOGIT_BYTES_TORCH
     if layout.tp == 1:
@@ -185,14 +184,14 @@ def _logits(model: Transformer, layout: Layout) -> float:
 
 
 def _casts(layout: Layout, parameters: RankParameters) -> float:
-    """Autocast keeps 16-bit copies of the weights until the backward pass has used them."""
+    """Autocast caches 16-bit copies of the weights until the backward pass has used them."""
     if layout.precision != "amp" or layout.zero == 3 or layout.recompute == "full":
         return 0.0
     return 2 * (parameters.shared + parameters.experts)
 
 
 def _gathered(layout: Layout, parameters: RankParameters) -> float:
-    """FSDP: embedding and head, which stay gathered, a layer in use and one on its way; at most all there is."""
+    """FSDP gathers embedding and head, the layer in use and the next one; at most all weights."""
     if layout.zero < 3 or layout.shards == 1:
         return 0.0
     whole = parameters.shared + parameters.experts
@@ -201,7 +200,7 @@ def _gathered(layout: Layout, parameters: RankParameters) -> float:
 
 
 def _buckets(layout: Layout, parameters: RankParameters) -> float:
-    """DDP reduces through a second copy of the gradients; sharded optimizers through two buckets."""
+    """DDP reduces in a second copy of the gradients; sharded optimizers use two buckets."""
     if layout.dp == 1 or layout.zero == 3:
         return 0.0
     copy = layout.element_bytes.gradient * (parameters.shared + parameters.experts)
@@ -211,7 +210,7 @@ def _buckets(layout: Layout, parameters: RankParameters) -> float:
 
 
 def _step_temporaries(kept: ModelStates, layout: Layout) -> float:
-    """A for-each optimizer works on one more copy of the weights it updates."""
+    """A foreach optimizer needs a temporary copy of the weights that it updates."""
     numbers = layout.element_bytes
     per_parameter = kept.optimizer or kept.weights
     width = numbers.master or numbers.weight

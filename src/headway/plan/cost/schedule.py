@@ -1,6 +1,6 @@
-"""The pipeline: which layers a rank holds, how many microbatches it keeps in flight, how long it idles.
+"""The pipeline schedule: the layers of a rank, its microbatches in flight, and its idle time.
 
-The schedule is 1F1B, interleaved when a rank holds several chunks. Tests rebuild it event by event.
+The schedule is 1F1B, interleaved if a rank has several chunks. The tests simulate it event by event.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from functools import lru_cache
 
 
 def in_flight(pp: int, microbatches: int, stage: int, vpp: int = 1) -> int:
-    """Most chunk activations a rank holds at once (of `vpp` chunks and `microbatches` each).
+    """The maximum number of chunk activations that a rank keeps (of `vpp` chunks and `microbatches` each).
 
-    1F1B warms up with p - stage forwards, never more than there are microbatches: a minimum, not a maximum.
+    1F1B warms up with p - stage forward passes, but at most one per microbatch: a minimum, not a maximum.
     Interleaved: Narayanan et al. 2021, section 2.2; on stage 0 that is Korthikanti's L(1 + (p-1)/(pv)).
 
     >>> in_flight(4, 8, 0), in_flight(4, 8, 3), in_flight(4, 2, 0), in_flight(4, 8, 0, vpp=2)
@@ -34,7 +34,7 @@ def bubble_fraction(pp: int, microbatches: int, vpp: int = 1) -> float:
 
 @lru_cache(maxsize=4096)
 def chunk_layers(layers: int, pp: int, vpp: int = 1) -> tuple[tuple[int, ...], ...]:
-    """Layers of each chunk of each stage. A remainder goes to the middle: the ends hold more besides.
+    """Layers of each chunk of each stage. A remainder goes to the middle: the ends have embedding and head.
 
     >>> chunk_layers(8, 2, 2)
     ((2, 2), (2, 2))
@@ -49,6 +49,6 @@ def chunk_layers(layers: int, pp: int, vpp: int = 1) -> tuple[tuple[int, ...], .
 
 
 def layers_in_flight(layers: int, pp: int, vpp: int, stage: int, microbatches: int) -> float:
-    """Layer activations a rank holds at its peak."""
+    """Layer activations that a rank keeps at its peak."""
     chunks = chunk_layers(layers, pp, vpp)[stage]
     return in_flight(pp, microbatches, stage, vpp) * sum(chunks) / vpp

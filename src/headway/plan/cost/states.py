@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer state: how many parameters a rank holds, and at how many bytes each."""
+"""Model states (weights, gradients, optimizer): the parameters of a rank, and their bytes."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from headway.plan.model.transformer import Transformer
 
 @dataclass(frozen=True, kw_only=True)
 class RankParameters:
-    """Parameters on one rank before ZeRO: those every data-parallel rank has, and the routed experts."""
+    """Parameters on one rank before ZeRO: those that every data-parallel rank has, and the routed experts."""
 
     shared: float
     experts: float
     layer: float
     outer: float
-    """Embedding and head: FSDP's outermost unit."""
+    """Parameters of embedding and head: FSDP's outermost unit."""
 
     @property
     def largest_unit(self) -> float:
-        """The largest piece whose gradient is reduced at once."""
+        """Parameters of the largest unit whose gradient is reduced at once."""
         return max(self.layer, self.outer)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelStates:
-    """Bytes on one rank."""
+    """Bytes of the model states on one rank."""
 
     weights: float
     gradients: float
@@ -42,7 +42,7 @@ class ModelStates:
 def layer_on_rank(model: Transformer, tp: int, *, moe: bool) -> float:
     """Parameters of one layer on one tensor-parallel rank, without routed experts.
 
-    Norms and output biases are kept whole; keys and values are split at most `kv_heads` ways.
+    Norms and output biases are replicated; keys and values are split at most `kv_heads` ways.
     """
     whole = 2 * model.norm_parameters + (2 * model.hidden if model.bias == "all" else 0)
     keys = 0.0
@@ -54,7 +54,7 @@ def layer_on_rank(model: Transformer, tp: int, *, moe: bool) -> float:
 
 
 def on_rank(model: Transformer, layout: Layout, stage: int) -> RankParameters:
-    """Parameters that a rank of this pipeline stage holds."""
+    """Parameters on a rank of this pipeline stage."""
     return _on_rank(model, layout.tp, layout.pp, layout.vpp, layout.ep, stage)
 
 
@@ -82,15 +82,15 @@ def _embedding_on_rank(model: Transformer, tp: int) -> float:
 def _head_on_rank(model: Transformer, tp: int, pp: int) -> float:
     if model.image:
         return float(model.norm_parameters + model.head_parameters)
-    # a tied head needs its own copy when the embedding lives on another rank
+    # a tied head needs its own copy if the embedding is on another rank
     copy = model.vocab * model.hidden if model.tied and pp > 1 else model.head_parameters
     return copy / tp + model.norm_parameters
 
 
 def model_states(parameters: RankParameters, layout: Layout) -> ModelStates:
-    """Bytes of model state on a rank. ZeRO 1 shards the optimizer, 2 the gradients too, 3 the weights too."""
+    """Bytes of model states on a rank. ZeRO 1 shards the optimizer, 2 also the gradients, 3 also the weights."""
     numbers, shards = layout.element_bytes, layout.shards
-    # experts are already spread over ep ranks of the data-parallel group
+    # expert parallelism already splits the experts over ep data-parallel ranks
     expert_shards = max(1.0, shards / layout.ep)
 
     def over(per_parameter: float, stage: int) -> float:
@@ -107,7 +107,7 @@ def model_states(parameters: RankParameters, layout: Layout) -> ModelStates:
 
 
 def bytes_per_parameter(layout: Layout) -> float:
-    """Replicated state per parameter: 18 for Megatron's bf16 Adam, 16 for ZeRO's or fp32."""
+    """Bytes of unsharded states per parameter: 18 with Megatron's bf16 Adam, 16 with ZeRO's or fp32."""
     numbers = layout.element_bytes
     moments = OPTIMIZER_MOMENTS[layout.optimizer] * numbers.moment
     return numbers.weight + numbers.gradient + numbers.master + moments

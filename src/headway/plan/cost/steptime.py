@@ -1,4 +1,4 @@
-"""The time of one step, by part. Seconds on the critical path; parts add up to the total."""
+"""The time of one step, by part: seconds on the critical path. The parts add up to the total."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StepTime:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
-    """One layer and microbatch on one rank: device time and the communication that waits for it."""
+    """Seconds of one layer and microbatch on one rank: compute, and communication that does not overlap it."""
 
     products: float
     attention: float
@@ -44,7 +44,7 @@ class LayerCost:
 
 
 def step_time(model: Transformer, layout: Layout, node: Node, constants: Calibration) -> StepTime:
-    """One step: m turns of the slowest stage, the bubble, and what follows the last backward."""
+    """Seconds of one step: m microbatches on the slowest stage, the bubble, and what follows the last backward."""
     layers = _layer_costs(model, layout, node, constants)
     stages = _stage_seconds(model, layout, node, constants, layers)
     slowest, m, v = max(stages), layout.microbatches, layout.vpp
@@ -63,17 +63,17 @@ def _busy_parts(
     layers: tuple[LayerCost, LayerCost],
     stage: int,
 ) -> dict[str, float]:
-    """Where the slowest stage spends its microbatches."""
+    """Seconds of the slowest stage for all microbatches, by part."""
     dense, mixture = layers
     count = sum(chunk_layers(model.layers, layout.pp, layout.vpp)[stage])
     mixed = count * model.moe_layers / model.layers
-    turns = layout.microbatches
+    microbatches = layout.microbatches
 
     def both(part: str) -> float:
         each: float = (count - mixed) * getattr(dense, part) + mixed * getattr(mixture, part)
-        return turns * each
+        return microbatches * each
 
-    head = turns * _head(model, layout, node.device, constants) if stage == layout.pp - 1 else 0.0
+    head = microbatches * _head(model, layout, node.device, constants) if stage == layout.pp - 1 else 0.0
     return {
         "matrix products": both("products"),
         "attention": both("attention"),
@@ -83,7 +83,7 @@ def _busy_parts(
         "tensor parallel": both("tensor_parallel"),
         "context parallel": both("context_parallel"),
         "expert parallel": both("expert_parallel"),
-        "pipeline sends": turns * _sends(model, layout, node, constants),
+        "pipeline sends": microbatches * _sends(model, layout, node, constants),
     }
 
 
@@ -94,7 +94,7 @@ def _stage_seconds(
     constants: Calibration,
     layers: tuple[LayerCost, LayerCost],
 ) -> list[float]:
-    """One microbatch forward and backward through each stage."""
+    """Seconds of one microbatch on each stage, forward and backward."""
     share = model.moe_layers / model.layers
     each = (1 - share) * layers[0].total + share * layers[1].total
     fixed = _sends(model, layout, node, constants)
@@ -112,7 +112,7 @@ def _head(model: Transformer, layout: Layout, device: Device, constants: Calibra
 def _layer_costs(
     model: Transformer, layout: Layout, node: Node, constants: Calibration
 ) -> tuple[LayerCost, LayerCost]:
-    """A dense layer and a mixture layer."""
+    """Times of a dense and of a mixture-of-experts layer."""
     dense = _layer_cost(model, layout, node, constants, moe=False)
     mixture = _layer_cost(model, layout, node, constants, moe=True) if model.moe else dense
     return dense, mixture
@@ -123,12 +123,12 @@ def _layer_cost(
 ) -> LayerCost:
     forward = compute.layer_forward(model, layout, node.device, constants, moe=moe)
     backward = compute.layer_backward(forward, layout)
-    again = compute.layer_recompute(forward, layout)
+    recomputed = compute.layer_recompute(forward, layout)
     return LayerCost(
         products=forward.products + backward.products,
         attention=forward.attention + backward.attention,
         elementwise=forward.elementwise + backward.elementwise,
-        recompute=again.total,
+        recompute=recomputed.total,
         tensor_parallel=_tensor_parallel(model, layout, node, constants),
         context_parallel=_context_parallel(model, layout, node, constants, forward.attention),
         expert_parallel=_expert_parallel(model, layout, node, constants) if moe else 0.0,
@@ -151,18 +151,18 @@ def _tensor_parallel(model: Transformer, layout: Layout, node: Node, constants: 
 def _context_parallel(
     model: Transformer, layout: Layout, node: Node, constants: Calibration, attention: float
 ) -> float:
-    """Keys and values travel the ring behind the scores; what does not fit behind them is exposed."""
+    """Keys and values are sent around the ring while scores are computed; what does not overlap is exposed."""
     if layout.cp == 1:
         return 0.0
     ranks = collectives.axis_group("cp", layout, node, constants)
     tokens = layout.microbatch * layout.tokens(model) / layout.cp
     block = 2 * tokens * model.kv * model.dim * layout.element_bytes.activation / min(layout.tp, model.kv)
     hops = (layout.cp - 1) * collectives.send(ranks, block)
-    return max(0.0, hops - attention) + max(0.0, 2 * hops - compute.FLASH_BACKWARD * attention)
+    return max(0.0, hops - attention) + max(0.0, 2 * hops - compute.FLASH_BACKWARD_RATIO * attention)
 
 
 def _expert_parallel(model: Transformer, layout: Layout, node: Node, constants: Calibration) -> float:
-    """Tokens to their experts and back, forward and backward: four all-to-alls."""
+    """Tokens are sent to their experts and back, forward and backward: four all-to-alls."""
     if layout.ep == 1 or model.moe is None:
         return 0.0
     ranks = collectives.axis_group("ep", layout, node, constants)
@@ -172,7 +172,7 @@ def _expert_parallel(model: Transformer, layout: Layout, node: Node, constants: 
 
 
 def _sends(model: Transformer, layout: Layout, node: Node, constants: Calibration) -> float:
-    """Boundary activations of one microbatch, forward and backward, for each chunk (SC21, section 4.1)."""
+    """Sends of one microbatch's boundary activations, forward and backward, for each chunk (SC21, section 4.1)."""
     if layout.pp == 1:
         return 0.0
     ranks = collectives.axis_group("pp", layout, node, constants)
@@ -184,40 +184,40 @@ def _sends(model: Transformer, layout: Layout, node: Node, constants: Calibratio
 def _data_parallel(
     model: Transformer, layout: Layout, node: Node, constants: Calibration, *, busy: float
 ) -> float:
-    """Gradients reduced, weights gathered: what does not hide behind the passes, at least one unit."""
+    """Gradients are reduced and weights gathered; exposed is what does not overlap, at least one unit."""
     if layout.dp * layout.cp == 1:
         return 0.0
     parameters = on_rank(model, layout, 0)
     count = parameters.shared + parameters.experts
     ranks = collectives.shard_group(layout, node, constants)
-    width, turns = layout.element_bytes.activation, layout.microbatches
+    width, microbatches = layout.element_bytes.activation, layout.microbatches
     gradients = count * layout.element_bytes.gradient
     if layout.zero == 3:
-        total = (2 * turns if layout.reshard else 1) * collectives.all_gather(ranks, count * width)
-        total += (turns if layout.reshard else 1) * collectives.reduce_scatter(ranks, gradients)
-        shadow = busy  # gathers run ahead of the forward, too
+        total = (2 * microbatches if layout.reshard else 1) * collectives.all_gather(ranks, count * width)
+        total += (microbatches if layout.reshard else 1) * collectives.reduce_scatter(ranks, gradients)
+        hidden = busy  # gathers overlap the forward pass, too
     else:
         total = collectives.reduce_scatter(ranks, gradients)
         total += collectives.all_gather(ranks, count * width if layout.zero else gradients)
-        shadow = busy / turns * 2 / 3  # the backward of the last microbatch
+        hidden = busy / microbatches * 2 / 3  # the backward of the last microbatch
     replicas = _replica_reduce(layout, node, constants, gradients)
     if not layout.overlap:
         return total + replicas
-    least = total / turns * parameters.largest_unit / count
-    return max(least, total - shadow) + replicas
+    least = total / microbatches * parameters.largest_unit / count
+    return max(least, total - hidden) + replicas
 
 
 def _replica_reduce(layout: Layout, node: Node, constants: Calibration, gradients: float) -> float:
-    """Hybrid shard: shards of the gradient are also reduced between the copies."""
-    copies = layout.dp // (layout.shard or layout.dp)
-    if copies == 1:
+    """With hybrid sharding, gradient shards are also reduced between the replicas."""
+    replicas = layout.dp // (layout.shard or layout.dp)
+    if replicas == 1:
         return 0.0
-    ranks = collectives.strided_group(copies, layout.shards * layout.tp, node, constants)
+    ranks = collectives.strided_group(replicas, layout.shards * layout.tp, node, constants)
     return collectives.all_reduce(ranks, gradients / layout.shards)
 
 
 def _optimizer(model: Transformer, layout: Layout, device: Device, constants: Calibration) -> float:
-    """Weights, gradients and moments read and written once."""
+    """Weights, gradients and moments are read and written once."""
     parameters = on_rank(model, layout, 0)
     count = parameters.shared + parameters.experts
     numbers, moments = layout.element_bytes, OPTIMIZER_MOMENTS[layout.optimizer]

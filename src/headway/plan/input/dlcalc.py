@@ -1,10 +1,10 @@
-"""Old dlcalc files (`3dtrn`) as plan files."""
+"""Converts dlcalc files (`3dtrn`) to plan files."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from headway.errors import UsageError
+from headway.errors import UsageError, unknown_name
 from headway.plan import checks
 from headway.plan.input.plan_file import parse_plan
 
@@ -26,9 +26,9 @@ _RECOMPUTE = {
 
 
 def import_dlcalc(data: Mapping[str, object]) -> dict[str, object]:
-    """A dlcalc configuration as the mapping of a plan file, checked.
+    """Converts a dlcalc configuration to the mapping of a plan file, and checks it.
 
-    Its `tie_embeddings` is kept as it stands; note that its own Llama 3 sample ties what Meta's model does not.
+    `tie_embeddings` is taken as it is; note that dlcalc's Llama 3 sample ties embeddings that Meta's model does not.
     """
     model, parallel = _section(data, "model"), _section(data, "parallelism")
     batch, speed, hardware = _section(data, "data"), _section(data, "performance"), _section(data, "hardware")
@@ -96,8 +96,7 @@ def _layout(
 def _node(name: object) -> str:
     if str(name) not in _NODES:
         raise UsageError(
-            f"hardware.node_type is {name!r}{checks.nearest(name, _NODES)}; valid: {checks.listed(_NODES)}; "
-            "others: write the plan file with your own node"
+            f"{unknown_name('value of hardware.node_type', name, _NODES)}; for another node, write a plan file"
         )
     return _NODES[str(name)]
 
@@ -108,5 +107,5 @@ def _section(data: Mapping[str, object], key: str) -> Mapping[str, object]:
 
 def _get(section: Mapping[str, object], where: str, key: str) -> object:
     if key not in section:
-        raise UsageError(f"{where} has no {key!r}; this does not look like a dlcalc 3dtrn file")
+        raise UsageError(f"{where} has no {key!r}; expected a dlcalc 3dtrn file")
     return section[key]

@@ -1,4 +1,4 @@
-"""A plan file: YAML with model, layout, node, and what surrounds them.
+"""Reads plan files: YAML with model, layout, node, and the run around them.
 
 model: llama-3.1-8b            # a preset, {hf: config.json}, or the numbers of a Transformer
 layout: {dp: 8, zero: 3, microbatch: 2, global_batch: 16, sequence: 8192, precision: amp}
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSettings:
-    """What `headway plan search` varies."""
+    """The section `search` of a plan file: what `headway plan search` looks for."""
 
     gpus: int
     global_batch: int
@@ -43,7 +43,7 @@ class SearchSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanFile:
-    """A plan file, read and checked."""
+    """A plan file, parsed and checked."""
 
     model: Transformer
     layout: Layout
@@ -54,37 +54,37 @@ class PlanFile:
 
 
 def read_plan_file(path: str | Path) -> PlanFile:
-    """Reads and checks a plan file; the first mistake becomes one sentence."""
-    return parse_plan(read_yaml(path), where=str(path), folder=Path(path).parent)
+    """Reads and checks a plan file."""
+    return parse_plan(read_yaml(path), where=str(path), directory=Path(path).parent)
 
 
 def parse_plan(
-    data: Mapping[str, object], *, where: str = "the plan", folder: Path | None = None
+    data: Mapping[str, object], *, where: str = "the plan", directory: Path | None = None
 ) -> PlanFile:
-    """The same from a mapping."""
+    """Checks the mapping of a plan file. Paths in it are relative to `directory`."""
     checks.require_known_keys(where, data, ("model", "layout", "node", "job", "search", "calibration"))
     for key in ("model", "node"):
         if key not in data:
             raise UsageError(f"{where} has no {key!r}; a plan needs model and node, and layout or search")
-    folder = folder or Path()
-    sweep = data.get("search")
+    directory = directory or Path()
+    wanted = data.get("search")
     return PlanFile(
-        model=read_model(data["model"], folder),
+        model=read_model(data["model"], directory),
         layout=build(Layout, "layout", data.get("layout", {})),
         node=read_node(data["node"]),
         workload=build(Workload, "job", data.get("job", {})),
-        calibration=read_calibration(data.get("calibration"), folder, data["node"]),
-        search=None if sweep is None else build(SearchSettings, "search", sweep),
+        calibration=read_calibration(data.get("calibration"), directory, data["node"]),
+        search=None if wanted is None else build(SearchSettings, "search", wanted),
     )
 
 
-def read_model(given: object, folder: Path) -> Transformer:
-    """A preset's name, a preset with changes, a Hugging Face config, or plain numbers."""
+def read_model(given: object, directory: Path) -> Transformer:
+    """Reads a model: a preset's name, a preset with changes, a Hugging Face config, or numbers."""
     if isinstance(given, str):
         return preset(given)
     keys = dict(checks.require_mapping("model", given))
     if "hf" in keys:
-        base = from_hf_config(folder / str(keys.pop("hf")))
+        base = from_hf_config(directory / str(keys.pop("hf")))
     elif "preset" in keys:
         base = preset(str(keys.pop("preset")))
     else:
@@ -94,7 +94,7 @@ def read_model(given: object, folder: Path) -> Transformer:
 
 
 def read_node(given: object) -> Node:
-    """A catalog name, "this" (what `headway plan calibrate` found), or a mapping."""
+    """Reads a node: a catalog name, "this" (measured by `headway plan calibrate`), or a mapping."""
     if given == "this":
         file = calibration_file()
         if not file.is_file():
@@ -112,17 +112,17 @@ def read_node(given: object) -> Node:
     return Node.of(name=str(name or "mine"), price_per_hour=price, **keys)
 
 
-def read_calibration(given: object, folder: Path, node: object) -> Calibration:
-    """Constants from a file, from the plan itself, or those of this machine when the node is "this"."""
+def read_calibration(given: object, directory: Path, node: object) -> Calibration:
+    """Reads constants from a file or from the plan; if the node is "this", those of this machine."""
     if given is None:
         return load_calibration(calibration_file()) if node == "this" else Calibration()
     if isinstance(given, str):
-        return load_calibration(calibration_file() if given == "this" else folder / given)
+        return load_calibration(calibration_file() if given == "this" else directory / given)
     return build(Calibration, "calibration", given)
 
 
 def build(cls: type[T], where: str, given: object) -> T:
-    """A settings dataclass from a mapping: unknown and missing keys are named."""
+    """Builds a settings dataclass from a mapping, and refuses unknown and missing keys."""
     keys = dict(checks.require_mapping(where, given))
     _check_keys(cls, where, keys)
     for field in fields(cls):  # type: ignore[arg-type]
@@ -144,7 +144,7 @@ def _required(cls: type) -> list[str]:
 
 
 def _with_parts(keys: dict[str, object]) -> dict[str, Any]:
-    """Nested sections of a model as their dataclasses."""
+    """Replaces the nested sections of a model by their dataclasses."""
     parts: dict[str, type] = {"moe": Moe, "mla": Mla, "image": Image}
     return {
         key: build(parts[key], f"model.{key}", value) if key in parts and value is not None else value

@@ -1,7 +1,7 @@
-"""The constants that no data sheet gives: how near real kernels and links come to their peaks.
+"""The constants that no data sheet gives: which fraction of its peak a real kernel or link reaches.
 
-Eight numbers, and four that one measured model sets. The defaults were fitted on ten of vTrain's 109 measured A100
-steps (docs/plan.md has the error on the other 99); `headway plan calibrate` replaces them by what this machine does.
+Eight constants describe a machine, and four more one model on it. The defaults were fitted on ten of vTrain's 109
+measured A100 steps (docs/plan.md has the error on the other 99); `headway plan calibrate` measures this machine's own.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from headway.plan.yaml_reader import read_yaml
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Fractions are of the device's achievable figure; times are seconds."""
+    """Calibration constants. Fractions are relative to what the device can achieve; times are in seconds."""
 
     matrix: float = 0.853
-    """Of the best matrix product, for the products a model really has."""
+    """Fraction of the best matrix product's rate that the products of a model reach."""
     attention: float = 0.81
-    """Of the best matrix product, for attention scores."""
+    """Fraction of the best matrix product's rate that attention reaches."""
     memory: float = 0.835
-    """Of the copy bandwidth, for elementwise kernels."""
+    """Fraction of the copy bandwidth that elementwise kernels reach."""
     kernel_s: float = 9e-6
-    """Lost per kernel: launch, ramp up, tail."""
+    """Overhead per kernel: launch, ramp-up, tail."""
     peer: float = 0.78
-    """Of the one-direction peer link, for collectives inside a node."""
+    """Fraction of the one-direction peer link that collectives inside a node reach."""
     peer_latency_s: float = 5.4e-6
-    """Per step of a ring inside a node."""
+    """Latency per step of a ring inside a node."""
     network: float = 0.934
-    """Of the node's network."""
+    """Fraction of the node's network bandwidth that collectives between nodes reach."""
     network_latency_s: float = 4.8e-6
-    """Per step of a ring between nodes."""
+    """Latency per step of a ring between nodes."""
     scale: float = 1.0
-    """Of the device's own time, measured over predicted, once a run has been measured."""
+    """Measured over predicted time of the device, once a module has been measured."""
     host_forward: float = 1.0
     """Host time per kernel in the forward pass, in units of kernel_s."""
     host_backward: float = 1.0
-    """In the backward pass."""
+    """Host time per kernel in the backward pass, in units of kernel_s."""
     host_optimizer: float = 1.0
-    """In the optimizer, whose kernels take lists of tensors."""
+    """Host time per kernel in the optimizer, whose kernels take lists of tensors."""
     source: str = "fitted on ten vTrain runs (A100, 2023)"
 
     def __post_init__(self) -> None:
@@ -55,12 +55,12 @@ _NUMBERS = tuple(field.name for field in fields(Calibration) if field.name != "s
 
 
 def calibration_file() -> Path:
-    """Where `headway plan calibrate` keeps what it measured."""
+    """The file that `headway plan calibrate` writes by default."""
     return Path.home() / ".headway" / "machine.yaml"
 
 
 def load_calibration(path: str | Path) -> Calibration:
-    """A calibration as `save` wrote it."""
+    """Reads a calibration that `save_calibration` wrote."""
     data = checks.require_mapping("calibration", read_yaml(path).get("calibration", {}))
     checks.require_known_keys(f"{path}: calibration", data, (*_NUMBERS, "source"))
     for name, value in data.items():
@@ -76,7 +76,7 @@ def save_calibration(
     node: dict[str, object] | None = None,
     facts: dict[str, object],
 ) -> None:
-    """Writes the constants and what they were measured from, readable by people."""
+    """Writes the constants and the measurements behind them as YAML."""
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
     content = {"node": node, "calibration": asdict(calibration), "measured": facts}

@@ -1,4 +1,4 @@
-"""Devices and nodes: a catalog as data (`catalog.yaml`), and the user's own by the same keys."""
+"""Devices and nodes: a catalog (`catalog.yaml`), and the user's own, described by the same keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from importlib.resources import files
 
-from headway.errors import UsageError
+from headway.errors import UsageError, unknown_name
 from headway.plan import checks
 from headway.plan.yaml_reader import parse_yaml
 
@@ -16,7 +16,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One accelerator. Units are in the names; peaks are dense TFLOP/s."""
+    """One accelerator. Names carry their units; peaks are dense TFLOP/s."""
 
     name: str
     memory_GB: float
@@ -26,11 +26,11 @@ class Device:
     fp8: float | None = None
     fp32: float | None = None
     nvlink_GBps: float | None = None
-    """One direction, all links together; none means that peers talk over PCIe."""
+    """One direction, all links together; None if peers communicate over PCIe."""
     pcie_GBps: float = 31
     watts: float = 400
     achievable: float = 0.8
-    """Fraction of the matrix peak that the best real product reaches."""
+    """Fraction of the peak that the best real matrix product reaches."""
     fp8_achievable: float = 0.7
     hbm_achievable: float = 0.88
     usable_GiB: float | None = None
@@ -44,20 +44,20 @@ class Device:
             limit = 1.0 if field.name.endswith("achievable") else float("inf")
             checks.require_number(f"device.{field.name}", value, at_most=limit)
         if self.bf16 is None and self.fp16 is None:
-            raise UsageError(f"device {self.name} has no peak; give bf16 or fp16 in TFLOP/s")
+            raise UsageError(f"device {self.name} has no peak rate; give bf16 or fp16 in TFLOP/s")
 
     @property
     def memory_bytes(self) -> float:
-        """What a process can allocate: the driver's figure where known, else the marketing gigabytes."""
+        """Bytes that a process can allocate, as the driver reports them; where unknown, the nominal size."""
         return self.usable_GiB * GIB if self.usable_GiB else self.memory_GB * 1e9
 
     @property
     def peak_flops(self) -> float:
-        """Dense 16-bit FLOP/s: the denominator of every MFU here."""
+        """Dense 16-bit FLOP/s: the denominator of every MFU."""
         return (self.bf16 or self.fp16 or 0.0) * 1e12
 
     def matrix_flops(self, precision: str) -> float:
-        """FLOP/s that a good matrix product reaches."""
+        """FLOP/s that a large matrix product reaches."""
         if precision == "fp8" and self.fp8:
             return self.fp8 * 1e12 * self.fp8_achievable
         if precision == "fp32":
@@ -67,11 +67,12 @@ class Device:
 
     @property
     def peer_bytes_per_s(self) -> float:
+        """Bandwidth to another device of the node, one direction."""
         return (self.nvlink_GBps or self.pcie_GBps) * 1e9
 
 
 class Node:
-    """A machine with some accelerators, by catalog name or by its own numbers.
+    """A machine with accelerators, by its name in the catalog or by its own numbers.
 
     >>> Node("h200-sxm8").gpus
     8
@@ -90,14 +91,14 @@ class Node:
         table = _catalog()["nodes"]
         if name not in table:
             raise UsageError(
-                f"there is no node {name!r}{checks.nearest(name, table)}; valid: {checks.listed(table)}; "
-                "or describe your own under node: with device, gpus and inter_Gbps"
+                f"{unknown_name('node', name, table)}; or describe your own: "
+                "node: {device: ..., gpus: ..., inter_Gbps: ...}"
             )
         self._set(name, dict(table[name]), price_per_hour)
 
     @classmethod
     def of(cls, *, name: str = "mine", price_per_hour: float | None = None, **keys: object) -> Node:
-        """A node that is not in the catalog; `device` is a name or a mapping of device keys."""
+        """Creates a node that is not in the catalog; `device` is a name or a mapping of device keys."""
         node = cls.__new__(cls)
         node._set(name, keys, price_per_hour)
         return node
@@ -119,7 +120,7 @@ class Node:
         return f"Node({self.name!r}: {self.describe()})"
 
     def describe(self) -> str:
-        """The GPUs, and what connects nodes.
+        """Returns the GPUs and the network bandwidth as one line.
 
         >>> Node("dgx-h100").describe()
         '8 x h100-sxm-80, 3200 Gb/s'
@@ -128,11 +129,12 @@ class Node:
 
 
 def node_names() -> list[str]:
+    """Returns the names of all nodes in the catalog."""
     return list(_catalog()["nodes"])
 
 
 def find_device(given: object) -> Device:
-    """A device by catalog name, or from a mapping of its keys."""
+    """Returns a device by its name in the catalog, or from a mapping of its keys."""
     table = _catalog()["devices"]
     if isinstance(given, str):
         checks.require_choice("node.device", given, tuple(table))

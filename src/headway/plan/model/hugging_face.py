@@ -1,4 +1,4 @@
-"""A Hugging Face `config.json` as a Transformer. Reads the file only: no download, no code from the model."""
+"""Reads a Hugging Face `config.json` as a Transformer. Nothing is downloaded, no code of the model runs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from headway.errors import UsageError
 from headway.plan import checks
 from headway.plan.model.transformer import Image, Mla, Moe, Transformer
 
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 
 
 class _Config:
-    """Typed access to the keys of one config.json, with sentences instead of KeyErrors."""
+    """Typed access to the keys of one config.json; a missing key is a usage error."""
 
     def __init__(self, data: Mapping[str, object], where: str) -> None:
         self._data, self._where = data, where
@@ -38,7 +38,7 @@ class _Config:
 
 
 def from_hf_config(path: str | Path) -> Transformer:
-    """Reads the config.json of a model (or the folder that holds it).
+    """Reads the config.json of a model, given the file or its directory.
 
     >>> from_hf_config("config.json")    # doctest: +SKIP
     Transformer(layers=32, hidden=4096, ...)
@@ -46,13 +46,13 @@ def from_hf_config(path: str | Path) -> Transformer:
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
     try:
-        if file.stat().st_size > _MOST_BYTES:
+        if file.stat().st_size > _MAX_BYTES:
             raise UsageError(f"{file} is larger than 1 MiB; a config.json is a few kilobytes")
         data = json.loads(file.read_text())
     except OSError as error:
         raise UsageError(f"cannot read {file}: {error.strerror}") from error
     except ValueError as error:
-        raise UsageError(f"{file} is not JSON: {error}") from error
+        raise UsageError(f"{file} is not valid JSON: {error}") from error
     data = dict(checks.require_mapping(str(file), data))
     kind = data.get("model_type")
     checks.require_choice(f"{file}: model_type", kind, tuple(_READERS))

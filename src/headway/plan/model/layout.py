@@ -1,4 +1,4 @@
-"""How the work is spread: the degrees of parallelism, the batch, what is recomputed, in which precision."""
+"""A layout: the degrees of parallelism, the batch, what is recomputed, and the precision."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OptimizerName = Literal["adamw", "adamw8bit", "sgd", "sgd-momentum", "lion", "mu
 
 
 class PrecisionBytes(NamedTuple):
-    """Bytes per parameter (weight, gradient, master copy, one optimizer moment) and per activation."""
+    """Bytes per parameter (weight, gradient, master copy, one optimizer moment) and per activation element."""
 
     weight: int
     gradient: int
@@ -50,56 +50,56 @@ OPTIMIZER_MOMENTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One way to spread a model over GPUs. Ranks are ordered tp, cp, dp, pp from the innermost.
+    """One way to distribute a model over GPUs. Ranks are ordered tp, cp, dp, pp, the innermost first.
 
     >>> Layout(dp=4, tp=8, pp=2, microbatch=1, global_batch=64).gpus
     64
     """
 
     dp: int = 1
-    """Copies of the model, each with its share of the batch."""
+    """Data parallelism: replicas of the model, each with its share of the batch."""
     tp: int = 1
-    """Tensor parallelism: ranks that share every layer."""
+    """Tensor parallelism: ranks that split every layer."""
     pp: int = 1
     """Pipeline stages."""
     vpp: int = 1
     """Model chunks per pipeline rank (interleaved schedule)."""
     cp: int = 1
-    """Context parallelism: ranks that share a sequence."""
+    """Context parallelism: ranks that split a sequence."""
     ep: int = 1
     """Expert parallelism, inside dp."""
     sequence_parallel: bool = False
-    """Split along the sequence what tensor parallelism leaves whole."""
+    """Split the activations that tensor parallelism replicates along the sequence."""
     zero: int = 0
-    """0: replicated. 1: optimizer sharded over dp. 2: and gradients. 3: and parameters (FSDP)."""
+    """ZeRO stage. 0: replicated. 1: optimizer sharded over dp. 2: gradients, too. 3: parameters, too (FSDP)."""
     shard: int | None = None
-    """Ranks that share one copy, when fewer than dp (hybrid shard)."""
+    """Ranks that shard one replica, if fewer than dp (hybrid sharding)."""
     reshard: bool = True
-    """With zero=3: drop a layer's gathered weights after its forward."""
+    """With zero=3: free a layer's gathered weights after its forward."""
     microbatch: int = 1
-    """Samples of one copy in one pass."""
+    """Samples of one replica in one forward pass."""
     global_batch: int = 1
-    """Samples of one optimizer step, over all copies."""
+    """Samples of one optimizer step, over all replicas."""
     sequence: int | None = None
     """Tokens per sample; the model's own context if not given."""
     recompute: Recompute = "none"
     """selective: the attention core; sac: every other matrix product (torch); full: the whole layer."""
     precision: PrecisionName = "bf16"
-    """Bytes a parameter with Adam: bf16 and fp8 18 (Megatron), zero16 16, amp and fp32 16, pure-bf16 8."""
+    """Bytes per parameter with Adam: bf16 and fp8 18 (Megatron), zero16 16, amp and fp32 16, pure-bf16 8."""
     optimizer: OptimizerName = "adamw"
-    """How many moments are kept: adamw 2, adamw8bit 2 in 8 bits, lion, muon and sgd-momentum 1, sgd none."""
+    """Number of moments: adamw 2, adamw8bit 2 in 8 bits, lion, muon and sgd-momentum 1, sgd none."""
     flash: bool = True
     """Fused attention: no score matrix in memory."""
     loss_chunks: int = 1
-    """Pieces in which the logits and the loss are computed; more pieces, less memory."""
+    """Chunks in which the logits and the loss are computed; more chunks need less memory."""
     bucket_MB: float = 25
-    """Gradient bucket, decimal megabytes."""
+    """Size of a gradient bucket, in decimal megabytes."""
     overlap: bool = True
-    """Data-parallel communication runs behind the backward pass."""
+    """Data-parallel communication overlaps the backward pass."""
     offload: bool = False
-    """Optimizer state in host memory."""
+    """Keep the optimizer state in host memory."""
     compiled: bool = False
-    """torch.compile: fewer kernels and fewer saved intermediates."""
+    """The model runs under torch.compile: fewer kernels and fewer saved activations."""
 
     def __post_init__(self) -> None:
         for key in ("dp", "tp", "pp", "vpp", "cp", "ep", "microbatch", "global_batch", "loss_chunks"):
@@ -137,30 +137,31 @@ class Layout:
 
     @property
     def microbatches(self) -> int:
-        """Per pipeline and step."""
+        """Microbatches per pipeline and step."""
         return self.global_batch // (self.dp * self.microbatch)
 
     @property
     def shards(self) -> int:
-        """Ranks over which ZeRO spreads one copy; context-parallel ranks hold the same weights, and share."""
+        """Ranks over which ZeRO shards one replica, context-parallel ranks included: they hold the same weights."""
         return (self.shard or self.dp) * self.cp
 
     @property
     def element_bytes(self) -> PrecisionBytes:
+        """Bytes per weight, gradient, master copy, moment and activation."""
         return PRECISIONS[self.precision]
 
     @property
     def megatron(self) -> bool:
-        """Whether the precision is that of Megatron or DeepSpeed, with buffers of their own, rather than torch's."""
+        """Whether the precision is Megatron's or DeepSpeed's, which have their own buffers, and not torch's."""
         return self.precision in ("bf16", "zero16", "fp8")
 
     @property
     def residual_bytes(self) -> int:
-        """Of one element of the residual stream: fp32 under autocast, 16 bits under FSDP."""
+        """Bytes of one element of the residual stream: fp32 under autocast, 16 bits under FSDP."""
         return self.element_bytes.activation if self.zero == 3 else self.element_bytes.residual
 
     def check_model(self, model: Transformer) -> None:
-        """Refuses a layout that the model cannot be cut into."""
+        """Refuses a layout that the model cannot be split into."""
         checks.require_divisor("layout.tp", self.tp, "model.heads", model.heads)
         if self.tp > model.kv and self.tp % model.kv:
             raise UsageError(
@@ -184,11 +185,11 @@ class Layout:
             )
 
     def tokens(self, model: Transformer) -> int:
-        """Tokens of one sample."""
+        """Tokens per sample."""
         return model.tokens_per_sample if self.sequence is None or model.image else self.sequence
 
     def describe(self) -> str:
-        """The layout in one short line.
+        """Returns the layout as one short line.
 
         >>> Layout(dp=4, tp=2, zero=1, global_batch=8).describe()
         'dp4 tp2 zero1 mb1'

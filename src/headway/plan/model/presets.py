@@ -1,11 +1,10 @@
-"""Models by name. Data only; each count is checked against the authors' own class in the tests."""
+"""Well-known models by name. The tests compare each parameter count with the authors' own class."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from headway.errors import UsageError
-from headway.plan import checks
+from headway.errors import unknown_name
 from headway.plan.model.transformer import Image, Mla, Moe, Transformer
 
 
@@ -108,19 +107,17 @@ _ALIASES = {
 }
 
 
-def names() -> list[str]:
-    """The names that `preset` knows."""
+def preset_names() -> list[str]:
+    """Returns the names of all presets."""
     return sorted(_PRESETS)
 
 
 def preset(name: str) -> Transformer:
-    """A well-known model.
+    """Returns a well-known model.
 
     >>> preset("llama-3.1-8b").parameters
     8030261248
     """
     if not isinstance(name, str) or _ALIASES.get(name, name) not in _PRESETS:
-        raise UsageError(
-            f"there is no preset {name!r}{checks.nearest(name, names())}; valid: {checks.listed(names())}"
-        )
+        raise unknown_name("preset", name, preset_names())
     return replace(_PRESETS[_ALIASES.get(name, name)], name=name)

@@ -1,7 +1,7 @@
 """A transformer as a handful of numbers, and its exact parameter count.
 
-Counts are exact for the models people train (tests compare 30 published ones); they are sums of
-weight shapes, so each term below can be read off the model's own source.
+Counts are exact for common models (the tests compare about 30 published ones). They are sums of weight shapes: each
+term below corresponds to a weight in the model's own source.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Moe:
     ffn: int
     """Width of one expert."""
     shared_ffn: int = 0
-    """Total width of the experts that every token passes."""
+    """Total width of the experts that process every token."""
     dense_layers: int = 0
 
     def __post_init__(self) -> None:
@@ -58,12 +58,12 @@ class Mla:
 
 @dataclass(frozen=True, kw_only=True)
 class Image:
-    """Patches in, classes out: what makes a transformer a ViT."""
+    """The image side of a vision transformer: patches as input, classes as output."""
 
     size: int = 224
     patch: int = 16
     classes: int = 1000
-    """0 for a backbone without a head."""
+    """Classes of the head; 0 for a backbone without a head."""
     channels: int = 3
     mask_token: bool = False
     layer_scale: bool = False
@@ -92,26 +92,26 @@ class Transformer:
     heads: int
     vocab: int = 0
     kv_heads: int | None = None
-    """Fewer than `heads` is grouped-query attention."""
+    """Fewer than `heads` means grouped-query attention."""
     head_dim: int | None = None
     ffn: int | None = None
-    """Width of the feed-forward; 4 x hidden if not given."""
+    """Width of the feed-forward layer; 4 x hidden if not given."""
     gated: bool = False
-    """SwiGLU and its kin: three matrices instead of two."""
+    """SwiGLU and similar: three matrices instead of two."""
     tied: bool = True
     position: Position = "learned"
     norm: Norm = "layernorm"
     bias: Bias = "all"
     qk_norm: bool = False
     context: int = 1024
-    """Sequence length of a sample, and the size of the learned position table."""
+    """Sequence length of a sample, and size of the learned position table."""
     dropout: bool = False
     causal: bool = True
     moe: Moe | None = None
     mla: Mla | None = None
     image: Image | None = None
     extra_parameters: int = 0
-    """Weights outside the pattern, such as BERT's pooler and segment table."""
+    """Weights outside this pattern, such as BERT's pooler and segment embedding."""
     name: str = field(default="transformer", compare=False)
 
     def __post_init__(self) -> None:
@@ -136,28 +136,29 @@ class Transformer:
 
     @cached_property
     def _hash(self) -> int:
-        # the search asks caches about one model a hundred thousand times
+        # a search looks the same model up in caches a hundred thousand times
         return hash(tuple(getattr(self, field.name) for field in fields(self) if field.compare))
 
     @property
     def kv(self) -> int:
+        """Number of key-value heads."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def dim(self) -> int:
-        """Width of one head; for MLA, of a query."""
+        """Width of one head; with MLA, of a query."""
         if self.mla:
             return self.mla.nope_dim + self.mla.rope_dim
         return self.hidden // self.heads if self.head_dim is None else self.head_dim
 
     @property
     def width(self) -> int:
-        """Width of the dense feed-forward."""
+        """Width of the dense feed-forward layer."""
         return 4 * self.hidden if self.ffn is None else self.ffn
 
     @property
     def attention_width(self) -> int:
-        """Query width times heads, as it enters the score FLOPs; for MLA the mean of query and value."""
+        """Heads times query width, as in the FLOPs of the scores; with MLA the mean of query and value width."""
         if self.mla:
             return self.heads * (self.dim + self.mla.v_dim) // 2
         return self.heads * self.dim
@@ -166,10 +167,9 @@ class Transformer:
     def tokens_per_sample(self) -> int:
         return self.image.tokens if self.image else self.context
 
-    # --- parameters, by part -------------------------------------------------------------------------------
-
     @cached_property
     def attention_parameters(self) -> int:
+        """Parameters of the attention of one layer."""
         h = self.hidden
         if self.mla:
             m, a = self.mla, self.heads
@@ -183,30 +183,31 @@ class Transformer:
         return weights + qkv_bias + out_bias + (2 * self.dim if self.qk_norm else 0)
 
     def feedforward_parameters(self, width: int) -> int:
+        """Parameters of a feed-forward layer of this width."""
         matrices = 3 if self.gated else 2
         biases = (matrices - 1) * width + self.hidden if self.bias == "all" else 0
         return matrices * self.hidden * width + biases
 
     @cached_property
     def norm_parameters(self) -> int:
-        """Of one norm."""
+        """Parameters of one norm."""
         return (2 if self.norm == "layernorm" else 1) * self.hidden
 
     @cached_property
     def layer_parameters(self) -> int:
-        """Of a dense layer."""
+        """Parameters of a dense layer."""
         scale = 2 * self.hidden if self.image and self.image.layer_scale else 0
         feedforward = self.feedforward_parameters(self.width)
         return self.attention_parameters + feedforward + 2 * self.norm_parameters + scale
 
     @cached_property
     def expert_parameters(self) -> int:
-        """Of all routed experts of one layer: the part that expert parallelism splits."""
+        """Parameters of all routed experts of one layer, which expert parallelism splits."""
         return self.moe.experts * self.feedforward_parameters(self.moe.ffn) if self.moe else 0
 
     @cached_property
     def moe_layer_shared_parameters(self) -> int:
-        """Of a mixture layer, without its routed experts."""
+        """Parameters of a mixture-of-experts layer without its routed experts."""
         if not self.moe:
             return 0
         shared = self.feedforward_parameters(self.moe.shared_ffn) if self.moe.shared_ffn else 0
@@ -219,7 +220,7 @@ class Transformer:
 
     @cached_property
     def embedding_parameters(self) -> int:
-        """What turns tokens or patches into vectors, positions included."""
+        """Parameters of the token or patch embedding, positions included."""
         h = self.hidden
         if self.image:
             patches = self.image.channels * self.image.patch**2 * h + h
@@ -228,14 +229,14 @@ class Transformer:
 
     @cached_property
     def head_parameters(self) -> int:
-        """What the output layer adds: nothing if it is tied to the embedding."""
+        """Parameters of the output layer; none if it is tied to the embedding."""
         if self.image:
             return (self.hidden + 1) * self.image.classes if self.image.classes else 0
         return 0 if self.tied else self.vocab * self.hidden
 
     @cached_property
     def parameters(self) -> int:
-        """All trainable parameters, exactly."""
+        """Number of all trainable parameters, exact."""
         dense = (self.layers - self.moe_layers) * self.layer_parameters
         mixture = self.moe_layers * (self.moe_layer_shared_parameters + self.expert_parameters)
         outside = self.embedding_parameters + self.norm_parameters + self.head_parameters
@@ -243,7 +244,7 @@ class Transformer:
 
     @cached_property
     def active_parameters(self) -> int:
-        """Parameters that one token passes: a mixture uses `top_k` of its experts."""
+        """Parameters that process one token: of the experts of a layer, `top_k`."""
         if not self.moe:
             return self.parameters
         idle = self.moe.experts - self.moe.top_k

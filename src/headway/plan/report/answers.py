@@ -1,4 +1,4 @@
-"""From models and constants to answers: every key that `--explain` knows is made here."""
+"""Computes every answer of an estimate: the keys that `--explain` knows."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from headway.plan.report.quantity import Quantity, approximate, exact
 
 Answers = dict[str, Quantity]
 
-# closed forms against six single-GPU peaks: -6 % to +3 %
+# error of the closed forms on six single-GPU peaks: -6 % to +3 %
 MEMORY_LOW, MEMORY_HIGH = 0.97, 1.07
 
 
 def time_range(node: Node, constants: Calibration) -> tuple[float, float]:
-    """How far off a step may be: what the published runs showed for these constants."""
+    """Bounds of a step time relative to its estimate, from the errors on published runs."""
     if constants.source.startswith("measured"):
         return 0.9, 1.1
     return (0.88, 1.25) if node.device.name.startswith("a100") else (0.8, 1.8)
 
 
 def model_answers(model: Transformer) -> Answers:
+    """Answers about the model: its parameters."""
     found = {
         "parameters": exact(model.parameters, formula="sum of all weight shapes"),
         "parameters.layer": exact(
@@ -39,14 +40,15 @@ def model_answers(model: Transformer) -> Answers:
     }
     if model.moe:
         found["parameters.active"] = exact(
-            model.active_parameters, formula="with top_k of the routed experts"
+            model.active_parameters, formula="parameters with top_k of the routed experts"
         )
     return found
 
 
 def memory_answers(model: Transformer, layout: Layout, ranks: list[RankMemory]) -> Answers:
+    """Answers about memory: by part, by rank, and what the fullest rank needs."""
     full = max(ranks, key=lambda rank: rank.allocated)
-    flying = schedule.in_flight(layout.pp, layout.microbatches, full.stage, layout.vpp)
+    in_flight = schedule.in_flight(layout.pp, layout.microbatches, full.stage, layout.vpp)
     allocated, low, high = full.allocated, MEMORY_LOW, MEMORY_HIGH
     found = {
         "memory.state_bytes_per_parameter": exact(
@@ -54,9 +56,9 @@ def memory_answers(model: Transformer, layout: Layout, ranks: list[RankMemory]) 
         ),
         "memory.activations_per_layer": approximate(
             layer_bytes(model, layout), 0.9, 1.15, "bytes",
-            formula="sum of the tensors a layer keeps, per microbatch (Korthikanti 2022, eqs 1-6 where they apply)",
+            formula="sum of the tensors that a layer saves per microbatch (Korthikanti 2022, eqs 1-6 where they apply)",
         ),
-        "memory.in_flight": exact(flying, formula="1F1B: min(m, p - stage); interleaved: 2(p-stage-1) + (v-1)p + 1"),
+        "memory.in_flight": exact(in_flight, formula="1F1B: min(m, p - stage); interleaved: 2(p-stage-1) + (v-1)p + 1"),
     }  # fmt: skip
     for name, size in full.parts.items():
         found[f"memory.part.{name}"] = approximate(size, low, high, "bytes", formula=_PART_FORMULAS[name])
@@ -80,39 +82,40 @@ def memory_answers(model: Transformer, layout: Layout, ranks: list[RankMemory]) 
 
 _PART_FORMULAS = {
     "weights": "parameters on the rank x bytes, / shards with ZeRO 3",
-    "gradients": "parameters on the rank x bytes, / shards with ZeRO 2 or 3; whole where FSDP adds up without reshard",
+    "gradients": "parameters on the rank x bytes, / shards with ZeRO 2 or 3; full if FSDP accumulates without reshard",
     "optimizer": "(master + moments) x parameters on the rank, / shards with ZeRO 1 to 3",
     "activations": "layers in flight x memory.activations_per_layer",
-    "recomputed layer": "what the backward pass of one layer rebuilds",
+    "recomputed layer": "what the backward pass of one layer recomputes",
     "embedding": "dropout mask: tokens x hidden x microbatches in flight",
     "logits and loss": "tokens x vocab x 12 bytes (with tp: 16, Megatron 6) / tp / loss_chunks, and the head's input",
-    "16-bit weight copies": "2 bytes x parameters: autocast keeps them until the backward pass",
-    "gathered weights": "embedding, head and two layers whole in the precision of products, at most all weights",
-    "gradients on their way": "the whole gradient of a layer, which ZeRO 2 and 3 scatter",
-    "between stages": "torch's pipeline: outputs in flight, and a buffer for each microbatch's gradient",
+    "16-bit weight copies": "2 bytes x parameters: autocast caches them until the backward pass",
+    "gathered weights": "embedding, head and two layers in the precision of products, at most all weights",
+    "gradients on their way": "the full gradient of a layer before ZeRO 2 or 3 scatters it",
+    "between stages": "torch's pipeline: outputs in flight, and a gradient buffer for each microbatch",
     "buckets": "DDP: a second copy of the gradients; sharded optimizers: two buckets",
-    "optimizer temporaries": "a for-each optimizer's copy of the weights it updates",
+    "optimizer temporaries": "a foreach optimizer's copy of the weights that it updates",
 }
 
 _TIME_FORMULAS = {
     "matrix products": "sum over products of max(FLOPs / rate, bytes / HBM), forward and twice backward",
-    "attention": "score products; fused attention skips the masked half, its backward costs 2.5 forwards",
-    "elementwise": "bytes of norms, adds, activations / HBM, and half as much again backward",
-    "recompute": "the forward that is repeated",
-    "head and loss": "output product, three times, and five passes over fp32 logits",
-    "tensor parallel": "4 all-reduces a layer (6 with full recompute): 2(n-1)(latency + bytes/n / bandwidth)",
-    "context parallel": "key-value ring, beyond what hides behind attention",
-    "expert parallel": "4 all-to-alls a mixture layer",
+    "attention": "products of scores; fused attention skips the masked half, its backward takes 2.5 forwards",
+    "elementwise": "bytes of norms, adds, activations / HBM, and 1.5 times as much backward",
+    "recompute": "the repeated part of the forward pass",
+    "head and loss": "three output products, and five passes over fp32 logits",
+    "tensor parallel": "4 all-reduces per layer (6 with full recompute): 2(n-1)(latency + bytes/n / bandwidth)",
+    "context parallel": "ring of keys and values, what attention does not overlap",
+    "expert parallel": "4 all-to-alls per mixture-of-experts layer",
     "pipeline sends": "boundary activations, forward and backward, for each microbatch and chunk",
-    "pipeline bubble": "(p - 1)/v stage times, and waiting for the slowest stage",
-    "data parallel": "reduce and gather, beyond what hides behind the backward pass",
-    "optimizer": "state read and written once / HBM",
+    "pipeline bubble": "(p - 1)/v stage times, and the wait for the slowest stage",
+    "data parallel": "reduce and gather, what the backward pass does not overlap",
+    "optimizer": "bytes of the state, read and written once / HBM",
 }
 
 
 def time_answers(
     model: Transformer, layout: Layout, node: Node, constants: Calibration, step: StepTime
 ) -> Answers:
+    """Answers about the step: time by part, throughput and utilization."""
     low, high = time_range(node, constants)
     seconds, sequence = step.total, layout.tokens(model)
     found = {
@@ -140,9 +143,9 @@ def time_answers(
     causal = flops.model_flops_per_token(model, sequence, "causal")
     hardware = flops.hardware_flops_per_token(model, sequence, layout, "full")
     for key, count, text in (
-        ("full", full, "6 x weights + 12 L a d s a token: PaLM, torchtitan"),
-        ("causal", causal, "attention counted half: Megatron-LM, Megatron-Bridge"),
-        ("hardware", hardware, "full, plus what is recomputed"),
+        ("full", full, "6 x weights + 12 L a d s per token: PaLM, torchtitan"),
+        ("causal", causal, "attention counts half: Megatron-LM, Megatron-Bridge"),
+        ("hardware", hardware, "flops.full plus what is recomputed"),
     ):
         found[f"flops.{key}"] = exact(count, "FLOP/token", formula=text)
         use = flops.utilization(count, per_gpu, peak)
@@ -160,6 +163,7 @@ def time_answers(
 def economy_answers(
     model: Transformer, layout: Layout, node: Node, constants: Calibration, step: StepTime, workload: Workload
 ) -> Answers:
+    """Answers about the run: checkpoints, failures, data loading, and totals."""
     low, high = time_range(node, constants)
     nodes = -(-layout.gpus // node.gpus)
     per_parameter = states.bytes_per_parameter(layout)
@@ -188,7 +192,7 @@ def economy_answers(
         ),
         "loader.needed_per_node": approximate(
             layout.global_batch / step.total * sample_bytes / nodes, 1 / high, 1 / low, "bytes/s",
-            formula="rate.samples x job.sample_bytes (2 bytes a token if not given) / nodes",
+            formula="rate.samples x job.sample_bytes (2 bytes per token if not given) / nodes",
         ),
     }  # fmt: skip
     if workload.loader_MBps is not None:
@@ -207,7 +211,7 @@ def _totals(
     good: float,
     bounds: tuple[float, float],
 ) -> Answers:
-    """The whole run, when the user says how long it is."""
+    """Answers about the complete run, if its length is given."""
     samples = (
         workload.samples
         if workload.samples

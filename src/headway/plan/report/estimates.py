@@ -1,4 +1,4 @@
-"""One layout, all answers: does it fit, how long does a step take, what does the run cost."""
+"""Estimates one layout: whether it fits, how long a step takes, what the run costs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from headway.errors import DOES_NOT_FIT, DONE, UsageError
-from headway.plan import checks
+from headway.errors import DOES_NOT_FIT, DONE, unknown_name
 from headway.plan.cost import compute, memory
 from headway.plan.cost.economy import Workload
 from headway.plan.cost.steptime import step_time
@@ -22,7 +21,7 @@ from headway.plan.searcher.remedies import Remedy, find_remedies
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a run will cost. `answers` holds every number; `verdict` is the sentence to read first."""
+    """The cost of a run. `answers` has every number; `verdict` is the sentence to read first."""
 
     title: str
     node: str
@@ -30,27 +29,26 @@ class Estimate:
     fits: bool
     verdict: str
     ranks: list[dict[str, object]] = field(default_factory=list)
-    """Bytes by part on the pipeline ranks that were looked at."""
+    """Bytes by part on the first, middle and last pipeline rank."""
     remedies: list[Remedy] = field(default_factory=list)
     products: list[dict[str, object]] = field(default_factory=list)
     """The matrix products of a layer with their rooflines."""
     scaling: list[dict[str, float]] = field(default_factory=list)
-    """Step time and efficiency for more data-parallel copies."""
+    """Step time and efficiency with more data-parallel replicas."""
     sensitivity: list[tuple[str, float]] = field(default_factory=list)
-    """How much the step grows when an assumption is a fifth worse, most important first."""
+    """How much longer a step takes if a constant is 20 % worse, the most important first."""
     notes: list[str] = field(default_factory=list)
 
     @property
     def exit_code(self) -> int:
-        """0: fits. 3: does not."""
+        """Exit code of `headway plan`: 0 if the plan fits, 3 if it does not."""
         return DONE if self.fits else DOES_NOT_FIT
 
     def explain(self, key: str) -> str:
-        """One number, or all whose names begin so, with formula and where it comes from."""
+        """Remicrobatches one answer, or all answers of a group, with formula and source."""
         keys = [name for name in self.answers if name == key or name.startswith(f"{key}.")]
         if not keys:
-            raise UsageError(f"there is no answer {key!r}{checks.nearest(key, self.answers)}; "
-                             f"valid: {checks.listed(self.answers)}")  # fmt: skip
+            raise unknown_name("answer", key, self.answers)
         return "\n".join(
             f"{name} = {found}\n  formula: {found.formula}\n  source:  {found.source}"
             for name, found in self.answers.items()
@@ -58,7 +56,7 @@ class Estimate:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON: the plan.json of a run directory."""
+        """Remicrobatches plain values for JSON: the content of plan.json in a run directory."""
         return {
             "headway_plan": 1,
             "title": self.title,
@@ -87,7 +85,7 @@ def estimate(
     workload: Workload | None = None,
     calibration: Calibration | None = None,
 ) -> Estimate:
-    """Memory, time and cost of one layout on one kind of node.
+    """Estimates memory, time and cost of one layout on one type of node.
 
     >>> from headway.plan.model.presets import preset
     >>> plan = estimate(preset("gpt2"), Layout(microbatch=8, global_batch=8, precision="amp"), Node("h200-sxm1"))
@@ -131,13 +129,13 @@ def _rank_name(stage: int, layout: Layout) -> str:
 
 
 def verdict(needed: Quantity, capacity: float, ways: list[Remedy]) -> str:
-    """The sentence to read first."""
+    """Remicrobatches the sentence to read first: whether the plan fits, and what would make it fit."""
     have = capacity / GIB
     if needed.high <= capacity:
         return f"fits: needs {needed.value / GIB:.1f} GiB of {have:.1f}"
     if needed.value <= capacity:
         return (
-            f"fits, with little room: needs {needed.value / GIB:.1f} GiB of {have:.1f}, "
+            f"fits, with little margin: needs {needed.value / GIB:.1f} GiB of {have:.1f}, "
             f"at worst {needed.high / GIB:.1f}"
         )
     text = f"does not fit: needs {needed.value / GIB:.0f} GiB of {have:.0f}"
@@ -145,17 +143,19 @@ def verdict(needed: Quantity, capacity: float, ways: list[Remedy]) -> str:
     if fitting:
         return f"{text}: {'; or '.join(f'{way.change} -> {way.needed / GIB:.0f}' for way in fitting)}"
     if ways:
-        return f"{text}; no one or two changes are enough, the nearest: {ways[0].change} -> {ways[0].needed / GIB:.0f}"
-    return f"{text}; nothing here lowers it: use more GPUs or a smaller model"
+        return (
+            f"{text}; no two changes are enough, the best one: {ways[0].change} -> {ways[0].needed / GIB:.0f}"
+        )
+    return f"{text}; no known change lowers it: use more GPUs or a smaller model"
 
 
 def product_table(
     model: Transformer, layout: Layout, node: Node, constants: Calibration
 ) -> list[dict[str, object]]:
-    """Each matrix product of a layer: size, roofline, time."""
+    """Remicrobatches each matrix product of a layer with size, roofline and time."""
     moe = model.moe_layers > 0
     gemms = [*compute.layer_gemms(model, layout, moe=moe), compute.head_gemm(model, layout)]
-    if not layout.flash:  # fused attention never forms the scores: it is one kernel, in time.part.attention
+    if not layout.flash:  # fused attention is one kernel without a score matrix: see time.part.attention
         gemms += compute.attention_gemms(model, layout)
     rate = node.device.matrix_flops(layout.precision)
     stream = node.device.hbm_GBps * 1e9 * node.device.hbm_achievable
@@ -181,33 +181,33 @@ def product_table(
 def scaling_table(
     model: Transformer, layout: Layout, node: Node, constants: Calibration
 ) -> list[dict[str, float]]:
-    """Weak scaling (batch grows with the copies) and strong scaling (batch stays)."""
+    """Remicrobatches weak scaling (the batch grows with the replicas) and strong scaling (the batch is constant)."""
     rows = []
     one = step_time(model, replace(layout, dp=1, shard=None, ep=1, global_batch=layout.global_batch // layout.dp),
                     node, constants).total  # fmt: skip
-    copies = 1
-    while copies <= max(64, 4 * layout.dp):
+    replicas = 1
+    while replicas <= max(64, 4 * layout.dp):
         weak = replace(
-            layout, dp=copies, shard=None, ep=1, global_batch=layout.global_batch // layout.dp * copies
+            layout, dp=replicas, shard=None, ep=1, global_batch=layout.global_batch // layout.dp * replicas
         )
         row = {
             "gpus": float(weak.gpus),
             "weak_step_s": step_time(model, weak, node, constants).total,
             "weak_efficiency": one / step_time(model, weak, node, constants).total,
         }
-        turns = layout.global_batch // layout.microbatch
-        if turns % copies == 0 and not (layout.vpp > 1 and turns // copies % layout.pp):
-            strong = replace(layout, dp=copies, shard=None, ep=1)
+        microbatches = layout.global_batch // layout.microbatch
+        if microbatches % replicas == 0 and not (layout.vpp > 1 and microbatches // replicas % layout.pp):
+            strong = replace(layout, dp=replicas, shard=None, ep=1)
             row["strong_step_s"] = step_time(model, strong, node, constants).total
         rows.append(row)
-        copies *= 2
+        replicas *= 2
     return rows
 
 
 def sensitivity(
     model: Transformer, layout: Layout, node: Node, constants: Calibration
 ) -> list[tuple[str, float]]:
-    """How much longer a step takes when each constant is a fifth worse."""
+    """Returns how much longer a step takes if each constant is 20 % worse."""
     base = step_time(model, layout, node, constants).total
     found = []
     for name in ("matrix", "attention", "memory", "kernel_s", "peer", "network", "network_latency_s"):
@@ -228,7 +228,7 @@ def _notes(layout: Layout, node: Node, constants: Calibration, found: dict[str, 
     have = found.get("loader.available_per_node")
     if have is not None and have.value < found["loader.needed_per_node"].value:
         notes.append(
-            f"the loader delivers {have} a node, the step needs {found['loader.needed_per_node']}: "
+            f"the loader delivers {have} per node, a step needs {found['loader.needed_per_node']}: "
             "training will wait for data"
         )
     return notes

@@ -1,4 +1,4 @@
-"""A page to attach to a request for compute: one file, no scripts, nothing fetched. A pure function of the estimate."""
+"""An estimate as an HTML page, to attach to a request for compute: one file without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ figure { margin: 0; } svg { width: 100%; height: auto; } svg text { fill: var(--
 
 
 def render_page(plan: Estimate) -> str:
-    """The whole page.
+    """Renders an estimate as a complete page.
 
     >>> from headway.plan import Layout, Node, estimate, preset
     >>> render_page(estimate(preset("gpt2"), Layout(), Node("h200-sxm1"))).startswith("<!doctype html>")
@@ -59,7 +59,7 @@ def render_page(plan: Estimate) -> str:
 
 
 def _memory(plan: Estimate) -> str:
-    """One stacked bar per pipeline rank, with the device's memory as a line."""
+    """Draws one stacked bar per pipeline rank, and the device's memory as a line."""
     ranks = plan.ranks or [{"rank": "peak", **_parts(plan, "memory.part.")}]
     capacity = plan.answers["device.memory"].value if "device.memory" in plan.answers else 0.0
     widest = max([capacity, *(sum(_numbers(rank).values()) for rank in ranks)]) * 1.05 or 1.0
@@ -91,7 +91,7 @@ def _timeline(plan: Estimate) -> str:
 
 
 def _scaling(plan: Estimate) -> str:
-    """Samples of GPU time per step: efficiency against the number of GPUs, a dot per doubling."""
+    """Draws efficiency over the number of GPUs, with a dot per doubling."""
     points = [(row["gpus"], row["weak_efficiency"]) for row in plan.scaling]
     if len(points) < 2:
         return ""
@@ -111,7 +111,7 @@ def _scaling(plan: Estimate) -> str:
         )
         rows.append(f"<text x={x:.1f} y=182 text-anchor=middle>{gpus:.0f}</text>")
         rows.append(f"<text x={x:.1f} y={y - 8:.1f} text-anchor=middle>{efficiency:.0%}</text>")
-    return _figure("Weak scaling: efficiency against the number of GPUs", rows, 190, [])
+    return _figure("Weak scaling: efficiency over the number of GPUs", rows, 190, [])
 
 
 _LEFT = 70
@@ -153,7 +153,7 @@ def _remedies(plan: Estimate) -> str:
         f"<td class=number>{way.slowdown - 1:+.0%}</td><td>{'fits' if way.fits else 'does not fit'}</td></tr>"
         for way in plan.remedies
     )
-    return f"<h2>What would change it</h2><table><tr><th>change<th>needs<th>GPU time<th></tr>{rows}</table>"
+    return f"<h2>Changes that lower the memory</h2><table><tr><th>change<th>needs<th>GPU time<th></tr>{rows}</table>"
 
 
 def _answers(plan: Estimate) -> str:
@@ -166,7 +166,7 @@ def _answers(plan: Estimate) -> str:
             f"<td>{escape(answer.source)}</td></tr>"
         )
     head = "<tr><th>answer<th>value<th>interval<th>formula<th>source</tr>"
-    return f"<h2>Every number</h2><table>{head}{''.join(rows)}</table>"
+    return f"<h2>All answers</h2><table>{head}{''.join(rows)}</table>"
 
 
 def _parts(plan: Estimate, prefix: str) -> dict[str, float]:

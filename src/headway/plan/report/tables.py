@@ -16,13 +16,13 @@ _SECTIONS = {
     "Memory of the fullest GPU": ("memory",),
     "One step": ("time",),
     "Throughput": ("rate", "mfu", "hfu"),
-    "Around it": ("checkpoint", "failure", "goodput", "loader"),
-    "The whole run": ("run",),
+    "Checkpoints, failures, data": ("checkpoint", "failure", "goodput", "loader"),
+    "Complete run": ("run",),
 }
 
 
 def print_estimate(plan: Estimate, console: Console) -> None:
-    """The verdict, then every number."""
+    """Prints the verdict, then every answer."""
     console.print(Text(f"{plan.title} on {plan.node}", style="bold"), soft_wrap=True)
     console.print(Text(plan.verdict, style="green" if plan.fits else "red"), soft_wrap=True)
     for title, prefixes in _SECTIONS.items():
@@ -34,10 +34,10 @@ def print_estimate(plan: Estimate, console: Console) -> None:
             console.print(extra)
     if plan.sensitivity:
         name, effect = plan.sensitivity[0]
-        console.print(f"What matters most: {name}; a fifth worse makes the step {effect:.1%} longer.")
+        console.print(f"Most sensitive to {name}: 20 % worse makes the step {effect:.1%} longer.")
     for note in plan.notes:
         console.print(Text(f"Note: {note}."), soft_wrap=True)
-    console.print("Why a number is what it is: --explain KEY")
+    console.print("Formula and source of a number: --explain KEY")
 
 
 def _answers(title: str, rows: dict[str, Quantity]) -> RenderableType:
@@ -72,8 +72,8 @@ def _products(plan: Estimate) -> RenderableType | None:
 def _scaling(plan: Estimate) -> RenderableType | None:
     if not plan.scaling:
         return None
-    table = Table(title="More data-parallel copies", title_justify="left", box=None, pad_edge=False)
-    for column in ("GPUs", "step, batch grows", "efficiency", "step, batch stays"):
+    table = Table(title="More data-parallel replicas", title_justify="left", box=None, pad_edge=False)
+    for column in ("GPUs", "step, weak", "efficiency", "step, strong"):
         table.add_column(column, justify="right")
     for row in plan.scaling:
         strong = row.get("strong_step_s")
@@ -85,10 +85,10 @@ def _scaling(plan: Estimate) -> RenderableType | None:
 
 
 def print_search(found: SearchResult, console: Console) -> None:
-    """The ranking, the Pareto set, and the reasons."""
+    """Prints the ranking, the Pareto set, and the reasons."""
     console.print(f"{found.tried} layouts tried, {found.fitting} fit in {found.capacity / GIB:.0f} GiB")
     if not found.ranked:
-        console.print(f"None fits: the leanest needs {found.smallest / GIB:.0f} GiB.", style="red")
+        console.print(f"None fits: the smallest needs {found.smallest / GIB:.0f} GiB.", style="red")
         return
     console.print(_ranking("Fastest", found.ranked[:10]))
     console.print(_ranking("Pareto: less memory for more time", found.pareto[:10]))

@@ -1,4 +1,4 @@
-"""The best layouts for a number of GPUs: every valid one, memory first, the rest ranked by time."""
+"""Searches the fastest layouts for a number of GPUs: tries every valid one and ranks those that fit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headway.plan.model.transformer import Transformer
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One layout that fits."""
+    """A layout that fits, with the bytes it needs and its step time."""
 
     layout: Layout
     needed: float
@@ -25,6 +25,7 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
+        """Seconds per step."""
         return self.step.total
 
     def to_dict(self) -> dict[str, object]:
@@ -38,16 +39,16 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """What was tried and what is best."""
+    """The result of a search: how many layouts were tried, how many fit, and which are best."""
 
     tried: int
     fitting: int
     ranked: list[Candidate]
     """The fastest first."""
     pareto: list[Candidate]
-    """None is both faster and smaller than one of these."""
+    """Layouts for which no other one is both faster and smaller."""
     smallest: float
-    """Bytes that the leanest layout needs."""
+    """Bytes that the smallest layout needs."""
     capacity: float
     reasons: list[str]
 
@@ -56,7 +57,7 @@ class SearchResult:
         return self.ranked[0] if self.ranked else None
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """Returns plain values for JSON."""
         return {
             "tried": self.tried,
             "fitting": self.fitting,
@@ -78,7 +79,7 @@ def search(
     calibration: Calibration | None = None,
     keep: int = 20,
 ) -> SearchResult:
-    """Ranks all layouts of a model on `gpus` GPUs. `base` holds what does not vary: precision, sequence, optimizer.
+    """Ranks all layouts of a model on `gpus` GPUs. `base` has what does not vary: precision, sequence, optimizer.
 
     >>> from headway.plan.model.presets import preset
     >>> found = search(preset("gpt2"), Node("h200-sxm8"), gpus=8, global_batch=64)
@@ -116,7 +117,7 @@ def search(
 
 
 def layouts(model: Transformer, node: Node, gpus: int, global_batch: int, base: Layout) -> Iterator[Layout]:
-    """Every layout worth a look: tensor parallelism inside a node, pipeline stages of equal size."""
+    """Yields every sensible layout: tensor parallelism inside a node, pipeline stages of equal size."""
     ways: tuple[Recompute, ...] = ("none", "sac", "full") if base.flash else ("none", "selective", "full")
     sequence = base.tokens(model)
     for tp, pp, cp, dp in _degrees(model, node, gpus, sequence):
@@ -144,7 +145,7 @@ def _degrees(model: Transformer, node: Node, gpus: int, sequence: int) -> Iterat
             if model.layers % pp:
                 continue
             for cp in _divisors(gpus // tp // pp):
-                # context parallelism below a few thousand tokens a rank is only overhead
+                # with fewer than a few thousand tokens per rank, context parallelism is only overhead
                 if cp > 1 and (model.image or cp & (cp - 1) or sequence % cp or sequence // cp < 4096):
                     continue
                 yield tp, pp, cp, gpus // tp // pp // cp
@@ -170,7 +171,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _pareto(fitting: list[Candidate]) -> list[Candidate]:
-    """Fastest first, then only what needs less memory than everything faster."""
+    """Selects layouts that need less memory than every faster one, the fastest first."""
     kept: list[Candidate] = []
     for found in fitting:
         if not kept or found.needed < 0.98 * kept[-1].needed:
@@ -187,29 +188,33 @@ def _reasons(
     constants: Calibration,
     fitting: list[Candidate],
 ) -> list[str]:
-    """Why the winner wins, and why the layouts that people reach for first do not."""
+    """Explains why the fastest layout is faster than the next, and than the common choices."""
     if not fitting:
         return []
     best = fitting[0]
-    said = [_why_it_wins(best, fitting)]
-    for name, keys in _popular(node, gpus):
+    reasons = [_why_fastest(best, fitting)]
+    for name, keys in _common_layouts(node, gpus):
         try:
             layout = replace(base, global_batch=global_batch, shard=None, **keys)  # type: ignore[arg-type]
             layout.check_model(model)
         except UsageError as error:
-            said.append(f"{name}: not possible: {error}")
+            reasons.append(f"{name}: not possible: {error}")
             continue
         needed = memory.reserved_bytes(memory.peak(model, layout).allocated, layout)
         if needed > node.device.memory_bytes:
-            said.append(f"{name}: needs {needed / GIB:.0f} GiB of {node.device.memory_bytes / GIB:.0f}")
+            reasons.append(f"{name}: needs {needed / GIB:.0f} GiB of {node.device.memory_bytes / GIB:.0f}")
         else:
             ratio = step_time(model, layout, node, constants).total / best.seconds
-            said.append(f"{name}: fits, {ratio - 1:+.0%} step time" if ratio > 1.005 else f"{name}: as fast")
-    return said
+            reasons.append(
+                f"{name}: fits, {ratio - 1:+.0%} step time" if ratio > 1.005 else f"{name}: as fast"
+            )
+    return reasons
 
 
-def _why_it_wins(best: Candidate, fitting: list[Candidate]) -> str:
-    text = f"{best.layout.describe()} is the fastest of {len(fitting)} that fit: {best.seconds:.3g} s a step"
+def _why_fastest(best: Candidate, fitting: list[Candidate]) -> str:
+    text = (
+        f"{best.layout.describe()} is the fastest of {len(fitting)} that fit: {best.seconds:.3g} s per step"
+    )
     rival = next((found for found in fitting if _shape(found.layout) != _shape(best.layout)), None)
     if rival is None:
         return text
@@ -230,9 +235,9 @@ def _shape(layout: Layout) -> tuple[int, ...]:
     return layout.tp, layout.pp, layout.cp, layout.ep
 
 
-def _popular(node: Node, gpus: int) -> list[tuple[str, dict[str, object]]]:
+def _common_layouts(node: Node, gpus: int) -> list[tuple[str, dict[str, object]]]:
     inside = min(node.gpus, gpus)
-    found: list[tuple[str, dict[str, object]]] = [
+    common: list[tuple[str, dict[str, object]]] = [
         ("plain data parallel (DDP)", {"dp": gpus, "zero": 0}),
         ("fully sharded (FSDP)", {"dp": gpus, "zero": 3}),
         ("fully sharded, blocks checkpointed", {"dp": gpus, "zero": 3, "recompute": "full"}),
@@ -244,5 +249,5 @@ def _popular(node: Node, gpus: int) -> list[tuple[str, dict[str, object]]]:
             "zero": 1,
             "sequence_parallel": inside > 1,
         }
-        found.append((f"tensor parallel {inside} in the node, ZeRO 1 across", split))
-    return found
+        common.append((f"tensor parallel {inside} in the node, ZeRO 1 across", split))
+    return common

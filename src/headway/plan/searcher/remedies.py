@@ -1,4 +1,4 @@
-"""What to change when a plan does not fit: each change alone, what it would need, what it would cost."""
+"""Finds changes that make a plan fit: what each would need, and how it would change the step time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headway.plan.model.transformer import Transformer
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """One change: what it is called, what the fullest GPU would need, how the step time would change."""
+    """One change: its name, the bytes that the fullest GPU would need, and the relative GPU time of a step."""
 
     change: str
     layout: Layout
@@ -26,29 +26,30 @@ class Remedy:
 
 
 Change = tuple[str, dict[str, object]]
+"""A name, and the keys of the layout that it sets."""
 
 
 def find_remedies(model: Transformer, layout: Layout, node: Node, constants: Calibration) -> list[Remedy]:
-    """Changes that lower the peak: one alone, or two when one is not enough; the cheapest that fit come first."""
-    ideas = _ideas(model, layout, node)
-    found = _tried(model, layout, node, constants, ideas)
+    """Finds changes that lower the peak: one, or two if one is not enough. The cheapest that fit come first."""
+    changes = _changes(model, layout, node)
+    found = _try_changes(model, layout, node, constants, changes)
     if not any(remedy.fits for remedy in found):
         pairs = [
-            (f"{a} and {b}", x | y) for (a, x), (b, y) in combinations(ideas, 2) if not x.keys() & y.keys()
+            (f"{a} and {b}", x | y) for (a, x), (b, y) in combinations(changes, 2) if not x.keys() & y.keys()
         ]
-        found += [pair for pair in _tried(model, layout, node, constants, pairs) if pair.fits]
+        found += [pair for pair in _try_changes(model, layout, node, constants, pairs) if pair.fits]
     return sorted(
         found, key=lambda remedy: (not remedy.fits, remedy.slowdown if remedy.fits else remedy.needed)
     )
 
 
-def _tried(
-    model: Transformer, layout: Layout, node: Node, constants: Calibration, ideas: list[Change]
+def _try_changes(
+    model: Transformer, layout: Layout, node: Node, constants: Calibration, changes: list[Change]
 ) -> list[Remedy]:
     before = memory.reserved_bytes(memory.peak(model, layout).allocated, layout)
     seconds = step_time(model, layout, node, constants).total * layout.gpus
     found = []
-    for change, keys in ideas:
+    for change, keys in changes:
         other = _valid(model, layout, keys)
         if other is None:
             continue
@@ -60,32 +61,32 @@ def _tried(
     return found
 
 
-def _ideas(model: Transformer, layout: Layout, node: Node) -> list[Change]:
-    ideas: list[Change] = []
+def _changes(model: Transformer, layout: Layout, node: Node) -> list[Change]:
+    changes: list[Change] = []
     if layout.recompute != "full":
-        ideas.append(("checkpoint blocks", {"recompute": "full"}))
+        changes.append(("checkpoint blocks", {"recompute": "full"}))
     if layout.recompute == "none":
-        ideas.append(("checkpoint every other product", {"recompute": "sac"}))
+        changes.append(("checkpoint every other product", {"recompute": "sac"}))
         if not layout.flash:
-            ideas.append(("recompute attention", {"recompute": "selective"}))
+            changes.append(("recompute attention", {"recompute": "selective"}))
     if not layout.flash:
-        ideas.append(("fused attention", {"flash": True}))
+        changes.append(("fused attention", {"flash": True}))
     if layout.dp > 1:
-        ideas += [(name, {"zero": stage}) for stage, name in _ZERO.items() if stage > layout.zero]
+        changes += [(name, {"zero": stage}) for stage, name in _ZERO.items() if stage > layout.zero]
     if layout.microbatch > 1:
-        ideas += [(f"microbatch {n}", {"microbatch": n}) for n in sorted({1, layout.microbatch // 2})]
+        changes += [(f"microbatch {n}", {"microbatch": n}) for n in sorted({1, layout.microbatch // 2})]
     if layout.loss_chunks == 1 and not model.image:
-        ideas.append(("chunk the loss by 8", {"loss_chunks": 8}))
+        changes.append(("chunk the loss by 8", {"loss_chunks": 8}))
     if layout.optimizer == "adamw":
-        ideas.append(("8-bit optimizer", {"optimizer": "adamw8bit"}))
+        changes.append(("8-bit optimizer", {"optimizer": "adamw8bit"}))
     if not layout.offload:
-        ideas.append(("optimizer in host memory", {"offload": True}))
+        changes.append(("optimizer in host memory", {"offload": True}))
     if layout.tp > 1 and not layout.sequence_parallel:
-        ideas.append(("sequence parallelism", {"sequence_parallel": True}))
+        changes.append(("sequence parallelism", {"sequence_parallel": True}))
     if layout.tp * 2 <= node.gpus:
         twice = {"tp": layout.tp * 2, "sequence_parallel": True}
-        ideas.append((f"tp {layout.tp * 2} (twice the GPUs)", dict(twice)))
-    return ideas
+        changes.append((f"tp {layout.tp * 2} (twice the GPUs)", dict(twice)))
+    return changes
 
 
 _ZERO = {1: "shard the optimizer (ZeRO 1)", 2: "ZeRO 2", 3: "FSDP"}
@@ -96,5 +97,5 @@ def _valid(model: Transformer, layout: Layout, keys: dict[str, object]) -> Layou
         other = replace(layout, **keys)  # type: ignore[arg-type]
         other.check_model(model)
     except UsageError:
-        return None  # a change that the model cannot take is no remedy
+        return None  # the model cannot be split in this way
     return other
