@@ -262,8 +262,8 @@ def _depth(given: str | None) -> tuple[str, int] | None:
 def _measure(argv: list[str]) -> int:
     from headway.plan.input.plan_file import read_calibration, read_node
     from headway.plan.machine.calibration import save_calibration
-    from headway.plan.tracer.measurement_table import print_measurement
     from headway.plan.tracer.measurement import measure_module
+    from headway.plan.tracer.measurement_table import print_measurement
 
     options = parse(MeasureOptions, _with_factory(argv), verb="plan measure")
     node = None if options.node is None else read_node(options.node)
