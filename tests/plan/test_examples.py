@@ -15,13 +15,17 @@ import headway.plan
 from headway.cli import plan as verb
 from headway.plan.input.plan_file import parse_plan
 
-MODULES = [m.name for m in pkgutil.iter_modules(headway.plan.__path__) if not m.ispkg]
+MODULES = [
+    module.name
+    for module in pkgutil.walk_packages(headway.plan.__path__, "headway.plan.", onerror=lambda _: None)
+    if not module.name.startswith(("headway.plan.tracer.process", "headway.plan.tracer.probe"))  # these import torch
+]
 PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples(name: str) -> None:
-    module = importlib.import_module(f"headway.plan.{name}")
+    module = importlib.import_module(name)
     assert doctest.testmod(module).failed == 0
 
 
