@@ -37,7 +37,7 @@ def test_nvml_and_torch_see_the_same_gpu() -> None:
 
 def test_the_doctor_finds_the_gpu_good() -> None:
     check = checks.gpus(
-        detect(), read_driver(), torch_cuda=probes.torch_cuda(), device_files=probes.gpu_files()
+        detect(), read_driver(), torch_cuda=probes.torch_cuda(), device_files=probes.count_gpu_files()
     )
     assert check.verdict == "ok", check
 

@@ -116,8 +116,8 @@ def test_the_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["presets"], "there is no plan verb or file 'presets'"),
         (["none.yaml"], "cannot read none.yaml"),
-        (["preset", "gpt9"], "there is no preset 'gpt9'"),
-        (["preset", "gpt2", "--node", "h200"], "there is no node 'h200'"),
+        (["preset", "gpt9"], "'gpt9' is not a valid preset"),
+        (["preset", "gpt2", "--node", "h200"], "'h200' is not a valid node"),
         (["preset", "gpt2", "--tp", "5"], "layout.tp is 5, which does not divide model.heads"),
         (["module", "x.py:f", "--extrapolate", "96"], "there is no file x.py"),
         (["import-dlcalc", "none.yaml"], "cannot read none.yaml"),

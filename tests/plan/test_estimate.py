@@ -72,11 +72,11 @@ def test_little_room_is_said() -> None:
     layout = replace(FSDP, microbatch=2, global_batch=16, recompute="sac")
     tight = Node.of(device={"memory_GB": 93, "hbm_GBps": 3350, "bf16": 989}, gpus=8)
     plan = estimate(LLAMA, layout, tight)
-    assert plan.fits and "little room" in plan.verdict
+    assert plan.fits and "little margin" in plan.verdict
 
 
 def test_unknown_answer_offers_the_nearest() -> None:
-    with pytest.raises(UsageError, match=r"no answer 'time.stop' \(did you mean 'time.step'"):
+    with pytest.raises(UsageError, match=r"'time.stop' is not a valid answer \(did you mean 'time.step'"):
         estimate(LLAMA, FSDP, H200).explain("time.stop")
 
 

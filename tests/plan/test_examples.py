@@ -18,7 +18,9 @@ from headway.plan.input.plan_file import parse_plan
 MODULES = [
     module.name
     for module in pkgutil.walk_packages(headway.plan.__path__, "headway.plan.", onerror=lambda _: None)
-    if not module.name.startswith(("headway.plan.tracer.process", "headway.plan.tracer.probe"))  # these import torch
+    if not module.name.startswith(
+        ("headway.plan.tracer.process", "headway.plan.tracer.probe")
+    )  # these import torch
 ]
 PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
 

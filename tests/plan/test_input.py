@@ -20,20 +20,29 @@ GOOD = {"model": "gpt2", "node": "h200-sxm8", "layout": {"global_batch": 8}}
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"node": "h200-sxm9"}, r"no node 'h200-sxm9' \(did you mean 'h200-sxm8'.*valid: aws-p4d"),
+        (
+            {"node": "h200-sxm9"},
+            r"'h200-sxm9' is not a valid node \(did you mean 'h200-sxm8'.*valid: aws-p4d",
+        ),
         ({"node": 5}, "node is 5; expected a mapping"),
         ({"node": {"gpus": 8}}, "node has no device"),
-        ({"node": {"device": "a100-sxm-81"}}, r"node.device is 'a100-sxm-81' \(did you mean 'a100-sxm-80'"),
+        (
+            {"node": {"device": "a100-sxm-81"}},
+            r"'a100-sxm-81' is not a valid value of node.device \(did you mean 'a100-sxm-80'",
+        ),
         ({"node": {"device": {"memory_GB": 80}}}, "node.device has no hbm_GBps"),
         ({"node": {"device": "a100-sxm-80", "gpus": -8}}, "node.gpus is -8"),
         ({"node": {"device": "a100-sxm-80", "inter_Gbps": -8}}, "node.inter_Gbps is -8"),
-        ({"model": "gpt5"}, "no preset 'gpt5'"),
+        ({"model": "gpt5"}, "'gpt5' is not a valid preset"),
         ({"model": {"layers": 2, "hidden": 64}}, "model has no 'heads'; it needs layers, hidden, heads"),
         (
             {"model": {"preset": "gpt2", "layer": 2}},
-            r"model has the unknown key 'layer' \(did you mean 'layers'",
+            r"'layer' is not a valid key of model \(did you mean 'layers'",
         ),
-        ({"model": {"preset": "gpt2", "tied": "maybe"}}, "model.tied is 'maybe'; valid: True, False"),
+        (
+            {"model": {"preset": "gpt2", "tied": "maybe"}},
+            "'maybe' is not a valid value of model.tied; valid: True, False",
+        ),
         (
             {"layout": {"tp": 5}},
             r"layout.tp is 5, which does not divide model.heads \(12\); valid: 1, 2, 3, 4, 6, 12",
@@ -42,11 +51,14 @@ GOOD = {"model": "gpt2", "node": "h200-sxm8", "layout": {"global_batch": 8}}
             {"layout": {"dp": 3, "global_batch": 8}},
             r"multiple of dp x microbatch \(3 x 1\); valid: multiples of 3",
         ),
-        ({"layout": {"dp": -1}}, "layout.dp is -1; expected a whole number of at least 1"),
+        ({"layout": {"dp": -1}}, "layout.dp is -1; expected an integer of at least 1"),
         ({"layout": {"dp": 1.5}}, "layout.dp is 1.5"),
-        ({"layout": {"zero": 4}}, "layout.zero is 4; valid: 0, 1, 2, 3"),
-        ({"layout": {"zero": True}}, "layout.zero is True"),
-        ({"layout": {"precision": "bf17"}}, r"layout.precision is 'bf17' \(did you mean 'bf16'"),
+        ({"layout": {"zero": 4}}, "4 is not a valid value of layout.zero; valid: 0, 1, 2, 3"),
+        ({"layout": {"zero": True}}, "True is not a valid value of layout.zero"),
+        (
+            {"layout": {"precision": "bf17"}},
+            r"'bf17' is not a valid value of layout.precision \(did you mean 'bf16'",
+        ),
         ({"layout": {"vpp": 2, "pp": 2, "global_batch": 3}}, "interleaved schedule needs"),
         ({"layout": {"pp": 13, "global_batch": 13}}, r"layout.pp x vpp is 13, more than model.layers \(12\)"),
         ({"layout": {"ep": 2, "dp": 2, "global_batch": 2}}, "the model has no experts; valid: 1"),
@@ -54,7 +66,7 @@ GOOD = {"model": "gpt2", "node": "h200-sxm8", "layout": {"global_batch": 8}}
         ({"layout": []}, r"layout is \[\]; expected a mapping"),
         ({"job": {"tokens": -1}}, "job.tokens is -1; expected a number above 0"),
         ({"job": {"tokens": "many"}}, "job.tokens is 'many'"),
-        ({"jobs": {}}, r"unknown key 'jobs' \(did you mean 'job'"),
+        ({"jobs": {}}, r"'jobs' is not a valid key of .* \(did you mean 'job'"),
         ({"search": {"gpus": 8}}, "search has no 'global_batch'"),
         ({"calibration": {"matrix": -1}}, "calibration.matrix is -1"),
     ],
@@ -78,8 +90,8 @@ def test_missing_keys_are_named(key: str) -> None:
         ("model: !!python/object/apply:os.system [echo]", "has the tag tag:yaml.org,2002:python"),
         ("a: &x [1]\nb: *x", "has an alias"),
         ("[1, 2]", "expected a mapping"),
-        ("a: [", "is not YAML"),
-        ("a: 1\n--- \nb: 2", "is not YAML"),
+        ("a: [", "is not valid YAML"),
+        ("a: 1\n--- \nb: 2", "is not valid YAML"),
         ("x: " + "[" * 5000, "nested more than 20 levels deep"),
         ("a: [" + "1, " * 30_000 + "1]", "more than 20,000 entries"),
         ("1: 2", "expected a mapping of names"),
@@ -106,14 +118,14 @@ def test_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="Is a directory"):
         read_plan_file(tmp_path)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UsageError, match="is not text"):
+    with pytest.raises(UsageError, match="is not UTF-8 text"):
         read_plan_file(tmp_path / "binary.yaml")
 
 
 def test_numbers_in_scientific_notation_are_numbers(tmp_path: Path) -> None:
     file = tmp_path / "plan.yaml"
     file.write_text("model: gpt2\nnode: h200-sxm8\njob: {tokens: 1e12}\n")
-    assert read_plan_file(file).job.tokens == 1e12
+    assert read_plan_file(file).workload.tokens == 1e12
 
 
 def test_own_node_and_model() -> None:
@@ -178,7 +190,7 @@ def test_dlcalc_sample_is_imported() -> None:
     [
         ("n_layers: 80, ", "", "model has no 'n_layers'"),
         ("selective", "some", "valid: none, no, selective"),
-        ("p4d.24xlarge", "trn1n.32xlarge", "hardware.node_type is 'trn1n.32xlarge'"),
+        ("p4d.24xlarge", "trn1n.32xlarge", "'trn1n.32xlarge' is not a valid value of hardware.node_type"),
         ("tp: 8", "tp: 7", "does not divide model.heads"),
     ],
 )

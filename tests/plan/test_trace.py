@@ -149,7 +149,9 @@ def test_a_module_that_looks_at_its_data_falls_back_to_states() -> None:
 
 
 def test_a_factory_that_raises_is_quoted() -> None:
-    with pytest.raises(UsageError, match=r"nothing is known of it: RuntimeError: no such weights \(zoo.py:"):
+    with pytest.raises(
+        UsageError, match=r"could not be traced or built: RuntimeError: no such weights \(zoo.py:"
+    ):
         hw.plan.trace(f"{ZOO}:broken", f"{ZOO}:float_batch")
 
 
@@ -161,7 +163,7 @@ def test_a_module_without_a_loss_is_noted() -> None:
 @pytest.mark.parametrize(
     ("factory", "sentence"),
     [
-        ("zoo", "names no function; expected FILE.py:function"),
+        ("zoo", "does not name a function; expected FILE.py:function"),
         ("missing.py:make", "there is no file missing.py"),
         (f"{ZOO}:mkae", "has no function 'mkae'; it has make"),
         (f"{ZOO}:wrong", "returned int; expected a module"),
@@ -176,7 +178,7 @@ def test_references_that_lead_nowhere(factory: str, sentence: str) -> None:
 def test_functions_must_be_found_again() -> None:
     with pytest.raises(UsageError, match="outside other functions"):
         hw.plan.trace(lambda: None)
-    with pytest.raises(UsageError, match=r"precision is 'fp7'.*valid: amp"):
+    with pytest.raises(UsageError, match=r"'fp7' is not a valid value of precision.*valid: amp"):
         hw.plan.trace(f"{ZOO}:plain", precision="fp7")
 
 

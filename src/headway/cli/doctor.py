@@ -13,7 +13,7 @@ from rich.text import Text
 
 from headway.cli.parser import parse
 from headway.cli.screen import console
-from headway.doctor.checks import Check, Report, examine
+from headway.doctor.checks import CheckResult, MachineReport, examine
 
 _STYLES = {"ok": "green", "warn": "yellow", "bad": "bold red"}
 
@@ -46,13 +46,13 @@ def main(argv: list[str]) -> int:
     return 1 if report.verdict == "bad" else 0
 
 
-def line(check: Check) -> str:
+def line(check: CheckResult) -> str:
     """A check as one line of plain text."""
     advice = f"  -> {check.advice}" if check.advice else ""
     return f"{check.verdict:<4}  {check.name:<12}  {check.detail}{advice}"
 
 
-def table(report: Report) -> Table:
+def table(report: MachineReport) -> Table:
     """The report for a terminal."""
     made = Table(title=f"headway doctor on {report.host}", box=None, title_justify="left", show_header=False)
     made.add_column(no_wrap=True)

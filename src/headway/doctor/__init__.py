@@ -1,1 +1,19 @@
-"""Check: is this machine fit to train? Checks, probes and a canary job. No torch at import."""
+"""Is this machine fit to train? `examine` runs all checks and returns a `MachineReport` (`headway doctor` prints it).
+
+`checks` has the verdicts, `probes` the facts behind them, `canary` the job that tests links. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headway import lazy
+
+if TYPE_CHECKING:
+    from headway.doctor.checks import (
+        CheckResult as CheckResult,
+        MachineReport as MachineReport,
+        examine as examine,
+    )
+
+__getattr__, __dir__, __all__ = lazy.exports(__name__)

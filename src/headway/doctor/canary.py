@@ -1,6 +1,6 @@
-"""A small job that shows whether ranks on this machine can talk: `headway run -m headway.doctor.canary FILE`.
+"""A small job that tests the links between ranks on this machine: `headway run -m headway.doctor.canary FILE DEVICE`.
 
-The first rank writes what `check_interconnect` found to FILE, as JSON.
+Rank 0 writes the result of `check_interconnect` to FILE, as JSON.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def main(file: str, device: str) -> None:
-    """Joins the other ranks on `device`, tries every link, and writes the result."""
+    """Joins the other ranks on `device`, tests every link, and writes the result."""
     from headway import dist
     from headway.dist.topology.interconnect import check_interconnect
 

@@ -1,7 +1,7 @@
-"""Is this machine fit to train? Small checks, each with a verdict and, where something is amiss, the remedy.
+"""Checks whether this machine is fit to train. Each check has a verdict and, unless it is ok, advice.
 
-A check is a function from facts to a `Check`; `examine` gathers the facts of this machine, by `headway.doctor.probes`
-where that takes more than a line. A machine on which torch cannot be imported is examined as well.
+A check is a function from facts to a `CheckResult`; `examine` collects the facts, most of them with
+`headway.doctor.probes`. It also works on a machine on which torch cannot be imported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import psutil
 
 from headway import schedulers
 from headway.doctor import probes
-from headway.doctor.probes import Answer
+from headway.doctor.probes import ProgramOutput
 from headway.schedulers.base import Health
 from headway.system.limits import filesystem_type, resource_limits, usable_cpus
 
@@ -34,8 +34,8 @@ _GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check:
-    """One line of the report: `warn` may cost speed or safety, `bad` stops runs; `advice` says what to do."""
+class CheckResult:
+    """One line of the report. `warn`: may cost speed or safety; `bad`: runs will fail; `advice`: what to do."""
 
     name: str
     verdict: Verdict
@@ -44,75 +44,82 @@ class Check:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
-    """What the doctor found; `topology` is None where torch cannot be imported."""
+class MachineReport:
+    """The results of all checks; `topology` is None if torch cannot be imported."""
 
     host: str
-    checks: Sequence[Check]
+    checks: Sequence[CheckResult]
     topology: Topology | None
 
     @property
     def verdict(self) -> Verdict:
-        """The worst of all checks."""
+        """The worst verdict of all checks."""
         found = {check.verdict for check in self.checks}
         return "bad" if "bad" in found else "warn" if "warn" in found else "ok"
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values, for JSON."""
+        """Returns plain values for JSON."""
         return {"verdict": self.verdict, **asdict(self)}
 
 
-def examine(*, root: Path, canary: bool = True) -> Report:
-    """Examines this machine. `root` is where runs are to be written; `canary` starts ranks that try their links."""
-    checks = [python(sys.version_info[:3]), packages(probes.required(), probes.installed(probes.required()))]
+def examine(*, root: Path, canary: bool = True) -> MachineReport:
+    """Runs all checks. `root` is where runs will be written; `canary` starts ranks that test their links."""
+    required = probes.required_versions()
+    checks = [python(sys.version_info[:3]), packages(required, probes.installed_versions(required))]
     topology: Topology | None = None
     try:
         import torch  # noqa: F401
-    except (ImportError, OSError) as error:  # OSError: a library that torch needs is missing or broken
+    except (ImportError, OSError) as error:  # OSError: a shared library of torch is missing or broken
         checks.append(_bad("torch", f"cannot be imported: {error}", "pip install --force-reinstall torch"))
     else:
-        from headway.dist.topology import machine as topologies, nvml
+        from headway.dist.topology.machine import detect
+        from headway.dist.topology.nvml import read_driver
 
-        topology = topologies.detect()
-        checks += machine(topology, nvml.read_driver())
+        topology = detect()
+        checks += machine(topology, read_driver())
     checks += [*system(), *run_root(root), *launchers()]
     if canary and topology is not None:
         checks.append(interconnect(probes.visible_gpus(len(topology.gpus), os.environ)))
-    return Report(host=os.uname().nodename, checks=checks, topology=topology)
+    return MachineReport(host=os.uname().nodename, checks=checks, topology=topology)
 
 
-def _ok(name: str, detail: str) -> Check:
-    return Check(name=name, verdict="ok", detail=detail)
+def _ok(name: str, detail: str) -> CheckResult:
+    return CheckResult(name=name, verdict="ok", detail=detail)
 
 
-def _warn(name: str, detail: str, advice: str) -> Check:
-    return Check(name=name, verdict="warn", detail=detail, advice=advice)
+def _warn(name: str, detail: str, advice: str) -> CheckResult:
+    return CheckResult(name=name, verdict="warn", detail=detail, advice=advice)
 
 
-def _bad(name: str, detail: str, advice: str) -> Check:
-    return Check(name=name, verdict="bad", detail=detail, advice=advice)
+def _bad(name: str, detail: str, advice: str) -> CheckResult:
+    return CheckResult(name=name, verdict="bad", detail=detail, advice=advice)
 
 
 # ---- software
 
 
-def python(version: tuple[int, ...]) -> Check:
+def python(version: tuple[int, ...]) -> CheckResult:
+    """Checks the version of Python."""
     text = ".".join(map(str, version))
     if version < (3, 11):
         return _bad("python", text, "headway needs Python 3.11 or newer")
     return _ok("python", f"{text} at {sys.executable}")
 
 
-def packages(required: Mapping[str, str], installed: Mapping[str, str]) -> Check:
-    """`required`: the oldest version of each package that will do; `installed`: the versions that are there."""
+def packages(required: Mapping[str, str], installed: Mapping[str, str]) -> CheckResult:
+    """Checks the versions of packages; `required` has the oldest supported ones."""
     if not required:
         return _warn(
             "packages",
-            "headway runs from its source, uninstalled: what it needs was not checked",
+            "headway is not installed as a package, so its dependencies are not known",
             "pip install -e .",
         )
     missing = [name for name in required if name not in installed]
-    old = [name for name in installed if probes.numbers(installed[name]) < probes.numbers(required[name])]
+    old = [
+        name
+        for name in installed
+        if probes.version_numbers(installed[name]) < probes.version_numbers(required[name])
+    ]
     if missing or old:
         wrong = [f"{name} is missing" for name in missing] + [
             f"{name} {installed[name]} is too old" for name in old
@@ -125,9 +132,9 @@ def packages(required: Mapping[str, str], installed: Mapping[str, str]) -> Check
 # ---- GPUs, links, network
 
 
-def machine(topology: Topology, driver: Driver | None) -> Iterator[Check]:
-    """What topology and driver say."""
-    yield gpus(topology, driver, torch_cuda=probes.torch_cuda(), device_files=probes.gpu_files())
+def machine(topology: Topology, driver: Driver | None) -> Iterator[CheckResult]:
+    """Checks GPUs, links, network and CPUs."""
+    yield gpus(topology, driver, torch_cuda=probes.torch_cuda(), device_files=probes.count_gpu_files())
     if len(topology.gpus) > 1:
         yield gpu_links(topology)
     if topology.ports:
@@ -136,29 +143,32 @@ def machine(topology: Topology, driver: Driver | None) -> Iterator[Check]:
     yield cpus(usable_cpus(), os.cpu_count() or 1, gpus=len(topology.gpus))
 
 
-def gpus(topology: Topology, driver: Driver | None, *, torch_cuda: str | None, device_files: int) -> Check:
-    """`torch_cuda`: the CUDA version that torch is built with; `device_files`: how many GPUs /dev shows."""
+def gpus(
+    topology: Topology, driver: Driver | None, *, torch_cuda: str | None, device_files: int
+) -> CheckResult:
+    """Checks GPUs. `torch_cuda`: the CUDA version that torch was built with; `device_files`: GPUs in /dev."""
     if driver is None or not topology.gpus:
         if device_files:
-            detail = f"/dev shows {device_files}, but the driver does not answer"
-            return _bad("GPUs", detail, "see nvidia-smi; after an update of the driver, restart the machine")
-        return _ok("GPUs", "none by NVIDIA; training uses the CPU")
+            detail = f"/dev has {device_files}, but the driver does not respond"
+            return _bad("GPUs", detail, "run nvidia-smi; after a driver update, restart the machine")
+        return _ok("GPUs", "no NVIDIA GPU; training uses the CPU")
     names = ", ".join(dict.fromkeys(gpu.name for gpu in topology.gpus))
     memory = min(gpu.memory for gpu in topology.gpus) / _GIB
     own = f", {memory:.0f} GiB" if memory else ""
     detail = f"{len(topology.gpus)} x {names}{own}, driver {driver.version}"
     if torch_cuda is None:
         return _bad(
-            "GPUs", f"{detail}; torch is built without CUDA", "install a torch with CUDA: see pytorch.org"
+            "GPUs", f"{detail}; torch was built without CUDA", "install torch with CUDA: see pytorch.org"
         )
-    if driver.cuda[0] < probes.numbers(torch_cuda)[0]:
+    if driver.cuda[0] < probes.version_numbers(torch_cuda)[0]:
         newest = ".".join(map(str, driver.cuda))
-        detail = f"{detail} runs CUDA up to {newest}, and torch is built with {torch_cuda}"
-        return _bad("GPUs", detail, f"update the driver, or install a torch for CUDA {driver.cuda[0]}")
+        detail = f"{detail} supports CUDA up to {newest}, but torch was built with {torch_cuda}"
+        return _bad("GPUs", detail, f"update the driver, or install torch for CUDA {driver.cuda[0]}")
     return _ok("GPUs", f"{detail}, torch with CUDA {torch_cuda}")
 
 
-def gpu_links(topology: Topology) -> Check:
+def gpu_links(topology: Topology) -> CheckResult:
+    """Checks that all pairs of GPUs have the same number of NVLinks."""
     from headway.dist.topology.machine import describe_gpus
 
     switched = [link for link in topology.links if link.via == "switch"]
@@ -166,18 +176,19 @@ def gpu_links(topology: Topology) -> Check:
     weak = [f"{link.a}-{link.b} ({link.count} of {most})" for link in switched if link.count < most]
     if weak:
         detail = f"some pairs have fewer NVLinks: {', '.join(weak[:4])}"
-        return _warn("GPU links", detail, "see nvidia-smi nvlink --status, and tell the site")
+        return _warn("GPU links", detail, "run nvidia-smi nvlink --status, and report it to the site")
     return _ok("GPU links", describe_gpus(topology))
 
 
-def infiniband(topology: Topology, *, locked_memory: int) -> Check:
+def infiniband(topology: Topology, *, locked_memory: int) -> CheckResult:
+    """Checks InfiniBand ports, and the limit on locked memory that RDMA needs."""
     from headway.dist.topology.machine import describe_ports
 
     detail = describe_ports(topology)
     down = [str(port) for port in topology.ports if not port.active]
     if down:
         return _warn(
-            "InfiniBand", f"{detail}; down: {', '.join(down)}", "see ibstat; unused ports do no harm"
+            "InfiniBand", f"{detail}; down: {', '.join(down)}", "run ibstat; unused ports are harmless"
         )
     if locked_memory != resource.RLIM_INFINITY:
         detail = f"{detail}; locked memory is limited to {locked_memory / 2**20:.0f} MiB"
@@ -185,58 +196,61 @@ def infiniband(topology: Topology, *, locked_memory: int) -> Check:
     return _ok("InfiniBand", detail)
 
 
-def host_name(topology: Topology, *, cluster: bool) -> Check:
+def host_name(topology: Topology, *, cluster: bool) -> CheckResult:
+    """Checks that the host name resolves to an address that other nodes can reach."""
     if topology.address is None:
-        detail = f"{topology.host} resolves to nothing; ranks will use the loopback"
+        detail = f"{topology.host} does not resolve; ranks will use the loopback"
         return _warn("host name", detail, f"add '127.0.1.1 {topology.host}' to /etc/hosts")
     if cluster and ip_address(topology.address).is_loopback:
-        detail = f"{topology.host} resolves to {topology.address}, where other nodes cannot reach it"
-        return _warn(
-            "host name", detail, "set GLOO_SOCKET_IFNAME, if headway does not find the right interface"
-        )
+        detail = f"{topology.host} resolves to {topology.address}, which other nodes cannot reach"
+        return _warn("host name", detail, "set GLOO_SOCKET_IFNAME if headway chooses the wrong interface")
     return _ok("host name", f"{topology.host} resolves to {topology.address}")
 
 
 # ---- the system
 
 
-def system() -> Iterator[Check]:
-    """Memory and limits."""
+def system() -> Iterator[CheckResult]:
+    """Checks memory and limits."""
     memory = psutil.virtual_memory()
     yield host_memory(memory.total, memory.available, limit=resource_limits().memory)
-    yield shared_memory(probes.size_of(Path("/dev/shm")))
+    yield shared_memory(probes.filesystem_bytes(Path("/dev/shm")))
     yield open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
 
 
-def cpus(usable: int, total: int, *, gpus: int) -> Check:
+def cpus(usable: int, total: int, *, gpus: int) -> CheckResult:
+    """Checks that there are CPUs enough for data loading."""
     detail = f"{usable} of {total} usable" if usable < total else f"{total}"
     if gpus and usable < 2 * gpus:
-        advice = "loading data needs more: ask for them (--cpus-per-task), or check taskset"
+        advice = "data loading needs more: request them (--cpus-per-task), or check taskset"
         return _warn("CPUs", f"{detail}, for {gpus} GPUs", advice)
     return _ok("CPUs", detail)
 
 
-def host_memory(total: int, available: int, *, limit: int | None) -> Check:
+def host_memory(total: int, available: int, *, limit: int | None) -> CheckResult:
+    """Checks the free memory; `limit` is that of the control group."""
     detail = f"{available / _GIB:.1f} of {total / _GIB:.1f} GiB free"
     if limit is not None and limit < total:
         detail, available = f"{detail}, this process may use {limit / _GIB:.1f}", min(available, limit)
     if available < 2 * _GIB:
         return _warn(
-            "memory", detail, "a rank takes about 1 GiB before its model: free some, or ask for more (--mem)"
+            "memory", detail, "a rank needs about 1 GiB before its model: free some, or request more (--mem)"
         )
     return _ok("memory", detail)
 
 
-def shared_memory(size: int | None) -> Check:
-    remedy = "data workers pass batches through it: docker run --shm-size=8g, or --ipc=host"
+def shared_memory(size: int | None) -> CheckResult:
+    """Checks the size of /dev/shm."""
+    advice = "data workers pass batches through it: docker run --shm-size=8g, or --ipc=host"
     if size is None:
-        return _bad("/dev/shm", "is not there", remedy)
+        return _bad("/dev/shm", "does not exist", advice)
     if size < _GIB:
-        return _warn("/dev/shm", f"{size / 2**20:.0f} MiB", remedy)
+        return _warn("/dev/shm", f"{size / 2**20:.0f} MiB", advice)
     return _ok("/dev/shm", f"{size / _GIB:.1f} GiB")
 
 
-def open_files(soft: int, hard: int) -> Check:
+def open_files(soft: int, hard: int) -> CheckResult:
+    """Checks the limit on open files."""
     if soft == resource.RLIM_INFINITY:
         return _ok("open files", "no limit")
     if soft < 4096:
@@ -248,97 +262,97 @@ def open_files(soft: int, hard: int) -> Check:
 # ---- where runs are written
 
 
-def run_root(root: Path) -> list[Check]:
-    """Can runs be written here, is there room, is a safe write fast, does the file server know the time?"""
-    folder = probes.nearest_folder(root)
+def run_root(root: Path) -> list[CheckResult]:
+    """Checks where runs will be written: permission, free space, time of an fsync, clock."""
+    directory = probes.nearest_directory(root)
     try:
-        writing = probes.try_writing(folder)
+        written = probes.measure_write(directory)
     except OSError as error:
-        detail = f"{folder} cannot be written: {error.strerror}"
+        detail = f"{directory} cannot be written: {error.strerror}"
         return [_bad("run root", detail, "choose another: headway doctor --root PATH")]
     return [
-        place(root, filesystem_type(folder) or "unknown", free=shutil.disk_usage(folder).free),
-        safe_write(writing.fsync_seconds),
-        clock(writing.clock_skew),
+        run_root_disk(root, filesystem_type(directory) or "unknown", free=shutil.disk_usage(directory).free),
+        fsync_time(written.fsync_s),
+        clock(written.clock_skew_s),
     ]
 
 
-def place(root: Path, kind: str, *, free: int) -> Check:
+def run_root_disk(root: Path, kind: str, *, free: int) -> CheckResult:
+    """Checks type and free space of the file system for runs."""
     detail = f"{root.absolute()} on {kind}, {free / _GIB:.0f} GiB free"
     if free < _GIB:
-        return _bad("run root", detail, "checkpoints will not fit: free some space, or choose another --root")
+        return _bad("run root", detail, "checkpoints will not fit: free space, or choose another --root")
     if kind in ("tmpfs", "ramfs", "overlay"):
         return _warn(
-            "run root", detail, "this does not outlive the machine or container: choose another --root"
+            "run root", detail, "its content is lost with the machine or container: choose another --root"
         )
     if free < 20 * _GIB:
         return _warn("run root", detail, "a few checkpoints of a large model may fill it")
     return _ok("run root", detail)
 
 
-def safe_write(seconds: float) -> Check:
-    detail = f"{seconds * 1000:.1f} ms to write a small file safely"
+def fsync_time(seconds: float) -> CheckResult:
+    """Checks the time of a small write with fsync."""
+    detail = f"{seconds * 1000:.1f} ms to write a small file with fsync"
     if seconds > 0.1:
-        return _warn(
-            "fsync", detail, "checkpoints will be slow here: a local or parallel file system is faster"
-        )
+        return _warn("fsync", detail, "checkpoints will be slow: a local or parallel file system is faster")
     return _ok("fsync", detail)
 
 
-def clock(skew: float) -> Check:
-    """`skew`: seconds by which the file system's clock is ahead of ours."""
+def clock(skew: float) -> CheckResult:
+    """Checks the clock; `skew`: seconds by which the file system's clock is ahead of this machine's."""
     if abs(skew) > 2:
         side = "ahead of" if skew > 0 else "behind"
         detail = f"the file server's clock is {abs(skew):.0f} s {side} this machine's"
         return _warn(
-            "clock", detail, "live runs may look dead: ask the site to synchronise clocks (chrony, ntp)"
+            "clock",
+            detail,
+            "running runs may be listed as lost: ask the site to synchronize clocks (chrony, ntp)",
         )
     return _ok("clock", "agrees with the file system's")
 
 
-# ---- other programs
+# ---- schedulers and launchers
 
 
-def launchers() -> Iterator[Check]:
-    """Who else can start ranks here."""
+def launchers() -> Iterator[CheckResult]:
+    """Checks schedulers and MPI."""
     for each in schedulers.shipped():
         yield scheduler(each.label, each.health(os.environ))
-    mpirun = probes.ask("mpirun", "--version") or probes.ask("mpiexec", "--version")
-    yield mpi(mpirun, probes.installed(["mpi4py"]).get("mpi4py"))
+    mpirun = probes.run_program("mpirun", "--version") or probes.run_program("mpiexec", "--version")
+    yield mpi(mpirun, probes.installed_versions(["mpi4py"]).get("mpi4py"))
 
 
-def scheduler(label: str, health: Health | None) -> Check:
-    """Whether a scheduler can be used from here."""
+def scheduler(label: str, health: Health | None) -> CheckResult:
+    """Checks whether a scheduler can be used from this machine."""
     if health is None:
-        return _ok(label, "not here")
+        return _ok(label, "not installed")
     return _ok(label, health.line) if health.good else _warn(label, health.line, health.advice)
 
 
-def mpi(version: Answer | None, mpi4py: str | None) -> Check:
-    """`version`: what `mpirun --version` says."""
+def mpi(version: ProgramOutput | None, mpi4py: str | None) -> CheckResult:
+    """Checks MPI; `version` is the output of `mpirun --version`."""
     if version is None:
-        return _ok("MPI", "not here")
+        return _ok("MPI", "not installed")
     if not version.good:
-        return _warn("MPI", version.line, "if you mean to use it, load the site's MPI module")
+        return _warn("MPI", version.line, "to use MPI, load the site's MPI module")
     return _ok("MPI", f"{version.line}, mpi4py {mpi4py or 'not installed'}")
 
 
-def interconnect(gpus: int) -> Check:
-    """Runs ranks that send each other known bytes: one for each GPU, or two on the CPU where there are fewer."""
-    processes, device = (gpus, "cuda") if gpus > 1 else (2, "cpu")
+def interconnect(gpus: int) -> CheckResult:
+    """Tests the links between ranks with known bytes: one rank per GPU, or two on the CPU if there is at most one."""
+    nproc, device = (gpus, "cuda") if gpus > 1 else (2, "cpu")
     try:
-        facts = probes.canary(processes, device)
+        facts = probes.run_canary(nproc, device)
     except RuntimeError as error:
-        command = f"headway run --nproc {processes} -m headway.doctor.canary /dev/stdout {device}"
+        command = f"headway run --nproc {nproc} -m headway.doctor.canary /dev/stdout {device}"
         return _bad(
-            "interconnect", f"{processes} ranks on {device} failed: {error}", f"see it fail: {command}"
+            "interconnect", f"{nproc} ranks on {device} failed: {error}", f"to reproduce it, run: {command}"
         )
     problems = "; ".join(facts["problems"])
     if facts["verdict"] == "wrong":
-        return _bad("interconnect", problems, "do not train here: show these lines to the site")
-    if facts["verdict"] == "slow" and device == "cuda":  # CPUs with other work make any link look slow
-        return _warn("interconnect", problems, "if the machine is idle, show these lines to the site")
+        return _bad("interconnect", problems, "do not train on this machine: report these lines to the site")
+    if facts["verdict"] == "slow" and device == "cuda":  # on busy CPUs every link is slow
+        return _warn("interconnect", problems, "if the machine is idle, report these lines to the site")
     speed = min(link["gigabytes_per_second"] for link in facts["links"])
-    return _ok(
-        "interconnect", f"{processes} ranks on {device}: all bytes right, slowest link {speed:.1f} GB/s"
-    )
+    return _ok("interconnect", f"{nproc} ranks on {device}: all bytes correct, slowest link {speed:.1f} GB/s")

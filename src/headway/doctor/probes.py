@@ -1,4 +1,4 @@
-"""Facts about this machine that take more than a line to get at. Nothing here judges: see `headway.doctor.checks`."""
+"""Facts about this machine, without a verdict: those are in `headway.doctor.checks`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-_ANSWER_TIMEOUT = 10.0
-_CANARY_TIMEOUT = 180.0
+_PROGRAM_TIMEOUT_S = 10.0
+_CANARY_TIMEOUT_S = 180.0
 
 
-def required() -> dict[str, str]:
-    """headway's core dependencies and the oldest version of each, as its package says; none if it is not installed."""
+def required_versions() -> dict[str, str]:
+    """Returns the oldest supported version of each core dependency; empty if headway is not installed."""
     try:
         lines = [line for line in metadata.requires("headway") or [] if "extra ==" not in line]
     except metadata.PackageNotFoundError:
@@ -32,8 +32,8 @@ def required() -> dict[str, str]:
     return dict(line.split(">=", 1) for line in lines if ">=" in line)
 
 
-def installed(names: Iterable[str]) -> dict[str, str]:
-    """The versions of those packages that are there, without importing them."""
+def installed_versions(names: Iterable[str]) -> dict[str, str]:
+    """Returns the versions of those packages that are installed, without importing them."""
     found = {}
     for name in names:
         try:
@@ -43,10 +43,10 @@ def installed(names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version, to compare by.
+def version_numbers(version: str) -> tuple[int, ...]:
+    """Returns the leading numbers of a version, for comparison.
 
-    >>> numbers("2.13.0+cpu") > numbers("2.9")
+    >>> version_numbers("2.13.0+cpu") > version_numbers("2.9")
     True
     """
     match = re.match(r"\d+(\.\d+)*", version)
@@ -54,7 +54,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def torch_cuda() -> str | None:
-    """The CUDA version that torch is built with, from its files: importing torch takes seconds, and may fail."""
+    """Returns the CUDA version that torch was built with, without importing torch: that takes seconds and may fail."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -64,85 +64,86 @@ def torch_cuda() -> str | None:
     return value if isinstance(value, str) else None
 
 
-def gpu_files() -> int:
-    """How many GPUs the kernel shows, whether or not the driver answers."""
+def count_gpu_files() -> int:
+    """Returns the number of GPUs in /dev, whether or not the driver responds."""
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def visible_gpus(found: int, environ: Mapping[str, str]) -> int:
-    """How many of the machine's GPUs a process with these variables may use."""
+    """Returns how many of the machine's GPUs a process with these environment variables may use."""
     if "CUDA_VISIBLE_DEVICES" not in environ:
         return found
     names = [name for name in environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip() not in ("", "-1")]
     return min(found, len(names))
 
 
-def size_of(folder: Path) -> int | None:
-    """The size of the file system at `folder`, None if there is none."""
-    return shutil.disk_usage(folder).total if folder.is_dir() else None
+def filesystem_bytes(directory: Path) -> int | None:
+    """Returns the size of the file system at `directory`, None if the directory does not exist."""
+    return shutil.disk_usage(directory).total if directory.is_dir() else None
 
 
-def nearest_folder(path: Path) -> Path:
-    """The folder itself, or the nearest one above that exists."""
+def nearest_directory(path: Path) -> Path:
+    """Returns the path itself, or the nearest parent that exists."""
     path = path.absolute()
-    return next(folder for folder in (path, *path.parents) if folder.exists())
+    return next(each for each in (path, *path.parents) if each.exists())
 
 
 @dataclass(frozen=True, kw_only=True)
-class Writing:
-    """How writing went: the median time of a small safe write, and how far the file system's clock is ahead."""
+class WriteTest:
+    """Result of test writes: the median time of a small write with fsync, and the file system's clock skew."""
 
-    fsync_seconds: float
-    clock_skew: float
+    fsync_s: float
+    clock_skew_s: float
+    """seconds by which the file system's clock is ahead of this machine's"""
 
 
-def try_writing(folder: Path) -> Writing:
-    """Writes a few small files and removes them again; raises OSError where that is not possible."""
+def measure_write(directory: Path) -> WriteTest:
+    """Writes and removes a few small files; raises OSError if that fails."""
     seconds = []
     for _ in range(5):
-        with tempfile.TemporaryFile(dir=folder) as file:
+        with tempfile.TemporaryFile(dir=directory) as file:
             start = time.perf_counter()
             file.write(bytes(4096))
             file.flush()
             os.fsync(file.fileno())
             seconds.append(time.perf_counter() - start)
             skew = os.fstat(file.fileno()).st_mtime - time.time()
-    return Writing(fsync_seconds=statistics.median(seconds), clock_skew=skew)
+    return WriteTest(fsync_s=statistics.median(seconds), clock_skew_s=skew)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What a program answered: whether it did so without complaint, and the first fact that it printed."""
+class ProgramOutput:
+    """Output of a program: whether it exited with 0, and its first informative line."""
 
     good: bool
     line: str
 
 
-def ask(*command: str) -> Answer | None:
-    """A program's answer, None if it is not installed."""
+def run_program(*command: str, timeout_s: float = _PROGRAM_TIMEOUT_S) -> ProgramOutput | None:
+    """Runs a program and returns its output, None if it is not installed."""
     if shutil.which(command[0]) is None:
         return None
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_TIMEOUT, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
-        return Answer(good=False, line=f"no answer within {_ANSWER_TIMEOUT:.0f} s")
+        return ProgramOutput(good=False, line=f"no output within {timeout_s:.0f} s")
     lines = (done.stdout + done.stderr).strip().splitlines() or [f"exit code {done.returncode}"]
-    first = lines[:2] if lines[0].endswith(":") else lines[:1]  # a heading says nothing by itself
-    return Answer(good=done.returncode == 0, line=" ".join(" ".join(first).split()))
+    first = lines[:2] if lines[0].endswith(":") else lines[:1]  # a heading alone has no information
+    return ProgramOutput(good=done.returncode == 0, line=" ".join(" ".join(first).split()))
 
 
-def canary(processes: int, device: str) -> dict[str, Any]:
-    """What ranks on this machine found when they talked to each other; RuntimeError says why they could not."""
-    with tempfile.TemporaryDirectory(prefix="headway-") as folder:
-        file = Path(folder, "interconnect.json")
-        command = [sys.executable, "-m", "headway", "run", "--nproc", str(processes)]
+def run_canary(nproc: int, device: str) -> dict[str, Any]:
+    """Starts ranks on this machine that test their links; returns the result. RuntimeError if the job fails."""
+    with tempfile.TemporaryDirectory(prefix="headway-") as directory:
+        file = Path(directory, "interconnect.json")
+        command = [sys.executable, "-m", "headway", "run", "--nproc", str(nproc)]
         command += ["-m", "headway.doctor.canary", str(file), device]
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=_CANARY_TIMEOUT, check=False
+                command, capture_output=True, text=True, timeout=_CANARY_TIMEOUT_S, check=False
             )
         except subprocess.TimeoutExpired:
-            raise RuntimeError(f"no result after {_CANARY_TIMEOUT:.0f} s") from None
+            raise RuntimeError(f"no result after {_CANARY_TIMEOUT_S:.0f} s") from None
         if done.returncode:
             lines = done.stderr.strip().splitlines() or ["no output"]
             raise RuntimeError(f"exit code {done.returncode}: {lines[-1].strip()}")

@@ -1,4 +1,4 @@
-"""The doctor: right verdicts from facts, a remedy for everything that is amiss, and a real look at this machine."""
+"""The doctor: correct verdicts from facts, advice for every verdict that is not ok, and the facts of this machine."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from headway.cli import doctor as command, main as headway
 from headway.dist.topology.machine import GpuLink, Port, Topology
 from headway.dist.topology.nvml import Driver, Gpu
 from headway.doctor import checks as doctor, probes
-from headway.doctor.checks import Check, Report
-from headway.doctor.probes import Answer
+from headway.doctor.checks import CheckResult, MachineReport
+from headway.doctor.probes import ProgramOutput
 from headway.schedulers.base import Health
 
 GIB = 2**30
@@ -52,7 +52,7 @@ VERDICTS = [
     (doctor.packages({"torch": "2.11"}, {"torch": "2.9.1"}), "bad", "torch 2.9.1 is too old"),
     (doctor.packages({"torch": "2.11", "rich": "0.9"}, {"torch": "2.11"}), "bad", "rich is missing"),
     (doctor.gpus(BARE, None, torch_cuda=None, device_files=0), "ok", "training uses the CPU"),
-    (doctor.gpus(BARE, None, torch_cuda="12.8", device_files=8), "bad", "/dev shows 8"),
+    (doctor.gpus(BARE, None, torch_cuda="12.8", device_files=8), "bad", "/dev has 8"),
     (doctor.gpus(ONE, DRIVER, torch_cuda="12.8", device_files=1), "ok", "1 x H100, 80 GiB, driver 570.86"),
     (
         doctor.gpus(ONE, DRIVER, torch_cuda="12.9", device_files=1),
@@ -71,7 +71,7 @@ VERDICTS = [
         "down: mlx5_0 port 1",
     ),
     (doctor.host_name(BARE, cluster=True), "ok", "10.0.0.5"),
-    (doctor.host_name(replace(BARE, address=None), cluster=False), "warn", "resolves to nothing"),
+    (doctor.host_name(replace(BARE, address=None), cluster=False), "warn", "does not resolve"),
     (doctor.host_name(replace(BARE, address="127.0.1.1"), cluster=False), "ok", "127.0.1.1"),
     (doctor.host_name(replace(BARE, address="127.0.1.1"), cluster=True), "warn", "cannot reach"),
     (doctor.cpus(64, 64, gpus=8), "ok", "64"),
@@ -80,36 +80,40 @@ VERDICTS = [
     (doctor.host_memory(64 * GIB, 32 * GIB, limit=None), "ok", "32.0 of 64.0 GiB free"),
     (doctor.host_memory(64 * GIB, GIB, limit=None), "warn", "1.0 of 64.0"),
     (doctor.host_memory(64 * GIB, 32 * GIB, limit=GIB), "warn", "may use 1.0"),
-    (doctor.shared_memory(None), "bad", "not there"),
+    (doctor.shared_memory(None), "bad", "does not exist"),
     (doctor.shared_memory(64 << 20), "warn", "64 MiB"),
     (doctor.shared_memory(GIB), "ok", "1.0 GiB"),
     (doctor.open_files(1024, 524288), "warn", "at most 1024"),
     (doctor.open_files(4096, 4096), "ok", "at most 4096"),
     (doctor.open_files(NO_LIMIT, NO_LIMIT), "ok", "no limit"),
-    (doctor.place(Path("/runs"), "lustre", free=900 * GIB), "ok", "/runs on lustre, 900 GiB free"),
-    (doctor.place(Path("/runs"), "tmpfs", free=900 * GIB), "warn", "tmpfs"),
-    (doctor.place(Path("/runs"), "nfs4", free=5 * GIB), "warn", "5 GiB free"),
-    (doctor.place(Path("/runs"), "tmpfs", free=GIB // 2), "bad", "0 GiB free"),
-    (doctor.safe_write(0.005), "ok", "5.0 ms"),
-    (doctor.safe_write(0.2), "warn", "200.0 ms"),
+    (doctor.run_root_disk(Path("/runs"), "lustre", free=900 * GIB), "ok", "/runs on lustre, 900 GiB free"),
+    (doctor.run_root_disk(Path("/runs"), "tmpfs", free=900 * GIB), "warn", "tmpfs"),
+    (doctor.run_root_disk(Path("/runs"), "nfs4", free=5 * GIB), "warn", "5 GiB free"),
+    (doctor.run_root_disk(Path("/runs"), "tmpfs", free=GIB // 2), "bad", "0 GiB free"),
+    (doctor.fsync_time(0.005), "ok", "5.0 ms"),
+    (doctor.fsync_time(0.2), "warn", "200.0 ms"),
     (doctor.clock(0.01), "ok", "agrees"),
     (doctor.clock(-30.0), "warn", "30 s behind"),
     (doctor.clock(30.0), "warn", "30 s ahead"),
-    (doctor.scheduler("SLURM", None), "ok", "not here"),
+    (doctor.scheduler("SLURM", None), "ok", "not installed"),
     (doctor.scheduler("SLURM", Health(good=True, line="is UP")), "ok", "is UP"),
     (doctor.scheduler("SLURM", Health(good=False, line="is DOWN", advice="ask")), "warn", "is DOWN"),
-    (doctor.mpi(None, None), "ok", "not here"),
-    (doctor.mpi(Answer(good=True, line="mpirun (Open MPI) 5.0"), None), "ok", "5.0, mpi4py not installed"),
-    (doctor.mpi(Answer(good=False, line="error while loading"), "4.0"), "warn", "error while loading"),
+    (doctor.mpi(None, None), "ok", "not installed"),
+    (
+        doctor.mpi(ProgramOutput(good=True, line="mpirun (Open MPI) 5.0"), None),
+        "ok",
+        "5.0, mpi4py not installed",
+    ),
+    (doctor.mpi(ProgramOutput(good=False, line="error while loading"), "4.0"), "warn", "error while loading"),
 ]
 
 
 @pytest.mark.parametrize(
     ("check", "verdict", "said"), VERDICTS, ids=lambda value: getattr(value, "name", None)
 )
-def test_verdicts(check: Check, verdict: str, said: str) -> None:
+def test_verdicts(check: CheckResult, verdict: str, said: str) -> None:
     assert (check.verdict, said in check.detail) == (verdict, True), check
-    assert bool(check.advice) == (verdict != "ok")  # whatever is amiss comes with a remedy
+    assert bool(check.advice) == (verdict != "ok")  # every verdict that is not ok has advice
 
 
 def test_the_remedy_for_packages_can_be_pasted() -> None:
@@ -125,8 +129,8 @@ def test_an_uninstalled_headway_is_said_and_does_not_stop_the_doctor() -> None:
     ("verdicts", "worst"), [(["ok"], "ok"), (["ok", "warn"], "warn"), (["bad", "warn", "ok"], "bad")]
 )
 def test_the_worst_check_decides(verdicts: list[str], worst: str) -> None:
-    checks = [Check(name="x", verdict=verdict, detail="") for verdict in verdicts]  # type: ignore[arg-type]
-    assert Report(host="box", checks=checks, topology=None).verdict == worst
+    checks = [CheckResult(name="x", verdict=verdict, detail="") for verdict in verdicts]  # type: ignore[arg-type]
+    assert MachineReport(host="box", checks=checks, topology=None).verdict == worst
 
 
 # ---- facts about this machine
@@ -134,11 +138,11 @@ def test_the_worst_check_decides(verdicts: list[str], worst: str) -> None:
 
 def test_requirements_are_those_of_the_package() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert {f"{name}>={version}" for name, version in probes.required().items()} == set(
+    assert {f"{name}>={version}" for name, version in probes.required_versions().items()} == set(
         project["dependencies"]
     )
-    assert probes.installed(probes.required()).keys() == probes.required().keys()
-    assert probes.installed(["no-such-package"]) == {}
+    assert probes.installed_versions(probes.required_versions()).keys() == probes.required_versions().keys()
+    assert probes.installed_versions(["no-such-package"]) == {}
 
 
 def test_torchs_cuda_is_read_without_torch() -> None:
@@ -153,15 +157,19 @@ def test_visible_gpus(variable: str | None, visible: int) -> None:
     assert probes.visible_gpus(8, {} if variable is None else {"CUDA_VISIBLE_DEVICES": variable}) == visible
 
 
-def test_programs_answer_fail_hang_or_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert probes.ask("no-such-program") is None
-    assert probes.ask("sh", "-c", "echo one; echo two") == Answer(good=True, line="one")
+def test_programs_answer_fail_hang_or_are_missing() -> None:
+    assert probes.run_program("no-such-program") is None
+    assert probes.run_program("sh", "-c", "echo one; echo two") == ProgramOutput(good=True, line="one")
     heading = "printf 'HYDRA build details:\\n  Version:   4.3\\n  CC: gcc\\n'"
-    assert probes.ask("sh", "-c", heading) == Answer(good=True, line="HYDRA build details: Version: 4.3")
-    assert probes.ask("sh", "-c", "echo trouble >&2; exit 3") == Answer(good=False, line="trouble")
-    assert probes.ask("false") == Answer(good=False, line="exit code 1")
-    monkeypatch.setattr(probes, "_ANSWER_TIMEOUT", 0.2)
-    assert probes.ask("sleep", "60") == Answer(good=False, line="no answer within 0 s")
+    assert probes.run_program("sh", "-c", heading) == ProgramOutput(
+        good=True, line="HYDRA build details: Version: 4.3"
+    )
+    assert probes.run_program("sh", "-c", "echo trouble >&2; exit 3") == ProgramOutput(
+        good=False, line="trouble"
+    )
+    assert probes.run_program("false") == ProgramOutput(good=False, line="exit code 1")
+    hung = probes.run_program("sleep", "60", timeout_s=0.2)
+    assert hung == ProgramOutput(good=False, line="no output within 0 s")
 
 
 def test_the_run_root_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
@@ -185,7 +193,7 @@ def test_a_run_root_that_cannot_be_written_is_bad(tmp_path: Path) -> None:
 def test_two_ranks_of_this_machine_talk() -> None:
     check = doctor.interconnect(gpus=1)
     assert check.verdict == "ok", check
-    assert re.fullmatch(r"2 ranks on cpu: all bytes right, slowest link \d+\.\d GB/s", check.detail)
+    assert re.fullmatch(r"2 ranks on cpu: all bytes correct, slowest link \d+\.\d GB/s", check.detail)
 
 
 def test_a_canary_that_dies_is_bad_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,11 +220,11 @@ def test_verdicts_of_the_canary(monkeypatch: pytest.MonkeyPatch, found: str, gpu
     """Links that are wrong, and GPUs, cannot be had here; `check_interconnect` itself is tested with real ranks."""
     asked: list[tuple[int, str]] = []
 
-    def canary(processes: int, device: str) -> dict[str, object]:
-        asked.append((processes, device))
+    def run_canary(nproc: int, device: str) -> dict[str, object]:
+        asked.append((nproc, device))
         return wrong_or_slow(found)
 
-    monkeypatch.setattr(probes, "canary", canary)
+    monkeypatch.setattr(probes, "run_canary", run_canary)
     check = doctor.interconnect(gpus)
     assert check.verdict == verdict
     assert ("rank 0 -> rank 1: trouble" in check.detail) == (verdict != "ok")
@@ -247,7 +255,7 @@ def test_bad_means_exit_code_1_and_json_has_the_facts(capsys: pytest.CaptureFixt
 def test_the_table_shows_every_check_and_remedy() -> None:
     checks = [check for check, _, _ in VERDICTS]
     screen = Console(file=io.StringIO(), width=400, force_terminal=True)
-    screen.print(command.table(Report(host="box", checks=checks, topology=None)))
+    screen.print(command.table(MachineReport(host="box", checks=checks, topology=None)))
     assert isinstance(screen.file, io.StringIO)
     shown = screen.file.getvalue()
     assert all(check.detail in shown and check.advice in shown for check in checks)
