@@ -38,7 +38,7 @@ MISTAKES = [
     ("runs -n -3", "'-3' is not a whole number of 0 or more"),
     ("runs samples", "required: RUN, --step"),
     ("compare", "required: RUN"),
-    ("compare nosuch", "'nosuch' means no run"),
+    ("compare nosuch", "'nosuch' matches no run"),
     ("doctor --rot x", "did you mean --root?"),
     ("verify-resume missing.py", "there is no file 'missing.py'"),
     ("verify-resume --nproc 0 train.py", "--nproc 0: at least one process is needed"),

@@ -29,7 +29,7 @@ from headway.launcher.program import JobFile, Program
 from headway.run.status import note_end, status
 from headway.schedulers.base import Queue
 from headway.system.locks import ProcessIdentity
-from headway.watch.runs import rows
+from headway.watch.runs import summarize
 
 WORK = """
 import os, signal, sys, time
@@ -255,7 +255,7 @@ def test_a_pipeline_in_a_function_trains_in_the_jobs_directory_and_goes_on(work:
     job.resume()
     assert job.result() == str(job.run.path)
     assert [attempt["status"] for attempt in job.run.info()["attempts"]] == ["stopped", "done"]
-    (row,) = rows([job.run])
+    (row,) = summarize([job.run])
     assert (row.status.state, row.step, row.attempts) == ("done", 8, 2)
     assert not (tmp_path / "elsewhere").exists()
     assert job.run.config_file.read_text() == "epochs: 2\n"

@@ -11,7 +11,7 @@ from headway.errors import StorageError, UsageError
 from headway.launcher.code import snapshot
 from headway.launcher.sweep import arguments, grid, join, label, member
 from headway.run import Run
-from headway.watch.runs import resolve, rows
+from headway.watch.runs import resolve, summarize
 
 
 def test_grid_keeps_order_and_spelling() -> None:
@@ -115,7 +115,7 @@ def test_here_one_after_the_other_from_one_copy(project: Path, capsys: pytest.Ca
     assert [(run.path / "said").read_text() for run in runs] == [
         f"--seed {seed} --lr={lr}" for lr in (1, 2) for seed in (7, 8)
     ]
-    assert [row.status.state for row in rows(runs)] == ["failed", "failed", "done", "done"]
+    assert [row.status.state for row in summarize(runs)] == ["failed", "failed", "done", "done"]
     said = capsys.readouterr().err
     assert "headway: 3 of 4: lr=2 seed=7 in " in said and f"headway compare {runs[0].path}" in said
     assert "left out" not in said, "that runs are not copied is no news"
@@ -126,7 +126,7 @@ def test_ctrl_c_ends_all_of_them(project: Path) -> None:
     (project / "train.py").write_text("import sys; sys.exit(130)")  # as a rank leaves that was interrupted
     assert main(["run", "--array", "lr=1,2", "train.py"]) == 130
     runs = resolve([label_of(project)])
-    assert [row.status.state for row in rows(runs)] == ["interrupted", "new"]
+    assert [row.status.state for row in summarize(runs)] == ["interrupted", "new"]
 
 
 def test_a_sweep_that_cannot_begin_leaves_nothing(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,8 @@ from headway.run.status import note_end, status
 from headway.schedulers.base import Queue
 from headway.schedulers.slurm.queue import ticket as slurm_ticket
 from headway.system.locks import ProcessIdentity
-from headway.watch import compare as comparing, runs as listing
-from headway.watch.compare import compare
+from headway.watch import comparison as comparing, runs as listing
+from headway.watch.comparison import compare
 
 NOBODY = Queue()
 
@@ -81,19 +81,21 @@ def test_a_killed_owner_is_not_alive(run: Run) -> None:
 
 def test_a_heartbeat_elsewhere_is_looked_at_twice(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.begin_attempt(world={})
-    monkeypatch.setattr(listing, "_LOOK_AGAIN", 0.01)
     with run.lock():
         owner = lock.newest_owner(run.path / "lock")
     assert owner
     file = run.path / "lock" / "owner-00001.json"
     elsewhere = dataclasses.replace(owner, machine="another", host="n7", released=False, beat=3)
     file.write_bytes(elsewhere.record())
-    (row,) = listing.rows([run], queue=NOBODY)
-    assert row.status.state == "lost" and row.status.why == "on n7, by its last heartbeat: silent now"
+    (row,) = listing.summarize([run], queue=NOBODY, heartbeat_wait_s=0.01)
+    assert (
+        row.status.state == "lost"
+        and row.status.why == "on n7, by its last heartbeat, which does not change any more"
+    )
     monkeypatch.setattr(
         listing.time, "sleep", lambda _: file.write_bytes(dataclasses.replace(elsewhere, beat=4).record())
     )
-    (row,) = listing.rows([run], queue=NOBODY)
+    (row,) = listing.summarize([run], queue=NOBODY, heartbeat_wait_s=0.01)
     assert row.status.state == "running"
 
 
@@ -182,7 +184,7 @@ def test_a_job_whose_process_is_gone_or_elsewhere(run: Run) -> None:
 def test_damaged_files_do_not_hide_the_run(run: Run) -> None:
     for path in (run.submission_file, run.ended_file, run.failure_file, run.metrics_file(0), run.sweep_file):
         path.write_bytes(b"{")
-    (row,) = listing.rows([run], queue=NOBODY)
+    (row,) = listing.summarize([run], queue=NOBODY, heartbeat_wait_s=0.01)
     assert row.status.state == "new" and row.step is None
 
 
@@ -285,7 +287,7 @@ def test_side_by_side(pair: list[Run], capsys: pytest.CaptureFixture[str]) -> No
     assert json.loads(capsys.readouterr().out)[0]["metrics"]["val/loss"]["best"] == 0.5
     assert main(["compare", pair[0].id, "--metric", "nope"]) == 2
     assert (
-        "none of these runs has a metric 'nope'; there are: val/loss, lr, val/accuracy"
+        "'nope' is not a valid metric of these runs; valid: val/loss, lr, val/accuracy"
         in capsys.readouterr().err
     )
 
@@ -296,8 +298,8 @@ def test_no_more_are_read_than_are_asked_for(run: Run, monkeypatch: pytest.Monke
     for each in runs:
         note_end(each, 0)
     read: list[Run] = []
-    row = listing._row
-    monkeypatch.setattr(listing, "_row", lambda each, *facts: read.append(each) or row(each, *facts))
+    row = listing._summary
+    monkeypatch.setattr(listing, "_summary", lambda each, *facts: read.append(each) or row(each, *facts))
     assert [found.run for found in listing.select(run.path.parent, most=1)] == [runs[-1]] == read
     assert len(listing.select(run.path.parent, states=["done"], most=2)) == 2
 
@@ -305,7 +307,7 @@ def test_no_more_are_read_than_are_asked_for(run: Run, monkeypatch: pytest.Monke
 def test_the_best_is_a_number_and_validation_comes_first() -> None:
     values = [(1, math.nan), (2, 0.5), (3, math.inf), (4, -math.inf), (5, 0.25), (6, "nan")]
     assert [comparing._metric(values, better).best_step for better in ("min", "max")] == [5, 2]
-    chosen = comparing._choice([{"train/loss": [], "val/accuracy": [], "lr": [], "val/loss": []}])
+    chosen = comparing._default_metrics([{"train/loss": [], "val/accuracy": [], "lr": [], "val/loss": []}])
     assert list(chosen.items()) == [("val/loss", "min"), ("val/accuracy", "max"), ("train/loss", "min")]
 
 
@@ -330,9 +332,9 @@ def test_a_sweep_stands_for_its_runs(
     assert listing.resolve([runs[2].id, runs[2].id[-4:]]) == [runs[2]]
     assert listing.resolve(["s-"]) == runs
     Run.create("runs", name="s")
-    with pytest.raises(UsageError, match="'s-' means 5 runs"):
+    with pytest.raises(UsageError, match="'s-' matches 5 runs"):
         listing.resolve(["s-"])
-    with pytest.raises(UsageError, match="'zz' means no run"):
+    with pytest.raises(UsageError, match="'zz' matches no run"):
         listing.resolve(["zz"])
     assert main(["compare", runs[0].id]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -365,4 +367,4 @@ def test_squeue_and_sacct_in_their_own_words(
     assert main(["runs", "--root", str(run.path.parent)]) == 0
     shown = capsys.readouterr()
     assert run.id in shown.out
-    assert "Unable to contact; what follows is from the run directories alone" in shown.err
+    assert "Unable to contact; the states below are from the run directories alone" in shown.err

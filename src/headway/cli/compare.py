@@ -12,7 +12,7 @@ from headway.cli.parser import Parser
 from headway.cli.screen import console, number
 from headway.errors import DONE
 from headway.system.text import format_duration
-from headway.watch.compare import Compared, Metric, compare
+from headway.watch.comparison import Metric, RunComparison, compare
 from headway.watch.runs import resolve
 
 _EXAMPLES = """\
@@ -40,13 +40,13 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     compared = compare(resolve(options.runs, options.root), metrics=options.metric)
     if options.json:
-        print(json.dumps([run.plain() for run in compared], indent=2))
+        print(json.dumps([run.to_dict() for run in compared], indent=2))
     else:
         _show(compared, console())
     return DONE
 
 
-def _show(compared: Sequence[Compared], screen: Console) -> None:
+def _show(compared: Sequence[RunComparison], screen: Console) -> None:
     """One line per run; of up to three runs, one column each."""
     settings = list(dict.fromkeys(name for run in compared for name in run.settings))
     metrics = list(compared[0].metrics)
@@ -55,9 +55,9 @@ def _show(compared: Sequence[Compared], screen: Console) -> None:
         [
             _name(run, compared),
             *(_shortened(str(run.settings.get(name, "-"))) for name in settings),
-            run.row.status.state,
-            number(run.row.step),
-            format_duration(run.row.seconds),
+            run.summary.status.state,
+            number(run.summary.step),
+            format_duration(run.summary.seconds),
             *(_metric(run.metrics[name]) for name in metrics),
         ]
         for run in compared
@@ -77,12 +77,12 @@ def _show(compared: Sequence[Compared], screen: Console) -> None:
         screen.print(Text(f"metrics: last, best @ its step{more}", "dim"), soft_wrap=True)
 
 
-def _name(run: Compared, among: Sequence[Compared]) -> str:
+def _name(run: RunComparison, among: Sequence[RunComparison]) -> str:
     """As much of an id as tells the runs apart; what is printed can be given to any verb."""
     if len(among) <= 3:
-        return run.row.run.id
-    short = [each.row.run.id[-4:] for each in among]
-    return run.row.run.id[-4:] if len(set(short)) == len(short) else run.row.run.id
+        return run.summary.run.id
+    short = [each.summary.run.id[-4:] for each in among]
+    return run.summary.run.id[-4:] if len(set(short)) == len(short) else run.summary.run.id
 
 
 def _metric(metric: Metric) -> str:

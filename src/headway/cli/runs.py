@@ -18,7 +18,7 @@ from headway.launcher.sweep import label
 from headway.run.status import State
 from headway.system.log import logger
 from headway.system.text import format_duration
-from headway.watch.runs import Row, select
+from headway.watch.runs import RunSummary, select
 
 _EXAMPLES = """\
 examples:
@@ -57,16 +57,16 @@ def main(argv: list[str]) -> int:
     parser.add_json()
     options = parser.parse_args(argv)
     rows = select(
-        options.root, states=options.state, name=options.name, most=options.most or None, tell=logger.warning
+        options.root, states=options.state, name=options.name, most=options.most or None, warn=logger.warning
     )
     if options.json:
-        print(json.dumps([row.plain() for row in rows], indent=2))
+        print(json.dumps([row.to_dict() for row in rows], indent=2))
     else:
         _show(rows, options.root)
     return DONE
 
 
-def _show(rows: Sequence[Row], root: str) -> None:
+def _show(rows: Sequence[RunSummary], root: str) -> None:
     screen = console()
     if not rows:
         screen.print(f"no such runs in {root}")
@@ -91,7 +91,7 @@ def _show(rows: Sequence[Row], root: str) -> None:
 _HEAD = ("run", "state", "step", "time", "job", "made", "tries")
 
 
-def _cells(row: Row, now: datetime) -> tuple[str, ...]:
+def _cells(row: RunSummary, now: datetime) -> tuple[str, ...]:
     return (
         row.run.id,
         row.status.state,

@@ -1,14 +1,14 @@
-"""Many runs at a glance: what `headway runs` lists and `headway compare` sets side by side.
+"""Summaries of runs: what `headway runs` lists and `headway compare` shows side by side.
 
-Everything is read from the run directories, each file once; the scheduler is asked once for all of them.
+Everything is read from the run directories, each file once. The scheduler is queried once for all runs.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,33 +20,33 @@ from headway.launcher import sweep
 from headway.run import Run, lock, runs_under
 from headway.run.status import Status, read_json, status
 from headway.schedulers.base import JobIds, Queue
+from headway.system import jsonlines
 
-_TAIL = 16_384  # bytes from the end of a metrics file: a few rows at least
-_LOOK_AGAIN = 2.5 * lock.BEAT
+_HEARTBEAT_WAIT_S = 2.5 * lock.BEAT
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One run, in the facts that people ask for first."""
+class RunSummary:
+    """The most important facts about one run."""
 
     run: Run
     status: Status
     created: datetime
     started: datetime | None
-    """of the last attempt"""
+    """start of the last attempt"""
     seconds: float
-    """that its attempts have run, all together"""
+    """total time of all attempts"""
     attempts: int
     step: int | None
     job: str | None
-    """the scheduler's number, or host and pid"""
+    """the scheduler's job number, or host and pid"""
     sweep: sweep.Member | None
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """the last row that the root wrote"""
+    """the newest row of rank 0"""
 
-    def plain(self) -> dict[str, Any]:
-        """For programs."""
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain values for JSON."""
         return {
             "id": self.run.id,
             "name": self.run.name,
@@ -64,29 +64,34 @@ class Row:
         }
 
 
-def rows(
-    runs: Sequence[Run], *, queue: Queue | None = None, tell: Callable[[str], object] = lambda _: None
-) -> list[Row]:
-    """Looks at each run; at those whose only sign of life is a heartbeat elsewhere it looks twice.
+def summarize(
+    runs: Sequence[Run],
+    *,
+    queue: Queue | None = None,
+    warn: Callable[[str], object] = lambda _: None,
+    heartbeat_wait_s: float = _HEARTBEAT_WAIT_S,
+) -> list[RunSummary]:
+    """Summarizes runs. `warn` gets a line if a scheduler does not answer.
 
-    >>> [(row.run.id, row.status.state) for row in rows(runs_under("runs"))]
+    A run on another machine is known by its heartbeat only: it counts as running if the heartbeat changes within
+    `heartbeat_wait_s` seconds.
+
+    >>> [(summary.run.id, summary.status.state) for summary in summarize(runs_under("runs"))]
     [('digits-2026.11.15-14.30-x7k2', 'running')]
     """
     submitted = [read_json(run.submission_file) or {} for run in runs]
     if queue is None:
         queue = schedulers.queue(map(JobIds.from_submission, submitted))
     if queue.note:
-        tell(f"{queue.note}; what follows is from the run directories alone")
-    found = [_row(run, queue, facts) for run, facts in zip(runs, submitted, strict=True)]
-    doubtful = [row.run for row in found if row.status.state == "running" and not row.status.certain]
-    if not doubtful:
+        warn(f"{queue.note}; the states below are from the run directories alone")
+    found = [_summary(run, queue, facts) for run, facts in zip(runs, submitted, strict=True)]
+    uncertain = [each.run for each in found if each.status.state == "running" and not each.status.certain]
+    if not uncertain:
         return found
-    before = {run.path: _beat(run) for run in doubtful}
-    time.sleep(_LOOK_AGAIN)
-    return [
-        _silenced(row) if row.run.path in before and _beat(row.run) == before[row.run.path] else row
-        for row in found
-    ]
+    before = {run.path: _heartbeat(run) for run in uncertain}
+    time.sleep(heartbeat_wait_s)
+    lost = {run.path for run in uncertain if _heartbeat(run) == before[run.path]}
+    return [_as_lost(each) if each.run.path in lost else each for each in found]
 
 
 def select(
@@ -96,38 +101,44 @@ def select(
     name: str | None = None,
     most: int | None = None,
     queue: Queue | None = None,
-    tell: Callable[[str], object] = lambda _: None,
-) -> list[Row]:
-    """The runs under a root, newest first, of these states and that name; `tell` gets a line about each damaged one."""
+    warn: Callable[[str], object] = lambda _: None,
+) -> list[RunSummary]:
+    """Summarizes the runs under a root, the newest first, in these states and of this name.
+
+    `warn` gets a line about each run that cannot be read.
+    """
     if not Path(root).is_dir():
         raise UsageError(
-            f"there is no folder {str(root)!r} with runs in it; give another: headway runs --root DIR"
+            f"there is no directory {str(root)!r}; give the directory of the runs: headway runs --root DIR"
         )
     wanted = set(states)
-    runs = runs_under(root, name=name, tell=tell)
-    if not wanted:  # then the newest are known before anything is read of them
+    runs = runs_under(root, name=name, tell=warn)
+    if not wanted:  # the order is known from the names: read only the newest
         runs = runs[:most]
-    found = [row for row in rows(runs, queue=queue, tell=tell) if not wanted or row.status.state in wanted]
+    found = summarize(runs, queue=queue, warn=warn)
+    found = [each for each in found if not wanted or each.status.state in wanted]
     return found[:most]
 
 
 def resolve(places: Sequence[str], root: str | os.PathLike[str] = "runs") -> list[Run]:
-    """The runs that people mean: by path, or by id, its beginning or its end; a sweep stands for its runs."""
-    meant = [run for place in places for run in _meant(place, root)]
-    return list({run.path: run for run in meant}.values())
+    """Finds runs by path, by id, or by the beginning or end of an id. The first run of a sweep means all its runs."""
+    found = [run for place in places for run in _resolve_one(place, root)]
+    return list({run.path: run for run in found}.values())
 
 
-def _meant(place: str, root: str | os.PathLike[str]) -> list[Run]:
+def _resolve_one(place: str, root: str | os.PathLike[str]) -> list[Run]:
     if Path(place, "run.json").exists():
         first = Run.open(place)
     else:
         here = [run for run in runs_under(root) if run.id.startswith(place) or run.id.endswith(f"-{place}")]
         sweeps = {member.sweep for run in here if (member := sweep.member(run))}
         if len(here) > 1 and len(sweeps) == 1 and all(sweep.member(run) for run in here):
-            here = here[-1:]  # one sweep, named by what its runs have in common
+            here = here[-1:]  # one sweep, named by the common part of its ids
         if len(here) != 1:
-            what = f"{len(here)} runs" if here else "no run"
-            raise UsageError(f"{place!r} means {what}: give a path, or more of an id, of a run in {root}")
+            count = f"{len(here)} runs" if here else "no run"
+            raise UsageError(
+                f"{place!r} matches {count} in {root}; give the path of a run, or more of its id"
+            )
         first = here[0]
     member = sweep.member(first)
     if member is None or member.sweep != first.id:
@@ -136,12 +147,12 @@ def _meant(place: str, root: str | os.PathLike[str]) -> list[Run]:
     return [run for found, run in sorted(members, key=lambda pair: pair[0].index) if found.sweep == first.id]
 
 
-def _row(run: Run, queue: Queue, submitted: Mapping[str, Any]) -> Row:
+def _summary(run: Run, queue: Queue, submitted: Mapping[str, Any]) -> RunSummary:
     info = run.info()
     attempts = info["attempts"]
     now = status(run, queue, info)
     last = last_metrics(run)
-    return Row(
+    return RunSummary(
         run=run,
         status=now,
         created=datetime.fromisoformat(info["created"]),
@@ -156,7 +167,7 @@ def _row(run: Run, queue: Queue, submitted: Mapping[str, Any]) -> Row:
 
 
 def _seconds(attempt: Mapping[str, Any], now: Status) -> float:
-    """How long an attempt took, or has taken. One that was cut off has no end: what is not known counts nothing."""
+    """Seconds of an attempt so far. An attempt that was killed has no end, and counts as 0."""
     begin = datetime.fromisoformat(attempt["started"])
     if attempt["ended"]:
         return (datetime.fromisoformat(attempt["ended"]) - begin).total_seconds()
@@ -172,33 +183,26 @@ def _job(submitted: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]]) ->
     return f"{facts['host']}:{facts['pid']}" if facts else None
 
 
-def _beat(run: Run) -> int | None:
+def _heartbeat(run: Run) -> int | None:
     owner = lock.newest_owner(run.path / "lock")
     return owner.beat if owner else None
 
 
-def _silenced(row: Row) -> Row:
-    why = f"{row.status.why}: silent now"
-    return replace(row, status=Status(state="lost", why=why))
+def _as_lost(summary: RunSummary) -> RunSummary:
+    why = f"{summary.status.why}, which does not change any more"
+    return replace(summary, status=Status(state="lost", why=why))
 
 
 def last_metrics(run: Run) -> dict[str, Any]:
-    """The last whole row of the root's metrics; empty if there is none."""
-    try:
-        with run.metrics_file(0).open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
-            lines = file.read().split(b"\n")[:-1]  # what follows the last newline is half-written
-    except OSError:
-        return {}
-    return next(metric_rows(reversed(lines)), {})
+    """Returns the newest row of rank 0's metrics file that has metrics; empty if there is none."""
+    return next(filter(_has_metrics, jsonlines.read_reversed(run.metrics_file(0))), {})
 
 
-def metric_rows(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """The rows with metrics among the lines of a metrics file; what a kill or a full disk cut off is passed over."""
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and "metrics" in row:
-            yield row
+def metric_rows(run: Run) -> Iterator[dict[str, Any]]:
+    """Yields the rows of rank 0's metrics file that have metrics, in the order of writing."""
+    with suppress(OSError):  # no metrics yet
+        yield from filter(_has_metrics, jsonlines.read(run.metrics_file(0)))
+
+
+def _has_metrics(row: Mapping[str, Any]) -> bool:
+    return "metrics" in row

@@ -1,4 +1,4 @@
-"""Which samples were in a step of a run? Asked of its ledger, at any time later; needs neither torch nor the data."""
+"""Finds which samples were in a step of a run, from its ledger: at any later time, without torch or the data."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from headway.run import Run
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Samples:
-    """What one step was made of."""
+class StepSamples:
+    """The samples of one step, and its row in the ledger."""
 
     row: Row
     samples: list[str]
     """of all ranks, in the order of the global batch"""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Returns plain values for JSON."""
         return asdict(self)
 
 
-def samples_of(run: Run, step: int) -> Samples:
-    """The samples of a step, as the attempt that counts has seen them.
+def samples_of(run: Run, step: int) -> StepSamples:
+    """Returns the samples of a step, in the last attempt that ran it.
 
     >>> samples_of(Run.open("runs/digits-2026.11.15-14.30-x7k2"), 37).samples
     ['4711', '12', '903', ...]
@@ -37,13 +37,13 @@ def samples_of(run: Run, step: int) -> Samples:
     if row is None:
         steps = found.last
         known = f"it has steps {min(steps)} to {max(steps)}" if steps else "it has no step yet"
-        raise UsageError(f"the ledger of {run.id} has no step {step}: {known}")
+        raise UsageError(f"the ledger of {run.id} has no step {step}; {known}")
     if not row.batches:
         raise UsageError(
-            f"the batches of step {step} of {run.id} came from a loader that does not know its samples: use "
+            f"step {step} of {run.id} used a data loader that does not record its samples; use "
             "hw.data.DataLoader or hw.data.ShardLoader"
         )
     samples = [
         name for order, start, stop in row.batches for name in Which(found.orders[order]).words(start, stop)
     ]
-    return Samples(row=row, samples=samples)
+    return StepSamples(row=row, samples=samples)

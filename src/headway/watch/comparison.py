@@ -1,4 +1,4 @@
-"""Runs side by side: the settings in which they differ, where they stand, and how good they became."""
+"""Compares runs: the settings in which they differ, their states, and their metrics."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, Literal, final
 
 import yaml
 
-from headway.errors import UsageError
+from headway.errors import unknown_name
 from headway.run import Run
 from headway.run.plain import leaves
-from headway.watch.runs import Row, metric_rows, rows
+from headway.watch.runs import RunSummary, metric_rows, summarize
 
 Better = Literal["min", "max"]
 _LOWER = re.compile(
@@ -23,13 +23,13 @@ _LOWER = re.compile(
 _HIGHER = re.compile(
     r"acc|\bauc|\bf1|\bmap\b|iou|precision|recall|bleu|rouge|psnr|ssim|\br2\b|score|reward|\btop\W?\d"
 )
-_MOST_METRICS = 4
+_MAX_METRICS = 4
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """One metric of one run: its last value, and its best if it is known which way is better."""
+    """One metric of one run: its last value, and its best one if lower or higher is known to be better."""
 
     last: float | str | None = None
     best: float | None = None
@@ -38,65 +38,62 @@ class Metric:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Compared:
-    """One run among those compared."""
+class RunComparison:
+    """One of the compared runs: the settings in which the runs differ, and its metrics."""
 
-    row: Row
+    summary: RunSummary
     settings: Mapping[str, Any]
-    """those in which the runs differ; a name that a run does not have is not there"""
+    """only those that differ between the runs; without the names that this run does not have"""
     metrics: Mapping[str, Metric]
 
-    def plain(self) -> dict[str, Any]:
-        """For programs."""
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain values for JSON."""
         metrics = {name: vars(metric) for name, metric in self.metrics.items()}
-        return self.row.plain() | {"settings": dict(self.settings), "metrics": metrics}
+        return self.summary.to_dict() | {"settings": dict(self.settings), "metrics": metrics}
 
 
-def compare(runs: Sequence[Run], *, metrics: Sequence[str] = ()) -> list[Compared]:
-    """Sets runs side by side, in the order given. `metrics` are names; `min:NAME` or `max:NAME` say what is best.
+def compare(runs: Sequence[Run], *, metrics: Sequence[str] = ()) -> list[RunComparison]:
+    """Compares runs, in the order given. `metrics` are names; `min:NAME` and `max:NAME` say which value is best.
 
     >>> [run.metrics["val/loss"].best for run in compare(runs, metrics=["val/loss"])]
     [0.31, 0.29]
     """
-    found = rows(runs)
-    settings = [_settings(row) for row in found]
+    found = summarize(runs)
+    settings = [_settings(summary) for summary in found]
     differing = [name for name in _union(settings) if len({_text(each.get(name)) for each in settings}) > 1]
-    histories = [_history(row.run) for row in found]
-    wanted = dict(map(_direction, metrics)) or _choice(histories)
+    histories = [_history(summary.run) for summary in found]
+    wanted = dict(map(_direction, metrics)) or _default_metrics(histories)
     if unknown := [name for name in wanted if not any(name in history for history in histories)]:
-        known = ", ".join(_union(histories)) or "none"
-        raise UsageError(f"none of these runs has a metric {unknown[0]!r}; there are: {known}")
+        raise unknown_name("metric of these runs", unknown[0], _union(histories))
     return [
-        Compared(
-            row=row,
+        RunComparison(
+            summary=summary,
             settings={name: each[name] for name in differing if name in each},
             metrics={name: _metric(history.get(name, []), better) for name, better in wanted.items()},
         )
-        for row, each, history in zip(found, settings, histories, strict=True)
+        for summary, each, history in zip(found, settings, histories, strict=True)
     ]
 
 
-def _settings(row: Row) -> dict[str, Any]:
-    """What the run recorded of its settings, and what the sweep set, which may be more."""
+def _settings(summary: RunSummary) -> dict[str, Any]:
+    """Returns the recorded settings of a run, and those of its sweep."""
     try:
-        recorded = yaml.safe_load(row.run.config_file.read_text())
+        recorded = yaml.safe_load(summary.run.config_file.read_text())
     except (OSError, ValueError, yaml.YAMLError):
         recorded = None
     flat = dict(leaves(recorded))
-    return flat | {k: v for k, v in (row.sweep.settings if row.sweep else {}).items() if k not in flat}
+    return flat | {
+        k: v for k, v in (summary.sweep.settings if summary.sweep else {}).items() if k not in flat
+    }
 
 
 History = dict[str, list[tuple[int, float | str]]]
 
 
 def _history(run: Run) -> History:
-    """Every metric of the root, with steps. After a restart steps come again: the later ones count."""
+    """Returns all values of each metric by step. A resumed run repeats steps: the later values count."""
     history: dict[str, dict[int, float | str]] = {}
-    try:
-        lines = run.metrics_file(0).read_bytes().split(b"\n")[:-1]
-    except OSError:
-        return {}
-    for row in metric_rows(lines):
+    for row in metric_rows(run):
         for name, value in row["metrics"].items():
             if isinstance(value, int | float | str):
                 history.setdefault(name, {})[int(row["step"])] = value
@@ -114,7 +111,7 @@ def _metric(values: Sequence[tuple[int, float | str]], better: Better | None) ->
 
 
 def _direction(wanted: str) -> tuple[str, Better | None]:
-    """A metric, and whether less or more of it is better.
+    """Returns the name of a metric, and whether its minimum or maximum is best.
 
     >>> _direction("val/loss"), _direction("max:val/loss"), _direction("lr")
     (('val/loss', 'min'), ('val/loss', 'max'), ('lr', None))
@@ -126,15 +123,15 @@ def _direction(wanted: str) -> tuple[str, Better | None]:
     return wanted, "min" if _LOWER.search(last) else "max" if _HIGHER.search(last) else None
 
 
-def _choice(histories: Sequence[History]) -> dict[str, Better | None]:
-    """The metrics to show when nobody says which: those that can be better or worse, of validation first."""
-    judged = {name: better for name, better in map(_direction, _union(histories)) if better}
-    names = sorted(judged, key=lambda name: (name.startswith("train"), judged[name] != "min"))
-    return {name: judged[name] for name in names[:_MOST_METRICS]}
+def _default_metrics(histories: Sequence[History]) -> dict[str, Better | None]:
+    """Chooses the metrics to show by default: those with a known direction, validation first."""
+    directed = {name: better for name, better in map(_direction, _union(histories)) if better}
+    names = sorted(directed, key=lambda name: (name.startswith("train"), directed[name] != "min"))
+    return {name: directed[name] for name in names[:_MAX_METRICS]}
 
 
 def _union(mappings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """All names, in the order in which they first appear."""
+    """Returns all names in the order of their first occurrence."""
     return list(dict.fromkeys(name for mapping in mappings for name in mapping))
 
 
