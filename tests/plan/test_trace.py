@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import strangers
@@ -16,6 +20,7 @@ from truth import h200_rows
 
 import headway as hw
 from headway.errors import UsageError
+from headway.plan.tracer import request
 from headway.plan.tracer.process import memory_meter, recurrent
 from headway.plan.tracer.request import trace_module, trace_modules
 from headway.plan.tracer.result import TraceResult
@@ -24,6 +29,32 @@ from headway.plan.tracer.settings import TraceSettings
 ZOO = str(Path(__file__).parent / "zoo.py")
 STRANGERS = str(Path(__file__).parent / "strangers.py")
 ROWS = h200_rows()
+
+
+class TraceCache:
+    """Traces each settings once for all tests of this file: a process needs seconds to import torch."""
+
+    def __init__(self) -> None:
+        self.trace = request._trace_in_process
+        self.processes = 0
+        self._results: dict[str, dict[str, Any]] = {}
+
+    def __call__(self, every: Sequence[TraceSettings], timeout: float = 600.0) -> list[dict[str, Any]]:
+        keys = [json.dumps(one.to_dict(), sort_keys=True) for one in every]
+        missing = [one for one, key in zip(every, keys, strict=True) if key not in self._results]
+        if missing:
+            self.processes += 1
+            for one, result in zip(missing, self.trace(missing, timeout), strict=False):
+                self._results[json.dumps(one.to_dict(), sort_keys=True)] = result
+        return [self._results[key] for key in takewhile(self._results.__contains__, keys)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache() -> Iterator[TraceCache]:
+    cache = TraceCache()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(request, "_trace_in_process", cache)
+        yield cache
 
 
 def settings(index: int) -> TraceSettings:
@@ -41,16 +72,18 @@ def settings(index: int) -> TraceSettings:
 
 
 @pytest.fixture(scope="module")
-def traces() -> list[TraceResult]:
-    halves = [[settings(index) for index in half] for half in (range(3), range(3, len(ROWS)))]
+def large(cache: TraceCache) -> None:
+    """Traces the large models in two processes, on two cores."""
+    halves = [*map(settings, range(3)), TITAN], [*map(settings, range(3, len(ROWS))), *UNKNOWN.values()]
     with ThreadPoolExecutor(2) as pool:
-        return [found for half in pool.map(trace_modules, halves) for found in half]
+        list(pool.map(cache, halves))
 
 
+@pytest.mark.usefixtures("large")
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("index", range(len(ROWS)), ids=[row["name"] for row in ROWS])
-def test_peaks_measured_on_an_h200(index: int, traces: list[TraceResult]) -> None:
-    row, found = ROWS[index], traces[index]
+def test_peaks_measured_on_an_h200(index: int) -> None:
+    row, found = ROWS[index], trace_module(settings(index))
     assert found.error is None
     assert found.parameters == row["params"]
     assert found.allocated == pytest.approx(row["peak_bytes"], rel=0.01)
@@ -59,11 +92,14 @@ def test_peaks_measured_on_an_h200(index: int, traces: list[TraceResult]) -> Non
         assert found.flops == pytest.approx(row["flops_per_step"], rel=1e-9)
 
 
+TITAN = TraceSettings(factory=f"{Path(__file__).parent / 'titan.py'}:make", batch_size=2, fsdp=8)
+
+
+@pytest.mark.usefixtures("large")
 @pytest.mark.timeout(400)
 def test_torchtitan_traced_with_fsdp() -> None:
     """Llama 3.1 8B on 8 H100, eager, selective checkpointing: 82.4 GiB reserved on the fullest rank."""
-    titan = Path(__file__).parent / "titan.py"
-    found = trace_module(TraceSettings(factory=f"{titan}:make", batch_size=2, fsdp=8))
+    found = trace_module(TITAN)
     assert found.parameters == 8_030_261_248
     assert found.by_label["parameters"] == pytest.approx(4 * found.parameters / 8, rel=1e-3)
     assert found.reserved / 2**30 == pytest.approx(82.4, rel=0.10)
@@ -83,8 +119,26 @@ VARIANTS = {
 }
 
 
+TIGHT = replace(TINY, batch_size=64, arguments={"layers": 12})
+SMALL = [
+    *VARIANTS.values(),
+    *(replace(TINY, arguments={"layers": layers}) for layers in (2, 4)),
+    *(replace(TIGHT, **change) for change in ({}, {"checkpoint": True}, {"fsdp": 2})),
+    *(replace(TIGHT, batch_size=size) for size in (32, 1)),
+    *(TraceSettings(factory=f"{ZOO}:{name}", inputs=f"{ZOO}:float_batch") for name in ("choosy", "broken")),
+    *(TraceSettings(factory=f"{ZOO}:{name}") for name in ("pair", "mkae", "wrong")),
+    TraceSettings(factory="no_such_package.model:make"),
+]
+
+
 @pytest.fixture(scope="module")
-def tiny() -> dict[str, TraceResult]:
+def small(cache: TraceCache) -> None:
+    """Traces the small models in one process."""
+    cache(SMALL)
+
+
+@pytest.fixture(scope="module")
+def tiny(small: None) -> dict[str, TraceResult]:  # noqa: ARG001
     return dict(zip(VARIANTS, trace_modules(list(VARIANTS.values())), strict=True))
 
 
@@ -133,13 +187,17 @@ def test_modules_may_be_cast_moved_and_built_from_values(tiny: dict[str, TraceRe
     assert found.by_label["parameters"] == 3 * (64 * 64 * 2 + 512)  # bf16, biases rounded up to a block
 
 
-def test_a_trace_that_dies_does_not_take_the_others_along() -> None:
+def test_a_trace_that_ends_its_process_does_not_end_the_others(
+    cache: TraceCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request, "_trace_in_process", cache.trace)
     dies = TraceSettings(factory=f"{ZOO}:dies", inputs="float_batch")
     first, killed, last = trace_modules([VARIANTS["dropout"], dies, VARIANTS["dropout"]])
     assert killed.error is not None and "SIGABRT" in killed.error
     assert first.error is None and first.allocated == last.allocated
 
 
+@pytest.mark.usefixtures("small")
 def test_a_module_that_looks_at_its_data_falls_back_to_states() -> None:
     plan = hw.plan.trace(f"{ZOO}:choosy", f"{ZOO}:float_batch")
     assert "_local_scalar_dense" in plan.verdict and "could not be traced" in plan.verdict
@@ -148,6 +206,7 @@ def test_a_module_that_looks_at_its_data_falls_back_to_states() -> None:
     assert str(plan.answers["memory.needed"]) == "at least 767 MiB"
 
 
+@pytest.mark.usefixtures("small")
 def test_a_factory_that_raises_is_quoted() -> None:
     with pytest.raises(
         UsageError, match=r"could not be traced or built: RuntimeError: no such weights \(zoo.py:"
@@ -155,11 +214,13 @@ def test_a_factory_that_raises_is_quoted() -> None:
         hw.plan.trace(f"{ZOO}:broken", f"{ZOO}:float_batch")
 
 
+@pytest.mark.usefixtures("small")
 def test_a_module_without_a_loss_is_noted() -> None:
     plan = hw.plan.trace(f"{ZOO}:pair")
     assert plan.fits and any("returns no loss" in note for note in plan.notes)
 
 
+@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(
     ("factory", "sentence"),
     [
@@ -182,11 +243,14 @@ def test_functions_must_be_found_again() -> None:
         hw.plan.trace(f"{ZOO}:plain", precision="fp7")
 
 
-def test_what_would_fit_is_traced_too() -> None:
+@pytest.mark.usefixtures("small")
+def test_what_would_fit_is_traced_too(cache: TraceCache) -> None:
+    before = cache.processes
     small = hw.plan.Node.of(device={"memory_GB": 0.89, "hbm_GBps": 900, "bf16": 100}, gpus=2)
     plan = hw.plan.trace(
         f"{ZOO}:tiny_language_model", f"{ZOO}:tiny_batch", batch_size=64, arguments={"layers": 12}, node=small
     )
+    assert cache.processes == before, "the settings that `trace` tries are among SMALL"
     assert not plan.fits and plan.exit_code == 3
     assert {way.change for way in plan.remedies} >= {"half the batch", "batch 1"}
     assert plan.remedies[0].fits
@@ -213,19 +277,22 @@ MEASURED = {
 }
 
 
+UNKNOWN = {
+    name: TraceSettings(
+        factory=f"{STRANGERS}:make",
+        inputs=strangers.MODELS[name].batch.__name__,
+        loss=strangers.MODELS[name].loss,
+        batch_size=strangers.MODELS[name].size,
+        arguments={"which": strangers.NAMES.index(name)},
+    )
+    for name in MEASURED
+}
+
+
+@pytest.mark.usefixtures("large")
 @pytest.mark.timeout(400)
 def test_peaks_of_models_that_were_not_known_before() -> None:
-    settings = [
-        TraceSettings(
-            factory=f"{STRANGERS}:make",
-            inputs=strangers.MODELS[name].batch.__name__,
-            loss=strangers.MODELS[name].loss,
-            batch_size=strangers.MODELS[name].size,
-            arguments={"which": strangers.NAMES.index(name)},
-        )
-        for name in MEASURED
-    ]
-    for (name, peak), found in zip(MEASURED.items(), trace_modules(settings), strict=True):
+    for (name, peak), found in zip(MEASURED.items(), trace_modules([*UNKNOWN.values()]), strict=True):
         assert found.error is None, name
         assert found.allocated == pytest.approx(peak, rel=0.005), name
         assert ("workspaces" in found.by_label) == (

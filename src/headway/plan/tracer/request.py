@@ -131,12 +131,15 @@ def _trace_all(every: Sequence[TraceSettings], timeout: float) -> list[TraceResu
     found: list[TraceResult] = []
     # a trace that ends its process is reported, and a new process traces the rest
     while len(found) < len(every):
-        found += _trace_in_process(every[len(found) :], timeout)
+        for result in _trace_in_process(every[len(found) :], timeout):
+            if result.get("kind") == "usage":
+                raise UsageError(result["error"])
+            found.append(TraceResult.of(result))
     return found
 
 
-def _trace_in_process(every: Sequence[TraceSettings], timeout: float) -> list[TraceResult]:
-    """Returns the results up to and including the first trace that ended the process."""
+def _trace_in_process(every: Sequence[TraceSettings], timeout: float) -> list[dict[str, Any]]:
+    """Starts one process, and returns its results up to and including the first trace that ended it."""
     with tempfile.TemporaryDirectory(prefix="headway-trace-") as directory:
         # hide all devices, so that the user's own `is_available()` takes the CPU path
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
@@ -154,21 +157,18 @@ def _trace_in_process(every: Sequence[TraceSettings], timeout: float) -> list[Tr
             raise HeadwayError(
                 f"tracing {every[0].factory} took longer than {timeout:.0f} s; trace fewer layers, with extrapolate"
             ) from error
-        found: list[TraceResult] = []
+        results: list[dict[str, Any]] = []
         for index in range(len(every)):
             file = Path(directory) / f"{index}.json"
             if not file.exists():
-                return [*found, TraceResult(error=_process_failure(done.returncode, done.stderr))]
-            result = json.loads(file.read_text())
-            if result.get("kind") == "usage":
-                raise UsageError(result["error"])
-            found.append(TraceResult.of(result))
-        return found
+                return [*results, {"error": _process_failure(done.returncode, done.stderr)}]
+            results.append(json.loads(file.read_text()))
+        return results
 
 
 def _process_failure(code: int, stderr: str) -> str:
     last = next((line.strip() for line in reversed(stderr.splitlines()) if line.strip()), "no output")
-    how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
     return f"the tracing process {how}: {last[:300]}"
 
 
