@@ -1,14 +1,15 @@
-"""The planner against published measurements, side by side with what others reach on the same rows.
+"""Compares the planner with published measurements, and with other tools on the same rows.
 
     python benchmarks/plan.py             all but the traces (seconds)
     python benchmarks/plan.py --trace     also the eight H200 peaks (a minute)
-    python benchmarks/plan.py --fit       also repeat the fit on other choices of ten rows
+    python benchmarks/plan.py --fit       also repeats the fit on other choices of ten rows
 
-Prints Markdown. Times are of this machine; errors are not.
+Prints Markdown. Speed depends on this machine; errors do not.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import random
 import subprocess
@@ -202,12 +203,18 @@ def speed() -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--trace", action="store_true")
+    parser.add_argument("--fit", action="store_true")
+    options = parser.parse_args()
     layouts_on_a_cluster()
-    if "--fit" in sys.argv:
+    if options.fit:
         other_choices_of_rows()
     steps_in_papers()
     memory_of_torchtitan()
-    if "--trace" in sys.argv:
+    if options.trace:
         traced_peaks()
     speed()
 

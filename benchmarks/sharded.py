@@ -1,14 +1,14 @@
-"""What torch's own sharded code keeps: torchtitan's 70B and a stage of its 405B, traced without a GPU (minutes).
+"""Peak memory of torch's own sharded code: torchtitan's 70B and a stage of its 405B, traced without a GPU (minutes).
 
     python benchmarks/sharded.py [70b | 405b]
 
-FSDP2 and DTensor tensor parallelism over ranks that only seem to be there, every layer recomputed, the loss over a
-split vocabulary. tests/plan/test_memory.py holds the closed forms to the bytes printed here.
+FSDP2 and DTensor tensor parallelism over fake ranks, every layer recomputed, the loss over a split vocabulary.
+tests/plan/test_memory.py compares the closed forms with the bytes printed here.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 import warnings
 from collections.abc import Callable
 from typing import NamedTuple
@@ -124,7 +124,7 @@ class Llama(nn.Module):
         return self.output(self.norm(x)) if self.last else x
 
 
-def spread(model: Llama, mesh: DeviceMesh) -> None:
+def shard(model: Llama, mesh: DeviceMesh) -> None:
     """As torchtitan did in December 2024."""
     columns, rows = ColwiseParallel, lambda: RowwiseParallel(output_layouts=Shard(1))
     whole = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
@@ -170,14 +170,14 @@ def first_stage(model: Llama, tokens: Tensor, grads: list[Tensor]) -> None:
         torch.autograd.backward(outputs.pop(0), grad)
 
 
-def traced(case: Case) -> tuple[int, int]:
+def trace_peak(case: Case) -> tuple[int, int]:
     """Bytes allocated and reserved at the peak of the second step."""
     meter = MemoryMeter()
     with fake_process_group(case.fsdp * TP):
         mesh = init_device_mesh("cpu", (case.fsdp, TP), mesh_dim_names=("dp", "tp"))
         with FakeTensorMode(allow_non_fake_inputs=True), meter:
             model = Llama(case)
-            spread(model, mesh)
+            shard(model, mesh)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
             tokens = torch.zeros(case.microbatch, TOKENS, dtype=torch.long)
             shape = (case.microbatch, TOKENS // TP, case.width)
@@ -197,10 +197,15 @@ def traced(case: Case) -> tuple[int, int]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("cases", nargs="*", choices=[*CASES], metavar="{70b,405b}")
+    options = parser.parse_args()
     warnings.simplefilter("ignore")
     kept = cuda_emulation.install()
-    for name in sys.argv[1:] or CASES:
-        allocated, reserved = traced(CASES[name])
+    for name in options.cases or CASES:
+        allocated, reserved = trace_peak(CASES[name])
         print(f"{name}: {allocated / 2**30:.1f} GiB allocated, {reserved / 2**30:.1f} reserved", flush=True)
     del kept
 
