@@ -200,8 +200,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("cases", nargs="*", choices=[*CASES], metavar="{70b,405b}")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"{', '.join(CASES)}; all if not given")
     options = parser.parse_args()
+    if unknown := set(options.cases) - set(CASES):
+        parser.error(f"unknown case {unknown.pop()!r}; valid: {', '.join(CASES)}")
     warnings.simplefilter("ignore")
     kept = cuda_emulation.install()
     for name in options.cases or CASES:

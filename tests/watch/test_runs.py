@@ -246,7 +246,7 @@ def test_the_table_and_its_filters(
     assert len(json.loads(capsys.readouterr().out)) == 1
     assert main(["runs", "--state", "queued"]) == 0 and capsys.readouterr().out == "no such runs in runs\n"
     assert main(["runs", "--root", "nowhere"]) == 2
-    assert "there is no folder 'nowhere' with runs in it" in capsys.readouterr().err
+    assert "there is no directory 'nowhere'" in capsys.readouterr().err
 
 
 @pytest.fixture
