@@ -5,12 +5,13 @@ runs/NAME/log/quarantine-00003.jsonl       {"dataset": "web", "shard": "/data/7.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import NamedTuple, final
 
 from headway import dist
+from headway.errors import StorageError
+from headway.system.jsonlines import JsonLinesWriter
 
 
 class Bad(NamedTuple):
@@ -36,6 +37,7 @@ class Quarantine:
 
         run = current_run()
         if new and run is not None:
-            lines = "".join(json.dumps(bad._asdict()) + "\n" for bad in new.values())
-            with suppress(OSError), run.quarantine_file(dist.rank()).open("a") as file:
-                file.write(lines)  # a full disk is no reason to stop: they are counted all the same
+            path = run.quarantine_file(dist.rank())
+            # a full disk is no reason to stop: bad samples are counted all the same
+            with suppress(StorageError), JsonLinesWriter(path, content="bad samples") as rows:
+                rows.write_all(bad._asdict() for bad in new.values())

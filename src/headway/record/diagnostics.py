@@ -6,7 +6,6 @@ copied, mailed and put on shared disks.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import pwd
@@ -28,9 +27,11 @@ import torch
 from headway import schedulers
 from headway.dist import World
 from headway.dist.topology import nvml
+from headway.errors import StorageError
 from headway.run import Run, source
 from headway.run.plain import to_plain
-from headway.system import files, redact
+from headway.system import redact
+from headway.system.jsonlines import JsonLinesWriter
 from headway.system.limits import resource_limits
 
 Facts = dict[str, Any]
@@ -95,11 +96,10 @@ def write(run: Run, facts: Facts) -> None:
 
     write(run, {"attempt": 1, **collect(world, run)})
     """
-    line = json.dumps(redact.redact_tree(facts), default=str) + "\n"
-    with files.storage(f"write {run.diagnostics_file}"):
-        descriptor = files.open_private(run.diagnostics_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        with os.fdopen(descriptor, "ab") as file:
-            file.write(line.encode("utf-8", "backslashreplace"))
+    with JsonLinesWriter(run.diagnostics_file, content="diagnostics", default=str) as rows:
+        rows.write(cast(Facts, redact.redact_tree(facts)))
+    if rows.lost:
+        raise StorageError(f"could not write {run.diagnostics_file}: {rows.error}; check that file system")
 
 
 def _user() -> str:

@@ -10,13 +10,13 @@ goes on from a checkpoint makes some steps again, and its rows, which come later
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
 from headway.errors import UsageError
 from headway.run import Run
+from headway.system import jsonlines
 
 VARIABLE = "HEADWAY_LEDGER"
 
@@ -82,7 +82,7 @@ def load(run: Run) -> Ledger:
             f"{run.path} has no ledger: set {VARIABLE}=1 when the run is started, or call pipe.enable_ledger()"
         )
     rows, orders = [], {}
-    for line in _lines(run):
+    for line in jsonlines.read(run.ledger_file):
         kind = line.pop("kind")
         if kind == "order":
             orders[line["id"]] = line["order"]
@@ -95,11 +95,3 @@ def load(run: Run) -> Ledger:
 def digest(data: bytes) -> str:
     """A short name for some bytes."""
     return hashlib.blake2b(data, digest_size=8).hexdigest()
-
-
-def _lines(run: Run) -> Iterator[dict[str, Any]]:
-    for line in run.ledger_file.read_bytes().split(b"\n"):
-        try:
-            yield json.loads(line)
-        except ValueError:  # cut off by a crash; the next attempt began a new line
-            continue

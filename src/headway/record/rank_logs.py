@@ -27,7 +27,7 @@ from typing import IO, Any, AnyStr, Generic, TextIO, final
 from headway.errors import Stopped
 from headway.record.terminal_lines import Lines, plain
 from headway.run import Run
-from headway.system import files
+from headway.system.jsonlines import AppendOnlyFile
 from headway.system.redact import redact
 
 
@@ -88,35 +88,31 @@ class LogFile:
     """A file of lines that never stops its writer: a full disk costs lines, and they are counted."""
 
     def __init__(self, path: Path, *, terminal: int) -> None:
-        with files.storage(f"open the log {path}"):
-            self.descriptor = files.open_private(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         self.path = path
         self.lost = 0
         self._unsaid = 0  # lost lines that the file does not mention yet
-        self._torn = _ends_torn(self.descriptor)
+        self._file = AppendOnlyFile(path)
         self._terminal = terminal
+
+    @property
+    def descriptor(self) -> int:
+        return self._file.descriptor
 
     def __enter__(self) -> LogFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self.descriptor)
+        self._file.close()
 
     def write(self, lines: Sequence[str]) -> None:
         """Appends `lines` in one system call, so that those of forked children and threads do not mix."""
         note = f"--- {self._unsaid} lines are missing here ---\n" if self._unsaid else ""
-        text = "\n" * self._torn + note + redact("\n".join(lines)) + "\n"
-        data = text.encode("utf-8", "backslashreplace")
-        try:
-            written = os.write(self.descriptor, data)
-        except OSError as error:
-            self._lose(len(lines), str(error.strerror))
-            return
-        self._torn = not data[:written].endswith(b"\n")
-        if written == len(data):
+        text = note + redact("\n".join(lines)) + "\n"
+        lost, why = self._file.append(text.encode("utf-8", "backslashreplace"))
+        if lost:
+            self._lose(min(lost, len(lines)), why)
+        else:
             self._unsaid = 0
-        else:  # a regular file takes less than it is given when the disk or the quota is full
-            self._lose(min(len(lines), data.count(b"\n", written)), "no space left")
 
     def last_words(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Notes the traceback of a failure; the terminal gets it later, when the streams are restored."""
@@ -135,12 +131,6 @@ class LogFile:
                 os.write(self._terminal, warning.encode("utf-8", "backslashreplace"))
         self.lost += count
         self._unsaid += count
-
-
-def _ends_torn(descriptor: int) -> bool:
-    """Whether the last attempt was killed in the middle of a line."""
-    size = os.fstat(descriptor).st_size
-    return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
 
 
 @final

@@ -14,9 +14,8 @@ from importlib import import_module
 
 from headway.errors import UsageError
 from headway.schedulers.base import AllocatedNode, JobIds, Queue, Scheduler
+from headway.system.environment import SCHEDULER
 
-VARIABLE = "HEADWAY_SCHEDULER"
-"""names the scheduler of a job to its processes, if it is one that headway does not ship: `module:Class`"""
 _SHIPPED = {"slurm": "headway.schedulers.slurm.scheduler:SlurmScheduler"}
 
 
@@ -31,8 +30,8 @@ def load(name: str) -> Scheduler:
     'SLURM'
     """
     module, _, attribute = _SHIPPED.get(name, name).partition(":")
-    if name not in _SHIPPED and module not in sys.modules and os.environ.get(VARIABLE) != name:
-        raise UsageError(f"the scheduler {name!r:.80} is not loaded; to use it, set {VARIABLE}={name:.80}")
+    if name not in _SHIPPED and module not in sys.modules and os.environ.get(SCHEDULER) != name:
+        raise UsageError(f"the scheduler {name!r:.80} is not loaded; to use it, set {SCHEDULER}={name:.80}")
     try:
         found = getattr(import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
@@ -51,7 +50,7 @@ def shipped() -> list[Scheduler]:
 
 def environment(scheduler: Scheduler) -> dict[str, str]:
     """The variables by which the processes of a job find their scheduler."""
-    return {} if scheduler.name in _SHIPPED else {VARIABLE: scheduler.name}
+    return {} if scheduler.name in _SHIPPED else {SCHEDULER: scheduler.name}
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> JobIds | None:
@@ -146,4 +145,4 @@ def _queue(name: str, jobs: list[JobIds]) -> Queue:
 
 
 def _candidates(environ: Mapping[str, str]) -> list[Scheduler]:
-    return [load(environ[VARIABLE])] if environ.get(VARIABLE) else shipped()
+    return [load(environ[SCHEDULER])] if environ.get(SCHEDULER) else shipped()

@@ -42,6 +42,8 @@ RENDEZVOUS = "HEADWAY_RENDEZVOUS"
 """file in which ranks find each other; set for every rank that a node agent supervises"""
 HEARTBEAT = "HEADWAY_HEARTBEAT"
 """directory in which ranks show their node agent that they make progress"""
+SCHEDULER = "HEADWAY_SCHEDULER"
+"""the scheduler of the job, as module:Class, if it is not one that ships with headway"""
 EARLIER_STARTS = "HEADWAY_EARLIER_STARTS"
 """how often this job was started before"""
 

@@ -112,8 +112,12 @@ class JsonLinesWriter:
 
 
 def read(path: Path) -> Iterator[Row]:
-    """Yields the rows of a file; lines that are not whole are skipped."""
-    with path.open("rb") as file:
+    """Yields the rows of a file; none if it does not exist yet. Lines that are not whole are skipped."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
         yield from _parse(file)
 
 
