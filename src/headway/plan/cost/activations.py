@@ -29,16 +29,16 @@ def saved_tensors(model: Transformer, layout: Layout, *, moe: bool = False) -> t
     """Returns the tensors that one layer saves, in the order of the forward pass."""
     act, res, h = layout.element_bytes.activation, layout.residual_bytes, model.hidden
     mask = 1 if model.dropout else 0
-    kept = [
+    saved = [
         SavedTensor("norm inputs", 2 * res * h, True),
         SavedTensor("qkv input", act * h, True, gathered=True),
     ]
-    kept += _attention(model, layout)
-    kept.append(SavedTensor("attention dropout mask", mask * h, True))
-    kept.append(SavedTensor("feed-forward input", act * h, True, gathered=True))
-    kept += _feedforward(model, act, moe=moe)
-    kept.append(SavedTensor("feed-forward dropout mask", mask * h, True))
-    return tuple(entry for entry in kept if entry.bytes)
+    saved += _attention(model, layout)
+    saved.append(SavedTensor("attention dropout mask", mask * h, True))
+    saved.append(SavedTensor("feed-forward input", act * h, True, gathered=True))
+    saved += _feedforward(model, act, moe=moe)
+    saved.append(SavedTensor("feed-forward dropout mask", mask * h, True))
+    return tuple(entry for entry in saved if entry.bytes)
 
 
 def _attention(model: Transformer, layout: Layout) -> list[SavedTensor]:
@@ -46,7 +46,7 @@ def _attention(model: Transformer, layout: Layout) -> list[SavedTensor]:
     if model.mla:
         m = model.mla
         low_rank = act * (m.q_rank + m.kv_rank + m.rope_dim)
-        kept = [
+        saved = [
             SavedTensor("low-rank queries and keys", low_rank, True),
             SavedTensor("queries, keys", act * 2 * a * model.dim, False),
             SavedTensor("values", act * a * m.v_dim, False),
@@ -56,18 +56,18 @@ def _attention(model: Transformer, layout: Layout) -> list[SavedTensor]:
         q, k = a * model.dim, float(model.kv * model.dim)
         # keys and values are replicated if there are fewer heads than tensor-parallel ranks
         k = k * max(1.0, layout.tp / model.kv)
-        kept = [SavedTensor("queries, keys", act * (q + k), False), SavedTensor("values", act * k, False)]
+        saved = [SavedTensor("queries, keys", act * (q + k), False), SavedTensor("values", act * k, False)]
         if model.position == "rope":
-            kept.append(SavedTensor("rotated queries, keys", act * (q + k), False))
-        kept.append(SavedTensor("attention output", act * q, False))
+            saved.append(SavedTensor("rotated queries, keys", act * (q + k), False))
+        saved.append(SavedTensor("attention output", act * q, False))
     if layout.flash:
-        kept.append(SavedTensor("log-sum-exp", 4 * a, False))
+        saved.append(SavedTensor("log-sum-exp", 4 * a, False))
     else:
         per_score = act + (
             1 + act if model.dropout else 0
         )  # probabilities; mask, probabilities after dropout
-        kept.append(SavedTensor("attention scores", per_score * a * s, False, core=True))
-    return kept
+        saved.append(SavedTensor("attention scores", per_score * a * s, False, core=True))
+    return saved
 
 
 def _feedforward(model: Transformer, act: int, *, moe: bool) -> list[SavedTensor]:
@@ -117,10 +117,10 @@ def _saved_per_token(model: Transformer, layout: Layout, recompute: str, moe: bo
         return 0.0, float(layout.residual_bytes * model.hidden), 0.0
     if recompute == "sac":
         return 0.0, *_sac(model, layout)
-    kept = [e for e in saved_tensors(model, layout, moe=moe) if not (e.core and recompute == "selective")]
-    always = sum(e.bytes for e in kept if e.gathered and not layout.megatron)
-    replicated = sum(e.bytes for e in kept if e.replicated)
-    return always, replicated - always, sum(e.bytes for e in kept if not e.replicated)
+    saved = [e for e in saved_tensors(model, layout, moe=moe) if not (e.core and recompute == "selective")]
+    always = sum(e.bytes for e in saved if e.gathered and not layout.megatron)
+    replicated = sum(e.bytes for e in saved if e.replicated)
+    return always, replicated - always, sum(e.bytes for e in saved if not e.replicated)
 
 
 def _sac(model: Transformer, layout: Layout) -> tuple[float, float]:
@@ -131,6 +131,6 @@ def _sac(model: Transformer, layout: Layout) -> tuple[float, float]:
         model.heads * model.dim,
         model.kv * model.dim,
     )
-    whole = layout.residual_bytes * h + (act * h if model.gated else 0)
+    replicated = layout.residual_bytes * h + (act * h if model.gated else 0)
     split = act * (2 * q + k + model.width) + 4 * model.heads
-    return whole, split
+    return replicated, split

@@ -139,14 +139,14 @@ def elementwise_seconds(model: Transformer, layout: Layout, device: Device, cons
     act, res = layout.element_bytes.activation, layout.residual_bytes
     tokens = layout.microbatch * layout.tokens(model) / layout.cp
     h = model.hidden
-    whole = float((2 * (res + act) + 2 * 3 * res + (2 if model.dropout else 0)) * h)
+    replicated = float((2 * (res + act) + 2 * 3 * res + (2 if model.dropout else 0)) * h)
     width = model.moe.top_k * model.moe.ffn if model.moe else model.width
     split = float((3 if model.gated else 2) * act * width)
     if model.position == "rope":
         split += 2 * act * (model.heads + model.kv) * model.dim
     if layout.compiled:
-        whole, split = whole * 0.6, split * 0.7
-    traffic = tokens * (whole / (layout.tp if layout.sequence_parallel else 1) + split / layout.tp)
+        replicated, split = replicated * 0.6, split * 0.7
+    traffic = tokens * (replicated / (layout.tp if layout.sequence_parallel else 1) + split / layout.tp)
     kernels = FORWARD_KERNELS * (0.5 if layout.compiled else 1.0)
     return traffic / _bytes_per_s(device, constants) + kernels * constants.kernel_s
 

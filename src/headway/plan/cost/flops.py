@@ -25,11 +25,11 @@ SAC_RECOMPUTED = 0.4
 @lru_cache(maxsize=256)
 def forward_flops(model: Transformer, sequence: int) -> tuple[float, float, float]:
     """FLOPs of one sample: weights of the layers, attention (counted in full), and what is outside the layers."""
-    whole = Layout(sequence=sequence, flash=False)
-    dense = sum(gemm.flops for gemm in layer_gemms(model, whole)) * (model.layers - model.moe_layers)
-    mixed = sum(gemm.flops for gemm in layer_gemms(model, whole, moe=True)) * model.moe_layers
-    scores = sum(gemm.flops for gemm in attention_gemms(model, whole)) * model.layers
-    outside = head_gemm(model, whole).flops
+    layout = Layout(sequence=sequence, flash=False)
+    dense = sum(gemm.flops for gemm in layer_gemms(model, layout)) * (model.layers - model.moe_layers)
+    mixed = sum(gemm.flops for gemm in layer_gemms(model, layout, moe=True)) * model.moe_layers
+    scores = sum(gemm.flops for gemm in attention_gemms(model, layout)) * model.layers
+    outside = head_gemm(model, layout).flops
     if model.image:
         outside += 2.0 * (model.image.tokens - 1) * model.image.channels * model.image.patch**2 * model.hidden
     return dense + (mixed if model.moe_layers else 0.0), scores, outside

@@ -64,16 +64,16 @@ def peak(model: Transformer, layout: Layout) -> RankMemory:
 def rank_memory(model: Transformer, layout: Layout, stage: int) -> RankMemory:
     """Peak memory of a rank: at the loss, in the backward pass of a layer, or in the optimizer step."""
     parameters = on_rank(model, layout, stage)
-    kept = model_states(parameters, layout)
-    always = {"weights": kept.weights, "optimizer": kept.optimizer}
-    gradients = {"gradients": _accumulated_gradients(model, layout, stage, parameters) or kept.gradients}
+    states = model_states(parameters, layout)
+    always = {"weights": states.weights, "optimizer": states.optimizer}
+    gradients = {"gradients": _accumulated_gradients(model, layout, stage, parameters) or states.gradients}
     training = _training_parts(model, layout, stage, parameters) | (
         gradients if gradients_persist(layout) else {}
     )
     moments = [
         training | {"logits and loss": _logits(model, layout) if stage == layout.pp - 1 else 0.0},
         training | _backward_parts(model, layout, parameters),
-        gradients | {"optimizer temporaries": _step_temporaries(kept, layout)},
+        gradients | {"optimizer temporaries": _step_temporaries(states, layout)},
     ]
     fullest = max(moments, key=lambda parts: sum(parts.values()))
     return RankMemory(stage=stage, parts=always | {name: size for name, size in fullest.items() if size})
@@ -106,11 +106,11 @@ def _accumulated_gradients(
     """FSDP without resharding accumulates full gradients, and scatters them after the last microbatch."""
     if layout.zero < 3 or layout.reshard or layout.microbatches == 1:
         return 0.0
-    whole = parameters.shared + parameters.experts
+    total = parameters.shared + parameters.experts
     if stage == 0 and not layout.megatron:
         # until then each of torch's tensor-parallel ranks has a sum for the full vocabulary (traced)
-        whole += model.vocab * model.hidden * (1 - 1 / layout.tp)
-    return layout.element_bytes.gradient * whole
+        total += model.vocab * model.hidden * (1 - 1 / layout.tp)
+    return layout.element_bytes.gradient * total
 
 
 def _training_parts(
@@ -194,9 +194,9 @@ def _gathered(layout: Layout, parameters: RankParameters) -> float:
     """FSDP gathers embedding and head, the layer in use and the next one; at most all weights."""
     if layout.zero < 3 or layout.shards == 1:
         return 0.0
-    whole = parameters.shared + parameters.experts
+    total = parameters.shared + parameters.experts
     units = parameters.outer + 2 * parameters.layer
-    return layout.element_bytes.activation * (min(whole, units) if layout.reshard else whole)
+    return layout.element_bytes.activation * (min(total, units) if layout.reshard else total)
 
 
 def _buckets(layout: Layout, parameters: RankParameters) -> float:
@@ -209,10 +209,10 @@ def _buckets(layout: Layout, parameters: RankParameters) -> float:
     return min(copy, 2 * layout.bucket_MB * 1e6)
 
 
-def _step_temporaries(kept: ModelStates, layout: Layout) -> float:
+def _step_temporaries(states: ModelStates, layout: Layout) -> float:
     """A foreach optimizer needs a temporary copy of the weights that it updates."""
     numbers = layout.element_bytes
-    per_parameter = kept.optimizer or kept.weights
+    per_parameter = states.optimizer or states.weights
     width = numbers.master or numbers.weight
-    whole = numbers.master + 2 * numbers.moment if kept.optimizer else numbers.weight
-    return per_parameter * width / whole
+    state_bytes = numbers.master + 2 * numbers.moment if states.optimizer else numbers.weight
+    return per_parameter * width / state_bytes

@@ -44,13 +44,13 @@ def layer_on_rank(model: Transformer, tp: int, *, moe: bool) -> float:
 
     Norms and output biases are replicated; keys and values are split at most `kv_heads` ways.
     """
-    whole = 2 * model.norm_parameters + (2 * model.hidden if model.bias == "all" else 0)
+    replicated = 2 * model.norm_parameters + (2 * model.hidden if model.bias == "all" else 0)
     keys = 0.0
     if model.mla is None:
         keys = 2 * model.kv * model.dim * (model.hidden + (model.bias != "none"))
     total = model.moe_layer_shared_parameters if moe else model.layer_parameters
-    split = total - whole - keys
-    return split / tp + keys / min(tp, model.kv) + whole
+    split = total - replicated - keys
+    return split / tp + keys / min(tp, model.kv) + replicated
 
 
 def on_rank(model: Transformer, layout: Layout, stage: int) -> RankParameters:

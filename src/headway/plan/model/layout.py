@@ -83,7 +83,7 @@ class Layout:
     sequence: int | None = None
     """Tokens per sample; the model's own context if not given."""
     recompute: Recompute = "none"
-    """selective: the attention core; sac: every other matrix product (torch); full: the whole layer."""
+    """selective: the attention core; sac: every other matrix product (torch); full: the complete layer."""
     precision: PrecisionName = "bf16"
     """Bytes per parameter with Adam: bf16 and fp8 18 (Megatron), zero16 16, amp and fp32 16, pure-bf16 8."""
     optimizer: OptimizerName = "adamw"

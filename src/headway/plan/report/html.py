@@ -20,7 +20,7 @@ _COLORS = (
     "#b5b23f",
     "#3fa9b5",
 )
-_WIDTH = 760
+_WIDTH_PX = 760
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --soft: #667; --line: #d5dae2; --paper: #fff; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e9ef; --soft: #9aa3b2; --line: #3a4250; --paper: #161b22; } }
@@ -70,7 +70,7 @@ def _memory(plan: Estimate) -> str:
         rows.append(_stack(_numbers(rank), names, index * 34 + 4, widest, "bytes"))
     height = len(ranks) * 34 + 22
     if capacity:
-        x = _LEFT + (_WIDTH - _LEFT) * capacity / widest
+        x = _LEFT_PX + (_WIDTH_PX - _LEFT_PX) * capacity / widest
         rows.append(
             f"<line x1={x:.1f} x2={x:.1f} y1=0 y2={height - 20} stroke=#b5534f stroke-dasharray='4 3'/>"
         )
@@ -96,13 +96,13 @@ def _scaling(plan: Estimate) -> str:
     if len(points) < 2:
         return ""
     top = max(1.05, max(y for _, y in points) * 1.05)
-    step = (_WIDTH - _LEFT - 40) / (len(points) - 1)
+    step = (_WIDTH_PX - _LEFT_PX - 40) / (len(points) - 1)
     placed = [
-        (_LEFT + 20 + index * step, 10 + 150 * (1 - y / top), x, y) for index, (x, y) in enumerate(points)
+        (_LEFT_PX + 20 + index * step, 10 + 150 * (1 - y / top), x, y) for index, (x, y) in enumerate(points)
     ]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y, _, _ in placed)
     rows = [
-        f"<line x1={_LEFT} x2={_WIDTH} y1=160 y2=160 stroke=#8888 /><text x={_LEFT - 30} y=164>0 %</text>"
+        f"<line x1={_LEFT_PX} x2={_WIDTH_PX} y1=160 y2=160 stroke=#8888 /><text x={_LEFT_PX - 30} y=164>0 %</text>"
     ]
     rows += [f"<polyline points='{line}' fill=none stroke={_COLORS[0]} stroke-width=2 />"]
     for x, y, gpus, efficiency in placed:
@@ -114,13 +114,13 @@ def _scaling(plan: Estimate) -> str:
     return _figure("Weak scaling: efficiency over the number of GPUs", rows, 190, [])
 
 
-_LEFT = 70
+_LEFT_PX = 70
 
 
 def _stack(parts: dict[str, float], names: list[str], y: int, widest: float, unit: Unit) -> str:
-    x, drawn = float(_LEFT), []
+    x, drawn = float(_LEFT_PX), []
     for index, name in enumerate(names):
-        width = (_WIDTH - _LEFT) * parts.get(name, 0.0) / widest
+        width = (_WIDTH_PX - _LEFT_PX) * parts.get(name, 0.0) / widest
         if width <= 0:
             continue
         label = escape(f"{name}: {format_value(parts[name], unit)}")
@@ -136,7 +136,7 @@ def _figure(title: str, rows: list[str], height: int, names: list[str]) -> str:
         for i, n in enumerate(names)
     )
     picture = (
-        f"<svg viewBox='0 0 {_WIDTH} {height}' role=img aria-label='{escape(title)}'>{''.join(rows)}</svg>"
+        f"<svg viewBox='0 0 {_WIDTH_PX} {height}' role=img aria-label='{escape(title)}'>{''.join(rows)}</svg>"
     )
     return f"<h2>{escape(title)}</h2><figure>{picture}<figcaption>{legend}</figcaption></figure>"
 

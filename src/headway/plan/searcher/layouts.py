@@ -172,11 +172,11 @@ def _divisors(number: int) -> list[int]:
 
 def _pareto(fitting: list[Candidate]) -> list[Candidate]:
     """Selects layouts that need less memory than every faster one, the fastest first."""
-    kept: list[Candidate] = []
+    pareto: list[Candidate] = []
     for found in fitting:
-        if not kept or found.needed < 0.98 * kept[-1].needed:
-            kept.append(found)
-    return kept
+        if not pareto or found.needed < 0.98 * pareto[-1].needed:
+            pareto.append(found)
+    return pareto
 
 
 def _reasons(

@@ -22,7 +22,7 @@ _BUILT_IN = {
 
 @dataclass(frozen=True, kw_only=True)
 class TraceSettings:
-    """One training step to trace. Functions are named `FILE.py:name`; without a file, the factory's file is meant."""
+    """One training step to trace. Functions are named `FILE.py:name`; a name alone is in the factory's file."""
 
     factory: str
     """Returns the module, or (module, batch), or (module, (inputs, target), loss)."""

@@ -34,12 +34,12 @@ _UNLABELED = {
 def main() -> None:
     directory, requests = Path(sys.argv[1]), json.load(sys.stdin)
     warnings.simplefilter("ignore")  # the user sees them when the model really runs
-    kept = cuda_emulation.install()
+    rules = cuda_emulation.install()
     for index, request in enumerate(requests):
         partial = directory / f"{index}.partial"
         partial.write_text(json.dumps(_traced(TraceSettings(**request))))
         partial.replace(directory / f"{index}.json")
-    del kept
+    del rules
 
 
 def _traced(request: TraceSettings) -> dict[str, Any]:

@@ -60,10 +60,12 @@ class Allocator:
         self.peak_allocated = self.allocated
 
     def _segment(self, size: int, small: bool) -> _Block:
-        whole = 2 * _MIB if small else 20 * _MIB if size < 10 * _MIB else -(-size // (2 * _MIB)) * 2 * _MIB
-        self.reserved += whole
+        segment_bytes = (
+            2 * _MIB if small else 20 * _MIB if size < 10 * _MIB else -(-size // (2 * _MIB)) * 2 * _MIB
+        )
+        self.reserved += segment_bytes
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-        return _Block(whole, small)
+        return _Block(segment_bytes, small)
 
     def _best_fit(self, size: int, small: bool) -> _Block | None:
         pool = self._free[small]

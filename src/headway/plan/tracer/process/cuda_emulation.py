@@ -75,8 +75,8 @@ def _autocast_as_cuda() -> torch.library.Library:
         operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
         rules.impl(name, rule(operation, keys), "AutocastCPU")  # type: ignore[no-untyped-call]
     # the CPU's rule casts the inputs; CUDA has no rule, and the decomposed operations follow their own
-    whole = torch.ops.aten.cross_entropy_loss.default
-    rules.impl("cross_entropy_loss", whole.decompose, "AutocastCPU", allow_override=True)  # type: ignore[no-untyped-call]
+    cross_entropy = torch.ops.aten.cross_entropy_loss.default
+    rules.impl("cross_entropy_loss", cross_entropy.decompose, "AutocastCPU", allow_override=True)  # type: ignore[no-untyped-call]
     return rules
 
 

@@ -40,7 +40,7 @@ def _module(place: str) -> Any:
             raise UserCodeError(f"cannot import {place}: {error}") from error
     file = Path(place).resolve()
     if not file.is_file():
-        raise UserCodeError(f"there is no file {place}")
+        raise UserCodeError(f"there is no file {place}; expected FILE.py:function")
     sys.path.insert(0, str(file.parent))
     name = file.stem
     if name in sys.modules:
