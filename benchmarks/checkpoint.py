@@ -1,21 +1,21 @@
-"""How long training stands still for a save, and how long until it is on disk: torch.save, torch's DCP, headway.
+"""How long a save stalls training, and how long until it is on disk: torch.save, torch's DCP, headway.
 
-    python benchmarks/checkpoint.py [--gigabytes 0.1 0.5 1 2] [--repeat 5] [--folder PATH] [--json PATH]
+    python benchmarks/checkpoint.py [--gigabytes 0.1 0.5 1 2] [--repeat 5] [--directory PATH] [--json PATH]
     python benchmarks/checkpoint.py --device cuda --params 1.5e9 --repeat 2 --budget 420 --json results.json
 
 One process. On the CPU: a state of equal float32 tensors. On a CUDA device: a transformer of that many float32
 parameters with the state of AdamW, so three times their bytes.
 
-- `stall` is the time until training may go on: until the call has returned, and a kernel that was launched after it has
-  run; for DCP with asynchronous staging, until staging is complete.
-- `total` is the time until the save says that it is done.
-- `disk` is one sequential write of as many bytes and one fsync. `torch.save` syncs nothing by itself; `+ fsync` adds
-  the sync of the file and of its folder that a checkpoint needs to survive a power cut. DCP syncs its files, but not
-  their names.
-- `step` is how much longer a small step of training takes while the save is in flight: 1 is not at all.
-- The first save of each way, which also makes memory and processes, is shown apart and not counted.
+- `stall` is the time until training continues: until the call has returned, and a kernel launched after it has run; for
+  DCP with asynchronous staging, until staging is complete.
+- `total` is the time until the save is reported as complete.
+- `disk` is one sequential write of as many bytes and one fsync. `torch.save` alone syncs nothing; `+ fsync` syncs the
+  file and its directory, which a checkpoint needs to survive a power cut. DCP syncs its files, but not the directory.
+- `step` is the relative time of a small training step while the save is in flight: 1 means no slowdown.
+- The first save of each method, which also allocates memory and starts processes, is shown separately and not counted.
 
-Rounds are interleaved; medians (smallest to largest). `--budget` ends it after so many seconds with what is known.
+Rounds are interleaved; the table has medians (minimum to maximum). `--budget` limits the seconds; the results so far
+are printed.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from headway import checkpoint
 
 State = dict[str, Any]
 Finish = Callable[[], object]
-PIECE = 8 << 20
+CHUNK_BYTES = 8 << 20
 LAYERS = 48
 
 
 def done() -> None:
-    """There is nothing left to wait for."""
+    """Does nothing: the save is complete."""
 
 
 def sync(*paths: Path) -> None:
@@ -67,72 +67,72 @@ class Disk:
         self._size = size
         self._bytes = memoryview(bytearray(os.urandom(1 << 20) * 64))  # 64 MiB, again and again
 
-    def __call__(self, folder: Path, state: State) -> Finish:  # noqa: ARG002
-        with (folder / "raw").open("wb", buffering=0) as file:
-            for begin in range(0, self._size, PIECE):
+    def __call__(self, directory: Path, state: State) -> Finish:  # noqa: ARG002
+        with (directory / "raw").open("wb", buffering=0) as file:
+            for begin in range(0, self._size, CHUNK_BYTES):
                 at = begin % len(self._bytes)
-                file.write(self._bytes[at : at + min(PIECE, self._size - begin)])
+                file.write(self._bytes[at : at + min(CHUNK_BYTES, self._size - begin)])
             os.fsync(file.fileno())
         return done
 
 
-def torch_save(folder: Path, state: State) -> Finish:
-    torch.save(state, folder / "state.pt")
+def torch_save(directory: Path, state: State) -> Finish:
+    torch.save(state, directory / "state.pt")
     return done
 
 
-def torch_save_synced(folder: Path, state: State) -> Finish:
-    torch.save(state, folder / "state.pt")
-    sync(folder / "state.pt", folder)
+def torch_save_synced(directory: Path, state: State) -> Finish:
+    torch.save(state, directory / "state.pt")
+    sync(directory / "state.pt", directory)
     return done
 
 
-def dcp_save(folder: Path, state: State) -> Finish:
-    dcp.save(state, checkpoint_id=folder / "dcp")
+def dcp_save(directory: Path, state: State) -> Finish:
+    dcp.save(state, checkpoint_id=directory / "dcp")
     return done
 
 
-def dcp_async(folder: Path, state: State) -> Finish:
-    flying = dcp.async_save(state, checkpoint_id=folder / "dcp")
-    assert isinstance(flying, Future)
-    return flying.result
+def dcp_async(directory: Path, state: State) -> Finish:
+    in_flight = dcp.async_save(state, checkpoint_id=directory / "dcp")
+    assert isinstance(in_flight, Future)
+    return in_flight.result
 
 
 class DcpStaged:
-    """DCP with a stager that is kept: its buffers are used again; on CUDA they are pinned, and filled on the side."""
+    """DCP with a reused stager: its buffers are reused; on CUDA they are pinned and filled on another stream."""
 
     def __init__(self, cuda: bool) -> None:
         self._stager = staging.DefaultStager(staging.StagingOptions(cuda, True, cuda, cuda))
 
-    def __call__(self, folder: Path, state: State) -> Finish:
-        flying = dcp.async_save(state, checkpoint_id=folder / "dcp", async_stager=self._stager)
-        if isinstance(flying, Future):
-            return flying.result
-        flying.staging_completion.result()
-        return flying.upload_completion.result
+    def __call__(self, directory: Path, state: State) -> Finish:
+        in_flight = dcp.async_save(state, checkpoint_id=directory / "dcp", async_stager=self._stager)
+        if isinstance(in_flight, Future):
+            return in_flight.result
+        in_flight.staging_completion.result()
+        return in_flight.upload_completion.result
 
     def close(self) -> None:
         self._stager.close()
 
 
-def headway_save(folder: Path, state: State) -> Finish:
-    checkpoint.save(folder, state, step=1)
+def headway_save(directory: Path, state: State) -> Finish:
+    checkpoint.save(directory, state, step=1)
     return done
 
 
 class HeadwayBackground:
     def __init__(self, root: Path) -> None:
-        self._folder = root / "headway-background"
-        self._saver = checkpoint.Saver(self._folder)
+        self._directory = root / "headway-background"
+        self._saver = checkpoint.Saver(self._directory)
         self._step = 0
 
-    def __call__(self, folder: Path, state: State) -> Finish:
+    def __call__(self, directory: Path, state: State) -> Finish:
         self._step += 1
         self._saver.save(state, step=self._step)
 
         def finish() -> None:
             self._saver.wait()
-            (self._folder / f"step-{self._step:012d}").rename(folder / "saved")  # removed with it
+            (self._directory / f"step-{self._step:012d}").rename(directory / "saved")  # removed with it
 
         return finish
 
@@ -145,7 +145,7 @@ class HeadwayBackground:
 
 @dataclass
 class Row:
-    """What one way took for one state."""
+    """Times of one method for one state."""
 
     way: str
     bytes: int
@@ -157,7 +157,7 @@ class Row:
 
 
 class Trainer:
-    """A small step of training; how long it takes undisturbed."""
+    """A small training step, and its time without a save."""
 
     def __init__(self, device: str) -> None:
         self._x = torch.rand(256, 256, device=device)
@@ -176,13 +176,13 @@ class Trainer:
         self.go_on()
 
     def go_on(self) -> None:
-        """Returns when a kernel that is launched now has run."""
+        """Waits until a kernel launched now has run."""
         if self.cuda:
             self._x.add_(0)
             torch.cuda.current_stream().synchronize()
 
     def while_flying(self, finish: Finish) -> float:
-        """How much longer steps take while a save is in flight."""
+        """Relative time of a step while a save is in flight."""
         from threading import Thread
 
         waiting = Thread(target=finish)
@@ -198,11 +198,11 @@ class Trainer:
 def measure(
     way: Callable[[Path, State], Finish], root: Path, state: State, trainer: Trainer, row: Row
 ) -> None:
-    folder = Path(tempfile.mkdtemp(dir=root))
+    directory = Path(tempfile.mkdtemp(dir=root))
     os.sync()  # nobody pays for what another left in memory
     trainer.go_on()
     begin = time.perf_counter()
-    finish = way(folder, state)
+    finish = way(directory, state)
     trainer.go_on()
     stall = time.perf_counter() - begin
     finish()
@@ -211,17 +211,17 @@ def measure(
     else:
         row.stalls.append(stall)
         row.totals.append(time.perf_counter() - begin)
-    shutil.rmtree(folder)
+    shutil.rmtree(directory)
 
 
 def measure_steps(
     way: Callable[[Path, State], Finish], root: Path, state: State, trainer: Trainer, row: Row
 ) -> None:
-    folder = Path(tempfile.mkdtemp(dir=root))
-    finish = way(folder, state)
+    directory = Path(tempfile.mkdtemp(dir=root))
+    finish = way(directory, state)
     if finish is not done:
         row.step = trainer.while_flying(finish)
-    shutil.rmtree(folder)
+    shutil.rmtree(directory)
 
 
 def compare(
@@ -330,7 +330,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--ways", nargs="*", default=[], help="only these, by their names in the table")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds")
-    parser.add_argument("--folder", type=Path, default=None, help="on the file system to measure")
+    parser.add_argument("--directory", type=Path, default=None, help="on the file system to measure")
     parser.add_argument("--json", type=Path, default=None, help="where to write all numbers, as they come")
     options = parser.parse_args()
     if options.device == "cuda" and options.params is None:
@@ -351,13 +351,13 @@ def main() -> None:
                 json.dumps({**machine, "rows": [asdict(row) for row in finished + rows]}, indent=1)
             )
 
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder, warnings.catch_warnings():
+    with tempfile.TemporaryDirectory(dir=options.directory) as directory, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # DCP says that it is alone
         for gigabytes in [math.nan] if options.params else options.gigabytes:
             state = (
                 transformer_state(options.params, options.device) if options.params else flat_state(gigabytes)
             )
-            rows = compare(Path(folder), state, options, deadline, keep)
+            rows = compare(Path(directory), state, options, deadline, keep)
             show(rows)
             finished += rows
 

@@ -1,16 +1,16 @@
-"""Decoded images per second from JPEG shards: headway beside its peers, and beside the bare decoder.
+"""Decoded images per second from JPEG shards: headway, its peers, and the decoder alone.
 
     scripts/make-peers.sh            # once: the peers, in an environment of their own
     python benchmarks/data.py [--samples 4096] [--thumbnails 300000] [--threads 2] [--rounds 3] [--json results.json]
 
-The same photos, page cache warm, batches of 64, decoded to RGB; see data_peers.py. Every contender runs in a process of
-its own, which is timed after its imports; rounds are interleaved and medians printed, because machines are shared:
-ratios are safer than rates, and CPU time for an image is safer than both. The limit is as many threads decoding bytes
-that are already in memory into memory that has been used before.
+All read the same photos from a warm page cache, in batches of 64, decoded to RGB; see data_peers.py. Each loader
+runs in a process of its own, and is timed after its imports. Rounds are interleaved and medians printed, because
+machines are shared: ratios are more reliable than rates, and CPU time per image is more reliable than both. The limit
+is the same number of threads decoding bytes in memory into memory that is already mapped.
 
-Thumbnails, in hundreds of shards, are for those that read from shards or have a position to go on from: how many are
-read in a second, where decoding is next to nothing. Going on at 90 % of an epoch is timed twice, from a state to the
-first batch. Of a few photos, most of that is decoding 64 of them; of thumbnails, it is the search for the position.
+Thumbnails, in hundreds of shards, show how many samples per second a loader reads when decoding takes almost no time.
+Resuming at 90 % of an epoch is timed on both, from a state to the first batch. With photos most of that time is the
+decoding of 64 of them; with thumbnails it is the search for the position.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ PEERS = Path(os.environ.get("HEADWAY_PEERS", HERE.parent / ".peers"))
 # --- in the process of a contender
 
 
-def contend(task: str, name: str, data: Path, threads: int) -> dict[str, float]:
-    """One task: `run` an epoch, the `start` or `much` of one, `save` a state at nine tenths, or `resume` from that."""
+def run_task(task: str, name: str, data: Path, threads: int) -> dict[str, float]:
+    """Runs one task: an epoch (`run`), its beginning (`start`, `much`), `save` a state at 90 %, or `resume` from it."""
     from data_peers import BATCH, CONTENDERS
 
     state = data / f"{name}.state"
@@ -75,7 +75,7 @@ def timed(batches: Iterator[int]) -> dict[str, float]:
 
 
 def cpu_seconds() -> float:
-    """Of this process and its workers, those that have ended and those that have not."""
+    """CPU seconds of this process and its workers, ended and running."""
     import psutil
 
     workers = [each.cpu_times() for each in psutil.Process().children(recursive=True)]
@@ -85,20 +85,20 @@ def cpu_seconds() -> float:
 # --- in the process that compares
 
 
-class Arena:
-    """The data, and the contenders that are here."""
+class Comparison:
+    """The data, and the loaders that are installed."""
 
     def __init__(self, data: Path, threads: int) -> None:
         from data_peers import CONTENDERS
 
         self.data, self.threads = data, threads
-        self.contenders = {name: kind for name, kind in CONTENDERS.items() if kind.is_here()}
+        self.contenders = {name: kind for name, kind in CONTENDERS.items() if kind.is_installed()}
         self.absent = [kind.title for name, kind in CONTENDERS.items() if name not in self.contenders]
 
     def let(self, task: str, name: str, *, watch: bool = False) -> dict[str, float]:
-        """One task in a process of its own; `watch`: how much memory it takes beyond its imports."""
+        """Runs one task in a process of its own; `watch` also measures its memory beyond its imports."""
         program = [sys.executable, "-W", "ignore", str(HERE / "data.py")]
-        command = [*program, "--contend", task, name, str(self.data)]
+        command = [*program, "--run_task", task, name, str(self.data)]
         log = (self.data / "log.txt").open("a")
         child = subprocess.Popen(
             [*command, "--threads", str(self.threads)],
@@ -121,7 +121,7 @@ class Arena:
 
 
 def peak_memory(child: subprocess.Popen[str]) -> float:
-    """Bytes of a process and its children, beyond what it has now; shared pages are counted once."""
+    """Peak bytes of a process and its children beyond the present ones; shared pages count once."""
     import psutil
 
     def held() -> int:
@@ -144,7 +144,7 @@ def peak_memory(child: subprocess.Popen[str]) -> float:
 
 
 def photo(rng: Any) -> bytes:
-    """Like a photograph to a decoder: smooth, with some noise; around 500 x 375 and 70 kB."""
+    """An image that costs a decoder as much as a photo: smooth, with noise; about 500 x 375 and 70 kB."""
     import numpy as np
     import simplejpeg
 
@@ -160,36 +160,36 @@ def photo(rng: Any) -> bytes:
     return simplejpeg.encode_jpeg(noisy.clip(0, 255).astype(np.uint8), quality=85)
 
 
-def make(folder: Path, count: int) -> None:
+def make(directory: Path, count: int) -> None:
     import numpy as np
 
     rng = np.random.default_rng(0)
     photos = [photo(rng) for _ in range(256)]
     mean = sum(map(len, photos)) // 256
     print(f"{count} samples of 256 photos, mean {mean / 1000:.0f} kB", flush=True)
-    _pack(folder, photos, count, mean * count // 8 + 2**20)
+    _pack(directory, photos, count, mean * count // 8 + 2**20)
 
 
-def make_thumbnails(folder: Path, count: int) -> None:
-    """About a thousand to a shard, as many datasets have it."""
+def make_thumbnails(directory: Path, count: int) -> None:
+    """Packs about a thousand samples per shard, as is common."""
     import numpy as np
     import simplejpeg
 
     rng = np.random.default_rng(1)
     images = [simplejpeg.encode_jpeg(rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)) for _ in range(256)]
-    _pack(folder, images, count, 2560 * 1000)
+    _pack(directory, images, count, 2560 * 1000)
 
 
-def _pack(folder: Path, images: list[bytes], count: int, shard_size: int) -> None:
+def _pack(directory: Path, images: list[bytes], count: int, shard_size: int) -> None:
     from headway.data import pack
 
     samples = ({"__key__": f"{n:07d}", "jpg": images[n % 256], "cls": n % 1000} for n in range(count))
-    pack(samples, folder / "shards", shard_size=shard_size)
-    (folder / "samples").write_text(str(count))
+    pack(samples, directory / "shards", shard_size=shard_size)
+    (directory / "samples").write_text(str(count))
 
 
 def raw_bytes(data: Path) -> dict[str, float]:
-    """Sample bytes from the node cache into the memory of a batch, in GB/s, beside memcpy; best of seven, CPU time.
+    """GB/s of sample bytes from the node cache into a batch, and of memcpy; best of seven, CPU time.
 
     Finding a sample is counted. memcpy copies pieces of the same sizes, and as a second measure a batch at once: large
     copies go around the processor's cache, and are faster than any loader of single samples can be.
@@ -248,8 +248,8 @@ def _copy_pieces(sizes: list[int], plain: memoryview, batch: memoryview) -> None
         at, start = at + size, start + size
 
 
-def resuming(arena: Arena, rounds: int) -> dict[str, float]:
-    """Seconds from a state at nine tenths of an epoch to the first batch, of those that can go on."""
+def resuming(arena: Comparison, rounds: int) -> dict[str, float]:
+    """Seconds from a state at 90 % of an epoch to the first batch, for loaders that can resume."""
     seconds: dict[str, list[float]] = {name: [] for name, kind in arena.contenders.items() if kind.resumes}
     for name in seconds:
         arena.let("save", name)
@@ -259,8 +259,8 @@ def resuming(arena: Arena, rounds: int) -> dict[str, float]:
     return {name: statistics.median(each) for name, each in seconds.items()}
 
 
-def reading(arena: Arena, rounds: int) -> dict[str, float]:
-    """Samples in a second, of those that have them in shards or in a format of their own."""
+def reading(arena: Comparison, rounds: int) -> dict[str, float]:
+    """Samples per second, for loaders that read shards or a format of their own."""
     names = [name for name, kind in arena.contenders.items() if kind.resumes or kind.reads_shards]
     rates: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(rounds):
@@ -269,7 +269,7 @@ def reading(arena: Arena, rounds: int) -> dict[str, float]:
     return {name: statistics.median(each) for name, each in rates.items()}
 
 
-def compare(arena: Arena, thumbnails: Arena, rounds: int) -> dict[str, Any]:
+def compare(arena: Comparison, thumbnails: Comparison, rounds: int) -> dict[str, Any]:
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in arena.contenders}
     for _ in range(rounds):
         for name in arena.contenders:
@@ -342,20 +342,20 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="also write everything that was seen to this file")
-    parser.add_argument("--contend", nargs=3, metavar=("TASK", "NAME", "DATA"), help=argparse.SUPPRESS)
+    parser.add_argument("--run_task", nargs=3, metavar=("TASK", "NAME", "DATA"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.contend:
-        task, name, data = args.contend
-        contend(task, name, Path(data), args.threads)
+    if args.run_task:
+        task, name, data = args.run_task
+        run_task(task, name, Path(data), args.threads)
     peers = PEERS / "bin" / "python"
     if peers.exists() and Path(sys.prefix).resolve() != PEERS.resolve():
         os.execv(peers, [str(peers), *sys.argv])
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as other:
-        make(Path(folder), args.samples)
+    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryDirectory() as other:
+        make(Path(directory), args.samples)
         make_thumbnails(Path(other), args.thumbnails)
-        photos, thumbnails = Arena(Path(folder), args.threads), Arena(Path(other), args.threads)
+        photos, thumbnails = Comparison(Path(directory), args.threads), Comparison(Path(other), args.threads)
         for kind in photos.contenders.values():
-            kind.prepare(Path(folder))
+            kind.prepare(Path(directory))
             if kind.resumes:
                 kind.prepare(Path(other))
         seen = compare(photos, thumbnails, args.rounds)

@@ -1,7 +1,7 @@
 """The loaders that benchmarks/data.py compares: each reads the same photos, shuffled, in batches of 64, as RGB arrays.
 
-All but DALI decode with simplejpeg. Loaders that have a format of their own get the photos in it. Peers are imported
-where they are used: each contender runs in a process of its own.
+All but DALI decode with simplejpeg. A loader with a format of its own gets the photos in that format. Each loader runs
+in a process of its own, which alone imports it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BATCH = 64
 
 
 class Contender(ABC):
-    """A loader; made, it has done nothing yet. With `state`, it goes on where another one of its kind was saved."""
+    """A loader to compare. Its constructor does no work. With `state`, it resumes from a saved position."""
 
     title: str
     needs: str | None = None
@@ -39,37 +39,37 @@ class Contender(ABC):
         self.shards = sorted(str(path) for path in (data / "shards").glob("*.tar"))
 
     @classmethod
-    def is_here(cls) -> bool:
+    def is_installed(cls) -> bool:
         if cls.needs is None:
             return True
         return find_spec(cls.needs.partition(".")[0]) is not None and find_spec(cls.needs) is not None
 
     @classmethod
     def prepare(cls, data: Path) -> None:
-        """Writes the photos in a format of its own, if it has one."""
+        """Writes the photos in the loader's own format, if it has one."""
         assert (data / "shards").is_dir()
 
     @classmethod
     def tidy(cls) -> None:
-        """Removes what it leaves behind; nothing, as a rule."""
+        """Removes what the loader leaves behind; usually nothing."""
         assert cls.title
 
     def imports(self) -> None:
-        """Imports what it needs, before the clock starts."""
+        """Imports what the loader needs, before the timer starts."""
         for module in self.modules:
             import_module(module)
 
     @abstractmethod
     def batches(self) -> Iterator[int]:
-        """Batches, as their numbers of samples; one of 0 says that the clock starts only now."""
+        """Yields the number of samples of each batch; a 0 restarts the timer."""
 
     def save(self, path: Path) -> None:
-        """Writes its position; for those that can."""
+        """Writes the position, if the loader supports it."""
         raise NotImplementedError
 
 
 class Bare(Contender):
-    """The decoder alone, with headway's settings: no reading, no new memory, one call for each image and thread."""
+    """The decoder alone, with headway's settings: no reading, no new memory, one call per image and thread."""
 
     title = "bare decoder threads"
     reads_shards = True
@@ -210,7 +210,7 @@ class TorchFiles(Contender):
 
 
 class Files:
-    """One file per sample: what torch's loader is given most often."""
+    """One file per sample: the most common input of torch's loader."""
 
     def __init__(self, paths: list[Path]) -> None:
         self.paths = paths
@@ -246,7 +246,7 @@ class Streaming(Contender):
 
     @classmethod
     def tidy(cls) -> None:
-        """Removes what processes that were stopped on the way have left in shared memory."""
+        """Removes shared memory that stopped processes left behind."""
         for path in Path("/dev/shm").glob("0000[0-9][0-9]_*"):  # its own cleaning stops at the first gap
             path.unlink(missing_ok=True)
 
@@ -322,7 +322,7 @@ CONTENDERS: dict[str, type[Contender]] = {
 
 
 def photos(data: Path) -> Iterator[bytes]:
-    """The photos in the shards, as they are stored."""
+    """Returns the encoded photos in the shards."""
     from headway.data import Shard
 
     for path in sorted((data / "shards").glob("*.tar")):

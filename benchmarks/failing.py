@@ -1,8 +1,8 @@
-"""How long from one rank's end until all four are down, and how much one must read to find the cause.
+"""How long after one rank fails all four have ended, and how many lines of output one has to read for the cause.
 
     python benchmarks/failing.py [--repeat 3]
 
-Beside torchrun with the same script without headway (init_process_group, gloo). Medians; the machine may be shared.
+Compares with torchrun, and the same script without headway (init_process_group, gloo). Prints medians.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LAUNCH = {
 
 
 def one(name: str, how: str, folder: Path) -> tuple[float, int, int]:
-    """Seconds from the end of rank 2 to the end of all; lines of output; the line, from the end, that has the cause."""
+    """Returns seconds from the end of rank 2 to the end of all, lines of output, and the cause's line from the end."""
     script, mark = folder / f"under_{name}.py", folder / "mark"
     script.write_text(SCRIPT.format(join=JOINS[name]))
     environ = os.environ | {"FAIL": how, "MARK": str(mark)}

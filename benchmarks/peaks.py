@@ -1,8 +1,8 @@
-"""Traced peaks against real ones on the GPU here, for models that no constant of the planner was made for.
+"""Compares traced peaks with measured ones on this GPU, for models on which no constant of the planner was fitted.
 
     python benchmarks/peaks.py [NAME ...]
 
-Traces run on the CPU beside the measurements, each in a process of its own; times mean nothing here.
+Traces run on the CPU during the measurements, so that times are not meaningful.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "names", nargs="*", default=NAMES, help="of tests/plan/strangers.py; all if not given"
+        "names", nargs="*", default=NAMES, help="models of tests/plan/strangers.py; all if not given"
     )
     names = parser.parse_args().names
     print("| model | batch | peak allocated | traced, allocated | traced, reserved |\n|---|---|---|---|---|")

@@ -1,8 +1,8 @@
-"""How long until something happens: `headway --help`, and a script on some ranks under headway and under torchrun.
+"""Startup times: `headway --help`, and a script on several ranks under headway and under torchrun.
 
     python benchmarks/startup.py [--repeat 5] [--nproc 4]
 
-Runs are interleaved and medians printed, because the machine is shared; ratios are safer than seconds.
+Runs are interleaved and medians printed, because machines are shared; ratios are more reliable than seconds.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class Layout:
         if self.vpp > 1 and (self.pp == 1 or self.microbatches % self.pp):
             raise UsageError(
                 f"layout.vpp is {self.vpp}: the interleaved schedule needs pp above 1 (it is {self.pp}) and "
-                f"microbatches ({self.microbatches}) in multiples of pp; valid: vpp 1, or such a batch"
+                f"microbatches ({self.microbatches}) in multiples of pp; use vpp 1, or another global_batch"
             )
 
     @property

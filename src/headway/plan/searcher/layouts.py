@@ -101,8 +101,8 @@ def search(
             )
     if not tried:
         raise UsageError(
-            f"no layout of {gpus} GPUs divides global_batch {global_batch} and the model's heads ({model.heads}) and "
-            f"layers ({model.layers}); valid: a batch that is a multiple of a divisor of {gpus}"
+            f"no layout of {gpus} GPUs suits global_batch {global_batch}, the model's heads ({model.heads}) and layers "
+            f"({model.layers}); choose a global_batch that is a multiple of a divisor of {gpus}"
         )
     fitting.sort(key=lambda found: (found.seconds, found.needed))
     return SearchResult(

@@ -161,7 +161,7 @@ def trace_estimate(
     )
     return Estimate(
         title=title,
-        node=f"{settings.fsdp} of {node.name}",
+        node=f"{node.name} ({settings.fsdp} GPU{'s' if settings.fsdp > 1 else ''})",
         answers=answers,
         fits=fits,
         verdict=verdict(needed, capacity, ways),
