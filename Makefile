@@ -1,9 +1,10 @@
 # headway: two commands suffice on a fresh machine, `make demo` and `make test`.
-.PHONY: install services demo test check bench faults docs clean help
+.PHONY: install services demo test tests check bench faults docs clean help
 SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+WORKERS ?= 4  # most tests wait for processes, so more workers than two cores pay
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,9 +21,12 @@ services:  ## install SLURM and MPI for the cluster tests, where this user may
 demo: install  ## a short tour on this machine
 	@$(BIN)/headway run --nproc 2 examples/quickstart.py
 
-test: install  ## everything that must hold: checks, then all tests
-	@$(MAKE) --no-print-directory -j 2 services check  # side by side: one downloads, the other computes
-	$(BIN)/python -m pytest --durations=15
+test: install  ## everything that must hold: checks, and all tests beside them
+	@$(MAKE) --no-print-directory -j 2 check tests
+
+tests: install services
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not alone" --durations=15
+	$(BIN)/python -m pytest -m alone
 
 check: install  ## style, types, and who may import whom
 	$(BIN)/ruff check .

@@ -11,6 +11,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from waiting import describe_load
 
 pytest_plugins = ["pytester"]
 
@@ -30,13 +31,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[_collected] = {item.path for item in items}
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(_group(item.path.relative_to(ROOT))))
+            item.add_marker(pytest.mark.xdist_group(_group(item)))
     return (yield)
 
 
-def _group(path: Path) -> str:
-    """The tests of a file share what they set up; those of tests/cluster share one real SLURM cluster."""
-    return "cluster" if path.parts[1] == "cluster" else path.as_posix()
+def _group(item: pytest.Item) -> str:
+    """Tests of a file share what they set up; those of tests/cluster share a real SLURM cluster of each kind."""
+    path = item.path.relative_to(ROOT)
+    fixtures = set(getattr(item, "fixturenames", ()))
+    if path.parts[1] != "cluster" or not any("cluster" in name for name in fixtures):
+        return path.as_posix()
+    parameters = getattr(item, "callspec", None)
+    kinds = {"cgroup_cluster", "impatient_cluster"} & (
+        fixtures | set(map(str, parameters.params.values() if parameters else ()))
+    )
+    return "cluster-cgroup" if kinds else "cluster-linuxproc"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that fails says how busy the machine was: it may have run out of time."""
+    report = yield
+    if report.failed:
+        report.sections.append(("machine", describe_load()))
+    return report
 
 
 @pytest.fixture

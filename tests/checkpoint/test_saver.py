@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ import psutil
 import pytest
 import torch
 from checker import judge
+from waiting import wait_until
 
 import headway
 from headway import checkpoint
@@ -37,10 +37,8 @@ def _is_helper(child: psutil.Process) -> bool:
 
 
 def until(condition: Callable[[], Any]) -> Any:
-    """Waits; the test's own timeout ends a wait in vain."""
-    while not (found := condition()):
-        time.sleep(0.01)
-    return found
+    """Waits for a state that must come."""
+    return wait_until(condition, "the condition holds", timeout_s=100, interval_s=0.01)
 
 
 def stopped_helper() -> psutil.Process:

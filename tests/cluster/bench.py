@@ -29,6 +29,9 @@ from typing import TextIO
 
 import psutil
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))  # also where tests run this file by itself
+from waiting import describe_load
+
 HERE = Path(__file__).resolve().parent
 ROOT = Path(f"/tmp/hw-bench-{os.getuid()}")  # short, as sockets live below it
 PORTS = range(17000, 27000, 100)
@@ -83,7 +86,8 @@ def run(
         except subprocess.TimeoutExpired:
             _kill(process.pid)
             stdout, stderr = process.communicate(timeout=10)
-            raise AssertionError(_told(command, f"still ran after {timeout} s", stdout, stderr)) from None
+            late = f"ran out of time after {timeout} s ({describe_load()})"
+            raise AssertionError(_told(command, late, stdout, stderr)) from None
         except BaseException:  # the test's own time limit, Ctrl-C: leave nothing behind
             _kill(process.pid)
             raise
@@ -176,7 +180,9 @@ class Node:
     def _until_ready(self, timeout: float = 40) -> None:
         limit = time.monotonic() + timeout
         while not (self.state() in {"idle", "mixed", "allocated"} and self._answers()):
-            assert time.monotonic() < limit, f"{self.name} is still {self.state()!r} after {timeout} s"
+            assert time.monotonic() < limit, (
+                f"ran out of time after {timeout} s ({describe_load()}): {self.name} is still {self.state()!r}"
+            )
             time.sleep(0.1)
 
     def _answers(self) -> bool:
@@ -280,7 +286,10 @@ class Cluster:
         while (state := self.state(job)) not in wanted:
             if state in FINAL or time.monotonic() > limit:
                 aim = " or ".join(sorted(wanted))
-                raise AssertionError(f"job {job} is {state}, not {aim}; its output:\n{self.output(job)}")
+                late = "" if state in FINAL else f"ran out of time after {timeout} s ({describe_load()}): "
+                raise AssertionError(
+                    f"{late}job {job} is {state}, not {aim}; its output:\n{self.output(job)}"
+                )
             time.sleep(0.1)
         return state
 
@@ -314,7 +323,9 @@ class Cluster:
                 node._do("mend")
         limit = time.monotonic() + timeout
         while not self._is_idle():
-            assert time.monotonic() < limit, f"not idle {timeout} s after the test\n{self.logs()}"
+            assert time.monotonic() < limit, (
+                f"ran out of time after {timeout} s ({describe_load()}): the cluster is not idle\n{self.logs()}"
+            )
             self.run(["scancel", "--quiet", "--me"])
             for node in nodes:
                 if node.state().startswith(("down", "drain")):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from waiting import wait_until
 
 from . import bench
 from .bench import HERE, MPICH, OPEN_MPI, Cluster, run, why_not
@@ -52,10 +53,7 @@ listen leader
 
 
 def until(true: Callable[[], object], timeout: float = 20) -> None:
-    limit = time.monotonic() + timeout
-    while not true():
-        assert time.monotonic() < limit, "waited in vain"
-        time.sleep(0.05)
+    wait_until(true, "the condition holds", timeout_s=timeout)
 
 
 def processes_naming(text: str) -> list[psutil.Process]:
@@ -238,7 +236,7 @@ def test_mpich_of_the_virtual_environment() -> None:
 
 
 def test_a_command_that_hangs_is_killed_with_its_children(cluster: Cluster) -> None:
-    with pytest.raises(AssertionError, match=r"(?s)still ran after 0.5 s.*begun"):
+    with pytest.raises(AssertionError, match=r"(?s)ran out of time after 0.5 s.*begun"):
         cluster.run(["sh", "-c", f"echo begun; setsid sleep {LONG} & sleep {LONG}"], timeout=0.5)
     assert processes_naming(f"sleep\0{LONG}") == []
 

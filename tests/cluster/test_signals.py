@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from .bench import Cluster
 
@@ -19,10 +19,7 @@ def send_usr1(cluster: Cluster, folder: Path, *options: str) -> tuple[str, str]:
     """Runs the script as a job step, signals the step, and returns the job's state and output."""
     ready = folder / "ready"
     job = cluster.sbatch(f"srun -n1 {sys.executable} {SCRIPT} {ready} {' '.join(options)}", "-n1")
-    deadline = time.monotonic() + 60
-    while not ready.exists():
-        assert time.monotonic() < deadline, cluster.output(job)
-        time.sleep(0.1)
+    wait_until(ready.exists, "the script is ready", explain=lambda: cluster.output(job))
     cluster.cancel(job, "--signal=USR1")
     return cluster.wait(job), cluster.output(job)
 

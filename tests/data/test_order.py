@@ -150,11 +150,11 @@ import time
 from pathlib import Path
 import numpy as np
 from headway.data.order.order import Order, Shuffle
-began = time.perf_counter()
+began = time.process_time()
 counts = np.random.default_rng(0).integers(9_000, 11_000, 1_000_000)
 order = Order(counts, Shuffle(seed=0, lanes=48, window=20_000))
 order.locate(np.arange(9 * order.samples // 10, 9 * order.samples // 10 + 100_000))
-took = time.perf_counter() - began
+took = time.process_time() - began
 (peak,) = [line.split()[1] for line in Path('/proc/self/status').read_text().splitlines() if line.startswith('VmHWM')]
 print(order.samples, took, int(peak) / 1024)
 """
@@ -164,7 +164,7 @@ def test_ten_thousand_million_samples_in_a_second_and_little_memory() -> None:
     done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=True)
     samples, took, megabytes = map(float, done.stdout.split())
     assert samples > 9.9e9
-    assert took < 5, "seconds; under 1 on an idle core"
+    assert took < 5, "seconds of a core; under 1 on an idle one"
     assert megabytes < 200
 
 

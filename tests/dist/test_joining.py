@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.distributed
 
+from waiting import wait_until
+
 import headway as hw
 from headway.dist.control.hub import Hub
 from headway.dist.device import choose_device
@@ -125,8 +127,7 @@ def test_two_processes_with_one_number_are_told(meeting: FileRendezvous) -> None
     hub = open_hub(meeting, 2)
     first = threading.Thread(target=come, args=(meeting, 0))
     first.start()
-    while 0 in hub.missing():
-        time.sleep(0.01)
+    wait_until(lambda: 0 not in hub.missing(), "rank 0 has joined", interval_s=0.01)
     with pytest.raises(UsageError, match="two processes say they are rank 0"):
         connect_to_hub(meeting, member(0), 5)
     assert come(meeting, 1) == [0, 1]

@@ -16,6 +16,7 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "soak.py"
 SECONDS = 300 if os.environ.get("HEADWAY_FAULTS") == "full" else 12
 
 
+@pytest.mark.alone  # it measures beside a load of its own
 @pytest.mark.timeout(SECONDS + 200)
 def test_nothing_is_taken_for_a_hang(tmp_path: Path) -> None:
     environ = os.environ | {"HEADWAY_WATCHDOG": "4", "SOAK": str(SECONDS)}

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from headway.data import pack
 from headway.data.cache import node_cache
@@ -208,8 +209,7 @@ def test_a_rank_that_hears_it_twice_while_it_exits_has_stopped(tmp_path: Path) -
     exits = STOPS.replace("sys.exit(75)", "signal.signal(signal.SIGUSR2, signal.SIG_DFL); time.sleep(100)")
     (tmp_path / "exits.py").write_text(exits)
     agent = subprocess.Popen([*AGENT, "exits.py", "0"], cwd=tmp_path, stderr=subprocess.DEVNULL)
-    while not (tmp_path / "ready-0").exists():
-        time.sleep(0.05)
+    wait_until((tmp_path / "ready-0").exists, "the rank is ready")
     agent.send_signal(12)
     time.sleep(1)
     agent.send_signal(12)

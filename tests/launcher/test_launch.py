@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from waiting import wait_until
 
 import headway as hw
 from headway import dist
@@ -171,9 +171,8 @@ def test_waiting_and_cancelling(work: Any, tmp_path: Path) -> None:
 
 def test_a_job_whose_keeper_is_killed(work: Any, tmp_path: Path) -> None:
     job = hw.launch(work.waits, tmp_path / "begun")
-    while not (tmp_path / "begun").exists():
-        assert job.state() == "running"
-        time.sleep(0.05)
+    wait_until(lambda: (tmp_path / "begun").exists() or job.state() != "running", "the function runs")
+    assert job.state() == "running"
     os.kill(json.loads(job.run.submission_file.read_text())["pid"], signal.SIGKILL)
     assert job.wait(timeout=60) == "lost"
     with pytest.raises(RankFailure, match=r"left no result: pid .* is gone and left no word"):
@@ -227,9 +226,8 @@ def test_ctrl_c_while_waiting_stops_what_is_running(work: Any, tmp_path: Path) -
         [sys.executable, "-c", script], cwd=tmp_path, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stderr and "waiting for waits-" in process.stderr.readline()
-        while not (tmp_path / "begun").exists():
-            assert process.poll() is None
-            time.sleep(0.05)
+        wait_until(lambda: (tmp_path / "begun").exists() or process.poll() is not None, "the function runs")
+        assert process.poll() is None
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
     (run,) = (tmp_path / "runs").iterdir()

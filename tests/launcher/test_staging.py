@@ -10,12 +10,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
 from headway.cli import main
 from headway.data.cache import staging
@@ -187,9 +187,8 @@ def test_one_waits_for_the_other(source: Path, node: Path) -> None:
     """
     begun, go = node.parent / "begun", node.parent / "go"
     with subprocess.Popen([sys.executable, "-c", code, str(source), str(begun), str(go)]) as first:
-        while not begun.exists():
-            assert first.poll() is None
-            time.sleep(0.05)
+        wait_until(lambda: begun.exists() or first.poll() is not None, "the first copier is at work")
+        assert first.poll() is None
         second = subprocess.Popen(
             [sys.executable, "-c", STAGE, str(source)],
             stdout=subprocess.PIPE,

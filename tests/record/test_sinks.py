@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
 from headway.errors import MissingExtra, Stopped, UsageError
 from headway.record.sinks import Csv, Mlflow, Sink, TensorBoard, Wandb, check_sink, feeding, scalars
@@ -172,13 +173,14 @@ with feeding(run, [Mlflow(tracking_uri={store!r})]):
 """
     killed = subprocess.run([sys.executable, "-c", script], check=False)
     assert killed.returncode == -signal.SIGKILL
-    until = time.monotonic() + 100
-    while time.monotonic() < until:
-        if run.sink_place("mlflow").exists():
-            found = mlflow_run(store, run)[1]
-            if found.info.status != "RUNNING":
-                break
-        time.sleep(0.5)
+    place = run.sink_place("mlflow")
+    wait_until(
+        lambda: place.exists() and mlflow_run(store, run)[1].info.status != "RUNNING",
+        "the tracker knows that the run has ended",
+        timeout_s=100,
+        interval_s=0.5,
+    )
+    found = mlflow_run(store, run)[1]
     assert found.info.status == "FAILED"
     assert found.data.metrics == {"loss": 0.5}
 

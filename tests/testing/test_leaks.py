@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker, shared_memory
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from waiting import wait_until
 
 from headway.testing import leaks
 
@@ -27,8 +27,11 @@ def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 def _running_resource_tracker() -> None:
     """It starts at the first use of shared memory, and takes a moment until it can be told from other children."""
     resource_tracker.ensure_running()
-    while not any(map(leaks.is_resource_tracker, psutil.Process().children())):
-        time.sleep(0.01)
+    wait_until(
+        lambda: any(map(leaks.is_resource_tracker, psutil.Process().children())),
+        "the tracker runs",
+        interval_s=0.01,
+    )
 
 
 @contextmanager

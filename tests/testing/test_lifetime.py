@@ -6,11 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+from waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -65,11 +65,13 @@ def _start(folder: Path) -> subprocess.Popen[str]:
 def _check_nothing_is_left(folder: Path) -> None:
     pids = [int((folder / name).read_text()) for name in ("idle-0", "idle-1", "busy-0", "child")]
     assert len(set(pids)) == 4
-    deadline = time.monotonic() + 20
     memory = Path("/dev/shm", (folder / "memory").read_text())
-    while (alive := [pid for pid in pids if psutil.pid_exists(pid)]) or memory.exists():
-        assert time.monotonic() < deadline, f"processes {alive}, shared memory: {memory.exists()}"
-        time.sleep(0.1)
+    wait_until(
+        lambda: not (any(map(psutil.pid_exists, pids)) or memory.exists()),
+        "all processes and their shared memory are gone",
+        timeout_s=20,
+        explain=lambda: f"processes {pids}, shared memory: {memory.exists()}",
+    )
     assert [path.name for path in (folder / "tmp").iterdir() if not path.name.startswith("pytest-of-")] == []
 
 
@@ -83,9 +85,8 @@ def test_nothing_is_left_when_all_is_done(folder: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_when_pytest_is_ended(folder: Path, number: signal.Signals) -> None:
     with _start(folder) as session:
-        while not (folder / "ready").exists():
-            assert session.poll() is None, session.communicate()[0]
-            time.sleep(0.05)
+        wait_until(lambda: (folder / "ready").exists() or session.poll() is not None, "the test runs")
+        assert session.poll() is None, session.communicate()[0]
         session.send_signal(number)
         session.communicate(timeout=60)
     if number == signal.SIGINT:

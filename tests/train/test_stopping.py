@@ -16,6 +16,7 @@ import torch
 import torch.distributed as c10d
 from test_resume import SCRIPT, Traced, assert_same, make, seeded, weights
 from torch import Tensor
+from waiting import wait_until
 
 import headway as hw
 from headway.dist.control import stop
@@ -261,9 +262,12 @@ def start(folder: Path, *command: str) -> subprocess.Popen[str]:
         text=True,
     )
     steps = folder / "steps-0.jsonl"
-    while not steps.exists() or len(steps.read_text().splitlines()) < 3:  # it trains
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.05)
+    wait_until(
+        lambda: process.poll() is not None or (steps.exists() and len(steps.read_text().splitlines()) >= 3),
+        "three steps are trained",
+        timeout_s=100,
+    )
+    assert process.poll() is None, process.communicate()[0]
     return process
 
 
