@@ -26,7 +26,7 @@ from headway.launcher import call
 from headway.launcher.functions import pickled, start, worker
 from headway.launcher.functions.worker import Call
 from headway.launcher.program import JobFile, Program
-from headway.run.status import note_end, status
+from headway.run.status import record_end, status
 from headway.schedulers.base import Queue
 from headway.system.locks import ProcessIdentity
 from headway.watch.runs import summarize
@@ -175,7 +175,7 @@ def test_a_job_whose_keeper_is_killed(work: Any, tmp_path: Path) -> None:
     assert job.state() == "running"
     os.kill(json.loads(job.run.submission_file.read_text())["pid"], signal.SIGKILL)
     assert job.wait(timeout=60) == "lost"
-    with pytest.raises(RankFailure, match=r"left no result: pid .* is gone and left no word"):
+    with pytest.raises(RankFailure, match=r"left no result: pid .* is gone and recorded no end"):
         job.result()
     rank = int((tmp_path / "begun").read_text())
     with suppress(psutil.NoSuchProcess):
@@ -349,7 +349,7 @@ def test_a_start_begins_without_the_end_of_the_last_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = hw.Run.create(tmp_path / "runs")
-    note_end(run, 1)
+    record_end(run, 1)
     run.write_failure({"rank": 0, "error": "of the last one"})
     JobFile(program=Program(command=["train"]), target=hw.Slurm(array=("lr=1,2",))).write(run)
     submitted: list[hw.Slurm] = []
@@ -363,7 +363,7 @@ def test_a_start_begins_without_the_end_of_the_last_one(
 def test_whoever_follows_a_job_ends_as_it_did(code: int, followed: int, tmp_path: Path) -> None:
     run = hw.Run.create(tmp_path / "runs")
     run.job_log.write_text("all it said\n")
-    note_end(run, code)
+    record_end(run, code)
     out = io.StringIO()
     assert hw.Job(run).follow(out) == followed
     assert out.getvalue().startswith(f"all it said\nheadway: {run.id} is ")

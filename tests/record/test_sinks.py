@@ -173,7 +173,7 @@ with feeding(run, [Mlflow(tracking_uri={store!r})]):
 """
     killed = subprocess.run([sys.executable, "-c", script], check=False)
     assert killed.returncode == -signal.SIGKILL
-    place = run.sink_place("mlflow")
+    place = run.sink_offset_file("mlflow")
     wait_until(
         lambda: place.exists() and mlflow_run(store, run)[1].info.status != "RUNNING",
         "the tracker knows that the run has ended",
@@ -236,13 +236,13 @@ def test_half_a_line_waits_and_rows_that_were_not_written_come_again(run: Run, t
     with feeding(run, [Csv()], finish_s=60):
         pass
     assert run.csv_file.read_text().splitlines()[1:] == ["1,,train,,,headway/x,1.0"]
-    assert int(run.sink_place("csv").read_text()) == rows.read_bytes().rfind(b"\n") + 1
+    assert int(run.sink_offset_file("csv").read_text()) == rows.read_bytes().rfind(b"\n") + 1
     with rows.open("ab") as rest:
         rest.write(b'in", "step": 2, "x": 2}\n')
     with feeding(run, [Csv()], finish_s=60):
         pass
     assert [line.split(",")[0] for line in run.csv_file.read_text().splitlines()] == ["step", "1", "2"]
-    run.sink_place("csv").unlink()  # as if no row had been written
+    run.sink_offset_file("csv").unlink()  # as if no row had been written
     with feeding(run, [Csv(file=tmp_path / "again.csv")], finish_s=60):
         pass
     assert (tmp_path / "again.csv").read_text() == run.csv_file.read_text()

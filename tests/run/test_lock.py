@@ -37,7 +37,6 @@ TRAINER = """if True:
         time.sleep(60)
 
     directory, host, patience = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
-    runlock.BEAT = 0.2
     if host == "no-flock":
         def flock(fd, operation):
             raise OSError(errno.ENOSYS, "Function not implemented")
@@ -50,7 +49,7 @@ TRAINER = """if True:
     print("ready", flush=True)
     sys.stdin.readline()
     try:
-        with runlock.hold(directory, attempt=1, patience=patience) as lock:
+        with runlock.hold(directory, attempt=1, silence_s=patience, heartbeat_s=0.2) as lock:
             print("held", lock.note, flush=True)
             for command in sys.stdin:
                 match command.strip():
@@ -327,7 +326,7 @@ def test_a_pid_that_was_given_to_another_process(directory: Path) -> None:
 def test_a_damaged_record_is_watched_then_replaced(record: bytes, directory: Path) -> None:
     directory.mkdir()
     (directory / "owner-00001.json").write_bytes(record)
-    with hold(directory, attempt=2, patience=0.1) as lock:
+    with hold(directory, attempt=2, silence_s=0.1) as lock:
         assert lock.note == "took the run over from an unknown owner: no heartbeat for 0.1 s"
         assert (directory / "owner-00002.json").exists()
 
@@ -338,7 +337,7 @@ def test_a_record_that_is_still_being_written_is_an_owner(directory: Path) -> No
     file.touch()
     timer = threading.Timer(0.3, file.write_bytes, [_owner(machine="elsewhere").record()])
     timer.start()
-    with pytest.raises(RunLocked, match="in use by pid"), hold(directory, attempt=2, patience=20):
+    with pytest.raises(RunLocked, match="in use by pid"), hold(directory, attempt=2, silence_s=20):
         pass
     timer.join()
 
@@ -349,16 +348,15 @@ def test_a_release_is_noticed_while_waiting(directory: Path) -> None:
     file.write_bytes(_owner(machine="elsewhere").record())
     timer = threading.Timer(0.3, file.write_bytes, [_owner(machine="elsewhere", released=True).record()])
     timer.start()
-    with hold(directory, attempt=2, patience=60) as lock:
+    with hold(directory, attempt=2, silence_s=60) as lock:
         assert lock.note is None
     timer.join()
 
 
 def test_the_heart_beats_and_the_record_says_who(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runlock, "BEAT", 0.05)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     file = directory / "owner-00001.json"
-    with hold(directory, attempt=4):
+    with hold(directory, attempt=4, heartbeat_s=0.05):
         deadline = time.monotonic() + 30
         while json.loads(file.read_bytes())["beat"] < 3 and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -400,8 +398,7 @@ def test_release_waits_for_a_beat_under_way(directory: Path, monkeypatch: pytest
         sync(fd)
 
     monkeypatch.setattr(os, "fsync", slow_sync)
-    monkeypatch.setattr(runlock, "BEAT", 0.01)
-    with hold(directory, attempt=1):
+    with hold(directory, attempt=1, heartbeat_s=0.01):
         assert beating.wait(30)
     assert "headway-run-lock" not in {thread.name for thread in threading.enumerate()}
 

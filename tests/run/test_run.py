@@ -17,7 +17,8 @@ import yaml
 from hypothesis import given, strategies as st
 
 from headway.errors import UsageError
-from headway.run import Run, check_name, directory as run_module, find_latest
+from headway.run import Run, check_name, creation, find_latest
+from headway.run.paths import RunPaths
 
 HOSTILE = [
     "", ".", "..", "../x", "a/b", "/abs", "-rf", ".hidden", "a b", "a;id", "$(id)", "`id`", "a\nb", "a\n", "a\0b",
@@ -27,7 +28,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("name", HOSTILE, ids=ascii)
 def test_hostile_names_are_refused_and_leave_nothing(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="take 1 to 64 letters") as caught:
+    with pytest.raises(UsageError, match="give 1 to 64 letters") as caught:
         Run.create(tmp_path / "runs", name=name)
     assert str(caught.value).isprintable()  # what is wrong must not reach the terminal raw
     assert list(tmp_path.iterdir()) == []
@@ -87,7 +88,7 @@ def test_the_code_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_paths_are_those_of_the_design(tmp_path: Path) -> None:
     run = Run(path=tmp_path, id="x", name="x")
-    properties = [name for name in vars(Run) if isinstance(vars(Run)[name], property)]
+    properties = [name for name in vars(RunPaths) if isinstance(vars(RunPaths)[name], property)]
     found = {name: str(getattr(run, name).relative_to(tmp_path)) for name in properties}
     assert found == {
         "config_file": "config.yaml", "plan_file": "plan.json", "job_script": "job.sh", "code_dir": "code",
@@ -96,6 +97,7 @@ def test_paths_are_those_of_the_design(tmp_path: Path) -> None:
         "job_file": "job.json", "submission_file": "submitted.json", "launch_dir": "launch", "ended_file": "ended.json",
         "job_log": "log/job.txt", "sweep_file": "sweep.json", "call_dir": "call", "snapshot_dir": "code/tree",
         "ledger_file": "ledger.jsonl", "tensorboard_dir": "tensorboard", "csv_file": "metrics.csv",
+        "info_file": "run.json", "lock_dir": "lock",
     }  # fmt: skip
     assert run.log_file(3) == tmp_path / "log/rank-00003.txt"
     assert run.metrics_file(12) == tmp_path / "metrics/rank-00012.jsonl"
@@ -137,9 +139,9 @@ def test_modes_are_right_from_the_first_moment(tmp_path: Path, monkeypatch: pyte
 def test_ids_do_not_collide_and_nothing_is_overwritten(
     looks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_module, "_SUFFIX_LETTERS", "ab")  # sixteen possible ids
+    monkeypatch.setattr(creation, "_SUFFIX_LETTERS", "ab")  # sixteen possible ids
     if not looks:  # as if the other run came between the look and the rename
-        monkeypatch.setattr(run_module.os.path, "lexists", lambda _: False)
+        monkeypatch.setattr(creation.os.path, "lexists", lambda _: False)
     runs = [Run.create(tmp_path, name=f"r{number % 2}", config={"number": number}) for number in range(16)]
     assert len({run.path for run in runs}) == 16
     for number, run in enumerate(runs):
@@ -154,7 +156,7 @@ def test_what_is_in_the_way_stays(kind: str, tmp_path: Path, monkeypatch: pytest
     victim.mkdir()
     root = tmp_path / "runs"
     suffixes = iter("aaaabbbb")
-    monkeypatch.setattr(run_module.secrets, "choice", lambda _: next(suffixes))
+    monkeypatch.setattr(creation.secrets, "choice", lambda _: next(suffixes))
     minute = datetime.now().strftime("%Y.%m.%d-%H.%M")
     taken = root / f"run-{minute}-aaaa"
     root.mkdir()
@@ -179,7 +181,8 @@ def test_many_processes_create_at_once(tmp_path: Path) -> None:
     code = """if True:
         import sys
         from headway import run
-        run._SUFFIX_LETTERS = "ab"
+        from headway.run import creation
+        creation._SUFFIX_LETTERS = "ab"
         print("ready", flush=True)
         sys.stdin.readline()
         for _ in range(3):
@@ -229,7 +232,7 @@ def test_unwritable_root(tmp_path: Path, run_python: Any) -> None:
 
 
 def test_root_without_a_parent(tmp_path: Path, run_python: Any) -> None:
-    assert f"make {tmp_path}/no first" in _refused(tmp_path / "no" / "runs", run_python)
+    assert f"create {tmp_path}/no first" in _refused(tmp_path / "no" / "runs", run_python)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -252,8 +255,8 @@ def test_bad_root_text_and_bad_settings_leave_nothing(tmp_path: Path) -> None:
 
 
 def test_another_process_may_make_the_root_first(tmp_path: Path) -> None:
-    assert run_module._make_root(tmp_path / "runs")
-    assert not run_module._make_root(tmp_path / "runs")
+    assert creation._make_root(tmp_path / "runs")
+    assert not creation._make_root(tmp_path / "runs")
 
 
 def test_root_may_be_a_link(tmp_path: Path) -> None:
@@ -489,7 +492,7 @@ def test_find_latest(tmp_path: Path) -> None:
     assert find_latest(tmp_path) == third
     assert find_latest(tmp_path, name="b") == second
     assert find_latest(tmp_path, name="c") is None
-    with pytest.raises(UsageError, match="take 1 to 64"):
+    with pytest.raises(UsageError, match="give 1 to 64"):
         find_latest(tmp_path, name="../b")
     with pytest.raises(UsageError, match="Not a directory"):
         find_latest(tmp_path / "file")

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from headway.run import source
 from headway.run.source import SourceState, describe
 
 
@@ -83,8 +82,7 @@ def test_a_git_that_hangs(repository: Path, tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "git").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "git").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(source, "_PATIENCE", 0.3)
-    assert describe(repository).note == "git rev-parse took longer than 0.3 s"
+    assert describe(repository, timeout_s=0.3).note == "git rev-parse took longer than 0.3 s"
 
 
 def test_repository_of_another_user_is_a_note(repository: Path) -> None:
@@ -136,13 +134,11 @@ def test_nothing_is_written(repository: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in repository.rglob("*")} == before
 
 
-def test_much_is_cut_and_said_to_be(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "_MOST_DIFF", 100)
-    monkeypatch.setattr(source, "_MOST_UNTRACKED", 2)
+def test_much_is_cut_and_said_to_be(repository: Path) -> None:
     (repository / "train.py").write_text("x\n" * 1000)
     for number in range(5):
         (repository / f"new-{number}").touch()
-    state = describe(repository)
+    state = describe(repository, longest_diff_bytes=100, most_untracked=2)
     assert len(state.diff) == 100
     assert len(state.untracked) == 2
     assert state.note and "diff is cut at 100 of" in state.note and "2 of 5 untracked" in state.note

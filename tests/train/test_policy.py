@@ -288,7 +288,7 @@ def test_after_the_end_there_is_nothing_to_do(
 
 @alone
 def test_never_must_and_a_path(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="there is no unfinished run 'toy' with these settings"):
+    with pytest.raises(UsageError, match="has no unfinished run 'toy' with these settings"):
         make(tmp_path, Traced(), resume="must").run()
     first = cut(tmp_path, 8)
     second = cut(tmp_path, 8, resume="never")

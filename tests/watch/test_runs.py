@@ -18,7 +18,7 @@ from headway.cli import main
 from headway.errors import UsageError
 from headway.launcher import sweep
 from headway.run import Run, lock
-from headway.run.status import note_end, status
+from headway.run.status import record_end, status
 from headway.schedulers.base import Queue
 from headway.schedulers.slurm.queue import ticket as slurm_ticket
 from headway.system.locks import ProcessIdentity
@@ -60,7 +60,7 @@ def test_what_the_run_wrote_down(run: Run) -> None:
 
 def test_running_needs_a_sign_of_life(run: Run) -> None:
     number = run.begin_attempt(world={})
-    assert state(run) == ("lost", "it ended without a word")
+    assert state(run) == ("lost", "it ended without recording how")
     with run.lock():
         assert state(run) == ("running", "")
     assert state(run)[0] == "lost", "the lock was given back, and the attempt never said how it ended"
@@ -90,7 +90,7 @@ def test_a_heartbeat_elsewhere_is_looked_at_twice(run: Run, monkeypatch: pytest.
     (row,) = listing.summarize([run], queue=NOBODY, heartbeat_wait_s=0.01)
     assert (
         row.status.state == "lost"
-        and row.status.why == "on n7, by its last heartbeat, which does not change any more"
+        and row.status.why == "on n7, according to its last heartbeat, which does not change any more"
     )
     monkeypatch.setattr(
         listing.time, "sleep", lambda _: file.write_bytes(dataclasses.replace(elsewhere, beat=4).record())
@@ -126,7 +126,7 @@ def test_the_schedulers_word(run: Run, ticket: tuple[str, str], expected: tuple[
 def test_a_job_that_is_queued_again_is_queued_whatever_its_last_attempt_says(run: Run) -> None:
     submitted(run, job_id="12")
     run.end_attempt(run.begin_attempt(world={}), status="stopped", exit_code=75)
-    note_end(run, 75)
+    record_end(run, 75)
     assert state(run, slurm(j12=("PENDING", "BeginTime"))) == ("queued", "BeginTime")
     assert state(run, slurm(j12=("COMPLETED", ""))) == ("stopped", "")
     assert state(run) == ("stopped", "")
@@ -155,14 +155,14 @@ def test_how_a_script_without_attempts_ended(run: Run) -> None:
         (143, "interrupted"),
         (3, "failed"),
     ):
-        note_end(run, code)
+        record_end(run, code)
         assert state(run)[0] == word
     assert state(run)[1] == "exit code 3"
     run.end_attempt(run.begin_attempt(world={}), status="done", exit_code=0)
-    note_end(run, 1)
+    record_end(run, 1)
     assert state(run)[0] == "failed", "it trained to the end, and failed after that"
     run.end_attempt(run.begin_attempt(world={}), status="stopped", exit_code=75)
-    note_end(run, 1)
+    record_end(run, 1)
     assert state(run)[0] == "stopped", "whatever happened after that, it can be resumed"
 
 
@@ -178,7 +178,7 @@ def test_a_job_whose_process_is_gone_or_elsewhere(run: Run) -> None:
     word, why = state(run)
     assert word == "lost" and f"pid {os.getpid()} is gone" in why
     submitted(run, **(ProcessIdentity.of().to_dict() | {"machine": "another", "host": "n7"}))
-    assert state(run) == ("running", "on n7, as far as can be told from here")
+    assert state(run) == ("running", "on n7, which cannot be checked from here")
 
 
 def test_damaged_files_do_not_hide_the_run(run: Run) -> None:
@@ -296,7 +296,7 @@ def test_no_more_are_read_than_are_asked_for(run: Run, monkeypatch: pytest.Monke
     """A root may hold thousands, on a slow file system."""
     runs = [run, *(Run.create(run.path.parent) for _ in range(2))]
     for each in runs:
-        note_end(each, 0)
+        record_end(each, 0)
     read: list[Run] = []
     row = listing._summary
     monkeypatch.setattr(listing, "_summary", lambda each, *facts: read.append(each) or row(each, *facts))

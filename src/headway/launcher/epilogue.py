@@ -23,7 +23,7 @@ from headway.launcher.agent.outcome import summary
 from headway.launcher.program import JobFile
 from headway.launcher.submission import submit_successor
 from headway.run import Run
-from headway.run.status import note_end
+from headway.run.status import record_end
 
 EARLIER_STARTS = "HEADWAY_EARLIER_STARTS"
 """how often the run was started by the jobs before this one, where jobs cannot be requeued"""
@@ -46,7 +46,7 @@ def main(path: str, status: str) -> int:
             return code
         if code:
             _report(summary(outcome, job.target.nproc))
-        note_end(run, code, error=(outcome.get("record") or {}).get("sentence"))
+        record_end(run, code, error=(outcome.get("record") or {}).get("sentence"))
         if code in (Stopped.exit_code, TERMINATED):
             _report(f"headway: {requeue(run, job, os.environ)}\n")
         return code

@@ -15,7 +15,7 @@ from headway.launcher.agent.agent import Agent, check_nproc
 from headway.launcher.program import Program
 from headway.launcher.scripts import Script, prepared, program
 from headway.run import Run
-from headway.run.status import note_end
+from headway.run.status import record_end
 
 
 def run_sweep(
@@ -42,7 +42,7 @@ def run_sweep(
     for number, (run, values) in enumerate(zip(runs, settings, strict=True), start=1):
         _report(f"{number} of {len(runs)}: {sweep.label(values)} in {run.path}")
         code = _run(run, program(run, script, values), nproc)
-        note_end(run, code)
+        record_end(run, code)
         failed = failed or code
         if code in (INTERRUPTED, TERMINATED):
             break

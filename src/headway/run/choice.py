@@ -1,4 +1,4 @@
-"""Which run directory to train in: one that is given, that of this job, one that was left unfinished, or a new one."""
+"""Which run directory to train in: a given one, that of this job, an unfinished one, or a new one."""
 
 from __future__ import annotations
 
@@ -14,19 +14,17 @@ from headway import schedulers
 from headway.errors import RunLocked, UsageError
 from headway.run import Run, config_text, runs_under
 from headway.schedulers.base import JobIds
+from headway.system import environment
 from headway.system.redact import redact_argv
 
-VARIABLE = "HEADWAY_RUN"
-"""names the run directory that was made when the job was submitted"""
-
-
 NEW = "new"
+"""`Choice.why` of a run that was created"""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The run to train in, why that one, and whether there is nothing left to do in it."""
+    """The run to train in, why it was chosen, and whether it is finished already."""
 
     run: Run
     why: str
@@ -43,25 +41,27 @@ def choose(
     opened: Collection[Path] = (),
     environ: Mapping[str, str] = os.environ,
 ) -> Choice:
-    """Chooses or makes a run. `resume` is "auto", "never", "must", or the directory of the run to go on with.
+    """Chooses or creates a run. `resume` is "auto", "never", "must", or the directory of the run to resume.
 
-    `opened` are those that this process had before: what a job was given is for its first pipeline.
+    `opened` are the runs that this process has trained in: the run of a job is for its first pipeline only.
     """
-    given = environ.get(VARIABLE)
+    given = environ.get(environment.RUN)
     if given is not None and Path(given).absolute() not in opened:
         run = Run.open(given)
         if config is not None and not run.info()["attempts"]:
             run.set_config(config)
-        return Choice(run=run, why=f"{VARIABLE} says so", finished=resume != "never" and _finished(run))
+        return Choice(
+            run=run, why=f"{environment.RUN} names it", finished=resume != "never" and _finished(run)
+        )
     if resume not in ("auto", "never", "must"):
         run = _open(resume)
-        return Choice(run=run, why="as asked", finished=_finished(run))
+        return Choice(run=run, why="as requested", finished=_finished(run))
     found = None if resume == "never" else _find(root, name, config_text(config), environ)
     if found is not None:
         return found
     if resume == "must":
         raise UsageError(
-            f'resume="must", but there is no unfinished run {name!r} with these settings in {root}: start one with '
+            f'resume="must", but {root} has no unfinished run {name!r} with these settings: start one with '
             'resume="auto", or give the directory of the run'
         )
     return Choice(run=Run.create(root, name=name, config=config, world=world), why=NEW)
@@ -77,26 +77,27 @@ def _open(path: str | Path) -> Run:
 
 
 def _find(root: str | Path, name: str, config: str, environ: Mapping[str, str]) -> Choice | None:
-    """The newest run of that name and those settings that this job had begun, or that somebody left unfinished."""
+    """Returns the newest run of that name and those settings that this job began or that is unfinished."""
     alike = [run for run in runs_under(root, name=name) if _config_of(run) == config]
     job = schedulers.detect(environ)
     for run in alike:
-        # by an earlier start of this job: in one start, a job may do several runs
+        # only an earlier start of this job counts: one start may train in several runs
         begun = (JobIds.from_dict(attempt) for attempt in run.info()["attempts"])
         if job and any(schedulers.is_earlier_start(ids, job) for ids in begun):
             return Choice(run=run, why=f"begun by {schedulers.describe(job)}", finished=_finished(run))
     for run in alike:
         if run.info()["attempts"] and not _finished(run) and _is_free(run):
             return Choice(
-                run=run, why=f"the newest unfinished run of that name and with these settings{_odd(run)}"
+                run=run,
+                why=f"the newest unfinished run of that name with these settings{_other_command(run)}",
             )
     return None
 
 
-def _odd(run: Run) -> str:
-    """What people should know: another command began this run."""
+def _other_command(run: Run) -> str:
+    """Returns a remark if another command line began this run."""
     begun, now = run.info()["command"][1:], redact_argv(sys.orig_argv)[1:]
-    return "" if begun == now else f"; it was begun as: {shlex.join(begun):.200}"
+    return "" if begun == now else f"; it was started by: {shlex.join(begun):.200}"
 
 
 def _finished(run: Run) -> bool:

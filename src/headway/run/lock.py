@@ -1,20 +1,20 @@
-"""One trainer per run directory, also where file locks do not reach other hosts.
+"""One training process per run directory, also where file locks do not reach other hosts.
 
-    lock/flock               held by the owner; the kernel frees it when the owner dies, even by kill -9
-    lock/owner-00003.json    who took the run the third time; the highest number owns it
+    lock/flock               held by the owner; the kernel releases it when the owner ends, even by kill -9
+    lock/owner-00003.json    the third owner of the run; the highest number is the current one
 
-To take the run is to publish the next number, which exactly one process on any host can do; no file is used
-twice. The owner rewrites a counter in its file every second. Whoever finds an owner that did not release the
-run takes it only on evidence that this owner is gone. Clocks of different hosts are never compared:
+A process takes the run by publishing the next number, which exactly one process on any host can do; no file is used
+twice. The owner increments a counter in its file every second. A process that finds an owner which has not released
+the run takes it only on evidence that this owner is gone. Clocks of different hosts are never compared:
 
-    an earlier start of our own job, or a job that is over          free
-    flock is held, or the owner lives on this machine               locked
-    released, or dead on this machine                               free
-    a suspended job                                                 locked
-    otherwise, if the counter moves within 10 s of our own clock    locked, and if not: taken, with a note
+    an earlier start of our own job, or a job that is over           free
+    flock is held, or the owner runs on this machine                 locked
+    released, or no longer running on this machine                   free
+    a suspended job                                                  locked
+    otherwise, if the counter changes within 10 s of our own clock   locked, and if not: taken, with a note
 
-An owner that was replaced ends within seconds: what it writes is in the way of the one who replaced it. A node that was
-cut off from its scheduler may hold one, and its flock, too.
+An owner that was replaced exits within seconds, before it writes over the files of the new owner. A node that was cut
+off from its scheduler may still run such an owner, and hold its flock.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ from headway.schedulers.base import JobIds
 from headway.system import files
 from headway.system.locks import FileLock, ProcessIdentity, is_unsupported
 
-BEAT = 1.0  # seconds between two beats of the owner's counter
-REPLACED = 5.0  # seconds that an owner who was replaced may live on, to find it out by itself and say so
-PATIENCE = 10.0  # seconds without a beat until an owner counts as gone: one that holds the GIL misses a few
+HEARTBEAT_S = 1.0
+"""how often the owner increments its counter"""
+_SILENCE_S = 10.0  # without a heartbeat until an owner counts as gone: one that holds the GIL misses a few
+_REPLACED_S = 5.0  # for an owner that was replaced, to find it out by itself and report it, until it is ended
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """Who holds a run, in terms that another process, maybe on another host, can check."""
+    """The process that holds a run, described so that a process on another host can check it."""
 
     host: str
     machine: str
@@ -59,7 +60,7 @@ class Owner:
 
     @classmethod
     def read(cls, record: bytes) -> Owner | None:
-        """The owner in a record; None when it is damaged, half-written or of another version."""
+        """Parses a record; None if it is damaged, half-written or of another version."""
         try:
             values = json.loads(record)
             job = JobIds.from_dict(values)
@@ -76,7 +77,7 @@ class Owner:
         return ProcessIdentity(host=self.host, machine=self.machine, pid=self.pid, born=self.born)
 
     def record(self) -> bytes:
-        """The record, padded: it is rewritten in place and must not leave a tail of its older self."""
+        """Returns the record, padded: it is rewritten in place, and a longer one must not show behind it."""
         facts = dataclasses.asdict(self)
         del facts["job"]
         facts |= self.job.to_dict() if self.job else {}
@@ -90,12 +91,13 @@ class Owner:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Fence:
-    """A lock in two plain values; see `RunLock.check`."""
+    """A lock in two plain values, which another process of ours can check; see `RunLock.check`."""
 
     directory: str
     number: int
 
     def check(self) -> None:
+        """Raises `RunLocked` if another process took the run."""
         directory = Path(self.directory)
         newest = _newest(directory)
         if newest > self.number:
@@ -105,56 +107,65 @@ class Fence:
 
 @final
 class RunLock:
-    """A run that is ours. `note` says what the user should know about how it became so; usually nothing."""
+    """A run that this process holds. `note` is a line for the user if it was taken from another owner."""
 
-    def __init__(self, directory: Path, number: int, owner: Owner, flock: FileLock, note: str | None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        number: int,
+        owner: Owner,
+        flock: FileLock,
+        note: str | None,
+        heartbeat_s: float = HEARTBEAT_S,
+    ) -> None:
         self.note = note
         self._directory, self._number, self._owner, self._flock = directory, number, owner, flock
+        self._heartbeat_s = heartbeat_s
         self._file = files.open_private(_owner_file(directory, number), os.O_WRONLY)
         self._stop = threading.Event()
-        self._heart = threading.Thread(target=self._keep_beating, name="headway-run-lock", daemon=True)
-        self._heart.start()
-        # A data worker forked from us shares our lock and would keep it after our death.
+        self._thread = threading.Thread(target=self._send_heartbeats, name="headway-run-lock", daemon=True)
+        self._thread.start()
+        # a data worker that is forked from this process would keep the owner file open after it
         register_after_fork(self, RunLock._close)
 
     @property
     def fence(self) -> Fence:
-        """What another process of ours needs to know whether the run is still ours."""
+        """What another process of ours needs to check whether the run is still ours."""
         return Fence(directory=str(self._directory), number=self._number)
 
     def check(self) -> None:
-        """Raises `RunLocked` if another process took the run, as it may when we were stopped for long.
+        """Raises `RunLocked` if another process took the run, which happens when this one was suspended for long.
 
-        Call it before making something final, like the commit of a checkpoint.
+        Call it before an action that is final, like the commit of a checkpoint.
         """
         self.fence.check()
 
     def release(self) -> None:
-        """Lets the next process in. Does nothing in a forked child: the run is the parent's."""
+        """Releases the run. Does nothing in a forked child: the run is its parent's."""
         if os.getpid() != self._owner.pid or self._stop.is_set():
             return
         self._stop.set()
-        self._heart.join()
-        # When this cannot be written, closing still frees the run; a process elsewhere waits a little longer.
+        self._thread.join()
+        # if this cannot be written, closing still releases the run; a process elsewhere waits a little longer
         with suppress(OSError):
             self._write(released=True)
         self._close()
 
-    def _keep_beating(self) -> None:
-        while not self._stop.wait(BEAT):
-            # A file system that fails for a while must not end the heartbeat; training will notice by itself.
+    def _send_heartbeats(self) -> None:
+        while not self._stop.wait(self._heartbeat_s):
+            # a file system that fails for a while must not end the heartbeat; training notices it by itself
             with suppress(OSError):
                 self._write(beat=self._owner.beat + 1)
-                self._end_if_replaced()
+                self._exit_if_replaced()
 
-    def _end_if_replaced(self) -> None:
-        """Leaves the main thread some seconds to find it out by itself; it may be stuck in a collective."""
+    def _exit_if_replaced(self) -> None:
+        """Gives the main thread some seconds to find it out by itself; it may be stuck in a collective."""
         newest = _newest(self._directory)
         if newest <= self._number:
             return
         taker = Owner.read(_owner_file(self._directory, newest).read_bytes())
         ourselves = taker and (taker.machine, taker.pid) == (self._owner.machine, self._owner.pid)
-        if ourselves or self._stop.wait(REPLACED):
+        if ourselves or self._stop.wait(_REPLACED_S):
             return
         os.write(2, f"headway: {_taken_over(self._directory, taker)}\n".encode())
         os._exit(RunLocked.exit_code)
@@ -165,7 +176,7 @@ class RunLock:
         os.fsync(self._file)  # other hosts see it only when it has left ours
 
     def _close(self) -> None:
-        """Once only: children forked after our release come here, too, where the numbers are other files by now."""
+        """Closes once only: a child forked after our release comes here, too, and the numbers are other files then."""
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
@@ -173,14 +184,18 @@ class RunLock:
 
 
 @contextmanager
-def hold(directory: Path, *, attempt: int, patience: float = PATIENCE) -> Iterator[RunLock]:
-    """Holds the run whose lock files are in `directory`, or raises `RunLocked` naming who does.
+def hold(
+    directory: Path, *, attempt: int, silence_s: float = _SILENCE_S, heartbeat_s: float = HEARTBEAT_S
+) -> Iterator[RunLock]:
+    """Holds the run whose lock files are in `directory`, or raises `RunLocked`, which names the owner.
 
-    with hold(run.path / "lock", attempt=1) as lock:
-        print(lock.note or "nobody was here")
+    An owner on another host that sends no heartbeat for `silence_s` seconds counts as gone.
+
+    with hold(run.lock_dir, attempt=1) as lock:
+        print(lock.note or "the run was free")
     """
     with files.storage(f"lock {directory.parent}"):
-        lock = _acquire(directory, attempt, patience)
+        lock = _acquire(directory, attempt, silence_s, heartbeat_s)
     try:
         yield lock
     finally:
@@ -188,7 +203,7 @@ def hold(directory: Path, *, attempt: int, patience: float = PATIENCE) -> Iterat
 
 
 def newest_owner(directory: Path) -> Owner | None:
-    """Who held the run last, for those who only look; None if nobody did, or the record cannot be read."""
+    """Returns the last owner of a run; None if there was none, or its record cannot be read."""
     try:
         number = _newest(directory)
         return Owner.read(_owner_file(directory, number).read_bytes()) if number else None
@@ -196,7 +211,7 @@ def newest_owner(directory: Path) -> Owner | None:
         return None
 
 
-def _acquire(directory: Path, attempt: int, patience: float) -> RunLock:
+def _acquire(directory: Path, attempt: int, silence_s: float, heartbeat_s: float) -> RunLock:
     with suppress(FileExistsError):
         files.make_dir(directory)
     me = Owner(**ProcessIdentity.of().to_dict(), attempt=attempt, job=schedulers.detect())
@@ -207,10 +222,10 @@ def _acquire(directory: Path, attempt: int, patience: float) -> RunLock:
             raise _in_use(directory, number)
         while True:
             if number:
-                note = _note_if_gone(directory, number, me, patience)
+                note = _note_if_gone(directory, number, me, silence_s)
             if files.publish(_owner_file(directory, number + 1), me.record()):
-                return RunLock(directory, number + 1, me, flock, note)
-            number += 1  # somebody was faster: look at who
+                return RunLock(directory, number + 1, me, flock, note, heartbeat_s)
+            number += 1  # another process was faster: look at that owner
     except BaseException:
         flock.close()
         raise
@@ -225,23 +240,23 @@ def _is_earlier_start(directory: Path, number: int, me: Owner) -> bool:
 def _taken_over(directory: Path, taker: Owner | None) -> str:
     return (
         f"run {directory.parent.name} was taken over by {taker or 'another process'} "
-        "while this process stood still; this process must stop"
+        "while this process was suspended; this process must stop"
     )
 
 
-def _note_if_gone(directory: Path, number: int, me: Owner, patience: float) -> str | None:
-    """Raises `RunLocked` unless the owner is gone; returns a line about it if that is only very likely."""
+def _note_if_gone(directory: Path, number: int, me: Owner, silence_s: float) -> str | None:
+    """Raises `RunLocked` unless the owner is gone; returns a note if that is likely but not certain."""
     file = _owner_file(directory, number)
     first = file.read_bytes()
     owner = Owner.read(first)
     gone = owner and _is_gone(owner, me)
     if gone is False:
         raise _in_use(directory, number)
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + silence_s
     while not gone:
         if time.monotonic() > deadline:
-            return f"took the run over from {owner or 'an unknown owner'}: no heartbeat for {patience:g} s"
-        time.sleep(BEAT / 4)
+            return f"took the run over from {owner or 'an unknown owner'}: no heartbeat for {silence_s:g} s"
+        time.sleep(HEARTBEAT_S / 4)
         now = file.read_bytes()
         owner = Owner.read(now)
         gone = owner and owner.released
@@ -251,7 +266,7 @@ def _note_if_gone(directory: Path, number: int, me: Owner, patience: float) -> s
 
 
 def _is_gone(owner: Owner, me: Owner) -> bool | None:
-    """True and False on evidence, None without."""
+    """Returns True or False on evidence, None without."""
     if owner.released:
         return True
     alive = owner.identity.is_alive()

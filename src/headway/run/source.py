@@ -13,15 +13,15 @@ from pathlib import Path
 
 from headway.system.redact import redact
 
-_PATIENCE = 10.0  # seconds per git command: a work tree on a slow file system must not hold up a run
-_MOST_DIFF = 10 * 1024 * 1024  # bytes
-_MOST_UNTRACKED = 200  # names
+_TIMEOUT_S = 10.0  # per git command: a work tree on a slow file system must not delay a run
+_LONGEST_DIFF_BYTES = 10 << 20
+_MOST_UNTRACKED = 200
 _HOOK_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_PREFIX")
-_UNTROUBLED = (  # a user's configuration must not change what we read or run a program while we read
+_SETTINGS = (  # the user's configuration must neither change what we read nor run a program meanwhile
     "core.fsmonitor=false",
     "core.safecrlf=false",
     "core.quotePath=false",
-    f"core.bigFileThreshold={_MOST_DIFF}",  # a larger file is named, not compared: no gigabytes in memory
+    f"core.bigFileThreshold={_LONGEST_DIFF_BYTES}",  # a larger file is named, not compared: no gigabytes in memory
     "diff.autoRefreshIndex=false",  # `git diff` would write the index, whatever GIT_OPTIONAL_LOCKS says
     "diff.noprefix=false",
     "diff.mnemonicPrefix=false",
@@ -31,7 +31,7 @@ _UNTROUBLED = (  # a user's configuration must not change what we read or run a 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceState:
-    """The code in a directory, as far as git knows it."""
+    """What git knows about the code in a directory."""
 
     commit: str | None = None
     """Full hash; None without a repository or before its first commit."""
@@ -48,26 +48,34 @@ class SourceState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What git said; `trouble` is why it could not."""
+class GitAnswer:
+    """The output of a git command; `trouble` is why there is none."""
 
     out: bytes = b""
     code: int = 0
     trouble: str | None = None
 
 
-def describe(cwd: Path) -> SourceState:
-    """Asks git about the code in `cwd`.
+def describe(
+    cwd: Path,
+    *,
+    timeout_s: float = _TIMEOUT_S,
+    longest_diff_bytes: int = _LONGEST_DIFF_BYTES,
+    most_untracked: int = _MOST_UNTRACKED,
+) -> SourceState:
+    """Returns what git knows about the code in `cwd`; a longer diff, or more untracked names, are cut.
 
     >>> describe(Path("/proc")).commit is None
     True
     """
-    head = git(cwd, "rev-parse", "--verify", "--quiet", "HEAD")
+    head = git(cwd, "rev-parse", "--verify", "--quiet", "HEAD", timeout_s=timeout_s)
     if head.trouble:
         return SourceState(note=head.trouble)
     commit = head.out.decode().strip() or None
-    status = git(cwd, "status", "--porcelain=v2", "--branch", "-z")
-    diff = git(cwd, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD" if commit else "--cached")
+    status = git(cwd, "status", "--porcelain=v2", "--branch", "-z", timeout_s=timeout_s)
+    options = ("--no-ext-diff", "--no-textconv", "--no-color", "HEAD" if commit else "--cached")
+    diff = git(cwd, "diff", *options, timeout_s=timeout_s)
+    length = len(diff.out)
     lines = status.out.decode(errors="backslashreplace").split("\0")
     branch = next((line[14:] for line in lines if line.startswith("# branch.head ")), "(detached)")
     untracked = [line[2:] for line in lines if line.startswith("? ")]
@@ -75,29 +83,28 @@ def describe(cwd: Path) -> SourceState:
         status.trouble,
         diff.trouble,
         "" if commit else "no commit yet: the diff holds what is staged",
-        f"the diff is cut at {_MOST_DIFF} of {len(diff.out)} bytes" if len(diff.out) > _MOST_DIFF else "",
-        f"{_MOST_UNTRACKED} of {len(untracked)} untracked names kept"
-        if len(untracked) > _MOST_UNTRACKED
+        f"the diff is cut at {longest_diff_bytes} of {length} bytes" if length > longest_diff_bytes else "",
+        f"{most_untracked} of {len(untracked)} untracked names kept"
+        if len(untracked) > most_untracked
         else "",
     )
     return SourceState(
         commit=commit,
         branch=None if branch == "(detached)" else branch,
         dirty=any(line.startswith(("1 ", "2 ", "u ")) for line in lines),
-        untracked=tuple(untracked[:_MOST_UNTRACKED]),
-        diff=redact(diff.out[:_MOST_DIFF].decode(errors="surrogateescape")),
+        untracked=tuple(untracked[:most_untracked]),
+        diff=redact(diff.out[:longest_diff_bytes].decode(errors="surrogateescape")),
         note="; ".join(filter(None, notes)) or None,
     )
 
 
-def git(cwd: Path, *command: str, patience: float | None = None) -> Answer:
-    """One git command in `cwd`, given `patience` seconds; whatever goes wrong is part of the answer.
+def git(cwd: Path, *command: str, timeout_s: float = _TIMEOUT_S) -> GitAnswer:
+    """Runs a git command in `cwd`; whatever goes wrong is part of the answer.
 
     >>> "not a git repository" in str(git(Path("/proc"), "rev-parse", "HEAD").trouble)
     True
     """
-    patience = _PATIENCE if patience is None else patience
-    settings = [part for setting in _UNTROUBLED for part in ("-c", setting)]
+    settings = [part for setting in _SETTINGS for part in ("-c", setting)]
     environ = {name: value for name, value in os.environ.items() if name not in _HOOK_VARIABLES}
     environ |= {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
     try:
@@ -106,14 +113,14 @@ def git(cwd: Path, *command: str, patience: float | None = None) -> Answer:
             env=environ,
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=patience,
+            timeout=timeout_s,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return Answer(trouble=f"git {command[0]} took longer than {patience:g} s")
+        return GitAnswer(trouble=f"git {command[0]} took longer than {timeout_s:g} s")
     except OSError as error:
-        return Answer(trouble=f"git could not be started: {error.strerror}")
+        return GitAnswer(trouble=f"git could not be started: {error.strerror}")
     complaint = done.stderr.decode(errors="backslashreplace").strip().removeprefix("fatal: ")
     if done.returncode and complaint:
-        return Answer(code=done.returncode, trouble=redact(complaint.splitlines()[0]))
-    return Answer(out=done.stdout, code=done.returncode)
+        return GitAnswer(code=done.returncode, trouble=redact(complaint.splitlines()[0]))
+    return GitAnswer(out=done.stdout, code=done.returncode)

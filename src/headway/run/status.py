@@ -1,11 +1,11 @@
-"""Where a run stands, from what can be known: the scheduler's word, the run's own notes, signs of life.
+"""The status of a run, from what the scheduler reports, what the run recorded, and whether its processes run.
 
-    queued       the scheduler has it                      running      alive, by its heartbeat, its process or its job
-    done, failed, stopped (may be resumed), interrupted    as the run wrote it down
-    cancelled    taken back before or while it ran         lost         it was running, and nothing of it is alive
-    new          made, never started
+    queued       the scheduler has not started it          running      by its heartbeat, its process or its job
+    done, failed, stopped (may be resumed), interrupted    as the run recorded it
+    cancelled    before or while it ran                    lost         it was running, and no process of it is left
+    new          created, never started
 
-Whoever writes can be killed before it writes, so a note that says "running" is believed only with a sign of life.
+A process can be killed before it records its end, so a record that says "running" counts only with such a sign.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from headway.system.locks import ProcessIdentity
 
 State = Literal["queued", "running", "done", "failed", "stopped", "interrupted", "cancelled", "lost", "new"]
 OVER: frozenset[State] = frozenset({"done", "failed", "stopped", "interrupted", "cancelled", "lost"})
-_TELLING = ("failed", "stopped", "interrupted")  # of these the run says more than an exit code
+_RECORDED_ENDS = ("failed", "stopped", "interrupted")  # here the run recorded more than an exit code
 _BY_CODE: Mapping[int, State] = {
     0: "done",
     Stopped.exit_code: "stopped",
@@ -38,7 +38,7 @@ _BY_CODE: Mapping[int, State] = {
 @final
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """The state, and why it is so where that is not plain."""
+    """The state of a run, and the reason where there is more to say."""
 
     state: State
     why: str = ""
@@ -51,7 +51,7 @@ class Status:
 
 
 def status(run: Run, queue: Queue, info: Mapping[str, Any] | None = None) -> Status:
-    """Where the run stands; `queue` is what the scheduler says of all jobs, asked once.
+    """Returns the status of a run; `queue` is what the schedulers report about all jobs, asked once.
 
     >>> status(run, schedulers.queue([ids])).state
     'running'
@@ -69,38 +69,40 @@ def _status(run: Run, queue: Queue, info: Mapping[str, Any], submitted: Mapping[
     if ticket and not ticket.is_over:
         return Status(state=ticket.state, why=ticket.why)
     attempts = info["attempts"]
-    noted = _noted(run, attempts[-1]) if attempts else None
+    recorded = _recorded_status(run, attempts[-1]) if attempts else None
     process = _process(submitted) if "pid" in submitted else None
-    for sign in (noted, process):
+    for sign in (recorded, process):
         if sign and sign.state == "running" and sign.certain:
             return sign
     ended = read_json(run.ended_file)
     of_an_earlier_start = ended and attempts and ended["time"] < attempts[-1]["started"]
     if ended and not of_an_earlier_start:
-        return noted if noted and noted.state in _TELLING else _by_exit_code(run, ended)
-    if noted and noted.state != "lost":
-        return noted
+        return recorded if recorded and recorded.state in _RECORDED_ENDS else _by_exit_code(run, ended)
+    if recorded and recorded.state != "lost":
+        return recorded
     if ticket:
         return Status(state=ticket.state, why=ticket.why)
-    if job and noted is None:
+    if job and recorded is None:
         return Status(state="lost", why=f"{schedulers.describe(job)} is no longer known, and left no record")
-    return noted or process or Status(state="new")
+    return recorded or process or Status(state="new")
 
 
-def _noted(run: Run, attempt: Mapping[str, Any]) -> Status:
-    """What the last attempt wrote down, if it can be believed."""
+def _recorded_status(run: Run, attempt: Mapping[str, Any]) -> Status:
+    """Returns what the last attempt recorded, unless it says "running" and its process is gone."""
     if attempt["status"] != "running":
         return Status(state=attempt["status"], why=_failure(run) if attempt["status"] == "failed" else "")
-    owner = lock.newest_owner(run.path / "lock")
-    gone = "it ended without a word"
+    owner = lock.newest_owner(run.lock_dir)
+    gone = "it ended without recording how"
     if owner is not None and not owner.released:
         alive = owner.identity.is_alive()
         if alive:
             return Status(state="running")
         if alive is None:
-            return Status(state="running", why=f"on {owner.host}, by its last heartbeat", certain=False)
+            return Status(
+                state="running", why=f"on {owner.host}, according to its last heartbeat", certain=False
+            )
         gone = f"{owner} is gone"
-    # with a record of the failure, rank 0 was killed before it could write down how the attempt ended
+    # with a failure.json, rank 0 was killed before it could record how the attempt ended
     failure = _failure(run)
     return Status(state="failed", why=failure) if failure else Status(state="lost", why=gone)
 
@@ -113,19 +115,19 @@ def _by_exit_code(run: Run, ended: Mapping[str, Any]) -> Status:
 
 
 def _process(submitted: Mapping[str, Any]) -> Status:
-    """A job that runs, or ran, on some machine without a scheduler."""
+    """Returns the status of a job that was started as a process, without a scheduler."""
     alive = ProcessIdentity.from_dict(submitted).is_alive()
     if alive:
         return Status(state="running")
     if alive is None:
         return Status(
-            state="running", why=f"on {submitted['host']}, as far as can be told from here", certain=False
+            state="running", why=f"on {submitted['host']}, which cannot be checked from here", certain=False
         )
-    return Status(state="lost", why=f"pid {submitted['pid']} is gone and left no word")
+    return Status(state="lost", why=f"pid {submitted['pid']} is gone and recorded no end")
 
 
 def _failure(run: Run) -> str:
-    """The first failing rank in a few words."""
+    """Returns the first failing rank in a few words."""
     record = read_json(run.failure_file)
     if not record:
         return ""
@@ -133,15 +135,15 @@ def _failure(run: Run) -> str:
     return " ".join(f"rank {record.get('rank')}{step}: {record.get('error')}".split())
 
 
-def note_end(run: Run, code: int, *, error: str | None = None) -> None:
-    """Writes down that the job of a run is over: for whoever kept it, and knows nothing but its exit code."""
+def record_end(run: Run, code: int, *, error: str | None = None) -> None:
+    """Records that the job of a run ended; called by its supervisor, which knows the exit code."""
     facts = {"exit_code": code, "time": datetime.now(UTC).isoformat(timespec="milliseconds"), "error": error}
     with files.storage(f"write {run.ended_file}"):
         files.write_atomic(run.ended_file, json.dumps(facts).encode())
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """A small file of facts; None if it is not there or not whole."""
+    """Reads a JSON object; None if the file is missing or not whole."""
     try:
         facts = json.loads(path.read_bytes())
     except (OSError, ValueError):

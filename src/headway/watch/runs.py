@@ -17,12 +17,12 @@ from typing import Any, final
 from headway import schedulers
 from headway.errors import UsageError
 from headway.launcher import sweep
-from headway.run import Run, lock, runs_under
+from headway.run import Run, has_info, lock, runs_under
 from headway.run.status import Status, read_json, status
 from headway.schedulers.base import JobIds, Queue
 from headway.system import jsonlines
 
-_HEARTBEAT_WAIT_S = 2.5 * lock.BEAT
+_HEARTBEAT_WAIT_S = 2.5 * lock.HEARTBEAT_S
 
 
 @final
@@ -112,7 +112,7 @@ def select(
             f"there is no directory {str(root)!r}; give the directory of the runs: headway runs --root DIR"
         )
     wanted = set(states)
-    runs = runs_under(root, name=name, tell=warn)
+    runs = runs_under(root, name=name, warn=warn)
     if not wanted:  # the order is known from the names: read only the newest
         runs = runs[:most]
     found = summarize(runs, queue=queue, warn=warn)
@@ -127,7 +127,7 @@ def resolve(places: Sequence[str], root: str | os.PathLike[str] = "runs") -> lis
 
 
 def _resolve_one(place: str, root: str | os.PathLike[str]) -> list[Run]:
-    if Path(place, "run.json").exists():
+    if has_info(Path(place)):
         first = Run.open(place)
     else:
         here = [run for run in runs_under(root) if run.id.startswith(place) or run.id.endswith(f"-{place}")]
@@ -184,7 +184,7 @@ def _job(submitted: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]]) ->
 
 
 def _heartbeat(run: Run) -> int | None:
-    owner = lock.newest_owner(run.path / "lock")
+    owner = lock.newest_owner(run.lock_dir)
     return owner.beat if owner else None
 
 

@@ -14,6 +14,7 @@ from headway.checkpoint.format.manifest import ITEM_BYTES, Damaged, Entry, Folde
 from headway.checkpoint.inspect import foreign
 from headway.checkpoint.inspect.tables import Overview, Tensor
 from headway.errors import NoValidCheckpoint, UsageError
+from headway.run import has_info
 
 _LARGEST_HEADER = 100_000_000  # as safetensors itself has it
 
@@ -27,7 +28,7 @@ def find(path: Path) -> list[Path]:
         )
     if (path / layout.MANIFEST).exists() or path.name.startswith("step-"):
         return [path]
-    parent = path / "checkpoints" if (path / "run.json").exists() else path
+    parent = path / "checkpoints" if has_info(path) else path
     found = [layout.step_dir(parent, step) for step in reversed(layout.steps(parent))]
     if not found:
         raise UsageError(f"{parent} has no checkpoints")

@@ -16,6 +16,7 @@ from pathlib import Path, PurePath
 from typing import final
 
 from headway.errors import UsageError
+from headway.run import has_info
 from headway.run.source import git
 
 _PATIENCE = 120.0  # seconds: whoever submits waits for a large work tree rather than go without it
@@ -115,7 +116,7 @@ def _work_tree(root: Path) -> Code:
 
 def _new_files(root: Path) -> tuple[list[str], list[str]]:
     """Of what git does not track: the names of files that the code may need, and those of the rest, with reasons."""
-    is_run = cache(lambda folder: (root / folder / "run.json").exists())
+    is_run = cache(lambda folder: has_info(root / folder))
     verdicts: dict[str, str | None] = {}  # why a name stays behind; None: it comes along
     for name in _names(root, "--others", "--exclude-standard"):
         if not any(map(is_run, PurePath(name).parents)):
@@ -185,7 +186,7 @@ def _not_code(path: Path) -> str | None:
         return "a folder of a home"
     if (path / "pyvenv.cfg").exists():
         return "a virtual environment"
-    if (path / "run.json").exists():
+    if has_info(path):
         return "a run"
     if _RESULTS.fullmatch(path.name) and not any(path.glob("*.py")):
         return "data or results, by its name"
@@ -200,7 +201,7 @@ def _submodules(root: Path) -> dict[str, str]:
 
 def _names(root: Path, *options: str) -> list[str]:
     """What `git ls-files` lists, each once."""
-    answer = git(root, "ls-files", "-z", "--deduplicate", *options, patience=_PATIENCE)
+    answer = git(root, "ls-files", "-z", "--deduplicate", *options, timeout_s=_PATIENCE)
     if answer.code or answer.trouble:
         reason = answer.trouble or f"git ended with status {answer.code}"
         raise UsageError(f"git cannot list the files of {root}: {reason}; mend it, or use --dirty live")

@@ -191,7 +191,7 @@ def _keep_commit(code: Code, tree: Path) -> str | None:
         ["read-tree", "HEAD"],
     )
     for step in steps:
-        if trouble := git(tree, *step, patience=_FETCH_PATIENCE).trouble:
+        if trouble := git(tree, *step, timeout_s=_FETCH_PATIENCE).trouble:
             shutil.rmtree(tree / ".git", ignore_errors=True)  # the files themselves are all there
             return f"the commit itself could not be kept: {trouble}"
     return None

@@ -17,7 +17,7 @@ from headway.launcher.agent.agent import Agent
 from headway.launcher.functions.worker import Call
 from headway.launcher.targets import Local, Mpi
 from headway.run import Run
-from headway.run.status import note_end
+from headway.run.status import record_end
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -34,9 +34,9 @@ def main(argv: Sequence[str]) -> int:
         else:
             code = Agent(command, nproc=target.nproc, environ=environ).run()
     except BaseException as error:
-        note_end(run, 1, error=f"{type(error).__name__}: {error}")
+        record_end(run, 1, error=f"{type(error).__name__}: {error}")
         raise
-    note_end(run, code)
+    record_end(run, code)
     return code
 
 

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -62,8 +61,7 @@ def restart(run: Run) -> None:
     """Starts a job that is over again, in its run directory, with the code it had."""
     with files.storage(f"start {run.id} again"):
         run.ended_file.unlink(missing_ok=True)
-        with suppress(FileNotFoundError):
-            run.failure_file.rename(run.path / f"failure-{len(run.info()['attempts'])}.json")
+        run.set_failure_aside(len(run.info()["attempts"]))
     if run.job_file.exists():
         job = JobFile.read(run)
         submit_runs([run], [job.program], job.target.without_array())

@@ -29,7 +29,7 @@ def main() -> None:
     request = json.loads(parent.read_line(timeout_s=None) or "{}")
     run = Run.open(request["run"])
     sink = transport.make(request["sink"])
-    offset_file = run.sink_place(sink.name)
+    offset_file = run.sink_offset_file(sink.name)
     tail = Tail(run.metrics_file(0), _read_offset(offset_file))
     sink.open(run)
     ended: dict[str, Any] | None = None

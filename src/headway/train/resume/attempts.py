@@ -33,9 +33,8 @@ def check_progress(run: Run, attempt: int, step: int) -> None:
 
 
 def _cause(run: Run, attempt: dict[str, Any]) -> str:
-    file = run.path / f"failure-{attempt['number']}.json"
     try:
-        error = json.loads(file.read_bytes())["error"]
+        error = json.loads(run.old_failure_file(attempt["number"]).read_bytes())["error"]
     except (OSError, ValueError, KeyError):
         error = f"{attempt['status']}, exit code {attempt['exit_code']}"
     return f"attempt {attempt['number']}: {error:.200}"

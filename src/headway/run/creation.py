@@ -1,0 +1,158 @@
+"""Making a run directory: it appears under its name when it is whole, or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import re
+import secrets
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+
+from headway.errors import HeadwayError, StorageError, UsageError
+from headway.run.info import FORMAT, Info, format_time, write_info
+from headway.run.plain import to_plain, to_yaml
+from headway.run.source import SourceState, describe
+from headway.system import files
+from headway.system.failpoints import failpoint
+from headway.system.redact import redact, redact_argv, redact_tree
+
+_RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
+_SUFFIX_LETTERS = "abcdefghijkmnpqrstuvwxyz23456789"  # none that look alike
+_NAME_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
+_STORAGE_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+
+
+def check_name(name: str) -> str:
+    """Returns the name of a run if it is safe in a path, a shell and a scheduler; else raises `UsageError`.
+
+    >>> check_name("digits-v1.2")
+    'digits-v1.2'
+    """
+    if not _RUN_NAME.fullmatch(name):
+        raise UsageError(
+            f"{name!r:.80} is not a valid run name: give 1 to 64 letters, digits, '.', '_' or '-', "
+            "not starting with '.' or '-'"
+        )
+    return name
+
+
+def config_text(config: object) -> str:
+    """Returns what `config.yaml` holds for these settings; secrets are left out."""
+    return to_yaml(redact_tree(to_plain(config)))
+
+
+def create_directory(
+    root: Path, *, name: str, config: object, command: Sequence[str] | None, world: object
+) -> Path:
+    """Makes a new run directory under `root` and returns its path; see `Run.create`."""
+    check_name(name)
+    settings, world = to_plain(config), to_plain(world)
+    now, source = datetime.now().astimezone(), describe(Path.cwd())
+    info: Info = {
+        "format": FORMAT,
+        "id": None,
+        "name": name,
+        "created": format_time(now),
+        "command": redact_argv(sys.orig_argv if command is None else command),
+        "cwd": redact(str(Path.cwd())),
+        "code": _code(source),
+        "versions": _versions(),
+        "world": redact_tree(world),
+        "attempts": [],
+    }
+    with _staging(root) as staged, files.storage(f"write a new run in {root}"):
+        for directory in ("code", "log", "metrics", "checkpoints", "traces"):
+            files.make_dir(staged / directory)
+        files.write_new(staged / "config.yaml", config_text(settings).encode())
+        if source.diff:
+            diff = source.diff.encode(errors="surrogateescape")  # bytes that are not UTF-8 stay as they were
+            files.write_new(staged / "code" / "uncommitted.diff", diff)
+        while True:  # until the name is new
+            suffix = "".join(secrets.choice(_SUFFIX_LETTERS) for _ in range(4))
+            info["id"] = f"{name}-{now:%Y.%m.%d-%H.%M}-{suffix}"
+            write_info(staged, info)
+            failpoint("run.create.publish")
+            if _rename_new(staged, path := staged.with_name(info["id"])):
+                return path
+
+
+@contextmanager
+def _staging(root: Path) -> Iterator[Path]:
+    """Makes a hidden directory in `root` for a new run; if the block fails, nothing of it stays."""
+    made_root = False
+    staged = root / f".headway-{secrets.token_hex(8)}.tmp"
+    try:
+        try:
+            if not root.is_dir():
+                made_root = _make_root(root)
+            files.make_dir(staged)
+        except (OSError, ValueError) as error:
+            raise _unusable(root, error) from error
+        yield staged
+    except BaseException:
+        shutil.rmtree(staged, ignore_errors=True)
+        if made_root:
+            with suppress(OSError):  # another run may be in it by now
+                root.rmdir()
+        raise
+
+
+def _make_root(root: Path) -> bool:
+    try:
+        files.make_dir(root)
+    except FileExistsError:
+        if root.is_dir():  # another process was faster
+            return False
+        raise
+    return True
+
+
+def _unusable(root: Path, error: Exception) -> HeadwayError:
+    if isinstance(error, OSError) and error.errno in _STORAGE_FAILED:
+        return StorageError(
+            f"could not create a run in {root}: {error.strerror}; free space or choose another root"
+        )
+    if isinstance(error, FileNotFoundError):
+        return UsageError(
+            f"could not create the run root {root}: create {root.parent} first, or choose another root"
+        )
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    return UsageError(
+        f"could not create a run in {str(root)!r}: {reason}; choose a directory that you may write to"
+    )
+
+
+def _rename_new(staged: Path, path: Path) -> bool:
+    """Gives a finished run its name unless that is taken. Runs are never empty, so rename cannot replace one."""
+    if os.path.lexists(path):
+        return False
+    try:
+        staged.rename(path)
+    except OSError as error:
+        if error.errno in _NAME_TAKEN:
+            return False
+        raise
+    files.sync_dir(path.parent)
+    return True
+
+
+def _code(source: SourceState) -> dict[str, object]:
+    """What run.json says about the code; the changes themselves are a file of their own."""
+    facts = asdict(source) | {"diff": "code/uncommitted.diff" if source.diff else None}
+    return {name: redact_tree(value) for name, value in facts.items()}
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"headway": None, "python": platform.python_version(), "torch": None}
+    for package in ("headway", "torch"):
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found

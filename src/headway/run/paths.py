@@ -1,0 +1,175 @@
+"""The paths of a run directory. No other module of headway puts one together.
+
+runs/digits-2026.11.15-14.30-x7k2/
+    run.json                    what ran, from which code, on which versions; the list of attempts
+    config.yaml                 the settings, resolved             plan.json, report.html
+    job.sh, job.json            what the scheduler was given       submitted.json, ended.json, launch/
+    code/uncommitted.diff       what the commit does not hold      code/tree/: the code of a submitted job
+    log/rank-00000.txt          log/diagnostics.jsonl, log/job.txt
+    metrics/rank-00000.jsonl    metrics.csv, tensorboard/          traces/
+    checkpoints/step-000000001000/
+    ledger.jsonl                what each step saw and did, if a ledger was enabled
+    failure.json                the first failing rank of this attempt; failure-N.json: of attempt N
+    lock/                       which process trains here: see `headway.run.lock`
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+def step_name(step: int) -> str:
+    """Returns the directory name of a checkpoint; names sort as steps do.
+
+    >>> step_name(1000)
+    'step-000000001000'
+    """
+    return f"step-{step:012d}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPaths:
+    """The files and directories of one run directory."""
+
+    path: Path
+
+    # --- the run as a whole
+
+    @property
+    def info_file(self) -> Path:
+        """What ran, from which code, on which versions; the list of attempts."""
+        return self.path / "run.json"
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def plan_file(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def report_file(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def sweep_file(self) -> Path:
+        return self.path / "sweep.json"
+
+    @property
+    def lock_dir(self) -> Path:
+        return self.path / "lock"
+
+    @property
+    def failure_file(self) -> Path:
+        """The first failing rank of the current attempt."""
+        return self.path / "failure.json"
+
+    def old_failure_file(self, attempt: int) -> Path:
+        """The first failing rank of an attempt that another one followed."""
+        return self.path / f"failure-{attempt}.json"
+
+    # --- the job
+
+    @property
+    def job_script(self) -> Path:
+        return self.path / "job.sh"
+
+    @property
+    def job_file(self) -> Path:
+        """What the job runs, and on what."""
+        return self.path / "job.json"
+
+    @property
+    def submission_file(self) -> Path:
+        """The scheduler's ids of the job, or the process that runs it."""
+        return self.path / "submitted.json"
+
+    @property
+    def ended_file(self) -> Path:
+        """When the job ended, and with which exit code."""
+        return self.path / "ended.json"
+
+    @property
+    def launch_dir(self) -> Path:
+        return self.path / "launch"
+
+    @property
+    def call_dir(self) -> Path:
+        """A function to call, and its result."""
+        return self.path / "call"
+
+    @property
+    def code_dir(self) -> Path:
+        return self.path / "code"
+
+    @property
+    def snapshot_dir(self) -> Path:
+        return self.code_dir / "tree"
+
+    # --- logs
+
+    @property
+    def log_dir(self) -> Path:
+        return self.path / "log"
+
+    @property
+    def job_log(self) -> Path:
+        """Standard output and error of the job."""
+        return self.log_dir / "job.txt"
+
+    @property
+    def diagnostics_file(self) -> Path:
+        return self.log_dir / "diagnostics.jsonl"
+
+    def log_file(self, rank: int) -> Path:
+        return self.log_dir / f"rank-{rank:05d}.txt"
+
+    def memory_file(self, rank: int) -> Path:
+        """The allocator's summary from when a rank ran out of memory."""
+        return self.log_dir / f"memory-{rank:05d}.txt"
+
+    def sink_log(self, name: str) -> Path:
+        """Output of the process that feeds a sink."""
+        return self.log_dir / f"sink-{name}.txt"
+
+    def quarantine_file(self, rank: int) -> Path:
+        """Samples that a rank could not use, as JSON lines."""
+        return self.log_dir / f"quarantine-{rank:05d}.jsonl"
+
+    # --- results
+
+    @property
+    def metrics_dir(self) -> Path:
+        return self.path / "metrics"
+
+    def metrics_file(self, rank: int) -> Path:
+        return self.metrics_dir / f"rank-{rank:05d}.jsonl"
+
+    def sink_offset_file(self, name: str) -> Path:
+        """How many bytes of the metrics file a sink has received."""
+        return self.metrics_dir / f"sink-{name}.offset"
+
+    @property
+    def csv_file(self) -> Path:
+        return self.path / "metrics.csv"
+
+    @property
+    def tensorboard_dir(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def ledger_file(self) -> Path:
+        return self.path / "ledger.jsonl"
+
+    @property
+    def traces_dir(self) -> Path:
+        return self.path / "traces"
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        return self.path / "checkpoints"
+
+    def checkpoint_dir(self, step: int) -> Path:
+        return self.checkpoints_dir / step_name(step)
