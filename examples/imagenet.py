@@ -1,6 +1,6 @@
 """Train ResNet-50 on ImageNet: tar shards, bf16, any number of GPUs on any number of nodes.
 
-    headway data pack imagenet/train shards/train                       # once: folders of classes into shards
+    headway data pack imagenet/train shards/train                       # once: directories of classes into shards
     headway data pack imagenet/val shards/val
     headway run --nproc 8 examples/imagenet.py --data shards            # a process for each GPU of this machine
     headway submit --nodes 4 --gpus-per-node 8 --pre $PWD/shards examples/imagenet.py --data $PWD/shards
@@ -84,7 +84,7 @@ class Pictures:
 
 
 class MadeUp(torch.utils.data.Dataset[dict[str, Any]]):
-    """Noise around a colour that depends on the class."""
+    """Noise around a color that depends on the class."""
 
     def __init__(self, count: int, size: int) -> None:
         self.count, self.size = count, size
@@ -94,9 +94,9 @@ class MadeUp(torch.utils.data.Dataset[dict[str, Any]]):
 
     def __getitem__(self, number: int) -> dict[str, Any]:
         random = np.random.default_rng(number)
-        colour = np.random.default_rng(number % 10).integers(50, 200, 3)
+        color = np.random.default_rng(number % 10).integers(50, 200, 3)
         noise = random.integers(-50, 50, (self.size, self.size, 3))
-        return {"jpg": torch.from_numpy((noise + colour).astype(np.uint8)), "cls": number % 10}
+        return {"jpg": torch.from_numpy((noise + color).astype(np.uint8)), "cls": number % 10}
 
 
 def make_net(*, dummy: bool) -> nn.Module:
@@ -133,7 +133,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", type=Path, help="a folder with train/ and val/, of tar shards")
+    parser.add_argument("--data", type=Path, help="a directory with train/ and val/, of tar shards")
     parser.add_argument("--batch", type=int, default=64, help="pictures per rank and step")
     parser.add_argument("--size", type=int, default=224, help="of a picture, in pixels")
     parser.add_argument("--epochs", type=int, default=90)

@@ -3,7 +3,7 @@
     python examples/quickstart.py
     headway run --nproc 2 examples/quickstart.py
 
-Stop it with Ctrl-C, or kill it, and start it again: it goes on where it was.
+Stop it with Ctrl-C, or kill it, and start it again: it resumes where it was.
 
 The data is made up (two interleaved spirals), so that nothing has to be downloaded.
 """

@@ -139,3 +139,38 @@ def options_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> set[str]
                 continue
         return set(re.findall(r"--[a-z][\w-]*", capsys.readouterr().out))
     raise AssertionError(f"no help for {words}")
+
+
+def defined_in(path: Path) -> set[str]:
+    """Functions, classes and methods of a module: `train`, `Pipeline`, `Pipeline.run`."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
+    return names
+
+
+def test_the_walks_of_the_architecture_lead_through_code_that_exists() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    package = Path(headway.__file__).parent
+    steps = re.findall(r"`([\w/]+\.py): ([\w.]+)`", page)
+    assert len(steps) > 40
+    missing = [
+        f"{file}: {name}"
+        for file, name in steps
+        if not (package / file).is_file() or name not in defined_in(package / file)
+    ]
+    assert missing == []
+
+
+def test_the_architecture_names_every_package() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| [^|]* \| (.*) \|$", page, re.MULTILINE))
+    package = Path(headway.__file__).parent
+    packages = {path.parent.name for path in package.glob("*/__init__.py")}
+    assert packages - rows.keys() == set()
+    for name in packages:
+        inside = {path.parent.name for path in package.glob(f"{name}/*/__init__.py")}
+        assert {each for each in inside if f"`{each}/`" not in rows[name]} == set(), name
