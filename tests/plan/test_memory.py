@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given, settings, strategies as st
 from truth import TORCHTITAN, torchtitan
 
+from headway.plan.cost.activations import layer_bytes
 from headway.plan.cost.memory import peak, rank_memory, representative_stages, reserve_factor, reserved_bytes
 from headway.plan.cost.states import model_states, on_rank
 from headway.plan.model.layout import Layout
@@ -218,3 +219,13 @@ def test_all_parameters_are_somewhere() -> None:
         spread = [on_rank(model, layout, stage) for stage in range(4)]
         copy = model.vocab * model.hidden if model.tied and not model.image else 0
         assert sum(r.shared + r.experts for r in spread) == pytest.approx(model.parameters + copy, rel=1e-9)
+
+
+def test_torch_saves_the_inputs_that_it_gathered_along_the_sequence() -> None:
+    """Megatron saves its shard of the inputs of attention and feed-forward; benchmarks/sharded.py shows torch's."""
+    model = preset("llama-3.1-8b")
+    torch, megatron = (
+        layer_bytes(model, Layout(tp=8, sequence_parallel=True, sequence=8192, precision=precision))
+        for precision in ("pure-bf16", "bf16")
+    )
+    assert torch - megatron == pytest.approx(2 * 2 * 8192 * model.hidden * 7 / 8)
