@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headway import dist
-from headway.train import Pipeline, TrainValStage
+from headway.train import Pipeline, Stage, TrainValStage
 from headway.train.settings import LOG_EVERY
 
 BLOCK = 100
@@ -140,11 +140,11 @@ class Classify(TrainValStage):
         return F.cross_entropy(logits, y)
 
 
-def headway(course: Course, stage: TrainValStage | None = None, *, measured: bool = True) -> None:
+def headway(course: Course, stage: Stage | None = None, *, measured: bool = True) -> None:
     with tempfile.TemporaryDirectory() as folder:
         pipe = Pipeline(name="loop", root=Path(folder))
         if not measured:
-            pipe.split.every = NEVER
+            pipe._timer.every = NEVER
         pipe.register_model("net", make_net())
         pipe.register_optimizer("adamw", adamw, model="net")
         pipe.register_dataset("train", course)
@@ -250,20 +250,19 @@ def losses_kept(course: Course) -> None:
             losses.clear()
 
 
-class Raw(Classify):
-    """A raw loop in the midst of a run: all that surrounds it is there."""
+class Raw(Stage):
+    """A raw loop within a run: all that surrounds it is there."""
 
-    def run_epoch(self) -> None:  # type: ignore[misc]
-        self.steps += 1
-        train(self.train_dataset(), self.device, self.models["net"], self.optimizers()[0])
+    def run_epoch(self) -> None:
+        train(self.datasets["train"], self.device, self.models["net"], self.pipe.optimizers["adamw"])
 
 
-class Fed(Classify):
-    """A raw loop whose batches come by headway."""
+class Fed(Stage):
+    """A raw loop whose batches come through headway."""
 
-    def run_epoch(self) -> None:  # type: ignore[misc]
-        self.steps += 1
-        train(self.feed(self.train_dataset()), self.device, self.models["net"], self.optimizers()[0])
+    def run_epoch(self) -> None:
+        batches = self._loop.feed(self.datasets["train"])
+        train(batches, self.device, self.models["net"], self.pipe.optimizers["adamw"])
 
 
 PARTS: dict[str, Callable[[Course], None]] = {

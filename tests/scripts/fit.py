@@ -29,7 +29,7 @@ class Fit(hw.TrainValStage):
             time.sleep(PAUSE)
             if hw.is_root():
                 with (self.pipe.directory.path / "losses.txt").open("a") as file:
-                    file.write(f"{self.pipe.step} {loss.item().hex()}\n")
+                    file.write(f"{self.pipe.steps_done} {loss.item().hex()}\n")
         return loss
 
 

@@ -16,7 +16,7 @@ BEGAN = time.monotonic()
 
 class Uneven(hw.TrainValStage):
     def step(self, batch: list[torch.Tensor]) -> torch.Tensor:
-        if self.training and self.pipe.step == 0:
+        if self.training and self.pipe.steps_done == 0:
             time.sleep(2 * PERIOD)  # compiling
         if random.random() < 0.1:
             time.sleep(random.random() * PERIOD / 4)
@@ -48,4 +48,4 @@ pipe.register_dataset("val", hw.data.DataLoader(data, batch_size=8))
 pipe.append_stage(Uneven(log_every=5), max_epochs=10_000)
 pipe.enable_checkpointing(sys.argv[1], every=7)
 pipe.run()
-hw.print_root(f"soaked for {time.monotonic() - BEGAN:.0f} s and {pipe.step} steps")
+hw.print_root(f"soaked for {time.monotonic() - BEGAN:.0f} s and {pipe.steps_done} steps")

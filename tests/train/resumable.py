@@ -46,7 +46,7 @@ class Witness(hw.TrainValStage):
         numbers, x = batch
         loss = F.mse_loss(self.models["net"](x), x[:, :2].cumsum(1))
         line = {
-            "step": self.pipe.step + 1,
+            "step": self.pipe.steps_done + 1,
             "ranks": hw.world_size(),
             "samples": numbers.tolist(),
             "loss": loss.item(),
@@ -70,7 +70,7 @@ def main(folder: Path, *words: str) -> None:
     pipe.enable_checkpointing(every=EVERY)
     pipe.run()
     if hw.is_root():
-        print("done at step", pipe.step, flush=True)
+        print("done at step", pipe.steps_done, flush=True)
 
 
 if __name__ == "__main__":

@@ -25,14 +25,14 @@ class Greedy(Classify):
 
     def step(self, batch: Any) -> Tensor | None:
         loss = super().step(batch)
-        if self.pipe.step == 3 and self.phase == ("forward" if self.training else "validation"):
+        if self.pipe.steps_done == 3 and self.phase == ("forward" if self.training else "validation"):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 GiB\nand more")
-        if self.pipe.step == 3 and self.phase == "backward" and loss is not None:
+        if self.pipe.steps_done == 3 and self.phase == "backward" and loss is not None:
             loss.register_hook(self.fail)
         return loss
 
     def optimize(self) -> None:
-        if self.pipe.step == 3 and self.phase == "optimiser":
+        if self.pipe.steps_done == 3 and self.phase == "optimiser":
             self.fail()
         super().optimize()
 
@@ -99,7 +99,7 @@ def run_into_it(tmp_path: Path, loader: Any, net: nn.Module, **settings: Any) ->
 def test_spoilt_weights_are_named(tmp_path: Path) -> None:
     """The weights stay as they are, as nothing is learnt; so the module is to blame that takes the logarithm of 0."""
     said = run_into_it(tmp_path, Batches(8), logarithmic(), on_nan="stop")
-    assert "not finite since step 1, on rank 0" in said
+    assert "became non-finite at step 1, on rank 0" in said
     # the weights are spoilt by the first step: 0 x nan is nan
     assert "the weights '0.weight' of model 'net' are no longer finite" in said
 
@@ -124,7 +124,7 @@ def test_samples_are_named(tmp_path: Path) -> None:
     for parameter in net.parameters():
         parameter.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
     said = run_into_it(tmp_path, loader, net)  # seen at step 8
-    assert "not finite since step 5" in said
+    assert "became non-finite at step 5" in said
     assert "step 5 saw the samples 32, 33, 34, 35, 36, 37, 38, 39" in said
 
 
@@ -140,6 +140,6 @@ def test_all_ranks_look_for_it_together(parallel: str, tmp_path: Path) -> None:
     pipe.register_dataset("train", Bad(8, rank=hw.rank()))
     pipe.append_stage(Classify(log_every=4), max_epochs=1)
     with pytest.raises(
-        HeadwayError, match=r"not finite since step 3, on rank 0, 1; the weights .* no longer finite"
+        HeadwayError, match=r"became non-finite at step 3, on rank 0, 1; the weights .* no longer finite"
     ):
         pipe.run()

@@ -39,11 +39,11 @@ class Quiet(TrainValStage):
         return F.cross_entropy(logits.float(), y)
 
     def train_step(self, batch: Any) -> Tensor:
-        place = self.pipe.step % self.log_every
+        place = self.pipe.steps_done % self._loop.log_every
         if (
-            self.watched and self.training and self.pipe.step >= self.log_every
+            self.watched and self.training and self.pipe.steps_done >= self._loop.log_every
         ):  # the first steps set things up
-            torch.cuda.set_sync_debug_mode("error" if 0 < place < self.log_every - 1 else "default")
+            torch.cuda.set_sync_debug_mode("error" if 0 < place < self._loop.log_every - 1 else "default")
         return super().train_step(batch)
 
 
@@ -81,7 +81,7 @@ def test_equal_to_a_loop_by_hand(precision: str, tmp_path: Path) -> None:
     pipe.append_stage(Quiet(precision=precision), max_epochs=1)
     pipe.run()
     for (name, ours), truth in zip(
-        pipe.registered["net"].bare.state_dict().items(), net.state_dict().values(), strict=True
+        pipe.registered_models["net"].bare.state_dict().items(), net.state_dict().values(), strict=True
     ):
         assert torch.equal(ours, truth), name
 
@@ -93,7 +93,7 @@ def test_compiled_models_keep_their_names_and_numbers(tmp_path: Path) -> None:
     pipe.register_dataset("val", Batches(2))
     pipe.append_stage(Quiet(), max_epochs=1)
     pipe.run()
-    assert list(pipe.registered["net"].bare.state_dict()) == list(make_net().state_dict())
+    assert list(pipe.registered_models["net"].bare.state_dict()) == list(make_net().state_dict())
     assert pipe.history["val/loss"][0] < pipe.history.points("train/loss")[0][1]  # type: ignore[operator]
 
 
@@ -111,15 +111,15 @@ def test_time_is_split_by_events(tmp_path: Path) -> None:
     pipe.register_dataset("train", Batches(20))
     pipe.append_stage(Busy(log_every=10), max_epochs=1)
     seconds: list[dict[str, float]] = []
-    take = pipe.split.take
-    pipe.split.take = lambda most: (seconds.append(take(most)), seconds[-1])[1]  # type: ignore[method-assign]
+    take = pipe._timer.take
+    pipe._timer.take = lambda most: (seconds.append(take(most)), seconds[-1])[1]  # type: ignore[method-assign]
     pipe.run()
     assert seconds[1]["compute"] > 0.8 * sum(seconds[1].values())
 
 
 class Greedy(Quiet):
     def step(self, batch: Any) -> Tensor:
-        if self.pipe.step == 2:
+        if self.pipe.steps_done == 2:
             torch.empty(1 << 40, dtype=torch.uint8, device=self.device)
         return super().step(batch)
 
@@ -143,7 +143,7 @@ def test_states_in_host_memory(tmp_path: Path) -> None:
         pipe.register_dataset("train", Batches(20))
         pipe.append_stage(Quiet(), max_epochs=1)
         pipe.run()
-        found = list(pipe.registered["net"].bare.parameters())
+        found = list(pipe.registered_models["net"].bare.parameters())
         if parallel != "none":
             assert all(p.device.type == "cpu" for p in found)
             assert all(
@@ -175,7 +175,7 @@ pipe.register_dataset("train", Half(20))
 pipe.append_stage(Classify(), max_epochs=1)
 pipe.run()
 if hw.is_root():
-    torch.save(pipe.registered["net"].bare.state_dict(), sys.argv[2] + "/weights")
+    torch.save(pipe.registered_models["net"].bare.state_dict(), sys.argv[2] + "/weights")
 """
 
 
@@ -197,5 +197,5 @@ def test_batch_norm_over_all_ranks(tmp_path: Path) -> None:
     pipe.append_stage(Quiet(), max_epochs=1)
     pipe.run()
     found = torch.load(tmp_path / "weights", map_location="cuda", weights_only=True)
-    for name, truth in pipe.registered["net"].bare.state_dict().items():
+    for name, truth in pipe.registered_models["net"].bare.state_dict().items():
         torch.testing.assert_close(found[name], truth, rtol=1e-4, atol=1e-5)

@@ -49,7 +49,7 @@ class Diary(Callback):
         self.lines.append(f"post_epoch {stage.epoch} {len(stage.history.epochs)}")
 
     def log_point(self, stage: Stage, kind: str, point: Any) -> None:
-        self.lines.append(f"{kind} {stage.pipe.step} {sorted(point.values)}")
+        self.lines.append(f"{kind} {stage.pipe.steps_done} {sorted(point.values)}")
 
 
 @alone
@@ -138,7 +138,7 @@ def test_modes_are_set_and_what_the_user_froze_stays_frozen(tmp_path: Path) -> N
             return super().step(batch)
 
     pipe = make_pipe(tmp_path)
-    pipe.registered["net"].bare.eval()
+    pipe.registered_models["net"].bare.eval()
     pipe.register_dataset("train", Batches(1))
     pipe.register_dataset("val", Batches(1))
     pipe.append_stage(Frozen(), max_epochs=2)
@@ -161,7 +161,7 @@ def test_validation_by_steps_and_limits(tmp_path: Path) -> None:
         "12",
         "16",
     ]
-    assert pipe.step == 18
+    assert pipe.steps_done == 18
 
 
 @alone
@@ -221,7 +221,7 @@ def test_validation_uses_the_average_and_training_goes_on_without(tmp_path: Path
     pipe.register_dataset("val", Batches(1))
     pipe.append_stage(Average(), max_epochs=1)
     pipe.run()
-    model = pipe.registered["net"]
+    model = pipe.registered_models["net"]
     assert model.ema is not None
     average = model.ema.state_dict()["first.weight"]
     assert pipe.history["val/weight"] == [average.double().sum().item()]
@@ -232,7 +232,7 @@ def test_validation_uses_the_average_and_training_goes_on_without(tmp_path: Path
 def test_any_rank_may_stop_and_all_stop_at_the_same_step(tmp_path: Path) -> None:
     class Impatient(Classify):
         def step(self, batch: Any) -> Tensor:
-            if self.pipe.step == 12 and hw.rank() == 1:
+            if self.pipe.steps_done == 12 and hw.rank() == 1:
                 self.stop_stage()
             return super().step(batch)
 
@@ -240,7 +240,7 @@ def test_any_rank_may_stop_and_all_stop_at_the_same_step(tmp_path: Path) -> None
     pipe.register_dataset("train", Batches(100, rank=hw.rank()))
     pipe.append_stage(Impatient(log_every=10), max_epochs=5)
     pipe.run()
-    assert hw.all_gather_object(pipe.step) == [20, 20]
+    assert hw.all_gather_object(pipe.steps_done) == [20, 20]
 
 
 @ranks(2)
@@ -254,7 +254,7 @@ def test_a_stop_after_an_epoch_is_heard_before_the_next(tmp_path: Path) -> None:
     pipe.register_dataset("train", Batches(5, rank=hw.rank()))
     pipe.append_stage(Impatient(), max_epochs=5)
     pipe.run()
-    assert hw.all_gather_object(pipe.step) == [10, 10]
+    assert hw.all_gather_object(pipe.steps_done) == [10, 10]
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=ranks(2)), pytest.param(3, marks=ranks(3))])
@@ -340,13 +340,15 @@ def test_between_log_points_nothing_is_waited_for_and_nothing_is_sent(tmp_path: 
         mode: Count | None = None
 
         def train_step(self, batch: Any) -> Tensor:
-            if self.pipe.step % 10 == 1:  # from the end of this step's forward ...
+            if self.pipe.steps_done % 10 == 1:  # from the end of this step's forward ...
                 self.mode = Count()
                 loss = super().train_step(batch)
                 self.mode.__enter__()
                 return loss
             loss = super().train_step(batch)
-            if self.pipe.step % 10 == 8 and self.mode is not None:  # ... to the end of that of a later one
+            if (
+                self.pipe.steps_done % 10 == 8 and self.mode is not None
+            ):  # ... to the end of that of a later one
                 self.mode.__exit__(None, None, None)
                 counts.append(self.mode.calls)
             return loss
@@ -377,9 +379,9 @@ def test_a_log_point_costs_one_collective_and_one_wait(
 
     class Reset(Quiet):
         def train_step(self, batch: Any) -> Tensor:
-            if self.pipe.step == 15:
+            if self.pipe.steps_done == 15:
                 calls.clear()
-            if self.pipe.step == 35:
+            if self.pipe.steps_done == 35:
                 seen.update(calls)
             return super().train_step(batch)
 
@@ -423,10 +425,10 @@ def test_a_loop_of_ones_own_with_two_optimisers(tmp_path: Path) -> None:
     pipe.register_dataset("train", Batches(25, rank=hw.rank()))
     pipe.append_stage(Gan(log_every=10), max_epochs=2, max_steps=40)
     pipe.run()
-    assert pipe.step == 40
+    assert pipe.steps_done == 40
     assert [step for step, _ in pipe.history.points("loss_g")] == [10, 20, 25, 30, 40]
     assert [scheduler.last_epoch for scheduler in pipe.schedulers.values()] == [40, 40]
-    weights = [model.bare.weight.tolist() for model in pipe.registered.values()]  # type: ignore[union-attr, operator]
+    weights = [model.bare.weight.tolist() for model in pipe.registered_models.values()]  # type: ignore[union-attr, operator]
     assert hw.all_gather_object(weights) == [weights] * 2
 
 
@@ -509,7 +511,7 @@ class Explode(Classify):
 
     def step(self, batch: Any) -> Tensor:
         loss = super().step(batch)
-        if self.pipe.step + 1 in self.bad and self.pipe.world.rank == self.pipe.world.world_size - 1:
+        if self.pipe.steps_done + 1 in self.bad and self.pipe.world.rank == self.pipe.world.world_size - 1:
             return loss * float("nan")
         return loss
 
@@ -519,9 +521,9 @@ def test_a_loss_that_is_not_finite_stops_all_ranks(tmp_path: Path) -> None:
     pipe = make_pipe(tmp_path)
     pipe.register_dataset("train", Batches(100, rank=hw.rank()))
     pipe.append_stage(Explode(log_every=10), max_epochs=1)
-    with pytest.raises(HeadwayError, match="not finite since step 13, on rank 0, 1"):
+    with pytest.raises(HeadwayError, match="became non-finite at step 13, on rank 0, 1"):
         pipe.run()  # the gradients of step 13 went to both ranks, so both are lost afterwards
-    assert pipe.step == 20
+    assert pipe.steps_done == 20
 
 
 @ranks(2)
@@ -534,7 +536,7 @@ def test_or_its_step_is_left_out_on_all_ranks(tmp_path: Path) -> None:
     pipe.run()
     assert pipe.history["train/skipped_steps"] == [6]  # three steps on two ranks
     assert torch.tensor(pipe.history["train/loss"]).isfinite().all()
-    weights = [p.tolist() for p in pipe.registered["net"].bare.parameters()]
+    weights = [p.tolist() for p in pipe.registered_models["net"].bare.parameters()]
     assert hw.all_gather_object(weights) == [weights] * 2
     assert all(torch.tensor(weight).isfinite().all() for weight in weights)
 
@@ -555,7 +557,7 @@ def test_too_many_steps_left_out_in_a_row_stop_the_run(tmp_path: Path) -> None:
 def test_errors_and_interrupts_are_never_swallowed(error: type[BaseException], tmp_path: Path) -> None:
     class Fails(Classify):
         def step(self, batch: Any) -> Tensor:
-            if self.pipe.step == 3:
+            if self.pipe.steps_done == 3:
                 raise error
             return super().step(batch)
 
@@ -564,8 +566,7 @@ def test_errors_and_interrupts_are_never_swallowed(error: type[BaseException], t
     pipe.append_stage(Fails(), max_epochs=1)
     with pytest.raises(error):
         pipe.run()
-    assert pipe.run_directory is not None
-    (attempt,) = pipe.run_directory.info()["attempts"]
+    (attempt,) = pipe.directory.info()["attempts"]
     assert attempt["status"] == ("interrupted" if error is KeyboardInterrupt else "failed")
 
 
@@ -585,7 +586,7 @@ def test_state_goes_into_another_pipeline(tmp_path: Path) -> None:
     first.run()
     second.load_state_dict(first.state_dict())
     second.run()
-    assert second.step == whole.step == 28
+    assert second.steps_done == whole.steps_done == 28
     assert second.history["val/loss"] == whole.history["val/loss"]
     ours, truth = second.state_dict(), whole.state_dict()
     for kind in ("models", "averages"):
@@ -600,7 +601,7 @@ def test_memory_does_not_grow(tmp_path: Path) -> None:
 
     class Weighed(Quiet):
         def step(self, batch: Any) -> Tensor:
-            if self.pipe.step in (2_000, 9_999):
+            if self.pipe.steps_done in (2_000, 9_999):
                 gc.collect()
                 sizes.append(psutil.Process().memory_info().rss)
             return super().step(batch)

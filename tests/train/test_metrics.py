@@ -12,7 +12,7 @@ from torch import Tensor
 import headway as hw
 from headway.errors import UsageError
 from headway.testing import ranks
-from headway.train.metrics.meter import Meter
+from headway.train.metrics.meter import MetricAccumulator
 
 CPU = torch.device("cpu")
 SAMPLES = 1_003
@@ -27,7 +27,7 @@ def samples() -> tuple[Tensor, Tensor]:
 def evaluate(rank: int, world_size: int) -> dict[str, object]:
     """Metrics over unpadded shards, as a validation computes them: uneven shards, short last batches."""
     losses, labels = samples()
-    meter = Meter(CPU)
+    meter = MetricAccumulator(CPU)
     mine = range(rank, SAMPLES, world_size)
     for start in range(0, len(mine), BATCH):
         index = torch.tensor(mine[start : start + BATCH])
@@ -74,7 +74,7 @@ def test_evaluation_is_the_same_on_four_ranks() -> None:
 
 @ranks(3)
 def test_a_rank_without_any_data_takes_part() -> None:
-    meter = Meter(CPU)
+    meter = MetricAccumulator(CPU)
     for value in (1.0, 2.0) if hw.rank() != 1 else ():
         meter.log("loss", torch.tensor(value), weight=2)
         meter.log("vector", torch.tensor([value, 0.0]), reduce="max")
@@ -87,7 +87,7 @@ def test_a_rank_without_any_data_takes_part() -> None:
 
 @ranks(3)
 def test_different_names_are_an_error_that_names_ranks_and_metrics() -> None:
-    meter = Meter(CPU)
+    meter = MetricAccumulator(CPU)
     meter.log("loss", 1.0)
     meter.reduce()
     meter.log("loss", 1.0)
@@ -105,7 +105,7 @@ def test_different_names_are_an_error_that_names_ranks_and_metrics() -> None:
 
 @ranks(3)
 def test_a_metric_that_one_rank_alone_adds_later_is_noticed_by_all() -> None:
-    meter = Meter(CPU)
+    meter = MetricAccumulator(CPU)
     meter.log("loss", 1.0)
     meter.reduce()
     meter.log("loss", 1.0)
@@ -123,7 +123,7 @@ def test_a_log_point_is_one_collective(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
             c10d, name, lambda *a, _n=name, _f=original, **k: (calls.append(_n), _f(*a, **k))[1]
         )
-    meter = Meter(CPU)
+    meter = MetricAccumulator(CPU)
 
     def log_all() -> None:
         for number in range(20):
@@ -141,13 +141,13 @@ def test_a_log_point_is_one_collective(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @ranks(3)
 def test_flags_ride_along() -> None:
-    meter = Meter(CPU)
+    meter = MetricAccumulator(CPU)
     assert meter.reduce(flags=5 if hw.rank() == 2 else 0).flags == [0, 0, 5]
 
 
 @ranks(2)
 def test_rank_metrics_stay_on_their_rank() -> None:
-    meter = Meter(CPU)
+    meter = MetricAccumulator(CPU)
     meter.log("wait", float(hw.rank()), scope="rank")
     if hw.rank() == 1:
         meter.log("odd", 7, scope="rank")
@@ -158,15 +158,15 @@ def test_rank_metrics_stay_on_their_rank() -> None:
 
 @ranks(2)
 def test_who_brought_the_nan_is_known() -> None:
-    meter = Meter(CPU)
+    meter = MetricAccumulator(CPU)
     meter.log("loss", torch.tensor(float("nan") if hw.rank() == 1 else 1.0))
     meter.log("fine", 1.0)
-    assert meter.reduce().unfinished == {"loss": [1]}
+    assert meter.reduce().not_finite == {"loss": [1]}
 
 
 def test_a_value_is_taken_when_it_is_logged() -> None:
     """Users update buffers in place; what was logged is what was there then."""
-    meter, value = Meter(CPU), torch.tensor(1.0)
+    meter, value = MetricAccumulator(CPU), torch.tensor(1.0)
     meter.log("mean", value)
     meter.log("last", value, reduce="last")
     value.fill_(100.0)
@@ -174,7 +174,7 @@ def test_a_value_is_taken_when_it_is_logged() -> None:
 
 
 def test_last_is_the_last() -> None:
-    meter = Meter(CPU)
+    meter = MetricAccumulator(CPU)
     for value in (1.0, torch.tensor(2.0), 3.0):
         meter.log("lr", value, reduce="last")
         meter.reduce()
@@ -182,7 +182,7 @@ def test_last_is_the_last() -> None:
 
 
 def test_logging_keeps_no_graph() -> None:
-    meter = Meter(CPU)
+    meter = MetricAccumulator(CPU)
     parameter = torch.ones((), requires_grad=True)
     meter.log("loss", parameter * 2)
     assert not meter._cells["loss"].total.requires_grad
@@ -190,24 +190,24 @@ def test_logging_keeps_no_graph() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16, torch.float16, torch.uint8])
 def test_values_of_any_type(dtype: torch.dtype) -> None:
-    meter = Meter(CPU)
+    meter = MetricAccumulator(CPU)
     meter.log("mean", torch.ones((), dtype=dtype), weight=3)
     meter.log("most", torch.ones((), dtype=dtype), reduce="max")
     assert meter.reduce().values == {"mean": 1.0, "most": 1.0}
 
 
 def test_counts_are_exact_beyond_single_precision() -> None:
-    meter = Meter(CPU)
+    meter = MetricAccumulator(CPU)
     meter.log("tokens", torch.tensor(2**40 + 1), reduce="sum")
     meter.log("tokens", torch.tensor(1), reduce="sum")
     assert meter.reduce().values == {"tokens": 2**40 + 2}
 
 
 def test_state_survives_as_json() -> None:
-    meter = Meter(CPU)
+    meter = MetricAccumulator(CPU)
     meter.log("loss", torch.tensor([1.0, 3.0]), weight=3)
     meter.reduce()
-    restored = Meter(CPU)
+    restored = MetricAccumulator(CPU)
     restored.load_state_dict(json.loads(json.dumps(meter.state_dict())))
     for one in (meter, restored):
         one.log("loss", torch.tensor([5.0, 7.0]), weight=1)
@@ -226,12 +226,12 @@ def test_state_survives_as_json() -> None:
 def test_bad_calls_name_the_metric_and_the_remedy(change: dict[str, object], message: str) -> None:
     arguments: dict[str, object] = {"name": "loss", "value": 1.0} | change
     with pytest.raises(UsageError) as caught:
-        Meter(CPU).log(**arguments)  # type: ignore[arg-type]
+        MetricAccumulator(CPU).log(**arguments)  # type: ignore[arg-type]
     assert message in str(caught.value)
 
 
 def test_a_metric_keeps_its_shape_and_reduction() -> None:
-    meter = Meter(CPU)
+    meter = MetricAccumulator(CPU)
     meter.log("loss", torch.zeros(3))
     with pytest.raises(UsageError, match=r"shape \(3,\) and now has shape \(2,\)"):
         meter.log("loss", torch.zeros(2))

@@ -50,12 +50,12 @@ def compare(
     torch.manual_seed(rank)
     pipe.run()
 
-    assert pipe.step == STEPS
+    assert pipe.steps_done == STEPS
     assert classify.losses == losses
     assert losses[-1] < losses[0]  # something was learned
-    assert_same(pipe.registered["net"].bare, expected_net)
-    if pipe.registered["net"].ema is not None:
-        mine = pipe.registered["net"].ema.state_dict().values()
+    assert_same(pipe.registered_models["net"].bare, expected_net)
+    if pipe.registered_models["net"].ema is not None:
+        mine = pipe.registered_models["net"].ema.state_dict().values()
         assert all(torch.equal(a, b) for a, b in zip(mine, average, strict=True))
 
 
@@ -95,8 +95,8 @@ def test_accumulation_counts_samples_on_all_ranks(tmp_path: Path) -> None:
     pipe.register_dataset("train", mine)
     pipe.append_stage(Classify(accumulate=4), max_epochs=1)
     pipe.run()
-    assert pipe.step == 2
-    for ours, truth in zip(pipe.registered["net"].bare.parameters(), net.parameters(), strict=True):
+    assert pipe.steps_done == 2
+    for ours, truth in zip(pipe.registered_models["net"].bare.parameters(), net.parameters(), strict=True):
         torch.testing.assert_close(ours, truth, rtol=1e-6, atol=1e-7)
 
 

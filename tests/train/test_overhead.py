@@ -36,8 +36,8 @@ class Quiet(TrainValStage):
 
     def step(self, batch: Any) -> Tensor:
         x, y = batch
-        if self.pipe.split.measuring:
-            self.measured.append(self.pipe.step)
+        if self.pipe._timer.measuring:
+            self.measured.append(self.pipe.steps_done)
         return F.cross_entropy(self.models["net"](x), y)
 
 
@@ -89,7 +89,7 @@ class Calls:
 
 def test_a_step_makes_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between operations that empty the caches, each function costs about half a microsecond: so each is listed."""
-    monkeypatch.setattr(timing, "BRIEF", math.inf)
+    monkeypatch.setattr(timing, "BRIEF_S", math.inf)
     calls, steps = Calls(), LAST - FIRST
     run(tmp_path, calls)
     within_a_step = [
@@ -98,15 +98,15 @@ def test_a_step_makes_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "train_step",
         "models",
         "count_samples",
-        "step_optimizers",
-        "forget",
+        "apply_update",
+        "zero_grad",
     ]
     assert calls.python == dict.fromkeys([*within_a_step, "finish_step", "move"], steps)
     assert calls.built_in.total() <= 14 * steps, calls.built_in
 
 
 def test_a_kept_run_makes_few_calls_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "BRIEF", math.inf)
+    monkeypatch.setattr(timing, "BRIEF_S", math.inf)
     calls, steps = Calls(), LAST - FIRST
     pipe = make_pipe(tmp_path)
     pipe.enable_checkpointing(every="1h")
@@ -179,7 +179,7 @@ def test_what_a_stage_decides_itself_is_asked_for_in_each_step(name: str, tmp_pa
     asked: list[int] = []
 
     def own(stage: TrainValStage, *arguments: Any) -> Any:
-        asked.append(stage.pipe.step)
+        asked.append(stage.pipe.steps_done)
         return getattr(TrainValStage, name)(stage, *arguments)
 
     stage = type("Own", (Quiet,), {name: own})(gradient_clip=1.0 if name == "clip_gradients" else None)
@@ -195,16 +195,16 @@ def test_what_a_stage_decides_itself_is_asked_for_in_each_step(name: str, tmp_pa
 def test_of_brief_steps_one_between_log_points_is_measured(
     brief: float, log_every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timing, "BRIEF", brief)
+    monkeypatch.setattr(timing, "BRIEF_S", brief)
     weights: list[int] = []
-    mark = timing.Split.mark
+    turn = timing.PhaseTimer._turn
 
-    def marked(split: timing.Split, phase: timing.Phase, weight: int = 1) -> None:
-        if phase == "compute":
+    def turned(timer: timing.PhaseTimer, phase: timing.Phase, weight: int) -> None:
+        if phase == "compute" and sys._getframe(1).f_code.co_name != "take":
             weights.append(weight)
-        mark(split, phase, weight)
+        turn(timer, phase, weight)
 
-    monkeypatch.setattr(timing.Split, "mark", marked)
+    monkeypatch.setattr(timing.PhaseTimer, "_turn", turned)
     run(tmp_path, Calls(), log_every=log_every)
     assert weights[:log_every] == [1] * log_every, "all of them, until it is known how long they take"
     rest = 100 - log_every
@@ -221,36 +221,33 @@ def test_what_is_measured_stands_for_what_is_not(monkeypatch: pytest.MonkeyPatch
         now += seconds
 
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
-    split = timing.Split(torch.device("cpu"), alone=False)
+    timer = timing.PhaseTimer(torch.device("cpu"), alone=False)
     for step in range(50):
-        if step % 10 == 2:
-            split.mark("data", 10)
-            pass_time(0.001)
-            split.mark("compute", 10)
-            pass_time(0.004)
-            split.rest()
-        else:
-            pass_time(0.005)
-    split.mark("wait")
+        timer.begin_step(10 if step % 10 == 2 else 0)
+        pass_time(0.001)
+        timer.mark_step("compute")
+        pass_time(0.004)
+    timer.begin_step(0)
+    timer.mark("wait")
     pass_time(0.5)
-    split.rest()
+    timer.rest()
     pass_time(7.0)
-    assert split.take() == pytest.approx({"data": 0.05, "compute": 0.2, "wait": 0.5})
-    assert split.every == timing.SAMPLE
+    assert timer.take() == pytest.approx({"data": 0.05, "compute": 0.2, "wait": 0.5})
+    assert timer.every == timing.SAMPLE_STEPS
     for _ in range(50):
-        split.mark("compute")
+        timer.mark("compute")
         pass_time(0.06)
-    assert split.take() == pytest.approx({"compute": 3.0})
-    assert split.every == 1, "steps that take long are all measured"
+    assert timer.take() == pytest.approx({"compute": 3.0})
+    assert timer.every == 1, "steps that take long are all measured"
 
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_alone_nobody_is_waited_for(alone: bool) -> None:
-    split = timing.Split(torch.device("cpu"), alone=alone)
-    split.mark("wait")
-    split.mark("other")
-    assert bool(split.take()) != alone
-    split.mark("compute")
-    split.mark("wait")
-    split.mark("other")
-    assert split.take().keys() >= {"compute", "wait", "other"}, "what was under way has to end"
+    timer = timing.PhaseTimer(torch.device("cpu"), alone=alone)
+    timer.mark("wait")
+    timer.mark("other")
+    assert bool(timer.take()) != alone
+    timer.mark("compute")
+    timer.mark("wait")
+    timer.mark("other")
+    assert timer.take().keys() >= {"compute", "wait", "other"}, "what was under way has to end"

@@ -62,7 +62,7 @@ def whole(tensor: Any) -> Tensor:
 
 
 def assert_close(ours: Pipeline, truth: Pipeline, tolerance: float = 1e-6) -> None:
-    mine, expected = (pipe.registered["net"].bare.state_dict() for pipe in (ours, truth))
+    mine, expected = (pipe.registered_models["net"].bare.state_dict() for pipe in (ours, truth))
     assert list(mine) == list(expected)  # no module., no _orig_mod., nothing of the kind
     for name, tensor in expected.items():
         torch.testing.assert_close(whole(mine[name]), whole(tensor), rtol=0, atol=tolerance)
@@ -74,7 +74,7 @@ def test_sharded_equals_replicated(accumulate: int, tmp_path: Path) -> None:
     settings = {"accumulate": accumulate}
     replicated, expected = train(tmp_path, settings, ema=0.9)
     sharded, found = train(tmp_path, settings, parallel=Fsdp(blocks=(Block,)), ema=0.9)
-    weight = sharded.registered["net"].bare.enter.weight  # type: ignore[union-attr]
+    weight = sharded.registered_models["net"].bare.enter.weight  # type: ignore[union-attr]
     assert isinstance(weight, DTensor)
     assert weight.to_local().shape == (8, FEATURES)
     assert found.losses == pytest.approx(expected.losses, abs=1e-6)
@@ -102,12 +102,12 @@ def test_averaged_weights_do_not_stay_in_gathered_layers(tmp_path: Path) -> None
 def test_sharded_in_lower_precision_keeps_its_weights_in_full(tmp_path: Path) -> None:
     settings = Fsdp(blocks=(Block,), param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     pipe, stage = train(tmp_path, parallel=settings)
-    assert next(pipe.registered["net"].bare.parameters()).dtype == torch.float32
+    assert next(pipe.registered_models["net"].bare.parameters()).dtype == torch.float32
     replicated, expected = train(tmp_path)
     assert stage.losses != expected.losses
     assert stage.losses == pytest.approx(expected.losses, abs=0.05)
-    assert list(pipe.registered["net"].bare.state_dict()) == list(
-        replicated.registered["net"].bare.state_dict()
+    assert list(pipe.registered_models["net"].bare.state_dict()) == list(
+        replicated.registered_models["net"].bare.state_dict()
     )
 
 
@@ -163,11 +163,11 @@ def test_layers_split_by_a_plan_equal_whole_ones(accumulate: int, tmp_path: Path
 
     split, found = run(parallel=Tp(plan=plan()))
     alone, expected = run(parallel="none")
-    assert split.registered["net"].bare.up.weight.to_local().shape == (16, FEATURES)  # type: ignore[operator, union-attr]
+    assert split.registered_models["net"].bare.up.weight.to_local().shape == (16, FEATURES)  # type: ignore[operator, union-attr]
     assert found.losses == pytest.approx(expected.losses, abs=1e-6)
     assert split.history["val/loss"] == pytest.approx(alone.history["val/loss"], abs=1e-6)
     assert_close(split, alone)
-    assert "split over ranks" in split.registered["net"].describe()
+    assert "split over ranks" in split.registered_models["net"].describe()
 
 
 class Mixed(Wide):
@@ -212,7 +212,7 @@ def test_a_plan_may_leave_layers_whole(tmp_path: Path) -> None:
 def test_a_scheduler_made_too_early_for_a_plan_is_refused(tmp_path: Path) -> None:
     pipe = Pipeline(name="toy", root=tmp_path)
     pipe.register_model("net", Mixed(), parallel=Tp(plan=plan()))
-    optimizer = many_at_once(pipe.registered["net"].bare.parameters())
+    optimizer = many_at_once(pipe.registered_models["net"].bare.parameters())
     with pytest.raises(
         UsageError, match=r"'adamw' was made before .*: pass a function that makes the scheduler"
     ):
@@ -258,7 +258,7 @@ def test_checkpointed_activations_are_computed_again(tmp_path: Path) -> None:
     plain, _ = train(tmp_path)
     checkpointed, _ = train(tmp_path, activation_checkpointing=(Block,))
     assert_close(checkpointed, plain, tolerance=0)
-    calls = [pipe.registered["net"].bare.blocks[0].calls for pipe in (plain, checkpointed)]  # type: ignore[index, union-attr]
+    calls = [pipe.registered_models["net"].bare.blocks[0].calls for pipe in (plain, checkpointed)]  # type: ignore[index, union-attr]
     assert calls == [STEPS + 3, 2 * STEPS + 3]  # in training twice, in validation once
 
 
@@ -294,7 +294,7 @@ def test_models_start_alike_on_all_ranks(tmp_path: Path) -> None:
     torch.manual_seed(hw.rank())
     pipe = Pipeline(root=tmp_path)
     pipe.register_model("net", nn.Linear(3, 3))
-    weights = pipe.registered["net"].bare.weight.tolist()  # type: ignore[union-attr, operator]
+    weights = pipe.registered_models["net"].bare.weight.tolist()  # type: ignore[union-attr, operator]
     assert hw.all_gather_object(weights) == [weights] * 2
 
 

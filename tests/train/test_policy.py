@@ -191,7 +191,9 @@ def test_spoilt_weights_are_never_saved(tmp_path: Path) -> None:
     class Spoilt(Traced):
         def optimize(self) -> None:
             super().optimize()
-            if self.pipe.step + 1 == 6:  # the loss of step 6 was finite: nobody sees it before the next one
+            if (
+                self.pipe.steps_done + 1 == 6
+            ):  # the loss of step 6 was finite: nobody sees it before the next one
                 with torch.no_grad():
                     next(iter(self.pipe.models["net"].parameters())).fill_(float("nan"))
 
@@ -206,10 +208,10 @@ def test_a_loss_that_is_not_finite_is_seen_before_a_save(tmp_path: Path) -> None
     class Spoilt(Traced):
         def step(self, batch: Any) -> Tensor:
             loss = super().step(batch)
-            return loss * float("nan") if self.pipe.step + 1 == 5 else loss
+            return loss * float("nan") if self.pipe.steps_done + 1 == 5 else loss
 
     pipe = make(tmp_path, Spoilt(log_every=1000), every=3)
-    with pytest.raises(HeadwayError, match="not finite since step 5"):
+    with pytest.raises(HeadwayError, match="became non-finite at step 5"):
         pipe.run()
     assert saved(pipe) == [0, 3]
 
@@ -235,7 +237,7 @@ def test_a_save_that_fails_costs_no_run_and_three_in_a_row_do(
     pipe = make(tmp_path, Traced(), every=6)
     with pytest.raises(StorageError, match="no space left"):
         pipe.run()
-    assert pipe.step == 24
+    assert pipe.steps_done == 24
 
 
 # --- which run
@@ -330,7 +332,7 @@ def test_a_run_that_somebody_trains_in_is_left_alone(tmp_path: Path) -> None:
 def test_a_run_that_was_taken_over_is_not_written_to(tmp_path: Path) -> None:
     class Taken(Traced):
         def step(self, batch: Any) -> Tensor:
-            if self.pipe.step == 4:  # another process has published the next number
+            if self.pipe.steps_done == 4:  # another process has published the next number
                 lock = self.pipe.directory.path / "lock"
                 (lock / "owner-00002.json").write_bytes((lock / "owner-00001.json").read_bytes())
             return super().step(batch)
@@ -416,7 +418,7 @@ def test_hooks_are_told(tmp_path: Path) -> None:
 
     class Told(Callback):
         def resume_run(self, pipe: Pipeline) -> None:
-            told.append(f"at step {pipe.step}")
+            told.append(f"at step {pipe.steps_done}")
 
     for at in (8, None):
         pipe = make(tmp_path, Traced(cut=at))

@@ -21,7 +21,7 @@ import headway as hw
 from headway.run import Run
 from headway.testing import ranks
 from headway.train.metrics.rows import RowWriter
-from headway.train.metrics.timing import Split
+from headway.train.metrics.timing import PhaseTimer
 
 SCRIPT = """
 import sys, time
@@ -158,7 +158,7 @@ def test_on_a_terminal_there_is_a_table(tmp_path: Path) -> None:
 
 
 def test_time_is_split_by_what_it_was_spent_on() -> None:
-    split = Split(torch.device("cpu"))
+    split = PhaseTimer(torch.device("cpu"))
     split.mark("data")
     time.sleep(0.05)
     split.mark("compute")

@@ -69,8 +69,8 @@ class Traced(Classify):
         self.validations: list[tuple[int, int]] = []
 
     def step(self, batch: Any) -> Tensor:
-        step = self.pipe.step + 1
-        if self.cut == (step if self.training else ("val", self.pipe.step)):
+        step = self.pipe.steps_done + 1
+        if self.cut == (step if self.training else ("val", self.pipe.steps_done)):
             raise Cut
         loss = super().step(batch)
         if not self.training:
@@ -109,8 +109,8 @@ def seeded(pipe: Pipeline) -> Pipeline:
 
 
 def weights(pipe: Pipeline) -> dict[str, Tensor]:
-    found = dict(pipe.registered["net"].bare.state_dict())
-    if (ema := pipe.registered["net"].ema) is not None:
+    found = dict(pipe.registered_models["net"].bare.state_dict())
+    if (ema := pipe.registered_models["net"].ema) is not None:
         found |= {f"average.{name}": tensor for name, tensor in ema.state_dict().items()}
     return found
 
@@ -168,9 +168,9 @@ def compare(folder: Path, case: str, cut: Any) -> None:
     pipe = make(folder / "cut", second, **options)
     pipe.run()
 
-    assert pipe.step == golden.step
+    assert pipe.steps_done == golden.steps_done
     assert first.by_step | second.by_step == whole.by_step
-    assert set(second.by_step) == set(range(min(second.by_step, default=34), golden.step + 1))
+    assert set(second.by_step) == set(range(min(second.by_step, default=34), golden.steps_done + 1))
     assert_same(weights(pipe), weights(golden))
     assert pipe.history["val/loss"] == golden.history["val/loss"]
     assert pipe.history["train/loss"] == pytest.approx(golden.history["train/loss"], rel=1e-12)
@@ -236,7 +236,7 @@ class Gan(Stage):
         players: Any = self.models
         for dataset in ("train", "more"):
             for x, _ in self.batches(dataset):
-                if self.pipe.step + 1 == self.cut:
+                if self.pipe.steps_done + 1 == self.cut:
                     raise Cut
                 fake = players["maker"](torch.randn_like(x))
                 loss_d = (
@@ -247,7 +247,7 @@ class Gan(Stage):
                 loss_g = F.softplus(-players["judge"](fake)).mean()
                 self.move("maker", loss_g)
                 self.log("loss_d", loss_d, weight=len(x))
-                self.by_step[self.pipe.step + 1] = (loss_d.item(), loss_g.item())
+                self.by_step[self.pipe.steps_done + 1] = (loss_d.item(), loss_g.item())
 
     def move(self, player: str, loss: Tensor) -> None:
         self.pipe.optimizers[player].zero_grad()
@@ -278,10 +278,10 @@ def compare_gan(folder: Path, cut: int) -> None:
         seeded(make_gan(folder / "cut", first)).run()
     pipe = make_gan(folder / "cut", second)
     pipe.run()
-    assert pipe.step == golden.step == 24
+    assert pipe.steps_done == golden.steps_done == 24
     assert first.by_step | second.by_step == whole.by_step
     for name in ("maker", "judge"):
-        ours, truth = (each.registered[name].bare.state_dict() for each in (pipe, golden))
+        ours, truth = (each.registered_models[name].bare.state_dict() for each in (pipe, golden))
         assert_same(ours, truth)
     assert len(pipe.history["loss_d"]) == 3
 
@@ -416,7 +416,7 @@ def test_several_stages_and_an_early_end(cut: int, tmp_path: Path) -> None:
 
     class Early(Traced):
         def step(self, batch: Any) -> Tensor:
-            if self.training and self.name == "train" and self.pipe.step == 6:
+            if self.training and self.name == "train" and self.pipe.steps_done == 6:
                 self.stop_stage()
             return super().step(batch)
 
@@ -434,7 +434,7 @@ def test_several_stages_and_an_early_end(cut: int, tmp_path: Path) -> None:
 
     golden, whole = build(tmp_path / "golden", None)
     seeded(golden).run()
-    assert golden.step == 15
+    assert golden.steps_done == 15
     first, before = build(tmp_path / "cut", cut)
     with pytest.raises(Cut):
         seeded(first).run()
@@ -465,7 +465,7 @@ def test_killed_after_the_last_save(tmp_path: Path) -> None:
         pipe.add_callback(Last())
         with pytest.raises(Cut) if number == 1 else nullcontext():
             pipe.run()
-    assert stage.by_step == {} and pipe.step == 33 and Last.calls == 2
+    assert stage.by_step == {} and pipe.steps_done == 33 and Last.calls == 2
 
 
 # --- other numbers of ranks: real processes, killed

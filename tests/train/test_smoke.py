@@ -24,7 +24,7 @@ torch.set_num_threads(1)
 
 class Memory:
     def state_dict(self):
-        return {{"at": torch.tensor([pipe.step])}}
+        return {{"at": torch.tensor([pipe.steps_done])}}
     def load_state_dict(self, state):
         print("loaded", int(state["at"]))
         {load}
@@ -37,7 +37,7 @@ pipe.register_dataset("val", Batches(5))
 pipe.register_state("memory", Memory())
 pipe.append_stage(Classify(accumulate=2), max_epochs=5)
 pipe.run()
-print("steps", pipe.step, "validations", len(pipe.history["val/loss"]))
+print("steps", pipe.steps_done, "validations", len(pipe.history["val/loss"]))
 """
 
 
@@ -107,7 +107,7 @@ def test_no_run_goes_on_with_one_of_fake_data_nor_the_other_way_round(
         broken = True
 
         def train_step(self, batch: Any) -> Any:
-            if self.broken and self.pipe.step == 4:
+            if self.broken and self.pipe.steps_done == 4:
                 raise RuntimeError("enough")
             return super().train_step(batch)
 

@@ -43,7 +43,7 @@ class Signalled(Traced):
         self.number, self.who, self.at = number, who, at
 
     def step(self, batch: Any) -> Tensor:
-        here = self.pipe.step + 1 if self.training else ("val", self.pipe.step)
+        here = self.pipe.steps_done + 1 if self.training else ("val", self.pipe.steps_done)
         if here == self.at and hw.rank() in self.who:
             os.kill(os.getpid(), self.number)
             wait_for_the_word()
@@ -60,9 +60,9 @@ def stop_and_go_on(folder: Path, number: int, who: tuple[int, ...], at: Any, **s
     pipe = seeded(make(folder / "cut", first, every="1h"))
     with pytest.raises(Stopped, match="with a checkpoint: the same command goes on"):
         pipe.run()
-    stopped = hw.all_gather_object(pipe.step)
+    stopped = hw.all_gather_object(pipe.steps_done)
     assert len(set(stopped)) == 1, "all at the same step"
-    assert (pipe.directory.checkpoint_dir(pipe.step) / "manifest.json").exists()
+    assert (pipe.directory.checkpoint_dir(pipe.steps_done) / "manifest.json").exists()
     second = Traced(**settings)
     again = make(folder / "cut", second, every="1h")
     again.run()
@@ -75,8 +75,8 @@ def stop_and_go_on(folder: Path, number: int, who: tuple[int, ...], at: Any, **s
     attempts = again.directory.info()["attempts"]
     assert [(each["status"], each["exit_code"]) for each in attempts] == [("stopped", 75), ("done", 0)]
     assert [(each["step_started"], each["step_ended"]) for each in attempts] == [
-        (0, pipe.step),
-        (pipe.step, 33),
+        (0, pipe.steps_done),
+        (pipe.steps_done, 33),
     ]
     return stopped[0]
 
@@ -121,7 +121,7 @@ class Alone(Stage):
     def run_epoch(self) -> None:
         for _ in self.batches("train"):
             time.sleep(0.0002 + 0.002 * hw.rank())
-            if self.pipe.step == 20 and hw.rank() == 1:
+            if self.pipe.steps_done == 20 and hw.rank() == 1:
                 os.kill(os.getpid(), signal.SIGUSR2)
 
 
@@ -131,7 +131,7 @@ def test_ranks_that_are_far_apart(tmp_path: Path) -> None:
     del pipe.datasets["val"]
     with pytest.raises(Stopped, match="stopped by SIGUSR2"):
         pipe.run()
-    steps = hw.all_gather_object(pipe.step)
+    steps = hw.all_gather_object(pipe.steps_done)
     assert len(set(steps)) == 1 and 20 < steps[0] <= 2000, steps
 
 
@@ -139,7 +139,7 @@ def test_ranks_that_are_far_apart(tmp_path: Path) -> None:
 def test_many_signals_are_one_stop(tmp_path: Path) -> None:
     class Many(Traced):
         def step(self, batch: Any) -> Tensor:
-            if self.pipe.step == 4:
+            if self.pipe.steps_done == 4:
                 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, *[signal.SIGTERM] * 17):
                     os.kill(os.getpid(), number)
                 wait_for_the_word()
@@ -160,7 +160,7 @@ def test_many_signals_are_one_stop(tmp_path: Path) -> None:
 def test_a_second_ctrl_c_leaves_now(tmp_path: Path) -> None:
     class Twice(Traced):
         def step(self, batch: Any) -> Tensor:
-            if self.pipe.step == 4:
+            if self.pipe.steps_done == 4:
                 os.kill(os.getpid(), signal.SIGINT)
                 os.kill(os.getpid(), signal.SIGINT)
             return super().step(batch)
@@ -168,7 +168,7 @@ def test_a_second_ctrl_c_leaves_now(tmp_path: Path) -> None:
     pipe = make(tmp_path, Twice(), every="1h")
     with pytest.raises(KeyboardInterrupt):
         pipe.run()
-    assert pipe.step == 4
+    assert pipe.steps_done == 4
     (attempt,) = pipe.directory.info()["attempts"]
     assert (attempt["status"], attempt["exit_code"]) == ("interrupted", 130)
 
@@ -189,7 +189,7 @@ def test_handlers_of_the_users_own_are_called_too(tmp_path: Path) -> None:
 @alone
 def test_without_checkpoints_signals_are_as_ever(tmp_path: Path) -> None:
     pipe = make(tmp_path, Signalled(number=signal.SIGINT, who=(0,), at=5))
-    pipe.keeper = None
+    pipe._keeper = None
     with pytest.raises(KeyboardInterrupt):
         pipe.run()
 
@@ -203,9 +203,9 @@ def test_the_end_of_the_jobs_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     class Slow(Traced):
         def step(self, batch: Any) -> Tensor:
-            if self.pipe.step == 4:
+            if self.pipe.steps_done == 4:
                 assert not current().agreement.decided
-                self.pipe.keeper._pace.save = 20.0  # type: ignore[union-attr]  # 1.5 x 20 s
+                self.pipe._keeper._pace.save = 20.0  # type: ignore[union-attr]  # 1.5 x 20 s
                 wait_for_the_word()
             return super().step(batch)
 
@@ -240,9 +240,9 @@ def test_between_log_points_nothing_is_sent_for_checkpoints(
 
     class Watched(Traced):
         def step(self, batch: Any) -> Tensor:
-            if self.pipe.step == 2:
+            if self.pipe.steps_done == 2:
                 calls.clear()
-            if self.pipe.step == 9:
+            if self.pipe.steps_done == 9:
                 seen.extend(calls)
             return super().step(batch)
 

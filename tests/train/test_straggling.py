@@ -16,7 +16,7 @@ import headway as hw
 
 class Slow(hw.TrainValStage):
     def step(self, batch):
-        if hw.rank() == 1 and self.pipe.step >= 4:
+        if hw.rank() == 1 and self.pipe.steps_done >= 4:
             time.sleep(0.15)
         return self.models["net"](batch[0]).square().mean()
 
@@ -33,20 +33,20 @@ pipe.run()
 def test_only_what_persists_is_told() -> None:
     stragglers = Stragglers()
     for _ in range(10):  # now this one, now that one
-        assert stragglers.note([1.0, 2.0, 1.0], whole=3.0) is None
-        assert stragglers.note([2.0, 1.0, 1.0], whole=3.0) is None
-    assert [stragglers.note([1.0, 1.0, 1.4], whole=3.0) for _ in range(2)] == [None, None]
-    told = stragglers.note([1.0, 1.0, 1.4], whole=3.0)
+        assert stragglers.observe([1.0, 2.0, 1.0], whole=3.0) is None
+        assert stragglers.observe([2.0, 1.0, 1.0], whole=3.0) is None
+    assert [stragglers.observe([1.0, 1.0, 1.4], whole=3.0) for _ in range(2)] == [None, None]
+    told = stragglers.observe([1.0, 1.0, 1.4], whole=3.0)
     assert told is not None and told.startswith("rank 2 is slower than the others") and "1.40 s" in told
-    assert [stragglers.note([1.0, 1.0, 1.4], whole=3.0) for _ in range(9)] == [None] * 9, "said once"
-    stragglers.note([1.0, 1.0, 1.0], whole=3.0)
-    again = [stragglers.note([1.0, 1.0, 1.4], whole=3.0) for _ in range(3)]
+    assert [stragglers.observe([1.0, 1.0, 1.4], whole=3.0) for _ in range(9)] == [None] * 9, "said once"
+    stragglers.observe([1.0, 1.0, 1.0], whole=3.0)
+    again = [stragglers.observe([1.0, 1.0, 1.4], whole=3.0) for _ in range(3)]
     assert again[:2] == [None, None] and again[2] is not None, "and again when it comes back"
 
 
 def test_one_step_that_stands_for_many_may_have_been_out_of_luck() -> None:
     stragglers = Stragglers()
-    told = [stragglers.note([1.0, 1.0, 1.4], whole=3.0, brief=True) for _ in range(10)]
+    told = [stragglers.observe([1.0, 1.0, 1.4], whole=3.0, brief=True) for _ in range(10)]
     assert told[:9] == [None] * 9
     assert told[9] is not None and "at 10 log points in a row" in told[9]
 
@@ -58,7 +58,7 @@ def test_what_costs_nothing_is_not_worth_a_word() -> None:
         ([1.0], 1.0),
     ):
         stragglers = Stragglers()
-        assert [stragglers.note(times, whole=whole) for _ in range(5)] == [None] * 5
+        assert [stragglers.observe(times, whole=whole) for _ in range(5)] == [None] * 5
 
 
 def test_waiting_for_others_is_not_being_busy() -> None:

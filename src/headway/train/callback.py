@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from headway.train.metrics.meter import Point
+    from headway.train.metrics.meter import LogPoint
     from headway.train.pipeline import Pipeline
     from headway.train.stage import Stage
 
@@ -29,5 +29,5 @@ class Callback:
 
     def post_epoch(self, stage: Stage) -> None: ...
 
-    def log_point(self, stage: Stage, kind: str, point: Point) -> None:
+    def log_point(self, stage: Stage, kind: str, point: LogPoint) -> None:
         """`kind` is "train" or "validation"; `point.values` are the metrics of all ranks together."""

@@ -27,17 +27,18 @@ from headway.train.batches import FirstBatch, set_epoch
 from headway.train.callback import Callback
 from headway.train.diagnose import smoke
 from headway.train.diagnose.evidence import explained
-from headway.train.metrics.history import History, Row
-from headway.train.metrics.meter import Point
+from headway.train.loop_state import StageStatus
+from headway.train.metrics.history import History, MetricRow
+from headway.train.metrics.meter import LogPoint
 from headway.train.metrics.reporter import Reporter
 from headway.train.metrics.stragglers import Stragglers, busy
-from headway.train.metrics.timing import Split
-from headway.train.model.mesh_groups import part_groups
-from headway.train.model.parallel import Blocks, Compile, Model, Parallel, prepare
+from headway.train.metrics.timing import PhaseTimer
+from headway.train.model.mesh_groups import split_param_groups
+from headway.train.model.parallel import Blocks, Compile, Parallel, RegisteredModel, prepare
 from headway.train.resume import state
 from headway.train.resume.keeper import Keeper
-from headway.train.resume.ledger_writer import Ledger
-from headway.train.resume.state import Stateful
+from headway.train.resume.ledger_writer import LedgerWriter
+from headway.train.resume.state import StatefulObject
 from headway.train.stage import Stage
 
 OptimizerLike: TypeAlias = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -75,35 +76,32 @@ class Pipeline:
         self.datasets: dict[str, Iterable[Any]] = {}
         self.optimizers: dict[str, Optimizer] = {}
         self.schedulers: dict[str, LRScheduler] = {}
-        self.registered: dict[str, Model] = {}
         self.models: dict[str, nn.Module] = {}
-        """the models as training calls them"""
-        self.evaluated_models: dict[str, nn.Module] = {}
-        """the models as validation calls them"""
+        """the models as training calls them, wrapped"""
+        self.registered_models: dict[str, RegisteredModel] = {}
+        """the same models with both sides: `bare` is the module that was registered"""
         self.stages: list[Stage] = []
         self.history = History()
-        self.split = Split(self.device, alone=self.world.world_size == 1)
-        self.step = 0
+        self._timer = PhaseTimer(self.device, alone=self.world.world_size == 1)
+        self.steps_done = 0
         """steps finished, through all stages"""
         self.epoch = 0
         """epochs finished, through all stages"""
-        self.outputs_are_reused = False
-        """whether a model's outputs are overwritten by its next call, as those of CUDA graphs are"""
         self.current_stage: Stage | None = None
-        self.run_directory: Run | None = None
-        self.stateful: dict[str, Stateful] = {}
-        self.keeper: Keeper | None = None
-        self.ledger: Ledger | None = None
+        self._run: Run | None = None
+        self._outputs_are_reused = False  # by a model's next call, as those of CUDA graphs are
+        self._registered_state: dict[str, StatefulObject] = {}
+        self._keeper: Keeper | None = None
+        self._ledger: LedgerWriter | None = None
         self._ledger_wanted = os.environ.get(LEDGER_VARIABLE, "0") not in ("", "0")
-        self.busy = 0.0
-        """seconds of the last interval between log points that this rank was busy by itself"""
-        self._interval = 0.0
+        self._busy_s = 0.0  # of the last interval between log points: what this rank did by itself
+        self._interval_s = 0.0
         self._stragglers = Stragglers()
         self._root = root
         self._callbacks: list[Callback] = []
         self._sinks: list[Sink] = []
         self._schedules: dict[str, Schedule] = {}
-        self._reporter: Reporter | None = None
+        self._open_reporter: Reporter | None = None
 
     # --- hooks
 
@@ -135,8 +133,8 @@ class Pipeline:
         `torch.compile`; `ema` the decay of an average of the weights that validation uses; `activation_checkpointing`
         names the classes of modules that compute their activations again instead of keeping them.
         """
-        _check_new("model", name, self.registered)
-        self.registered[name] = prepare(
+        _check_new("model", name, self.registered_models)
+        self.registered_models[name] = prepare(
             name,
             model,
             self.world,
@@ -146,9 +144,8 @@ class Pipeline:
             ema=ema,
             activation_checkpointing=activation_checkpointing,
         )
-        self.outputs_are_reused |= isinstance(compile, str)  # modes of torch.compile may use CUDA graphs
-        self.models[name] = self.registered[name].wrapped
-        self.evaluated_models[name] = self.registered[name].evaluated
+        self._outputs_are_reused |= isinstance(compile, str)  # modes of torch.compile may use CUDA graphs
+        self.models[name] = self.registered_models[name].wrapped
         return self.models[name]
 
     def register_optimizer(
@@ -169,7 +166,7 @@ class Pipeline:
         _check_new("optimiser", name, self.optimizers)
         if not isinstance(optimizer, Optimizer):
             optimizer = optimizer(self._parameters(name, model))
-        if part_groups(optimizer) and isinstance(scheduler, LRScheduler):
+        if split_param_groups(optimizer) and isinstance(scheduler, LRScheduler):
             raise UsageError(
                 f"the scheduler of optimiser {name!r} was made before the optimiser's parameters were put into groups "
                 "of whole and of split ones: pass a function that makes the scheduler from the optimiser"
@@ -209,33 +206,37 @@ class Pipeline:
         """Adds a stage, which ends after `max_epochs` epochs or `max_steps` steps, whichever is first."""
         if isinstance(stage, type):
             raise UsageError(f"append_stage wants a stage, not a class of stages: write {stage.__name__}()")
+        if "_loop" not in vars(stage):
+            kind = type(stage).__name__
+            raise UsageError(f"{kind}.__init__ does not call super().__init__(): call it, with the settings")
         if max_epochs is None and max_steps is None:
             raise UsageError(f"stage {stage.name!r} would never end: give max_epochs or max_steps")
-        stage.name = name or stage.name
-        if any(stage.name == other.name for other in self.stages):
-            raise UsageError(f"there is a stage {stage.name!r} already: give this one another name=...")
-        stage.max_epochs, stage.max_steps = max_epochs, max_steps
-        stage.pipe = self
+        state = stage._loop
+        state.name = name or state.name
+        if any(state.name == other.name for other in self.stages):
+            raise UsageError(f"there is a stage {state.name!r} already: give this one another name=...")
+        state.max_epochs, state.max_steps = max_epochs, max_steps
+        vars(stage)["pipe"] = self
         self.stages.append(stage)
 
     def add_callback(self, callback: Callback) -> None:
         """Adds an object that is told about stages, epochs and log points."""
         self._callbacks.append(callback)
 
-    def register_state(self, name: str, thing: Stateful) -> None:
+    def register_state(self, name: str, thing: StatefulObject) -> None:
         """Keeps an object of yours in the checkpoints: anything with `state_dict` and `load_state_dict`.
 
         Its state is to be the same on all ranks (rank 0's is kept), of tensors and plain values.
 
         >>> pipe.register_state("queue", queue)
         """
-        _check_new("state", name, self.stateful)
-        if not isinstance(thing, Stateful):
+        _check_new("state", name, self._registered_state)
+        if not isinstance(thing, StatefulObject):
             raise UsageError(
                 f"state {name!r} is a {type(thing).__name__}: register an object with state_dict() and "
                 "load_state_dict()"
             )
-        self.stateful[name] = thing
+        self._registered_state[name] = thing
 
     def enable_checkpointing(self, root: str | Path | None = None, **policy: Any) -> None:
         """Keeps the run's state, so that the same command goes on where it was stopped or killed.
@@ -258,7 +259,7 @@ class Pipeline:
         if os.environ.get("HEADWAY_SAVE_IN_BACKGROUND") == "0":
             policy["background"] = False
         self._root = self._root if root is None else root
-        self.keeper = Keeper(self, Policy(**policy))
+        self._keeper = Keeper(self, Policy(**policy))
 
     def enable_wandb(
         self,
@@ -303,32 +304,33 @@ class Pipeline:
         trial = smoke.wanted()
         if trial:
             smoke.shorten(self, trial)
-        name, resume = self.name, self.keeper.policy.resume if self.keeper else "never"
+        name, resume = self.name, self._keeper.policy.resume if self._keeper else "never"
         if any(isinstance(loader, FirstBatch) for loader in self.datasets.values()):
             # what it learns is of no use to a real run: neither may go on with the other
             name, resume = f"{name[:59]}-fake", "never" if resume == "never" else "auto"
         choice = choose_run(self._root, name=name, config=self.config, resume=resume)
-        self.run_directory = choice.run
+        self._run = choice.run
         if choice.finished:
             dist.print_root(
                 f"headway: {choice.run.id} is finished ({choice.why}): there is nothing left to do"
             )
             return choice.run
         with self._recorded(choice.run):
-            self.call("pre_run", self)
-            if self.keeper:
-                self.keeper.start(choice)
+            self._run_hook("pre_run", self)
+            if self._keeper:
+                self._keeper.start(choice)
             for stage in self.stages:
-                if stage.begun and stage.finished and not stage.in_epoch:
-                    continue  # in an earlier attempt
+                status = stage._loop.status
+                if status is not StageStatus.NEW and not status.in_epoch and not stage._loop.more_epochs:
+                    continue  # it ended in an earlier attempt
                 with self._entered(stage):
                     for _ in loop.epochs(stage):
                         stage.run_epoch()
-            if self.keeper:
-                self.keeper.finish()
+            if self._keeper:
+                self._keeper.finish()
             if trial:
                 smoke.end(trial)
-            self.call("post_run", self)
+            self._run_hook("post_run", self)
         return choice.run
 
     @contextmanager
@@ -338,36 +340,38 @@ class Pipeline:
             recording = stack.enter_context(record.recording(directory, self.world, config=self.config))
             if self.world.is_root:
                 stack.enter_context(feeding(directory, self._sinks))
-            self._reporter = stack.enter_context(Reporter(directory, self.world))
-            self._reporter.introduce(self.registered.values(), self.datasets)
+            self._open_reporter = stack.enter_context(Reporter(directory, self.world))
+            self._reporter.introduce(self.registered_models.values(), self.datasets)
             if self._ledger_wanted:
-                self.ledger = stack.enter_context(Ledger(directory, self.world, attempt=recording.attempt))
-            if self.keeper:
-                stack.enter_context(self.keeper.opened(recording))
+                self._ledger = stack.enter_context(
+                    LedgerWriter(directory, self.world, attempt=recording.attempt)
+                )
+            if self._keeper:
+                stack.enter_context(self._keeper.opened(recording))
             yield
             dist.set_phase("done")
-        self._reporter = None
+        self._open_reporter = None
 
     @contextmanager
     def _entered(self, stage: Stage) -> Iterator[None]:
         """Around one stage."""
         self.current_stage = stage
-        if self.keeper and not stage.begun:
-            self.keeper.go_on()
-        with stage.running(), self.reporter.watching(stage), explained(stage):
-            self.call("pre_stage", stage)
+        if self._keeper and stage._loop.status is StageStatus.NEW:
+            self._keeper.restore_rng()
+        with stage._loop.running(), self._reporter.watching(stage), explained(stage):
+            self._run_hook("pre_stage", stage)
             yield
-            self.call("post_stage", stage)
+            self._run_hook("post_stage", stage)
         self.current_stage = None
 
     def _check(self) -> None:
-        if self.run_directory is not None:
+        if self._run is not None:
             raise UsageError("this pipeline has run already: make a new Pipeline for each run")
         if not self.stages:
             raise UsageError(
                 "the pipeline has no stage: call pipe.append_stage(stage, max_epochs=...) before run()"
             )
-        known = {id(p) for model in self.registered.values() for p in model.bare.parameters()}
+        known = {id(p) for model in self.registered_models.values() for p in model.bare.parameters()}
         for name, optimizer in self.optimizers.items():
             for group in optimizer.param_groups:
                 if any(id(p) not in known for p in group["params"]):
@@ -376,75 +380,77 @@ class Pipeline:
                         "pass a function that makes the optimiser from the parameters it gets"
                     )
         for stage in self.stages:
-            stage.check()
+            stage._loop.check()
 
     # --- what the loop uses
 
     @property
     def directory(self) -> Run:
-        """The run's directory, once `run` was called."""
-        if self.run_directory is None:
+        """The run directory, once `run` was called."""
+        if self._run is None:
             raise UsageError("the pipeline has no run directory yet: it is there from pre_run on")
-        return self.run_directory
+        return self._run
 
     @property
-    def reporter(self) -> Reporter:
-        if self._reporter is None:
+    def _reporter(self) -> Reporter:
+        if self._open_reporter is None:
             raise UsageError("the pipeline is not running: this is there between pre_run and post_run")
-        return self._reporter
+        return self._open_reporter
 
-    def call(self, hook: str, subject: Pipeline | Stage) -> None:
+    def _run_hook(self, hook: str, subject: Pipeline | Stage) -> None:
         """A hook: the subject's own first, then those of the callbacks. It may take any time."""
         with dist.no_hang_check():
             getattr(subject, hook)()
             for callback in self._callbacks:
                 getattr(callback, hook)(subject)
 
-    def note(self, stage: Stage, kind: str, point: Point) -> None:
+    def _record_log_point(self, stage: Stage, kind: str, point: LogPoint) -> None:
         """Writes down what came out of a log point or a validation."""
         if not point.values and not point.local:
             return
-        seconds = self.split.take(stage.log_every)
+        seconds = self._timer.take(stage._loop.log_every)
         if kind == "train":
             self._look_for_stragglers(point, seconds)
         seconds["compute"] = seconds.get("compute", 0.0) + seconds.pop("backward", 0.0)
         self.history.log_points.append(
-            Row(stage=stage.name, epoch=stage.epoch, step=self.step, values=point.values)
+            MetricRow(stage=stage.name, epoch=stage.epoch, step=self.steps_done, values=point.values)
         )
-        self.reporter.log_point(stage, kind, point, seconds, self.step)
-        if self.keeper and kind == "validation":
-            self.keeper.hear(point.values)
+        self._reporter.log_point(stage, kind, point, seconds, self.steps_done)
+        if self._keeper and kind == "validation":
+            self._keeper.record_metrics(point.values)
         for callback in self._callbacks:
             callback.log_point(stage, kind, point)
 
-    def _look_for_stragglers(self, point: Point, seconds: Mapping[str, float]) -> None:
-        slow = self._stragglers.note(point.busy, whole=self._interval, brief=self.split.every > 1)
+    def _look_for_stragglers(self, point: LogPoint, seconds: Mapping[str, float]) -> None:
+        slow = self._stragglers.observe(point.busy, whole=self._interval_s, brief=self._timer.every > 1)
         if slow is not None:
             dist.print_root(f"headway: {slow}")
-        self.busy, self._interval = busy(seconds)
+        self._busy_s, self._interval_s = busy(seconds)
 
-    def begin_epoch(self, stage: Stage) -> None:
+    def _begin_epoch(self, stage: Stage) -> None:
         """Tells loaders the epoch, unless it was under way when the run was stopped and they know their place; and
         calls the hook, whose random numbers do not count after a restart."""
-        if self.keeper and not stage.in_epoch:
-            self.keeper.go_on()
+        in_epoch = stage._loop.status.in_epoch
+        if self._keeper and not in_epoch:
+            self._keeper.restore_rng()
         for loader in self.datasets.values():
-            set_epoch(loader, self.epoch, in_place=stage.in_epoch and isinstance(loader, Stateful))
-        stage.begin_epoch()
-        self.call("pre_epoch", stage)
-        if self.keeper:
-            self.keeper.go_on()
-        dist.set_phase(stage.name, self.step)
+            set_epoch(loader, self.epoch, in_place=in_epoch and isinstance(loader, StatefulObject))
+        stage._loop.begin_epoch()
+        self._run_hook("pre_epoch", stage)
+        if self._keeper:
+            self._keeper.restore_rng()
+        dist.set_phase(stage.name, self.steps_done)
 
-    def end_epoch(self, stage: Stage, values: Mapping[str, Any]) -> None:
+    def _end_epoch(self, stage: Stage, values: Mapping[str, Any]) -> None:
         """Counts an epoch, keeps its metrics, and moves the schedulers that move with epochs."""
-        self.history.epochs.append(Row(stage=stage.name, epoch=stage.epoch, step=self.step, values=values))
-        self.reporter.end_epoch(stage, values, self.step)
-        stage.epoch += 1
-        stage.in_epoch = False
+        self.history.epochs.append(
+            MetricRow(stage=stage.name, epoch=stage.epoch, step=self.steps_done, values=values)
+        )
+        self._reporter.end_epoch(stage, values, self.steps_done)
+        stage._loop.end_epoch()
         self.epoch += 1
-        if self.keeper:
-            self.keeper.hear(values)
+        if self._keeper:
+            self._keeper.record_metrics(values)
         for schedule in self._schedules.values():
             if schedule.every != "epoch":
                 continue
@@ -453,7 +459,7 @@ class Pipeline:
             elif schedule.monitor in values:
                 schedule.scheduler.step(values[schedule.monitor])
 
-    def followers(self, optimizers: Sequence[Optimizer]) -> list[Callable[[], object]]:
+    def _after_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Callable[[], object]]:
         """What is to be called when optimisers have stepped: their schedulers, and the averages of their models."""
         schedulers = [
             schedule.scheduler.step
@@ -463,18 +469,18 @@ class Pipeline:
         ]
         averages = [
             model.ema.update
-            for model in self.registered.values()
+            for model in self.registered_models.values()
             if model.ema is not None and any(model.ema.follows(optimizer) for optimizer in optimizers)
         ]
         return [*schedulers, *averages]
 
     def _parameters(self, optimizer: str, model: str | None) -> list[nn.Parameter]:
-        if model is not None and model not in self.registered:
-            there = ", ".join(repr(name) for name in self.registered) or "none"
+        if model is not None and model not in self.registered_models:
+            there = ", ".join(repr(name) for name in self.registered_models) or "none"
             raise UsageError(
                 f"optimiser {optimizer!r} is for model {model!r}, but there is {there}: register the model first"
             )
-        chosen = self.registered.values() if model is None else [self.registered[model]]
+        chosen = self.registered_models.values() if model is None else [self.registered_models[model]]
         return [p for one in chosen for p in one.bare.parameters() if p.requires_grad]
 
     def state_dict(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from headway.train.train_val import TrainValStage
 
 _GIB = 2**30
-_PHASES = {"backward": "backward pass", "step_optimizers": "optimiser's step", "validate": "validation"}
+_PHASES = {"backward": "backward pass", "apply_update": "optimiser's step", "validate": "validation"}
 _SAMPLES_SHOWN = 16
 
 
@@ -45,8 +45,8 @@ def _out_of_memory(error: torch.OutOfMemoryError, stage: Stage) -> str:
     calls = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
     phase = next((words for name, words in _PHASES.items() if name in calls), "forward pass")
     known = [
-        f"rank {pipe.world.rank} ran out of memory on {pipe.device} in the {phase} of step {pipe.step + 1}",
-        f"the batch has {shapes(stage.batch)}",
+        f"rank {pipe.world.rank} ran out of memory on {pipe.device} in the {phase} of step {pipe.steps_done + 1}",
+        f"the batch has {shapes(stage._loop.batch)}",
     ]
     if pipe.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(pipe.device)
@@ -95,25 +95,25 @@ def of_a_loss(stage: TrainValStage, first: float, norm: Any) -> str:
 
 def _replay(stage: TrainValStage) -> str:
     """Where the first number that is not finite comes from, when the last batch is put in again."""
-    for name, model in stage.pipe.registered.items():
+    for name, model in stage.pipe.registered_models.items():
         for key, parameter in model.bare.named_parameters():
             if not _finite(parameter.detach()):
                 return f"the weights {key!r} of model {name!r} are no longer finite"
     found: list[str] = []
     with ExitStack() as stack:
-        for name, model in stage.pipe.registered.items():
+        for name, model in stage.pipe.registered_models.items():
             for key, part in model.bare.named_modules():
                 hook = part.register_forward_hook(
                     _look(f"{key or type(part).__name__!s} of model {name!r}", found)
                 )
                 stack.callback(hook.remove)
-        stage.muted = True
-        stack.callback(setattr, stage, "muted", False)
-        with torch.no_grad(), stage.precision.autocast or nullcontext():
-            stage.train_step(stage.batch)
+        stage._loop.logging_off = True
+        stack.callback(setattr, stage._loop, "logging_off", False)
+        with torch.no_grad(), stage._loop.precision.autocast or nullcontext():
+            stage.train_step(stage._loop.batch)
     if found:
         return f"the first module whose output is not finite is {found[0]}"
-    return "" if _finite(*tree_leaves(stage.batch)) else "the last batch itself is not finite"
+    return "" if _finite(*tree_leaves(stage._loop.batch)) else "the last batch itself is not finite"
 
 
 def _look(name: str, found: list[str]) -> Callable[[Any, Any, Any], None]:
@@ -143,8 +143,8 @@ def _samples(stage: TrainValStage, first: float) -> str:
     given, order = loader.given(), loader.order()
     if given is None or order is None:
         return ""
-    width = (given[1] - given[0]) * stage.settings.accumulate
-    stop = given[1] - (stage.pipe.step - int(first)) * width
+    width = (given[1] - given[0]) * stage._loop.settings.accumulate
+    stop = given[1] - (stage.pipe.steps_done - int(first)) * width
     if stop < width:
         return ""  # in an epoch before this one
     words = Which(order).words(stop - width, stop)

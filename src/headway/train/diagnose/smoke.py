@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from headway.errors import Stopped, UsageError
-from headway.train.train_val import TrainValStage
+from headway.train.train_val_state import TrainValState
 
 if TYPE_CHECKING:
     from headway.train.pipeline import Pipeline
@@ -35,15 +35,16 @@ def wanted() -> Literal["save", "resume"] | None:
 
 def shorten(pipe: Pipeline, part: Literal["save", "resume"]) -> None:
     """Leaves of each stage what a smoke run needs; saves even if nobody asked for checkpoints."""
-    if pipe.keeper is None:
+    if pipe._keeper is None:
         pipe.enable_checkpointing()
     for stage in pipe.stages:
-        stage.max_steps, stage.max_epochs = STEPS[part], 1 if part == "save" else 2
-        stage.log_every = 1
-        if isinstance(stage, TrainValStage):
-            stage.settings = replace(
-                stage.settings,
-                limit_train_batches=STEPS[part] * stage.settings.accumulate,
+        state = stage._loop
+        state.max_steps, state.max_epochs = STEPS[part], 1 if part == "save" else 2
+        state.log_every = 1
+        if isinstance(state, TrainValState):
+            state.settings = replace(
+                state.settings,
+                limit_train_batches=STEPS[part] * state.settings.accumulate,
                 limit_val_batches=1,
                 log_every=1,
                 val_every=1,

@@ -24,7 +24,7 @@ REFRESH_SECONDS = 0.25
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Sight:
+class ProgressSnapshot:
     """What there is to see at one moment."""
 
     stage: str
@@ -64,11 +64,11 @@ class Display(ABC):
         """Whether it is time to show something again, by the monotonic clock."""
 
     @abstractmethod
-    def update(self, sight: Sight) -> None:
+    def update(self, snapshot: ProgressSnapshot) -> None:
         """At a log point, if one is due."""
 
     @abstractmethod
-    def end_epoch(self, sight: Sight) -> None:
+    def end_epoch(self, snapshot: ProgressSnapshot) -> None:
         """At the end of an epoch."""
 
     @abstractmethod
@@ -77,7 +77,7 @@ class Display(ABC):
 
 
 @final
-class Lines(Display):
+class LineDisplay(Display):
     """One plain line every few seconds, and one per epoch; fit for files."""
 
     def __init__(self) -> None:
@@ -86,23 +86,23 @@ class Lines(Display):
     def due(self, now: float) -> bool:
         return now - self._last >= LINE_SECONDS
 
-    def update(self, sight: Sight) -> None:
-        self._print(sight)
+    def update(self, snapshot: ProgressSnapshot) -> None:
+        self._print(snapshot)
 
-    def end_epoch(self, sight: Sight) -> None:
-        self._print(sight)
+    def end_epoch(self, snapshot: ProgressSnapshot) -> None:
+        self._print(snapshot)
 
     def close(self) -> None:
         pass
 
-    def _print(self, sight: Sight) -> None:
+    def _print(self, snapshot: ProgressSnapshot) -> None:
         self._last = time.monotonic()
-        parts = [f"{name} {text}" for name, text in sight.cells() if text]
-        print(f"{sight.stage}: {', '.join(parts)}", file=sys.stderr, flush=True)
+        parts = [f"{name} {text}" for name, text in snapshot.cells() if text]
+        print(f"{snapshot.stage}: {', '.join(parts)}", file=sys.stderr, flush=True)
 
 
 @final
-class LiveTable(Display):
+class TableDisplay(Display):
     """A table with a row per epoch; the last row is under way."""
 
     def __init__(self) -> None:
@@ -115,20 +115,20 @@ class LiveTable(Display):
     def due(self, now: float) -> bool:
         return now - self._last >= REFRESH_SECONDS
 
-    def update(self, sight: Sight) -> None:
+    def update(self, snapshot: ProgressSnapshot) -> None:
         self._last = time.monotonic()
-        self._show(sight, [*self._done, sight.cells()])
+        self._show(snapshot, [*self._done, snapshot.cells()])
 
-    def end_epoch(self, sight: Sight) -> None:
-        self._done.append(sight.cells())
-        self._show(sight, self._done)
+    def end_epoch(self, snapshot: ProgressSnapshot) -> None:
+        self._done.append(snapshot.cells())
+        self._show(snapshot, self._done)
 
     def close(self) -> None:
         self._live.stop()
 
-    def _show(self, sight: Sight, rows: list[list[tuple[str, str]]]) -> None:
-        table = Table(title=sight.stage, title_justify="left", box=None, header_style="bold")
-        for heading, _ in sight.cells():
+    def _show(self, snapshot: ProgressSnapshot, rows: list[list[tuple[str, str]]]) -> None:
+        table = Table(title=snapshot.stage, title_justify="left", box=None, header_style="bold")
+        for heading, _ in snapshot.cells():
             table.add_column(heading, justify="right")
         for row in rows[-20:]:  # what fits a screen; the file has them all
             table.add_row(*(text for _, text in row))
@@ -137,7 +137,7 @@ class LiveTable(Display):
 
 def display() -> Display:
     """What suits the place where stderr goes."""
-    return LiveTable() if Console(file=sys.stderr).is_terminal else Lines()
+    return TableDisplay() if Console(file=sys.stderr).is_terminal else LineDisplay()
 
 
 def _number(value: Any) -> str:

@@ -16,7 +16,7 @@ LOG_POINTS = 10_000
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class MetricRow:
     """Metrics at one moment of a run; `step` counts through all stages."""
 
     stage: str
@@ -36,8 +36,8 @@ class History:
     """
 
     def __init__(self) -> None:
-        self.epochs: list[Row] = []
-        self.log_points: deque[Row] = deque(maxlen=LOG_POINTS)
+        self.epochs: list[MetricRow] = []
+        self.log_points: deque[MetricRow] = deque(maxlen=LOG_POINTS)
 
     def __getitem__(self, name: str) -> list[Value]:
         return [row.values[name] for row in self.epochs if name in row.values]
@@ -56,9 +56,9 @@ class History:
         return {"epochs": [asdict(row) for row in self.epochs], "points": json.dumps(points)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.epochs = [Row(**row) for row in state["epochs"]]
+        self.epochs = [MetricRow(**row) for row in state["epochs"]]
         points = (
-            Row(stage=stage, epoch=epoch, step=step, values=values)
+            MetricRow(stage=stage, epoch=epoch, step=step, values=values)
             for stage, epoch, step, values in json.loads(state["points"])
         )
         self.log_points = deque(points, maxlen=LOG_POINTS)

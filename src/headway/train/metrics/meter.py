@@ -1,9 +1,9 @@
 """Metrics: values stay on the device, ranks talk once per log point, and the numbers do not depend on the ranks.
 
-Each metric is a running (sum, weight) pair in double precision. `Meter.log` adds to it: one small kernel for a tensor,
-none for a number, and nobody waits. `Meter.reduce` is the log point: one all-gather of one flat vector that holds all
-metrics, a hash of their names and a word of flags. An all-gather rather than an all-reduce, because then one
-collective serves means, minima and flags alike, every rank adds the same numbers in the same order, and an odd rank
+Each metric is a running (sum, weight) pair in double precision. `MetricAccumulator.log` adds to it: one kernel for a
+tensor, none for a number, and no wait. `MetricAccumulator.reduce` is the log point: one all-gather of one flat vector
+that holds all metrics, a hash of their names and a word of flags. An all-gather rather than an all-reduce, because then
+one collective serves means, minima and flags alike, every rank adds the same numbers in the same order, and an odd rank
 can be named.
 
 The length of the vector is fixed by the layout that all ranks agreed on, so ranks that log different names meet in a
@@ -118,7 +118,7 @@ class Cell:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class LogPoint:
     """What came out of a log point, the same on all ranks but for `local`."""
 
     values: Mapping[str, Value]
@@ -129,15 +129,15 @@ class Point:
     """the word of flags of each rank"""
     busy: Sequence[float]
     """the busy seconds of each rank, as it has told them"""
-    unfinished: Mapping[str, Sequence[int]]
+    not_finite: Mapping[str, Sequence[int]]
     """metrics whose sum is not finite, and the ranks that brought that about"""
 
 
 @final
-class Meter:
+class MetricAccumulator:
     """The metrics of one kind of work, such as training or validation. Call `reduce` on all ranks.
 
-    >>> meter = Meter(torch.device("cpu"))
+    >>> meter = MetricAccumulator(torch.device("cpu"))
     >>> meter.log("loss", torch.tensor(0.5), weight=3)
     >>> meter.log("loss", torch.tensor(0.1), weight=1)
     >>> meter.reduce().values
@@ -196,7 +196,7 @@ class Meter:
         cells[name] = Cell(name, reduce, shape, self._device)
         return cells[name]
 
-    def reduce(self, flags: int = 0, *, busy: float = 0.0) -> Point:
+    def reduce(self, flags: int = 0, *, busy: float = 0.0) -> LogPoint:
         """The log point: brings together what all ranks have logged since the last one, and their flags."""
         mine, agreed = self._keys(), _hash(self._agreed)
         header = [_hash(mine) if mine else agreed, flags, busy]
@@ -207,12 +207,12 @@ class Meter:
             found |= self._absorb(extra, self._meet(extra))
             self._agreed += extra
         local = {name: _value(cell.key, self._alone(cell)) for name, cell in self._own.items()}
-        return Point(
+        return LogPoint(
             values={name: value for name, (value, _) in found.items()},
             local={name: value for name, value in local.items() if value is not None},
             flags=[int(word) for word in table[:, 1].tolist()],
             busy=table[:, 2].tolist(),
-            unfinished={name: ranks for name, (_, ranks) in found.items() if ranks},
+            not_finite={name: ranks for name, (_, ranks) in found.items() if ranks},
         )
 
     def finish_epoch(self) -> dict[str, Value]:
@@ -222,7 +222,7 @@ class Meter:
         return {name: value for name, value in found.items() if value is not None}
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums of the unfinished epoch, as plain values. Call it right after a log point, on any rank."""
+        """The sums of the not_finite epoch, as plain values. Call it right after a log point, on any rank."""
         return {
             "keys": [list(key) for key in self._agreed],
             "epoch": {name: [*sums.tolist(), weight] for name, (sums, weight) in self._epoch.items()},

@@ -15,10 +15,10 @@ from headway.checkpoint import Saved
 from headway.dist import World
 from headway.run import Run
 from headway.train.batches import FirstBatch, length
-from headway.train.metrics.display import Display, Sight, display
-from headway.train.metrics.meter import Point
+from headway.train.metrics.display import Display, ProgressSnapshot, display
+from headway.train.metrics.meter import LogPoint
 from headway.train.metrics.rows import RowWriter
-from headway.train.model.parallel import Model
+from headway.train.model.parallel import RegisteredModel
 
 if TYPE_CHECKING:
     from headway.train.stage import Stage
@@ -56,7 +56,7 @@ class Reporter:
     ) -> None:
         self._rows.__exit__(kind, error, trace)
 
-    def introduce(self, models: Iterable[Model], datasets: Mapping[str, Iterable[Any]]) -> None:
+    def introduce(self, models: Iterable[RegisteredModel], datasets: Mapping[str, Iterable[Any]]) -> None:
         """A line per model and per dataset."""
         for model in models:
             dist.print_root(model.describe())
@@ -70,7 +70,7 @@ class Reporter:
     def watching(self, stage: Stage) -> Iterator[None]:
         """Around a stage: its display."""
         self._since = self._began = time.monotonic()
-        self._began_at, self._shown, self._rate, self._wait = stage.steps, {}, None, None
+        self._began_at, self._shown, self._rate, self._wait = stage.steps_done, {}, None, None
         self._counted = None
         with ExitStack() as stack:
             if self._world.is_root:
@@ -79,7 +79,7 @@ class Reporter:
             yield
 
     def log_point(
-        self, stage: Stage, kind: str, point: Point, seconds: Mapping[str, float], step: int
+        self, stage: Stage, kind: str, point: LogPoint, seconds: Mapping[str, float], step: int
     ) -> None:
         now = time.monotonic()
         row: dict[str, Any] = {
@@ -94,7 +94,7 @@ class Reporter:
         }
         if kind == "train":
             elapsed = now - self._since
-            self._rate = stage.samples / elapsed * self._world.world_size if elapsed > 0 else None
+            self._rate = stage._loop.samples / elapsed * self._world.world_size if elapsed > 0 else None
             whole = sum(seconds.values())
             self._wait = seconds.get("data", 0.0) / whole if whole else None
             row["samples_per_second"] = self._rate
@@ -108,7 +108,7 @@ class Reporter:
         self._rows.write(row)
         self._shown.update(point.values)
         if self._display is not None and self._display.due(now):
-            self._display.update(self._sight(stage, step))
+            self._display.update(self._snapshot(stage, step))
 
     def checkpoint(self, saved: Saved) -> None:
         """A save has become whole: how long training stood still for it, and how long it took."""
@@ -143,19 +143,19 @@ class Reporter:
                 }
             )
         if self._display is not None:
-            self._display.end_epoch(self._sight(stage, step))
+            self._display.end_epoch(self._snapshot(stage, step))
 
-    def _sight(self, stage: Stage, step: int) -> Sight:
-        total, done = stage.total_steps(), stage.steps - self._began_at
+    def _snapshot(self, stage: Stage, step: int) -> ProgressSnapshot:
+        total, done = stage._loop.total_steps(), stage.steps_done - self._began_at
         pace = (time.monotonic() - self._began) / done if done > 0 else None
-        return Sight(
+        return ProgressSnapshot(
             stage=stage.name,
             epoch=stage.epoch + 1,
             max_epochs=stage.max_epochs,
             step=step,
             values=self._shown,
-            columns=stage.columns,
+            columns=stage._loop.columns,
             samples_per_second=self._rate,
             data_wait=self._wait,
-            seconds_left=None if pace is None or total is None else max(0, total - stage.steps) * pace,
+            seconds_left=None if pace is None or total is None else max(0, total - stage.steps_done) * pace,
         )

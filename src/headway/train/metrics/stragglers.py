@@ -27,14 +27,14 @@ class Stragglers:
     """Looks at the busy times of all ranks, log point after log point.
 
     >>> stragglers = Stragglers()
-    >>> [stragglers.note([1.0, 1.0, 2.0], whole=2.0) for _ in range(3)]
+    >>> [stragglers.observe([1.0, 1.0, 2.0], whole=2.0) for _ in range(3)]
     [None, None, 'rank 2 is slower than ...']
     """
 
     def __init__(self) -> None:
         self._slow: dict[int, int] = {}  # rank -> log points in a row
 
-    def note(self, times: Sequence[float], *, whole: float, brief: bool = False) -> str | None:
+    def observe(self, times: Sequence[float], *, whole: float, brief: bool = False) -> str | None:
         """A sentence when a rank has just become a persistent straggler."""
         enough = PERSISTENT_IF_BRIEF if brief else PERSISTENT
         usual = median(times)

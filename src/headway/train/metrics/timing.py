@@ -1,17 +1,17 @@
-"""Where a step's time goes, measured without waiting for the device.
+"""Where the time of a step goes, measured without waiting for the device.
 
-On the CPU a clock is read when one kind of work ends and the next begins. On a GPU the host runs ahead, so events are
-put into the stream instead; they are read at log points, where the device has just been waited for anyway. "data" is
-then the time in which the GPU had nothing to do because the next batch was not there.
+On the CPU a clock is read when one phase ends and the next begins. On a GPU the host runs ahead, so events are recorded
+in the stream instead; they are read at log points, where the host has just waited for the device anyway. "data" is then
+the time in which the GPU was idle because the next batch was not there.
 
-Even a look at a clock takes a microsecond or two where operations before it have emptied the caches, and an event
-takes forty. So of brief steps one between two log points is measured, and counts for all of them; the loop does nothing
-in the others.
+Reading a clock costs a microsecond or two where the operations before it have emptied the caches, and an event costs
+forty. So of brief steps only one between two log points is measured, and it counts for all of them.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Literal, final
 
@@ -20,22 +20,26 @@ import torch
 Phase = Literal["data", "compute", "backward", "optimizer", "wait", "validation", "checkpoint", "other"]
 """waiting for the loader; forward; backward; clipping and stepping; waiting for other ranks at a log point; ..."""
 
-BRIEF = 0.05
-"""seconds; of steps that take less, not all are measured"""
-SAMPLE = 50
-"""but one in so many, or one of each log point where these are closer"""
+BRIEF_S = 0.05
+"""of steps that take less, not all are measured"""
+SAMPLE_STEPS = 50
+"""but one in so many, or one between two log points where these are closer"""
 _AT_LOG_POINTS = ("wait", "other")
 _IN_A_STEP = ("data", "compute", "backward", "optimizer")
 
+# What `mark_step` is in steps that are not measured: a call that does nothing, three times in each of them. A built-in
+# one, because a Python function costs a frame.
+_skip: Callable[[Phase], object] = frozenset[Phase]().__contains__
+
 
 @final
-class Split:
-    """The time of one rank, split by what it was spent on.
+class PhaseTimer:
+    """Measures how long one rank spends in each phase.
 
-    >>> split = Split(torch.device("cpu"))
-    >>> split.mark("data")
-    >>> split.mark("compute")
-    >>> split.take().keys()
+    >>> timer = PhaseTimer(torch.device("cpu"))
+    >>> timer.mark("data")
+    >>> timer.mark("compute")
+    >>> timer.take().keys()
     dict_keys(['data', 'compute'])
     """
 
@@ -43,31 +47,48 @@ class Split:
         self.every = 1
         """one step in so many is to be measured"""
         self.measuring = False
+        self.mark_step: Callable[[Phase], object] = _skip
+        """as `mark`, within a step; does nothing in steps that are not measured"""
         self._cuda, self._alone = device.type == "cuda", alone
         self._seconds: dict[str, float] = {}
-        self._steps = 0  # that were measured, or are stood for by one that was
+        self._steps = 0  # that were measured, or are represented by one that was
         self._phase: Phase = "other"
-        self._since, self._weight = 0.0, 1
+        self._since_s, self._weight, self._step_weight = 0.0, 1, 1
         self._events: list[tuple[Phase, int, torch.cuda.Event]] = []
         self._spare: list[torch.cuda.Event] = []
 
-    def mark(self, phase: Phase, weight: int = 1) -> None:
-        """What was under way ends here, and `phase` begins, whose time counts `weight` times."""
+    def begin_step(self, weight: int) -> None:
+        """Begins the next step with its wait for data. It counts `weight` times, and is not measured if that is 0."""
+        self._step_weight = weight
+        self.mark_step = self._mark_step if weight else _skip
+        if weight:
+            self._mark("data", weight)
+        else:
+            self.rest()
+
+    def mark(self, phase: Phase) -> None:
+        """Ends the current phase and begins `phase`."""
         if self._alone and phase in _AT_LOG_POINTS and not self.measuring:
-            return  # there is nobody to wait for
+            return  # there are no other ranks to wait for
+        self._mark(phase, 1)
+
+    def _mark_step(self, phase: Phase) -> None:
+        self._mark(phase, self._step_weight)
+
+    def _mark(self, phase: Phase, weight: int) -> None:
         self._turn(phase, weight)
         self.measuring = True
         if phase == "compute":
             self._steps += weight
 
     def rest(self) -> None:
-        """What was under way ends here, and what comes now is not measured."""
+        """Ends the current phase; what follows is not measured."""
         if self.measuring:
             self._turn("other", 0)
             self.measuring = False
 
-    def take(self, most: int = SAMPLE) -> dict[str, float]:
-        """Seconds per phase since the last call. On a GPU: call it when the device was just waited for.
+    def take(self, most: int = SAMPLE_STEPS) -> dict[str, float]:
+        """Returns seconds per phase since the last call. On a GPU, call it when the host has just waited for it.
 
         Of brief steps, one in `most` will be measured from now on.
         """
@@ -76,10 +97,10 @@ class Split:
         elif self.measuring:
             self._turn(self._phase, self._weight)
         taken, self._seconds = self._seconds, {}
-        most = min(most, SAMPLE)
+        most = min(most, SAMPLE_STEPS)
         if self._steps >= most:
-            step = sum(taken.get(phase, 0.0) for phase in _IN_A_STEP) / self._steps
-            self.every = most if step < BRIEF else 1
+            step_s = sum(taken.get(phase, 0.0) for phase in _IN_A_STEP) / self._steps
+            self.every = most if step_s < BRIEF_S else 1
         self._steps = 0
         return taken
 
@@ -91,15 +112,15 @@ class Split:
             return
         now = time.perf_counter()
         if self.measuring:
-            self._add(self._phase, self._weight * (now - self._since))
-        self._phase, self._weight, self._since = phase, weight, now
+            self._add(self._phase, self._weight * (now - self._since_s))
+        self._phase, self._weight, self._since_s = phase, weight, now
 
     def _add(self, phase: Phase, seconds: float) -> None:
         self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
 
     def _read_events(self) -> None:
         done = self._events
-        # what is still under way belongs to the next interval
+        # what is still running belongs to the next interval
         while done and not done[-1][2].query():  # type: ignore[no-untyped-call]
             done = done[:-1]
         for (phase, weight, begin), (_, _, end) in pairwise(done):

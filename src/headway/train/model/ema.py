@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from headway.errors import UsageError
-from headway.train.model.mesh_groups import apart
+from headway.train.model.mesh_groups import group_by_mesh
 
 
 @final
@@ -32,7 +32,7 @@ class Ema:
         self._weights: list[Tensor] = list(named.values())
         self._ids = {id(weight) for weight in self._weights}
         self._average = [weight.detach().clone() for weight in self._weights]
-        self._pairs = list(zip(apart(self._average), apart(self._weights), strict=True))
+        self._pairs = list(zip(group_by_mesh(self._average), group_by_mesh(self._weights), strict=True))
 
     def follows(self, optimizer: Optimizer) -> bool:
         """Whether the optimiser steps weights of this model."""

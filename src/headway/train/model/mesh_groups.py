@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 T = TypeVar("T", bound=Tensor)
 
 
-def apart(tensors: Iterable[T]) -> list[list[T]]:
+def group_by_mesh(tensors: Iterable[T]) -> list[list[T]]:
     """The tensors by the mesh that they are split over, in their order; one list, if all are whole.
 
-    >>> apart([torch.zeros(2), torch.zeros(3)])
+    >>> group_by_mesh([torch.zeros(2), torch.zeros(3)])
     [[tensor([0., 0.]), tensor([0., 0., 0.])]]
     """
     kinds: dict[object, list[T]] = {}
@@ -30,12 +30,12 @@ def apart(tensors: Iterable[T]) -> list[list[T]]:
     return list(kinds.values())
 
 
-def part_groups(optimizer: Optimizer) -> bool:
+def split_param_groups(optimizer: Optimizer) -> bool:
     """Gives each kind a group of its own, with the settings of the group it was in; tells whether that was needed."""
     groups = [
         group | {"params": kind}
         for group in optimizer.param_groups
-        for kind in apart(group["params"]) or [[]]
+        for kind in group_by_mesh(group["params"]) or [[]]
     ]
     if len(groups) == len(optimizer.param_groups):
         return False
@@ -45,6 +45,6 @@ def part_groups(optimizer: Optimizer) -> bool:
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     """The norm of all gradients together, on all ranks."""
-    norms = [get_total_norm(kind) for kind in apart(gradients) or [[]]]
+    norms = [get_total_norm(kind) for kind in group_by_mesh(gradients) or [[]]]
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))

@@ -1,7 +1,7 @@
 """Models over ranks: device first, then what changes the modules, then the wrapping, then the compiler.
 
-`Model` keeps both sides of a wrapped model: `wrapped` is what training calls, `bare` is what the user gave. Names in
-state dicts are always those of `bare`: no `module.`, no `_orig_mod.`, whatever wraps it.
+`RegisteredModel` keeps both sides of a wrapped model: `wrapped` is what training calls, `bare` is what the user gave.
+Names in state dicts are always those of `bare`: no `module.`, no `_orig_mod.`, whatever wraps it.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ Compile: TypeAlias = bool | str
 
 
 @final
-class Model:
+class RegisteredModel:
     """A registered model: the module, its wrapping, and its average if it has one."""
 
     def __init__(self, name: str, bare: nn.Module, wrapped: nn.Module, ema: Ema | None) -> None:
@@ -107,12 +107,12 @@ class Model:
         """Whether all ranks must take part in each forward."""
         return any(isinstance(parameter, DTensor) for parameter in self.bare.parameters())
 
-    def travel(self, now: bool) -> None:
+    def set_gradient_sync(self, enabled: bool) -> None:
         """Whether the gradients of the next forward and backward travel, or only add up on this rank."""
         if isinstance(self.wrapped, DistributedDataParallel):
-            self.wrapped.require_backward_grad_sync = now  # what torch's own no_sync() sets
+            self.wrapped.require_backward_grad_sync = enabled  # what torch's own no_sync() sets
         elif isinstance(self.wrapped, FSDPModule):
-            self.wrapped.set_requires_gradient_sync(now)
+            self.wrapped.set_requires_gradient_sync(enabled)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -158,7 +158,7 @@ def prepare(
     compile: Compile,
     ema: float | None,
     activation_checkpointing: Blocks,
-) -> Model:
+) -> RegisteredModel:
     """Places and wraps a model for this rank."""
     module = module.to(world.device)
     if sync_batchnorm and world.world_size > 1:
@@ -172,7 +172,7 @@ def prepare(
     if compile:
         mode = None if compile is True else compile
         wrapped.compile(mode=mode)  # in place: the names of parameters stay
-    model = Model(name, module, wrapped, None if ema is None else Ema(module, ema))
+    model = RegisteredModel(name, module, wrapped, None if ema is None else Ema(module, ema))
     if compile and wrapped is not module:
         model.evaluated = torch.compile(module, mode=mode)  # type: ignore[assignment]
     return model

@@ -28,7 +28,7 @@ def copied(loss: Tensor) -> Tensor:
 
 
 @final
-class Precision:
+class MixedPrecision:
     """Autocasting and, for fp16 alone, a gradient scaler: bf16 has the range of fp32 and needs none."""
 
     def __init__(self, name: Name, device: torch.device) -> None:

@@ -30,9 +30,10 @@ from headway.record import Recording
 from headway.run.choice import NEW, Choice
 from headway.system.failpoints import failpoint
 from headway.train import loop
-from headway.train.metrics.meter import Point, Value
+from headway.train.loop_state import SAVE
+from headway.train.metrics.meter import LogPoint, Value
 from headway.train.resume import attempts, rng, state
-from headway.train.resume.state import Stateful
+from headway.train.resume.state import StatefulObject
 
 if TYPE_CHECKING:
     from headway.train.pipeline import Pipeline
@@ -81,7 +82,7 @@ class Keeper:
             finally:
                 if root:
                     with suppress(StorageError):  # a fact for people; how the attempt ended is told elsewhere
-                        run.note_attempt(self._attempt, step_ended=self.pipe.step)
+                        run.note_attempt(self._attempt, step_ended=self.pipe.steps_done)
 
     def start(self, choice: Choice) -> None:
         """Goes on from the newest whole checkpoint of the run, or makes the first one."""
@@ -97,7 +98,7 @@ class Keeper:
                 )
             self._save(None, must=True)
             self.saver.wait()  # storage that does not work is known before the first step
-            self.settle()
+            self.collect_finished()
             return
         if self.policy.resume == "never":
             raise UsageError(
@@ -106,13 +107,13 @@ class Keeper:
             )
         dist.print_root(f"headway: going on with {choice.run.id} from step {loaded.step:,} ({choice.why})")
         self._restore(loaded)
-        self.pipe.call("resume_run", self.pipe)
+        self.pipe._run_hook("resume_run", self.pipe)
 
     def finish(self) -> None:
         """The last checkpoint: the run is over."""
         self._save(None, must=True)
         self.saver.wait()
-        self.settle()
+        self.collect_finished()
 
     def _begin(self, step: int) -> None:
         run = self.pipe.directory
@@ -129,8 +130,8 @@ class Keeper:
         if why is not None:
             self._stop(stage, why)
         every = self.policy.interval.steps
-        self.due |= every is not None and self.pipe.step % every == 0
-        if self.due and not stage.rests_next():
+        self.due |= every is not None and self.pipe.steps_done % every == 0
+        if self.due and not stage._loop.pause_follows():
             self._save(stage)
 
     def before_validation(self) -> None:
@@ -152,10 +153,10 @@ class Keeper:
 
     def after_validation(self, stage: TrainValStage) -> None:
         """After a validation between two steps; at the end of an epoch the save comes a little later."""
-        if stage.settings.val_steps is None:
+        if stage._loop.settings.val_steps is None:
             return
         self._look_for_best()
-        if self.due and not stage.rests_next():
+        if self.due and not stage._loop.pause_follows():
             self._save(stage)
 
     def after_epoch(self, stage: Stage) -> None:
@@ -173,35 +174,35 @@ class Keeper:
             self._save(stage)
         self._pace.pause()
 
-    def flags(self) -> int:
+    def log_point_flags(self) -> int:
         """For the word of flags at a log point, where rank 0's is heard: it has the clock."""
         every = self.policy.interval.seconds
         late = every is not None and not self.due and time.monotonic() - self._since >= every
-        return loop.SAVE if late else 0
+        return SAVE if late else 0
 
-    def after_log_point(self, point: Point) -> None:
+    def after_log_point(self, point: LogPoint) -> None:
         """Rank 0's wish to save has been heard by all; what was saved meanwhile is told."""
-        self.due |= bool(point.flags[0] & loop.SAVE)
-        self.settle()
+        self.due |= bool(point.flags[0] & SAVE)
+        self.collect_finished()
 
-    def hear(self, values: Mapping[str, Value]) -> None:
+    def record_metrics(self, values: Mapping[str, Value]) -> None:
         """The metrics of an epoch or a validation."""
-        known = self._values[1] if self._values[0] == self.pipe.step else {}
-        self._values = (self.pipe.step, {**known, **values})
+        known = self._values[1] if self._values[0] == self.pipe.steps_done else {}
+        self._values = (self.pipe.steps_done, {**known, **values})
 
-    def go_on(self) -> None:
+    def restore_rng(self) -> None:
         """Where training goes on after a restart: random numbers are as they were."""
         if self._random is not None:
             self._random()
             self._random = None
 
-    def settle(self) -> None:
+    def collect_finished(self) -> None:
         """Rows for the saves that have become whole, and room for the next ones."""
         for saved in self.saver.finished():
             self._failures = 0
             self._pace.save = saved.total_s
             if self.pipe.world.is_root:
-                self.pipe.reporter.checkpoint(saved)
+                self.pipe._reporter.checkpoint(saved)
                 checkpoint.prune(self.pipe.directory, self.policy.retention)
 
     # --- saving
@@ -214,21 +215,21 @@ class Keeper:
     def _stop(self, stage: Stage, why: str) -> None:
         self._save(stage, must=True)
         self.saver.wait()
-        self.settle()
+        self.collect_finished()
         raise Stopped(
-            f"stopped by {why} after step {self.pipe.step:,}, with a checkpoint: the same command goes on"
+            f"stopped by {why} after step {self.pipe.steps_done:,}, with a checkpoint: the same command goes on"
         )
 
     def _save(self, stage: Stage | None, *, must: bool = False) -> None:
         """Saves the state as it is now. If `must`, a failure is final; else only a row of them."""
         pipe = self.pipe
-        if stage is not None and stage.logged_at != stage.steps:
+        if stage is not None and stage._loop.logged_at != stage.steps_done:
             loop.log_point(stage)  # looks at the losses: what is spoilt is not saved
         self.due, self._since = False, time.monotonic()
-        if self._saved_at == pipe.step:
+        if self._saved_at == pipe.steps_done:
             return
-        pipe.split.mark("checkpoint")
-        set_phase("checkpoint", pipe.step)
+        pipe._timer.mark("checkpoint")
+        set_phase("checkpoint", pipe.steps_done)
         failpoint("train.save")
         self._check_weights()
         try:
@@ -242,10 +243,12 @@ class Keeper:
             elif self._failures >= MAX_FAILURES:
                 raise
             else:
-                dist.print_root(f"headway: a save failed at step {pipe.step:,}, training goes on: {error}")
+                dist.print_root(
+                    f"headway: a save failed at step {pipe.steps_done:,}, training goes on: {error}"
+                )
         if not must:  # else the caller waits until it is whole, which takes as long as storage takes
-            set_phase(stage.name if stage else "run", pipe.step)
-        pipe.split.mark("other")
+            set_phase(stage.name if stage else "run", pipe.steps_done)
+        pipe._timer.mark("other")
         self._pace.pause()
 
     def _write(self) -> None:
@@ -253,38 +256,39 @@ class Keeper:
         facts = self._before_validation or self._local_facts()
         shared = {"best": self._best, "seed": torch.initial_seed(), "datasets": facts["shared"]}
         at, values = self._values
+        scalars = {name: value for name, value in values.items() if isinstance(value, float | int)}
         self.saver.wait()
-        self.settle()  # while nothing is in flight
+        self.collect_finished()  # while nothing is in flight
         self.saver.save(
             state.contribution(pipe, state.gather(pipe) | {"run": shared}),
-            step=pipe.step,
+            step=pipe.steps_done,
             local=facts["local"],
-            metrics={k: v for k, v in values.items() if type(v) in (int, float)} if at == pipe.step else {},  # type: ignore[misc]
+            metrics=scalars if at == pipe.steps_done else {},
         )
-        self._saved_at = pipe.step
-        self.settle()
+        self._saved_at = pipe.steps_done
+        self.collect_finished()
 
     def _local_facts(self) -> dict[str, Any]:
         """Random numbers and positions. Those of headway's loaders are the same on all ranks, and mean all of them."""
         pipe, stage = self.pipe, self.pipe.current_stage
-        under_way = [each.loader for each in stage.passes if not each.done] if stage else []
+        under_way = [each.loader for each in stage._loop.passes if not each.done] if stage else []
         positions = {
             name: _position(loader, under_way=any(loader is each for each in under_way))
             for name, loader in pipe.datasets.items()
-            if isinstance(loader, Stateful)
+            if isinstance(loader, StatefulObject)
         }
         shared = {name: state for name, state in positions.items() if _is_global(pipe.datasets[name])}
         local = {
             "random": rng.capture(pipe.device),
             "datasets": {name: state for name, state in positions.items() if name not in shared},
-            "passes": [each.random for each in stage.passes] if stage else [],
+            "passes": [each.random for each in stage._loop.passes] if stage else [],
         }
         return {"shared": shared, "local": local}
 
     def _look_for_best(self) -> None:
         at, values = self._values
         scalars = {name: value for name, value in values.items() if isinstance(value, float | int)}
-        better = self.policy.better(scalars, self._best) if at == self.pipe.step else None
+        better = self.policy.better(scalars, self._best) if at == self.pipe.steps_done else None
         if better is not None:
             self._best, self.due = better, True
 
@@ -292,7 +296,7 @@ class Keeper:
         """A checkpoint of weights that are not finite is no use to anybody, and would push out a good one."""
         weights = [
             local
-            for model in self.pipe.registered.values()
+            for model in self.pipe.registered_models.values()
             for p in model.bare.parameters()
             if p.requires_grad and (local := p.to_local() if isinstance(p, DTensor) else p).numel()
         ]
@@ -300,8 +304,8 @@ class Keeper:
         bad = [norm.to(self.pipe.device, torch.float32).isfinite().logical_not() for norm in largest]
         if gather_rows(torch.stack(bad).any(0, keepdim=True).float() if bad else torch.zeros(1)).any():
             raise HeadwayError(
-                f"weights are not finite after step {self.pipe.step:,}, so they are not saved: lower the learning "
-                "rate, set gradient_clip, or look at the data; the run can go on from the checkpoint before"
+                f"weights are not finite after step {self.pipe.steps_done:,}, so they are not saved: lower the "
+                "learning rate, set gradient_clip, or look at the data; the run can resume from the checkpoint before"
             )
 
     # --- restoring
@@ -313,13 +317,13 @@ class Keeper:
         same = loaded.world_size == pipe.world.world_size
         positions = shared["datasets"] | (local["datasets"] if same else {})
         for name, loader in pipe.datasets.items():
-            if name in positions and isinstance(loader, Stateful):
+            if name in positions and isinstance(loader, StatefulObject):
                 loader.load_state_dict(positions[name])
         if same:
             self._random = partial(rng.restore, local["random"], pipe.device)
             for stage in pipe.stages:
-                if stage.in_epoch:
-                    stage.recall(local["passes"])
+                if stage._loop.status.in_epoch:
+                    stage._loop.restore_pass_rng(local["passes"])
         else:
             seed = derive_seed(shared["seed"] % 2**64, f"resume at step {loaded.step}")
             self._random = partial(dist.seed, seed, scope="rank")
@@ -338,7 +342,7 @@ class Keeper:
                     f"headway: {name}: batch_size={size} is for each rank, so a step has {size * now} samples now, "
                     f"where it had {size * before}: give global_batch_size to keep it"
                 )
-            elif isinstance(loader, Stateful) and not _is_global(loader):
+            elif isinstance(loader, StatefulObject) and not _is_global(loader):
                 dist.print_root(f"headway: {name}: deals its samples itself, and begins its epoch anew")
 
 
@@ -354,7 +358,7 @@ def _batch_of_each_rank(loader: object) -> int | None:
     return loader.batch_size if loader.state_dict()["shuffle"] else None
 
 
-def _position(loader: Stateful, *, under_way: bool) -> dict[str, Any]:
+def _position(loader: StatefulObject, *, under_way: bool) -> dict[str, Any]:
     """Where a loader is. One without shuffle starts from the top when its next pass begins, wherever it stands now."""
     position = loader.state_dict()
     if under_way or not isinstance(loader, data.DataLoader | data.ShardLoader) or position.get("shuffle"):

@@ -49,7 +49,7 @@ class _Step:
 
 
 @final
-class Ledger:
+class LedgerWriter:
     """Notes the steps of a run. Every rank has one; rank 0 writes.
 
     >>> pipe.enable_ledger()  # or HEADWAY_LEDGER=1
@@ -66,7 +66,7 @@ class Ledger:
         self._fd: int | None = None
         self._lost = False
 
-    def __enter__(self) -> Ledger:
+    def __enter__(self) -> LedgerWriter:
         if self._world.is_root:
             with files.storage(f"open {self._run.ledger_file}"):
                 self._fd = files.open_private(self._run.ledger_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -81,7 +81,7 @@ class Ledger:
 
     # --- while a step is under way
 
-    def took(self, loader: object, batch: Any) -> None:
+    def add_batch(self, loader: object, batch: Any) -> None:
         """The loop has taken a batch, which is still where the loader has put it."""
         given = loader.given() if isinstance(loader, Traceable) else None
         order = loader.order() if isinstance(loader, Traceable) else None
@@ -104,9 +104,9 @@ class Ledger:
             self._news.append({"kind": "order", "id": name, "order": order})
         return name
 
-    def step(self, stage: Stage) -> None:
+    def end_step(self, stage: Stage) -> None:
         """A step is finished."""
-        self._now.step, self._now.epoch = stage.pipe.step, stage.epoch
+        self._now.step, self._now.epoch = stage.pipe.steps_done, stage.epoch
         self._now.random = _random(stage.device)
         self._steps.append(self._now)
         self._now = _Step()
@@ -161,7 +161,7 @@ def _losses(stage: Stage, steps: list[_Step]) -> tuple[list[float], list[float]]
     """Of each step, the sum of this rank's losses, each times its samples, and the number of samples."""
     places = {noted.step: number for number, noted in enumerate(steps)}
     sums, weights = [0.0] * len(steps), [0.0] * len(steps)
-    recent = [one for one in stage.recent_losses if one[0] in places]
+    recent = [one for one in stage._loop.recent_losses if one[0] in places]
     if recent:
         values = torch.stack([loss for _, loss, _ in recent]).double().tolist()
         for (step, _, count), value in zip(recent, values, strict=True):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @runtime_checkable
-class Stateful(Protocol):
+class StatefulObject(Protocol):
     """What `register_state` takes, and what a loader with a position of its own is."""
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -36,32 +36,34 @@ def gather(pipe: Pipeline) -> dict[str, Any]:
     """The whole state, as this rank sees it."""
     names = parameter_names(pipe)
     return {
-        "models": {name: model.bare.state_dict() for name, model in pipe.registered.items()},
+        "models": {name: model.bare.state_dict() for name, model in pipe.registered_models.items()},
         "averages": {
-            name: model.ema.state_dict() for name, model in pipe.registered.items() if model.ema is not None
+            name: model.ema.state_dict()
+            for name, model in pipe.registered_models.items()
+            if model.ema is not None
         },
         "optimizers": {name: _by_name(optimizer, names) for name, optimizer in pipe.optimizers.items()},
         "schedulers": {name: scheduler.state_dict() for name, scheduler in pipe.schedulers.items()},
-        "stages": {stage.name: stage.state_dict() for stage in pipe.stages},
+        "stages": {stage.name: stage._loop.state_dict() for stage in pipe.stages},
         "history": pipe.history.state_dict(),
-        "registered": {name: each.state_dict() for name, each in pipe.stateful.items()},
-        "progress": {"step": pipe.step, "epoch": pipe.epoch},
+        "registered": {name: each.state_dict() for name, each in pipe._registered_state.items()},
+        "progress": {"step": pipe.steps_done, "epoch": pipe.epoch},
     }
 
 
 def restore(pipe: Pipeline, state: Mapping[str, Any]) -> None:
     """Puts back what `gather` gave, into a pipeline with the same names registered."""
     for kind, there in {
-        "models": pipe.registered,
-        "averages": [name for name, model in pipe.registered.items() if model.ema is not None],
+        "models": pipe.registered_models,
+        "averages": [name for name, model in pipe.registered_models.items() if model.ema is not None],
         "optimizers": pipe.optimizers,
         "schedulers": pipe.schedulers,
         "stages": [stage.name for stage in pipe.stages],
-        "registered": pipe.stateful,
+        "registered": pipe._registered_state,
     }.items():
         _check_names(kind, there, state[kind])
     names = parameter_names(pipe)
-    for name, model in pipe.registered.items():
+    for name, model in pipe.registered_models.items():
         model.bare.load_state_dict(state["models"][name])
         if model.ema is not None:
             model.ema.load_state_dict(state["averages"][name])
@@ -70,18 +72,20 @@ def restore(pipe: Pipeline, state: Mapping[str, Any]) -> None:
     for name, scheduler in pipe.schedulers.items():
         scheduler.load_state_dict(state["schedulers"][name])
     for stage in pipe.stages:
-        stage.load_state_dict(state["stages"][stage.name])
-    for name, each in pipe.stateful.items():
+        stage._loop.load_state_dict(state["stages"][stage.name])
+    for name, each in pipe._registered_state.items():
         each.load_state_dict(state["registered"][name])
     pipe.history.load_state_dict(state["history"])
-    pipe.step, pipe.epoch = state["progress"]["step"], state["progress"]["epoch"]
+    pipe.steps_done, pipe.epoch = state["progress"]["step"], state["progress"]["epoch"]
 
 
 def contribution(pipe: Pipeline, state: dict[str, Any]) -> dict[str, Any]:
     """What this rank brings to the checkpoint of all."""
     if pipe.world.rank == 0:
         return state
-    equal = {id(p) for model in pipe.registered.values() if model.synced for p in model.bare.parameters()}
+    equal = {
+        id(p) for model in pipe.registered_models.values() if model.synced for p in model.bare.parameters()
+    }
     names = parameter_names(pipe)
     kept = {names[key] for key in equal}
 
@@ -112,9 +116,11 @@ def contribution(pipe: Pipeline, state: dict[str, Any]) -> dict[str, Any]:
 def destinations(pipe: Pipeline, path: Path) -> dict[str, Any]:
     """What a checkpoint is to be loaded into: each rank reads only its shards; the rest comes as the files have it."""
     wanted = dict.fromkeys(("schedulers", "stages", "history", "registered", "progress", "run"))
-    models = {name: model.bare.state_dict() for name, model in pipe.registered.items()}
+    models = {name: model.bare.state_dict() for name, model in pipe.registered_models.items()}
     averages = {
-        name: model.ema.state_dict() for name, model in pipe.registered.items() if model.ema is not None
+        name: model.ema.state_dict()
+        for name, model in pipe.registered_models.items()
+        if model.ema is not None
     }
     return {**wanted, "models": models, "averages": averages, "optimizers": _optimizer_shards(pipe, path)}
 
@@ -149,7 +155,7 @@ def parameter_names(pipe: Pipeline) -> dict[int, str]:
     """The name of each parameter, by its id: "net.first.weight"."""
     return {
         id(parameter): f"{name}.{key}"
-        for name, model in pipe.registered.items()
+        for name, model in pipe.registered_models.items()
         for key, parameter in model.bare.named_parameters()
     }
 

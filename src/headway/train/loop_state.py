@@ -1,0 +1,277 @@
+"""`LoopState`: what the loop knows about a stage, kept in its `_loop`, so that all other names are the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from functools import cached_property
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from headway import dist
+from headway.dist import set_phase
+from headway.errors import UsageError
+from headway.system.failpoints import armed
+from headway.train import batches as feed
+from headway.train.batches import Pass
+from headway.train.metrics.meter import LogPoint, MetricAccumulator, Reduction, Scope
+from headway.train.resume import rng
+from headway.train.resume.state import StatefulObject
+
+if TYPE_CHECKING:
+    from headway.train.pipeline import Pipeline
+    from headway.train.stage import Stage
+
+STOP, SAVE, VALIDATE = 1, 2, 4
+"""what a rank may ask for at a log point: any rank for a stop, rank 0 for a save or a validation by its clock"""
+
+
+@runtime_checkable
+class EpochMetric(Protocol):
+    """What `add_metric` takes: any torchmetrics metric, or an object with these two methods."""
+
+    def compute(self) -> Any: ...
+
+    def reset(self) -> None: ...
+
+
+class StageStatus(Enum):
+    """How far a stage has come."""
+
+    NEW = "no epoch has begun"
+    IN_EPOCH = "an epoch is under way"
+    STOPPING = "an epoch is under way and is the last, because all ranks have agreed to stop"
+    BETWEEN_EPOCHS = "an epoch has ended"
+    STOPPED = "all ranks have agreed to stop, and the epoch has ended"
+
+    @property
+    def in_epoch(self) -> bool:
+        return self in (StageStatus.IN_EPOCH, StageStatus.STOPPING)
+
+    @property
+    def stop_agreed(self) -> bool:
+        return self in (StageStatus.STOPPING, StageStatus.STOPPED)
+
+
+class LoopState:
+    """The progress of one stage, and what the loop does with it. Users never see it."""
+
+    def __init__(self, stage: Stage, *, log_every: int) -> None:
+        if log_every < 1:
+            raise UsageError(f"log_every={log_every!r}: give the steps between two log points, at least 1")
+        self.stage = stage
+        self.log_every = log_every
+        self.name = type(stage).__name__.lower()
+        self.max_epochs: int | None = None
+        self.max_steps: int | None = None
+        self.status = StageStatus.NEW
+        self.stop_requested = False
+        """`stop_stage` was called on this rank; the status says what all ranks have agreed on"""
+        self.epoch = 0
+        """epochs finished; so, within an epoch, its number from 0"""
+        self.steps_done = 0
+        self.samples = 0
+        """samples that this rank has trained on since the last log point"""
+        self.batch: Any = None
+        """the batch that was taken last"""
+        self.failpoints_armed = False
+        self.columns: list[str] = []
+        self.epoch_metrics: dict[str, EpochMetric] = {}
+        self.epoch_start = 0
+        """the steps that were done when the epoch began"""
+        self.logged_at = -1
+        """the steps that were done at the last log point"""
+        self.recent_losses: list[tuple[int, Tensor, int]] = []
+        """step, loss and samples of the batches since the last log point"""
+        self.passes: list[Pass] = []
+        """over datasets, in this epoch, in the order in which they began"""
+        self._passes_begun = 0  # by this process
+
+    @property
+    def pipe(self) -> Pipeline:
+        return self.stage.pipe
+
+    @property
+    def device(self) -> torch.device:
+        return self.stage.pipe.device
+
+    @cached_property
+    def models(self) -> Mapping[str, nn.Module]:
+        """The models as the stage is to call them now: wrapped in training, bare in validation."""
+        return self.pipe.models
+
+    @cached_property
+    def meter(self) -> MetricAccumulator:
+        return MetricAccumulator(self.device)
+
+    def log(
+        self, name: str, value: Tensor | float, weight: Tensor | float, reduce: Reduction, scope: Scope
+    ) -> None:
+        self.meter.log(name, value, weight=weight, reduce=reduce, scope=scope)
+
+    # --- progress
+
+    @property
+    def more_steps(self) -> bool:
+        """Whether another step may be made."""
+        return not self.status.stop_agreed and (self.max_steps is None or self.steps_done < self.max_steps)
+
+    @property
+    def more_epochs(self) -> bool:
+        """Whether another epoch may begin."""
+        return self.more_steps and (self.max_epochs is None or self.epoch < self.max_epochs)
+
+    def pause_follows(self) -> bool:
+        """Whether a validation or the end of the epoch follows the step that was just made."""
+        return not self.more_steps or any(each.ends_here and not each.done for each in self.passes[-1:])
+
+    def log_point_flags(self) -> int:
+        """What this rank asks for at a log point."""
+        keeper = self.pipe._keeper
+        return (STOP if self.stop_requested else 0) | (keeper.log_point_flags() if keeper else 0)
+
+    def apply_flags(self, flags: Sequence[int]) -> None:
+        """What all ranks have asked for: one rank is enough to stop."""
+        if any(word & STOP for word in flags):
+            self.status = StageStatus.STOPPING if self.status.in_epoch else StageStatus.STOPPED
+
+    def begin_epoch(self) -> None:
+        """Begins an epoch, unless one was under way when the run was stopped."""
+        self.failpoints_armed = armed()
+        if not self.status.in_epoch:
+            self.status, self.epoch_start, self.passes = StageStatus.IN_EPOCH, self.steps_done, []
+        self._passes_begun = 0
+
+    def end_epoch(self) -> None:
+        self.epoch += 1
+        self.status = StageStatus.STOPPED if self.status.stop_agreed else StageStatus.BETWEEN_EPOCHS
+
+    # --- batches
+
+    def begin_pass(self, loader: Iterable[Any], limit: int | None = None) -> Pass:
+        """Returns the next pass of this epoch: a new one, or one that had begun when the run was stopped."""
+        of, positioned = feed.length(loader, limit), isinstance(loader, StatefulObject)
+        if self._passes_begun == len(self.passes):
+            keeps = self.pipe._keeper is not None and not positioned
+            self.passes.append(Pass(of=of, random=rng.capture(self.device) if keeps else None))
+        begun = self.passes[self._passes_begun]
+        if begun.of and of and begun.of != of:  # as many samples on another number of ranks
+            begun.given = round(begun.given * of / begun.of)
+        begun.loader, begun.of, begun.skip = loader, of, 0 if positioned else begun.given
+        self._passes_begun += 1
+        self.pipe._timer.begin_step(1)  # the first batch, for which the loader starts, is always measured
+        return begun
+
+    def feed(
+        self, loader: Iterable[Any], limit: int | None = None, *, progress: Pass | None = None
+    ) -> Iterator[Any]:
+        """Yields the batches of a loader, on the device."""
+        ledger = self.pipe._ledger if progress is not None else None  # a validation is not a step
+        device, to_device = self.device, feed.to_device
+        progress = progress or Pass()
+        if progress.done or (progress.given and not self.more_steps):
+            return
+        source = self._open(loader, progress)
+        for batch in source if limit is None else islice(source, max(0, limit - progress.given)):
+            progress.given += 1
+            if ledger:
+                ledger.add_batch(loader, batch)
+            yield to_device(batch, device)
+        progress.done = True
+
+    def _open(self, loader: Iterable[Any], progress: Pass) -> Iterator[Any]:
+        """Iterates over the batches that are left of a pass."""
+        if not progress.skip:
+            return iter(loader)
+        dist.print_root(
+            f"headway: {type(loader).__name__} has no state_dict(): "
+            f"{progress.skip:,} batches are read again and left out"
+        )
+        with rng.replayed(progress.random, self.device):
+            source = iter(loader)
+            for _ in range(progress.skip):
+                next(source, None)
+        return source
+
+    # --- around a run, an epoch and a log point
+
+    def check(self) -> None:
+        """Raises `UsageError` for what cannot work, before the run starts."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around all epochs of the stage."""
+        set_phase(self.name)
+        yield
+        set_phase("between stages")
+
+    def total_steps(self) -> int | None:
+        """Returns the steps of the whole stage, if that is known."""
+        return self.max_steps
+
+    def check_progress(self) -> None:
+        """Refuses an epoch without a step where no limit would ever end the stage."""
+        if self.steps_done == self.epoch_start and self.max_epochs is None:
+            raise self.no_batch()
+
+    def no_batch(self) -> UsageError:
+        return UsageError(
+            f"stage {self.name!r} got no batch in epoch {self.epoch + 1}: register a dataset that is not empty and "
+            "can be iterated over again"
+        )
+
+    def missing_dataset(self, name: str) -> UsageError:
+        known = ", ".join(repr(known) for known in self.pipe.datasets) or "none"
+        return UsageError(
+            f"stage {self.name!r} needs the dataset {name!r}, registered is {known}: call "
+            f"pipe.register_dataset({name!r}, loader) before run()"
+        )
+
+    def before_log_point(self) -> None:
+        """Logs what was put off until now."""
+
+    def examine(self, point: LogPoint) -> None:
+        """Looks at the result of a log point; may stop the run."""
+
+    def epoch_values(self) -> dict[str, Any]:
+        """Returns the metrics of the finished epoch, the same on all ranks."""
+        values: dict[str, Any] = dict(self.meter.finish_epoch())
+        for name in sorted(self.epoch_metrics):
+            metric = self.epoch_metrics[name]
+            result = metric.compute()
+            values[name] = result.tolist() if isinstance(result, Tensor) else float(result)
+            metric.reset()
+        return values
+
+    # --- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns where the stage is; of the metrics, the sums of the unfinished epoch."""
+        in_epoch = self.status.in_epoch
+        return {
+            "epoch": self.epoch,
+            "steps": self.steps_done,
+            "stopped": self.status.stop_agreed,
+            "in_epoch": in_epoch,
+            "epoch_began": self.epoch_start,
+            "passes": [each.state_dict() for each in self.passes] if in_epoch else [],
+            "meter": self.meter.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.epoch, self.steps_done, self.epoch_start = state["epoch"], state["steps"], state["epoch_began"]
+        if state["in_epoch"]:
+            self.status = StageStatus.STOPPING if state["stopped"] else StageStatus.IN_EPOCH
+        elif self.epoch:
+            self.status = StageStatus.STOPPED if state["stopped"] else StageStatus.BETWEEN_EPOCHS
+        self.passes = [Pass(**each) for each in state["passes"]]
+        self.meter.load_state_dict(state["meter"])
+
+    def restore_pass_rng(self, random: Sequence[Mapping[str, Any] | None]) -> None:
+        """Gives each pass the random state that it began with on this rank."""
+        for each, before in zip(self.passes, random, strict=True):
+            each.random = before
