@@ -100,7 +100,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "no train dataset": (
         no_dataset,
         (
-            "stage 'classify' wants the dataset 'train', but there is 'test': call "
+            "stage 'classify' needs the dataset 'train', registered is 'test': call "
             "pipe.register_dataset('train', loader) before run()"
         ),
     ),
@@ -129,7 +129,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "loss without gradient": (
         with_stage(Detached()),
         (
-            "train_step of stage 'detached' returned a loss that no parameter has a part in: do not detach it, and let "
+            "train_step of stage 'detached' returned a loss that depends on no parameter: do not detach it, and let "
             "the model's parameters require gradients"
         ),
     ),
@@ -141,17 +141,17 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         with_stage(Classify(), WRONG_DEVICE),
         "a batch has a tensor on meta, but this rank works on cpu: let the loader give tensors on the CPU or on cpu",
     ),
-    "strange optimiser": (
+    "strange optimizer": (
         strange_optimizer,
         (
-            "optimiser 'adam' has parameters that no registered model has: register their model, or pass a function "
-            "that makes the optimiser from the parameters it gets"
+            "optimizer 'adam' has parameters that no registered model has: register their model, or pass a function "
+            "that makes the optimizer from the parameters it gets"
         ),
     ),
-    "two optimisers": (
+    "two optimizers": (
         two_optimizers,
         (
-            "stage 'classify' cannot tell which optimiser to step, there is 'sgd', 'second': register one, or override "
+            "stage 'classify' cannot choose an optimizer, registered is 'sgd', 'second': register one, or override "
             "optimizers() to return those of this stage"
         ),
     ),
@@ -181,11 +181,11 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "plateau without metric": (
         plateau,
-        "the scheduler of optimiser 'b' looks at a metric: say which, such as monitor='val/loss'",
+        "the scheduler of optimizer 'b' looks at a metric: say which, such as monitor='val/loss'",
     ),
     "unknown model": (
         lambda folder: make_pipe(folder).register_optimizer("b", sgd, model="nett"),
-        "optimiser 'b' is for model 'nett', but there is 'net': register the model first",
+        "optimizer 'b' is for model 'nett', but there is 'net': register the model first",
     ),
     "unknown parallel": (
         lambda folder: make_pipe(folder, parallel="dp"),

@@ -32,7 +32,7 @@ class Greedy(Classify):
         return loss
 
     def optimize(self) -> None:
-        if self.pipe.steps_done == 3 and self.phase == "optimiser":
+        if self.pipe.steps_done == 3 and self.phase == "optimizer":
             self.fail()
         super().optimize()
 
@@ -46,7 +46,7 @@ class Greedy(Classify):
     [
         ("forward", "in the forward pass of step 4"),
         ("backward", "in the backward pass of step 4"),
-        ("optimiser", "in the optimiser's step of step 4"),
+        ("optimizer", "in the optimizer's step of step 4"),
         ("validation", "in the validation of step 4"),
     ],
 )

@@ -394,7 +394,7 @@ def test_a_log_point_costs_one_collective_and_one_wait(
 
 
 class Gan(Stage):
-    """Two players, each with its own optimiser."""
+    """Two players, each with its own optimizer."""
 
     def run_epoch(self) -> None:
         players: Any = self.models

@@ -1,4 +1,4 @@
-"""`Pipeline`: models, optimisers, datasets and stages under one name; `run` puts them to work."""
+"""`Pipeline`: models, optimizers, datasets and stages under one name; `run` puts them to work."""
 
 from __future__ import annotations
 
@@ -158,18 +158,18 @@ class Pipeline:
         every: Literal["step", "epoch"] = "step",
         monitor: str | None = None,
     ) -> Optimizer:
-        """Adds an optimiser, or a function that makes one from the parameters of `model` (of all models if None).
+        """Adds an optimizer, or a function that makes one from the parameters of `model` (of all models if None).
 
-        `scheduler` moves after each step of its optimiser, or after each epoch with `every="epoch"`; one that looks at
+        `scheduler` moves after each step of its optimizer, or after each epoch with `every="epoch"`; one that looks at
         a metric, such as ReduceLROnPlateau, gets the epoch's value of `monitor`.
         """
-        _check_new("optimiser", name, self.optimizers)
+        _check_new("optimizer", name, self.optimizers)
         if not isinstance(optimizer, Optimizer):
             optimizer = optimizer(self._parameters(name, model))
         if split_param_groups(optimizer) and isinstance(scheduler, LRScheduler):
             raise UsageError(
-                f"the scheduler of optimiser {name!r} was made before the optimiser's parameters were put into groups "
-                "of whole and of split ones: pass a function that makes the scheduler from the optimiser"
+                f"the scheduler of optimizer {name!r} was made before the optimizer's parameters were put into groups "
+                "of whole and of split ones: pass a function that makes the scheduler from the optimizer"
             )
         self.optimizers[name] = optimizer
         if scheduler is not None:
@@ -178,7 +178,7 @@ class Pipeline:
                 every = "epoch"
                 if monitor is None:
                     raise UsageError(
-                        f"the scheduler of optimiser {name!r} looks at a metric: say which, such as monitor='val/loss'"
+                        f"the scheduler of optimizer {name!r} looks at a metric: say which, such as monitor='val/loss'"
                     )
             self.schedulers[name] = made
             self._schedules[name] = Schedule(
@@ -376,8 +376,8 @@ class Pipeline:
             for group in optimizer.param_groups:
                 if any(id(p) not in known for p in group["params"]):
                     raise UsageError(
-                        f"optimiser {name!r} has parameters that no registered model has: register their model, or "
-                        "pass a function that makes the optimiser from the parameters it gets"
+                        f"optimizer {name!r} has parameters that no registered model has: register their model, or "
+                        "pass a function that makes the optimizer from the parameters it gets"
                     )
         for stage in self.stages:
             stage._loop.check()
@@ -460,7 +460,7 @@ class Pipeline:
                 schedule.scheduler.step(values[schedule.monitor])
 
     def _after_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Callable[[], object]]:
-        """What is to be called when optimisers have stepped: their schedulers, and the averages of their models."""
+        """What is to be called when optimizers have stepped: their schedulers, and the averages of their models."""
         schedulers = [
             schedule.scheduler.step
             for optimizer in optimizers
@@ -478,7 +478,7 @@ class Pipeline:
         if model is not None and model not in self.registered_models:
             there = ", ".join(repr(name) for name in self.registered_models) or "none"
             raise UsageError(
-                f"optimiser {optimizer!r} is for model {model!r}, but there is {there}: register the model first"
+                f"optimizer {optimizer!r} is for model {model!r}, but there is {there}: register the model first"
             )
         chosen = self.registered_models.values() if model is None else [self.registered_models[model]]
         return [p for one in chosen for p in one.bare.parameters() if p.requires_grad]

@@ -19,7 +19,7 @@ class TrainSettings:
     precision: precision.Name = "fp32"
     """fp32, tf32, bf16 or fp16 (fp16 with a loss scale)"""
     accumulate: int = 1
-    """batches per optimiser step; the gradient is that of the mean over all their samples, on all ranks"""
+    """batches per optimizer step; the gradient is that of the mean over all their samples, on all ranks"""
     gradient_clip: float | None = None
     """largest norm of all gradients together; the norm is logged as train/grad_norm"""
     val_every: int | str = 1

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from headway.train.train_val import TrainValStage
 
 _GIB = 2**30
-_PHASES = {"backward": "backward pass", "apply_update": "optimiser's step", "validate": "validation"}
+_PHASES = {"backward": "backward pass", "apply_update": "optimizer's step", "validate": "validation"}
 _SAMPLES_SHOWN = 16
 
 

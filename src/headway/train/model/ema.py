@@ -35,12 +35,12 @@ class Ema:
         self._pairs = list(zip(group_by_mesh(self._average), group_by_mesh(self._weights), strict=True))
 
     def follows(self, optimizer: Optimizer) -> bool:
-        """Whether the optimiser steps weights of this model."""
+        """Whether the optimizer steps weights of this model."""
         return any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"][:1])
 
     @torch.no_grad()
     def update(self) -> None:
-        """Call it after the optimiser's step."""
+        """Call it after the optimizer's step."""
         for averages, weights in self._pairs:
             torch._foreach_lerp_(averages, weights, 1 - self.decay)
 

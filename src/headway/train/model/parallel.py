@@ -61,7 +61,7 @@ class Fsdp:
     reduce_dtype: torch.dtype | None = None
     """average gradients in this type"""
     cpu_offload: bool = False
-    """keep parameters, gradients and optimiser state in host memory"""
+    """keep parameters, gradients and optimizer state in host memory"""
     reshard_after_forward: bool = True
     """free gathered layers between forward and backward; False needs more memory and less communication"""
     mesh: DeviceMesh | None = None

@@ -126,7 +126,7 @@ def destinations(pipe: Pipeline, path: Path) -> dict[str, Any]:
 
 
 def _optimizer_shards(pipe: Pipeline, path: Path) -> dict[str, Any]:
-    """A fresh optimiser has no state yet: for sharded parameters it is made here, sharded like them, as saved."""
+    """A fresh optimizer has no state yet: for sharded parameters it is made here, sharded like them, as saved."""
     names = parameter_names(pipe)
     shards: dict[str, Any] = {}
     sharded = {
@@ -161,7 +161,7 @@ def parameter_names(pipe: Pipeline) -> dict[int, str]:
 
 
 def _by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """The optimiser's state with names in the place of numbers."""
+    """The optimizer's state with names in the place of numbers."""
     packed, order = optimizer.state_dict(), _order(optimizer, names)
     return {
         "state": {order[number]: values for number, values in packed["state"].items()},
@@ -182,7 +182,7 @@ def _load_by_name(
         odd = {key for group in saved for key in group} ^ set(order)
         what = f"one has {min(odd)!r} and the other does not" if odd else "they are in other groups"
         raise UsageError(
-            f"optimiser {name!r} was saved with other parameters than it has now: {what}; make it as it was, or "
+            f"optimizer {name!r} was saved with other parameters than it has now: {what}; make it as it was, or "
             'start a new run with resume="never"'
         )
     number = {key: index for index, key in enumerate(order)}
@@ -200,7 +200,7 @@ def _load_by_name(
         missing = [str(error.args[0])]
     if missing:
         raise UsageError(
-            f"optimiser {name!r} was saved without {missing[0]!r}, so by another kind of optimiser: make it as it was, "
+            f"optimizer {name!r} was saved without {missing[0]!r}, so by another kind of optimizer: make it as it was, "
             'or start a new run with resume="never"'
         )
 
