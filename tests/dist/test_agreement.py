@@ -42,7 +42,7 @@ def test_the_point_is_beyond_what_any_rank_has_passed() -> None:
         time.sleep(chance.random() * 0.01)
         points = []
         for member in chance.sample(members, k=4):
-            points.append(member.promise())
+            points.append(member.propose())
             time.sleep(chance.random() * 0.002)
         for member in chance.sample(members, k=4):
             member.decide(max(points), "enough")
@@ -54,7 +54,7 @@ def test_the_point_is_beyond_what_any_rank_has_passed() -> None:
 
 def test_the_next_point_is_known_to_be_the_one() -> None:
     agreement = Agreement()
-    point = agreement.promise()
+    point = agreement.propose()
     assert not agreement.decided and not agreement.stops_next
     agreement.decide(point + 1, "enough")
     assert agreement.decided and not agreement.stops_next

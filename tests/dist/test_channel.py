@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from headway.dist.control.channel import Channel, UntrustedPeer, Message
+from headway.dist.control.channel import Channel, Message, UntrustedPeer
 
 KEY = b"k" * 32
 
@@ -28,10 +28,10 @@ Pair = tuple[Channel, Channel]
 
 @pytest.fixture
 def pair(sockets: tuple[socket.socket, socket.socket]) -> Pair:
-    caller = Channel(sockets[0], KEY, calling=True)
-    hub = Channel(sockets[1], KEY, calling=False)
-    caller.greet(1)
-    hub.greet(1)
+    caller = Channel(sockets[0], KEY, is_client=True)
+    hub = Channel(sockets[1], KEY, is_client=False)
+    caller.handshake(1)
+    hub.handshake(1)
     return caller, hub
 
 
@@ -62,9 +62,9 @@ def test_silence_is_a_timeout(pair: Pair) -> None:
 
 
 def test_another_key_is_no_key(sockets: tuple[socket.socket, socket.socket]) -> None:
-    caller = Channel(sockets[0], b"x" * 32, calling=True)
-    hub = Channel(sockets[1], KEY, calling=False)
-    caller.greet(1)
+    caller = Channel(sockets[0], b"x" * 32, is_client=True)
+    hub = Channel(sockets[1], KEY, is_client=False)
+    caller.handshake(1)
     caller.send({"type": "abort"})
     with pytest.raises(UntrustedPeer):
         hub.receive(1)
@@ -75,7 +75,7 @@ def test_a_message_cannot_be_played_twice(pair: Pair) -> None:
     caller.send({"type": "failed"})
     line = raw(hub)
     hub.feed(line + line)
-    messages = hub.take()
+    messages = hub.messages()
     assert next(messages) == {"type": "failed"}
     with pytest.raises(UntrustedPeer):
         next(messages)
@@ -86,7 +86,7 @@ def test_a_message_cannot_be_sent_back(pair: Pair) -> None:
     caller.send({"type": "failed"})
     caller.feed(raw(hub))
     with pytest.raises(UntrustedPeer):
-        next(caller.take())
+        next(caller.messages())
 
 
 def test_a_changed_message_is_no_message(pair: Pair) -> None:
@@ -94,11 +94,11 @@ def test_a_changed_message_is_no_message(pair: Pair) -> None:
     caller.send({"rank": 1})
     hub.feed(raw(hub).replace(b'{"rank":1}', b'{"rank":2}'))
     with pytest.raises(UntrustedPeer):
-        next(hub.take())
+        next(hub.messages())
 
 
 def test_garbage_does_not_fill_the_memory(pair: Pair) -> None:
     _, hub = pair
     hub.feed(b"x" * (5 << 20))
     with pytest.raises(UntrustedPeer):
-        next(hub.take())
+        next(hub.messages())

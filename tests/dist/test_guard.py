@@ -9,8 +9,8 @@ import pytest
 
 from waiting import check_duration
 
-from headway.dist.collective import from_root
 import headway as hw
+from headway.dist.collective import from_root
 from headway.dist.failure.remote import RemoteTraceback
 from headway.errors import BarrierTimeout, UsageError
 from headway.testing import ranks

@@ -146,14 +146,14 @@ def test_limits(heart: Heartbeat, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_period_nothing_is_watched(heart: Heartbeat, tmp_path: Path) -> None:
-    heart.watch(0.0, folder=tmp_path)
+    heart.watch(0.0, directory=tmp_path)
     heart.move("train", 1)
     assert heart.limit == math.inf and heartbeat.read(tmp_path, 0) is None
 
 
 def test_the_pulse_is_seen_from_outside(heart: Heartbeat, tmp_path: Path) -> None:
-    heart.watch(5.0, rank=3, folder=tmp_path)
-    heart.belongs_to(Path("/runs/größe"))
+    heart.watch(5.0, rank=3, directory=tmp_path)
+    heart.set_run(Path("/runs/größe"))
     heart.move("validation", 12)
     beat = heartbeat.read(tmp_path, 3)
     assert beat is not None
@@ -178,7 +178,7 @@ def test_the_agent_reports_only_if_nobody_moves(
     watchdog = Watchdog(tmp_path, ranks=[0, 1], world_size=2)
     assert watchdog.tick() is None, "nobody is there yet"
     for rank, one in enumerate((heart, other)):
-        one.watch(100.0, rank=rank, folder=tmp_path)
+        one.watch(100.0, rank=rank, directory=tmp_path)
         for number in range(1, 5):
             one.move("train", number)
     now[0] += 200

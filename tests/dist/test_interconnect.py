@@ -19,7 +19,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from headway.dist.topology import interconnect
-from headway.dist.topology.interconnect import ProcessGroupTransport, Interconnect, Link, check_interconnect
+from headway.dist.topology.interconnect import Interconnect, Link, ProcessGroupTransport, check_interconnect
 from headway.dist.topology.tournament import schedule
 from headway.errors import UsageError
 from headway.testing import ranks

@@ -19,14 +19,14 @@ from waiting import wait_until
 
 import headway as hw
 from headway.dist.control.hub import Hub
-from headway.dist.device import choose_device
-from headway.dist.failure.capture import is_echo
-from headway.dist.environment import LaunchEnvironment
-from headway.dist.rendezvous import HubAddress, FileRendezvous, listen
 from headway.dist.control.peer import connect_to_hub
+from headway.dist.device import choose_device
+from headway.dist.environment import LaunchEnvironment
+from headway.dist.failure.capture import is_echo
+from headway.dist.failure.record import FailureRecord
+from headway.dist.rendezvous import FileRendezvous, HubAddress, listen
 from headway.dist.roster import RankInfo, RankPlacement
 from headway.errors import RankFailure, UsageError
-from headway.dist.failure.record import FailureRecord
 from headway.testing import ranks
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -47,8 +47,17 @@ def meeting(tmp_path: Path) -> FileRendezvous:
 
 
 def open_hub(meeting: FileRendezvous, world_size: int) -> Hub:
-    listener, hosts = listen(LaunchEnvironment(launcher="mpi", rank=0, world_size=2, local_world_size=2, node="here"))
-    hub = Hub(listener, KEY, world_size, welcome={"store_port": 1}, on_verdict=unexpected, on_end=unexpected)
+    listener, hosts = listen(
+        LaunchEnvironment(launcher="mpi", rank=0, world_size=2, local_world_size=2, node="here")
+    )
+    hub = Hub(
+        listener,
+        KEY,
+        world_size,
+        welcome={"store_port": 1},
+        on_first_failure=unexpected,
+        on_all_down=unexpected,
+    )
     hub.start()
     meeting.publish(HubAddress(hosts=hosts, port=listener.getsockname()[1], key=KEY))
     return hub
@@ -59,7 +68,7 @@ def come(meeting: FileRendezvous, rank: int, timeout: float = 10) -> list[int]:
     peer, welcome, _ = connect_to_hub(meeting, member(rank), timeout)
     peer.leave(0)
     peer.close()
-    met: list[int] = welcome["seat"]["neighbours"]
+    met: list[int] = welcome["placement"]["ranks_on_node"]
     return met
 
 
@@ -87,7 +96,7 @@ def test_an_address_left_over_from_a_dead_launch_is_passed_over(meeting: FileRen
     time.sleep(0.2)
     other = FileRendezvous(meeting.path.with_name("other"))
     stranger = open_hub(other, 1)
-    address = other.look()
+    address = other.find()
     assert address is not None
     meeting.publish(HubAddress(hosts=address.hosts, port=address.port, key=b"y" * 32))
     time.sleep(0.2)
@@ -101,7 +110,7 @@ def test_an_address_left_over_from_a_dead_launch_is_passed_over(meeting: FileRen
 
 def test_strangers_cannot_join_or_stop_anything(meeting: FileRendezvous) -> None:
     hub = open_hub(meeting, 1)
-    address = meeting.look()
+    address = meeting.find()
     assert address is not None
     for garbage in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), b'{"type":"failed","record":{}}\n' * 9):
         with socket.create_connection((address.hosts[0], address.port)) as stranger:
@@ -113,7 +122,7 @@ def test_strangers_cannot_join_or_stop_anything(meeting: FileRendezvous) -> None
 
 def test_the_port_closes_when_all_have_come(meeting: FileRendezvous) -> None:
     hub = open_hub(meeting, 1)
-    address = meeting.look()
+    address = meeting.find()
     assert address is not None
     peer, _, _ = connect_to_hub(meeting, member(0), 10)
     with pytest.raises(ConnectionRefusedError):
@@ -128,7 +137,7 @@ def test_two_processes_with_one_number_are_told(meeting: FileRendezvous) -> None
     first = threading.Thread(target=come, args=(meeting, 0))
     first.start()
     wait_until(lambda: 0 not in hub.missing(), "rank 0 has joined", interval_s=0.01)
-    with pytest.raises(UsageError, match="two processes say they are rank 0"):
+    with pytest.raises(UsageError, match="two processes claim to be rank 0"):
         connect_to_hub(meeting, member(0), 5)
     assert come(meeting, 1) == [0, 1]
     first.join(10)
@@ -147,7 +156,7 @@ def test_a_meeting_point_of_another_user_is_refused(
     real = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: real + 1)
     with pytest.raises(UsageError, match="belongs to another user"):
-        meeting.look()
+        meeting.find()
 
 
 def test_a_hundred_launches_at_once() -> None:
@@ -191,7 +200,7 @@ BAD = {
             "PMIX_NAMESPACE": "x",
             "HEADWAY_RUNS": "no/where",
         },
-        "set HEADWAY_RUNS to a folder that all ranks can write",
+        "set HEADWAY_RUNS to a directory that all ranks can write",
     ),
 }
 
@@ -251,15 +260,15 @@ hw.init()
     assert "call headway.init() instead of init_process_group()" in done.stderr
 
 
-def seat(local_rank: int, dealt_out: bool = False) -> RankPlacement:
+def placement(local_rank: int, assigned: bool = False) -> RankPlacement:
     return RankPlacement(
         node_rank=0,
         nodes=1,
         local_rank=local_rank,
         local_world_size=4,
-        neighbours=(0, 1, 2, 3),
-        gpus_dealt_out=dealt_out,
-        spread="1 node x 4",
+        ranks_on_node=(0, 1, 2, 3),
+        gpus_assigned=assigned,
+        layout="1 node x 4",
     )
 
 
@@ -268,17 +277,17 @@ def test_which_gpu_is_mine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert choose_device("auto", seat(3), 4) == torch.device("cuda:3")
-    assert choose_device("cuda", seat(3, dealt_out=True), 4) == torch.device("cuda:0"), (
+    assert choose_device("auto", placement(3), 4) == torch.device("cuda:3")
+    assert choose_device("cuda", placement(3, assigned=True), 4) == torch.device("cuda:0"), (
         "several each, dealt out"
     )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert choose_device("cuda", seat(3), 4) == torch.device("cuda:0"), "one visible GPU per task"
+    assert choose_device("cuda", placement(3), 4) == torch.device("cuda:0"), "one visible GPU per task"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(UsageError, match="4 ranks run on this node, but only 2 GPUs are visible"):
-        choose_device("cuda", seat(3), 4)
+        choose_device("cuda", placement(3), 4)
     with pytest.raises(UsageError, match="device='mps' works for one process, but there are 4 ranks"):
-        choose_device("mps", seat(0), 4)
+        choose_device("mps", placement(0), 4)
 
 
 @pytest.mark.parametrize(

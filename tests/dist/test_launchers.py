@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from headway.dist.environment import LaunchEnvironment, detect
+from headway.dist.environment import detect
 from headway.errors import UsageError
 
 SRUN_STEP = {
@@ -139,7 +139,7 @@ def test_a_broken_environment_is_named(environ: dict[str, str], message: str) ->
 
 def test_tasks_per_node_in_slurms_shorthand() -> None:
     def local_size(node: int) -> int | None:
-        found: LaunchEnvironment = detect(SRUN_STEP | {"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": str(node)})
-        return found.local_world_size
+        environ = SRUN_STEP | {"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": str(node)}
+        return detect(environ).local_world_size
 
     assert [local_size(node) for node in range(4)] == [2, 2, 2, 1]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from headway.dist.topology.machine import GpuLink, Nic, Port, Topology, describe_gpus, detect, virtual_prefix
 from headway.dist.topology.nccl import Setting, nccl_settings, read_conf
 from headway.dist.topology.nvml import Gpu, pci_address, read_driver, read_gpus
-from headway.dist.topology.machine import GpuLink, Nic, Port, Topology, describe_gpus, detect, virtual_prefix
 
 MACHINES = Path(__file__).parent / "machines"
 

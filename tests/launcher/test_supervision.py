@@ -236,8 +236,8 @@ step.mkdir(parents=True)
 BEATS = """
 from headway.dist.failure.heartbeat import Heartbeat
 heart = Heartbeat()
-heart.watch(60.0, rank=rank, folder=Path(os.environ["HEADWAY_HEARTBEAT"]))
-heart.belongs_to(Path("run-0").absolute())
+heart.watch(60.0, rank=rank, directory=Path(os.environ["HEADWAY_HEARTBEAT"]))
+heart.set_run(Path("run-0").absolute())
 """
 
 

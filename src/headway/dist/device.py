@@ -1,4 +1,4 @@
-"""Which device is this rank's?"""
+"""The device that a rank computes on."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ KINDS = ("auto", "cpu", "cuda", "mps")
 
 
 def check_kind(kind: str) -> None:
+    """Raises UsageError unless `kind` is one of `KINDS`."""
     if kind not in KINDS:
         raise UsageError(f"device={kind!r} is not known; expected one of {', '.join(KINDS)}")
 
 
-def choose_device(kind: str, seat: RankPlacement, world_size: int) -> torch.device:
+def choose_device(kind: str, placement: RankPlacement, world_size: int) -> torch.device:
     """Picks the rank's device, and makes it the current one.
 
-    A scheduler that has dealt the GPUs out, one or more to each task, shows a task only its own: then the first that
-    is visible is right. Otherwise all ranks of the node see all GPUs, and the local rank counts.
+    A scheduler that has assigned GPUs to tasks shows each task only its own: then the first visible one is right.
+    Otherwise all ranks of the node see all GPUs, and the local rank is the index.
     """
     check_kind(kind)
     if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "mps" if _mps(world_size) else "cpu"
+        kind = "cuda" if torch.cuda.is_available() else "mps" if _has_mps(world_size) else "cpu"
     if kind == "cuda":
-        device = torch.device("cuda", _cuda_index(seat))
+        device = torch.device("cuda", _cuda_index(placement))
         torch.cuda.set_device(device)
         return device
     if kind == "mps":
@@ -34,25 +35,23 @@ def choose_device(kind: str, seat: RankPlacement, world_size: int) -> torch.devi
                 f"device='mps' works for one process, but there are {world_size} ranks; use device='cpu'"
             )
         if not torch.backends.mps.is_available():
-            raise UsageError(
-                "device='mps' was asked for, but this machine has none; use device='auto' or 'cpu'"
-            )
+            raise UsageError("device='mps' is not available on this machine; use device='auto' or 'cpu'")
     return torch.device(kind)
 
 
-def _mps(world_size: int) -> bool:
+def _has_mps(world_size: int) -> bool:
     return world_size == 1 and torch.backends.mps.is_available()
 
 
-def _cuda_index(seat: RankPlacement) -> int:
+def _cuda_index(placement: RankPlacement) -> int:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
-        raise UsageError("device='cuda' was asked for, but torch sees no GPU; use device='auto' or 'cpu'")
-    if seat.gpus_dealt_out or count == 1:
+        raise UsageError("device='cuda' is not available: torch sees no GPU; use device='auto' or 'cpu'")
+    if placement.gpus_assigned or count == 1:
         return 0
-    if seat.local_rank >= count:
+    if placement.local_rank >= count:
         raise UsageError(
-            f"{seat.local_world_size} ranks run on this node, but only {count} GPUs are visible to them; "
-            f"start at most {count} ranks per node, or ask for device='cpu'"
+            f"{placement.local_world_size} ranks run on this node, but only {count} GPUs are visible to them; "
+            f"start at most {count} ranks per node, or use device='cpu'"
         )
-    return seat.local_rank
+    return placement.local_rank

@@ -1,8 +1,8 @@
-"""Who started this process, and which of how many is it? Read from the environment, nothing else.
+"""What the launcher says about this process: its rank, the number of ranks, its node. Read from the environment only.
 
-Launchers differ by data, not by code: a table of variable names each. The order of the table matters, because SLURM's
-variables lie under mpirun and torchrun (they count nodes, or are zero on every rank), and a batch script has
-SLURM_NTASKS=4 though it is one process: SLURM counts only where a step is.
+Launchers differ by data, not by code: each is an entry in a table of variable names. The order of the table matters,
+because SLURM's variables are wrong under mpirun and torchrun (they count nodes, or are zero on every rank). A batch
+script has SLURM_NTASKS=4 although it is one process, so SLURM counts only inside a job step.
 """
 
 from __future__ import annotations
@@ -10,16 +10,21 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 from headway.errors import UsageError
 from headway.schedulers.slurm.hostlist import expand
+from headway.system.environment import RENDEZVOUS
+
+Environ = Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchEnvironment:
-    """What the launcher says about this process. Facts it does not give are None and are worked out on joining."""
+    """What the launcher says about this process. Facts that it does not give are None until the ranks have joined."""
 
     launcher: str
     """headway, torchrun, mpi, srun or none"""
@@ -32,113 +37,79 @@ class LaunchEnvironment:
     master: str | None = None
     """the host of rank 0, where the launcher knows it"""
     launch_id: str | None = None
-    """equal on all ranks of this launch and unlike that of any other; None if the launcher gives none"""
+    """equal on all ranks of this launch and different from that of any other; None if the launcher gives none"""
     store_address: str | None = None
     """host:port of a store that the launcher or the user has chosen"""
+    rendezvous_file: Path | None = None
+    """where a node agent tells its ranks to meet"""
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether a node agent started this rank: then the agent prints why a run failed."""
+        return self.rendezvous_file is not None
+
+
+def _unknown(environ: Environ) -> None:
+    """The launcher does not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Variables:
-    """The names under which one launcher tells a process its place."""
+class _Launcher:
+    """How one launcher tells a process its place: names of variables, and how to read those that need reading."""
 
-    launcher: str
+    name: str
+    marker: str
+    """the variable whose presence means that this launcher started us"""
     rank: str
     world_size: str
     local_rank: str
-    local_world_size: str | None
+    local_world_size: Callable[[Environ], int | None]
     node: str | None
-    marker: str
-    """the variable whose presence means that this launcher started us"""
+    master: Callable[[Environ], str | None] = _unknown
+    launch_id: Callable[[Environ], str | None] = _unknown
+    store: Literal["ignored", "optional", "required"] = "optional"
+    """what MASTER_ADDR and MASTER_PORT mean: torchrun always sets them; under srun and mpirun a user may"""
 
 
-_HEADWAY = _Variables(
-    launcher="headway",
-    marker="HEADWAY_RENDEZVOUS",
-    rank="RANK",
-    world_size="WORLD_SIZE",
-    local_rank="LOCAL_RANK",
-    local_world_size="LOCAL_WORLD_SIZE",
-    node="GROUP_RANK",
-)
-_TORCHRUN = _Variables(
-    launcher="torchrun",
-    marker="RANK",
-    rank="RANK",
-    world_size="WORLD_SIZE",
-    local_rank="LOCAL_RANK",
-    local_world_size="LOCAL_WORLD_SIZE",
-    node="GROUP_RANK",
-)
-_OPEN_MPI = _Variables(
-    launcher="mpi",
-    marker="OMPI_COMM_WORLD_RANK",
-    rank="OMPI_COMM_WORLD_RANK",
-    world_size="OMPI_COMM_WORLD_SIZE",
-    local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-    local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-    node=None,  # OMPI_COMM_WORLD_NODE_RANK is the rank on the node, not the node's number
-)
-_MPICH = _Variables(
-    launcher="mpi",
-    marker="PMI_RANK",
-    rank="PMI_RANK",
-    world_size="PMI_SIZE",
-    local_rank="MPI_LOCALRANKID",
-    local_world_size="MPI_LOCALNRANKS",
-    node=None,
-)
-_SRUN = _Variables(
-    launcher="srun",
-    marker="SLURM_STEP_ID",
-    rank="SLURM_PROCID",
-    world_size="SLURM_STEP_NUM_TASKS",  # SLURM_NTASKS is the job's
-    local_rank="SLURM_LOCALID",
-    local_world_size=None,  # from SLURM_STEP_TASKS_PER_NODE: nodes may hold different numbers
-    node="SLURM_NODEID",
-)
-_TABLE = (_HEADWAY, _TORCHRUN, _OPEN_MPI, _MPICH, _SRUN)
+def detect(environ: Environ = os.environ) -> LaunchEnvironment:
+    """Reads from the environment who launched this process, and as which rank.
 
-
-def detect(environ: Mapping[str, str] = os.environ) -> LaunchEnvironment:
-    """Finds this process's place from its environment.
-
-    >>> detect({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}).rank
+    >>> detect({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}).rank
     1
     """
-    for names in _TABLE:
-        if names.marker in environ:
-            return _place(names, environ)
+    for launcher in _LAUNCHERS:
+        if launcher.marker in environ:
+            return _read(launcher, environ)
     return LaunchEnvironment(
         launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1, node=socket.gethostname()
     )
 
 
-def _place(names: _Variables, environ: Mapping[str, str]) -> LaunchEnvironment:
-    rank = _number(environ, names.rank, names.launcher)
-    world_size = _number(environ, names.world_size, names.launcher)
+def _read(launcher: _Launcher, environ: Environ) -> LaunchEnvironment:
+    rank = _number(environ, launcher.rank, launcher.name)
+    world_size = _number(environ, launcher.world_size, launcher.name)
     if world_size < 1 or rank >= world_size:
         raise UsageError(
-            f"{names.rank}={rank} is not a rank of {names.world_size}={world_size}; start the script through its "
+            f"{launcher.rank}={rank} is not a rank of {launcher.world_size}={world_size}; start the script through its "
             f"launcher, or unset these variables to run as one process"
         )
-    host = socket.gethostname()
-    node = environ.get(names.node) if names.node else None
+    node = environ.get(launcher.node) if launcher.node else None
+    has_local_rank = launcher.local_rank in environ
     return LaunchEnvironment(
-        launcher=names.launcher,
+        launcher=launcher.name,
         rank=rank,
         world_size=world_size,
-        local_rank=_number(environ, names.local_rank, names.launcher)
-        if names.local_rank in environ
-        else None,
-        local_world_size=_local_world_size(names, environ),
-        node=host if node is None else f"node {node}",
-        master=_master(names, environ),
-        launch_id=_launch_id(names, environ),
-        store_address=_store_address(names, environ),
+        local_rank=_number(environ, launcher.local_rank, launcher.name) if has_local_rank else None,
+        local_world_size=launcher.local_world_size(environ),
+        node=socket.gethostname() if node is None else f"node {node}",
+        master=launcher.master(environ),
+        launch_id=launcher.launch_id(environ),
+        store_address=_store_address(launcher, environ),
+        rendezvous_file=Path(environ[RENDEZVOUS]) if launcher.marker == RENDEZVOUS else None,
     )
 
 
-def _number(environ: Mapping[str, str], name: str, launcher: str) -> int:
+def _number(environ: Environ, name: str, launcher: str) -> int:
     text = environ.get(name)
     if text is None:
         raise UsageError(f"this process looks like it was started by {launcher}, but {name} is not set")
@@ -149,12 +120,34 @@ def _number(environ: Mapping[str, str], name: str, launcher: str) -> int:
     return int(text)
 
 
-def _local_world_size(names: _Variables, environ: Mapping[str, str]) -> int | None:
-    if names is _SRUN and "SLURM_STEP_TASKS_PER_NODE" in environ:
-        return _tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])[_number(environ, "SLURM_NODEID", "srun")]
-    if names.local_world_size in environ and names.local_world_size:
-        return _number(environ, names.local_world_size, names.launcher)
+def _store_address(launcher: _Launcher, environ: Environ) -> str | None:
+    if launcher.store == "ignored":
+        return None
+    host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
+    if host and port:
+        return f"{host}:{port}"
+    if launcher.store == "required":
+        raise UsageError(
+            "RANK and WORLD_SIZE are set, but MASTER_ADDR and MASTER_PORT are not: start the script with torchrun or "
+            "`headway run`, or unset RANK and WORLD_SIZE to run as one process"
+        )
     return None
+
+
+def _from(variable: str, launcher: str) -> Callable[[Environ], int | None]:
+    """Reads a number that may be missing."""
+
+    def read(environ: Environ) -> int | None:
+        return _number(environ, variable, launcher) if variable in environ else None
+
+    return read
+
+
+def _slurm_tasks_here(environ: Environ) -> int | None:
+    """The number of tasks on this node: nodes may have different numbers, so SLURM gives a list of them."""
+    if "SLURM_STEP_TASKS_PER_NODE" not in environ:
+        return None
+    return _tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])[_number(environ, "SLURM_NODEID", "srun")]
 
 
 def _tasks_per_node(text: str) -> list[int]:
@@ -170,43 +163,85 @@ def _tasks_per_node(text: str) -> list[int]:
     return counts
 
 
-def _master(names: _Variables, environ: Mapping[str, str]) -> str | None:
-    if names is _SRUN and "SLURM_STEP_NODELIST" in environ:
-        # the step's list: the job's begins with a node where no rank of this step may run
-        return expand(environ["SLURM_STEP_NODELIST"])[0]
-    return None
+def _slurm_master(environ: Environ) -> str | None:
+    # the step's list: the job's begins with a node where no rank of this step may run
+    return expand(environ["SLURM_STEP_NODELIST"])[0] if "SLURM_STEP_NODELIST" in environ else None
 
 
-def _launch_id(names: _Variables, environ: Mapping[str, str]) -> str | None:
-    if names is _SRUN:
-        # job and step numbers start again with a new cluster, srun's own address does not
-        parts = (
-            "SLURM_JOB_ID",
-            "SLURM_STEP_ID",
-            "SLURM_RESTART_COUNT",
-            "SLURM_SRUN_COMM_HOST",
-            "SLURM_SRUN_COMM_PORT",
-        )
-        return "srun-" + "-".join(environ.get(part, "0") for part in parts)
-    if names is _OPEN_MPI:
-        space = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
-        return f"mpi-{space}" if space else None
-    if names is _MPICH and environ.get("MPI_LOCALNRANKS") == environ.get("PMI_SIZE"):
-        # one proxy starts all ranks of a node; across nodes nothing in the environment is common
+def _slurm_launch_id(environ: Environ) -> str:
+    # a new cluster counts jobs and steps from the beginning again, but srun's own address is another one
+    parts = (
+        "SLURM_JOB_ID",
+        "SLURM_STEP_ID",
+        "SLURM_RESTART_COUNT",
+        "SLURM_SRUN_COMM_HOST",
+        "SLURM_SRUN_COMM_PORT",
+    )
+    return "srun-" + "-".join(environ.get(part, "0") for part in parts)
+
+
+def _open_mpi_launch_id(environ: Environ) -> str | None:
+    namespace = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
+    return f"mpi-{namespace}" if namespace else None
+
+
+def _mpich_launch_id(environ: Environ) -> str | None:
+    # one proxy starts all ranks of a node; across nodes nothing in the environment is common
+    if environ.get("MPI_LOCALNRANKS") == environ.get("PMI_SIZE"):
         return f"mpich-{socket.gethostname()}-{os.getppid()}"
     return None
 
 
-def _store_address(names: _Variables, environ: Mapping[str, str]) -> str | None:
-    """torchrun always names a store; under srun and mpirun a user may, and is taken at his word."""
-    host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
-    if names is _HEADWAY:
-        return None
-    if host and port:
-        return f"{host}:{port}"
-    if names is _TORCHRUN:
-        raise UsageError(
-            "RANK and WORLD_SIZE are set, but MASTER_ADDR and MASTER_PORT are not: start the script with torchrun or "
-            "`headway run`, or unset RANK and WORLD_SIZE to run as one process"
-        )
-    return None
+_LAUNCHERS = (
+    _Launcher(
+        name="headway",
+        marker=RENDEZVOUS,
+        rank="RANK",
+        world_size="WORLD_SIZE",
+        local_rank="LOCAL_RANK",
+        local_world_size=_from("LOCAL_WORLD_SIZE", "headway"),
+        node="GROUP_RANK",
+        store="ignored",
+    ),
+    _Launcher(
+        name="torchrun",
+        marker="RANK",
+        rank="RANK",
+        world_size="WORLD_SIZE",
+        local_rank="LOCAL_RANK",
+        local_world_size=_from("LOCAL_WORLD_SIZE", "torchrun"),
+        node="GROUP_RANK",
+        store="required",
+    ),
+    _Launcher(
+        name="mpi",  # Open MPI
+        marker="OMPI_COMM_WORLD_RANK",
+        rank="OMPI_COMM_WORLD_RANK",
+        world_size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_world_size=_from("OMPI_COMM_WORLD_LOCAL_SIZE", "mpi"),
+        node=None,  # OMPI_COMM_WORLD_NODE_RANK is the rank on the node, not the node's number
+        launch_id=_open_mpi_launch_id,
+    ),
+    _Launcher(
+        name="mpi",  # MPICH
+        marker="PMI_RANK",
+        rank="PMI_RANK",
+        world_size="PMI_SIZE",
+        local_rank="MPI_LOCALRANKID",
+        local_world_size=_from("MPI_LOCALNRANKS", "mpi"),
+        node=None,
+        launch_id=_mpich_launch_id,
+    ),
+    _Launcher(
+        name="srun",
+        marker="SLURM_STEP_ID",
+        rank="SLURM_PROCID",
+        world_size="SLURM_STEP_NUM_TASKS",  # SLURM_NTASKS is the job's
+        local_rank="SLURM_LOCALID",
+        local_world_size=_slurm_tasks_here,
+        node="SLURM_NODEID",
+        master=_slurm_master,
+        launch_id=_slurm_launch_id,
+    ),
+)

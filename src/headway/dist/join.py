@@ -1,17 +1,14 @@
-"""Joining: from a lone process to one of a group that lives and dies together.
+"""Joining: `init` detects the launcher, finds the other ranks, and makes torch's process group.
 
-`init` finds out who launched us, meets the other ranks, and makes torch's process group. From then on a failure of
-any rank ends all of them, with the first cause on the screen and in the run directory.
+From then on a failure of any rank ends all of them, with the first cause on the screen and in the run directory.
 """
 
 from __future__ import annotations
 
 import atexit
-import math
 import os
 import secrets
 import socket
-import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,40 +17,50 @@ import torch
 import torch.distributed as c10d
 
 from headway.dist.control.hub import Hub
-from headway.dist.control.peer import connect_to_hub
+from headway.dist.control.peer import Peer, connect_to_hub
 from headway.dist.device import check_kind, choose_device
 from headway.dist.environment import LaunchEnvironment, detect
 from headway.dist.failure.capture import HEARTBEAT
 from headway.dist.group import (
     RankGroup,
     World,
-    enter,
-    exit_group,
-    forget,
+    abandon,
     hook_exceptions,
     is_initialized,
-    mine,
+    leave_current,
+    own_group,
+    set_current,
     world,
 )
-from headway.dist.rendezvous import HubAddress, FileRendezvous, Rendezvous, StoreRendezvous, file_rendezvous, listen
-from headway.dist.roster import RankInfo, RankPlacement, seats
+from headway.dist.rendezvous import (
+    FileRendezvous,
+    HubAddress,
+    Rendezvous,
+    StoreRendezvous,
+    file_rendezvous,
+    listen,
+)
+from headway.dist.roster import RankInfo, RankPlacement, place_ranks
 from headway.dist.topology import machine
 from headway.dist.topology.nccl import nccl_settings, read_conf
 from headway.errors import RankFailure, UsageError
-from headway.system.log import install_handler
+from headway.system.environment import HEARTBEAT as HEARTBEAT_VARIABLE, directory, watchdog_s
+from headway.system.log import install_handler, logger
+from headway.system.text import shorten_list
 
-_LEAVE_TOGETHER = 2.0
-"""seconds a rank waits at its end for the others to end, too"""
+_LEAVE_TIMEOUT_S = 2.0
+"""how long a rank waits at its end for the others to end, too"""
 
 
 def init(*, device: str = "auto", setup_timeout: float = 300.0, step_timeout: float = 1800.0) -> World:
     """Joins the ranks that were launched together, whoever launched them, and returns this rank's place.
 
-    Works under `headway run`, torchrun, `srun`, `mpirun` and nothing at all. Calling it again returns the same world.
+    Works under `headway run`, torchrun, `srun`, `mpirun`, and without a launcher. A second call returns the same world.
 
-    `device` is "auto", "cpu", "cuda" or "mps". `setup_timeout` bounds how long ranks wait for each other to come;
-    `step_timeout` how long they may stand still afterwards, in a collective or elsewhere, before a report says who
-    holds up whom and the run ends. HEADWAY_WATCHDOG=seconds sets it from outside; 0 leaves it to the collectives.
+    `device` is "auto", "cpu", "cuda" or "mps". `setup_timeout` is how long, in seconds, ranks wait for each other to
+    join. `step_timeout` is how long they may make no progress afterwards, in a collective or elsewhere, before the run
+    ends with a report that names the rank that holds up the others. HEADWAY_WATCHDOG overrides it; 0 switches the
+    check off, and leaves the timeout to the collectives.
 
     >>> world = headway.init()
     >>> model.to(world.device)
@@ -62,111 +69,104 @@ def init(*, device: str = "auto", setup_timeout: float = 300.0, step_timeout: fl
         return world()
     if c10d.is_initialized():
         raise UsageError(
-            "torch.distributed is initialised already: call headway.init() instead of init_process_group()"
+            "torch.distributed is initialized already: call headway.init() instead of init_process_group()"
         )
+    install_handler()
     install_handler()
     hook_exceptions()
     check_kind(device)
-    period = _period(step_timeout)
+    period_s = watchdog_s(step_timeout)
     group = RankGroup(detect())
-    enter(group)
-    pulse = os.environ.get("HEADWAY_HEARTBEAT")
-    HEARTBEAT.watch(period, rank=group.place.rank, folder=Path(pulse) if pulse else None)
+    set_current(group)
+    HEARTBEAT.watch(period_s, rank=group.launch.rank, directory=directory(HEARTBEAT_VARIABLE))
     try:
-        found = _meet(group, setup_timeout)
-        group.world = _sit_down(group, found, device)
-        _check_gpus_differ(group, found)
-        # collectives have twice the time: the report comes first, and is the better one
-        _make_process_group(group, 2 * period or step_timeout)
+        placement = _rendezvous(group, setup_timeout)
+        group.world = _make_world(group, placement, device)
+        _check_gpus_differ(group, placement)
+        # collectives have twice the time, because the hang report says more than their timeout
+        _make_process_group(group, 2 * period_s or step_timeout)
     except BaseException:
-        # those who know us must hear of it, from the hook; if nobody does, leave no trace
-        if group.peer is None:
-            forget(group)
+        if group.peer is None:  # no other rank has seen this one; else the exception hook informs them
+            abandon(group)
         raise
     atexit.register(leave)
-    if group.place.rank == 0:
-        print(f"headway: launched by: {_launched_by(group.world, found)}", file=sys.stderr, flush=True)
+    if group.launch.rank == 0:
+        logger.info("launched by: %s", _launched_by(group.world, placement))
     return group.world
 
 
-def _period(step_timeout: float) -> float:
-    """Seconds that ranks may stand still; 0 if nobody is to watch."""
-    text = os.environ.get("HEADWAY_WATCHDOG", str(step_timeout))
-    try:
-        period = float(text)
-    except ValueError:
-        period = -1.0
-    if not 0 <= period < math.inf:
-        raise UsageError(f"HEADWAY_WATCHDOG={text!r}: give seconds, such as 600, or 0 to watch nothing")
-    return period
-
-
-def _launched_by(world: World, seat: RankPlacement) -> str:
+def _launched_by(world: World, placement: RankPlacement) -> str:
     if world.launcher == "none":
         return f"python alone, 1 process on {world.device}"
-    return f"{world.launcher}, {seat.spread} on {world.device.type}"
+    return f"{world.launcher}, {placement.layout} on {world.device.type}"
 
 
-def _meet(group: RankGroup, timeout: float) -> RankPlacement:
-    """Finds the other ranks. Afterwards the group has its members, a store, and a line to the hub."""
-    place = group.place
+def _rendezvous(group: RankGroup, timeout: float) -> RankPlacement:
+    """Finds the other ranks. Afterwards the group has a store and a connection to the hub."""
+    launch = group.launch
     me = RankInfo(
-        rank=place.rank,
+        rank=launch.rank,
         host=socket.gethostname(),
-        node=place.node,
+        node=launch.node,
         pid=os.getpid(),
-        local_rank=place.local_rank,
+        local_rank=launch.local_rank,
         visible_gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
     )
-    if place.world_size == 1:
-        return seats([me])[0]
-    meeting: Rendezvous
-    if place.store_address is None:
-        meeting = file_rendezvous(place)
-        meeting.check()
+    if launch.world_size == 1:
+        return place_ranks([me])[0]
+    rendezvous: Rendezvous
+    if launch.store_address is None:
+        rendezvous = file_rendezvous(launch)
+        rendezvous.check()
     else:
-        group.store = _launchers_store(place, timeout)
-        meeting = StoreRendezvous(group.store)
-    if place.rank == 0:
-        _open_hub(group, meeting, timeout)
+        group.store = _launchers_store(launch, timeout)
+        rendezvous = StoreRendezvous(group.store)
+    if launch.rank == 0:
+        _open_hub(group, rendezvous, timeout)
     try:
-        group.peer, welcome, host = connect_to_hub(meeting, me, timeout, HEARTBEAT)
+        group.peer, welcome, host = connect_to_hub(rendezvous, me, timeout, HEARTBEAT)
     except RankFailure as error:
         absent = group.hub.missing() if group.hub else []
         if absent:
             raise RankFailure(
-                f"{len(absent)} of {place.world_size} ranks did not come within {timeout:.0f} s: "
-                f"{', '.join(map(str, absent[:16]))}; look at the start of their output, or raise setup_timeout"
+                f"{len(absent)} of {launch.world_size} ranks did not join within {timeout:.0f} s: "
+                f"{shorten_list(absent)}; look at the start of their output, or raise setup_timeout"
             ) from error
         raise
     finally:
         if group.hub:
-            meeting.close()
-    group.root = RankInfo(**welcome["root"])
-    group.peer.watch(group.others_failed, group.hub_lost, group.hub_silent)
-    if isinstance(meeting, FileRendezvous):
+            rendezvous.close()
+    _follow_hub(group, group.peer, RankInfo(**welcome["root"]))
+    if isinstance(rendezvous, FileRendezvous):
         _export_address(group, host, int(welcome["store_port"]))
-        if place.rank != 0:
+        if launch.rank != 0:
             group.store = c10d.TCPStore(host, int(welcome["store_port"]), timeout=timedelta(seconds=timeout))
-    return RankPlacement(**welcome["seat"])
+    return RankPlacement(**welcome["placement"])
 
 
-def _launchers_store(place: LaunchEnvironment, timeout: float) -> c10d.Store:
-    """The store behind MASTER_ADDR: torchrun's own, or one that rank 0 opens at the address the user chose."""
-    os.environ.setdefault("RANK", str(place.rank))
-    os.environ.setdefault("WORLD_SIZE", str(place.world_size))
-    address = c10d.rendezvous("env://", place.rank, place.world_size, timeout=timedelta(seconds=timeout))
+def _follow_hub(group: RankGroup, peer: Peer, root: RankInfo) -> None:
+    """From now on the hub's messages, or their absence, end this rank."""
+    failures = group.failures
+    failures.peer, failures.root = peer, root
+    peer.listen(failures.on_abort, failures.on_hub_lost, failures.on_hub_silent)
+
+
+def _launchers_store(launch: LaunchEnvironment, timeout: float) -> c10d.Store:
+    """Returns the store behind MASTER_ADDR: torchrun's own, or one that rank 0 opens where the user chose."""
+    os.environ.setdefault("RANK", str(launch.rank))
+    os.environ.setdefault("WORLD_SIZE", str(launch.world_size))
+    address = c10d.rendezvous("env://", launch.rank, launch.world_size, timeout=timedelta(seconds=timeout))
     store: c10d.Store = next(address)[0]
     return store
 
 
-def _open_hub(group: RankGroup, meeting: Rendezvous, timeout: float) -> None:
-    """Rank 0 listens, and says where. The store's port, too, is the kernel's choice."""
-    listener, hosts = listen(group.place)
+def _open_hub(group: RankGroup, rendezvous: Rendezvous, timeout: float) -> None:
+    """Starts the hub on rank 0 and publishes its address. The kernel picks its port, and that of the store."""
+    listener, hosts = listen(group.launch)
     key = secrets.token_bytes(32)
     welcome = {}
-    if isinstance(meeting, FileRendezvous):
-        server, _ = listen(group.place)
+    if isinstance(rendezvous, FileRendezvous):
+        server, _ = listen(group.launch)
         welcome["store_port"] = server.getsockname()[1]
         group.store = c10d.TCPStore(
             "127.0.0.1",
@@ -179,14 +179,14 @@ def _open_hub(group: RankGroup, meeting: Rendezvous, timeout: float) -> None:
     group.hub = Hub(
         listener,
         key,
-        group.place.world_size,
+        group.launch.world_size,
         welcome=welcome,
-        on_verdict=group.verdict,
-        on_end=group.everybody_is_down,
-        heart=HEARTBEAT,
+        on_first_failure=group.failures.on_first_failure,
+        on_all_down=group.failures.on_all_down,
+        heartbeat=HEARTBEAT,
     )
     group.hub.start()
-    meeting.publish(HubAddress(hosts=hosts, port=listener.getsockname()[1], key=key))
+    rendezvous.publish(HubAddress(hosts=hosts, port=listener.getsockname()[1], key=key))
 
 
 def _export_address(group: RankGroup, host: str, port: int) -> None:
@@ -194,47 +194,48 @@ def _export_address(group: RankGroup, host: str, port: int) -> None:
     group.export("MASTER_PORT", str(port))
 
 
-def _sit_down(group: RankGroup, found: RankPlacement, device: str) -> World:
-    """Takes this rank's device and tells the rest of the process, in torchrun's words, who it is."""
-    place = group.place
-    chosen = choose_device(device, found, place.world_size)
+def _make_world(group: RankGroup, placement: RankPlacement, device: str) -> World:
+    """Chooses this rank's device, and exports its place in the variables that torchrun uses."""
+    launch = group.launch
+    chosen = choose_device(device, placement, launch.world_size)
     for name, value in {
-        "RANK": place.rank,
-        "WORLD_SIZE": place.world_size,
-        "LOCAL_RANK": found.local_rank,
-        "LOCAL_WORLD_SIZE": found.local_world_size,
-        "GROUP_RANK": found.node_rank,
-        "GROUP_WORLD_SIZE": found.nodes,
+        "RANK": launch.rank,
+        "WORLD_SIZE": launch.world_size,
+        "LOCAL_RANK": placement.local_rank,
+        "LOCAL_WORLD_SIZE": placement.local_world_size,
+        "GROUP_RANK": placement.node_rank,
+        "GROUP_WORLD_SIZE": placement.nodes,
     }.items():
         group.export(name, str(value))
-    if found.nodes == 1:
-        # without this gloo asks the host's name for an address, which many a laptop and container cannot answer
+    if placement.nodes == 1:
+        # without this gloo resolves the host's name, which fails on many laptops and in containers
         group.export("GLOO_SOCKET_IFNAME", _loopback(), override=False)
-    if place.world_size > 1 and (found.nodes > 1 or chosen.type == "cuda"):
-        _tune_network(group, found.nodes)
+    if launch.world_size > 1 and (placement.nodes > 1 or chosen.type == "cuda"):
+        _tune_network(group, placement.nodes)
     return World(
-        rank=place.rank,
-        world_size=place.world_size,
-        local_rank=found.local_rank,
-        local_world_size=found.local_world_size,
-        node_rank=found.node_rank,
-        nodes=found.nodes,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        local_rank=placement.local_rank,
+        local_world_size=placement.local_world_size,
+        node_rank=placement.node_rank,
+        nodes=placement.nodes,
         host=socket.gethostname(),
-        launcher=place.launcher,
+        launcher=launch.launcher,
         device=chosen,
     )
 
 
-def _check_gpus_differ(group: RankGroup, found: RankPlacement) -> None:
-    """Two ranks on one GPU fail deep inside NCCL, long after the mistake: say it now."""
+def _check_gpus_differ(group: RankGroup, placement: RankPlacement) -> None:
+    """Raises if two ranks share a GPU, which would fail much later and deep inside NCCL."""
     world = group.world
     assert world is not None
     if world.device.type != "cuda" or world.local_world_size == 1 or "NCCL_HOSTID" in os.environ:
-        return  # whoever sets NCCL_HOSTID shares a GPU on purpose
-    mine = str(torch.cuda.get_device_properties(world.device).uuid)
-    group.store.set(f"headway/gpu/{world.rank}", mine)
-    for other in found.neighbours[: found.neighbours.index(world.rank)]:
-        if group.store.get(f"headway/gpu/{other}").decode() == mine:
+        return  # NCCL_HOSTID is set to share a GPU on purpose
+    own = str(torch.cuda.get_device_properties(world.device).uuid)
+    group.store.set(f"headway/gpu/{world.rank}", own)
+    earlier = placement.ranks_on_node[: placement.ranks_on_node.index(world.rank)]
+    for other in earlier:
+        if group.store.get(f"headway/gpu/{other}").decode() == own:
             raise UsageError(
                 f"ranks {other} and {world.rank} on {world.host} have the same GPU ({world.device}); start at most one "
                 f"rank per GPU, or use device='cpu'"
@@ -242,13 +243,13 @@ def _check_gpus_differ(group: RankGroup, found: RankPlacement) -> None:
 
 
 def _tune_network(group: RankGroup, nodes: int) -> None:
-    """Makes the few settings that this machine needs and nobody has made, and says which and why."""
+    """Makes the few network settings that this machine needs and that are not made yet, and logs them with reasons."""
     settings = nccl_settings(machine.detect(), nodes, {**read_conf(os.environ, Path("/")), **os.environ})
     for setting in settings:
         if setting.value is not None:
             group.export(setting.name, setting.value, override=False)
-        if group.place.rank == 0:
-            print(f"headway: {setting}", file=sys.stderr)
+        if group.launch.rank == 0:
+            logger.info("%s", setting)
 
 
 def _loopback() -> str:
@@ -274,18 +275,18 @@ def _make_process_group(group: RankGroup, step_timeout: float) -> None:
 
 
 def leave() -> None:
-    """Leaves the group and puts back what `init` set. Called at exit; rank 0 stays until all others have left."""
-    group = mine()
+    """Leaves the group and restores what `init` set. Called at exit; rank 0 waits until all others have left."""
+    group = own_group()
     if group is None:
         return
     HEARTBEAT.stop()
     if group.peer is not None:
-        group.peer.leave(_LEAVE_TOGETHER)
+        group.peer.leave(_LEAVE_TIMEOUT_S)
     if c10d.is_initialized():
         c10d.destroy_process_group()
     if group.hub is not None:
-        group.hub.everybody_left.wait()
+        group.hub.all_left.wait()
     if group.peer is not None:
         group.peer.close()
-    exit_group(group)
+    leave_current(group)
     atexit.unregister(leave)

@@ -1,7 +1,7 @@
-"""Where ranks that know only each other's number find rank 0.
+"""Rendezvous: how ranks that know only their numbers find rank 0.
 
-Rank 0 listens on a port that the kernel picked, so two launches never want the same one, and leaves its address where
-the others look: in a file that all of them can read, or in the store that the launcher brought along.
+Rank 0 listens on a port that the kernel picks, so two launches never want the same one, and publishes its address where
+the others look: in a file that all of them can read, or in the store that the launcher provides.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import psutil
 from headway.dist.environment import LaunchEnvironment
 from headway.errors import MissingExtra, UsageError
 from headway.system import files
+from headway.system.environment import runs_root
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class HubAddress:
-    """How to reach rank 0: names to try in order, a port, and the key that proves it is ours."""
+    """How to reach the hub in rank 0's process: hosts to try in order, a port, and the key of this launch."""
 
     hosts: tuple[str, ...]
     port: int
@@ -44,18 +45,18 @@ class HubAddress:
 
 
 class Rendezvous(ABC):
-    """A place to leave rank 0's address, and to find it."""
+    """Where rank 0 publishes its address and the others find it."""
 
     @abstractmethod
     def publish(self, address: HubAddress) -> None: ...
 
     @abstractmethod
-    def look(self) -> HubAddress | None:
-        """The address, if it is there. It may be that of a launch long dead: whoever connects finds out."""
+    def find(self) -> HubAddress | None:
+        """Returns the address if it is published. It may be left over from an earlier launch: connecting shows that."""
 
     @abstractmethod
     def close(self) -> None:
-        """Called by rank 0 when all have come."""
+        """Removes what was published. Rank 0 calls it when all ranks have joined."""
 
 
 @final
@@ -64,12 +65,12 @@ class FileRendezvous(Rendezvous):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._made_folder = False
+        self._made_directory = False
 
     def publish(self, address: HubAddress) -> None:
-        for _ in range(10):  # another launch may take away the folder, which it found empty, under our hands
+        for _ in range(10):  # another launch may remove the directory in the meantime, because it is empty
             try:
-                self._made_folder |= _make_folder(self.path.parent)
+                self._made_directory |= _make_directory(self.path.parent)
                 files.write_atomic(self.path, address.to_json().encode())
                 return
             except FileNotFoundError as error:
@@ -79,26 +80,26 @@ class FileRendezvous(Rendezvous):
         raise self._unwritable(trouble.strerror) from trouble
 
     def check(self) -> None:
-        """Every rank looks for itself whether they can meet here, lest the others wait for a rank 0 that cannot."""
-        folder = self.path.parent
-        nearest = folder if folder.exists() else folder.absolute().parent
+        """Raises unless this rank can write here; if rank 0 alone noticed, the others would wait for it in vain."""
+        directory = self.path.parent
+        nearest = directory if directory.exists() else directory.absolute().parent
         if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
-            raise self._unwritable("no such folder" if not nearest.exists() else "permission denied")
+            raise self._unwritable("no such directory" if not nearest.exists() else "permission denied")
 
     def _unwritable(self, why: str | None) -> UsageError:
         return UsageError(
             f"the ranks cannot meet: {self.path.parent.absolute()} cannot be written ({why}); "
-            f"set HEADWAY_RUNS to a folder that all ranks can write"
+            f"set HEADWAY_RUNS to a directory that all ranks can write"
         )
 
-    def look(self) -> HubAddress | None:
+    def find(self) -> HubAddress | None:
         try:
-            # reading the folder makes a network file system forget that the file was not there a moment ago
+            # listing the directory makes a network file system forget that the file did not exist a moment ago
             list(self.path.parent.iterdir())
             with os.fdopen(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW)) as file:
                 if os.fstat(file.fileno()).st_uid != os.geteuid():
                     raise UsageError(
-                        f"{self.path} belongs to another user: it is not our meeting point; remove it"
+                        f"{self.path} belongs to another user, so the ranks cannot meet there; remove it"
                     )
                 return HubAddress.from_json(file.read())
         except FileNotFoundError:
@@ -106,12 +107,12 @@ class FileRendezvous(Rendezvous):
 
     def close(self) -> None:
         self.path.unlink(missing_ok=True)
-        if self._made_folder:
-            with suppress(OSError):  # not empty: it has become of use to others
+        if self._made_directory:
+            with suppress(OSError):  # not empty: others use it by now
                 self.path.parent.rmdir()
 
 
-def _make_folder(path: Path) -> bool:
+def _make_directory(path: Path) -> bool:
     try:
         files.make_dir(path)
     except FileExistsError:
@@ -121,7 +122,7 @@ def _make_folder(path: Path) -> bool:
 
 @final
 class StoreRendezvous(Rendezvous):
-    """A key in the store that torchrun, or a user's MASTER_ADDR, brought along."""
+    """A key in the store of torchrun, or in the one behind a user's MASTER_ADDR."""
 
     _KEY = "headway/hub"
 
@@ -131,23 +132,23 @@ class StoreRendezvous(Rendezvous):
     def publish(self, address: HubAddress) -> None:
         self._store.set(self._KEY, address.to_json())
 
-    def look(self) -> HubAddress | None:
+    def find(self) -> HubAddress | None:
         return HubAddress.from_json(self._store.get(self._KEY).decode())  # waits for the key
 
     def close(self) -> None:
-        pass  # the key is of use to nobody else, and goes with the store
+        pass  # the key goes with the store
 
 
-def file_rendezvous(place: LaunchEnvironment) -> FileRendezvous:
-    """The file in which the ranks of this launch meet."""
-    if given := os.environ.get("HEADWAY_RENDEZVOUS"):
-        return FileRendezvous(Path(given))
-    name = place.launch_id or _mpi_launch_id()
-    return FileRendezvous(Path(os.environ.get("HEADWAY_RUNS", "runs")) / f".meeting-{name}")
+def file_rendezvous(launch: LaunchEnvironment) -> FileRendezvous:
+    """Returns the file through which the ranks of this launch find each other."""
+    if launch.rendezvous_file is not None:
+        return FileRendezvous(launch.rendezvous_file)
+    name = launch.launch_id or _mpi_launch_id()
+    return FileRendezvous(runs_root() / f".meeting-{name}")
 
 
 def _mpi_launch_id() -> str:
-    """Asks MPI itself for a name that all ranks share, where its launcher put none into the environment."""
+    """Gets a name that all ranks share from MPI itself, where its launcher puts none into the environment."""
     try:
         from mpi4py import MPI
     except ImportError:
@@ -157,20 +158,20 @@ def _mpi_launch_id() -> str:
     return f"mpi-{MPI.COMM_WORLD.bcast(secrets.token_hex(8))}"
 
 
-def listen(place: LaunchEnvironment) -> tuple[socket.socket, tuple[str, ...]]:
-    """Opens a port of the kernel's choice and tells under which names others may reach it."""
-    if place.local_world_size == place.world_size:
+def listen(launch: LaunchEnvironment) -> tuple[socket.socket, tuple[str, ...]]:
+    """Opens a port that the kernel picks; returns it, and the names under which other hosts may reach it."""
+    if launch.local_world_size == launch.world_size:
         return socket.create_server(("127.0.0.1", 0), backlog=1024), ("127.0.0.1",)
     if socket.has_dualstack_ipv6():
         server = socket.create_server(("", 0), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True)
     else:
         server = socket.create_server(("", 0), backlog=4096)
-    names = [place.master, socket.gethostname(), *_own_addresses()]
+    names = [launch.master, socket.gethostname(), *_own_addresses()]
     return server, tuple(dict.fromkeys(name for name in names if name))
 
 
 def _own_addresses() -> list[str]:
-    """This host's addresses that other hosts may reach. Names do not resolve everywhere; numbers need not."""
+    """Returns this host's IPv4 addresses, since host names do not resolve everywhere."""
     found = []
     for addresses in psutil.net_if_addrs().values():
         for address in addresses:

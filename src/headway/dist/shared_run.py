@@ -1,4 +1,4 @@
-"""One run directory for all ranks."""
+"""The run directory that all ranks share, and what happens to its failures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headway.run.choice import Choice, choose
 
 
 def open_run(root: str | Path = "runs", *, name: str = "run", config: object = None) -> Run:
-    """Makes a run directory on rank 0 and opens it on all ranks; failures are recorded there from now on.
+    """Makes a run directory on rank 0 and opens it on all ranks. Failures are recorded there from now on.
 
     If HEADWAY_RUN names a run directory, as it does in a job that `headway submit` made, it is that one.
 
@@ -26,9 +26,9 @@ def open_run(root: str | Path = "runs", *, name: str = "run", config: object = N
 
 
 def choose_run(root: str | Path, *, name: str, config: object, resume: str | Path) -> Choice:
-    """As `open_run`, but it may be a run to go on with: see `choosing`."""
+    """Does what `open_run` does, but may resume an earlier run: see `headway.run.choice`."""
 
-    def choice() -> dict[str, Any]:
+    def choose_on_root() -> dict[str, Any]:
         here = world()
         facts = {
             "world_size": here.world_size,
@@ -36,49 +36,49 @@ def choose_run(root: str | Path, *, name: str, config: object, resume: str | Pat
             "launcher": here.launcher,
             "device": here.device.type,
         }
-        opened = current().opened
-        chosen = choose(root, name=name, config=config, world=facts, resume=resume, opened=opened)
-        run = {"path": str(chosen.run.path), "id": chosen.run.id, "name": chosen.run.name}
-        return {"run": run, "why": chosen.why, "finished": chosen.finished}
+        opened = current().opened_runs
+        choice = choose(root, name=name, config=config, world=facts, resume=resume, opened=opened)
+        run = {"path": str(choice.run.path), "id": choice.run.id, "name": choice.run.name}
+        return {"run": run, "why": choice.why, "finished": choice.finished}
 
-    # told, not looked up: a network file system may show a new folder to other nodes only later
-    told = from_root(choice)
-    run = Run(path=Path(told["run"]["path"]), id=told["run"]["id"], name=told["run"]["name"])
-    current().run = run
-    current().opened.add(run.path)
-    HEARTBEAT.belongs_to(run.path)
-    return Choice(run=run, why=told["why"], finished=told["finished"])
+    # sent, not looked up: a network file system may show a new directory to other nodes only later
+    chosen = from_root(choose_on_root)
+    run = Run(path=Path(chosen["run"]["path"]), id=chosen["run"]["id"], name=chosen["run"]["name"])
+    current().failures.run = run
+    current().opened_runs.add(run.path)
+    HEARTBEAT.set_run(run.path)
+    return Choice(run=run, why=chosen["why"], finished=chosen["finished"])
 
 
 def record_failures_in(run: Run) -> None:
-    """Failures of this rank are recorded in `run`, until it trains in one: for jobs whose code need not train at all.
+    """Records failures of this rank in `run` until it trains in another: for jobs whose code may not train at all.
 
     >>> record_failures_in(Run.open(os.environ["HEADWAY_RUN"]))  # doctest: +SKIP
     """
-    current().run = run
-    HEARTBEAT.belongs_to(run.path)
+    current().failures.run = run
+    HEARTBEAT.set_run(run.path)
 
 
 def current_run() -> Run | None:
-    """The run that this rank trains in; None before there is one."""
-    return current().run if is_initialized() else None
+    """Returns the run that this rank trains in; None before there is one."""
+    return current().failures.run if is_initialized() else None
 
 
 @contextmanager
 def use_terminal(fd: int) -> Iterator[None]:
-    """While this rank's stderr goes to its log file, words for people go to `fd`."""
-    group = current()
-    before, group.terminal = group.terminal, fd
+    """Sends what people must see to `fd`, while this rank's stderr goes to its log file."""
+    failures = current().failures
+    before, failures.terminal = failures.terminal, fd
     try:
         yield
     finally:
-        group.terminal = before
+        failures.terminal = before
 
 
 @contextmanager
 def at_failure(callback: Callable[[FailureRecord], None]) -> Iterator[None]:
-    """While in here, rank 0 calls `callback` with the record when another rank fails, just before all ranks end."""
-    callbacks = current().at_failure
+    """Makes rank 0 call `callback` with the record when another rank fails in here, just before all ranks exit."""
+    callbacks = current().failures.callbacks
     callbacks.append(callback)
     try:
         yield

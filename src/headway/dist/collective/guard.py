@@ -15,8 +15,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 from headway.dist.collective.exchange import FOREVER, RankExchange
 from headway.dist.failure.capture import HEARTBEAT
-from headway.dist.failure.remote import pack, unpack
-from headway.dist.group import RankGroup, current
+from headway.dist.group import current
 from headway.errors import BarrierTimeout
 
 P = ParamSpec("P")
@@ -92,9 +91,9 @@ def _root_only(function: Callable[P, T], *, wait: bool) -> Callable[P, T | None]
         group = current()
         if not wait:
             with HEARTBEAT.no_hang_check():
-                return function(*args, **kwargs) if group.place.rank == 0 else None
-        root = group.place.rank == 0
-        with _first("root_only", works=root, waiting=group.place.world_size - 1):
+                return function(*args, **kwargs) if group.launch.rank == 0 else None
+        root = group.launch.rank == 0
+        with _first("root_only", works=root, waiting=group.launch.world_size - 1):
             return function(*args, **kwargs) if root else None
 
     return guarded
@@ -103,10 +102,10 @@ def _root_only(function: Callable[P, T], *, wait: bool) -> Callable[P, T | None]
 def from_root(work: Callable[[], T]) -> T:
     """Runs `work` on rank 0 and gives its result, which must be JSON, to all ranks; its exception, too."""
     group = current()
-    waiting = group.place.world_size - 1
+    waiting = group.launch.world_size - 1
     exchange = RankExchange("wait for rank 0", channel="from_root")
     with HEARTBEAT.no_hang_check():
-        if group.place.rank != 0:
+        if group.launch.rank != 0:
             return exchange.read(readers=waiting)  # type: ignore[no-any-return]
         try:
             result = work()
@@ -123,13 +122,13 @@ def barrier(*, timeout: float | None = None) -> None:
     It goes through the store, not through the GPUs: no stream is synchronised.
     """
     group = current()
-    size = group.place.world_size
+    size = group.launch.world_size
     if size == 1:
         return
     number = group.calls["barrier"] = group.calls.get("barrier", 0) + 1
     key = f"headway/barrier/{number}"
     store = group.store
-    store.set(f"{key}/{group.place.rank}", "")
+    store.set(f"{key}/{group.launch.rank}", "")
     if store.add(f"{key}/count", 1) == size:
         store.set(f"{key}/open", "")
     try:

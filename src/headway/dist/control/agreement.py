@@ -1,9 +1,9 @@
-"""One point of the loop at which all ranks stop, though none waits for the others on the way there.
+"""Agreement on one point of the loop at which all ranks stop, without any rank waiting for the others before it.
 
-The loop counts the points at which it may stop, and all ranks pass the same ones in the same order. When somebody asks
-for a stop, the hub asks every rank how far it is. A thread of each rank answers with the point that comes next, and the
-rank does not go beyond that one until it has heard more. The latest of the points is where all stop: every rank is told
-before it gets there, and one that was early waits for a word between threads, not for another rank's work.
+The loop counts the points at which it may stop, and all ranks pass the same points in the same order. On a request to
+stop, the hub asks every rank how far it is. A thread of each rank answers with the next point, and the rank does not
+pass that point until the decision is known. All ranks stop at the latest of these points. A rank that reaches its own
+point early waits for a message, not for another rank's work.
 """
 
 from __future__ import annotations
@@ -14,60 +14,60 @@ from typing import final
 
 @final
 class Agreement:
-    """What one rank knows about the stop. The loop calls `pass_point`, the line to the hub all else.
+    """What one rank knows about a stop. The loop calls `pass_point`; the connection to the hub calls the rest.
 
     >>> agreement = Agreement()
     >>> agreement.pass_point()
-    >>> agreement.decide(agreement.promise(), "SIGTERM")
+    >>> agreement.decide(agreement.propose(), "SIGTERM")
     >>> agreement.pass_point()
     'SIGTERM'
     """
 
     def __init__(self) -> None:
         self.round = 0
-        """how many stops were decided: a request that comes after the decision means the last round, not a new one"""
+        """how many stops were decided; a request that arrives after the decision belongs to the last round"""
         self._lock = threading.Lock()
-        self._told = threading.Event()
+        self._decision = threading.Event()
         self._passed = 0
-        self._limit: int | None = None  # no further than this without a word
+        self._limit: int | None = None  # not beyond this point without a decision
         self._why: str | None = None
 
     def begin(self) -> None:
-        """A run begins: its points are counted from zero, on all ranks."""
+        """Starts counting the points of a run from zero. All ranks call it."""
         with self._lock:
             self._passed, self._limit, self._why = 0, None, None
-            self._told.clear()
+            self._decision.clear()
 
     def pass_point(self) -> str | None:
-        """Counts a point; says why to stop here, if all ranks stop here."""
+        """Counts a point; returns why to stop if all ranks stop at this point, else None."""
         with self._lock:
             self._passed += 1
             if self._limit is None or self._passed < self._limit:
                 return None
-        self._told.wait()
+        self._decision.wait()
         with self._lock:
             return self._why if self._passed == self._limit else None
 
     @property
     def decided(self) -> bool:
-        """Whether the point is known."""
+        """Whether the point to stop at is known."""
         return self._why is not None
 
     @property
     def stops_next(self) -> bool:
-        """Whether the next point is the one."""
+        """Whether all ranks stop at the next point."""
         with self._lock:
             return self._why is not None and self._passed + 1 == self._limit
 
-    def promise(self) -> int:
-        """The next point; this rank does not go beyond it until `decide` is called."""
+    def propose(self) -> int:
+        """Returns the next point; this rank does not pass it until `decide` is called."""
         with self._lock:
             self._limit = self._passed + 1
             return self._limit
 
     def decide(self, point: int, why: str) -> None:
-        """All ranks stop at `point`."""
+        """Makes this rank stop at `point`, as all ranks do."""
         with self._lock:
             self._limit, self._why = point, why
             self.round += 1
-            self._told.set()
+            self._decision.set()

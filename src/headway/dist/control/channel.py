@@ -1,7 +1,7 @@
 """JSON messages over a socket, each signed with the key of the run.
 
-TCP on a cluster is open to every user of its nodes. A line without a valid signature is not a message, and ends the
-connection. Each side opens with a random number that goes into the signatures, so nothing recorded can be replayed.
+TCP ports on a cluster are open to every user of its nodes. A line without a valid signature ends the connection. Each
+side starts with a random number that goes into all signatures, so recorded messages cannot be replayed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, final
 
 Message = dict[str, Any]
 
-_NONCE = 16
-_LINE_MAX = 4 << 20  # a long traceback fits; a stranger's endless line does not fill the memory
+_NONCE_BYTES = 16
+_MAX_LINE_BYTES = 4 << 20  # a long traceback fits; an endless line does not fill the memory
 
 
 class UntrustedPeer(Exception):
@@ -28,16 +28,16 @@ class UntrustedPeer(Exception):
 class Channel:
     """One end of a connection between a rank and the hub.
 
-    Sending blocks until the message is out. Receiving is either by `receive`, which waits, or by `feed` and `take`
+    Sending blocks until the message is out. Receiving is either by `receive`, which waits, or by `feed` and `messages`
     for a loop that waits on many sockets.
     """
 
-    def __init__(self, sock: socket.socket, key: bytes, *, calling: bool) -> None:
+    def __init__(self, sock: socket.socket, key: bytes, *, is_client: bool) -> None:
         self.socket = sock
         self._key = key
-        self._calling = calling
-        self._nonce = secrets.token_bytes(_NONCE)
-        self._secret: bytes | None = None  # known once the other side's number is here
+        self._is_client = is_client
+        self._nonce = secrets.token_bytes(_NONCE_BYTES)
+        self._secret: bytes | None = None  # known once the other side's random number is here
         self._sent = self._received = 0
         self._buffer = bytearray()
         _keep_alive(sock)
@@ -45,11 +45,11 @@ class Channel:
 
     def send(self, message: Mapping[str, object]) -> None:
         body = json.dumps(message, separators=(",", ":"))
-        self.socket.sendall(f"{self._sign(self._calling, self._sent, body)} {body}\n".encode())
+        self.socket.sendall(f"{self._sign(self._is_client, self._sent, body)} {body}\n".encode())
         self._sent += 1
 
-    def offer(self, message: Mapping[str, object]) -> bool:
-        """Sends, unless the other side is gone."""
+    def try_send(self, message: Mapping[str, object]) -> bool:
+        """Sends the message; returns whether the other side was still there."""
         try:
             self.send(message)
         except OSError:
@@ -60,34 +60,34 @@ class Channel:
         """Waits for the next message; None when the other side is gone; TimeoutError when time is up."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            for message in self.take():
+            for message in self.messages():
                 return message
             if not self._wait(deadline):
                 return None
 
-    def greet(self, timeout: float) -> None:
-        """Waits for the other side's number, without which nothing can be signed."""
+    def handshake(self, timeout: float) -> None:
+        """Waits for the other side's random number, without which nothing can be signed."""
         deadline = time.monotonic() + timeout
         while self._secret is None:
             if not self._wait(deadline):
-                raise UntrustedPeer("the other side hung up before it said a word")
+                raise UntrustedPeer("the other side closed the connection before it sent anything")
 
     def feed(self, chunk: bytes) -> None:
         """Takes bytes that a caller has read from the socket."""
         self._buffer += chunk
-        if self._secret is None and len(self._buffer) >= _NONCE:
-            theirs = bytes(self._buffer[:_NONCE])
-            del self._buffer[:_NONCE]
-            both = self._nonce + theirs if self._calling else theirs + self._nonce
+        if self._secret is None and len(self._buffer) >= _NONCE_BYTES:
+            theirs = bytes(self._buffer[:_NONCE_BYTES])
+            del self._buffer[:_NONCE_BYTES]
+            both = self._nonce + theirs if self._is_client else theirs + self._nonce
             self._secret = hmac.digest(self._key, both, "sha256")
 
-    def take(self) -> Iterator[Message]:
-        """Yields the messages that are here in full."""
+    def messages(self) -> Iterator[Message]:
+        """Yields the messages that have arrived completely."""
         while self._secret is not None and (end := self._buffer.find(b"\n")) >= 0:
             line = bytes(self._buffer[:end])
             del self._buffer[: end + 1]
-            yield self._open(line)
-        if len(self._buffer) > _LINE_MAX:
+            yield self._verify(line)
+        if len(self._buffer) > _MAX_LINE_BYTES:
             raise UntrustedPeer("a line longer than any message")
 
     def close(self) -> None:
@@ -102,27 +102,29 @@ class Channel:
         self.feed(chunk)
         return bool(chunk)
 
-    def _open(self, line: bytes) -> Message:
+    def _verify(self, line: bytes) -> Message:
         signature, _, body = line.decode(errors="replace").partition(" ")
-        expected = self._sign(not self._calling, self._received, body)
+        expected = self._sign(not self._is_client, self._received, body)
         if not hmac.compare_digest(signature.encode(), expected.encode()):
             raise UntrustedPeer("wrong signature")
         self._received += 1
         message = json.loads(body)
-        assert isinstance(message, dict), message  # whoever knows the key sends objects
+        assert isinstance(message, dict), (
+            message
+        )  # only ranks of this run know the key, and they send objects
         return message
 
-    def _sign(self, by_caller: bool, number: int, body: str) -> str:
-        assert self._secret is not None, "nothing can be signed before the greeting"
-        return hmac.digest(self._secret, f"{by_caller} {number} {body}".encode(), "sha256").hex()
+    def _sign(self, by_client: bool, number: int, body: str) -> str:
+        assert self._secret is not None, "nothing can be signed before the handshake"
+        return hmac.digest(self._secret, f"{by_client} {number} {body}".encode(), "sha256").hex()
 
 
-def call(host: str, port: int, key: bytes, timeout: float) -> Channel:
-    """Opens a channel to the hub. A hub with another key shows it by never answering a signed message."""
+def connect(host: str, port: int, key: bytes, timeout: float) -> Channel:
+    """Opens a channel to the hub. A hub with another key closes it at the first signed message."""
     sock = socket.create_connection((host, port), timeout)
     try:
-        channel = Channel(sock, key, calling=True)
-        channel.greet(timeout)
+        channel = Channel(sock, key, is_client=True)
+        channel.handshake(timeout)
     except BaseException:
         sock.close()
         raise
@@ -130,7 +132,7 @@ def call(host: str, port: int, key: bytes, timeout: float) -> Channel:
 
 
 def _keep_alive(sock: socket.socket) -> None:
-    """A node that loses its power or network sends no farewell: ask after it, and give up after about a minute."""
+    """A node that loses power or network closes nothing: probe the connection, and give it up after about a minute."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if "TCP_KEEPIDLE" in vars(socket):  # Linux; elsewhere the system's own times apply

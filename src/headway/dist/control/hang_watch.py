@@ -1,11 +1,11 @@
-"""Watching over a run that moves: rank 0 asks around when it has stood still for long, and finds out who is to blame.
+"""The watch for hangs: when rank 0 has made no progress for long, the hub asks all ranks where they are.
 
-As long as rank 0 moves nobody is asked anything. Once it has stood still for half of what its phase allows, the hub
-asks all ranks where they are; a thread of each answers, whatever its main thread waits for. When nobody has moved for
-longer than his own limit, or does not even answer, that is a hang. Ages are told in seconds: no clocks are compared.
+While rank 0 makes progress, nothing is asked. Once it has made none for half of what its phase allows, the hub sends
+status requests; a thread of each rank replies, whatever its main thread waits for. It is a hang when every rank has
+exceeded its own limit or does not reply. Ranks report ages in seconds, so no clocks are compared.
 
-    hub -> rank    ask (with or without stacks), noted
-    rank -> hub    here, still
+    hub -> rank    status_request (with or without stacks), ack
+    rank -> hub    status, ping
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, final
 
 import torch.distributed as c10d
@@ -29,32 +28,34 @@ from headway.dist.failure.hang import RankStatus
 from headway.dist.failure.heartbeat import Heartbeat
 from headway.dist.failure.record import FailureRecord
 from headway.dist.roster import RankInfo
+from headway.system.environment import HEARTBEAT as HEARTBEAT_VARIABLE, directory
 
-_OFTEN = 8  # looks, and questions, in one period
-_SLOWEST = 60.0  # seconds between two looks
-_ANSWER = 2.0  # seconds that ranks have to send their stacks
+_CHECKS_PER_PERIOD = 8
+_MAX_INTERVAL_S = 60.0
+_STACKS_TIMEOUT_S = 2.0
+"""how long ranks have to send their stacks"""
 
 
-def answer(heart: Heartbeat, question: Mapping[str, Any]) -> Message:
-    """What a rank says when it is asked where it is."""
+def status_message(own: Heartbeat, request: Mapping[str, Any]) -> Message:
+    """Returns a rank's reply to a status request."""
     return {
-        "type": "here",
-        "phase": heart.phase,
-        "step": heart.step,
-        "age": heart.age,
-        "limit": None if heart.limit == math.inf else heart.limit,
+        "type": "status",
+        "phase": own.phase,
+        "step": own.step,
+        "age": own.age,
+        "limit": None if own.limit == math.inf else own.limit,
         "collectives": _collectives(),
-        "stack": _stacks() if question["stacks"] else "",
+        "stack": _stacks() if request["stacks"] else "",
     }
 
 
-def pause(heart: Heartbeat) -> float:
-    """How long a thread that looks after its own rank may sleep."""
-    return min(max(heart.period / _OFTEN, 0.05), _SLOWEST)
+def check_interval_s(own: Heartbeat) -> float:
+    """Returns how long a thread that watches its own rank may sleep."""
+    return min(max(own.period / _CHECKS_PER_PERIOD, 0.05), _MAX_INTERVAL_S)
 
 
 def _collectives() -> int | None:
-    """How many collectives this rank has begun; all threads may ask while the main one waits in the last of them."""
+    """Counts the collectives that this rank has begun. Any thread may ask while the main one waits in the last."""
     group = c10d.group.WORLD if c10d.is_initialized() else None
     return int(group._get_sequence_number_for_group()) if group else None  # type: ignore[attr-defined]
 
@@ -67,110 +68,113 @@ def _stacks() -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Heard:
-    """A rank's last answer, and when it came."""
+class _StatusReply:
+    """A rank's last status message, and when it arrived."""
 
-    words: Message
-    when: float
+    message: Message
+    arrived: float
 
     @property
     def age(self) -> float:
-        return float(self.words["age"]) + time.monotonic() - self.when
+        return float(self.message["age"]) + time.monotonic() - self.arrived
 
     @property
-    def still(self) -> bool:
-        limit = self.words["limit"]
+    def is_over_limit(self) -> bool:
+        limit = self.message["limit"]
         return limit is not None and self.age >= limit
 
 
 @final
 @dataclass(kw_only=True)
-class Watch:
-    """What the hub knows of the ranks' movements; `heart` is that of rank 0, in whose process the hub lives."""
+class HangWatch:
+    """What the hub knows of the ranks' progress; `heartbeat` is that of rank 0, in whose process the hub runs."""
 
-    heart: Heartbeat
-    ask: Callable[[bool], object]
-    """asks all ranks where they are, and for their stacks or not"""
-    _heard: dict[int, _Heard] = field(default_factory=dict)
+    heartbeat: Heartbeat
+    request_status: Callable[[bool], object]
+    """asks all ranks where they are, with stacks or without"""
+    _replies: dict[int, _StatusReply] = field(default_factory=dict)
     _since: float | None = None
     _stacks_since: float | None = None
     _asked: float = 0.0
 
-    def patience(self) -> float | None:
-        """Seconds until `look` has something to do."""
-        if not self.heart.period:
+    def timeout_s(self) -> float | None:
+        """Returns the seconds until `check` has something to do; None if there is nothing to watch."""
+        if not self.heartbeat.period:
             return None
-        return min(0.1, pause(self.heart)) if self._stacks_since is not None else pause(self.heart)
+        interval = check_interval_s(self.heartbeat)
+        return min(0.1, interval) if self._stacks_since is not None else interval
 
-    def hear(self, rank: int, words: Message) -> None:
-        self._heard[rank] = _Heard(words=words, when=time.monotonic())
+    def observe(self, rank: int, message: Message) -> None:
+        """Takes in a status message."""
+        self._replies[rank] = _StatusReply(message=message, arrived=time.monotonic())
 
-    def look(self, members: Sequence[RankInfo], world_size: int) -> FailureRecord | None:
-        """Asks if there is reason to; returns the record of a hang if there is one. `members` are those still here."""
-        limit = self.heart.limit
-        if not self.heart.period or self.heart.age < limit / 2 or limit == math.inf:
-            self._heard, self._since, self._stacks_since = {}, None, None
+    def check(self, present: Sequence[RankInfo], world_size: int) -> FailureRecord | None:
+        """Asks the ranks if there is reason to; returns the record of a hang. `present`: those that have not left."""
+        limit = self.heartbeat.limit
+        if not self.heartbeat.period or self.heartbeat.age < limit / 2 or limit == math.inf:
+            self._replies, self._since, self._stacks_since = {}, None, None
             return None
         now = time.monotonic()
         if self._since is None:
             self._since = now
-        if self._stacks_since is None and now - self._asked >= pause(self.heart):
-            stacks = self.heart.age >= limit
+        if self._stacks_since is None and now - self._asked >= check_interval_s(self.heartbeat):
+            stacks = self.heartbeat.age >= limit
             self._asked, self._stacks_since = now, now if stacks else None
-            self.ask(stacks)
-        return self._judge(members, world_size) if self._stacks_since is not None else None
+            self.request_status(stacks)
+        return self._conclude(present, world_size) if self._stacks_since is not None else None
 
-    def _judge(self, members: Sequence[RankInfo], world_size: int) -> FailureRecord | None:
+    def _conclude(self, present: Sequence[RankInfo], world_size: int) -> FailureRecord | None:
         assert self._stacks_since is not None and self._since is not None
         now = time.monotonic()
-        fresh = {rank for rank, heard in self._heard.items() if heard.when >= self._stacks_since}
-        silent = [member.rank for member in members if member.rank not in fresh]
-        if silent and now - self._stacks_since < min(_ANSWER, self.heart.limit / 4):
+        fresh = {rank for rank, reply in self._replies.items() if reply.arrived >= self._stacks_since}
+        silent = [info.rank for info in present if info.rank not in fresh]
+        if silent and now - self._stacks_since < min(_STACKS_TIMEOUT_S, self.heartbeat.limit / 4):
             return None
         self._stacks_since = None
-        if any(not self._heard[rank].still for rank in fresh) or now - self._since < self.heart.limit / 2:
-            return None  # somebody works, or nobody had the time to answer: ask again
-        return hang.record([self._sighting(member, members[0], silent) for member in members], world_size)
+        makes_progress = any(not self._replies[rank].is_over_limit for rank in fresh)
+        if makes_progress or now - self._since < self.heartbeat.limit / 2:
+            return None  # a rank works, or none had the time to reply: ask again
+        return hang.record([self._status(info, present[0], silent) for info in present], world_size)
 
-    def _sighting(self, member: RankInfo, root: RankInfo, silent: Collection[int]) -> RankStatus:
-        if member.rank in silent:
-            return _from_outside(member, near=member.host == root.host, age=self.heart.age)
-        heard = self._heard[member.rank]
+    def _status(self, info: RankInfo, root: RankInfo, silent: Collection[int]) -> RankStatus:
+        if info.rank in silent:
+            return _silent_status(info, same_host=info.host == root.host, age=self.heartbeat.age)
+        reply = self._replies[info.rank]
         return RankStatus(
-            rank=member.rank,
-            host=member.host,
-            pid=member.pid,
-            phase=heard.words["phase"],
-            step=heard.words["step"],
-            age=heard.age,
-            collectives=heard.words["collectives"],
-            stack=heard.words["stack"],
+            rank=info.rank,
+            host=info.host,
+            pid=info.pid,
+            phase=reply.message["phase"],
+            step=reply.message["step"],
+            age=reply.age,
+            collectives=reply.message["collectives"],
+            stack=reply.message["stack"],
         )
 
 
-def myself(heart: Heartbeat, rank: int) -> RankStatus:
-    """This rank, seen by itself, for when there is nobody to tell."""
-    words = answer(heart, {"stacks": True})
-    known = {name: words[name] for name in ("phase", "step", "age", "collectives", "stack")}
+def own_status(own: Heartbeat, rank: int) -> RankStatus:
+    """Returns the status of this rank, for when the hub cannot ask for it."""
+    message = status_message(own, {"stacks": True})
+    known = {name: message[name] for name in ("phase", "step", "age", "collectives", "stack")}
     return RankStatus(rank=rank, host=socket.gethostname(), pid=os.getpid(), **known)
 
 
-def silent(heart: Heartbeat, root: RankInfo) -> RankStatus:
-    """Rank 0, seen by a rank that hears nothing from it."""
-    return _from_outside(root, near=root.host == socket.gethostname(), age=heart.age)
+def silent_root_status(own: Heartbeat, root: RankInfo) -> RankStatus:
+    """Returns the status of rank 0 as seen by a rank that gets no message from it."""
+    return _silent_status(root, same_host=root.host == socket.gethostname(), age=own.age)
 
 
-def _from_outside(member: RankInfo, *, near: bool, age: float) -> RankStatus:
-    """A rank that does not answer: what the kernel says of it, and its pulse, if it is on this machine."""
-    condition = hang.condition(member.pid) if near else "silent"
-    folder = os.environ.get("HEADWAY_HEARTBEAT")
-    beat = heartbeat.read(Path(folder), member.rank) if near and folder else None
+def _silent_status(info: RankInfo, *, same_host: bool, age: float) -> RankStatus:
+    """What the kernel and the heartbeat file say about a rank that does not reply, if it is on this machine."""
+    condition = hang.condition(info.pid) if same_host else "silent"
+    beats = directory(HEARTBEAT_VARIABLE)
+    reading = heartbeat.read(beats, info.rank) if same_host and beats else None
     return RankStatus(
-        rank=member.rank,
-        host=member.host,
-        pid=member.pid,
-        phase=beat.phase if beat else None,
-        step=beat.step if beat else None,
-        age=beat.age if beat else age,
+        rank=info.rank,
+        host=info.host,
+        pid=info.pid,
+        phase=reading.phase if reading else None,
+        step=reading.step if reading else None,
+        age=reading.age if reading else age,
         condition="silent" if condition == "answers" else condition,
     )

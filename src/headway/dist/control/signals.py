@@ -1,11 +1,11 @@
-"""Signals that mean the run, not its helpers.
+"""Signals to the run, kept away from its data workers.
 
-SLURM may send a stop signal to every process of a step, data workers included: a worker that dies of it takes the
-rank down before it can save, and a forked worker that inherits the rank's handler acts twice. Workers ignore such
-signals, from their first moment on.
+SLURM may send a stop signal to every process of a step, data workers included. A worker that exits takes the rank down
+before it can save, and a forked worker that inherits the rank's handler handles the signal a second time. So workers
+ignore such signals from the start.
 
-    with dist.block_signals():
-        batches = iter(DataLoader(..., worker_init_fn=dist.ignore_signals))
+    with block_signals():
+        batches = iter(DataLoader(..., worker_init_fn=ignore_signals))
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from contextlib import contextmanager
 
 STOP_REQUESTS = (signal.SIGUSR1, signal.SIGUSR2)
 """what schedulers and `headway` send to ask a run to save and stop"""
-_SHIELDED = (*STOP_REQUESTS, signal.SIGTERM, signal.SIGINT)
+_BLOCKED = (*STOP_REQUESTS, signal.SIGTERM, signal.SIGINT)
 
 
 @contextmanager
 def block_signals() -> Iterator[None]:
-    """Processes started in here begin life with stop signals blocked; this process gets them a moment later.
+    """Starts processes in here with stop signals blocked; this process receives them when the block ends.
 
-    A fresh interpreter needs a second until it can ignore a signal; until then the kernel holds it back.
+    A new interpreter needs a second until it can ignore a signal; until then the kernel keeps the signal pending.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SHIELDED)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
     try:
         yield
     finally:
@@ -37,30 +37,30 @@ def block_signals() -> Iterator[None]:
 
 
 def ignore_signals(worker: int = 0) -> None:  # noqa: ARG001 - torch calls a worker_init_fn with the worker's number
-    """Makes a worker process deaf to stop signals, and lets it die with its rank. For `worker_init_fn`."""
-    for number in _SHIELDED:
+    """Makes a worker process ignore stop signals and exit with its rank. For `worker_init_fn`."""
+    for number in _BLOCKED:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SHIELDED)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
     rank = multiprocessing.parent_process()
-    if rank is not None:  # nobody else ends a worker that is deaf
-        threading.Thread(target=_die_with, args=(rank.sentinel,), name="headway worker", daemon=True).start()
+    if rank is not None:  # nothing else ends a worker that ignores these signals
+        threading.Thread(target=_exit_with, args=(rank.sentinel,), name="headway worker", daemon=True).start()
 
 
-def _die_with(sentinel: int) -> None:
-    """Not by the kernel's parent-death signal: a worker of a fork server has the server for a parent, not the rank."""
+def _exit_with(sentinel: int) -> None:
+    """Kills this process when the rank exits. The kernel's parent-death signal would watch the fork server instead."""
     multiprocessing.connection.wait([sentinel])
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def ignore_stop_requests() -> None:
-    """What every forked child does by itself: a handler it inherited would act on the rank's behalf."""
+    """Ignores stop requests in a forked child, whose inherited handler would act for the rank."""
     for number in STOP_REQUESTS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def ignore_termination() -> None:
-    """Keeps this process alive for its last words: torchrun and mpirun end all with the first rank that leaves.
+    """Keeps this process alive until it has reported: torchrun and mpirun end all ranks when the first one exits.
 
-    By the C library, as Python lets only the main thread do so, which may be stuck in a collective.
+    Through the C library, because Python allows it in the main thread only, which may be stuck in a collective.
     """
     ctypes.CDLL(None).signal(signal.SIGTERM, ctypes.c_void_p(signal.SIG_IGN))

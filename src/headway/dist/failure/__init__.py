@@ -1,8 +1,8 @@
 """Failures: what is recorded about the first one, who is told, and how a run that hangs is found out.
 
-`capture` turns an exception into a record, `record` formats it for people, `remote` moves exceptions between ranks,
-`policy` decides what a rank does when it or another one fails. `heartbeat` shows whether a rank makes progress, `hang`
-tells ranks that hold up a run from those that wait. Only `policy` needs torch; node agents use the rest without it.
+`capture` turns an exception into a record, `record` formats it for people, `remote` moves exceptions between ranks.
+`heartbeat` shows whether a rank makes progress, and `hang` tells ranks that hold up a run from those that wait. Nothing
+here needs torch: node agents use it, too. What a rank does about a failure is in `dist.control.failure_policy`.
 """
 
 from __future__ import annotations

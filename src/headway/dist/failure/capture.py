@@ -53,7 +53,7 @@ def no_hang_check() -> AbstractContextManager[None]:
     return HEARTBEAT.no_hang_check()
 
 
-def record_of(error: BaseException, trace: TracebackType | None, rank: int) -> FailureRecord:
+def exception_record(error: BaseException, trace: TracebackType | None, rank: int) -> FailureRecord:
     """Everything known about an exception that nobody caught."""
     interrupted = isinstance(error, KeyboardInterrupt)
     name = type(error).__qualname__

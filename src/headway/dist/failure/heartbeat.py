@@ -84,13 +84,15 @@ class Heartbeat:
         """Seconds since the rank has moved."""
         return time.monotonic() - self.moved
 
-    def watch(self, period: float, *, rank: int = 0, folder: Path | None = None) -> None:
+    def watch(self, period: float, *, rank: int = 0, directory: Path | None = None) -> None:
         """From now on a rank that stands still for `period` seconds is in trouble; 0 turns that off."""
         self.period = period
-        if period and folder is not None:
-            self._stack = files.open_private(stack_file(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        if period and directory is not None:
+            self._stack = files.open_private(
+                stack_file(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            )
             faulthandler.register(signal.SIGQUIT, file=self._stack, all_threads=True)  # before anybody asks
-            self._memory = _mapped(heartbeat_file(folder, rank))
+            self._memory = _mapped(heartbeat_file(directory, rank))
         self.move(self.phase, self.step)
 
     def stop(self) -> None:
@@ -145,7 +147,7 @@ class Heartbeat:
             self.moved = time.monotonic()
             self._begin(self.moved)
 
-    def belongs_to(self, run: Path) -> None:
+    def set_run(self, run: Path) -> None:
         """Notes the run's directory, for whoever must write there on this rank's behalf."""
         if self._memory is not None:
             _put(self._memory, 1, str(run))
@@ -174,7 +176,9 @@ def read(folder: Path, rank: int) -> HeartbeatReading | None:
     if version != _VERSION:
         return None
     phase, run = (_get(data, number) for number in (0, 1))
-    return HeartbeatReading(pid=pid, phase=phase, step=step if there else None, moved=moved, limit=limit, run=run)
+    return HeartbeatReading(
+        pid=pid, phase=phase, step=step if there else None, moved=moved, limit=limit, run=run
+    )
 
 
 def heartbeat_file(folder: Path, rank: int) -> Path:

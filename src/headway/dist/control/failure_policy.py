@@ -1,0 +1,143 @@
+"""What a rank does when it fails, when another one fails, and when rank 0 is lost or silent.
+
+The first cause is printed once, as the last thing on the screen, and all ranks exit within moments.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, final
+
+from headway.dist.control import signals
+from headway.dist.control.hang_watch import own_status, silent_root_status
+from headway.dist.control.hub import lost_rank_record
+from headway.dist.control.peer import Peer
+from headway.dist.environment import LaunchEnvironment
+from headway.dist.failure import capture, hang
+from headway.dist.failure.record import FailureRecord, format_cause, format_pointer
+from headway.dist.roster import RankInfo
+from headway.errors import HeadwayError, Stopped, StorageError
+from headway.run import Run
+from headway.system import files
+from headway.system.log import logger
+
+_ABORT_TIMEOUT_S = 4.0
+"""how long a failing rank waits for the hub's abort, which names the first cause; the hub takes at most two seconds"""
+
+
+@final
+class FailurePolicy:
+    """The reaction of one rank to failures, its own and those of others. Most of its methods do not return."""
+
+    def __init__(self, launch: LaunchEnvironment, previous_hook: Callable[..., Any]) -> None:
+        self._launch = launch
+        self.previous_hook = previous_hook
+        self.run: Run | None = None
+        """where failures are recorded"""
+        self.peer: Peer | None = None
+        self.root: RankInfo | None = None
+        self.terminal: int | None = None
+        """where people look, while this rank's stderr goes to its log file"""
+        self.callbacks: list[Callable[[FailureRecord], None]] = []
+        """called by rank 0 with the first cause, before the ranks exit"""
+
+    def on_exception(self, error: BaseException, trace: TracebackType | None) -> None:
+        """Ends this rank, whose main thread has raised an exception that nothing caught."""
+        if isinstance(error, Stopped):  # on all ranks alike, and not a failure
+            if self._launch.rank == 0:
+                logger.info("%s", error)
+            raise SystemExit(error.exit_code)
+        record = capture.exception_record(error, trace, self._launch.rank)
+        if self.peer is None:
+            self._exit_alone(record, error, trace)
+            return
+        if self.terminal is not None:  # stderr is a log file, which keeps this rank's own traceback
+            sys.stderr.write(record["traceback"])
+        self.peer.report_failure(record)
+        time.sleep(_ABORT_TIMEOUT_S)  # the hub's abort ends this process from another thread: see `on_abort`
+        capture.hard_exit(record["exit_code"])
+
+    def _exit_alone(self, record: FailureRecord, error: BaseException, trace: TracebackType | None) -> None:
+        where = self._write(record)
+        if self._agent_file is not None and self._agent_file.exists():
+            raise SystemExit(record["exit_code"])  # the agent prints the record
+        if record["sentence"] is None and record["kind"] != "interrupted":
+            self.previous_hook(type(error), error, trace)
+            sys.stderr.write(f"record: {where}\n" if where else "")
+        else:
+            sys.stderr.write(format_cause(record, self._launch.world_size, where))
+        raise SystemExit(record["exit_code"])
+
+    def on_first_failure(self, record: FailureRecord) -> None:
+        """Records the first cause, on rank 0, before the other ranks get it."""
+        signals.ignore_termination()
+        self._write(record)
+        for callback in self.callbacks:
+            try:
+                callback(record)
+            except (OSError, HeadwayError) as error:  # the cause must get out, whatever cannot be written
+                logger.error("%s", error)
+
+    def on_abort(self, record: FailureRecord) -> None:
+        """Exits because the hub says that some rank, perhaps this one, failed first."""
+        if record["rank"] != self._launch.rank and record["kind"] != "interrupted":
+            sys.stderr.write(format_pointer(self._launch.rank, record, self._failure_file))
+        capture.hard_exit(record["exit_code"])
+
+    def on_all_down(self, record: FailureRecord) -> None:
+        """Prints the cause on rank 0, when all other ranks have exited: it is the last thing on the screen."""
+        if not self._launch.is_supervised:  # else the agent prints it
+            sys.stderr.write(format_cause(record, self._launch.world_size, self._failure_file))
+        capture.hard_exit(record["exit_code"])
+
+    def on_hub_lost(self) -> None:
+        """Exits because rank 0 is gone: every rank acts by itself."""
+        assert self.root is not None
+        self._exit_without_hub(lost_rank_record(self.root))
+
+    def on_hub_silent(self) -> None:
+        """Exits because rank 0 is connected but does not reply: it is stopped, or its interpreter lock is held."""
+        assert self.root is not None
+        statuses = [
+            silent_root_status(capture.HEARTBEAT, self.root),
+            own_status(capture.HEARTBEAT, self._launch.rank),
+        ]
+        self._exit_without_hub(hang.record(statuses, self._launch.world_size))
+
+    def _exit_without_hub(self, record: FailureRecord) -> None:
+        where = self._write(record)
+        if self._launch.rank == 1 and not self._launch.is_supervised:  # one rank must print it, and only one
+            text = format_cause(record, self._launch.world_size, where)
+            os.write(self.terminal if self.terminal is not None else 2, text.encode())
+        else:
+            sys.stderr.write(format_pointer(self._launch.rank, record, where))
+        capture.hard_exit(record["exit_code"])
+
+    @property
+    def _failure_file(self) -> Path | None:
+        return self.run.failure_file if self.run else None
+
+    @property
+    def _agent_file(self) -> Path | None:
+        """Where a node agent looks for the record: beside the rendezvous."""
+        file = self._launch.rendezvous_file
+        return None if file is None else file.with_name("failure.json")
+
+    def _write(self, record: FailureRecord) -> Path | None:
+        """Writes failure.json unless it exists. Returns where people find it."""
+        where = self._failure_file
+        try:
+            if self._agent_file is not None:
+                content = json.dumps(record | {"failure_file": where and str(where)})
+                files.publish(self._agent_file, content.encode())
+            if self.run:
+                self.run.write_failure(record)
+        except (OSError, StorageError) as error:  # the disk may be what failed
+            logger.error("the failure could not be recorded: %s", error)
+        return where
