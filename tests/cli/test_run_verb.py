@@ -72,7 +72,7 @@ def test_a_script_that_knows_nothing_of_headway_is_supervised_too(tmp_path: Path
     done = run(str(BIN / "headway"), "run", "--nproc=2", str(script))
     assert done.returncode == 1
     assert done.stderr.startswith("headway: rank 1 of 2")
-    assert "left with exit code 3" in done.stderr
+    assert "exited with code 3" in done.stderr
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -138,7 +138,7 @@ def test_the_output_can_be_watched_to_the_end(cluster: Cluster) -> None:
     (folder / "stops.py").write_text("raise SystemExit(3)")
     done = cluster.run([HEADWAY, "submit", "--watch", "stops.py"], cwd=folder)
     assert done.returncode == 1
-    assert "left with exit code 3" in done.stdout
+    assert "exited with code 3" in done.stdout
 
 
 def test_where_jobs_are_not_requeued_another_one_follows(cluster: Cluster) -> None:

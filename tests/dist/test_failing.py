@@ -30,7 +30,7 @@ CAUSES = {
     "raise": (1, "ValueError: the third step is cursed"),
     "usage": (2, "headway: lr=-1 is negative; set lr to a positive number"),
     "kill9": (1, "was killed by SIGKILL"),
-    "exit0": (1, "left with exit code 0 while the others still worked"),
+    "exit0": (1, "exited with code 0 while the others still worked"),
     "segfault": (1, "crashed in native code (SIGSEGV)"),
     "ctrl-c": (130, "interrupted by Ctrl-C"),
 }

@@ -129,7 +129,7 @@ def test_objects_travel() -> None:
     assert hw.broadcast_object({"from": rank}, source=2) == {"from": 2}
     assert hw.all_gather_object(rank * 10) == [0, 10, 20]
     assert hw.gather_object((rank,), destination=1) == ([(0,), (1,), (2,)] if rank == 1 else None)
-    with pytest.raises(UsageError, match="there is no rank 3: the ranks are 0 to 2"):
+    with pytest.raises(UsageError, match="rank 3 does not exist: the ranks are 0 to 2"):
         hw.broadcast_object(None, source=3)
 
 

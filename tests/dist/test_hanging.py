@@ -90,13 +90,13 @@ def test_who_is_to_blame(statuses: list[RankStatus], guilty: list[int]) -> None:
 def test_the_words() -> None:
     record = hanging.record([seen(0, stack=WAITING), seen(1, condition="stopped"), seen(2, stack=WAITING)], 3)
     assert record["error"] == (
-        "for 30 s no rank has moved: rank 1 of 3 on node1 (pid 101) is stopped (SIGSTOP): kill -CONT would wake it, "
+        "for 30 s no rank has made progress: rank 1 of 3 on node1 (pid 101) is stopped (SIGSTOP): kill -CONT resumes it, "
         "in train at step 9; ranks 0, 2 wait for it"
     )
     assert record["traceback"].count("all_reduce") == 1, "equal stacks are shown once"
     assert record["traceback"].startswith("ranks 0, 2, in train at step 9; most recent call first:\n  File")
     alone = hanging.record([seen(0)], 1)
-    assert alone["error"] == "for 30 s no rank has moved: rank 0 of 1 stands in the same place"
+    assert alone["error"] == "for 30 s no rank has made progress: rank 0 of 1 is in the same place"
 
 
 def test_a_stack_without_what_is_ours() -> None:

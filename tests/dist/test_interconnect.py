@@ -109,7 +109,7 @@ def test_a_good_interconnect_is_measured_in_every_direction_and_all_ranks_hear_t
 
 @ranks(4)
 def test_a_slow_direction_is_named() -> None:
-    result = check_interconnect(megabytes=1, wire=BadWire(slow={(1, 3): 0.5}))
+    result = check_interconnect(megabytes=1, transport=BadWire(slow={(1, 3): 0.5}))
     assert result.verdict == "slow"
     assert [
         (link.sender, link.receiver) for link in result.slow_links() if link.gigabytes_per_second < 0.0025
@@ -122,7 +122,7 @@ def test_a_slow_direction_is_named() -> None:
 
 @ranks(4)
 def test_changed_bytes_are_counted_and_their_direction_is_named() -> None:
-    result = check_interconnect(megabytes=1, wire=BadWire(corrupt={(1, 3): 4096}))
+    result = check_interconnect(megabytes=1, transport=BadWire(corrupt={(1, 3): 4096}))
     assert result.verdict == "wrong"
     assert {(link.sender, link.receiver): link.wrong for link in result.links if link.wrong} == {(1, 3): 4096}
     host = result.hosts[0]
@@ -133,7 +133,7 @@ def test_changed_bytes_are_counted_and_their_direction_is_named() -> None:
 
 @ranks(2)
 def test_wrong_sums_are_counted_and_their_rank_is_named() -> None:
-    result = check_interconnect(megabytes=1, wire=BadWire(wrong_sums_on=1))
+    result = check_interconnect(megabytes=1, transport=BadWire(wrong_sums_on=1))
     assert result.verdict == "wrong"
     assert (
         result.problems()[0] == f"all-reduce: rank 1 (host {result.hosts[1]}) got 3 of 262144 numbers wrong"
@@ -149,7 +149,7 @@ class Swapped(BadWire):
 
 @ranks(2)
 def test_bytes_in_the_wrong_place_are_wrong() -> None:
-    result = check_interconnect(megabytes=1, wire=Swapped())
+    result = check_interconnect(megabytes=1, transport=Swapped())
     assert all(link.wrong > 0.9 * link.bytes for link in result.links)
 
 
@@ -172,7 +172,7 @@ while store.add("here", 0) < 3:  # on a busy machine one may come later than the
     time.sleep(0.05)
 td.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=datetime.timedelta(seconds=5))
 try:
-    check_interconnect(megabytes=1, wire=Silent() if rank == 2 else None)
+    check_interconnect(megabytes=1, transport=Silent() if rank == 2 else None)
 except RankFailure as error:
     print(error)
 """

@@ -52,7 +52,7 @@ def vanished(run: Run) -> dict[str, Any]:
 
 def hang(run: Run) -> dict[str, Any]:
     """What an agent says when none of its ranks moves, rank 0 included."""
-    return {"kind": "hang", "rank": 0, "error": "no rank has moved", "failure_file": str(run.failure_file)}
+    return {"kind": "hang", "rank": 0, "error": "no rank has made progress", "failure_file": str(run.failure_file)}
 
 
 def test_an_agent_knows_what_its_rank_died_of(run: Run, tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_an_agent_knows_what_its_rank_died_of(run: Run, tmp_path: Path) -> None:
     assert (found["hint"], found["exit_code"]) == (None, 1)
     assert json.loads(run.failure_file.read_text()) == found
     left = first_failure(tmp_path / "failure.json", {1: 86}, {1: 5})
-    assert (left["error"], left["exit_code"]) == ("left with exit code 86 while the others still worked", 86)
+    assert (left["error"], left["exit_code"]) == ("exited with code 86 while the others still worked", 86)
 
 
 def test_what_an_agent_finds_counts_unless_the_ranks_were_faster(run: Run, tmp_path: Path) -> None:

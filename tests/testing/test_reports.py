@@ -216,7 +216,7 @@ def test_is_killed(session: Session, case: Case) -> None:
 
 
 def test_root_leaves_with_exit_code_0(case: Case) -> None:
-    assert "rank 0 of 2: left with exit code 0" in case.text
+    assert "rank 0 of 2: exited with code 0" in case.text
 
 
 def test_crashes(case: Case) -> None:

@@ -1,6 +1,6 @@
-"""Small facts and small objects: who am I, and what do the others have?
+"""Small facts and small objects: this process's rank, and objects of the other ranks.
 
-Objects travel as pickles between the ranks of one run, as torch's own object collectives do; SECURITY.md says what
+Objects are sent as pickles between the ranks of one run, as torch's own object collectives do; SECURITY.md says what
 that means. headway itself sends nothing that way.
 """
 
@@ -18,32 +18,32 @@ T = TypeVar("T")
 
 
 def rank() -> int:
-    """This process's number among all ranks, from 0."""
+    """Returns this process's number among all ranks, from 0."""
     return world().rank
 
 
 def world_size() -> int:
-    """How many ranks there are."""
+    """Returns the number of ranks."""
     return world().world_size
 
 
 def local_rank() -> int:
-    """This process's number among the ranks of its node."""
+    """Returns this process's number among the ranks of its node."""
     return world().local_rank
 
 
 def local_world_size() -> int:
-    """How many ranks this node has; nodes may differ."""
+    """Returns the number of ranks on this node; nodes may differ."""
     return world().local_world_size
 
 
 def node_rank() -> int:
-    """This node's number among the nodes."""
+    """Returns this node's number among the nodes."""
     return world().node_rank
 
 
 def is_root() -> bool:
-    """Whether this is rank 0."""
+    """Returns whether this is rank 0."""
     return world().rank == 0
 
 
@@ -61,7 +61,7 @@ def print_rank(*values: object, sep: str = " ") -> None:
 
 
 def broadcast_object(value: T | None = None, *, source: int = 0) -> T:
-    """Gives every rank the object that rank `source` has.
+    """Returns the object of rank `source` on every rank.
 
     >>> split = headway.broadcast_object(make_split() if headway.is_root() else None)
     """
@@ -91,10 +91,10 @@ def all_gather_object(value: T) -> list[T]:
 
 
 def store() -> c10d.Store:
-    """The key-value store that all ranks share: for small words, not for data."""
+    """Returns the key-value store that all ranks share, for small values."""
     return c10d.PrefixStore("headway/user", current().store)
 
 
 def _check_rank(number: int) -> None:
     if not 0 <= number < world_size():
-        raise UsageError(f"there is no rank {number}: the ranks are 0 to {world_size() - 1}")
+        raise UsageError(f"rank {number} does not exist: the ranks are 0 to {world_size() - 1}")

@@ -1,7 +1,7 @@
-"""Random numbers: the same weights on every rank, different noise in every data stream.
+"""Seeds: the same weights on every rank, different noise in every data stream.
 
-Adding the rank to the seed makes neighbours collide: (seed 0, rank 1) would equal (seed 1, rank 0). Here the
-seed of every stream is a keyed hash of (seed, purpose, rank), so any two differ as two random numbers do.
+If the rank were added to the seed, (seed 0, rank 1) would equal (seed 1, rank 0). Here the seed of every stream is a
+keyed hash of (seed, purpose, rank), so any two streams are independent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headway.errors import UsageError
 
 Scope = Literal["shared", "rank"]
 
-_KEY = b"headway.dist.seeding.1"  # a new number here would change every run's random numbers
+_KEY = b"headway.dist.seeding.1"  # another key would change every run's random numbers
 _LARGEST = 2**64 - 1
 
 
@@ -31,9 +31,9 @@ def seed(base: int, *, deterministic: bool = False, scope: Scope = "shared") -> 
     built, `scope="rank"` makes torch differ too: dropout and augmentation should not be the same on every
     rank.
 
-    `deterministic=True` also asks torch for deterministic kernels, which are slower and in a few cases do not
-    exist (torch then raises); call it before the first CUDA operation. `deterministic=False` leaves these
-    switches alone.
+    `deterministic=True` also requests deterministic kernels from torch, which are slower and in a few cases do not
+    exist (torch then raises); call it before the first CUDA operation. `deterministic=False` does not touch these
+    switches.
 
         hw.seed(0)                    # before building the model
         model = Net()
@@ -49,7 +49,7 @@ def seed(base: int, *, deterministic: bool = False, scope: Scope = "shared") -> 
 
 
 def derive_seed(base: int, purpose: str, rank: int = 0) -> int:
-    """A 64-bit seed for one stream of random numbers: a pure function of its arguments, on every machine.
+    """Returns a 64-bit seed for one stream of random numbers: a pure function of its arguments, on every machine.
 
     >>> derive_seed(0, "mixup", rank=1) == derive_seed(1, "mixup", rank=0)
     False
@@ -62,9 +62,9 @@ def _digest(base: int, purpose: str, rank: int) -> bytes:
 
 
 def _check(base: int, scope: str) -> None:
-    if type(base) is not int:  # bool is an int to Python, and seed(True) a slip of the pen
+    if type(base) is not int:  # bool is an int to Python, and seed(True) a mistake
         raise UsageError(
-            f"a seed is a whole number, not {base!r} ({type(base).__name__}): give an int such as 0"
+            f"{base!r} ({type(base).__name__}) is not a valid seed: give a whole number such as 0"
         )
     if not 0 <= base <= _LARGEST:
         raise UsageError(f"seed {base} is out of range: give a number from 0 to 2**64 - 1")

@@ -1,8 +1,7 @@
-"""Averages over ranks, for loops without DistributedDataParallel; optimizer state that follows its model.
+"""Averages over ranks, for loops without DistributedDataParallel, and moving optimizer state to a device.
 
-Tensors travel in a few flat buckets, one per device and dtype, instead of one collective each. Every rank
-must call these functions with the same parameters; when they differ, all ranks get an error instead of a
-hang.
+Tensors are sent in a few flat buckets, one per device and dtype, instead of one collective each. Every rank must call
+these functions with the same parameters; if they differ, all ranks raise an error instead of hanging.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch.optim import Optimizer
 
 from headway.errors import UsageError
 
-BUCKET_BYTES = 64 * 2**20  # what flattening may cost in memory at a time
+BUCKET_BYTES = 64 * 2**20  # how much memory flattening takes at a time
 
 
 @torch.no_grad()
@@ -27,8 +26,7 @@ def average_gradients(model: nn.Module | Iterable[Tensor], *, weight: float = 1.
     """Replaces each gradient by its mean over all ranks, weighted by `weight`, such as its batch size.
 
     A parameter that has a gradient on some ranks only (a branch not taken) counts as zero on the others and
-    has one everywhere afterwards; a parameter without a gradient anywhere keeps none. Alone, this changes
-    nothing.
+    has one everywhere afterwards; a parameter without a gradient anywhere keeps none. With one rank, nothing changes.
 
         loss.backward()
         dist.average_gradients(model, weight=len(batch))
@@ -36,18 +34,20 @@ def average_gradients(model: nn.Module | Iterable[Tensor], *, weight: float = 1.
     """
     if not (math.isfinite(weight) and weight >= 0):
         raise UsageError(
-            f"weight={weight!r} is no weight: give a number >= 0, such as this rank's number of samples"
+            f"weight={weight!r} is not a valid weight: give a number >= 0, such as this rank's number of samples"
         )
     parameters = [parameter for parameter in _parameters(model) if parameter.requires_grad]
     if _alone() or not parameters:
         return
-    _agree(parameters)
+    _check_equal(parameters)
     present, total = _census(parameters, weight)
     if total == 0:
         raise UsageError(
             "the weights of all ranks are 0, so there is no mean: give some rank a weight above 0"
         )
-    gradients = [_gradient(parameter) for parameter, there in zip(parameters, present, strict=True) if there]
+    gradients = [
+        _gradient(parameter) for parameter, has_one in zip(parameters, present, strict=True) if has_one
+    ]
     if weight != 1.0:
         for gradient in gradients:
             gradient.mul_(weight)
@@ -56,7 +56,7 @@ def average_gradients(model: nn.Module | Iterable[Tensor], *, weight: float = 1.
 
 @torch.no_grad()
 def average_parameters(model: nn.Module | Iterable[Tensor]) -> None:
-    """Replaces each parameter by its mean over all ranks, as in local SGD. Alone, it changes nothing.
+    """Replaces each parameter by its mean over all ranks, as in local SGD. With one rank, nothing changes.
 
     if step % 16 == 0:
         dist.average_parameters(model)
@@ -64,12 +64,12 @@ def average_parameters(model: nn.Module | Iterable[Tensor]) -> None:
     parameters = [p for p in _parameters(model) if p.is_floating_point() or p.is_complex()]
     if _alone() or not parameters:
         return
-    _agree(parameters)
+    _check_equal(parameters)
     _average(parameters, td.get_world_size())
 
 
 def optimizer_to(optimizer: Optimizer, device: torch.device | str) -> None:
-    """Moves an optimizer's state to a device, where its model has gone (`model.to(device)` leaves it behind).
+    """Moves an optimizer's state to a device, because `model.to(device)` does not.
 
     Step counters stay on the CPU, where torch keeps them, unless their group is `capturable` or `fused`.
     """
@@ -81,16 +81,16 @@ def optimizer_to(optimizer: Optimizer, device: torch.device | str) -> None:
     for parameter, state in optimizer.state.items():
         for key in state:
             if key != "step" or on_device.get(parameter, False):
-                state[key] = _moved(state[key], device)
+                state[key] = _move(state[key], device)
 
 
-def _moved(value: Any, device: torch.device | str) -> Any:
+def _move(value: Any, device: torch.device | str) -> Any:
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, dict):
-        return {key: _moved(item, device) for key, item in value.items()}
+        return {key: _move(item, device) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_moved(item, device) for item in value)
+        return type(value)(_move(item, device) for item in value)
     return value
 
 
@@ -105,8 +105,8 @@ def _parameters(model: nn.Module | Iterable[Tensor]) -> list[Tensor]:
     for parameter in parameters:
         if isinstance(parameter, DTensor):
             raise UsageError(
-                "this model is sharded (its parameters are DTensors): each rank holds another part, a mean "
-                "over ranks would mix them up. Leave it to FSDP, which averages gradients by itself"
+                "this model is sharded (its parameters are DTensors), so a mean over ranks would mix different parts; "
+                "leave it to FSDP, which averages gradients itself"
             )
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise UsageError(
@@ -115,8 +115,8 @@ def _parameters(model: nn.Module | Iterable[Tensor]) -> list[Tensor]:
     return parameters
 
 
-def _agree(parameters: Sequence[Tensor]) -> None:
-    """Raises on all ranks when their parameters differ: collectives of unequal sizes hang, or mix them up."""
+def _check_equal(parameters: Sequence[Tensor]) -> None:
+    """Raises on all ranks if their parameters differ: collectives of unequal sizes hang, or mix up the values."""
     described = [(tuple(p.shape), str(p.dtype), p.device.type) for p in parameters]
     digest = hashlib.blake2b(
         repr(described).encode(), digest_size=7
@@ -133,7 +133,7 @@ def _agree(parameters: Sequence[Tensor]) -> None:
 
 
 def _census(parameters: Sequence[Tensor], weight: float) -> tuple[list[bool], float]:
-    """Which parameters have a gradient on any rank, and the sum of the ranks' weights."""
+    """Returns which parameters have a gradient on any rank, and the sum of the ranks' weights."""
     counts = [float(parameter.grad is not None) for parameter in parameters]
     votes = torch.tensor([*counts, weight], dtype=torch.float64, device=parameters[0].device)
     td.all_reduce(votes)

@@ -21,6 +21,7 @@ from torch import Tensor
 from headway.dist.failure.remote import pack, unpack
 from headway.dist.group import current, is_initialized
 from headway.errors import BarrierTimeout, UsageError
+from headway.system.text import shorten_list
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -166,9 +167,9 @@ class RankExchange:
                 raise BarrierTimeout(self._timeout_message(missing, timeout_s)) from error
 
     def _timeout_message(self, missing: Sequence[int], timeout_s: float) -> str:
-        names = ", ".join(map(str, missing[:16]))
         return (
-            f"rank {names} did not respond within {timeout_s:g} s while the ranks tried to {self.doing}: "
+            f"rank {shorten_list(missing)} did not respond within {timeout_s:g} s while the ranks tried to "
+            f"{self.doing}: "
             "it is stopped, stuck, or elsewhere in the script; look at its log and its stack"
         )
 

@@ -1,8 +1,8 @@
-"""Work that some ranks do while others wait, without the wait becoming a hang.
+"""Guarded sections: work that some ranks do while the others wait.
 
 If the working rank raises, every waiting rank raises the same exception at once, with the original traceback. If it
-dies, all ranks go down with the cause (see `control`), so waiting needs no timeout: a download may take an hour, and
-nobody who watches for hangs minds.
+exits, all ranks exit with the cause (see `dist.control`), so the wait needs no timeout: a download may take an hour and
+does not count as a hang.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from headway.dist.collective.exchange import FOREVER, RankExchange
 from headway.dist.failure.capture import HEARTBEAT
 from headway.dist.group import current
 from headway.errors import BarrierTimeout
+from headway.system.text import shorten_list
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -42,7 +43,7 @@ def _first(channel: str, *, works: bool, waiting: int) -> Iterator[None]:
 
 @contextmanager
 def root_first() -> Iterator[None]:
-    """The body runs on rank 0 first, and on the others when rank 0 is done.
+    """Runs the body on rank 0 first, and on the others when rank 0 is done.
 
     >>> with headway.root_first():
     ...     dataset = MNIST("data", download=True)  # rank 0 downloads, the others find it there
@@ -55,7 +56,7 @@ def root_first() -> Iterator[None]:
 
 @contextmanager
 def local_root_first() -> Iterator[None]:
-    """The body runs on the first rank of each node first, and on the node's others when that one is done.
+    """Runs the body on the first rank of each node first, and on the node's others when that one is done.
 
     >>> with headway.local_root_first():
     ...     unpack("/shared/imagenet.tar", "/local/scratch")
@@ -72,10 +73,10 @@ def root_only(function: Callable[P, T], /) -> Callable[P, T | None]: ...
 @overload
 def root_only(*, wait: bool = True) -> Callable[[Callable[P, T]], Callable[P, T | None]]: ...
 def root_only(function: Callable[P, T] | None = None, /, *, wait: bool = True) -> Any:
-    """Makes a function that does its work on rank 0 only, and returns None elsewhere.
+    """Decorates a function so that it runs on rank 0 only, and returns None elsewhere.
 
-    The other ranks wait until it is done, and raise what it raises: call it on all ranks. With `wait=False` they go on
-    at once; such a function may be called on any rank, and its exception stays on rank 0.
+    The other ranks wait until it is done, and raise what it raises: call it on all ranks. With `wait=False` they
+    continue at once; such a function may be called on any rank, and its exception stays on rank 0.
 
     >>> @headway.root_only
     ... def write_results(path): ...
@@ -100,7 +101,7 @@ def _root_only(function: Callable[P, T], *, wait: bool) -> Callable[P, T | None]
 
 
 def from_root(work: Callable[[], T]) -> T:
-    """Runs `work` on rank 0 and gives its result, which must be JSON, to all ranks; its exception, too."""
+    """Runs `work` on rank 0 and returns its result, which must be JSON, on all ranks, or raises its exception there."""
     group = current()
     waiting = group.launch.world_size - 1
     exchange = RankExchange("wait for rank 0", channel="from_root")
@@ -117,9 +118,9 @@ def from_root(work: Callable[[], T]) -> T:
 
 
 def barrier(*, timeout: float | None = None) -> None:
-    """Waits until all ranks are here. With a timeout, the error names the ranks that did not come.
+    """Waits until all ranks have called it. With a timeout, the error names the ranks that are missing.
 
-    It goes through the store, not through the GPUs: no stream is synchronised.
+    It uses the store and not the GPUs: no stream is synchronized.
     """
     group = current()
     size = group.launch.world_size
@@ -135,10 +136,11 @@ def barrier(*, timeout: float | None = None) -> None:
         store.wait([f"{key}/open"], FOREVER if timeout is None else timedelta(seconds=timeout))
     except RuntimeError as error:
         absent = [rank for rank in range(size) if not store.check([f"{key}/{rank}"])]
-        if not absent:  # not a matter of time
+        if not absent:  # the store failed, and not the clock
             raise
-        names = ", ".join(map(str, absent[:16]))
-        raise BarrierTimeout(f"a barrier was not reached within {timeout:g} s by rank {names}") from error
+        raise BarrierTimeout(
+            f"a barrier was not reached within {timeout:g} s by rank {shorten_list(absent)}"
+        ) from error
     if store.add(f"{key}/left", 1) == size:
         for name in (*map(str, range(size)), "count", "open", "left"):
             store.delete_key(f"{key}/{name}")

@@ -1,7 +1,7 @@
-"""Failing well: what is known about an exception that nobody caught, and the way out of a process that may be stuck.
+"""What is recorded about an uncaught exception, and how to exit from a process that may be stuck.
 
-One cause, printed once, as the last thing on the screen. The other ranks say whom they stop for and where the record
-is; "connection reset by peer" is never the cause.
+An error that only follows from another rank's exit, such as "connection reset by peer", is marked as an echo and never
+counts as the cause.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _LOST_PEER = re.compile(
 
 
 HEARTBEAT = Heartbeat()
-"""what this rank is doing, kept current by the loop at no cost"""
+"""what this rank is doing; the training loop updates it at every step"""
 
 
 def set_phase(phase: str, step: int | None = None) -> None:
-    """Notes what this rank is doing; failure.json and hang reports say it.
+    """Sets what this rank is doing, for failure.json and hang reports.
 
-    With a step, the rank is expected to move on: one that stands still for longer than `hw.init(step_timeout=...)`
-    ends the run. Call it at every step of a loop of your own, and without a step when the loop is over.
+    With a step, the rank must make progress: if it makes none for longer than `hw.init(step_timeout=...)`, the run
+    ends. Call it at every step of a loop of your own, and without a step when the loop is over.
 
     >>> set_phase("train", step=37)
     """
@@ -45,7 +45,7 @@ def set_phase(phase: str, step: int | None = None) -> None:
 
 
 def no_hang_check() -> AbstractContextManager[None]:
-    """What is done in here may take any time, and is no hang.
+    """Switches off the check for hangs while the block runs, which may take any time.
 
     >>> with no_hang_check():
     ...     upload(checkpoint)
@@ -54,9 +54,10 @@ def no_hang_check() -> AbstractContextManager[None]:
 
 
 def exception_record(error: BaseException, trace: TracebackType | None, rank: int) -> FailureRecord:
-    """Everything known about an exception that nobody caught."""
+    """Returns the record of an uncaught exception."""
     interrupted = isinstance(error, KeyboardInterrupt)
     name = type(error).__qualname__
+    own_code = error.exit_code if isinstance(error, HeadwayError) else 1
     return {
         "kind": "interrupted" if interrupted else "exception",
         "rank": rank,
@@ -67,18 +68,14 @@ def exception_record(error: BaseException, trace: TracebackType | None, rank: in
         "error": redact(f"{name}: {error}" if str(error) else name),
         "traceback": redact("".join(traceback.format_exception(type(error), error, trace))),
         "sentence": redact(str(error)) if isinstance(error, HeadwayError) else None,
-        "exit_code": INTERRUPTED
-        if interrupted
-        else error.exit_code
-        if isinstance(error, HeadwayError)
-        else 1,
+        "exit_code": INTERRUPTED if interrupted else own_code,
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "echo": is_echo(error),
     }
 
 
 def is_echo(error: BaseException) -> bool:
-    """Is this the sound of another rank's death rather than a cause of its own?"""
+    """Returns whether this error only shows that another rank has exited."""
     network = isinstance(error, (RuntimeError, ConnectionError, TimeoutError)) and not isinstance(
         error, HeadwayError
     )
@@ -86,10 +83,10 @@ def is_echo(error: BaseException) -> bool:
 
 
 def hard_exit(code: int) -> None:
-    """Ends this process now. Threads stuck in a collective, or in a full pipe, cannot hold it up."""
-    # a C thread that ends the process by itself: flushing below may block for ever
+    """Ends this process now, even if threads are stuck in a collective or in a full pipe."""
+    # a C thread that ends the process in any case, because flushing below may block for ever
     faulthandler.dump_traceback_later(2, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # a closed pipe or stream: nobody is there to read it
+        with suppress(OSError, ValueError):  # a closed pipe or stream
             stream.flush()
     os._exit(code)

@@ -1,8 +1,8 @@
-"""A run that stands still: who holds it up, who only waits, and the words in which people read it. No torch.
+"""A run that makes no progress: which ranks hold it up, which ones only wait, and the report for people. No torch.
 
-Those who look, rank 0 over the wire or the agent of a node in shared memory, bring statuses of ranks; the judgement is
-the same. Ranks that wait in a collective are victims. To blame are those who are stopped or do not answer; else those
-who have made fewer steps or taken part in fewer collectives; else those whose stack is not one of waiting.
+The hub collects the statuses of ranks over its connections, a node agent from shared memory; the analysis is the same.
+Suspects are ranks that are stopped or do not reply; else those that are behind in steps or in collectives; else those
+whose stack is not waiting for others. All other ranks are victims.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Literal, final
 from headway.dist.failure.record import FailureRecord
 
 Condition = Literal["answers", "silent", "stopped", "blocked"]
-"""stopped: by a signal; blocked: the kernel does not let it go, as with a dead file system"""
+"""stopped: by a signal; blocked: inside the kernel, as by a file system that does not respond"""
 
 WAITING_IN = {
     "dist/collective/exchange.py": "_wait|read|gather_rows",
@@ -27,24 +27,24 @@ WAITING_IN = {
 }
 """headway's functions in which a rank waits for others"""
 OWN_THREADS = ("testing/", "dist/control/", "run/lock.py")
-"""what runs beside the main thread of every rank, and says nothing about a hang"""
+"""headway's own threads beside the main one, which say nothing about a hang"""
 _WAITS = re.compile(
     r"distributed_c10d\.py|in _engine_run_backward|in barrier$|"
     + "|".join(rf"/headway/{path}\", line \d+ in ({names})$" for path, names in WAITING_IN.items()),
     re.M,
 )
 _OURS = re.compile("|".join(f"/headway/{path}" for path in OWN_THREADS))
-_WORDS = {
-    "silent": "does not answer: stopped, or busy in native code that holds the interpreter lock",
-    "stopped": "is stopped (SIGSTOP): kill -CONT would wake it",
-    "blocked": "is blocked in the kernel, as by a disk or a network file system that does not answer",
+_DESCRIPTIONS = {
+    "silent": "does not respond: stopped, or busy in native code that holds the interpreter lock",
+    "stopped": "is stopped (SIGSTOP): kill -CONT resumes it",
+    "blocked": "is blocked in the kernel, as by a disk or a network file system that does not respond",
 }
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """One rank, as somebody sees it."""
+    """What is known about one rank."""
 
     rank: int
     host: str
@@ -52,15 +52,15 @@ class RankStatus:
     phase: str | None = None
     step: int | None = None
     age: float
-    """seconds since it has moved"""
+    """seconds since it made progress"""
     collectives: int | None = None
-    """how many collectives it has taken part in, where that is known"""
+    """how many collectives it has begun, where that is known"""
     condition: Condition = "answers"
     stack: str = ""
 
 
 def suspects(statuses: Sequence[RankStatus]) -> list[RankStatus]:
-    """Those who hold up the others; empty if nobody can be told from the rest."""
+    """Returns the ranks that hold up the others; none if no rank differs from the rest."""
     for found in (
         [one for one in statuses if one.condition != "answers"],
         _behind(statuses, [one.step for one in statuses]),
@@ -80,9 +80,9 @@ def _behind(statuses: Sequence[RankStatus], counts: Sequence[int | None]) -> lis
 
 
 def record(statuses: Sequence[RankStatus], world_size: int) -> FailureRecord:
-    """The record of a hang."""
-    guilty = suspects(statuses)
-    first = (guilty or statuses)[0]
+    """Returns the record of a hang."""
+    suspected = suspects(statuses)
+    first = (suspected or statuses)[0]
     return {
         "kind": "hang",
         "rank": first.rank,
@@ -90,11 +90,11 @@ def record(statuses: Sequence[RankStatus], world_size: int) -> FailureRecord:
         "pid": first.pid,
         "phase": first.phase,
         "step": first.step,
-        "error": _sentence(statuses, guilty, world_size),
+        "error": _sentence(statuses, suspected, world_size),
         "traceback": _report(statuses),
         "sentence": None,
-        "suspects": [one.rank for one in guilty],
-        "victims": [one.rank for one in statuses if one not in guilty],
+        "suspects": [one.rank for one in suspected],
+        "victims": [one.rank for one in statuses if one not in suspected],
         "age": round(min(one.age for one in statuses), 1),
         "exit_code": 1,
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -102,24 +102,22 @@ def record(statuses: Sequence[RankStatus], world_size: int) -> FailureRecord:
     }
 
 
-def _sentence(statuses: Sequence[RankStatus], guilty: Sequence[RankStatus], world_size: int) -> str:
-    still = f"for {min(one.age for one in statuses):.0f} s no rank has moved"
-    if not guilty:
+def _sentence(statuses: Sequence[RankStatus], suspected: Sequence[RankStatus], world_size: int) -> str:
+    stalled = f"for {min(one.age for one in statuses):.0f} s no rank has made progress"
+    if not suspected:
         everybody = names(one.rank for one in statuses)
-        return (
-            f"{still}: {everybody} of {world_size} {_plural(statuses, 'stands', 'stand')} in the same place"
-        )
-    waiting = [one.rank for one in statuses if one not in guilty]
-    first = guilty[0]
-    who = f"{names(one.rank for one in guilty)} of {world_size}"
-    who += f" on {first.host} (pid {first.pid})" if len(guilty) == 1 else ""
-    what = _WORDS.get(first.condition) or _plural(guilty, "is behind the others", "are behind the others")
+        return f"{stalled}: {everybody} of {world_size} {_plural(statuses, 'is', 'are')} in the same place"
+    waiting = [one.rank for one in statuses if one not in suspected]
+    first = suspected[0]
+    who = f"{names(one.rank for one in suspected)} of {world_size}"
+    who += f" on {first.host} (pid {first.pid})" if len(suspected) == 1 else ""
+    what = _DESCRIPTIONS.get(first.condition) or _plural(
+        suspected, "is behind the others", "are behind the others"
+    )
     place = f", in {first.phase}" if first.phase else ""
     place += f" at step {first.step}" if first.step is not None else ""
-    wait = (
-        f"; {names(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for {_plural(guilty, 'it', 'them')}"
-    )
-    return f"{still}: {who} {what}{place}{wait}"
+    wait = f"; {names(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for {_plural(suspected, 'it', 'them')}"
+    return f"{stalled}: {who} {what}{place}{wait}"
 
 
 def _plural(statuses: Sequence[RankStatus], one: str, many: str) -> str:
@@ -127,12 +125,12 @@ def _plural(statuses: Sequence[RankStatus], one: str, many: str) -> str:
 
 
 def _report(statuses: Sequence[RankStatus]) -> str:
-    """Where everybody is; those in the same place together."""
-    return "\n\n".join(f"{who}{text}" for who, text in fold((one.rank, _story(one)) for one in statuses))
+    """Says where every rank is; ranks in the same place share a paragraph."""
+    return "\n\n".join(f"{who}{text}" for who, text in fold((one.rank, _describe(one)) for one in statuses))
 
 
-def _story(one: RankStatus) -> str:
-    text = f" {_WORDS[one.condition]}" if one.condition != "answers" else ""
+def _describe(one: RankStatus) -> str:
+    text = f" {_DESCRIPTIONS[one.condition]}" if one.condition != "answers" else ""
     text += f", in {one.phase}" if one.phase else ""
     text += f" at step {one.step}" if one.step is not None else ""
     text += f", in collective {one.collectives}" if one.collectives is not None else ""
@@ -141,7 +139,7 @@ def _story(one: RankStatus) -> str:
 
 
 def readable(dump: str) -> str:
-    """A dump of faulthandler without what differs between ranks, and without the threads and frames that are ours."""
+    """Removes from a dump of faulthandler what differs between ranks, and headway's own threads and frames."""
     threads = []
     for block in dump.split("\n\n"):
         heading, *frames = block.split("\n")
@@ -154,7 +152,7 @@ def readable(dump: str) -> str:
 
 
 def fold(texts: Iterable[tuple[int, str]]) -> list[tuple[str, str]]:
-    """[("ranks 0-2, 4", text), ...]: equal texts once, in the order of their first rank."""
+    """Returns [("ranks 0-2, 4", text), ...]: equal texts once, in the order of their first rank."""
     ranks_by_text: dict[str, list[int]] = {}
     for rank, text in texts:
         ranks_by_text.setdefault(text, []).append(rank)
@@ -162,7 +160,7 @@ def fold(texts: Iterable[tuple[int, str]]) -> list[tuple[str, str]]:
 
 
 def names(ranks: Iterable[int]) -> str:
-    """Ranks in words.
+    """Formats a list of ranks.
 
     >>> names([0, 1, 2, 4])
     'ranks 0-2, 4'
@@ -178,9 +176,9 @@ def names(ranks: Iterable[int]) -> str:
 
 
 def condition(pid: int) -> Condition:
-    """What the kernel says about a process of this machine."""
+    """Returns what the kernel says about a process of this machine."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:  # gone, or a system without /proc
+    except OSError:  # the process has exited, or the system has no /proc
         return "answers"
     return {"T": "stopped", "t": "stopped", "D": "blocked"}.get(state, "answers")  # type: ignore[return-value]

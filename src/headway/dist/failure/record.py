@@ -1,4 +1,4 @@
-"""The record of a failure, and the words in which people read it. No torch: the agent reads it, too."""
+"""The record of a failure, and how people see it. No torch, since node agents use it, too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ exit_code"""
 
 
 def format_cause(record: Mapping[str, Any], world_size: int, where: Path | str | None) -> str:
-    """The last block on the screen: which rank failed first, of what, and where the record is."""
+    """Formats the last block on the screen: which rank failed first, why, and where the record is."""
     if record["kind"] == "interrupted":
         return "headway: interrupted by Ctrl-C\n"
     if record["kind"] == "hang":
@@ -23,7 +23,7 @@ def format_cause(record: Mapping[str, Any], world_size: int, where: Path | str |
     doing = f", in {record['phase']}" if record.get("phase") else ""
     doing += f" at step {record['step']}" if record.get("step") is not None else ""
     if record.get("sentence"):
-        text = f"headway: {record['sentence']}\n" + (f"  said by {who}\n" if world_size > 1 else "")
+        text = f"headway: {record['sentence']}\n" + (f"  raised by {who}\n" if world_size > 1 else "")
     elif record["kind"] == "exception":
         text = f"headway: {who} failed{doing}\n\n{str(record['traceback']).rstrip()}\n"
     else:
@@ -33,23 +33,23 @@ def format_cause(record: Mapping[str, Any], world_size: int, where: Path | str |
 
 
 def format_pointer(rank: int, record: Mapping[str, Any], where: Path | str | None) -> str:
-    """What a healthy rank says when it stops for another."""
+    """Formats the line of a healthy rank that stops because another one failed."""
     place = f"see {where}" if where is not None else "the cause is at the end of this output"
-    what = "no rank moves" if record.get("kind") == "hang" else f"rank {record['rank']} failed"
+    what = "no rank makes progress" if record.get("kind") == "hang" else f"rank {record['rank']} failed"
     return f"headway: rank {rank} stops because {what} ({record['error']}); {place}\n"
 
 
 def describe_exit_status(status: int) -> str:
-    """How a process ended, from its return code as `subprocess` gives it.
+    """Says how a process ended, from its return code as `subprocess` gives it.
 
     >>> describe_exit_status(-9)
     'was killed by SIGKILL (kill -9, or the out-of-memory killer: see dmesg)'
     """
     if status >= 0:
-        return f"left with exit code {status}"
+        return f"exited with code {status}"
     name = signal.Signals(-status).name
     if name == "SIGKILL":
         return "was killed by SIGKILL (kill -9, or the out-of-memory killer: see dmesg)"
     if name in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL"):
         return f"crashed in native code ({name})"
-    return f"was ended by {name}"
+    return f"was terminated by {name}"

@@ -1,4 +1,4 @@
-"""An exception on its way from one rank to another: JSON, never pickle."""
+"""Exceptions between ranks, as JSON and never as pickle."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def _args(error: BaseException) -> tuple[object, ...]:
 
 
 def unpack(packed: dict[str, Any]) -> BaseException:
-    """Makes the exception again, of the same class if this process knows it, with the original traceback as its cause.
+    """Rebuilds an exception, of the same class if this process knows it, with the original traceback as its cause.
 
-    Only classes that are already imported here are looked up, and their __init__ is not run: what comes over the wire
-    can name an exception, but not execute anything.
+    Only classes that are imported here already are looked up, and their __init__ is not run: a message can name an
+    exception, but not execute anything.
     """
     found: Any = sys.modules.get(packed["module"])
     for part in packed["name"].split("."):
         found = getattr(found, part, None)
     error: BaseException = RankFailure(f"rank {packed['rank']} raised {packed['name']}: {packed['text']}")
     if isinstance(found, type) and issubclass(found, Exception):
-        with suppress(TypeError):  # its __new__ wants something else: then the words must do
+        with suppress(TypeError):  # its __new__ takes other arguments: then the text must do
             error = found.__new__(found, *packed["args"])
     error.__cause__ = RemoteTraceback(packed["rank"], packed["traceback"])
     return error

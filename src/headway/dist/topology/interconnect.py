@@ -1,7 +1,7 @@
-"""Is every link between ranks right and fast? One all-reduce as a canary, then each pair of ranks on its own.
+"""The check of every link between ranks: one all-reduce as a canary, then each pair of ranks by itself.
 
-Pairs meet in the rounds of `headway.dist.topology.tournament`: n ranks need about n - 1 rounds, and a rank whose peer
-is gone waits no longer than the process group's timeout.
+Pairs are measured in the rounds of `headway.dist.topology.tournament`: n ranks need about n - 1 rounds. A rank whose
+peer has exited waits no longer than the process group's timeout.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from headway.dist.topology.tournament import Pair, schedule
 from headway.errors import RankFailure, UsageError
 from headway.system.failpoints import failpoint
 
-_REPEATS: Final = 3  # the best counts: a busy machine makes a link look slow, nothing makes it look fast
+_REPEATS: Final = (
+    3  # the best one counts: a busy machine makes a link look slow, and nothing makes it look fast
+)
 _PINGS: Final = 8
-_SLOW: Final = 0.5  # of the median of the links of the same kind
-_WIDEST_TABLE: Final = 16
+_SLOW_FRACTION: Final = 0.5  # of the median of the links of the same kind
+_MAX_TABLE_RANKS: Final = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Interconnect:
-    """What `check_interconnect` found, the same on every rank; `all_reduce` is the bus bandwidth in GB/s."""
+    """The result of `check_interconnect`, equal on every rank; `all_reduce` is the bus bandwidth in GB/s."""
 
     hosts: Sequence[str]
     device: str
@@ -56,18 +58,22 @@ class Interconnect:
 
     @property
     def verdict(self) -> Literal["ok", "slow", "wrong"]:
-        """The worst that was found."""
+        """The worst finding."""
         if any(self.all_reduce_wrong) or any(link.wrong for link in self.links):
             return "wrong"
         return "slow" if self.slow_links() else "ok"
 
     def slow_links(self) -> list[Link]:
-        """Links at less than half of the median of their kind (inside a machine, between machines)."""
+        """Returns the links below half of the median of their kind (inside a machine, between machines)."""
         usual = self._usual()
-        return [link for link in self.links if link.gigabytes_per_second < _SLOW * usual[self._kind(link)]]
+        return [
+            link
+            for link in self.links
+            if link.gigabytes_per_second < _SLOW_FRACTION * usual[self._kind(link)]
+        ]
 
     def problems(self) -> list[str]:
-        """One sentence for each wrong or slow link; for a rank that is slow towards everybody, one in all."""
+        """Returns one sentence for each wrong or slow link, and only one for a rank whose links are all slow."""
         found = [
             f"all-reduce: {self._name(rank)} got {wrong} of {self.bytes // 4} numbers wrong"
             for rank, wrong in enumerate(self.all_reduce_wrong)
@@ -79,16 +85,16 @@ class Interconnect:
         return found + self._slow_problems()
 
     def table(self) -> str:
-        """For people: the summary, the matrix of GB/s (sender down, receiver across), and the problems."""
+        """Formats the summary, the matrix of GB/s (a row per sender, a column per receiver), and the problems."""
         lines = [f"interconnect of {len(self.hosts)} ranks on {self.device}: {self.verdict}"]
         if self.links:
             lines += self._summary()
-        if self.links and len(self.hosts) <= _WIDEST_TABLE:
+        if self.links and len(self.hosts) <= _MAX_TABLE_RANKS:
             lines += self._matrix()
         return "\n".join([*lines, *self.problems()])
 
     def to_dict(self) -> dict[str, object]:
-        """Everything, with verdict and problems, for JSON."""
+        """Returns everything, with verdict and problems, as plain values for JSON."""
         return {**asdict(self), "verdict": self.verdict, "problems": self.problems()}
 
     def _kind(self, link: Link) -> str:
@@ -109,7 +115,7 @@ class Interconnect:
         slow, usual, others = self.slow_links(), self._usual(), len(self.hosts) - 1
         ends = Counter(rank for link in slow for rank in (link.sender, link.receiver))
         suspects = {rank for rank, count in ends.items() if count == 2 * others}
-        if others == 1:  # between two ranks there is no telling which one is to blame
+        if others == 1:  # between two ranks, either could be the slow one
             suspects = set()
         found = [f"{self._name(rank)}: slow to and from every other rank" for rank in sorted(suspects)]
         for link in slow:
@@ -152,7 +158,7 @@ class Interconnect:
 
 
 class Transport(Protocol):
-    """What carries bytes between ranks: the process group, or a bad one in a test. Calls return when done."""
+    """What moves bytes between ranks: the process group, or a faulty one in a test. Calls return when done."""
 
     device: torch.device
 
@@ -192,19 +198,18 @@ class ProcessGroupTransport:
             torch.cuda.synchronize(self.device)
 
 
-def check_interconnect(*, megabytes: int = 16, wire: Transport | None = None) -> Interconnect:
+def check_interconnect(*, megabytes: int = 16, transport: Transport | None = None) -> Interconnect:
     """Sends known bytes over every link of the default process group and times them. All ranks must call it.
 
-    Returns the same result on all ranks, or raises RankFailure when a peer is gone or silent for the group's
-    timeout. `wire` replaces the process group as the carrier of the bytes, which is how tests make a link
-    slow or wrong.
+    Returns the same result on all ranks, or raises RankFailure when a peer has exited or does not respond within the
+    group's timeout. `transport` replaces the process group, so that tests can make a link slow or wrong.
 
         result = dist.check_interconnect()
         if hw.is_root():
             print(result.table())
     """
     if megabytes < 1:
-        raise UsageError(f"megabytes={megabytes} is too little to measure a link with: give at least 1")
+        raise UsageError(f"megabytes={megabytes} is too little to measure a link: give at least 1")
     size = megabytes * 2**20
     if not (td.is_available() and td.is_initialized()) or td.get_world_size() == 1:
         return Interconnect(
@@ -215,13 +220,13 @@ def check_interconnect(*, megabytes: int = 16, wire: Transport | None = None) ->
             all_reduce_wrong=[0],
             links=[],
         )
-    wire = ProcessGroupTransport() if wire is None else wire
+    transport = ProcessGroupTransport() if transport is None else transport
     exchange = _exchange()
-    return _measure(wire, exchange, exchange.all_gather(socket.gethostname), size)
+    return _measure(transport, exchange, exchange.all_gather(socket.gethostname), size)
 
 
-def _measure(wire: Transport, exchange: RankExchange, hosts: Sequence[str], size: int) -> Interconnect:
-    seconds, sums_wrong = _canary(wire, size)
+def _measure(transport: Transport, exchange: RankExchange, hosts: Sequence[str], size: int) -> Interconnect:
+    seconds, sums_wrong = _canary(transport, size)
     sent: dict[int, tuple[float, float]] = {}
     wrong: dict[int, int] = {}
     rounds = schedule(hosts)
@@ -230,11 +235,13 @@ def _measure(wire: Transport, exchange: RankExchange, hosts: Sequence[str], size
         try:
             for sender, receiver in [*pairs, *((b, a) for a, b in pairs)]:
                 if sender == td.get_rank():
-                    sent[receiver] = _send_timed(wire, receiver, size)
+                    sent[receiver] = _send_timed(transport, receiver, size)
                 elif receiver == td.get_rank():
-                    wrong[sender] = _receive_checked(wire, sender, size)
-            wire.all_reduce(_token(wire))  # a barrier: rounds that overlapped would slow each other
-        except RuntimeError as error:  # what gloo and NCCL raise when a peer is gone or silent
+                    wrong[sender] = _receive_checked(transport, sender, size)
+            transport.all_reduce(
+                _token(transport)
+            )  # a barrier: rounds that overlap would slow each other down
+        except RuntimeError as error:  # what gloo and NCCL raise when a peer has exited or does not respond
             where = _where(f"round {number} of {len(rounds)}", pairs, hosts)
             raise RankFailure(f"the interconnect check stopped in {where}: {error}") from error
     own: dict[str, Any] = {
@@ -248,7 +255,7 @@ def _measure(wire: Transport, exchange: RankExchange, hosts: Sequence[str], size
     slowest = max(report["seconds"] for report in reports)
     return Interconnect(
         hosts=hosts,
-        device=wire.device.type,
+        device=transport.device.type,
         bytes=size,
         all_reduce=2 * (len(hosts) - 1) / len(hosts) * size / slowest / 1e9,
         all_reduce_wrong=[report["sums"] for report in reports],
@@ -259,8 +266,8 @@ def _measure(wire: Transport, exchange: RankExchange, hosts: Sequence[str], size
 def _where(round_: str, pairs: Sequence[Pair], hosts: Sequence[str]) -> str:
     rank = td.get_rank()
     peers = [peer for pair in pairs if rank in pair for peer in pair if peer != rank]
-    met = f"met rank {peers[0]} (host {hosts[peers[0]]})" if peers else "met nobody"
-    return f"{round_}, where rank {rank} (host {hosts[rank]}) {met}"
+    partner = f"was paired with rank {peers[0]} (host {hosts[peers[0]]})" if peers else "was not paired"
+    return f"{round_}, where rank {rank} (host {hosts[rank]}) {partner}"
 
 
 def _link(reports: Sequence[Any], sender: int, receiver: int, size: int) -> Link:
@@ -275,66 +282,66 @@ def _link(reports: Sequence[Any], sender: int, receiver: int, size: int) -> Link
     )
 
 
-def _canary(wire: Transport, size: int) -> tuple[float, int]:
-    """Seconds of the fastest of some all-reduces, and how many of its exact sums the worst one got wrong."""
+def _canary(transport: Transport, size: int) -> tuple[float, int]:
+    """Returns the seconds of the fastest of some all-reduces, and how many sums the worst one got wrong."""
     rank, world = td.get_rank(), td.get_world_size()
-    base = torch.arange(size // 4, device=wire.device).remainder_(97).float()
+    base = torch.arange(size // 4, device=transport.device).remainder_(97).float()
     expected = base * world + world * (world - 1) // 2
     best, wrong = float("inf"), 0
     for _ in range(1 + _REPEATS):  # the first also sets up the connections
         numbers = base + rank
         start = time.perf_counter()
-        wire.all_reduce(numbers)
+        transport.all_reduce(numbers)
         best = min(best, time.perf_counter() - start)
         wrong = max(wrong, int((numbers != expected).sum()))
     return best, wrong
 
 
-def _send_timed(wire: Transport, to: int, size: int) -> tuple[float, float]:
-    """Seconds that the payload took (the receiver's answer stops the clock), and half of a round trip's."""
-    payload, token = _pattern(td.get_rank(), to, size).to(wire.device), _token(wire)
+def _send_timed(transport: Transport, to: int, size: int) -> tuple[float, float]:
+    """Returns the seconds that the payload took, up to the receiver's reply, and half of those of a round trip."""
+    payload, token = _pattern(td.get_rank(), to, size).to(transport.device), _token(transport)
 
     def trip(what: Tensor) -> float:
         start = time.perf_counter()
-        wire.send(what, to)
-        wire.receive(token, to)
+        transport.send(what, to)
+        transport.receive(token, to)
         return time.perf_counter() - start
 
     latency = min(trip(token) for _ in range(_PINGS)) / 2
     times = []
     for _ in range(_REPEATS):
         times.append(trip(payload))
-        wire.receive(token, to)  # the receiver has checked what it got and is ready
+        transport.receive(token, to)  # the receiver has compared the bytes and is ready
     return max(min(times) - latency, 1e-9), latency
 
 
-def _receive_checked(wire: Transport, sender: int, size: int) -> int:
-    """The other end of `_send_timed`; returns how many bytes were wrong in the worst of the transfers."""
-    expected, token = _pattern(sender, td.get_rank(), size).to(wire.device), _token(wire)
+def _receive_checked(transport: Transport, sender: int, size: int) -> int:
+    """Receives what `_send_timed` sends; returns how many bytes were wrong in the worst transfer."""
+    expected, token = _pattern(sender, td.get_rank(), size).to(transport.device), _token(transport)
     for _ in range(_PINGS):
-        wire.receive(token, sender)
-        wire.send(token, sender)
+        transport.receive(token, sender)
+        transport.send(token, sender)
     wrong = 0
     for _ in range(_REPEATS):
         arrived = torch.zeros_like(expected)
-        wire.receive(arrived, sender)
-        wire.send(token, sender)
+        transport.receive(arrived, sender)
+        transport.send(token, sender)
         wrong = max(wrong, int((arrived != expected).sum()))
-        wire.send(token, sender)
+        transport.send(token, sender)
     return wrong
 
 
 def _pattern(sender: int, receiver: int, size: int) -> Tensor:
-    """Bytes that only this link carries, without a period: those of another place or link count as wrong."""
+    """Returns bytes that only this link carries, without a period: bytes of another place or link count as wrong."""
     generator = torch.Generator().manual_seed(derive_seed(sender, "interconnect", receiver))
     return torch.empty(size // 8, dtype=torch.int64).random_(generator=generator).view(torch.uint8)
 
 
-def _token(wire: Transport) -> Tensor:
-    return torch.zeros(1, device=wire.device)
+def _token(transport: Transport) -> Tensor:
+    return torch.zeros(1, device=transport.device)
 
 
 def _exchange() -> RankExchange:
-    """The ranks of the default process group may be torch's own: then the facts go through the store behind it."""
+    """Returns an exchange that works in a process group of torch's own, too: then through the store behind it."""
     store = None if is_initialized() else td.distributed_c10d._get_default_store()
     return RankExchange("check the interconnect", store=store)

@@ -1,4 +1,4 @@
-"""What this machine is made of: GPUs and their links, InfiniBand ports, network interfaces, NUMA nodes.
+"""The hardware of this machine: GPUs and their links, InfiniBand ports, network interfaces, NUMA nodes.
 
 Facts come from NVML, /sys and /proc; nothing here needs torch or a GPU. A machine is one operating system: a
 GB200 NVL72 rack is 18 machines of 4 GPUs, tied together by an NVLink fabric (`Gpu.fabric`).
@@ -25,7 +25,7 @@ _VIRTUAL = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class GpuLink:
-    """The best way between GPUs `a` and `b`: NVLinks, direct or by a switch, or PCIe past what `via` says."""
+    """The best connection between GPUs `a` and `b`: NVLinks, direct or through a switch, or PCIe through `via`."""
 
     a: int
     b: int
@@ -41,7 +41,7 @@ class GpuLink:
 
 @dataclass(frozen=True, kw_only=True)
 class Port:
-    """One port of an adapter that does RDMA; `layer` is "InfiniBand", or "Ethernet" for RoCE."""
+    """One port of an RDMA adapter; `layer` is "InfiniBand", or "Ethernet" for RoCE."""
 
     device: str
     port: int
@@ -74,7 +74,7 @@ class Numa:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """One machine. `address` is what its own host name resolves to, None if to nothing."""
+    """One machine. `address` is what its own host name resolves to, None if it does not resolve."""
 
     host: str
     address: str | None = None
@@ -85,11 +85,11 @@ class Topology:
     numa: Sequence[Numa] = ()
 
     def to_dict(self) -> dict[str, object]:
-        """Plain numbers, strings, lists and dicts, for JSON."""
+        """Returns plain values for JSON."""
         return asdict(self)
 
     def describe(self) -> str:
-        """The machine in one line.
+        """Describes the machine in one line.
 
         >>> Topology(host="laptop").describe()
         'no NVIDIA GPU; no InfiniBand'
@@ -103,7 +103,7 @@ def detect(
     gpus: Callable[[], Sequence[Gpu]] = read_gpus,
     resolve: Callable[[str], str] = socket.gethostbyname,
 ) -> Topology:
-    """Looks at this machine. The arguments stand for its /sys and /proc, its NVML and its resolver.
+    """Reads the topology of this machine. The arguments replace its file system root, NVML and resolver.
 
     >>> print(detect().describe())  # doctest: +SKIP
     4 x NVIDIA A100-SXM4-80GB, all pairs by 4 NVLinks; 2 of 2 InfiniBand ports active at 200 Gb/s
@@ -122,7 +122,7 @@ def detect(
 
 
 def describe_gpus(topology: Topology) -> str:
-    """The GPUs and how they are linked, in a few words."""
+    """Describes the GPUs and their links."""
     if not topology.gpus:
         return "no NVIDIA GPU"
     names = [gpu.name for gpu in topology.gpus]
@@ -152,7 +152,7 @@ def describe_ports(topology: Topology) -> str:
 
 
 def virtual_prefix(name: str) -> str:
-    """The part of an interface's name that gives it away as one of containers, bridges or tunnels, if any.
+    """Returns the part of an interface's name that marks it as one of containers, bridges or tunnels, if any.
 
     >>> virtual_prefix("veth3fa9c1e"), virtual_prefix("enp1s0")
     ('veth', '')
@@ -175,7 +175,7 @@ def _numa_of(gpu: Gpu, root: Path) -> int | None:
     return None if node is None or node < 0 else int(node)
 
 
-def _ports(folder: Path) -> list[Port]:
+def _ports(directory: Path) -> list[Port]:
     return [
         Port(
             device=port.parent.parent.name,
@@ -184,13 +184,13 @@ def _ports(folder: Path) -> list[Port]:
             gbits=_number(_text(port / "rate")),
             layer=_text(port / "link_layer") or "InfiniBand",
         )
-        for port in sorted(folder.glob("*/ports/*"), key=_natural)
+        for port in sorted(directory.glob("*/ports/*"), key=_natural)
     ]
 
 
-def _nics(folder: Path, *, default: str | None) -> list[Nic]:
+def _nics(directory: Path, *, default: str | None) -> list[Nic]:
     nics = []
-    for entry in sorted(folder.glob("*"), key=_natural):
+    for entry in sorted(directory.glob("*"), key=_natural):
         if not (entry / "operstate").exists():  # such as bonding_masters, a file that lists names
             continue
         speed = _number(_text(entry / "speed"))
@@ -208,14 +208,14 @@ def _nics(folder: Path, *, default: str | None) -> list[Nic]:
 
 
 def _default_interface(table: Path) -> str | None:
-    """The interface of the best default IPv4 route. Columns 0, 1, 6, 7: name, destination, metric, mask."""
+    """Returns the interface of the best default IPv4 route. Columns 0, 1, 6, 7: name, destination, metric, mask."""
     rows = [line.split() for line in _text(table).splitlines()[1:]]
     routes = [(int(row[6]), row[0]) for row in rows if len(row) > 7 and row[1] == row[7] == "00000000"]
     return min(routes)[1] if routes else None
 
 
-def _numa(folder: Path) -> list[Numa]:
-    nodes = sorted(folder.glob("node[0-9]*"), key=_natural)
+def _numa(directory: Path) -> list[Numa]:
+    nodes = sorted(directory.glob("node[0-9]*"), key=_natural)
     return [Numa(index=int(node.name.removeprefix("node")), cpus=_text(node / "cpulist")) for node in nodes]
 
 
@@ -227,7 +227,7 @@ def _resolved(host: str, resolve: Callable[[str], str]) -> str | None:
 
 
 def _text(path: Path) -> str:
-    """What a file of /sys or /proc says, or nothing: an unplugged interface has no readable speed."""
+    """Reads a file of /sys or /proc; empty if it cannot be read, such as the speed of an unplugged interface."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -240,5 +240,5 @@ def _number(text: str) -> float | None:
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
-    """mlx5_2 before mlx5_10."""
+    """Sorts mlx5_2 before mlx5_10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(path))]

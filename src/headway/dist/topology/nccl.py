@@ -1,9 +1,9 @@
-"""NCCL and gloo settings: few, only those that nobody has made, each with its reason.
+"""NCCL and gloo settings: only a few, only those that are not set yet, each with its reason.
 
-NCCL knows machines better than we do: it finds NVLink, switches and active InfiniBand ports by itself. What
-is left are interfaces that it cannot tell from real ones, and a log level that names the cause of a failure.
-`NCCL_IB_DISABLE` sends the traffic between nodes over TCP, and `NCCL_PROTO=LL128` can corrupt data where it
-is not supported: headway never sets either, and says so when somebody else did.
+NCCL finds NVLink, switches and active InfiniBand ports by itself. What is left are interfaces that it cannot tell from
+real ones, and a log level at which it prints the cause of a failure. `NCCL_IB_DISABLE` sends the traffic between nodes
+over TCP, and `NCCL_PROTO=LL128` can corrupt data where it is not supported: headway never sets either, and warns if
+they are set.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path
 
 from headway.dist.topology.machine import Nic, Topology, virtual_prefix
 
-# What NCCL leaves aside by itself when NCCL_SOCKET_IFNAME is not set. It takes names as prefixes.
+# What NCCL ignores by itself when NCCL_SOCKET_IFNAME is not set. It takes names as prefixes.
 _NCCL_SKIPS = ("lo", "docker", "virbr")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A variable and why it should have this value; `value=None` means that it stays as it is, on purpose."""
+    """A variable, its value, and the reason; `value=None` means that it is left as it is."""
 
     name: str
     value: str | None
@@ -34,9 +34,9 @@ class Setting:
 
 
 def nccl_settings(topology: Topology, nodes: int, environ: Mapping[str, str]) -> list[Setting]:
-    """What to set and what to say for a job of `nodes` machines like this one, before its process group is made.
+    """Returns the settings for a job of `nodes` machines like this one, to be made before its process group.
 
-    `environ` holds what has been chosen already, by variables and by NCCL's files (`read_conf`): that stays.
+    `environ` has what is set already, by variables and by NCCL's files (`read_conf`): that is kept.
 
     >>> nccl_settings(Topology(host="laptop"), nodes=1, environ={})
     []
@@ -59,7 +59,7 @@ def nccl_settings(topology: Topology, nodes: int, environ: Mapping[str, str]) ->
 
 
 def read_conf(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, str]:
-    """What NCCL's configuration files set; a variable in the environment would override them."""
+    """Reads what NCCL's configuration files set; variables in the environment override them."""
     own = Path(environ.get("NCCL_CONF_FILE") or Path(environ.get("HOME", "/nowhere"), ".nccl.conf"))
     values: dict[str, str] = {}
     for path in (own, root / "etc/nccl.conf"):  # the first to name a variable wins
@@ -75,7 +75,7 @@ def read_conf(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, s
 
 
 def _gloo_interface(topology: Topology) -> list[Setting]:
-    """gloo listens where the machine's own name points to; other nodes cannot reach it on the loopback."""
+    """Chooses an interface for gloo, which listens where the host name resolves to: not the loopback."""
     if topology.address is not None and not ip_address(topology.address).is_loopback:
         return []
     points = "to nothing" if topology.address is None else f"to {topology.address}"
@@ -91,7 +91,7 @@ def _gloo_interface(topology: Topology) -> list[Setting]:
 
 
 def _nccl_interfaces(topology: Topology) -> list[Setting]:
-    """NCCL leaves Docker's own interfaces aside, but takes those of other containers and tunnels for real."""
+    """Excludes interfaces of containers and tunnels that NCCL would take for real; it ignores only Docker's own."""
     up = [nic for nic in topology.nics if nic.up]
     if any(nic.name.startswith("ib") for nic in up):  # NCCL prefers these to all others
         return []
@@ -100,7 +100,7 @@ def _nccl_interfaces(topology: Topology) -> list[Setting]:
     if not misleading or not real:
         return []
     prefixes = dict.fromkeys([*_NCCL_SKIPS, *(virtual_prefix(nic.name) for nic in misleading)])
-    why = f"NCCL would take {_listed(misleading)} for a way to other nodes"
+    why = f"NCCL would use {_listed(misleading)} to reach other nodes"
     return [Setting(name="NCCL_SOCKET_IFNAME", value="^" + ",".join(prefixes), why=why)]
 
 
@@ -115,17 +115,17 @@ def _ports_down(topology: Topology) -> list[Setting]:
 
 
 def _doubtful_choices(topology: Topology, nodes: int, environ: Mapping[str, str]) -> list[Setting]:
-    """Choices that are not ours and cost speed or correctness: left alone, but not in silence."""
+    """Warns about settings of the user that cost speed or correctness; they are not changed."""
     found = []
     active = sum(port.active for port in topology.ports)
     if nodes > 1 and active and environ.get("NCCL_IB_DISABLE") == "1":
-        why = f"1 sends traffic between nodes over TCP, past {active} active ports; unset it unless meant"
+        why = f"1 sends traffic between nodes over TCP, past {active} active ports; unset it unless that is intended"
         found.append(Setting(name="NCCL_IB_DISABLE", value=None, why=why))
     if "LL128" in environ.get("NCCL_PROTO", "").upper() and not environ["NCCL_PROTO"].startswith("^"):
         why = f"{environ['NCCL_PROTO']} can corrupt data where LL128 is not supported; unset it, NCCL chooses"
         found.append(Setting(name="NCCL_PROTO", value=None, why=why))
     if environ.get("NCCL_P2P_DISABLE") == "1" and any(link.kind == "nvlink" for link in topology.links):
-        why = "1 leaves the NVLinks of this machine unused; unset it unless meant"
+        why = "1 leaves the NVLinks of this machine unused; unset it unless that is intended"
         found.append(Setting(name="NCCL_P2P_DISABLE", value=None, why=why))
     return found
 

@@ -1,4 +1,4 @@
-"""NVIDIA's management library, asked for facts: which GPUs, what links, which driver. No CUDA, no torch."""
+"""GPUs, their links and the driver, as NVIDIA's management library (NVML) reports them. No CUDA, no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pynvml as nv
 
 SWITCH = "switch"
 
-# no driver, or one that cannot be used: not loaded, of another version than its library, or forbidden to us
+# no driver, or one that cannot be used: not loaded, of another version than its library, or not permitted
 _ABSENT = (
     nv.NVMLError_LibraryNotFound,
     nv.NVMLError_DriverNotLoaded,
@@ -55,9 +55,9 @@ class Driver:
 
 
 def read_gpus() -> list[Gpu]:
-    """The GPUs of this machine that answer; none where there is no driver."""
-    with _session() as there:
-        if not there:
+    """Returns the GPUs of this machine that respond; none without a driver."""
+    with _session() as available:
+        if not available:
             return []
         handles = {}
         for index in range(nv.nvmlDeviceGetCount()):
@@ -68,16 +68,16 @@ def read_gpus() -> list[Gpu]:
 
 
 def read_driver() -> Driver | None:
-    """The driver of this machine, None where there is none."""
-    with _session() as there:
-        if not there:
+    """Returns the driver of this machine; None if there is none."""
+    with _session() as available:
+        if not available:
             return None
         cuda = nv.nvmlSystemGetCudaDriverVersion_v2()
         return Driver(version=nv.nvmlSystemGetDriverVersion(), cuda=(cuda // 1000, cuda % 1000 // 10))
 
 
 def pci_address(bus_id: str) -> str:
-    """NVML's way to write a PCI address, turned into sysfs' way.
+    """Converts a PCI address from NVML's notation to that of sysfs.
 
     >>> pci_address("00000000:1B:00.0")
     '0000:1b:00.0'

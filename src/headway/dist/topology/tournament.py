@@ -1,7 +1,7 @@
-"""Who meets whom when: rounds of disjoint pairs, in which every two ranks meet once.
+"""A round-robin schedule: rounds of disjoint pairs, in which every two ranks are paired once.
 
-A round has only links inside machines or only links between them, and as many between each two machines as
-can be: links that are compared with each other were measured under the same load.
+A round has only links inside machines or only links between them, and as many between each two machines as possible,
+so that links that are compared with each other are measured under the same load.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ Pair = tuple[int, int]
 
 
 def schedule(hosts: Sequence[str]) -> list[list[Pair]]:
-    """Rounds in which each two ranks meet once: first those on one host, then the hosts, pair by pair.
+    """Returns rounds in which every two ranks are paired once: first those on one host, then hosts, pair by pair.
 
     >>> schedule(["n1", "n1", "n2", "n2"])
     [[(0, 1), (2, 3)], [(0, 2), (1, 3)], [(0, 3), (1, 2)]]
@@ -40,11 +40,11 @@ def schedule(hosts: Sequence[str]) -> list[list[Pair]]:
 
 
 def _tournament(players: int) -> list[list[Pair]]:
-    """The circle method: one player stays, the others move on by one seat each round, opposite seats play."""
-    seats = list(range(players + players % 2))  # an odd player out meets an empty seat
+    """Schedules by the circle method: one player stays, the others rotate by one position, opposite ones play."""
+    circle = list(range(players + players % 2))  # with an odd number, one player pauses in each round
     rounds = []
-    for _ in range(len(seats) - 1):
-        opposite = zip(seats[: len(seats) // 2], reversed(seats[len(seats) // 2 :]), strict=True)
+    for _ in range(len(circle) - 1):
+        opposite = zip(circle[: len(circle) // 2], reversed(circle[len(circle) // 2 :]), strict=True)
         rounds.append([pair for pair in opposite if max(pair) < players])
-        seats = [seats[0], seats[-1], *seats[1:-1]]
+        circle = [circle[0], circle[-1], *circle[1:-1]]
     return rounds
