@@ -52,7 +52,12 @@ def vanished(run: Run) -> dict[str, Any]:
 
 def hang(run: Run) -> dict[str, Any]:
     """What an agent says when none of its ranks moves, rank 0 included."""
-    return {"kind": "hang", "rank": 0, "error": "no rank has made progress", "failure_file": str(run.failure_file)}
+    return {
+        "kind": "hang",
+        "rank": 0,
+        "error": "no rank has made progress",
+        "failure_file": str(run.failure_file),
+    }
 
 
 def test_an_agent_knows_what_its_rank_died_of(run: Run, tmp_path: Path) -> None:
