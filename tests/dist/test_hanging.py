@@ -81,26 +81,26 @@ def test_a_rank_in_an_exchange_waits_unless_it_works_there() -> None:
 )
 def test_who_is_to_blame(statuses: list[RankStatus], guilty: list[int]) -> None:
     assert [one.rank for one in hanging.suspects(statuses)] == guilty
-    record = hanging.record(statuses, 3)
+    record = hanging.make_record(statuses, 3)
     assert record["suspects"] == guilty
     assert sorted(record["suspects"] + record["victims"]) == [one.rank for one in statuses]
     assert record["exit_code"] == 1
 
 
 def test_the_words() -> None:
-    record = hanging.record([seen(0, stack=WAITING), seen(1, condition="stopped"), seen(2, stack=WAITING)], 3)
+    record = hanging.make_record([seen(0, stack=WAITING), seen(1, condition="stopped"), seen(2, stack=WAITING)], 3)
     assert record["error"] == (
         "for 30 s no rank has made progress: rank 1 of 3 on node1 (pid 101) is stopped (SIGSTOP): kill -CONT resumes it, "
         "in train at step 9; ranks 0, 2 wait for it"
     )
     assert record["traceback"].count("all_reduce") == 1, "equal stacks are shown once"
     assert record["traceback"].startswith("ranks 0, 2, in train at step 9; most recent call first:\n  File")
-    alone = hanging.record([seen(0)], 1)
+    alone = hanging.make_record([seen(0)], 1)
     assert alone["error"] == "for 30 s no rank has made progress: rank 0 of 1 is in the same place"
 
 
 def test_a_stack_without_what_is_ours() -> None:
-    assert hanging.readable(WORKING) == '  File "data.py", line 5 in read'
+    assert hanging.trim_stack(WORKING) == '  File "data.py", line 5 in read'
 
 
 # --- the pulse

@@ -1,8 +1,9 @@
-"""Join: who am I, who are we?
+"""Joining: which rank this process is, and what the ranks of a run do together.
 
-Launcher detection, the process group, safe root-only work, topology. `init` is the door; everything else may be
-called after it.
-Each name below is loaded, and torch with it, when it is first used: reading a launcher's environment needs neither.
+`init` (`join`) reads the launcher's variables (`environment`), finds the other ranks (`rendezvous`, `roster`), picks a
+device, and makes the process group (`group`). `control/` carries failures and requests to stop between ranks,
+`failure/` records them, `collective/` has guarded sections and the exchange of values, `topology/` the machine's links.
+Each name below is loaded, and torch with it, on first use: reading a launcher's environment needs neither.
 """
 
 from __future__ import annotations

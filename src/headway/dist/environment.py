@@ -41,7 +41,7 @@ class LaunchEnvironment:
     store_address: str | None = None
     """host:port of a store that the launcher or the user has chosen"""
     rendezvous_file: Path | None = None
-    """where a node agent tells its ranks to meet"""
+    """the file through which ranks find each other, if a node agent started them"""
 
     @property
     def is_supervised(self) -> bool:
@@ -55,7 +55,7 @@ def _unknown(environ: Environ) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Launcher:
-    """How one launcher tells a process its place: names of variables, and how to read those that need reading."""
+    """The variables of one launcher, and functions for those that are more than a number."""
 
     name: str
     marker: str

@@ -53,7 +53,7 @@ _LEAVE_TIMEOUT_S = 2.0
 
 
 def init(*, device: str = "auto", setup_timeout: float = 300.0, step_timeout: float = 1800.0) -> World:
-    """Joins the ranks that were launched together, whoever launched them, and returns this rank's place.
+    """Joins the ranks that were launched together, under any launcher, and returns this rank's place.
 
     Works under `headway run`, torchrun, `srun`, `mpirun`, and without a launcher. A second call returns the same world.
 
@@ -83,7 +83,7 @@ def init(*, device: str = "auto", setup_timeout: float = 300.0, step_timeout: fl
         placement = _rendezvous(group, setup_timeout)
         group.world = _make_world(group, placement, device)
         _check_gpus_differ(group, placement)
-        # collectives have twice the time, because the hang report says more than their timeout
+        # collectives have twice the time, because the hang report contains more than their timeout
         _make_process_group(group, 2 * period_s or step_timeout)
     except BaseException:
         if group.peer is None:  # no other rank has seen this one; else the exception hook informs them

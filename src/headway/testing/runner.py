@@ -127,7 +127,7 @@ def _pytest_args(config: pytest.Config) -> list[str]:
 
 def _show_output(item: pytest.Item, results: list[Result]) -> None:
     for stream in ("stdout", "stderr"):
-        for names, text in hang.fold((result.rank, getattr(result, stream)) for result in results):
+        for names, text in hang.group_equal((result.rank, getattr(result, stream)) for result in results):
             if not text:
                 continue
             if item.config.getoption("capture") == "no":
@@ -145,18 +145,18 @@ def _conclude(results: list[Result]) -> None:
         pytest.fail(_tell(failed, released, len(results)), pytrace=False)
     for outcome, end in _ENDS.items():
         told = ((r.rank, r.report.reason) for r in results if r.report and r.report.outcome == outcome)
-        for names, reason in hang.fold(told):
-            end(reason if names == hang.names(range(len(results))) else f"{reason} (said by {names})")
+        for names, reason in hang.group_equal(told):
+            end(reason if names == hang.format_ranks(range(len(results))) else f"{reason} (said by {names})")
     if released:  # ended because of a rank that says that all is well
         pytest.fail(_tell(released, [], len(results)), pytrace=False)
 
 
 def _tell(failed: list[Result], released: list[Result], n: int) -> str:
     """One report for all ranks; those that say the same say it together."""
-    names, reason = hang.fold((r.rank, r.report.reason if r.report else r.problem) for r in failed)[0]
+    names, reason = hang.group_equal((r.rank, r.report.reason if r.report else r.problem) for r in failed)[0]
     parts = [f"{names} of {n}: {reason}"]
     for results in (failed, released):
-        for names, text in hang.fold((result.rank, _story(result)) for result in results):
+        for names, text in hang.group_equal((result.rank, _story(result)) for result in results):
             if text.strip() != reason:  # else the first line has said it all
                 parts.append(f"{names}:{text}")
     return "\n\n".join(parts)
@@ -165,5 +165,5 @@ def _tell(failed: list[Result], released: list[Result], n: int) -> str:
 def _story(result: Result) -> str:
     if result.report is not None:
         return "\n" + result.report.text.strip("\n")
-    stack = hang.readable(result.stack)
+    stack = hang.trim_stack(result.stack)
     return f" {result.problem}" + (f"; most recent call first:\n{stack}" if stack else "")

@@ -108,7 +108,7 @@ class FailurePolicy:
             silent_root_status(capture.HEARTBEAT, self.root),
             own_status(capture.HEARTBEAT, self._launch.rank),
         ]
-        self._exit_without_hub(hang.record(statuses, self._launch.world_size))
+        self._exit_without_hub(hang.make_record(statuses, self._launch.world_size))
 
     def _exit_without_hub(self, record: FailureRecord) -> None:
         where = self._write(record)

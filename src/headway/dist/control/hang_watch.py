@@ -134,7 +134,7 @@ class HangWatch:
         makes_progress = any(not self._replies[rank].is_over_limit for rank in fresh)
         if makes_progress or now - self._since < self.heartbeat.limit / 2:
             return None  # a rank works, or none had the time to reply: ask again
-        return hang.record([self._status(info, present[0], silent) for info in present], world_size)
+        return hang.make_record([self._status(info, present[0], silent) for info in present], world_size)
 
     def _status(self, info: RankInfo, root: RankInfo, silent: Collection[int]) -> RankStatus:
         if info.rank in silent:

@@ -75,7 +75,7 @@ class Peer:
         self._send({"type": "stop", "why": why, "round": self.agreement.round})
 
     def leave(self, timeout_s: float) -> None:
-        """Says that this connection will close without a failure, and waits a moment until all ranks have said so.
+        """Announces that this connection closes without a failure, and waits a moment until all ranks have done so.
 
         Then no connection is closed while another rank still reads from it.
         """

@@ -1,4 +1,4 @@
-"""Failures: what is recorded about the first one, who is told, and how a run that hangs is found out.
+"""Failures: what is recorded about the first one, and how a run that hangs is detected.
 
 `capture` turns an exception into a record, `record` formats it for people, `remote` moves exceptions between ranks.
 `heartbeat` shows whether a rank makes progress, and `hang` tells ranks that hold up a run from those that wait. Nothing

@@ -79,7 +79,7 @@ def _behind(statuses: Sequence[RankStatus], counts: Sequence[int | None]) -> lis
     ]
 
 
-def record(statuses: Sequence[RankStatus], world_size: int) -> FailureRecord:
+def make_record(statuses: Sequence[RankStatus], world_size: int) -> FailureRecord:
     """Returns the record of a hang."""
     suspected = suspects(statuses)
     first = (suspected or statuses)[0]
@@ -105,18 +105,18 @@ def record(statuses: Sequence[RankStatus], world_size: int) -> FailureRecord:
 def _sentence(statuses: Sequence[RankStatus], suspected: Sequence[RankStatus], world_size: int) -> str:
     stalled = f"for {min(one.age for one in statuses):.0f} s no rank has made progress"
     if not suspected:
-        everybody = names(one.rank for one in statuses)
-        return f"{stalled}: {everybody} of {world_size} {_plural(statuses, 'is', 'are')} in the same place"
+        ranks = format_ranks(one.rank for one in statuses)
+        return f"{stalled}: {ranks} of {world_size} {_plural(statuses, 'is', 'are')} in the same place"
     waiting = [one.rank for one in statuses if one not in suspected]
     first = suspected[0]
-    who = f"{names(one.rank for one in suspected)} of {world_size}"
+    who = f"{format_ranks(one.rank for one in suspected)} of {world_size}"
     who += f" on {first.host} (pid {first.pid})" if len(suspected) == 1 else ""
     what = _DESCRIPTIONS.get(first.condition) or _plural(
         suspected, "is behind the others", "are behind the others"
     )
     place = f", in {first.phase}" if first.phase else ""
     place += f" at step {first.step}" if first.step is not None else ""
-    wait = f"; {names(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for {_plural(suspected, 'it', 'them')}"
+    wait = f"; {format_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for {_plural(suspected, 'it', 'them')}"
     return f"{stalled}: {who} {what}{place}{wait}"
 
 
@@ -126,7 +126,9 @@ def _plural(statuses: Sequence[RankStatus], one: str, many: str) -> str:
 
 def _report(statuses: Sequence[RankStatus]) -> str:
     """Says where every rank is; ranks in the same place share a paragraph."""
-    return "\n\n".join(f"{who}{text}" for who, text in fold((one.rank, _describe(one)) for one in statuses))
+    return "\n\n".join(
+        f"{who}{text}" for who, text in group_equal((one.rank, _describe(one)) for one in statuses)
+    )
 
 
 def _describe(one: RankStatus) -> str:
@@ -134,11 +136,11 @@ def _describe(one: RankStatus) -> str:
     text += f", in {one.phase}" if one.phase else ""
     text += f" at step {one.step}" if one.step is not None else ""
     text += f", in collective {one.collectives}" if one.collectives is not None else ""
-    stack = readable(one.stack)
+    stack = trim_stack(one.stack)
     return text + (f"; most recent call first:\n{stack}" if stack else "")
 
 
-def readable(dump: str) -> str:
+def trim_stack(dump: str) -> str:
     """Removes from a dump of faulthandler what differs between ranks, and headway's own threads and frames."""
     threads = []
     for block in dump.split("\n\n"):
@@ -151,18 +153,18 @@ def readable(dump: str) -> str:
     return "\n  in another thread:\n".join(reversed(threads))  # the main thread comes last in the dump
 
 
-def fold(texts: Iterable[tuple[int, str]]) -> list[tuple[str, str]]:
+def group_equal(texts: Iterable[tuple[int, str]]) -> list[tuple[str, str]]:
     """Returns [("ranks 0-2, 4", text), ...]: equal texts once, in the order of their first rank."""
     ranks_by_text: dict[str, list[int]] = {}
     for rank, text in texts:
         ranks_by_text.setdefault(text, []).append(rank)
-    return [(names(ranks), text) for text, ranks in ranks_by_text.items()]
+    return [(format_ranks(ranks), text) for text, ranks in ranks_by_text.items()]
 
 
-def names(ranks: Iterable[int]) -> str:
+def format_ranks(ranks: Iterable[int]) -> str:
     """Formats a list of ranks.
 
-    >>> names([0, 1, 2, 4])
+    >>> format_ranks([0, 1, 2, 4])
     'ranks 0-2, 4'
     """
     runs: list[list[int]] = []

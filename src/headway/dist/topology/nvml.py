@@ -61,7 +61,7 @@ def read_gpus() -> list[Gpu]:
             return []
         handles = {}
         for index in range(nv.nvmlDeviceGetCount()):
-            with suppress(nv.NVMLError_GpuIsLost, nv.NVMLError_NoPermission):  # dead, or another job's
+            with suppress(nv.NVMLError_GpuIsLost, nv.NVMLError_NoPermission):  # broken, or another job's
                 handle = nv.nvmlDeviceGetHandleByIndex(index)
                 handles[pci_address(nv.nvmlDeviceGetPciInfo(handle).busId)] = handle
         return [_gpu(index, pci, handles) for index, pci in enumerate(handles)]

@@ -53,7 +53,7 @@ class Watchdog:
         stalled = {rank: beat for rank, beat in beats.items() if beat is not None}
         conditions = {rank: hang.condition(beat.pid) for rank, beat in stalled.items()}
         stacks = self._stacks({r: b for r, b in stalled.items() if conditions[r] != "stopped"})
-        record = hang.record(
+        record = hang.make_record(
             [_sighting(rank, beat, conditions[rank], stacks.get(rank, "")) for rank, beat in stalled.items()],
             self._world_size,
         )
