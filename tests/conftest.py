@@ -14,6 +14,7 @@ import pytest
 from waiting import describe_load
 
 pytest_plugins = ["pytester"]
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's threads spin otherwise, beside four workers
 
 ROOT = Path(__file__).parents[1]
 _collected = pytest.StashKey[set[Path]]()
@@ -30,22 +31,39 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Notes all test files before -k or -m leaves some out, and says which tests share a worker of pytest-xdist."""
     config.stash[_collected] = {item.path for item in items}
     for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(_group(item)))
+        if group := _group(item):
+            item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=_when)  # stable: within a directory as before
     return (yield)
 
 
-def _group(item: pytest.Item) -> str:
-    """Tests of a file share what they set up; those of tests/cluster share a real SLURM cluster of each kind."""
+def _group(item: pytest.Item) -> str | None:
+    """Tests share a worker if they share what is costly to set up: a SLURM cluster, ranks, a fixture of their file."""
     path = item.path.relative_to(ROOT)
-    fixtures = set(getattr(item, "fixturenames", ()))
-    if path.parts[1] != "cluster" or not any("cluster" in name for name in fixtures):
+    fixtures = getattr(item, "_fixtureinfo", None)
+    found = [each for named in fixtures.name2fixturedefs.values() for each in named] if fixtures else []
+    shared = {each.argname for each in found if each.scope != "function" and each.baseid.startswith("tests")}
+    names = {each.argname for each in found} | _parameters(item)
+    if {"cgroup_cluster", "impatient_cluster"} & names:
+        return "cluster-cgroup"
+    if "cluster" in names:
+        return "cluster-linuxproc"
+    if shared or item.get_closest_marker("headway_ranks"):
         return path.as_posix()
-    parameters = getattr(item, "callspec", None)
-    kinds = {"cgroup_cluster", "impatient_cluster"} & (
-        fixtures | set(map(str, parameters.params.values() if parameters else ()))
-    )
-    return "cluster-cgroup" if kinds else "cluster-linuxproc"
+    return None
+
+
+def _parameters(item: pytest.Item) -> set[str]:
+    return set(map(str, item.callspec.params.values())) if hasattr(item, "callspec") else set()
+
+
+# Directories whose tests take longest, those first: what begins late should be short.
+_SLOW = ("cluster", "faults", "testing", "train", "launcher", "checkpoint", "dist", "record", "plan", "data")
+
+
+def _when(item: pytest.Item) -> int:
+    directory = item.path.relative_to(ROOT).parts[1]
+    return _SLOW.index(directory) if directory in _SLOW else len(_SLOW)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ PACKAGE = Path(headway.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
+@functools.cache
 def modules_after(statement: str) -> set[str]:
     """What a fresh interpreter has imported after a statement."""
     code = f"import sys\n{statement}\nprint(*sys.modules)"

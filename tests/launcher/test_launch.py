@@ -21,6 +21,7 @@ from waiting import wait_until
 
 import headway as hw
 from headway import dist
+from headway.dist import shared_run
 from headway.errors import HeadwayError, MissingExtra, RankFailure, Stopped, StorageError, UsageError
 from headway.launcher import call
 from headway.launcher.functions import pickled, start, worker
@@ -308,7 +309,7 @@ def test_what_is_done_at_the_end_waits_for_all_and_for_what_they_returned(
     result = run.call_dir / "rank-00000.pickle"
     monkeypatch.setattr(worker, "_prepare_process", lambda *_: None)
     monkeypatch.setattr(dist, "init", lambda **_: SimpleNamespace(rank=0))
-    monkeypatch.setattr(dist, "record_failures_in", lambda _: None)
+    monkeypatch.setattr(shared_run, "record_failures_in", lambda _: None)
     parts = (abs, (-3,), {}, events.append)
     monkeypatch.setattr(worker.pickled, "unpack", lambda *_, **__: parts)
     monkeypatch.setattr(dist, "barrier", lambda: events.append(result.exists()))
