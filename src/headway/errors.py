@@ -1,16 +1,16 @@
-"""Every error headway raises on purpose, and the exit code each one ends the process with.
+"""Every error that headway raises on purpose, and the exit code with which each one ends the process.
 
-    HeadwayError                  1    something failed; the message says what, what was expected, what to do
+    HeadwayError                  1    something failed; the message says what, what was expected and what to do
     ├── UsageError                2    a bad setting, argument or environment; nothing was started or created
     │   └── MissingExtra          2    an optional package is needed; the message holds the pip command
     ├── RankFailure               1    another rank failed, and this one stops because of it
-    │   └── BarrierTimeout        1    some ranks never arrived at a barrier; the message names them
-    ├── BadShard                  1    a file is not a whole archive of samples
+    │   └── BarrierTimeout        1    some ranks did not reach a barrier; the message names them
+    ├── BadShard                  1    a file is not a complete archive of samples
     ├── BadSample                 1    a sample cannot be decoded, or is larger than the limits allow
     ├── StorageError             74    the run's storage failed: disk full, read-only, input/output error
     │   └── RunLocked            74    another process is training in this run directory
-    ├── Stopped                  75    stopped on request, with a checkpoint: run the same command to go on
-    ├── NoValidCheckpoint        86    checkpoints exist, but none of them is whole; never start over silently
+    ├── Stopped                  75    stopped on request, with a checkpoint: the same command resumes
+    ├── NoValidCheckpoint        86    checkpoints exist, but none is valid; headway never starts over silently
     └── NoProgress               93    three attempts without a new step: do not requeue
 
 A plan that needs more memory than the device has ends with 3, Ctrl-C with 130, SIGTERM without a save with 143
@@ -30,13 +30,13 @@ _MOST_NAMES = 40
 
 
 class HeadwayError(Exception):
-    """Base of all errors that headway raises on purpose: one sentence for people, one code for schedulers."""
+    """Base of all errors that headway raises on purpose: a sentence for people and an exit code for schedulers."""
 
     exit_code = 1
 
 
 class UsageError(HeadwayError, ValueError):
-    """Raised when a setting, an argument or the environment is wrong, before anything was started."""
+    """Raised when a setting, an argument or the environment is wrong, before anything is started."""
 
     exit_code = 2
 
@@ -54,7 +54,7 @@ class MissingExtra(UsageError):
 
 
 class RankFailure(HeadwayError):
-    """Raised on a healthy rank when another one failed; the message names the rank and the record."""
+    """Raised on a healthy rank when another one failed; the message names that rank and the record of its failure."""
 
 
 class BarrierTimeout(RankFailure):
@@ -62,7 +62,7 @@ class BarrierTimeout(RankFailure):
 
 
 class BadShard(HeadwayError):
-    """Raised when a file is not a whole tar archive of samples; the message names file, place and remedy."""
+    """Raised when a file is not a complete tar archive of samples; the message names file, position and remedy."""
 
 
 class BadSample(HeadwayError):
@@ -70,29 +70,29 @@ class BadSample(HeadwayError):
 
 
 class StorageError(HeadwayError):
-    """Raised when the run's storage fails: no space, read-only, input/output error."""
+    """Raised when the run's storage fails: no space left, read-only, input/output error."""
 
     exit_code = 74
 
 
 class RunLocked(StorageError):
-    """Raised when another live process owns the run directory."""
+    """Raised when another process holds the run directory."""
 
 
 class Stopped(HeadwayError):
-    """Raised when a run stopped on request and left a checkpoint: the same command goes on from there."""
+    """Raised when a run stopped on request and left a checkpoint: the same command resumes from it."""
 
     exit_code = 75
 
 
 class NoValidCheckpoint(HeadwayError):
-    """Raised when checkpoints exist but none is whole. Starting over would throw work away, so headway refuses."""
+    """Raised when checkpoints exist but none is valid. Starting over would discard work, so headway refuses."""
 
     exit_code = 86
 
 
 class NoProgress(HeadwayError):
-    """Raised when three attempts in a row made no new step; requeueing would only burn the allocation."""
+    """Raised when three attempts in a row made no new step; requeueing would only waste the allocation."""
 
     exit_code = 93
 

@@ -29,6 +29,7 @@ from headway import checkpoint, dist
 from headway.checkpoint.retention import Retention, prune
 from headway.errors import HeadwayError
 from headway.system import failpoints
+from headway.system.environment import FAILPOINT
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -38,8 +39,8 @@ def state_of(step: int) -> dict[str, Any]:
 
 def body_save(folder: Path, fault: str) -> None:
     save(folder, 1)
-    failpoints.forget_calls()
-    os.environ[failpoints.VARIABLE] = fault
+    failpoints.reset_calls()
+    os.environ[FAILPOINT] = fault
     save(folder, 2)
 
 
@@ -57,8 +58,8 @@ def body_beside(folder: Path, fault: str) -> None:
     """As `body_save`, in the background: the fault strikes in the helper process, or in the rank."""
     with checkpoint.Saver(folder) as saver:
         save(folder, 1, saver)
-        failpoints.forget_calls()
-        os.environ[failpoints.VARIABLE] = fault
+        failpoints.reset_calls()
+        os.environ[FAILPOINT] = fault
         save(folder, 2, saver)
 
 
@@ -66,7 +67,7 @@ def body_both(folder: Path, fault: str) -> None:
     """The fault stops the helper process of one rank; then that rank is killed, and the helper must follow."""
     with checkpoint.Saver(folder) as saver:
         save(folder, 1, saver)
-        os.environ[failpoints.VARIABLE] = fault
+        os.environ[FAILPOINT] = fault
         threading.Thread(target=die_when_stopped, args=psutil.Process().children(), daemon=True).start()
         save(folder, 2, saver)
 
@@ -90,7 +91,7 @@ def body_beside_calls(folder: Path, fault: str) -> None:
 def body_prune(folder: Path, fault: str) -> None:
     for step in range(1, 7):
         save(folder, step)
-    os.environ[failpoints.VARIABLE] = fault
+    os.environ[FAILPOINT] = fault
     prune(folder, Retention(keep_last=2))
 
 
@@ -101,7 +102,7 @@ def body_find(folder: Path, fault: str) -> None:
     if dist.is_root():
         (folder / "step-000000000002" / "state.json").write_bytes(b"{}")
     dist.barrier()
-    os.environ[failpoints.VARIABLE] = fault
+    os.environ[FAILPOINT] = fault
     checkpoint.load_latest(folder)
 
 
@@ -136,7 +137,7 @@ def become_rank(trial: dict[str, Any], rank: int, meeting: str) -> int:
     finally:
         calls = {name: next(count) - 1 for name, count in failpoints._calls.items()}
         (folder.parent / f"{folder.name}.calls-{rank}").write_text(json.dumps(calls))
-        os.environ.pop(failpoints.VARIABLE, None)
+        os.environ.pop(FAILPOINT, None)
         os.environ.pop("SHIM_KILL_AT", None)
     if trial["ranks"] > 1:
         dist.leave()

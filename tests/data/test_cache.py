@@ -44,7 +44,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards count as settled, and are copied in small steps."""
     monkeypatch.setattr(copier, "_SETTLED", 0.0)
     monkeypatch.setattr(copier, "_STEP", 100_000)
-    failpoints.forget_calls()
+    failpoints.reset_calls()
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def child(work: Callable[[], Any], user: int | None = None, fail: str = "") -> t
         pid = os.fork()
     if pid == 0:
         try:
-            failpoints.forget_calls()
+            failpoints.reset_calls()
             os.environ["HEADWAY_FAILPOINT"] = fail
             if user is not None:
                 os.setgroups([])

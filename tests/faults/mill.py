@@ -25,7 +25,7 @@ import headway.checkpoint.write.saver  # now, not once per rank
 import headway.testing.verify
 import headway.train.pipeline
 from headway import dist
-from headway.system import failpoints
+from headway.system.environment import FAILPOINT
 
 SAMPLES, BATCH, EPOCHS = 240, 24, 24  # a batch for 1, 2, 3 or 4 ranks; 240 steps
 EVERY = 7
@@ -60,7 +60,7 @@ def train(epochs: int = EPOCHS) -> None:
 def become_rank(trial: dict[str, Any], rank: int, meeting: str) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(trial["ranks"]), "HEADWAY_RUN": trial["run"]}
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(trial["ranks"]), "GROUP_RANK": "0"}
-    os.environ |= {failpoints.VARIABLE: trial["fault"]} if trial["fault"] else {}
+    os.environ |= {FAILPOINT: trial["fault"]} if trial["fault"] else {}
     os.environ["HEADWAY_RENDEZVOUS"] = f"{meeting}/address"
     dist.init(device="cpu", setup_timeout=25)  # there is no agent to tell that a rank died before it came
     train()

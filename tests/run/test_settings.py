@@ -133,7 +133,7 @@ def test_values_that_are_not_plain(value: object, plain: object) -> None:
         ({"a": torch.zeros(2000)}, r"config\.a is a Tensor"),
         ({"a": b"bytes"}, r"config\.a is a bytes"),
         ({"a": {(1, 2): 3}}, r"config\.a has the key \(1, 2\)"),
-        ({"a": {1: "x", "1": "y"}}, r"config\.a has two keys that read '1'"),
+        ({"a": {1: "x", "1": "y"}}, r"config\.a has two keys that are both written '1'"),
         ([1, 2], "config must be a dict"),
         ("lr=3", "config must be a dict"),
         (Config, "config must be a dict"),

@@ -11,13 +11,14 @@ import pytest
 
 from headway.errors import UsageError
 from headway.system import failpoints
+from headway.system.environment import FAILPOINT
 from headway.system.failpoints import failpoint
 from headway.testing import faults
 
 
 @pytest.fixture(autouse=True)
 def _fresh_counts() -> None:
-    failpoints.forget_calls()
+    failpoints.reset_calls()
 
 
 def _child(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -26,7 +27,7 @@ def _child(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_nothing_happens_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(failpoints.VARIABLE, raising=False)
+    monkeypatch.delenv(FAILPOINT, raising=False)
     failpoint("here")
     assert not failpoints._calls
 
@@ -53,7 +54,7 @@ def test_rank_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setenv("RANK", "0")
         failpoint("here")
         monkeypatch.setenv("RANK", "1")
-        failpoints.forget_calls()
+        failpoints.reset_calls()
         with pytest.raises(RuntimeError):
             failpoint("here")
 
@@ -133,7 +134,7 @@ def test_several_faults_in_one_variable() -> None:
 def test_what_is_not_understood_is_refused_with_the_valid_actions(
     monkeypatch: pytest.MonkeyPatch, text: str, problem: str
 ) -> None:
-    monkeypatch.setenv(failpoints.VARIABLE, text)
+    monkeypatch.setenv(FAILPOINT, text)
     with pytest.raises(UsageError) as caught:
         failpoint("elsewhere")
     assert problem in str(caught.value)
@@ -142,13 +143,13 @@ def test_what_is_not_understood_is_refused_with_the_valid_actions(
 
 
 def test_faults_nest_and_put_the_variable_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(failpoints.VARIABLE, "outer:raise")
+    monkeypatch.setenv(FAILPOINT, "outer:raise")
     with faults.at("inner", action="raise") as fault:
-        assert os.environ[failpoints.VARIABLE] == "inner:raise"
+        assert os.environ[FAILPOINT] == "inner:raise"
         with fault:  # the same one again
             pass
-        assert os.environ[failpoints.VARIABLE] == "inner:raise"
-    assert os.environ[failpoints.VARIABLE] == "outer:raise"
+        assert os.environ[FAILPOINT] == "inner:raise"
+    assert os.environ[FAILPOINT] == "outer:raise"
 
 
 def test_each_with_block_counts_from_one() -> None:

@@ -164,7 +164,7 @@ class Job:
     def _sees(self, path: Path) -> bool:
         """Whether a file is there; one that was written on another host may be seen a little later."""
         with suppress(OSError):
-            path.stat() if self.id in BACKGROUND else files.patiently(path.stat)
+            path.stat() if self.id in BACKGROUND else files.retry_until_visible(path.stat)
             return True
         return False
 

@@ -36,15 +36,15 @@ _AS_TEXT = (
 )
 _CALLABLE = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _NAMESPACE = (argparse.Namespace, types.SimpleNamespace)
-_LARGEST_ARRAY = 1000  # values; a larger array is data, not a setting
+_LARGEST_ARRAY = 1000  # elements; a larger array is data, not a setting
 
 
 def to_plain(config: object) -> dict[str, object]:
-    """The settings as a plain tree, with every reference resolved; `None` gives an empty one.
+    """Converts settings to a plain tree, with every reference resolved; `None` gives an empty one.
 
-    Takes a dict, a dataclass, an OmegaConf config or an argparse namespace. Paths, enum members and dtypes
+    Accepts a dict, a dataclass, an OmegaConf config or an argparse namespace. Paths, enum members and dtypes
     become text, sets sorted lists, functions and classes "module:qualname". Anything else is a `UsageError`
-    that says where it stands.
+    that names its place.
 
     >>> to_plain({"data": {"root": PurePath("/data"), "sizes": (224, 96)}, "loss": max})
     {'data': {'root': '/data', 'sizes': [224, 96]}, 'loss': 'builtins:max'}
@@ -59,7 +59,7 @@ def to_plain(config: object) -> dict[str, object]:
 
 
 def leaves(tree: object, inside: str = "") -> Iterator[tuple[str, object]]:
-    """The single settings of a plain tree, by their full names.
+    """Yields the single settings of a plain tree with their full names.
 
     >>> dict(leaves({"model": {"depth": 2, "heads": {}}, "lr": 0.1}))
     {'model.depth': 2, 'model.heads': {}, 'lr': 0.1}
@@ -72,7 +72,7 @@ def leaves(tree: object, inside: str = "") -> Iterator[tuple[str, object]]:
 
 
 def to_yaml(plain: object) -> str:
-    """The tree as YAML, in the order it was given.
+    """Returns the tree as YAML, in its own order.
 
     >>> print(to_yaml({"lr": 0.001, "layers": [2, 4]}), end="")
     lr: 0.001
@@ -88,9 +88,9 @@ def to_yaml(plain: object) -> str:
 
 
 def _plain(value: object, *, at: str, inside: tuple[int, ...]) -> object:
-    """One node of the tree: `at` is its place in words, `inside` the ids of the objects around it."""
+    """Converts one node of the tree: `at` is its place for messages, `inside` the ids of the objects around it."""
     if id(value) in inside:
-        raise UsageError(f"{at} contains itself; settings are a tree: break the loop")
+        raise UsageError(f"{at} contains itself; settings must be a tree")
     inside = (*inside, id(value))
     value = _simpler(value, at=at)
     if value is None or isinstance(value, bool):
@@ -105,7 +105,7 @@ def _plain(value: object, *, at: str, inside: tuple[int, ...]) -> object:
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
         return [_plain(item, at=f"{at}[{index}]", inside=inside) for index, item in enumerate(value)]
     raise UsageError(
-        f"{at} is a {type(value).__name__}, which has no place in a settings file; "
+        f"{at} is a {type(value).__name__}, which cannot be written to a settings file; "
         "give text, numbers, lists, dicts or dataclasses"
     )
 
@@ -117,15 +117,15 @@ def _plain_mapping(
     for key, item in mapping.items():
         name = _simpler(key, at=at)
         if name is not None and not isinstance(name, str | bool | int | float):
-            raise UsageError(f"{at} has the key {key!r:.80}; keys must be text or numbers")
+            raise UsageError(f"{at} has the key {key!r:.80}; give text or numbers as keys")
         if str(name) in plain:
-            raise UsageError(f"{at} has two keys that read {str(name)!r}; rename one")
+            raise UsageError(f"{at} has two keys that are both written {str(name)!r}; rename one")
         plain[str(name)] = _plain(item, at=f"{at}.{name}", inside=inside)
     return plain
 
 
 def _simpler(value: object, *, at: str) -> object:
-    """The value as builtin types, one level deep; returned as it is when there is no simpler form."""
+    """Converts the outer level of a value to builtin types; a value without a simpler form is returned as it is."""
     if isinstance(value, Enum):
         return value.name or str(value.value)
     if isinstance(value, _AS_TEXT):
@@ -142,7 +142,7 @@ def _simpler(value: object, *, at: str) -> object:
 
 
 def _foreign(value: object, *, at: str) -> object:
-    """Objects of libraries that are loaded already if there are such objects."""
+    """Converts objects of libraries. Such a library is imported already if there are objects of it."""
     omegaconf = sys.modules.get("omegaconf")
     if omegaconf and isinstance(value, omegaconf.DictConfig | omegaconf.ListConfig):
         try:
@@ -163,7 +163,7 @@ def _foreign(value: object, *, at: str) -> object:
 
 
 def _in_order(items: Iterable[object]) -> list[object]:
-    """Sets have no order of their own, and a settings file must not change from run to run."""
+    """Sorts the items of a set: a settings file must not differ from run to run."""
     return sorted(
         items,
         key=lambda item: (

@@ -1,12 +1,11 @@
-"""Named places where a test may make this process fail. Inert unless HEADWAY_FAILPOINT is set.
+"""Named points at which a test can make this process fail. They do nothing unless HEADWAY_FAILPOINT is set.
 
-    failpoint("checkpoint.after_manifest")          # in the code: may the run end here?
+    failpoint("checkpoint.after_manifest")          # in the code
 
     HEADWAY_FAILPOINT=checkpoint.after_manifest:rank=1:nth=2:kill9 headway run --nproc 4 train.py
 
-The variable holds one or more faults, separated by commas: `name[:rank=R][:nth=N]:action`. A fault strikes once, at the
-N-th call of that name in the process (the first, if not said), on rank R (on every rank, if not said). RANK says who
-we are.
+The variable holds one or more faults, separated by commas: `name[:rank=R][:nth=N]:action`. A fault happens once, at the
+N-th call of that name in the process (by default the first), on rank R (by default on every rank). The rank is $RANK.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from functools import lru_cache, partial
 from itertools import count
 
 from headway.errors import UsageError
+from headway.system.environment import FAILPOINT
 
-VARIABLE = "HEADWAY_FAILPOINT"
 ACTIONS = "kill9, raise, stop, exit=CODE, sleep=SECONDS, errno=NAME (such as ENOSPC)"
 
 _calls: defaultdict[str, count[int]] = defaultdict(partial(count, 1))
@@ -30,7 +29,7 @@ _calls: defaultdict[str, count[int]] = defaultdict(partial(count, 1))
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One parsed fault: strike at the `nth` call of `name`, on `rank` (None: on every rank)."""
+    """One parsed fault: what happens at the `nth` call of `name`, on `rank` (None: on every rank)."""
 
     name: str
     rank: int | None
@@ -40,28 +39,28 @@ class Fault:
 
 
 def failpoint(name: str) -> None:
-    """Fail here if HEADWAY_FAILPOINT says so; otherwise do nothing.
+    """Fails here if HEADWAY_FAILPOINT says so; otherwise does nothing.
 
     >>> failpoint("checkpoint.after_manifest")
     """
-    text = os.environ.get(VARIABLE)
+    text = os.environ.get(FAILPOINT)
     if text:
         _reach(name, parse(text))
 
 
 def armed() -> bool:
-    """Whether any fault is asked for: so that a loop need not look at the environment in every turn."""
-    return bool(os.environ.get(VARIABLE))
+    """Returns whether any fault is set, so that a loop need not read the environment in every iteration."""
+    return bool(os.environ.get(FAILPOINT))
 
 
-def forget_calls() -> None:
-    """Start counting calls from zero again: for a process that serves one test after another."""
+def reset_calls() -> None:
+    """Resets the counters of calls, for a process that runs one test after another."""
     _calls.clear()
 
 
 @lru_cache(maxsize=8)
 def parse(text: str) -> tuple[Fault, ...]:
-    """Parse the value of HEADWAY_FAILPOINT, or raise a UsageError that names the valid actions.
+    """Parses the value of HEADWAY_FAILPOINT; raises `UsageError`, which names the valid actions.
 
     >>> parse("dist.join:rank=1:kill9")
     (Fault(name='dist.join', rank=1, nth=1, action='kill9', value=''),)
@@ -96,7 +95,7 @@ def _is_valid(action: str, value: str) -> bool:
 
 def _malformed(text: str, problem: str) -> UsageError:
     return UsageError(
-        f"{VARIABLE}={text!r} is not understood: {problem}. "
+        f"{FAILPOINT}={text!r} is not valid: {problem}. "
         f"Expected name[:rank=R][:nth=N]:action, with an action of: {ACTIONS}."
     )
 
@@ -106,10 +105,10 @@ def _reach(name: str, faults: tuple[Fault, ...]) -> None:
     rank = int(os.environ.get("RANK", "0"))
     for fault in faults:
         if fault.name == name and fault.nth == call and fault.rank in (None, rank):
-            _strike(fault)
+            _execute(fault)
 
 
-def _strike(fault: Fault) -> None:
+def _execute(fault: Fault) -> None:
     match fault.action:
         case "kill9":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -123,4 +122,4 @@ def _strike(fault: Fault) -> None:
             number = next(n for n, symbol in errno.errorcode.items() if symbol == fault.value)
             raise OSError(number, os.strerror(number), f"failpoint {fault.name}")
         case _:
-            raise RuntimeError(f"failpoint {fault.name} was asked to raise")
+            raise RuntimeError(f"failpoint {fault.name} raises, as HEADWAY_FAILPOINT says")

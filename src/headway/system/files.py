@@ -1,7 +1,7 @@
-"""Files that survive a crash and belong to one user: explicit modes, exclusive names, replacement by rename.
+"""Durable files that belong to one user: explicit modes, exclusive names, replacement by rename.
 
-Modes do not depend on the umask: directories 0700, files 0600. Nothing here follows a link at the last name
-of a path. Data is on disk before a name points to it: a reader sees the old contents or the new, never a part.
+Modes do not depend on the umask: directories 0700, files 0600. Nothing here follows a link at the last name of a path.
+Data is on disk before a name points to it: a reader sees the old contents or the new, never a part.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from headway.errors import StorageError
 
 T = TypeVar("T")
 
-PATIENCE = 10.0  # seconds until a network file system shows what another host has made
-_NOT_SEEN_YET = (errno.ENOENT, errno.ESTALE)
-_NO_LINKS_HERE = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL)
+_VISIBLE_S = 10.0  # until a network file system shows what another host has written
+_NOT_VISIBLE = (errno.ENOENT, errno.ESTALE)
+_NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL)
 
 
 @contextmanager
@@ -36,13 +36,13 @@ def storage(doing: str) -> Iterator[None]:
 
 
 def make_dir(path: Path) -> None:
-    """Makes a directory that only its owner may use; an existing one is an error."""
+    """Creates a directory that only its owner may use; an existing one is an error."""
     path.mkdir(mode=0o700)
-    path.chmod(0o700)  # the umask may have taken bits of the owner's
+    path.chmod(0o700)  # the umask may have removed bits of the owner
 
 
 def open_private(path: Path, flags: int) -> int:
-    """`os.open` for a file that only its owner may use, and never through a link."""
+    """Opens a file that only its owner may use, as `os.open` does, and never through a link."""
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     if flags & os.O_CREAT:
         os.fchmod(fd, 0o600)
@@ -50,7 +50,7 @@ def open_private(path: Path, flags: int) -> int:
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Writes a file that must not exist yet, down to the disk."""
+    """Writes a file that must not exist yet, and waits until it is on disk."""
     fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         write_fully(fd, data)
@@ -87,7 +87,7 @@ def publish_file(staged: Path, path: Path) -> bool:
         if staged.stat().st_nlink < 2:  # else the link is ours, and only the first answer to it was lost
             return False
     except OSError as error:
-        if error.errno not in _NO_LINKS_HERE:
+        if error.errno not in _NO_HARD_LINKS:
             raise
         try:
             write_new(
@@ -111,21 +111,21 @@ def sync_dir(path: Path) -> None:
         os.close(fd)
 
 
-def patiently(work: Callable[[], T]) -> T:
-    """Does what needs a file that another host has made already; this one may be late to see it."""
-    deadline = time.monotonic() + PATIENCE
+def retry_until_visible(work: Callable[[], T], timeout_s: float = _VISIBLE_S) -> T:
+    """Calls `work`, which needs a file that another host has written, until a network file system shows that file."""
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
             return work()
         except OSError as error:
-            if error.errno not in _NOT_SEEN_YET or time.monotonic() > deadline:
+            if error.errno not in _NOT_VISIBLE or time.monotonic() > deadline:
                 raise
         time.sleep(0.05)
 
 
 @contextmanager
 def _staged(path: Path, data: bytes) -> Iterator[Path]:
-    """The data, on disk, under a hidden name beside `path`; the name is gone afterwards."""
+    """Writes data under a hidden name beside `path`; the name is removed afterwards."""
     staged = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         write_new(staged, data)

@@ -1,8 +1,8 @@
 """Keeps secrets out of what a run writes: settings, commands, diffs, failure records, environment.
 
 A secret is known by its name (`api_key`, `HF_TOKEN`), by its shape (`ghp_...`, a private key, the password
-in a URL) or by its value (that of an environment variable whose name looks secret, wherever it turns up).
-This is a net, not a wall: a secret under an innocent name and without a known shape passes.
+in a URL) or by its value (that of an environment variable whose name looks secret, wherever it occurs).
+This cannot find everything: a secret under an ordinary name and without a known shape passes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PLAIN_NAME = re.compile(
     re.VERBOSE,
 )
 
-# What a run may record of its environment: facts about the machine and the launch, never the whole of it.
+# What a run may record of its environment: facts about the machine and the launch.
 _RECORDED = re.compile(
     r"""
     (?:CUDA|CUDNN|FI|GLOO|GOMP|GPU|HEADWAY|HIP|HSA|IBV|KMP|MKL|MPICH|NCCL|NUMEXPR|NVIDIA|OMP|OMPI_COMM_WORLD
@@ -105,7 +105,7 @@ _SHORTEST_SECRET = 6  # of an environment variable; shorter values ("1", "true")
 
 @lru_cache(maxsize=4096)
 def is_secret_name(name: str) -> bool:
-    """Whether a setting, option or variable of this name holds a secret.
+    """Returns whether a setting, option or variable of this name holds a secret.
 
     >>> list(filter(is_secret_name, ["HF_TOKEN", "apiKey", "db-password", "max_tokens", "cls_token"]))
     ['HF_TOKEN', 'apiKey', 'db-password']
@@ -115,7 +115,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
-    """The text with everything that looks like a secret replaced.
+    """Returns the text with everything replaced that looks like a secret.
 
     >>> redact("git clone https://me:hunter2@example.org/x && WANDB_API_KEY=0123abcd train.py", {})
     'git clone https://[redacted]@example.org/x && WANDB_API_KEY=[redacted] train.py'
@@ -131,7 +131,7 @@ def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def redact_argv(argv: Sequence[str]) -> list[str]:
-    """A command line without its secrets, also when option and value are separate arguments.
+    """Returns a command line without its secrets, also when option and value are separate arguments.
 
     >>> redact_argv(["train.py", "--api-key", "0123", "--lr", "1e-3", "model.token=abc"])
     ['train.py', '--api-key', '[redacted]', '--lr', '1e-3', 'model.token=[redacted]']
@@ -151,7 +151,7 @@ def redact_argv(argv: Sequence[str]) -> list[str]:
 
 
 def redact_tree(value: object) -> object:
-    """A copy of nested dicts and lists without values under secret names and without secrets inside strings.
+    """Returns a copy of nested dicts and lists without values under secret names and secrets inside strings.
 
     >>> redact_tree({"lr": 3e-4, "tracker": {"api_key": "0123", "url": "https://me:pw@host/"}})
     {'lr': 0.0003, 'tracker': {'api_key': '[redacted]', 'url': 'https://[redacted]@host/'}}
@@ -169,7 +169,7 @@ def redact_tree(value: object) -> object:
 
 
 def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that explain a run (CUDA, NCCL, SLURM, ranks, threads, paths), sorted, without secrets.
+    """Returns the variables that explain a run (CUDA, NCCL, SLURM, ranks, threads, paths), sorted, without secrets.
 
     >>> environment({"NCCL_DEBUG": "INFO", "SLURM_JWT": "eyJ...", "AWS_PROFILE": "me"})
     {'NCCL_DEBUG': 'INFO'}
@@ -182,14 +182,14 @@ def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def _secret_values(environ: Mapping[str, str]) -> list[str]:
-    """Values of secret-looking variables, by line since a diff or a log breaks them up, the longest first."""
+    """Returns the values of variables with secret names, by line, since a diff or a log splits them; longest first."""
     values = (value for name, value in environ.items() if is_secret_name(name))
     lines = {line.strip() for value in values for line in value.splitlines()}
     return sorted((line for line in lines if len(line) >= _SHORTEST_SECRET), key=len, reverse=True)
 
 
 def _without_values(text: str, head: re.Pattern[str], value: re.Pattern[str]) -> Iterator[str]:
-    """The pieces of the text, with the values after heads of a secret name replaced."""
+    """Yields the pieces of the text, with the values after heads of a secret name replaced."""
     end = 0
     for found in head.finditer(text):
         if found.start() < end or not is_secret_name(found["name"]):
@@ -203,7 +203,7 @@ def _without_values(text: str, head: re.Pattern[str], value: re.Pattern[str]) ->
 
 
 def _blank(value: object) -> object:
-    """The shape of a value without its contents; yes, no and nothing are not secrets."""
+    """Returns the shape of a value without its contents; True, False and None are not secrets."""
     if isinstance(value, Mapping):
         return {redact_tree(key): _blank(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

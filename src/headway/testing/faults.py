@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import final
 
 from headway.system import failpoints
+from headway.system.environment import FAILPOINT
 
 
 @final
@@ -30,14 +31,14 @@ class Faults:
 
     @property
     def environ(self) -> dict[str, str]:
-        return {failpoints.VARIABLE: self.text}
+        return {FAILPOINT: self.text}
 
     def __add__(self, other: Faults) -> Faults:
         return Faults(f"{self.text},{other.text}")
 
     def __enter__(self) -> Faults:
-        self._outer.append(os.environ.get(failpoints.VARIABLE))
-        failpoints.forget_calls()
+        self._outer.append(os.environ.get(FAILPOINT))
+        failpoints.reset_calls()
         os.environ.update(self.environ)
         return self
 
@@ -46,9 +47,9 @@ class Faults:
     ) -> None:
         outer = self._outer.pop()
         if outer is None:
-            del os.environ[failpoints.VARIABLE]
+            del os.environ[FAILPOINT]
         else:
-            os.environ[failpoints.VARIABLE] = outer
+            os.environ[FAILPOINT] = outer
 
 
 def at(name: str, *, action: str, rank: int | None = None, nth: int = 1) -> Faults:
@@ -79,6 +80,6 @@ def run(
     1
     """
     command = [sys.executable, "-m", "headway", "run", "--nproc", str(nproc), str(script), *args]
-    environ = {name: value for name, value in os.environ.items() if name != failpoints.VARIABLE}
+    environ = {name: value for name, value in os.environ.items() if name != FAILPOINT}
     environ |= fault.environ if fault else {}
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout)

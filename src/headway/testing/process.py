@@ -18,7 +18,7 @@ from typing import Any, final
 import psutil
 
 from headway.dist.failure.record import describe_exit_status
-from headway.system.failpoints import VARIABLE as FAILPOINT
+from headway.system.environment import FAILPOINT
 from headway.testing.protocol import Report
 
 _CLEAN_UP = 1.0

@@ -25,7 +25,7 @@ from headway.launcher.agent.agent import check_nproc
 from headway.record import ledger
 from headway.record.ledger import Ledger, Row
 from headway.run import Run
-from headway.system import failpoints
+from headway.system.environment import FAILPOINT
 from headway.testing import faults
 
 _TAIL = 2000  # characters of a script's output that are shown when it fails
@@ -307,7 +307,7 @@ class _Trial:
     def _start(
         self, run: Run, nproc: int, *, fault: faults.Faults | None = None, every: str | None = None
     ) -> None:
-        environ = {name: value for name, value in os.environ.items() if name != failpoints.VARIABLE}
+        environ = {name: value for name, value in os.environ.items() if name != FAILPOINT}
         environ |= {"HEADWAY_RUN": str(run.path), ledger.VARIABLE: "1"}
         # not in the background: whether a save is whole at the moment of the kill must not be a matter of luck
         environ |= {"HEADWAY_SAVE_EVERY": every, "HEADWAY_SAVE_IN_BACKGROUND": "0"} if every else {}

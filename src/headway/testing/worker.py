@@ -112,7 +112,7 @@ class _Rank:
         os.chdir(task.cwd)
         sys.path[:] = task.path
         pytest.register_assert_rewrite(*(task.rewrite - sys.modules.keys()))
-        failpoints.forget_calls()
+        failpoints.reset_calls()
 
     def _attempt(self, task: Task) -> tuple[Outcome, str, str]:
         """Loads and calls the test. Its traceback, and all that its frames hold, dies with this call."""

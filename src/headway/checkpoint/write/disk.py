@@ -83,7 +83,7 @@ def begin(target: Target) -> None:
 def write(target: Target, contents: Mapping[str, Iterable[memoryview]]) -> dict[str, FileFact]:
     """Writes files into the hidden directory, down to the disk."""
     with files.storage(f"save step {target.step} in {target.parent}"):
-        files.patiently(target.hidden.lstat)  # rank 0 has made it
+        files.retry_until_visible(target.hidden.lstat)  # rank 0 has made it
         facts = {name: write_file(target.hidden / name, parts) for name, parts in contents.items()}
         failpoint("checkpoint.rank_written")
     return facts

@@ -31,6 +31,7 @@ from headway.checkpoint.write.disk import Target
 from headway.errors import HeadwayError, StorageError
 from headway.run.lock import Fence
 from headway.system import failpoints
+from headway.system.environment import FAILPOINT
 
 _DEAF_TO = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
@@ -62,7 +63,7 @@ class Helper:
         order = {
             "do": command,
             "target": dataclasses.asdict(target),
-            "faults": os.environ.get(failpoints.VARIABLE, ""),
+            "faults": os.environ.get(FAILPOINT, ""),
             **details,
         }
         try:
@@ -201,7 +202,7 @@ class _Server:
     def __init__(self, memory: int) -> None:
         self._memory = memory
         self._view = memoryview(b"")
-        self._faults: str = os.environ.get(failpoints.VARIABLE, "")
+        self._faults: str = os.environ.get(FAILPOINT, "")
 
     def answer(self, order: dict[str, Any]) -> dict[str, Any]:
         self._arm(order["faults"])
@@ -241,8 +242,8 @@ class _Server:
     def _arm(self, faults: str) -> None:
         """Failpoints follow the rank's variable, which a test may change after we were started."""
         if faults != self._faults:
-            self._faults = os.environ[failpoints.VARIABLE] = faults
-            failpoints.forget_calls()
+            self._faults = os.environ[FAILPOINT] = faults
+            failpoints.reset_calls()
 
 
 if __name__ == "__main__":
