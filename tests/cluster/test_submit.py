@@ -194,7 +194,7 @@ def test_an_agent_that_is_killed_ends_the_job_for_good(cluster: Cluster) -> None
     job.until(lambda: job.log.count("here") == 2, "both ranks")
     cluster.node("n2").run("pkill", "-KILL", "-f", "headway agent")
     assert job.wait("FAILED", timeout=30) == "FAILED"
-    assert "1 of 2 node agents said how they ended" in job.log
+    assert "1 of 2 node agents recorded how they ended" in job.log
     assert cluster.restarts(job.job) == 0
     assert cluster.node("n2").run("pgrep", "-f", "sleeps.py").returncode == 1
 

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from headway.system.log import install_handler
+
 
 def git(path: Path, *command: str) -> str:
     return subprocess.run(
@@ -29,3 +31,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     git(path, "commit", "-qm", "first")
     monkeypatch.chdir(path)
     return path
+
+
+@pytest.fixture(autouse=True)
+def messages() -> None:
+    """Messages go to standard error, as in every process that headway starts."""
+    install_handler()

@@ -274,7 +274,7 @@ def test_mpi(work: Any) -> None:
 
 
 def called(tmp_path: Path, target: hw.Local | hw.Mpi) -> hw.Run:
-    """A job that is ready to be started, but for the parcel with its function."""
+    """A job that is ready to be started, but for the pickle with its function."""
     run = hw.Run.create(tmp_path / "runs")
     run.call_dir.mkdir()
     Call(function="it", target=target.to_dict(), world_size=1, groups=None, sys_path=sys.path).write(run)
@@ -410,7 +410,7 @@ def test_without_cloudpickle_what_can_be_imported_still_travels(monkeypatch: pyt
     assert here.__name__.encode() not in pickled.pack(max, what="it")
 
 
-def test_a_parcel_that_others_could_have_written_stays_shut(tmp_path: Path) -> None:
+def test_a_pickle_that_others_could_have_written_stays_shut(tmp_path: Path) -> None:
     path = tmp_path / "p"
     path.write_bytes(pickled.pack(3, what="it"))
     path.chmod(0o600)
@@ -429,7 +429,7 @@ def test_a_parcel_that_others_could_have_written_stays_shut(tmp_path: Path) -> N
             pickled.unpack(path, what="it")
 
 
-def test_a_damaged_parcel(tmp_path: Path) -> None:
+def test_a_damaged_pickle(tmp_path: Path) -> None:
     path = tmp_path / "p"
     path.write_bytes(pickled.pack([1, 2, 3], what="it")[:-3])
     path.chmod(0o600)

@@ -270,7 +270,7 @@ def test_too_large_is_one_sentence_and_leaves_nothing(project: Path, run: Run) -
         take(run, "train.py", limit=2_000_000)
     assert str(caught.value) == (
         f"the code in {project} has more than the 2.0 MB or 50000 files that a copy may have (largest: big.bin, "
-        "3.0 MB): keep data elsewhere, or run the code where it lies with --dirty live"
+        "3.0 MB): keep data elsewhere, or run the code where it is with --dirty live"
     )
     assert list(run.code_dir.iterdir()) == []
 
@@ -280,10 +280,10 @@ def test_too_many_files_are_refused_and_a_long_list_is_cut(
 ) -> None:
     for number in range(4):
         (project / f"new-{number}.bin").touch()
-    monkeypatch.setattr(project_files, "_MOST_NAMED", 3)
+    monkeypatch.setattr(project_files, "_MAX_NAMED", 3)
     code = project_files.gather(project / "train.py", limit=10**6)
     assert code.left_out[:1] == ("new-0.bin (not tracked by git)",) and code.left_out[3:] == ("and 1 more",)
-    monkeypatch.setattr(project_files, "_MOST_FILES", 1)
+    monkeypatch.setattr(project_files, "_MAX_FILES", 1)
     with pytest.raises(UsageError, match="1 files that a copy may have"):
         project_files.gather(project / "train.py", limit=10**6)
 
@@ -321,7 +321,7 @@ def test_a_copy_that_fails_leaves_nothing(run: Run, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_commit_that_cannot_be_kept_is_a_note(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "_FETCH_PATIENCE", 0.0)
+    monkeypatch.setattr(snapshot, "_FETCH_TIMEOUT_S", 0.0)
     take(run, "train.py")
     assert "the commit itself could not be kept" in run.info()["code"]["snapshot"]["note"]
     assert runs(run) == "v1 1\n" and not (run.snapshot_dir / ".git").exists()
@@ -343,7 +343,7 @@ def test_a_git_that_is_killed_does_not_pass_for_an_empty_project(
     )
     (tmp_path / "bin" / "git").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    with pytest.raises(UsageError, match="git ended with status -9; mend it, or use --dirty live"):
+    with pytest.raises(UsageError, match="git ended with status -9; repair it, or use --dirty live"):
         take(run, "train.py")
 
 

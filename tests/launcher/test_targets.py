@@ -117,7 +117,9 @@ def test_what_cannot_work_is_refused_at_once(kind: Any, settings: dict[str, Any]
 
 
 def test_a_wrong_key_is_named_with_the_nearest_right_one() -> None:
-    with pytest.raises(UsageError, match="slurm has no setting 'node'; did you mean 'nodes'"):
+    with pytest.raises(
+        UsageError, match=r"'node' is not a valid setting of slurm \(did you mean 'nodes'\?\)"
+    ):
         Slurm.from_dict({"node": 2})
 
 

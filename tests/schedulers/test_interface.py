@@ -1,4 +1,4 @@
-"""The interface is enough: a run on a scheduler that headway does not know is preempted, requeued, and resumes exactly."""
+"""The interface is enough: a run on a scheduler unknown to headway is preempted, requeued, and resumes exactly."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from headway import schedulers
 from headway.launcher import scripts, targets
 from headway.launcher.scripts import Script
 from headway.record import ledger
+from headway.system.environment import SCHEDULER
 
 FIT = Path(__file__).parents[1] / "scripts" / "fit.py"
 sys.path.insert(0, str(Path(__file__).parent))
@@ -103,7 +104,7 @@ def test_a_target_of_another_scheduler_is_described_by_its_class() -> None:
         "PROCESS_JOB": "4",
         "PROCESS_RESTARTS": "2",
         "PROCESS_END": "9",
-        schedulers.VARIABLE: ProcessScheduler.name,
+        SCHEDULER: ProcessScheduler.name,
     }
     found = schedulers.detect(environ)
     assert found and (found.scheduler, found.start) == (ProcessScheduler.name, "4-2")

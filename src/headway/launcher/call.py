@@ -24,7 +24,7 @@ from headway.launcher.job import Job
 from headway.launcher.submission import check, submit_runs
 from headway.launcher.targets import ClusterTarget, Local, Mpi
 from headway.run import Run
-from headway.system import files
+from headway.system import environment, files
 
 
 def launch(
@@ -84,7 +84,7 @@ def _check(function: object, target: object, groups: Sequence[Sequence[int]] | N
         raise UsageError(f"launch needs a function, not {function!r:.80}; give its arguments after it")
     if not isinstance(target, Local | ClusterTarget | Mpi):
         raise UsageError(f"on={target!r:.80} is not a target; expected hw.Local, hw.Slurm or hw.Mpi")
-    if "HEADWAY_RUN" in os.environ and "RANK" in os.environ:
+    if environment.RUN in os.environ and "RANK" in os.environ:
         raise UsageError("launch was called inside a rank of a job; call it once, outside of the ranks")
     if isinstance(target, ClusterTarget) and target.array:
         raise UsageError(

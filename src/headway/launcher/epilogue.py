@@ -24,13 +24,13 @@ from headway.launcher.program import JobFile
 from headway.launcher.submission import submit_successor
 from headway.run import Run
 from headway.run.status import record_end
-
-EARLIER_STARTS = "HEADWAY_EARLIER_STARTS"
-"""how often the run was started by the jobs before this one, where jobs cannot be requeued"""
+from headway.system.environment import EARLIER_STARTS
+from headway.system.log import install_handler, logger
 
 
 def main(path: str, status: str) -> int:
     """Returns the exit code of the job in whose script this runs; `status` is that of the agents' step."""
+    install_handler()
     try:
         run = Run.open(Path(path).resolve())
         job = JobFile.read(run)
@@ -40,18 +40,16 @@ def main(path: str, status: str) -> int:
         code = int(outcome["exit_code"])
         if run.was_replaced():  # this node was cut off, and the scheduler could not end us
             label = job.target.scheduler.label
-            _report(
-                f"headway: {label} has started this job again meanwhile; this start leaves the run to it\n"
-            )
+            logger.warning("%s has started this job again meanwhile; this start leaves the run to it", label)
             return code
         if code:
-            _report(summary(outcome, job.target.nproc))
+            print(summary(outcome, job.target.nproc), end="", file=sys.stderr, flush=True)
         record_end(run, code, error=(outcome.get("record") or {}).get("sentence"))
         if code in (Stopped.exit_code, TERMINATED):
-            _report(f"headway: {requeue(run, job, os.environ)}\n")
+            logger.info(requeue(run, job, os.environ))
         return code
     except HeadwayError as error:
-        _report(f"headway: {error}\n")
+        logger.error(error)
         return error.exit_code
 
 
@@ -72,8 +70,11 @@ def read_outcome(directory: Path, agents: int, status: int) -> dict[str, Any]:
     if status - 128 in STOP_REQUESTS:
         sentence = "stopped before the ranks had started"
         return {"exit_code": Stopped.exit_code, "record": {"sentence": sentence}}
-    _report(
-        f"headway: {len(ends)} of {agents} node agents recorded how they ended; their step's exit status is {status}\n"
+    logger.error(
+        "%d of %d node agents recorded how they ended; their step's exit status is %d",
+        len(ends),
+        agents,
+        status,
     )
     return {"exit_code": 1, "record": None}
 
@@ -89,7 +90,7 @@ def requeue(run: Run, job: JobFile, environ: Mapping[str, str]) -> str:
         return (
             f"not queued again: it was {starts - 1} times, and max_requeues={target.max_requeues}; {by_hand}"
         )
-    _report(f"headway: queueing job {ids.number} again ({starts} of at most {target.max_requeues})\n")
+    logger.info("queueing job %s again (%d of at most %d)", ids.number, starts, target.max_requeues)
     refused = scheduler.requeue(ids)
     if refused is None:
         return "queued again"
@@ -98,10 +99,6 @@ def requeue(run: Run, job: JobFile, environ: Mapping[str, str]) -> str:
         f"job {successor.job_id} resumes the run when this one is over "
         f"({scheduler.label} does not requeue it: {refused})"
     )
-
-
-def _report(text: str) -> None:
-    print(text, end="", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

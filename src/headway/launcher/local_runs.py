@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,8 @@ from headway.launcher.program import Program
 from headway.launcher.scripts import Script, prepared, program
 from headway.run import Run
 from headway.run.status import record_end
+from headway.system import environment
+from headway.system.log import logger
 
 
 def run_sweep(
@@ -37,16 +38,16 @@ def run_sweep(
     check_nproc(nproc)
     with prepared(script, settings, root=root, name=name) as (runs, notes):
         for note in notes:
-            _report(note)
+            logger.info(note)
     failed = DONE
     for number, (run, values) in enumerate(zip(runs, settings, strict=True), start=1):
-        _report(f"{number} of {len(runs)}: {sweep.label(values)} in {run.path}")
+        logger.info(f"{number} of {len(runs)}: {sweep.label(values)} in {run.path}")
         code = _run(run, program(run, script, values), nproc)
         record_end(run, code)
         failed = failed or code
         if code in (INTERRUPTED, TERMINATED):
             break
-    _report(f"to see them side by side: headway compare {runs[0].path}")
+    logger.info(f"to see them side by side: headway compare {runs[0].path}")
     return failed
 
 
@@ -58,7 +59,7 @@ def run_smoke(command: Sequence[str], *, nproc: int) -> int:
     directory = tempfile.mkdtemp(prefix="headway-smoke-")
     run = Run.create(directory, name="smoke", command=command)
     for part, expected in (("save", Stopped.exit_code), ("resume", DONE)):
-        environ = {**os.environ, "HEADWAY_RUN": str(run.path), "HEADWAY_SMOKE": part}
+        environ = {**os.environ, environment.RUN: str(run.path), environment.SMOKE: part}
         code = Agent(command, nproc=nproc, environ=environ).run()
         if not run.info()["attempts"]:
             shutil.rmtree(directory)
@@ -66,17 +67,13 @@ def run_smoke(command: Sequence[str], *, nproc: int) -> int:
                 return code
             raise UsageError("the script ran no pipeline, so there is nothing to test: call pipe.run() in it")
         if code != expected:
-            _report(f"the smoke run failed in the part {part!r}; it is kept in {run.path}")
+            logger.error(f"the smoke run failed in the part {part!r}; it is kept in {run.path}")
             return code or 1
     shutil.rmtree(directory)
-    _report("smoke run passed: two steps, a validation, a save, and a step after resuming")
+    logger.info("smoke run passed: two steps, a validation, a save, and a step after resuming")
     return DONE
 
 
 def _run(run: Run, program: Program, nproc: int) -> int:
-    environ = program.environment(os.environ) | {"HEADWAY_RUN": str(run.path)}
+    environ = program.environment(os.environ) | {environment.RUN: str(run.path)}
     return Agent(program.command, nproc=nproc, environ=environ, cwd=program.cwd).run()
-
-
-def _report(text: str) -> None:
-    print(f"headway: {text}", file=sys.stderr, flush=True)

@@ -21,9 +21,8 @@ from headway.launcher.targets import ClusterTarget
 from headway.run import Run
 from headway.schedulers.base import JobIds
 from headway.system import files
+from headway.system.environment import STAGED
 
-STAGED = "HEADWAY_STAGED"
-"""names the directory with the data that was copied to the node for a job"""
 _FORMAT = 1
 
 

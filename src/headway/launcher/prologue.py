@@ -16,8 +16,9 @@ from headway.data.cache.staging import stage
 from headway.dist.control.signals import STOP_REQUESTS
 from headway.errors import DONE, TERMINATED, HeadwayError, Stopped
 from headway.launcher.agent.node import team_of
-from headway.launcher.program import STAGED, JobFile
+from headway.launcher.program import JobFile
 from headway.run import Run
+from headway.system.environment import STAGED
 
 
 def main(path: str) -> int:

@@ -19,6 +19,10 @@ from headway.launcher.submission import check, submit_runs
 from headway.launcher.targets import ClusterTarget
 from headway.run import Run, check_name
 from headway.schedulers.base import JobIds
+from headway.system.text import shorten_list
+
+_NAMED = 5
+"""how many files a note names"""
 
 
 @final
@@ -130,13 +134,9 @@ def _pin(runs: Sequence[Run], script: Script, dirty: Dirty) -> list[str]:
         snapshot.adopt(run, runs[0])
     found = snapshot.load(runs[0])
     ours = f"{runs[0].path.parent.name}/"  # the runs themselves need no note
-    notes = [f"not in git, but copied: {_some(found.added)}"] if found.added else []
+    notes = [f"not in git, but copied: {shorten_list(found.added, _NAMED)}"] if found.added else []
     left_out = [name for name in found.left_out if not name.startswith(ours)]
-    return notes + ([f"left out of the copy: {_some(left_out)}"] if left_out else [])
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return notes + ([f"left out of the copy: {shorten_list(left_out, _NAMED)}"] if left_out else [])
 
 
 def program(run: Run, script: Script, values: sweep.Settings) -> Program:

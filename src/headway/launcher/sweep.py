@@ -2,7 +2,7 @@
 
     settings = grid(["lr=1e-3,3e-4", "seed=1,2,3"])          # six of them; or a file: grid(["sweep.yaml"])
     arguments(["--epochs", "3"], settings[0])                # ['--epochs', '3', '--lr=1e-3', '--seed=1']
-    arguments(["model.lr={lr}"], {"lr": "1e-3"})             # ['model.lr=1e-3']: where the script has other ways
+    arguments(["model.lr={lr}"], {"lr": "1e-3"})             # ['model.lr=1e-3']: for scripts with another syntax
 
 Values stay the text they were given as: 1e-3 reaches the script as 1e-3.
 """
@@ -24,9 +24,9 @@ from headway.errors import UsageError
 from headway.run import Run
 from headway.system import files
 
-MOST = 10_000
+MAX_SETTINGS = 10_000
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
-_PLACE = re.compile(rf"\{{({_NAME.pattern})\}}")
+_PLACEHOLDER = re.compile(rf"\{{({_NAME.pattern})\}}")
 _FILES = (".yaml", ".yml", ".json", ".csv")
 
 Settings = dict[str, str]
@@ -34,11 +34,11 @@ Settings = dict[str, str]
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Member:
+class SweepMember:
     """The place of a run in a sweep."""
 
     sweep: str
-    """Id of the sweep: that of its first run."""
+    """id of the sweep: that of its first run"""
     index: int
     size: int
     settings: Settings
@@ -57,8 +57,8 @@ def grid(specs: Sequence[str]) -> list[Settings]:
     count = 1
     for factor in factors:
         count *= len(factor)
-    if count > MOST:
-        raise UsageError(f"the sweep has {count} settings, more than {MOST}: leave some values out")
+    if count > MAX_SETTINGS:
+        raise UsageError(f"the sweep has {count} settings, more than {MAX_SETTINGS}: leave some values out")
     combined: list[Settings] = []
     for parts in itertools.product(*factors):
         settings: Settings = {}
@@ -77,18 +77,18 @@ def arguments(args: Sequence[str], settings: Mapping[str, str]) -> list[str]:
     """The script's arguments with the settings in them: in the place of `{NAME}`, else at the end as `--NAME=VALUE`."""
     used: set[str] = set()
 
-    def fill(place: re.Match[str]) -> str:
-        if place[1] not in settings:
-            return place[0]  # braces of the script's own
-        used.add(place[1])
-        return settings[place[1]]
+    def fill(match: re.Match[str]) -> str:
+        if match[1] not in settings:
+            return match[0]  # the script's own braces
+        used.add(match[1])
+        return settings[match[1]]
 
-    filled = [_PLACE.sub(fill, arg) for arg in args]
+    filled = [_PLACEHOLDER.sub(fill, arg) for arg in args]
     return filled + [f"--{name}={value}" for name, value in settings.items() if name not in used]
 
 
 def label(settings: Mapping[str, str]) -> str:
-    """How people call a setting.
+    """A setting as people read it.
 
     >>> label({"lr": "1e-3", "seed": "1"})
     'lr=1e-3 seed=1'
@@ -97,19 +97,19 @@ def label(settings: Mapping[str, str]) -> str:
 
 
 def join(runs: Sequence[Run], settings: Sequence[Settings]) -> str:
-    """Notes in each run its place in the sweep, and returns the sweep's id."""
+    """Records in each run its place in the sweep, and returns the sweep's id."""
     sweep = runs[0].id
     for index, (run, chosen) in enumerate(zip(runs, settings, strict=True)):
-        member = Member(sweep=sweep, index=index, size=len(runs), settings=chosen)
+        member = SweepMember(sweep=sweep, index=index, size=len(runs), settings=chosen)
         with files.storage(f"write {run.sweep_file}"):
             files.write_atomic(run.sweep_file, json.dumps(asdict(member), indent=2).encode() + b"\n")
     return sweep
 
 
-def member(run: Run) -> Member | None:
+def member(run: Run) -> SweepMember | None:
     """The run's place in a sweep, if it has one that can be read."""
     try:
-        return Member(**json.loads(run.sweep_file.read_bytes()))
+        return SweepMember(**json.loads(run.sweep_file.read_bytes()))
     except (OSError, ValueError, TypeError):
         return None
 
@@ -135,7 +135,7 @@ def _read(spec: str) -> list[Settings]:
         raise UsageError(f"the sweep {spec!r} cannot be read: {error.strerror}") from error
     except (ValueError, csv.Error, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
-        raise UsageError(f"the sweep {spec!r} cannot be understood: {reason}; mend that line") from error
+        raise UsageError(f"the sweep {spec!r} cannot be read: {reason}; correct that line") from error
     if isinstance(content, dict):
         factors = [
             [{_name(path, name): _value(name, value)} for value in _values(path, name, values)]
@@ -151,7 +151,7 @@ def _read(spec: str) -> list[Settings]:
 def _rows(path: Path, rows: object) -> list[Settings]:
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) and row for row in rows):
         raise UsageError(
-            f"the sweep {str(path)!r} holds no settings: give a list of values for each name, or a list of settings"
+            f"the sweep {str(path)!r} has no settings: give a list of values for each name, or a list of settings"
         )
     return [{_name(path, name): _value(name, value) for name, value in row.items()} for row in rows]
 
@@ -169,7 +169,7 @@ def _name(path: Path, name: object) -> str:
 
 
 def _value(name: object, value: object) -> str:
-    """A value as text; one that reads like an option could not be told from it."""
+    """A value as text."""
     if isinstance(value, list | dict) or value is None or "\0" in str(value):
         raise UsageError(f"the sweep gives {name!r} the value {value!r:.80}: give text or a number")
     text = str(value).strip()

@@ -15,7 +15,6 @@ import sys
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Self, final
@@ -23,7 +22,7 @@ from typing import Any, ClassVar, Self, final
 import yaml
 
 from headway import schedulers
-from headway.errors import UsageError
+from headway.errors import UsageError, unknown_name
 from headway.schedulers.base import JobRequest, Scheduler
 from headway.schedulers.slurm.time_limit import seconds
 
@@ -79,9 +78,7 @@ class Target:
             raise UsageError(f"kind: {values['kind']!r} is not a description of {cls.kind}")
         for name in given:
             if name not in names:
-                close = get_close_matches(name, names, n=1)
-                hint = f"; did you mean {close[0]!r}?" if close else f": it has {', '.join(names)}"
-                raise UsageError(f"{cls.kind} has no setting {name!r}{hint}")
+                raise unknown_name(f"setting of {cls.kind}", name, names)
         return cls(**given)
 
     def _set(self, name: str, value: object) -> None:

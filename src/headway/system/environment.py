@@ -45,7 +45,9 @@ HEARTBEAT = "HEADWAY_HEARTBEAT"
 SCHEDULER = "HEADWAY_SCHEDULER"
 """the scheduler of the job, as module:Class, if it is not one that ships with headway"""
 EARLIER_STARTS = "HEADWAY_EARLIER_STARTS"
-"""how often this job was started before"""
+"""how often the run was started by the jobs before this one, where jobs cannot be requeued"""
+SCHEDULER = "HEADWAY_SCHEDULER"
+"""the scheduler of a job, if it is one that headway does not ship: module:Class"""
 
 
 def is_supervised(environ: Mapping[str, str] = os.environ) -> bool:

@@ -41,7 +41,7 @@ class RunSummary:
     step: int | None
     job: str | None
     """the scheduler's job number, or host and pid"""
-    sweep: sweep.Member | None
+    sweep: sweep.SweepMember | None
     metrics: Mapping[str, float] = field(default_factory=dict)
     """the newest row of rank 0"""
 

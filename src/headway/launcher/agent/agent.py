@@ -32,6 +32,8 @@ from headway.launcher.agent.process import RankProcess, start
 from headway.launcher.agent.scratch import scratch_directory
 from headway.launcher.agent.team import Outcome, Team
 from headway.launcher.agent.watchdog import Watchdog
+from headway.system import environment
+from headway.system.log import logger
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _STOP_REQUESTS = (signal.SIGUSR1, signal.SIGUSR2)
@@ -119,11 +121,7 @@ class Agent:
                 self._keep_run(directory / f"heartbeat-{number}")
                 if not team.agree_on_restart(lambda before=before: self._newest_step() > before):  # type: ignore[misc]
                     break
-                print(
-                    f"headway: restart {number + 1} of at most {self._max_restarts}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                logger.warning("restart %d of at most %d", number + 1, self._max_restarts)
             return int(outcome["exit_code"])
         except SystemExit as stop:
             team.mark_ended(int(stop.code or 0))
@@ -139,11 +137,11 @@ class Agent:
         found = (heartbeat.read(beats, rank) for rank in self._pids)
         run = next((beat.run for beat in found if beat and beat.run), None)
         if run is not None:
-            self._environ.setdefault("HEADWAY_RUN", run)
+            self._environ.setdefault(environment.RUN, run)
 
     def _newest_step(self) -> int:
         """The step of the newest checkpoint; -1 if there is none, or no run yet."""
-        run = self._environ.get("HEADWAY_RUN")
+        run = self._environ.get(environment.RUN)
         return max(manifest.steps(Path(run) / "checkpoints"), default=-1) if run else -1
 
     def _round(self, team: Team, seats: Seating, beats: Path) -> Outcome:
@@ -155,8 +153,8 @@ class Agent:
             environ = self._environ | rank_environment(seats, index, self._environ)
             if schedulers.node(self._environ) or seats.nodes > 1:
                 environ |= kernel_caches(seats.first_local_rank + index, self._environ)
-            environ["HEADWAY_RENDEZVOUS"] = str(team.round_dir / "rendezvous.json")
-            environ["HEADWAY_HEARTBEAT"] = str(beats)
+            environ[environment.RENDEZVOUS] = str(team.round_dir / "rendezvous.json")
+            environ[environment.HEARTBEAT] = str(beats)
             rank = start(
                 self._command,
                 number=seats.first_rank + index,

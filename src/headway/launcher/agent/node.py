@@ -16,6 +16,7 @@ from headway.launcher.agent.team import Team
 from headway.launcher.program import JobFile
 from headway.run import Run
 from headway.schedulers.base import AllocatedNode
+from headway.system import environment
 
 
 def run_submitted(path: str) -> int:
@@ -26,7 +27,7 @@ def run_submitted(path: str) -> int:
     return Agent(
         job.program.command,
         nproc=job.program.nproc,
-        environ=job.program.environment(os.environ) | {"HEADWAY_RUN": str(run.path)},
+        environ=job.program.environment(os.environ) | {environment.RUN: str(run.path)},
         cwd=job.program.cwd,
         team=team,
         host=node.host,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from headway.errors import (
 )
 from headway.run import Run
 from headway.system import files
+from headway.system.log import logger
 
 _NOT_CRASHES = {
     Stopped.exit_code: "stopped with a checkpoint; the same command resumes from it",
@@ -89,4 +89,4 @@ def _complete(record: FailureRecord) -> None:
     try:
         Run.open(Path(record["failure_file"]).parent).write_failure(record, instead=True)
     except HeadwayError as error:  # the disk may be the very thing that failed
-        print(f"headway: the failure could not be recorded: {error}", file=sys.stderr, flush=True)
+        logger.error("the failure could not be recorded: %s", error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import tempfile
@@ -10,6 +9,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from headway.system.locks import FileLock
 
 _PREFIX = "headway-agent-"
 _UNLOCKED_S = 60.0
@@ -25,14 +26,13 @@ def scratch_directory() -> Iterator[Path]:
     """
     _sweep()
     directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with suppress(OSError):  # no locks on this file system: then nobody can sweep, either
-            fcntl.flock(fd, fcntl.LOCK_EX)  # the kernel frees it when we end, also by kill -9
-        yield directory
-    finally:
-        shutil.rmtree(directory)
-        os.close(fd)
+    with FileLock.open_directory(directory) as lock:
+        try:
+            with suppress(OSError):  # no locks on this file system: then no other agent can sweep, either
+                lock.try_acquire()  # the kernel releases it when we end, also by kill -9
+            yield directory
+        finally:
+            shutil.rmtree(directory)
 
 
 def _sweep() -> None:
@@ -44,9 +44,6 @@ def _sweep() -> None:
 
 
 def _remove_unless_held(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path)
-    finally:
-        os.close(fd)
+    with FileLock.open_directory(path) as lock:
+        if lock.try_acquire():
+            shutil.rmtree(path)

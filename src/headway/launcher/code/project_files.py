@@ -1,8 +1,8 @@
 """Which files are the code of a run.
 
-In a git work tree: what git tracks, with its submodules, as it lies on the disk now; and of what git does not know, the
-files that the code may need: sources and settings, small ones. Elsewhere: the folder, without what is not code.
-What stays behind is named, so that nobody learns from a failed job that `data/` was not there.
+In a git work tree: what git tracks, with its submodules, as it is on the disk now; and of what git does not track, the
+files that the code may need: small sources and settings. Elsewhere: the directory, without what is not code. What is
+left out is named, so that nobody learns from a failed job that `data/` was not there.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from typing import final
 from headway.errors import UsageError
 from headway.run import has_info
 from headway.run.source import git
+from headway.system.text import format_bytes
 
-_PATIENCE = 120.0  # seconds: whoever submits waits for a large work tree rather than go without it
-_LARGEST_NEW = 1 << 20  # bytes of a file that git does not know; what is larger is hardly source code
-_MOST_NAMED = 50
-_MOST_FILES = 50_000
-_IMPORTED = re.compile(r"\.(py|pyi|so)")
-_WRITTEN = re.compile(
+_GIT_TIMEOUT_S = 120.0
+"""a large work tree takes its time, and a submission without it would be useless"""
+_UNTRACKED_MAX_BYTES = 1 << 20
+"""of a file that git does not track; what is larger is hardly source code"""
+_MAX_NAMED = 50
+_MAX_FILES = 50_000
+_IMPORTABLE = re.compile(r"\.(py|pyi|so)")
+_SOURCE = re.compile(
     r"\.(py|pyi|so|pyx|ipynb|c|cc|cpp|cu|cuh|h|hpp|sh|yaml|yml|json|toml|cfg|conf|ini|csv|txt|jinja|j2)"
 )
 _NOISE = re.compile(
@@ -39,47 +42,47 @@ _RESULTS = re.compile(
 @final
 @dataclass(frozen=True, kw_only=True)
 class Code:
-    """The files to copy, by their names below `root`, and what is to be said about them."""
+    """The files to copy, by their names below `root`, and what a user should know about them."""
 
     root: Path
     commit: str | None = None
     names: tuple[str, ...]
     added: tuple[str, ...] = ()
-    """Of these, the ones that git does not know."""
+    """the names that git does not track"""
     left_out: tuple[str, ...] = ()
-    """What stays behind, each with the reason."""
+    """what is not copied, each with the reason"""
     submodules: dict[str, str] = field(default_factory=dict)
     note: str | None = None
 
-    def check_size(self, limit: int) -> None:
+    def checkformat_bytes(self, limit: int) -> None:
         """Refuses to copy what is too large to be code."""
         sizes = {name: os.lstat(self.root / name).st_size for name in self.names}
-        if sum(sizes.values()) > limit or len(sizes) > _MOST_FILES:
+        if sum(sizes.values()) > limit or len(sizes) > _MAX_FILES:
             largest = max(sizes, key=lambda name: sizes[name])
             raise UsageError(
-                f"the code in {self.root} has more than the {_size(limit)} or {_MOST_FILES} files that a copy may have "
-                f"(largest: {largest}, {_size(sizes[largest])}): keep data elsewhere, or run the code where it lies "
-                "with --dirty live"
+                f"the code in {self.root} has more than the {format_bytes(limit)} or {_MAX_FILES} files that a copy "
+                f"may have (largest: {largest}, {format_bytes(sizes[largest])}): keep data elsewhere, or run the code "
+                "where it is with --dirty live"
             )
 
 
 def gather(script: Path, *, limit: int) -> Code:
-    """The code that `script` belongs to; a folder stands for whatever is started in it. More than `limit` is refused.
+    """The code that `script` belongs to; a directory stands for whatever is started in it. `limit` is in bytes.
 
     >>> gather(Path("train.py"), limit=10**9).root
     PosixPath('/home/me/project')
     """
-    folder = script if script.is_dir() else script.parent
-    top = git(folder, "rev-parse", "--show-toplevel")
+    directory = script if script.is_dir() else script.parent
+    top = git(directory, "rev-parse", "--show-toplevel")
     if top.trouble:
-        return _folder(folder, limit, note=top.trouble)
+        return _directory(directory, limit, note=top.trouble)
     root = Path(os.fsdecode(top.out).removesuffix("\n"))
     if _is_home(root):
-        return _folder(folder, limit, note=f"the repository is all of {root}")
+        return _directory(directory, limit, note=f"the repository is all of {root}")
     code = _work_tree(root)
     if script.is_file() and (name := str(script.relative_to(root))) not in code.names:
         code = replace(code, names=(*code.names, name), added=(*code.added, name))  # ignored, but code
-    code.check_size(limit)
+    code.checkformat_bytes(limit)
     return code
 
 
@@ -87,13 +90,15 @@ def _work_tree(root: Path) -> Code:
     """What git tracks below `root`, and the new files that matter; submodules are work trees, too."""
     head = git(root, "rev-parse", "--verify", "--quiet", "HEAD").out.decode().strip()
     modules = _submodules(root)
-    is_link = cache(lambda folder: (root / folder).is_symlink())
+    is_link = cache(lambda directory: (root / directory).is_symlink())
     names = {
         name
         for name in _names(root, "--cached")
         if name not in modules
         and os.path.lexists(root / name)  # else it is deleted, and that is not yet committed
-        and not any(map(is_link, PurePath(name).parents))  # a folder that became a link leads to other files
+        and not any(
+            map(is_link, PurePath(name).parents)
+        )  # a directory that became a link leads to other files
     }
     added, left_out = _new_files(root)
     for module in modules:
@@ -115,18 +120,18 @@ def _work_tree(root: Path) -> Code:
 
 
 def _new_files(root: Path) -> tuple[list[str], list[str]]:
-    """Of what git does not track: the names of files that the code may need, and those of the rest, with reasons."""
-    is_run = cache(lambda folder: has_info(root / folder))
-    verdicts: dict[str, str | None] = {}  # why a name stays behind; None: it comes along
+    """Of what git does not track: the files that the code may need, and the rest, with reasons."""
+    is_run = cache(lambda directory: has_info(root / directory))
+    verdicts: dict[str, str | None] = {}  # why a name is left out; None: it is copied
     for name in _names(root, "--others", "--exclude-standard"):
         if not any(map(is_run, PurePath(name).parents)):
-            verdicts[name] = _why_not(root / name, _WRITTEN, "not tracked by git")
+            verdicts[name] = _why_not(root / name, _SOURCE, "not tracked by git")
     for name in _names(root, "--others", "--ignored", "--exclude-standard", "--directory"):
-        hidden_folder = name.startswith(".") and name.endswith("/")  # caches of tools
-        noise = hidden_folder or any(map(_NOISE.fullmatch, PurePath(name).parts))
+        hidden_directory = name.startswith(".") and name.endswith("/")  # caches of tools
+        noise = hidden_directory or any(map(_NOISE.fullmatch, PurePath(name).parts))
         if not noise and not (root / name / "pyvenv.cfg").exists():
-            # a generated _version.py or a compiled extension is needed, whatever git thinks of it
-            verdicts[name] = _why_not(root / name, _IMPORTED, "ignored by git")
+            # a generated _version.py or a compiled extension is needed, even if git ignores it
+            verdicts[name] = _why_not(root / name, _IMPORTABLE, "ignored by git")
     added = [name for name, reason in verdicts.items() if reason is None]
     return added, [f"{name} ({reason})" for name, reason in verdicts.items() if reason]
 
@@ -135,12 +140,12 @@ def _why_not(path: Path, suffixes: re.Pattern[str], reason: str) -> str | None:
     if path.is_symlink() or not path.is_file() or not suffixes.fullmatch(path.suffix):
         return reason
     size = path.stat().st_size
-    return f"{reason}, and {_size(size)} large" if size > _LARGEST_NEW else None
+    return f"{reason}, and {format_bytes(size)} large" if size > _UNTRACKED_MAX_BYTES else None
 
 
-def _folder(folder: Path, limit: int, *, note: str) -> Code:
-    """All of a folder that is not rubbish, results or data by its name; of a home, only the files beside the script."""
-    root = _start(folder)
+def _directory(directory: Path, limit: int, *, note: str) -> Code:
+    """All of a directory but caches, results and data; of a home, only the files beside the script."""
+    root = _project_root(directory)
     names: list[str] = []
     left_out: list[str] = []
     total = 0
@@ -149,12 +154,12 @@ def _folder(folder: Path, limit: int, *, note: str) -> Code:
         nonlocal total
         for path in sorted(inside.iterdir()):
             name = str(path.relative_to(root))
-            if total > limit or len(names) > _MOST_FILES:
-                return  # it is refused anyway: do not look through a whole dataset first
+            if total > limit or len(names) > _MAX_FILES:
+                return  # it is refused anyway: do not walk through a whole dataset first
             if _NOISE.fullmatch(path.name):
                 continue
             if path.is_symlink() or path.is_file():
-                if not _is_home(root) or _WRITTEN.fullmatch(path.suffix):
+                if not _is_home(root) or _SOURCE.fullmatch(path.suffix):
                     names.append(name)
                     total += path.lstat().st_size
             elif not path.is_dir():
@@ -166,24 +171,24 @@ def _folder(folder: Path, limit: int, *, note: str) -> Code:
 
     walk(root)
     code = Code(root=root, names=tuple(names), left_out=_shortened(left_out), note=note)
-    code.check_size(limit)
+    code.checkformat_bytes(limit)
     return code
 
 
-def _start(folder: Path) -> Path:
-    """Where a project without git begins: where we stand if that holds the script, and is not a whole home."""
+def _project_root(directory: Path) -> Path:
+    """The root of a project without git: the working directory if that holds the script and is not a home."""
     here = Path.cwd()
-    return here if folder.is_relative_to(here) and not _is_home(here) else folder
+    return here if directory.is_relative_to(here) and not _is_home(here) else directory
 
 
 def _is_home(path: Path) -> bool:
-    """A home is no project, even if its settings are in git."""
+    """Whether a path is a home directory, which is not a project even if it is in git."""
     return path in (Path.home(), Path("/"))
 
 
 def _not_code(path: Path) -> str | None:
     if _is_home(path.parent):
-        return "a folder of a home"
+        return "a directory of a home"
     if (path / "pyvenv.cfg").exists():
         return "a virtual environment"
     if has_info(path):
@@ -201,18 +206,14 @@ def _submodules(root: Path) -> dict[str, str]:
 
 def _names(root: Path, *options: str) -> list[str]:
     """What `git ls-files` lists, each once."""
-    answer = git(root, "ls-files", "-z", "--deduplicate", *options, timeout_s=_PATIENCE)
+    answer = git(root, "ls-files", "-z", "--deduplicate", *options, timeout_s=_GIT_TIMEOUT_S)
     if answer.code or answer.trouble:
         reason = answer.trouble or f"git ended with status {answer.code}"
-        raise UsageError(f"git cannot list the files of {root}: {reason}; mend it, or use --dirty live")
+        raise UsageError(f"git cannot list the files of {root}: {reason}; repair it, or use --dirty live")
     return [os.fsdecode(name) for name in answer.out.split(b"\0") if name]
 
 
 def _shortened(names: Iterable[str]) -> tuple[str, ...]:
     names = sorted(names)
-    more = len(names) - _MOST_NAMED
-    return (*names[:_MOST_NAMED], *([f"and {more} more"] if more > 0 else ()))
-
-
-def _size(number: float) -> str:
-    return f"{number / 1e6:.1f} MB" if number < 1e9 else f"{number / 1e9:.1f} GB"
+    more = len(names) - _MAX_NAMED
+    return (*names[:_MAX_NAMED], *([f"and {more} more"] if more > 0 else ()))

@@ -1,10 +1,10 @@
 """The code that runs is the code that was submitted: a copy of it in the run directory, made once.
 
-    run.json            code.snapshot: where from, which commit, what was added, what stayed behind
+    run.json            code.snapshot: where from, which commit, what was added, what was left out
     code/tree/          the files as they were, and the commit they are based on as a small repository of its own
 
-The copy owes nothing to where it came from: edit, commit, rebase or delete the original, and a job that starts
-tomorrow, or starts again next week, runs what was there today.
+The copy does not depend on the original: edit, commit, rebase or delete that, and a job that starts tomorrow, or starts
+again next week, runs what was there today.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from headway.run.source import describe, git
 from headway.system import files
 
 Dirty = Literal["snapshot", "refuse", "live"]
-LIMIT = 500_000_000  # bytes
-_FETCH_PATIENCE = 300.0  # seconds
+MAX_BYTES = 500_000_000
+_FETCH_TIMEOUT_S = 300.0
 
 
 @final
@@ -38,29 +38,31 @@ class Snapshot:
     """Where the code of a run is, as run.json says."""
 
     directory: Path
-    """Start the ranks here: it is to the copy what the working directory was to the original."""
+    """where the ranks start: it is to the copy what the working directory was to the original"""
     script: Path | None
-    """The script in the copy; None where a folder was given, for `python -m`."""
+    """the script in the copy; None where a directory was given, for `python -m`"""
     python_path: tuple[Path, ...]
-    """To put before PYTHONPATH, so that what is installed in editable mode comes from the copy, too."""
+    """put before PYTHONPATH, so that what is installed in editable mode comes from the copy, too"""
     added: tuple[str, ...] = ()
-    """Files that git does not know, and that were copied all the same."""
+    """files that git does not track, and that were copied all the same"""
     left_out: tuple[str, ...] = ()
-    """What was not copied, and why: a job that needs it must name it by its full path."""
+    """what was not copied, and why: a job that needs it must name it by its absolute path"""
 
 
-def take(run: Run, script: str | os.PathLike[str], *, dirty: Dirty = "snapshot", limit: int = LIMIT) -> Path:
+def take(
+    run: Run, script: str | os.PathLike[str], *, dirty: Dirty = "snapshot", limit: int = MAX_BYTES
+) -> Path:
     """Copies the code of `script` into the run, once, and returns the directory to start it from.
 
-    A folder as `script` stands for what is started in it. `dirty` says what to do about changes that are not committed:
-    "snapshot" copies them, "refuse" raises, "live" copies nothing and runs the files where they lie. Whoever asks again
-    gets the copy that is there: a run does not change its code.
+    A directory as `script` stands for what is started in it. `dirty` says what to do about changes that are not
+    committed: "snapshot" copies them, "refuse" raises, "live" copies nothing and runs the files where they are. A
+    second call returns the copy that is there: a run does not change its code.
 
     >>> take(run, "train.py")  # doctest: +SKIP
     PosixPath('/home/me/runs/digits-2026.11.15-14.30-x7k2/code/tree')
     """
     if dirty not in ("snapshot", "refuse", "live"):
-        raise UsageError(f"dirty is {dirty!r}: choose snapshot, refuse or live")
+        raise UsageError(f"dirty={dirty!r} is not a valid choice; expected snapshot, refuse or live")
     if run.info()["code"].get("snapshot"):
         return load(run).directory
     path = Path.cwd() / script
@@ -93,7 +95,7 @@ def take(run: Run, script: str | os.PathLike[str], *, dirty: Dirty = "snapshot",
 
 
 def adopt(run: Run, other: Run) -> Path:
-    """Lets a run use the copy of another one, as all runs of a sweep do; returns the directory to start from."""
+    """Makes a run use the copy of another one, as all runs of a sweep do; returns the directory to start from."""
     facts = other.info()["code"]["snapshot"]
     run.record_snapshot(facts | {"tree": str(other.path / facts["tree"])})
     return load(run).directory
@@ -118,11 +120,13 @@ def load(run: Run) -> Snapshot:
 
 
 def _live(run: Run, path: Path) -> Path:
-    """No copy: the files are read where they lie when the job starts, whatever they hold then."""
+    """Records that there is no copy: the job reads the files where they are when it starts."""
     here = Path.cwd()
     facts: dict[str, object] = {"tree": str(here), "from": str(here), "directory": ".", "python_path": []}
     facts |= {"script": None if path.is_dir() else str(path), "added": [], "left_out": []}
-    run.record_snapshot(facts | {"note": "live: the files are read where they lie, whatever they hold then"})
+    run.record_snapshot(
+        facts | {"note": "live: the job reads the files where they are, as they are when it starts"}
+    )
     return here
 
 
@@ -141,7 +145,7 @@ def _refuse_changes(code: Code) -> None:
 
 
 def _publish(code: Code, run: Run, start: Path) -> str | None:
-    """Makes the copy under a hidden name and then shows it; returns what is worth a note."""
+    """Makes the copy under a hidden name, then renames it; returns a note, if there is one."""
     staged = run.code_dir / f".tree-{secrets.token_hex(8)}.tmp"
     try:
         with files.storage(f"copy the code of {code.root} into {run.code_dir}"):
@@ -161,7 +165,7 @@ def _publish(code: Code, run: Run, start: Path) -> str | None:
 
 
 def _copy(root: Path, name: str, to: Path) -> None:
-    """One file, for its owner only; a link stays a link, and one that leads out of the tree still leads there."""
+    """Copies one file, for its owner only; a link stays a link, and one that leads out of the tree still does."""
     source, target = root / name, to / name
     for parent in reversed(target.relative_to(to).parents[:-1]):
         if not (to / parent).is_dir():
@@ -175,7 +179,7 @@ def _copy(root: Path, name: str, to: Path) -> None:
 
 
 def _keep_commit(code: Code, tree: Path) -> str | None:
-    """The commit that the files are based on, with no history: rebasing and gc at the origin do not reach it.
+    """Keeps the commit that the files are based on, without history: rebase and gc at the origin do not affect it.
 
     Trackers that ask git for the commit get the true one, and `git diff` in the copy shows what was not committed.
     """
@@ -191,7 +195,7 @@ def _keep_commit(code: Code, tree: Path) -> str | None:
         ["read-tree", "HEAD"],
     )
     for step in steps:
-        if trouble := git(tree, *step, timeout_s=_FETCH_PATIENCE).trouble:
+        if trouble := git(tree, *step, timeout_s=_FETCH_TIMEOUT_S).trouble:
             shutil.rmtree(tree / ".git", ignore_errors=True)  # the files themselves are all there
             return f"the commit itself could not be kept: {trouble}"
     return None

@@ -18,6 +18,8 @@ from headway.launcher.functions.worker import Call
 from headway.launcher.targets import Local, Mpi
 from headway.run import Run
 from headway.run.status import record_end
+from headway.system import environment
+from headway.system.log import install_handler
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -27,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     facts = Call.read(run).target
     target = Mpi.from_dict(facts) if facts["kind"] == Mpi.kind else Local.from_dict(facts)
     command = [sys.executable, "-P", "-m", "headway.launcher.functions.worker", str(run.path)]
-    environ = os.environ | target.env | {"HEADWAY_RUN": str(run.path)}
+    environ = os.environ | target.env | {environment.RUN: str(run.path)}
     try:
         if isinstance(target, Mpi):
             code = _mpirun(target, command, environ)
@@ -63,4 +65,5 @@ def _mpirun(target: Mpi, command: Sequence[str], environ: Mapping[str, str]) -> 
 
 
 if __name__ == "__main__":
+    install_handler()
     sys.exit(main(sys.argv[1:]))

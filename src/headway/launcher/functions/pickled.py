@@ -1,8 +1,8 @@
 """Python objects on their way to a job and back: a function with its arguments, and what it returned.
 
 This is the one place in headway where pickle is read, and opening a pickle can run code. It gives nobody more than they
-have: parcels lie in the run directory, 0700, as files of our own that nobody else may write (`unpack` looks), next to
-the code that the same job runs. Whoever could put a parcel there could change that code as well. Checkpoints, metrics,
+have: pickles are in the run directory, 0700, in files that only their owner may write (`unpack` checks), next to the
+code that the same job runs. Whoever could put a pickle there could change that code as well. Checkpoints, metrics,
 records and whatever else may come from other people are never read here.
 """
 
@@ -21,7 +21,7 @@ from headway.system import files
 
 
 def pack(value: object, *, what: str) -> bytes:
-    """Makes a parcel. Functions and classes that can be imported go by name; others need cloudpickle.
+    """Pickles a value. Functions and classes that can be imported go by name; others need cloudpickle.
 
     >>> pack((max, (1, 2)), what="max and its arguments")[:1]
     b'\\x80'
@@ -31,13 +31,13 @@ def pack(value: object, *, what: str) -> bytes:
     except (pickle.PicklingError, TypeError, AttributeError, NotImplementedError, RuntimeError) as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UsageError(
-            f"{what} cannot be sent to another process ({reason:.200}); leave out what belongs to this process, like "
-            "open files, locks and generators"
+            f"{what} cannot be sent to another process ({reason:.200}); leave out what belongs to this process, "
+            "such as open files, locks and generators"
         ) from error
 
 
 def unpack(path: Path, *, what: str) -> Any:
-    """Opens a parcel, if it is ours and nobody else could have written it."""
+    """Reads a pickle, if it is ours and nobody else could have written it."""
     with files.storage(f"read {what} from {path}"):
         fd = files.open_private(path, os.O_RDONLY)
     with os.fdopen(fd, "rb") as file:
@@ -62,14 +62,14 @@ def _dumps(value: object) -> bytes:
         import cloudpickle
     except ModuleNotFoundError:
         buffer = io.BytesIO()
-        _ByName(buffer).dump(value)
+        _ByNamePickler(buffer).dump(value)
         return buffer.getvalue()
     data: bytes = cloudpickle.dumps(value)
     return data
 
 
-class _ByName(pickle.Pickler):
-    """Refuses here what another process could not find there."""
+class _ByNamePickler(pickle.Pickler):
+    """Refuses what another process could not import."""
 
     def reducer_override(self, value: object) -> Any:
         if isinstance(value, FunctionType | type) and (

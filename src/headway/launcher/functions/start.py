@@ -18,6 +18,7 @@ from headway.launcher.targets import ClusterTarget
 from headway.run import Run
 from headway.system import files
 from headway.system.locks import ProcessIdentity
+from headway.system.log import install_handler, logger
 
 BACKGROUND: dict[str, subprocess.Popen[bytes]] = {}
 """jobs in the background of this process, by run"""
@@ -72,11 +73,8 @@ def restart(run: Run) -> None:
 def _wait_for_all() -> None:
     running = {name: process for name, process in BACKGROUND.items() if process.poll() is None}
     if running:
-        print(
-            f"headway: waiting for {', '.join(running)}; Ctrl-C stops what is running",
-            file=sys.stderr,
-            flush=True,
-        )
+        install_handler()  # this process may be a notebook that never called init
+        logger.info("waiting for %s; Ctrl-C stops what is running", ", ".join(running))
     try:
         for process in running.values():
             process.wait()

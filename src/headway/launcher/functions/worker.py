@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, final
 from headway.errors import DONE
 from headway.launcher.functions import pickled
 from headway.run import Run
-from headway.system import files
+from headway.system import environment, files
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -84,8 +84,8 @@ def _prepare_process(run: Run, call: Call) -> None:
     """Gives this process the import path and the variables of the one that launched it."""
     sys.path[:] = call.sys_path
     # mpirun does not take variables to other hosts
-    os.environ.update(call.target.get("env", {}), HEADWAY_RUN=str(run.path))
-    os.environ.setdefault("HEADWAY_RUNS", str(run.path.parent))
+    os.environ.update(call.target.get("env", {}), **{environment.RUN: str(run.path)})
+    os.environ.setdefault(environment.RUNS, str(run.path.parent))
     for stream in (sys.stdout, sys.stderr):
         # ranks share the job's log: whole lines, as soon as they are printed
         if isinstance(stream, io.TextIOWrapper):
