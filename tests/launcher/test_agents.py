@@ -21,7 +21,7 @@ from headway.errors import RankFailure
 from headway.launcher.agent import environment, team as teams
 from headway.launcher.agent.agent import Agent
 from headway.launcher.agent.environment import cpu_shares, kernel_caches, private_directory, shares
-from headway.launcher.agent.team import Team, seating
+from headway.launcher.agent.team import Team, place_ranks
 from headway.launcher.epilogue import read_outcome
 
 AGENT = [sys.executable, "-m", "headway", "agent"]
@@ -33,7 +33,7 @@ def member(host: str, nproc: int) -> dict[str, object]:
 
 def test_uneven_agents_that_share_hosts() -> None:
     members = [member("a", 2), member("b", 1), member("a", 3)]
-    found = [seating(members, number) for number in range(3)]
+    found = [place_ranks(members, number) for number in range(3)]
     assert [seat.first_rank for seat in found] == [0, 2, 3]
     assert [seat.first_local_rank for seat in found] == [0, 0, 2]
     assert [seat.local_world_size for seat in found] == [5, 1, 5]
@@ -48,8 +48,8 @@ def test_agents_meet_in_a_folder_where_an_earlier_launch_has_been(tmp_path: Path
     assert [seat.world_size for seat in _gather(new, [2, 3])] == [5, 5]
 
 
-def _gather(agents: list[Team], nproc: list[int]) -> list[environment.Seating]:
-    found: dict[int, environment.Seating] = {}
+def _gather(agents: list[Team], nproc: list[int]) -> list[environment.RankPlacement]:
+    found: dict[int, environment.RankPlacement] = {}
 
     def meet(index: int) -> None:
         found[index] = agents[index].gather(nproc[index], timeout_s=30)

@@ -11,11 +11,11 @@ from headway.errors import UsageError
 from headway.launcher.program import JobFile, Program, python_command
 from headway.launcher.scripts import Script
 from headway.launcher.submission import check
-from headway.launcher.targets import Slurm
+from headway.launcher.targets import ClusterTarget, Slurm
 from headway.run import Run
 
 
-def target(*argv: str) -> Slurm:
+def target(*argv: str) -> ClusterTarget:
     return verb._target(verb._parser().parse_args([*argv, "train.py"]))
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from headway.errors import UsageError
 from headway.launcher.agent.agent import Agent, check_nproc
-from headway.launcher.agent.environment import Seating, rank_environment
+from headway.launcher.agent.environment import RankPlacement, rank_environment
 from headway.launcher.agent.team import Team
 
 TOP = """
@@ -302,7 +302,7 @@ def test_more_ranks_than_the_memory_holds_are_refused() -> None:
 
 def test_ranks_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    seats = Seating(
+    placement = RankPlacement(
         first_rank=4,
         nproc=2,
         world_size=8,
@@ -313,6 +313,6 @@ def test_ranks_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> Non
         master="n1",
         port=7,
     )
-    found = rank_environment(seats, 1, {})
+    found = rank_environment(placement, 1, {})
     assert (found["RANK"], found["LOCAL_RANK"], found["OMP_NUM_THREADS"]) == ("5", "3", "2")
-    assert rank_environment(seats, 1, {"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
+    assert rank_environment(placement, 1, {"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"

@@ -28,6 +28,9 @@ from headway.schedulers.base import (
     Ticket,
 )
 
+RUNNING: list[subprocess.Popen[bytes]] = []
+"""the processes that play the cluster"""
+
 
 class ProcessScheduler(Scheduler):
     name = "process_scheduler:ProcessScheduler"
@@ -70,9 +73,8 @@ class ProcessScheduler(Scheduler):
         directory.mkdir()
         (directory / "script").write_text(script.read_text())
         write_state(directory, "queued")
-        subprocess.Popen(
-            [sys.executable, __file__, str(directory)], start_new_session=True, stdin=subprocess.DEVNULL
-        )
+        command = [sys.executable, __file__, str(directory)]
+        RUNNING.append(subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL))
         return ids
 
     def submit_array(self, request: JobRequest, script: Path, tasks: Sequence[int]) -> JobIds:

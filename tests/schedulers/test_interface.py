@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,13 +21,13 @@ from headway.system.environment import SCHEDULER
 FIT = Path(__file__).parents[1] / "scripts" / "fit.py"
 sys.path.insert(0, str(Path(__file__).parent))
 
-from process_scheduler import ProcessCluster, ProcessScheduler  # noqa: E402
+from process_scheduler import RUNNING, ProcessCluster, ProcessScheduler  # noqa: E402
 
 Result = tuple[dict[int, tuple[str | None, str | None, str]], str]
 
 
 @pytest.fixture
-def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty queue, whose jobs find the scheduler as those of a user would: by their import path."""
     directory = tmp_path / "queue"
     directory.mkdir()
@@ -35,7 +35,9 @@ def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     monkeypatch.setenv("HEADWAY_RUNS", str(tmp_path / "runs"))
     monkeypatch.chdir(tmp_path)
-    return directory
+    yield directory
+    while RUNNING:
+        RUNNING.pop().wait(timeout=60)
 
 
 def result(path: Path) -> Result:

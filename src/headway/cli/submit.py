@@ -14,7 +14,7 @@ from headway.errors import UsageError
 from headway.launcher import scripts
 from headway.launcher.job import Job
 from headway.launcher.scripts import Script, SubmittedJob
-from headway.launcher.targets import Slurm, read, target_fields
+from headway.launcher.targets import ClusterTarget, Slurm, read, target_fields
 
 _EXAMPLES = """\
 examples:
@@ -82,14 +82,20 @@ def _add(group: argparse._ArgumentGroup, name: str, kind: Any, help: str) -> Non
         group.add_argument(flag, metavar="TEXT", **common)
 
 
-def _target(options: argparse.Namespace) -> Slurm:
+def _target(options: argparse.Namespace) -> ClusterTarget:
     values: dict[str, Any] = {}
+    given = {each.name: getattr(options, each.name) for each in target_fields(Slurm) if each.name in options}
     if options.on is not None:
         found = read(Path(options.on))
-        if not isinstance(found, Slurm):
-            raise UsageError(f"{options.on} describes {found.kind}; submit needs 'kind: slurm'")
+        if not isinstance(found, ClusterTarget):
+            raise UsageError(
+                f"{options.on} describes {found.kind}; submit needs a cluster, such as 'kind: slurm'"
+            )
+        if not isinstance(found, Slurm):  # another scheduler: the options are SLURM's
+            if given:
+                raise UsageError(f"--{min(given).replace('_', '-')} is for SLURM: set it in {options.on}")
+            return found
         values = found.to_dict()
-    given = {each.name: getattr(options, each.name) for each in target_fields(Slurm) if each.name in options}
     for name in ("env", "extra"):
         if name in given:
             given[name] = {**values.get(name, {}), **dict(_pair(name, text) for text in given[name])}

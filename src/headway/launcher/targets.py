@@ -82,7 +82,7 @@ class Target:
         return cls(**given)
 
     def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # frozen for everybody else: only while it is made
+        object.__setattr__(self, name, value)  # only in __post_init__: afterwards it is frozen
 
     def _check_env(self) -> None:
         self._set("env", {str(name): str(value) for name, value in _mapping(self.env, "env").items()})
@@ -124,7 +124,7 @@ class ClusterTarget(Target):
 
     @abstractmethod
     def options(self) -> Mapping[str, Any]:
-        """Settings in the scheduler's own words, for `JobRequest.options`."""
+        """Settings under the scheduler's own names, for `JobRequest.options`."""
 
     @property
     def nproc(self) -> int:
@@ -237,7 +237,9 @@ class Slurm(ClusterTarget):
         "$SLURM_TMPDIR", "where to; variables are those of the node. Ranks find it in HEADWAY_STAGED"
     )
     env: Mapping[str, str] = option({}, "variables for the ranks")
-    signal_lead: int = option(120, "seconds before the time limit at which ranks are told to save and stop")
+    signal_lead: int = option(
+        120, "seconds before the time limit at which ranks get the signal to save and stop"
+    )
     requeue: bool = option(True, "queue the job again when it was stopped with a checkpoint")
     max_requeues: int = option(100, "how often at most")
     max_restarts: int = option(0, "restarts on the same nodes after a crash, as long as each made progress")
@@ -401,7 +403,7 @@ def _token(value: object, name: str) -> None:
         not isinstance(value, str) or not _TOKEN.fullmatch(value) or value.startswith("-")
     ):
         raise UsageError(
-            f"{name}={value!r:.80} cannot be told to SLURM: no spaces, quotes, backslashes, '#' or leading '-'"
+            f"{name}={value!r:.80} cannot be passed to SLURM: no spaces, quotes, backslashes, '#' or leading '-'"
         )
 
 

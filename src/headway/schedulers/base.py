@@ -25,7 +25,7 @@ JobState = Literal["queued", "running", "done", "failed", "cancelled"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class JobIds:
-    """One start of one job, in the words by which its scheduler identifies it."""
+    """One start of one job, by the names that its scheduler gives it."""
 
     scheduler: str
     """`Scheduler.name`"""
@@ -122,7 +122,7 @@ class JobRequest:
     setup: Sequence[str] = ()
     """shell lines that come first, on the first node"""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """settings in the scheduler's own words"""
+    """settings under the scheduler's own names"""
     env: Mapping[str, str] = field(default_factory=dict)
     """further variables for the job's script"""
     after: JobIds | None = None

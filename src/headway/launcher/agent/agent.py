@@ -26,7 +26,7 @@ from headway import schedulers
 from headway.checkpoint.format import manifest
 from headway.dist.failure import heartbeat
 from headway.errors import INTERRUPTED, TERMINATED, HeadwayError, Stopped, UsageError
-from headway.launcher.agent.environment import Seating, cpu_shares, kernel_caches, rank_environment
+from headway.launcher.agent.environment import RankPlacement, cpu_shares, kernel_caches, rank_environment
 from headway.launcher.agent.outcome import crashed, first_failure, keep, summary
 from headway.launcher.agent.process import RankProcess, start
 from headway.launcher.agent.scratch import scratch_directory
@@ -111,11 +111,11 @@ class Agent:
         team = self._team or Team(directory, number=0, size=1)
         try:
             self._environ |= self._prepare()
-            seats = team.gather(self._nproc, host=self._host)
+            placement = team.gather(self._nproc, host=self._host)
             for number in itertools.count():
                 team.begin_round(number)
                 before = self._newest_step()
-                outcome = self._round(team, seats, directory / f"heartbeat-{number}")
+                outcome = self._round(team, placement, directory / f"heartbeat-{number}")
                 if number == self._max_restarts or self._signals or not crashed(outcome):
                     break
                 self._keep_run(directory / f"heartbeat-{number}")
@@ -144,30 +144,30 @@ class Agent:
         run = self._environ.get(environment.RUN)
         return max(manifest.steps(Path(run) / "checkpoints"), default=-1) if run else -1
 
-    def _round(self, team: Team, seats: Seating, beats: Path) -> Outcome:
+    def _round(self, team: Team, placement: RankPlacement, beats: Path) -> Outcome:
         """Starts the ranks, waits for their end, and agrees with the other agents on what it was."""
         beats.mkdir()
-        shares = cpu_shares(seats.nproc, self._environ)
+        shares = cpu_shares(placement.nproc, self._environ)
         self._ended, self._pids = {}, {}
-        for index in range(seats.nproc):
-            environ = self._environ | rank_environment(seats, index, self._environ)
-            if schedulers.node(self._environ) or seats.nodes > 1:
-                environ |= kernel_caches(seats.first_local_rank + index, self._environ)
+        for index in range(placement.nproc):
+            environ = self._environ | rank_environment(placement, index, self._environ)
+            if schedulers.node(self._environ) or placement.nodes > 1:
+                environ |= kernel_caches(placement.first_local_rank + index, self._environ)
             environ[environment.RENDEZVOUS] = str(team.round_dir / "rendezvous.json")
             environ[environment.HEARTBEAT] = str(beats)
             rank = start(
                 self._command,
-                number=seats.first_rank + index,
+                number=placement.first_rank + index,
                 environ=environ,
                 cwd=self._cwd,
                 cpus=shares[index] if shares else None,
             )
             self._running.append(rank)
             self._pids[rank.number] = rank.process.pid
-        ranks = range(seats.first_rank, seats.first_rank + seats.nproc)
-        self._supervise(team, Watchdog(beats, ranks=ranks, world_size=seats.world_size))
+        ranks = range(placement.first_rank, placement.first_rank + placement.nproc)
+        self._supervise(team, Watchdog(beats, ranks=ranks, world_size=placement.world_size))
         managed = any(heartbeat.read(beats, rank) for rank in ranks)
-        return self._conclude(team, seats.world_size, managed=managed)
+        return self._conclude(team, placement.world_size, managed=managed)
 
     def _supervise(self, team: Team, watchdog: Watchdog) -> None:
         """Waits for all ranks. Once one has failed, here or elsewhere, the others have a grace period to end."""

@@ -18,7 +18,7 @@ from headway.system.limits import usable_cpus
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Seating:
+class RankPlacement:
     """Where the ranks of one agent are among all ranks."""
 
     first_rank: int
@@ -33,19 +33,21 @@ class Seating:
     port: int
 
 
-def rank_environment(seating: Seating, index: int, environ: Mapping[str, str]) -> dict[str, str]:
+def rank_environment(placement: RankPlacement, index: int, environ: Mapping[str, str]) -> dict[str, str]:
     """The variables of one rank, under torchrun's names; `index` counts the ranks of this agent."""
     variables = {
-        "RANK": seating.first_rank + index,
-        "WORLD_SIZE": seating.world_size,
-        "LOCAL_RANK": seating.first_local_rank + index,
-        "LOCAL_WORLD_SIZE": seating.local_world_size,
-        "GROUP_RANK": seating.node,
-        "GROUP_WORLD_SIZE": seating.nodes,
-        "MASTER_ADDR": seating.master,
-        "MASTER_PORT": seating.port,
+        "RANK": placement.first_rank + index,
+        "WORLD_SIZE": placement.world_size,
+        "LOCAL_RANK": placement.first_local_rank + index,
+        "LOCAL_WORLD_SIZE": placement.local_world_size,
+        "GROUP_RANK": placement.node,
+        "GROUP_WORLD_SIZE": placement.nodes,
+        "MASTER_ADDR": placement.master,
+        "MASTER_PORT": placement.port,
         # ranks that share the cores must not each start a thread per core
-        "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", max(1, cores(environ) // seating.local_world_size)),
+        "OMP_NUM_THREADS": environ.get(
+            "OMP_NUM_THREADS", max(1, cores(environ) // placement.local_world_size)
+        ),
     }
     return {name: str(value) for name, value in variables.items()}
 

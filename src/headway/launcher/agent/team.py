@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, final
 
 from headway.errors import RankFailure
-from headway.launcher.agent.environment import Seating
+from headway.launcher.agent.environment import RankPlacement
 from headway.system import files
 
 GATHER_TIMEOUT_S = 3600.0
@@ -52,7 +52,9 @@ class Team:
     def round_dir(self) -> Path:
         return self.directory / f"round-{self._round}"
 
-    def gather(self, nproc: int, *, host: str | None = None, timeout_s: float = GATHER_TIMEOUT_S) -> Seating:
+    def gather(
+        self, nproc: int, *, host: str | None = None, timeout_s: float = GATHER_TIMEOUT_S
+    ) -> RankPlacement:
         """Waits for the other agents and returns where the ranks of this one are among all ranks."""
         token = secrets.token_hex(8)
         me = {
@@ -62,17 +64,17 @@ class Team:
             "port": free_port(),
         }
         if self.size == 1:
-            return seating([me], 0)
+            return place_ranks([me], 0)
         deadline = time.monotonic() + timeout_s
         self._write(self._agent_file(self.number), me)
         if self.number == 0:
             members = [self._wait(self._agent_file(number), deadline) for number in range(self.size)]
             self._write(self.directory / "roster.json", {"members": members})
-            return seating(members, 0)
+            return place_ranks(members, 0)
         while True:
             members = self._wait(self.directory / "roster.json", deadline)["members"]
             if len(members) == self.size and members[self.number]["token"] == token:
-                return seating(members, self.number)
+                return place_ranks(members, self.number)
             time.sleep(_POLL_S)  # it is that of an earlier launch of this name
             if time.monotonic() > deadline:
                 raise self._absent("roster.json")
@@ -174,19 +176,19 @@ class Team:
         return None
 
 
-def seating(members: list[dict[str, Any]], number: int) -> Seating:
+def place_ranks(members: list[dict[str, Any]], number: int) -> RankPlacement:
     """Where the ranks of agent `number` are. Agents may have different numbers of ranks, and share hosts.
 
     >>> members = [{"host": "a", "nproc": 2, "port": 1}, {"host": "b", "nproc": 1, "port": 2}]
-    >>> seat = seating(members, 1)
-    >>> seat.first_rank, seat.first_local_rank, seat.node, seat.world_size
+    >>> placed = place_ranks(members, 1)
+    >>> placed.first_rank, placed.first_local_rank, placed.node, placed.world_size
     (2, 0, 1, 3)
     """
     hosts = list(dict.fromkeys(member["host"] for member in members))
     me = members[number]
     here = [member for member in members if member["host"] == me["host"]]
     before = members[:number]
-    return Seating(
+    return RankPlacement(
         first_rank=sum(member["nproc"] for member in before),
         nproc=me["nproc"],
         world_size=sum(member["nproc"] for member in members),
