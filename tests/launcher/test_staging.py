@@ -271,7 +271,7 @@ def test_mistakes_are_one_sentence(
         os.chown(tmp_path / "theirs", 65534, 65534)
         refused("belongs to another user", source, to=tmp_path / "theirs")
     monkeypatch.delenv("SLURM_TMPDIR")
-    refused("SLURM_TMPDIR is not set here: give a folder", source)
+    refused("this job has no directory on the node's own disk; give one with --tmp", source)
     assert list(node.rglob("*.tar")) == []
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import sys
 import time
 from datetime import datetime
@@ -322,3 +324,29 @@ def test_a_run_directory_cannot_make_headway_import_a_module(monkeypatch: pytest
     assert queue.note and "is not loaded" in queue.note
     with pytest.raises(UsageError, match="is not a subclass of headway"):
         schedulers.load("os:getcwd")
+
+
+SOURCE = Path(schedulers.__file__).parents[1]
+OF_SLURM = re.compile(r"SLURM_[A-Z]|\b(sbatch|squeue|scontrol|scancel|sinfo|sacct|sacctmgr)\b")
+NAME_SLURM = {
+    "launcher/targets.py",  # hw.Slurm, whose settings are sbatch's options
+    "dist/environment.py",  # the table of launch environments
+    "system/redact.py",  # the prefixes of variables that explain a run
+}
+
+
+def test_only_the_implementation_the_target_and_the_launch_environments_name_slurm() -> None:
+    found: dict[str, list[str]] = {}
+    for path in SOURCE.rglob("*.py"):
+        name = path.relative_to(SOURCE).as_posix()
+        if name.startswith(("schedulers/slurm/", "cli/")) or name in NAME_SLURM:  # cli: help for people
+            continue
+        tree = ast.parse(path.read_text())
+        statements = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]  # docstrings
+        texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node not in statements]
+        strings = [
+            node.value for node in texts if isinstance(node.value, str) and OF_SLURM.search(node.value)
+        ]
+        if strings:
+            found[name] = strings
+    assert not found

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
+from headway import schedulers
 from headway.errors import StorageError, UsageError
 from headway.system import files
 from headway.system.limits import boot_id
@@ -113,11 +114,10 @@ def stage(
 
 
 def _folder(to: str | os.PathLike[str] | None) -> Path:
-    if to is None and "SLURM_TMPDIR" not in os.environ:
-        raise UsageError(
-            "where to? SLURM_TMPDIR is not set here: give a folder on the node's own disk with --tmp"
-        )
-    folder = Path(os.environ["SLURM_TMPDIR"] if to is None else to).absolute()
+    chosen = schedulers.local_disk() if to is None else to
+    if chosen is None:
+        raise UsageError("this job has no directory on the node's own disk; give one with --tmp")
+    folder = Path(chosen).absolute()
     try:
         with suppress(FileExistsError):
             files.make_dir(folder)
