@@ -48,8 +48,8 @@ def test_agents_meet_in_a_folder_where_an_earlier_launch_has_been(tmp_path: Path
     assert [seat.world_size for seat in _gather(new, [2, 3])] == [5, 5]
 
 
-def _gather(agents: list[Team], nproc: list[int]) -> list[environment.RankPlacement]:
-    found: dict[int, environment.RankPlacement] = {}
+def _gather(agents: list[Team], nproc: list[int]) -> list[environment.AgentPlacement]:
+    found: dict[int, environment.AgentPlacement] = {}
 
     def meet(index: int) -> None:
         found[index] = agents[index].gather(nproc[index], timeout_s=30)

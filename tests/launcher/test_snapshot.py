@@ -310,7 +310,7 @@ def test_of_a_home_only_the_files_beside_the_script(
     take(run, "train.py")
     assert runs(run) == "1\n"
     assert sorted(p.name for p in run.snapshot_dir.iterdir()) == ["helper.py", "train.py"]
-    assert "project/ (a folder of a home)" in load(run).left_out
+    assert "project/ (a directory of a home)" in load(run).left_out
 
 
 def test_a_copy_that_fails_leaves_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from headway.errors import UsageError
 from headway.launcher.agent.agent import Agent, check_nproc
-from headway.launcher.agent.environment import RankPlacement, rank_environment
+from headway.launcher.agent.environment import AgentPlacement, rank_environment
 from headway.launcher.agent.team import Team
 
 TOP = """
@@ -302,7 +302,7 @@ def test_more_ranks_than_the_memory_holds_are_refused() -> None:
 
 def test_ranks_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    placement = RankPlacement(
+    placement = AgentPlacement(
         first_rank=4,
         nproc=2,
         world_size=8,

@@ -26,7 +26,7 @@ from headway import schedulers
 from headway.checkpoint.format import manifest
 from headway.dist.failure import heartbeat
 from headway.errors import INTERRUPTED, TERMINATED, HeadwayError, Stopped, UsageError
-from headway.launcher.agent.environment import RankPlacement, cpu_shares, kernel_caches, rank_environment
+from headway.launcher.agent.environment import AgentPlacement, cpu_shares, kernel_caches, rank_environment
 from headway.launcher.agent.outcome import crashed, first_failure, keep, summary
 from headway.launcher.agent.process import RankProcess, start
 from headway.launcher.agent.scratch import scratch_directory
@@ -144,7 +144,7 @@ class Agent:
         run = self._environ.get(environment.RUN)
         return max(manifest.steps(Path(run) / "checkpoints"), default=-1) if run else -1
 
-    def _round(self, team: Team, placement: RankPlacement, beats: Path) -> Outcome:
+    def _round(self, team: Team, placement: AgentPlacement, beats: Path) -> Outcome:
         """Starts the ranks, waits for their end, and agrees with the other agents on what it was."""
         beats.mkdir()
         shares = cpu_shares(placement.nproc, self._environ)

@@ -18,7 +18,7 @@ from headway.system.limits import usable_cpus
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class RankPlacement:
+class AgentPlacement:
     """Where the ranks of one agent are among all ranks."""
 
     first_rank: int
@@ -33,7 +33,7 @@ class RankPlacement:
     port: int
 
 
-def rank_environment(placement: RankPlacement, index: int, environ: Mapping[str, str]) -> dict[str, str]:
+def rank_environment(placement: AgentPlacement, index: int, environ: Mapping[str, str]) -> dict[str, str]:
     """The variables of one rank, under torchrun's names; `index` counts the ranks of this agent."""
     variables = {
         "RANK": placement.first_rank + index,

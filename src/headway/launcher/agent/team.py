@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, final
 
 from headway.errors import RankFailure
-from headway.launcher.agent.environment import RankPlacement
+from headway.launcher.agent.environment import AgentPlacement
 from headway.system import files
 
 GATHER_TIMEOUT_S = 3600.0
@@ -54,7 +54,7 @@ class Team:
 
     def gather(
         self, nproc: int, *, host: str | None = None, timeout_s: float = GATHER_TIMEOUT_S
-    ) -> RankPlacement:
+    ) -> AgentPlacement:
         """Waits for the other agents and returns where the ranks of this one are among all ranks."""
         token = secrets.token_hex(8)
         me = {
@@ -176,7 +176,7 @@ class Team:
         return None
 
 
-def place_ranks(members: list[dict[str, Any]], number: int) -> RankPlacement:
+def place_ranks(members: list[dict[str, Any]], number: int) -> AgentPlacement:
     """Where the ranks of agent `number` are. Agents may have different numbers of ranks, and share hosts.
 
     >>> members = [{"host": "a", "nproc": 2, "port": 1}, {"host": "b", "nproc": 1, "port": 2}]
@@ -188,7 +188,7 @@ def place_ranks(members: list[dict[str, Any]], number: int) -> RankPlacement:
     me = members[number]
     here = [member for member in members if member["host"] == me["host"]]
     before = members[:number]
-    return RankPlacement(
+    return AgentPlacement(
         first_rank=sum(member["nproc"] for member in before),
         nproc=me["nproc"],
         world_size=sum(member["nproc"] for member in members),

@@ -34,7 +34,7 @@ _FETCH_TIMEOUT_S = 300.0
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Snapshot:
+class CodeSnapshot:
     """Where the code of a run is, as run.json says."""
 
     directory: Path
@@ -101,7 +101,7 @@ def adopt(run: Run, other: Run) -> Path:
     return load(run).directory
 
 
-def load(run: Run) -> Snapshot:
+def load(run: Run) -> CodeSnapshot:
     """Where the code of a run is; `UsageError` if none was taken or it is gone."""
     facts = run.info()["code"].get("snapshot")
     if not facts:
@@ -110,7 +110,7 @@ def load(run: Run) -> Snapshot:
     directory = tree / facts["directory"]
     if not directory.is_dir():
         raise UsageError(f"the code of {run.id} is gone: there is no {directory}; submit it as a new run")
-    return Snapshot(
+    return CodeSnapshot(
         directory=directory,
         script=tree / facts["script"] if facts["script"] else None,
         python_path=tuple(tree / name for name in facts["python_path"]),
