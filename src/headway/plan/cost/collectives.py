@@ -9,7 +9,7 @@ from headway.plan.machine.hardware import Node
 from headway.plan.model.layout import Layout
 
 
-class RankGroup(NamedTuple):
+class CollectiveGroup(NamedTuple):
     """Ranks that communicate: their number, how many share a node, and the link between them."""
 
     size: int
@@ -22,7 +22,7 @@ class RankGroup(NamedTuple):
         return -(-self.size // self.per_node)
 
 
-def axis_group(axis: str, layout: Layout, node: Node, constants: Calibration) -> RankGroup:
+def axis_group(axis: str, layout: Layout, node: Node, constants: Calibration) -> CollectiveGroup:
     """Returns the group along one axis. Ranks are ordered tp, cp, dp, pp, the innermost first, as in Megatron.
 
     The groups of a node share its network: a ring with r of the node's g ranks gets r/g of the bandwidth.
@@ -33,28 +33,28 @@ def axis_group(axis: str, layout: Layout, node: Node, constants: Calibration) ->
     return strided_group(size, stride, node, constants)
 
 
-def shard_group(layout: Layout, node: Node, constants: Calibration) -> RankGroup:
+def shard_group(layout: Layout, node: Node, constants: Calibration) -> CollectiveGroup:
     """Returns the ranks over which ZeRO shards one replica."""
     return strided_group(layout.shards, layout.tp, node, constants)
 
 
-def strided_group(size: int, stride: int, node: Node, constants: Calibration) -> RankGroup:
+def strided_group(size: int, stride: int, node: Node, constants: Calibration) -> CollectiveGroup:
     """Returns the group of `size` ranks that are `stride` apart."""
     per_node = max(1, min(size, node.gpus // stride))
     peer = node.device.peer_bytes_per_s * constants.peer
     if per_node == size:
-        return RankGroup(size, per_node, peer, constants.peer_latency_s)
+        return CollectiveGroup(size, per_node, peer, constants.peer_latency_s)
     share = per_node / node.gpus
     network = node.inter_bytes_per_s * constants.network * share
-    return RankGroup(size, per_node, min(peer, network), constants.network_latency_s)
+    return CollectiveGroup(size, per_node, min(peer, network), constants.network_latency_s)
 
 
-def all_reduce(group: RankGroup, size_bytes: float) -> float:
+def all_reduce(group: CollectiveGroup, size_bytes: float) -> float:
     """Seconds of a ring all-reduce: 2(n-1) steps, 2(n-1)/n of the bytes."""
     return 2 * reduce_scatter(group, size_bytes)
 
 
-def reduce_scatter(group: RankGroup, size_bytes: float) -> float:
+def reduce_scatter(group: CollectiveGroup, size_bytes: float) -> float:
     """Seconds of a ring reduce-scatter: n-1 steps, (n-1)/n of the bytes. An all-gather takes as long."""
     n = group.size
     if n == 1:
@@ -65,19 +65,19 @@ def reduce_scatter(group: RankGroup, size_bytes: float) -> float:
 all_gather = reduce_scatter
 
 
-def all_to_all(group: RankGroup, size_bytes: float) -> float:
+def all_to_all(group: CollectiveGroup, size_bytes: float) -> float:
     """Seconds of an all-to-all: each rank sends (n-1)/n of its bytes directly to the others."""
     if group.size == 1:
         return 0.0
     return group.latency_s + (group.size - 1) / group.size * size_bytes / group.bytes_per_s
 
 
-def send(group: RankGroup, size_bytes: float) -> float:
+def send(group: CollectiveGroup, size_bytes: float) -> float:
     """Seconds to send bytes to the next rank."""
     return 0.0 if group.size == 1 else group.latency_s + size_bytes / group.bytes_per_s
 
 
-def _latency(group: RankGroup) -> float:
+def _latency(group: CollectiveGroup) -> float:
     """A ring pays the latency once per step; libraries switch to trees for long rings."""
     steps = group.size - 1
     return group.latency_s * min(steps, 8 * (steps + 1).bit_length())
