@@ -24,7 +24,7 @@ from headway import checkpoint, dist
 from headway.checkpoint.write import disk
 from headway.errors import NoValidCheckpoint, RunLocked, StorageError, UsageError
 from headway.run import Run
-from headway.system.failpoints import VARIABLE
+from headway.system.environment import FAILPOINT
 from headway.testing import faults, ranks
 
 STATE: dict[str, Any] = {
@@ -407,7 +407,7 @@ def test_fsdp_loads_on_one(shelf: Path) -> None:
     read_sharded(shelf, None)
     expected = torch.load(shelf / "expected.pt", weights_only=True)
     assert_equal(expected["net"], checkpoint.load(shelf / "step-000000000001").state["net"])
-    assert VARIABLE not in os.environ
+    assert FAILPOINT not in os.environ
 
 
 def test_files_of_two_ranks_swapped_are_found(shelf: Path, tmp_path: Path) -> None:

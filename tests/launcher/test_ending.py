@@ -13,13 +13,13 @@ from headway.errors import HeadwayError
 from headway.launcher import epilogue
 from headway.launcher.agent.outcome import first_failure, keep
 from headway.launcher.agent.team import Team
-from headway.launcher.epilogue import EARLIER_STARTS
 from headway.launcher.program import JobFile, Program
 from headway.launcher.targets import Slurm
 from headway.run import Run
 from headway.run.status import status
 from headway.schedulers.base import Queue
 from headway.schedulers.slurm.client import SlurmAnswer, SlurmClient
+from headway.system.environment import EARLIER_STARTS
 
 Start = Callable[[int], None]
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -20,6 +21,17 @@ def test_every_variable_is_listed_once() -> None:
         for name in re.findall(r"HEADWAY_[A-Z_]*[A-Z]", path.read_text())
     }
     assert used == NAMES
+
+
+def test_names_are_written_out_in_one_module() -> None:
+    literals = [
+        f"{path.relative_to(SOURCE)}: {node.value}"
+        for path in SOURCE.rglob("*.py")
+        if path != Path(environment.__file__)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and node.value in NAMES
+    ]
+    assert not literals, "use the constants of headway.system.environment"
 
 
 def test_every_variable_has_a_description() -> None:

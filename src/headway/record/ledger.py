@@ -16,9 +16,7 @@ from typing import Any, final
 
 from headway.errors import UsageError
 from headway.run import Run
-from headway.system import jsonlines
-
-VARIABLE = "HEADWAY_LEDGER"
+from headway.system import environment, jsonlines
 
 
 @final
@@ -79,7 +77,7 @@ def load(run: Run) -> Ledger:
     """All that a run's ledger says. A last line that was cut off by a crash is left out."""
     if not run.ledger_file.exists():
         raise UsageError(
-            f"{run.path} has no ledger: set {VARIABLE}=1 when the run is started, or call pipe.enable_ledger()"
+            f"{run.path} has no ledger: start the run with {environment.LEDGER}=1, or call pipe.enable_ledger()"
         )
     rows, orders = [], {}
     for line in jsonlines.read(run.ledger_file):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import final
 
 from headway.errors import RankFailure
+from headway.system import environment
 from headway.testing.process import Process, Result
 from headway.testing.protocol import Start, Task
 
@@ -142,7 +143,7 @@ def _variables(rank: int, n: int, meeting: Path) -> Mapping[str, str]:
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(n),
         "GROUP_RANK": "0",
-        "HEADWAY_RENDEZVOUS": str(meeting / "address"),
+        environment.RENDEZVOUS: str(meeting / "address"),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
 

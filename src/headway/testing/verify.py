@@ -25,6 +25,7 @@ from headway.launcher.agent.agent import check_nproc
 from headway.record import ledger
 from headway.record.ledger import Ledger, Row
 from headway.run import Run
+from headway.system import environment
 from headway.system.environment import FAILPOINT
 from headway.testing import faults
 
@@ -308,9 +309,9 @@ class _Trial:
         self, run: Run, nproc: int, *, fault: faults.Faults | None = None, every: str | None = None
     ) -> None:
         environ = {name: value for name, value in os.environ.items() if name != FAILPOINT}
-        environ |= {"HEADWAY_RUN": str(run.path), ledger.VARIABLE: "1"}
+        environ |= {environment.RUN: str(run.path), environment.LEDGER: "1"}
         # not in the background: whether a save is whole at the moment of the kill must not be a matter of luck
-        environ |= {"HEADWAY_SAVE_EVERY": every, "HEADWAY_SAVE_IN_BACKGROUND": "0"} if every else {}
+        environ |= {environment.SAVE_EVERY: every, environment.SAVE_IN_BACKGROUND: "0"} if every else {}
         environ |= fault.environ if fault else {}
         command = [sys.executable, "-m", "headway", "run", "--nproc", str(nproc), self.script, *self.args]
         try:

@@ -27,7 +27,7 @@ from _pytest._code.code import Traceback, filter_traceback
 from _pytest._io import TerminalWriter
 from _pytest.config import _prepareconfig
 
-from headway.system import failpoints
+from headway.system import environment, failpoints
 from headway.testing import body, leaks
 from headway.testing.protocol import Outcome, Report, Start, Task
 
@@ -47,7 +47,7 @@ def main(fd: int) -> None:
     from headway import dist  # not before: torch counts its threads, OMP_NUM_THREADS, when it is imported
 
     dist.init(device="cpu", setup_timeout=100.0)
-    del os.environ["HEADWAY_RENDEZVOUS"]  # the meeting is over, and its folder will be gone
+    del os.environ[environment.RENDEZVOUS]  # the meeting is over, and its folder will be gone
     names = inherited.keys() | os.environ.keys()
     own = {name: os.environ.get(name) for name in names if inherited.get(name) != os.environ.get(name)}
     rank = _Rank(config=config, own_variables=own)

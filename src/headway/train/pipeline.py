@@ -19,9 +19,9 @@ from headway.checkpoint.policy import Policy
 from headway.dist import World
 from headway.dist.shared_run import choose_run
 from headway.errors import UsageError
-from headway.record.ledger import VARIABLE as LEDGER_VARIABLE
 from headway.record.sinks import Mlflow, Sink, TensorBoard, Wandb, check_sink, feeding
 from headway.run import Run, check_name
+from headway.system import environment
 from headway.train import loop
 from headway.train.batches import FirstBatch, set_epoch
 from headway.train.callback import Callback
@@ -93,7 +93,7 @@ class Pipeline:
         self._registered_state: dict[str, StatefulObject] = {}
         self._keeper: Keeper | None = None
         self._ledger: LedgerWriter | None = None
-        self._ledger_wanted = os.environ.get(LEDGER_VARIABLE, "0") not in ("", "0")
+        self._ledger_wanted = os.environ.get(environment.LEDGER, "0") not in ("", "0")
         self._busy_s = 0.0  # of the last interval between log points: what this rank did by itself
         self._interval_s = 0.0
         self._stragglers = Stragglers()
@@ -193,7 +193,7 @@ class Pipeline:
             raise UsageError(
                 f"dataset {name!r} is a {type(loader).__name__}: register something to iterate over"
             )
-        self.datasets[name] = FirstBatch(loader) if os.environ.get("HEADWAY_FAKE_DATA") == "1" else loader
+        self.datasets[name] = FirstBatch(loader) if environment.is_on(environment.FAKE_DATA) else loader
 
     def append_stage(
         self,
@@ -254,9 +254,9 @@ class Pipeline:
                 raise UsageError(
                     f"enable_checkpointing has no setting {name!r}: there are {', '.join(known)}"
                 )
-        if "HEADWAY_SAVE_EVERY" in os.environ:
-            policy["every"] = os.environ["HEADWAY_SAVE_EVERY"]
-        if os.environ.get("HEADWAY_SAVE_IN_BACKGROUND") == "0":
+        if environment.SAVE_EVERY in os.environ:
+            policy["every"] = os.environ[environment.SAVE_EVERY]
+        if os.environ.get(environment.SAVE_IN_BACKGROUND) == "0":
             policy["background"] = False
         self._root = self._root if root is None else root
         self._keeper = Keeper(self, Policy(**policy))

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import final
 
 from headway.errors import UsageError
+from headway.system import environment
 from headway.system.files import storage
 
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
@@ -185,8 +186,8 @@ def _root(given: str | Path | None) -> tuple[Path, str]:
     project = _from_pyproject(Path.cwd())
     if project is not None:
         return project
-    if os.environ.get("HEADWAY_DATA"):
-        return Path(os.environ["HEADWAY_DATA"]).expanduser(), "$HEADWAY_DATA"
+    if os.environ.get(environment.DATA):
+        return Path(os.environ[environment.DATA]).expanduser(), "$HEADWAY_DATA"
     return Path.home() / ".headway" / "data", "the default"
 
 

@@ -11,18 +11,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from headway.errors import Stopped, UsageError
+from headway.system import environment
 from headway.train.train_val_state import TrainValState
 
 if TYPE_CHECKING:
     from headway.train.pipeline import Pipeline
 
-VARIABLE = "HEADWAY_SMOKE"
 STEPS = {"save": 2, "resume": 3}
 
 
 def wanted() -> Literal["save", "resume"] | None:
     """Which part of a smoke run this is; None if it is none."""
-    match os.environ.get(VARIABLE):
+    match os.environ.get(environment.SMOKE):
         case "save":
             return "save"
         case "resume":
@@ -30,7 +30,9 @@ def wanted() -> Literal["save", "resume"] | None:
         case None | "":
             return None
         case other:
-            raise UsageError(f'{VARIABLE}={other!r} is unknown: use "save", "resume", or headway run --smoke')
+            raise UsageError(
+                f'{environment.SMOKE}={other!r} is unknown: use "save", "resume", or headway run --smoke'
+            )
 
 
 def shorten(pipe: Pipeline, part: Literal["save", "resume"]) -> None:
