@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections import Counter
 from importlib import import_module
 from pathlib import Path
@@ -29,6 +31,14 @@ def name_of(path: Path) -> str:
 def test_every_test_file_is_collected(collected_files: set[Path]) -> None:
     on_disk = {path for path in (ROOT / "tests").rglob("test_*.py") if "__pycache__" not in path.parts}
     assert sorted(str(path.relative_to(ROOT)) for path in on_disk - collected_files) == []
+
+
+def test_every_file_is_linted() -> None:
+    """Ruff's default leaves out directories called dist or build, as pytest's does."""
+    command = [sys.executable, "-m", "ruff", "check", "--show-files", "src", "tests"]
+    seen = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    on_disk = {path for room in ("src", "tests") for path in (ROOT / room).rglob("*.py")}
+    assert sorted(str(path.relative_to(ROOT)) for path in on_disk - set(map(Path, seen))) == []
 
 
 # --- one name, one meaning

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from waiting import check_duration, wait_until
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 FAIL = str(SCRIPTS / "fail.py")
@@ -46,7 +47,9 @@ def test_headway_run_names_the_cause_last(
     monkeypatch.setenv("FAIL_MARK", str(tmp_path / "mark"))
     code, words = CAUSES[how]
     status, text = run(RUN, how=how, rank=rank)
-    check_duration(time.time() - float((tmp_path / "mark").read_text()), 5, "all ranks were down after the fault")
+    check_duration(
+        time.time() - float((tmp_path / "mark").read_text()), 5, "all ranks were down after the fault"
+    )
     assert status == code, text
     last = text.rindex("headway: ")  # the last block
     assert words in text[last:], text
@@ -137,8 +140,6 @@ def test_ctrl_c_reaches_the_ranks_and_a_second_one_ends_them() -> None:
 
 PIDS = """
 import os, sys, time
-from waiting import check_duration, wait_until
-
 import headway as hw
 hw.init()
 pids = hw.gather_object(os.getpid())

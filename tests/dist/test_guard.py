@@ -6,7 +6,6 @@ import json
 import time
 
 import pytest
-
 from waiting import check_duration
 
 import headway as hw

@@ -88,10 +88,12 @@ def test_who_is_to_blame(statuses: list[RankStatus], guilty: list[int]) -> None:
 
 
 def test_the_words() -> None:
-    record = hanging.make_record([seen(0, stack=WAITING), seen(1, condition="stopped"), seen(2, stack=WAITING)], 3)
+    record = hanging.make_record(
+        [seen(0, stack=WAITING), seen(1, condition="stopped"), seen(2, stack=WAITING)], 3
+    )
     assert record["error"] == (
-        "for 30 s no rank has made progress: rank 1 of 3 on node1 (pid 101) is stopped (SIGSTOP): kill -CONT resumes it, "
-        "in train at step 9; ranks 0, 2 wait for it"
+        "for 30 s no rank has made progress: rank 1 of 3 on node1 (pid 101) is stopped (SIGSTOP): "
+        "kill -CONT resumes it, in train at step 9; ranks 0, 2 wait for it"
     )
     assert record["traceback"].count("all_reduce") == 1, "equal stacks are shown once"
     assert record["traceback"].startswith("ranks 0, 2, in train at step 9; most recent call first:\n  File")

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed
-
 from waiting import wait_until
 
 import headway as hw

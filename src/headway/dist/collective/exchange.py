@@ -116,7 +116,7 @@ class RankExchange:
         return self.round(lambda: None, lambda results: [work()] * len(results), undo)
 
     def publish(self, value: object = None, *, error: BaseException | None = None, readers: int) -> None:
-        """Leaves a value, or an exception to raise, for `readers` other ranks, which `read` it. Does not wait for them."""
+        """Leaves a value, or an exception to raise, for `readers` other ranks to `read`. Does not wait for them."""
         if readers:
             message = {"value": value} if error is None else {"error": pack(error, self.rank)}
             self._store.set("published", json.dumps(message))

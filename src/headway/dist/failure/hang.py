@@ -116,7 +116,8 @@ def _sentence(statuses: Sequence[RankStatus], suspected: Sequence[RankStatus], w
     )
     place = f", in {first.phase}" if first.phase else ""
     place += f" at step {first.step}" if first.step is not None else ""
-    wait = f"; {format_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for {_plural(suspected, 'it', 'them')}"
+    verb = "waits" if len(waiting) == 1 else "wait"
+    wait = f"; {format_ranks(waiting)} {verb} for {_plural(suspected, 'it', 'them')}"
     return f"{stalled}: {who} {what}{place}{wait}"
 
 
