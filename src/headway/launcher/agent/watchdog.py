@@ -54,7 +54,7 @@ class Watchdog:
         conditions = {rank: hang.condition(beat.pid) for rank, beat in stalled.items()}
         stacks = self._stacks({r: b for r, b in stalled.items() if conditions[r] != "stopped"})
         record = hang.make_record(
-            [_sighting(rank, beat, conditions[rank], stacks.get(rank, "")) for rank, beat in stalled.items()],
+            [_status(rank, beat, conditions[rank], stacks.get(rank, "")) for rank, beat in stalled.items()],
             self._world_size,
         )
         run = next((Run.open(beat.run) for beat in stalled.values() if beat.run), None)
@@ -72,7 +72,7 @@ class Watchdog:
         }
 
 
-def _sighting(rank: int, beat: HeartbeatReading, condition: hang.Condition, stack: str) -> RankStatus:
+def _status(rank: int, beat: HeartbeatReading, condition: hang.Condition, stack: str) -> RankStatus:
     return RankStatus(
         rank=rank,
         host=socket.gethostname(),
