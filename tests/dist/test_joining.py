@@ -179,7 +179,7 @@ BAD = {
     "unknown device": (
         "hw.init(device='gpu')",
         {},
-        "device='gpu' is not known; expected one of auto, cpu, cuda, mps",
+        "device='gpu' is not a valid device; use one of auto, cpu, cuda, mps",
     ),
     "no such device": ("hw.init(device='cuda')", {}, "torch sees no GPU; use device='auto' or 'cpu'"),
     "name with a newline": (

@@ -13,7 +13,7 @@ KINDS = ("auto", "cpu", "cuda", "mps")
 def check_kind(kind: str) -> None:
     """Raises UsageError unless `kind` is one of `KINDS`."""
     if kind not in KINDS:
-        raise UsageError(f"device={kind!r} is not known; expected one of {', '.join(KINDS)}")
+        raise UsageError(f"device={kind!r} is not a valid device; use one of {', '.join(KINDS)}")
 
 
 def choose_device(kind: str, placement: RankPlacement, world_size: int) -> torch.device:

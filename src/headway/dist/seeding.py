@@ -70,7 +70,7 @@ def _check(base: int, scope: str) -> None:
         raise UsageError(f"seed {base} is out of range: give a number from 0 to 2**64 - 1")
     if scope not in get_args(Scope):
         raise UsageError(
-            f'scope={scope!r} is unknown: use "shared" (equal on all ranks) or "rank" (different)'
+            f'scope={scope!r} is not valid: use "shared" (equal on all ranks) or "rank" (different)'
         )
 
 
