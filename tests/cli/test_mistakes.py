@@ -43,7 +43,7 @@ MISTAKES = [
     ("verify-resume missing.py", "there is no file 'missing.py'"),
     ("verify-resume --nproc 0 train.py", "--nproc 0: at least one process is needed"),
     ("verify-resume --other-nproc 0 train.py", "--nproc 0: at least one process is needed"),
-    ("verify-resume --at middle train.py", "'middle' is no point to kill at"),
+    ("verify-resume --at middle train.py", "'middle' is not a valid point to kill at"),
     ("checkpoint shwo .", "there is no checkpoint verb 'shwo' (did you mean 'show'?)"),
     ("checkpoint show", "the following arguments are required: PATH"),
     ("checkpoint export .", "OUT.safetensors"),

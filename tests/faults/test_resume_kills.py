@@ -21,7 +21,7 @@ import pytest
 from checker import judge
 
 from headway.record import ledger
-from headway.record.ledger import Ledger
+from headway.record.ledger import LedgerContents
 from headway.run import Run
 from headway.testing.verify import compare
 
@@ -173,7 +173,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_samples(
     assert _losses_agree(golden, found), "sums in another order, and other dropouts; but the same training"
 
 
-def _losses_agree(golden: Ledger, found: Ledger) -> bool:
+def _losses_agree(golden: LedgerContents, found: LedgerContents) -> bool:
     ends = [
         [float.fromhex(row.loss or "nan") for row in list(each.last.values())[-20:]]
         for each in (golden, found)

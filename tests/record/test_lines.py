@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.progress import Progress
 from tqdm import tqdm
 
-from headway.record.terminal_lines import LONGEST, REPAINT_SECONDS, Lines, plain
+from headway.record.terminal_lines import LONGEST, REPAINT_SECONDS, TerminalLines, plain
 
 CONTROLS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]")
 
 
 def read(*pieces: str) -> list[str]:
-    lines = Lines()
+    lines = TerminalLines()
     done = [line for piece in pieces for line in lines.feed(piece)]
     return done + lines.rest()
 
@@ -62,7 +62,7 @@ def test_plain_text_is_untouched(lines: list[str]) -> None:
 
 
 def test_a_line_is_out_as_soon_as_it_is_complete() -> None:
-    lines = Lines()
+    lines = TerminalLines()
     assert lines.feed("a\nb") == ["a"]
     assert lines.feed("\r\x1b") == []
     assert lines.feed("[Kc\n") == ["c"]
@@ -104,7 +104,7 @@ def test_live_displays_leave_their_last_state() -> None:
 
 def test_a_bar_that_runs_for_hours_gives_signs_of_life() -> None:
     now = 0.0
-    lines = Lines(clock=lambda: now)
+    lines = TerminalLines(clock=lambda: now)
     seen = []
     for second in range(601):
         now = float(second)
@@ -114,7 +114,7 @@ def test_a_bar_that_runs_for_hours_gives_signs_of_life() -> None:
 
 
 def test_a_line_that_never_ends_is_broken_without_loss() -> None:
-    lines = Lines()
+    lines = TerminalLines()
     pieces = 50
     done = [line for _ in range(pieces) for line in lines.feed("x" * (LONGEST // 8))]
     assert len(done) >= 4
@@ -127,7 +127,7 @@ def test_a_long_print_stays_one_line() -> None:
 
 
 def test_an_endless_escape_is_not_held_for_ever() -> None:
-    lines = Lines()
+    lines = TerminalLines()
     done = [line for _ in range(100) for line in lines.feed("\x1b]0;" + "x" * 1000)]
     assert sum(map(len, done + lines.rest())) > 90_000
 

@@ -18,11 +18,6 @@ from waiting import wait_until
 from headway.testing import leaks
 
 
-@pytest.fixture(autouse=True)
-def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leaks, "_SETTLE", 0.0)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _running_resource_tracker() -> None:
     """It starts at the first use of shared memory, and takes a moment until it can be told from other children."""
@@ -45,7 +40,7 @@ def _process(_: Path) -> Iterator[str]:
 def _zombie(_: Path) -> Iterator[str]:
     child = subprocess.Popen(["true"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    yield f"process {child.pid}: ended, but nobody waited for it"
+    yield f"process {child.pid}: ended, but was not waited for"
     child.wait()
 
 
@@ -125,8 +120,8 @@ _LEAKS = [
 def test_each_leak_is_named_until_it_is_mended(leak: Callable[[Path], object], tmp_path: Path) -> None:
     before = leaks.snapshot()
     with leak(tmp_path) as line:  # type: ignore[attr-defined]
-        assert leaks.since(before) == [line]
-    assert leaks.since(before) == []
+        assert leaks.since(before, settle_s=0.0) == [line]
+    assert leaks.since(before, settle_s=0.0) == []
 
 
 def test_what_torch_installs_for_good_is_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,17 +133,16 @@ def test_what_torch_installs_for_good_is_no_leak(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/somewhere")
     previous = signal.signal(signal.SIGCHLD, handler)
     try:
-        assert leaks.since(before) == []
+        assert leaks.since(before, settle_s=0.0) == []
     finally:
         signal.signal(signal.SIGCHLD, previous)
 
 
-def test_what_is_going_anyway_gets_time_to_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leaks, "_SETTLE", 30.0)
+def test_what_is_about_to_end_gets_time_to_end() -> None:
     before = leaks.snapshot()
     thread = threading.Thread(target=threading.Event().wait, args=(0.3,))
     thread.start()
-    assert leaks.since(before) == []
+    assert leaks.since(before, settle_s=30.0) == []
     assert not thread.is_alive()
 
 
@@ -159,9 +153,9 @@ def test_a_file_opened_anew_under_another_number_is_no_leak(tmp_path: Path) -> N
     before = leaks.snapshot()
     try:
         second = path.open()
-        assert len(leaks.since(before)) == 1
+        assert len(leaks.since(before, settle_s=0.0)) == 1
         first.close()
-        assert leaks.since(before) == []
+        assert leaks.since(before, settle_s=0.0) == []
     finally:
         first.close()
         if second:
@@ -175,7 +169,7 @@ def test_multiprocessings_own_helper_is_no_leak() -> None:
         "before = leaks.snapshot()\n"
         "memory = shared_memory.SharedMemory(create=True, size=64); memory.close(); memory.unlink()\n"
         "import psutil; assert psutil.Process().children(), 'the helper runs'\n"
-        "print(leaks.since(before))"
+        "print(leaks.since(before, settle_s=0.0))"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ended.stdout == "[]\n", ended.stderr

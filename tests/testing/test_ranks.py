@@ -191,7 +191,7 @@ def test_after_leaving_there_is_a_new_group() -> None:
 
 @pytest.mark.parametrize("n", [0, -1, 1.5, True, "2"])
 def test_a_senseless_number_of_ranks_is_refused(n: Any) -> None:
-    with pytest.raises(UsageError, match="whole number of at least 1"):
+    with pytest.raises(UsageError, match="nproc must be an integer of at least 1"):
         ranks(n)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from headway.dist.failure import record
 from headway.testing import process, runner
-from headway.testing.protocol import Report
+from headway.testing.protocol import RankReport
 
 pytestmark = pytest.mark.timeout(300)  # a dozen groups of processes are started
 
@@ -180,7 +180,7 @@ def test_leaks_shared_memory(case: Case) -> None:
 
 def test_one_fails_and_the_others_wait_for_it(case: Case) -> None:
     assert "rank 2 of 4: ValueError: no more flour" in case.text
-    assert "ranks 0-1, 3: still at work 2 s after rank 2 had ended" in case.text, case.text
+    assert "ranks 0-1, 3: was still running 2 s after rank 2 had ended" in case.text, case.text
     assert "in barrier" in case.text, "and says where they were"
     assert "in test_one_fails_and_the_others_wait_for_it" in case.text
     assert "control.py" not in case.text, "headway's own threads are not the reader's business"
@@ -189,7 +189,7 @@ def test_one_fails_and_the_others_wait_for_it(case: Case) -> None:
 
 def test_one_skips_and_the_other_waits_for_it(case: Case) -> None:
     assert case.outcome == "skipped"
-    assert "not my task (said by rank 1)" in case.text
+    assert "not my task (on rank 1)" in case.text
     assert case.seconds < 40
 
 
@@ -244,18 +244,18 @@ def test_crashes(case: Case) -> None:
     ],
 )
 def test_last_words_tell_who_was_first(words: str, culprit: int | None) -> None:
-    assert process.blamed(f"some output\n{words}", 0) == culprit
+    assert process.find_culprit(f"some output\n{words}", 0) == culprit
 
 
 def test_a_rank_that_was_ended_for_no_reason_fails_the_test() -> None:
     nothing = {"stack": "", "stdout": "", "stderr": ""}
-    passed = Report(outcome="passed", reason="", text="", collectives=0, reusable=True)
+    passed = RankReport(outcome="passed", reason="", text="", collectives=0, reusable=True)
     results = [
-        process.Result(rank=0, report=None, problem="ended because of rank 1", released=True, **nothing),
-        process.Result(rank=1, report=passed, problem="", released=False, **nothing),
+        process.RankResult(rank=0, report=None, problem="ended because of rank 1", released=True, **nothing),
+        process.RankResult(rank=1, report=passed, problem="", released=False, **nothing),
     ]
     with pytest.raises(pytest.fail.Exception, match="rank 0 of 2: ended because of rank 1"):
-        runner._conclude(results)
+        runner._raise_outcome(results)
 
 
 def test_leaves_the_others_alone(case: Case) -> None:
@@ -270,7 +270,7 @@ def test_tests_go_on_after_all_that(session: Session) -> None:
 
 def test_wants_a_lock(case: Case) -> None:
     assert case.outcome == "failure"
-    assert "fixture or parameter 'lock' cannot be handed to the ranks" in case.text
+    assert "fixture or parameter 'lock' cannot be sent to the ranks" in case.text
     assert "Traceback" not in case.text
 
 

@@ -12,10 +12,10 @@ import torch
 from headway import checkpoint
 from headway.cli import main
 from headway.errors import HeadwayError, UsageError
-from headway.record.ledger import Ledger, Row
+from headway.record.ledger import LedgerContents, LedgerRow
 from headway.run import Run
 from headway.testing import verify_resume
-from headway.testing.verify import Report, Verdict, compare, last_checkpoint, points
+from headway.testing.verify import ResumeReport, Verdict, compare, last_checkpoint, points
 
 SCRIPT = """
 import torch
@@ -50,8 +50,8 @@ def script(folder: Path, *, forgets: str = "", keeps: str = "pipe.enable_checkpo
     return str(path)
 
 
-def row(step: int, **facts: object) -> Row:
-    known = Row(
+def row(step: int, **facts: object) -> LedgerRow:
+    known = LedgerRow(
         step=step,
         attempt=1,
         stage="fit",
@@ -65,8 +65,8 @@ def row(step: int, **facts: object) -> Row:
     return replace(known, **facts)  # type: ignore[arg-type]
 
 
-def book(*rows: Row) -> Ledger:
-    return Ledger(rows=list(rows), orders={})
+def book(*rows: LedgerRow) -> LedgerContents:
+    return LedgerContents(rows=list(rows), orders={})
 
 
 GOLDEN = book(*(row(step) for step in range(1, 31)))
@@ -95,13 +95,13 @@ def test_what_is_compared() -> None:
     for facts in ({"loss": (12.0000001).hex()}, {"samples": "x"}, {"random": "x"}):
         other = book(*GOLDEN.rows, row(12, attempt=2, **facts))
         same, words = compare(GOLDEN, other, same_ranks=True)
-        assert not same and words.startswith(f"{next(iter(facts))} since step 12\n"), (
+        assert not same and words.startswith(f"{next(iter(facts))} from step 12 on\n"), (
             "the last row of a step counts"
         )
         assert compare(GOLDEN, other, same_ranks=False)[0] == ("samples" not in facts)
     assert compare(GOLDEN, book(*GOLDEN.rows[:-1]), same_ranks=True) == (
         False,
-        "29 steps instead of 30; step 30 was never made",
+        "29 steps instead of 30; step 30 is missing",
     )
     assert not compare(GOLDEN, book(*GOLDEN.rows, row(31)), same_ranks=False)[0]
     foreign = book(*(row(step, samples=f"bytes:{step}") for step in range(1, 31)))
@@ -118,12 +118,14 @@ def test_the_table() -> None:
         ranks_after=1,
         same=False,
         repeated=2,
-        words="samples since step 29\n    one\n    other",
+        words="samples from step 29 on\n    one\n    other",
     )
-    report = Report(script="fit.py", steps=30, seconds=1.0, verdicts=[verdict])
+    report = ResumeReport(script="fit.py", steps=30, seconds=1.0, verdicts=[verdict])
     assert not report.ok and report.to_dict()["ok"] is False
     head, line, *rest = report.table().splitlines()
-    assert " ".join(line.split()) == "after the last step 30 2 -> 1 step 28 2 DIFFERS: samples since step 29"
+    assert (
+        " ".join(line.split()) == "after the last step 30 2 -> 1 step 28 2 DIFFERS: samples from step 29 on"
+    )
     assert head.index("verdict") == line.index("DIFFERS") and rest == ["    one", "    other"]
 
 
@@ -156,8 +158,8 @@ def test_a_script_that_forgets_something(tmp_path: Path) -> None:
     report = verify_resume(script(tmp_path, forgets="x = x * (1 + calls)"), at=["first-epoch"])
     verdict = report.verdicts[0]
     assert not report.ok and not verdict.same
-    assert verdict.words.startswith("loss since step 5\n"), "the first step after the checkpoint"
-    assert "two undisturbed runs differ" not in verdict.words
+    assert verdict.words.startswith("loss from step 5 on\n"), "the first step after the checkpoint"
+    assert "two uninterrupted runs differ" not in verdict.words
 
 
 @pytest.mark.timeout(400)
@@ -166,18 +168,18 @@ def test_what_cannot_be_verified(tmp_path: Path) -> None:
         verify_resume(tmp_path / "absent.py")
     with pytest.raises(UsageError, match="first-epoch, boundary, last-epoch, end"):
         verify_resume(script(tmp_path), at=["middle"])
-    with pytest.raises(UsageError, match="makes no checkpoints"):
+    with pytest.raises(UsageError, match="saved no checkpoints"):
         verify_resume(script(tmp_path, keeps=""))
-    with pytest.raises(HeadwayError, match=r"its last words(.|\n)*kaputt"):
+    with pytest.raises(HeadwayError, match=r"its last output(.|\n)*kaputt"):
         verify_resume(script(tmp_path, keeps="raise SystemExit('kaputt')"))
     (tmp_path / "plain.py").write_text("print('no pipeline here')\n")
     (tmp_path / "own.py").write_text(
         "import headway as hw\nworld = hw.init()\nrun = hw.dist.open_run('runs', name='own')\n"
         "with hw.record.recording(run, world): pass\n"
     )
-    with pytest.raises(UsageError, match=r"own\.py ran no pipeline: call pipe\.run\(\) in it"):
+    with pytest.raises(UsageError, match=r"own\.py did not run a pipeline: call pipe\.run\(\) in it"):
         verify_resume(tmp_path / "own.py")
-    with pytest.raises(UsageError, match=r"plain\.py ran no pipeline: call pipe\.run\(\) in it"):
+    with pytest.raises(UsageError, match=r"plain\.py did not run a pipeline: call pipe\.run\(\) in it"):
         verify_resume(tmp_path / "plain.py")
     (tmp_path / "slow.py").write_text("import time; time.sleep(600)\n")
     with pytest.raises(HeadwayError, match=r"slow\.py did not end within 0\.1 s: give it less to do"):

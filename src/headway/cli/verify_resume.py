@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
         at=options.at or tuple(POINTS),
         keep=options.keep,
         timeout=options.timeout,
-        tell=logger.info,
+        progress=logger.info,
     )
     if options.json:
         print(json.dumps(report.to_dict(), indent=2))

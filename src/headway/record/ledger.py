@@ -21,7 +21,7 @@ from headway.system import environment, jsonlines
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class LedgerRow:
     """What one step did. Texts compare: equal means the same."""
 
     step: int
@@ -47,14 +47,14 @@ class Row:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Ledger:
+class LedgerContents:
     """A ledger as it was read: all rows as they were written, and the last one of each step."""
 
-    rows: list[Row]
+    rows: list[LedgerRow]
     orders: Mapping[str, Mapping[str, Any]]
 
     @property
-    def last(self) -> dict[int, Row]:
+    def last(self) -> dict[int, LedgerRow]:
         """The row that counts, of each step, by step."""
         return {row.step: row for row in sorted(self.rows, key=lambda row: row.step)}
 
@@ -64,7 +64,7 @@ class Ledger:
         return len(self.rows) - len({row.step for row in self.rows})
 
 
-def read(run: Run) -> list[Row]:
+def read(run: Run) -> list[LedgerRow]:
     """The row that counts of each step, in the order of steps.
 
     >>> read(Run.open("runs/digits-2026.11.15-14.30-x7k2"))[6].loss
@@ -73,7 +73,7 @@ def read(run: Run) -> list[Row]:
     return list(load(run).last.values())
 
 
-def load(run: Run) -> Ledger:
+def load(run: Run) -> LedgerContents:
     """All that a run's ledger says. A last line that was cut off by a crash is left out."""
     if not run.ledger_file.exists():
         raise UsageError(
@@ -86,8 +86,8 @@ def load(run: Run) -> Ledger:
             orders[line["id"]] = line["order"]
         else:
             batches = [(str(order), int(start), int(stop)) for order, start, stop in line.pop("batches")]
-            rows.append(Row(**line, batches=batches))
-    return Ledger(rows=rows, orders=orders)
+            rows.append(LedgerRow(**line, batches=batches))
+    return LedgerContents(rows=rows, orders=orders)
 
 
 def digest(data: bytes) -> str:

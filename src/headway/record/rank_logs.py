@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any, AnyStr, Generic, TextIO, final
 
 from headway.errors import Stopped
-from headway.record.terminal_lines import Lines, plain
+from headway.record.terminal_lines import TerminalLines, plain
 from headway.run import Run
 from headway.system.jsonlines import AppendOnlyFile
 from headway.system.redact import redact
@@ -144,7 +144,7 @@ class _Channel:
     def _start(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.RLock()  # re-entrant: a signal handler may print while a print is under way
-        self._lines = Lines()
+        self._lines = TerminalLines()
         self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
 
     def text(self, text: str) -> None:

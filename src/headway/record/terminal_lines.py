@@ -40,10 +40,10 @@ def plain(text: str) -> str:
 
 
 @final
-class Lines:
+class TerminalLines:
     """Collects the text of one stream and gives back its finished lines.
 
-    >>> lines = Lines()
+    >>> lines = TerminalLines()
     >>> lines.feed("\\r 10%"), lines.feed("\\r100%"), lines.feed("\\ndone\\nhalf a")
     ([], [], ['100%', 'done'])
     >>> lines.rest()

@@ -1,4 +1,4 @@
-"""Prove: tools for our tests and for those of our users.
+"""Prove: tools for headway's tests and for those of its users.
 
     from headway.testing import ranks
 
@@ -6,7 +6,9 @@
     def test_sum_over_ranks():           # runs in two processes that have called headway.init()
         ...
 
-Installed as a pytest plugin together with headway; costs nothing until it is used.
+`plugin` is the pytest plugin, which is installed with headway and imports nothing until it is used; `runner`, `pool`,
+`process` and `worker` run a test on several ranks. `faults` makes a process fail at a named place, `leaks` finds what a
+test leaves behind, `verify` kills and resumes a training script.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A test as a rank sees it: imported as pytest does it, and called with what pytest's process made for it."""
+"""A test in a rank: imported as pytest imports it, and called with what pytest's process made for it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import Any, final
 import pytest
 from _pytest.pathlib import import_path
 
-from headway.testing.protocol import Task, WarningFilter
+from headway.testing.protocol import RankTask, WarningFilter
 
 
-def load(config: pytest.Config, task: Task) -> Callable[[], None]:
-    """Finds the test and unpacks its arguments; returns what is left to do: to call it."""
+def load(config: pytest.Config, task: RankTask) -> Callable[[], None]:
+    """Finds the test and unpickles its arguments; returns a function that calls it."""
     __tracebackhide__ = True
     module = sys.modules.get(task.module_name) or _import(config, task.module_file)
     unpack = partial(_unpack, config, task)
@@ -36,15 +36,15 @@ def load(config: pytest.Config, task: Task) -> Callable[[], None]:
 
 def _call(test: Callable[..., object], arguments: dict[str, Any], filters: list[WarningFilter]) -> None:
     __tracebackhide__ = True
-    died: list[threading.ExceptHookArgs] = []
+    failed_threads: list[threading.ExceptHookArgs] = []
     with _filtered_warnings(filters), pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(threading, "excepthook", died.append)
+        monkeypatch.setattr(threading, "excepthook", failed_threads.append)
         if "monkeypatch" in arguments:
-            arguments["monkeypatch"] = monkeypatch  # one that patches this process, and undoes it here
+            arguments["monkeypatch"] = monkeypatch  # one that patches this process
         test(**arguments)
-        for end in died:  # a warning, as in any other test
-            story = traceback.format_exception(end.exc_type, end.exc_value, end.exc_traceback)
-            text = f"in thread {end.thread.name if end.thread else '?'}\n\n{''.join(story)}"
+        for end in failed_threads:  # pytest warns about them, too
+            lines = traceback.format_exception(end.exc_type, end.exc_value, end.exc_traceback)
+            text = f"in thread {end.thread.name if end.thread else '?'}\n\n{''.join(lines)}"
             warnings.warn(pytest.PytestUnhandledThreadExceptionWarning(text), stacklevel=1)
 
 
@@ -58,16 +58,16 @@ def _import(config: pytest.Config, file: str) -> Any:
     )
 
 
-def _unpack(config: pytest.Config, task: Task, data: bytes) -> Any:
+def _unpack(config: pytest.Config, task: RankTask, data: bytes) -> Any:
     __tracebackhide__ = True
     return _Unpickler(config, task, data).load()
 
 
 @final
 class _Unpickler(pickle.Unpickler):
-    """Reads what pytest's process wrote. Knows the classes of a conftest.py, which cannot be imported by name."""
+    """Unpickles what pytest's process sent, with the classes of a conftest.py, which cannot be imported by name."""
 
-    def __init__(self, config: pytest.Config, task: Task, data: bytes) -> None:
+    def __init__(self, config: pytest.Config, task: RankTask, data: bytes) -> None:
         super().__init__(BytesIO(data))
         self._config = config
         self._conftests = task.conftests
@@ -80,7 +80,7 @@ class _Unpickler(pickle.Unpickler):
 
 @contextmanager
 def _filtered_warnings(filters: list[WarningFilter]) -> Iterator[None]:
-    """The warning filters that pytest had in force for this test."""
+    """Applies the warning filters that pytest has for this test."""
     __tracebackhide__ = True
     with warnings.catch_warnings():
         warnings.resetwarnings()

@@ -1,4 +1,4 @@
-"""Making a process fail on purpose, at a place that the code has named with `failpoint("...")`.
+"""Faults: a process fails on purpose, at a place that the code names with `failpoint("...")`.
 
 with faults.at("checkpoint.after_manifest", rank=1, nth=2, action="raise"):
     ...                                                     # this process, and what it starts
@@ -53,7 +53,7 @@ class Faults:
 
 
 def at(name: str, *, action: str, rank: int | None = None, nth: int = 1) -> Faults:
-    """A fault at the `nth` call of `failpoint(name)`, on one rank or, if none is given, on all.
+    """Returns a fault at the `nth` call of `failpoint(name)`, on one rank or, by default, on all.
 
     `action` is kill9, raise, stop, exit=CODE, sleep=SECONDS or errno=NAME.
 

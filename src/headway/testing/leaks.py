@@ -24,13 +24,13 @@ from pathlib import Path
 import psutil
 
 _SHARED_MEMORY = Path("/dev/shm")
-_SETTLE = 2.0
-"""seconds that children and sockets get to be gone: they may be dying already"""
+_SETTLE_S = 2.0
+"""how long children and sockets get to disappear: they may be about to end"""
 _ABSENT = object()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Snapshot:
+class ResourceSnapshot:
     """What this process owns at one moment: identities, with what is needed to describe them."""
 
     processes: Mapping[Hashable, str]
@@ -41,16 +41,16 @@ class Snapshot:
     handlers: Mapping[str, object]
     streams: Mapping[str, object]
     ignored: frozenset[str]
-    """variables that are not looked at"""
+    """variables that are not compared"""
 
 
-def snapshot(*, shared_memory: bool = True, except_variables: Collection[str] = ()) -> Snapshot:
-    """What this process owns now. Shared memory is the user's, not the process's: of several ranks, none may ask."""
+def snapshot(*, shared_memory: bool = True, except_variables: Collection[str] = ()) -> ResourceSnapshot:
+    """Returns what this process owns now. Shared memory belongs to the user, not the process: ranks leave it out."""
     ignored = {"PYTEST_CURRENT_TEST", *except_variables}
     children = psutil.Process().children(recursive=True)
     trackers = [child for child in children if is_resource_tracker(child)]
     threads = [thread for thread in threading.enumerate() if not thread.daemon]
-    return Snapshot(
+    return ResourceSnapshot(
         processes={(c.pid, c.create_time()): _describe_process(c) for c in children if c not in trackers},
         files=_open_files(except_those_of=trackers),
         shared_memory=own_shared_memory() if shared_memory else None,
@@ -66,21 +66,21 @@ def snapshot(*, shared_memory: bool = True, except_variables: Collection[str] = 
     )
 
 
-def since(before: Snapshot) -> list[str]:
-    """One line for each thing that is here now and was not here before, once everything had time to go."""
+def since(before: ResourceSnapshot, *, settle_s: float = _SETTLE_S) -> list[str]:
+    """Returns one line for each thing that is new, after waiting up to `settle_s` seconds for it to disappear."""
     memory = before.shared_memory is not None
     return _once_settled(
-        lambda: _compare(before, snapshot(shared_memory=memory, except_variables=before.ignored))
+        lambda: _compare(before, snapshot(shared_memory=memory, except_variables=before.ignored)), settle_s
     )
 
 
 def shared_memory_since(before: frozenset[Path]) -> list[str]:
-    """One line for each piece of shared memory that is new and that no process outside this family uses."""
-    return _once_settled(lambda: _compare_memory(before, own_shared_memory()))
+    """Returns one line for each piece of new shared memory that only this process and its children use."""
+    return _once_settled(lambda: _compare_memory(before, own_shared_memory()), _SETTLE_S)
 
 
 def describe(found: Iterable[str]) -> str:
-    """The message of a test that fails for what it left behind.
+    """Formats the message of a test that fails for what it left behind.
 
     >>> print(describe(["process 4711: sleep 100"]))
     the test left something behind:
@@ -89,8 +89,8 @@ def describe(found: Iterable[str]) -> str:
     return "the test left something behind:\n" + "\n".join(f"  {line}" for line in found)
 
 
-def _once_settled(look: Callable[[], list[str]]) -> list[str]:
-    deadline = time.monotonic() + _SETTLE
+def _once_settled(look: Callable[[], list[str]], settle_s: float) -> list[str]:
+    deadline = time.monotonic() + settle_s
     while found := look():
         if time.monotonic() > deadline:
             return found
@@ -103,7 +103,7 @@ def _compare_memory(before: frozenset[Path], after: frozenset[Path]) -> list[str
     return [f"shared memory {path}" for path in sorted(after - before) if _is_ours(path)]
 
 
-def _compare(before: Snapshot, after: Snapshot) -> list[str]:
+def _compare(before: ResourceSnapshot, after: ResourceSnapshot) -> list[str]:
     return [
         *(f"process {command}" for key, command in after.processes.items() if key not in before.processes),
         *(_describe_file(fd) for key, fd in after.files.items() if key not in before.files),
@@ -121,7 +121,7 @@ def _changed(before: Mapping[str, object], after: Mapping[str, object]) -> list[
 
 
 def is_resource_tracker(child: psutil.Process) -> bool:
-    """multiprocessing starts one on first use, for the life of the process."""
+    """Returns whether a child is multiprocessing's resource tracker, which lives as long as the process."""
     try:
         return any("multiprocessing.resource_tracker" in part for part in child.cmdline())
     except psutil.Error:  # gone, or a zombie
@@ -132,13 +132,13 @@ def _describe_process(child: psutil.Process) -> str:
     try:
         return f"{child.pid}: {' '.join(child.cmdline())}"
     except psutil.ZombieProcess:
-        return f"{child.pid}: ended, but nobody waited for it"
+        return f"{child.pid}: ended, but was not waited for"
     except psutil.Error:
         return f"{child.pid}: gone meanwhile"
 
 
 def _open_files(except_those_of: Iterable[psutil.Process]) -> Mapping[Hashable, int]:
-    """(what it leads to, how often before) -> descriptor: reopening a file under another number is no growth."""
+    """Returns (target, how many before it) -> descriptor: a file that was reopened under another number is not new."""
     shared = {
         target for child in except_those_of for target in _targets(Path(f"/proc/{child.pid}/fd")).values()
     }
@@ -151,9 +151,9 @@ def _open_files(except_those_of: Iterable[psutil.Process]) -> Mapping[Hashable, 
     return files
 
 
-def _targets(folder: Path) -> dict[int, str]:
+def _targets(directory: Path) -> dict[int, str]:
     found = {}
-    for entry in folder.iterdir() if folder.is_dir() else ():
+    for entry in directory.iterdir() if directory.is_dir() else ():
         with suppress(FileNotFoundError):  # the descriptor of this very listing
             found[int(entry.name)] = str(entry.readlink())
     return found
@@ -170,7 +170,7 @@ def _describe_file(fd: int) -> str:
 
 
 def own_shared_memory() -> frozenset[Path]:
-    """The shared memory of this user, whichever process made it."""
+    """Returns the shared memory of this user, whichever process made it."""
     found = set()
     for path in _SHARED_MEMORY.iterdir() if _SHARED_MEMORY.is_dir() else ():
         with suppress(FileNotFoundError):
@@ -180,12 +180,12 @@ def own_shared_memory() -> frozenset[Path]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Was it this family of processes that made the memory? The system does not say, but it says who uses it."""
+    """Returns whether this process or its children made the memory. The kernel only says which processes use it."""
     family = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
     users = {process.pid for process in psutil.process_iter() if _uses(process.pid, path)}
     if users - family:
         return False
-    # multiprocessing's names tell nothing: what nobody uses may be left from any process of this user that was killed
+    # multiprocessing's names are random: unused memory may be left from any killed process of this user
     return bool(users) or not path.name.startswith(("psm_", "sem.mp-"))
 
 
@@ -197,7 +197,7 @@ def _uses(pid: int, path: Path) -> bool:
 
 
 def _handler(number: int) -> object:
-    """torch installs one for its data workers, for the life of the process: that is not the test's doing."""
+    """Returns a handler; torch's own, which it installs for its data workers, counts as none."""
     handler = signal.getsignal(number)
     module = getattr(handler, "__module__", None) or ""
     return signal.SIG_DFL if module.startswith("torch.") else handler

@@ -1,4 +1,8 @@
-"""The pytest plugin. Every pytest run on this machine imports it, so it is small and imports the rest on demand."""
+"""The pytest plugin.
+
+Every pytest run in this environment imports it, so it is small and imports the rest on demand. All tests of a pytest
+process share its pools of ranks, one per size; each worker of pytest-xdist is such a process.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from headway.testing.pool import Pools
+    from headway.testing.pool import RankPools
 
-_pools: pytest.StashKey[Pools] = pytest.StashKey()
+_pools: pytest.StashKey[RankPools] = pytest.StashKey()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,9 +35,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if pyfuncitem.get_closest_marker("headway_ranks") is None:
         return None
     from headway.testing import runner
-    from headway.testing.pool import Pools
+    from headway.testing.pool import RankPools
 
-    runner.run(pyfuncitem, pyfuncitem.config.stash.setdefault(_pools, Pools()))
+    runner.run(pyfuncitem, pyfuncitem.config.stash.setdefault(_pools, RankPools()))
     return True
 
 
@@ -47,7 +51,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails the test if it leaves a process, socket, file, shared memory, variable, handler or thread behind."""
     if request.node.get_closest_marker("headway_ranks"):
-        yield  # each rank looks for itself; this process is not where the test runs
+        yield  # each rank checks itself; the test does not run in this process
         return
     from headway.testing import leaks
 

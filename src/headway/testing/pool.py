@@ -1,4 +1,4 @@
-"""Groups of processes that run tests as ranks: started once per size, reused by test after test, replaced if spoilt."""
+"""Pools of processes that run tests as ranks: started once per size, reused by test after test, replaced if broken."""
 
 from __future__ import annotations
 
@@ -16,158 +16,158 @@ from typing import final
 
 from headway.errors import RankFailure
 from headway.system import environment
-from headway.testing.process import Process, Result
-from headway.testing.protocol import Start, Task
+from headway.testing.process import RankProcess, RankResult
+from headway.testing.protocol import RankTask, WorkerSetup
 
 _MAX_POOLS = 3
-"""groups kept alive at the same time: an idle rank costs a quarter of a gigabyte"""
-_START_TIMEOUT = 120.0
-_CLOSE_TIMEOUT = 5.0
-_GRACE = 2.0
-"""seconds the others get to end by themselves once a rank did not pass: they may be waiting for it in vain"""
-_ABORT_TIMEOUT = 2.0
+"""pools kept at the same time: an idle rank costs a quarter of a gigabyte"""
+_START_TIMEOUT_S = 120.0
+_CLOSE_TIMEOUT_S = 5.0
+_GRACE_S = 2.0
+"""how long the other ranks get to end by themselves once one did not pass: they may be waiting for it"""
+_ABORT_TIMEOUT_S = 2.0
 
 
 @final
-class Pool:
-    """`n` processes in one group. After `run`, ask `spoilt` whether they may be used again."""
+class RankPool:
+    """`nproc` processes in one group. After `run`, `reusable` says whether they can run another test."""
 
-    def __init__(self, n: int, pytest_args: Sequence[str], cwd: Path) -> None:
-        self.spoilt = False
+    def __init__(self, nproc: int, pytest_args: Sequence[str], cwd: Path) -> None:
+        self.reusable = True
         self._in_step = True
-        self._members: list[Process] = []
-        meeting = Path(tempfile.mkdtemp(prefix="headway-ranks-"))
+        self._processes: list[RankProcess] = []
+        rendezvous = Path(tempfile.mkdtemp(prefix="headway-ranks-"))
         try:
-            for rank in range(n):
-                member = Process(rank, cwd)
-                self._members.append(member)
-                member.send(
-                    Start(
-                        variables=_variables(rank, n, meeting),
+            for rank in range(nproc):
+                process = RankProcess(rank, cwd)
+                self._processes.append(process)
+                process.send(
+                    WorkerSetup(
+                        variables=_variables(rank, nproc, rendezvous),
                         pytest_args=pytest_args,
-                        stack_fd=member.stack.file.fileno(),
+                        stack_fd=process.stack.file.fileno(),
                     )
                 )
-            self._check_started(self._collect(_START_TIMEOUT))
+            self._check_started(self._collect(_START_TIMEOUT_S))
         except BaseException:
             self.kill()
             raise
         finally:
-            shutil.rmtree(meeting)
+            shutil.rmtree(rendezvous)
 
     def is_whole(self) -> bool:
-        """Are all ranks alive? Between tests they say nothing, so what is to be read is an end."""
-        return not wait([member.connection for member in self._members], 0)
+        """Returns whether all ranks run. Between tests they send nothing: what is readable is the end of a process."""
+        return not wait([process.connection for process in self._processes], 0)
 
-    def run(self, task: Task, timeout: float) -> list[Result]:
+    def run(self, task: RankTask, timeout: float) -> list[RankResult]:
         """Runs one test on all ranks. Returns at most a few seconds after `timeout`, with a result for each."""
-        self.spoilt = True  # until all is known to be well
+        self.reusable = False
         self._in_step = False
-        for member in self._members:
-            member.send(task)
+        for process in self._processes:
+            process.send(task)
         results = self._collect(timeout)
         self._in_step = _in_step(results)
-        self.spoilt = not self._in_step or not all(r.report and r.report.reusable for r in results)
+        self.reusable = self._in_step and all(r.report and r.report.reusable for r in results)
         return results
 
     def close(self) -> None:
-        """Lets the ranks leave in good order, so that what they started can end in good order, too."""
-        if not self._in_step:  # one may wait for another in vain
+        """Lets the ranks leave their group and end, together with what they started."""
+        if not self._in_step:  # one may wait for another that has left
             self.kill()
             return
-        for member in self._members:
-            member.send(None)
-        deadline = time.monotonic() + _CLOSE_TIMEOUT
-        for member in self._members:
+        for process in self._processes:
+            process.send(None)
+        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
+        for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
-                member.process.wait(max(0.0, deadline - time.monotonic()))
+                process.process.wait(max(0.0, deadline - time.monotonic()))
         self.kill()
 
     def kill(self) -> None:
-        """Ends all ranks now, with all that they started."""
-        for member in self._members:
-            member.hang_up()
-        for member in self._members:
-            member.close()
+        """Kills all ranks now, with all that they started."""
+        for process in self._processes:
+            process.disconnect()
+        for process in self._processes:
+            process.close()
 
-    def _collect(self, timeout: float) -> list[Result]:
-        """Waits for a report of each rank, or for its end; but not long once one of them did not pass."""
-        results: dict[int, Result] = {}
-        first: Result | None = None
+    def _collect(self, timeout: float) -> list[RankResult]:
+        """Waits for a report or the end of each rank; only `_GRACE_S` longer once one of them did not pass."""
+        results: dict[int, RankResult] = {}
+        first: RankResult | None = None
         deadline = time.monotonic() + timeout
-        waiting = {member.connection: member for member in self._members}
+        waiting = {process.connection: process for process in self._processes}
         while waiting and (left := deadline - time.monotonic()) > 0:
             for connection in wait(list(waiting), left):
-                member = waiting.pop(connection)  # type: ignore[call-overload]
-                result = results[member.rank] = member.hear()
+                process = waiting.pop(connection)  # type: ignore[call-overload]
+                result = results[process.rank] = process.receive()
                 if first is None and not result.passed:
                     first = result
-                    deadline = min(deadline, time.monotonic() + _GRACE)
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
         late = f"did not end within {timeout:g} s"
         if first is not None:
-            late = f"still at work {_GRACE:g} s after rank {first.rank} had ended"
-        stopped = [member for member in waiting.values() if member.is_stopped()]
+            late = f"was still running {_GRACE_S:g} s after rank {first.rank} had ended"
+        stopped = [process for process in waiting.values() if process.is_stopped()]
         self._abort(list(waiting.values()))
-        for member in waiting.values():
-            problem = f"{late}: a signal had stopped it" if member in stopped else late
-            results[member.rank] = member.result(problem=problem, released=first is not None)
-        return [results[member.rank] for member in self._members]
+        for process in waiting.values():
+            problem = f"{late}: a signal had stopped it" if process in stopped else late
+            results[process.rank] = process.result(problem=problem, released=first is not None)
+        return [results[process.rank] for process in self._processes]
 
-    def _abort(self, stuck: list[Process]) -> None:
-        """Ends ranks in a way that makes them write their stack first; a stopped one cannot."""
-        for member in stuck:
-            member.signal(signal.SIGKILL if member.is_stopped() else signal.SIGABRT)
-        deadline = time.monotonic() + _ABORT_TIMEOUT
-        for member in stuck:
-            wait([member.connection], max(0.0, deadline - time.monotonic()))
-            member.reap()
+    def _abort(self, stuck: list[RankProcess]) -> None:
+        """Ends ranks with a signal that makes them write their stack first; a stopped one cannot."""
+        for process in stuck:
+            process.signal(signal.SIGKILL if process.is_stopped() else signal.SIGABRT)
+        deadline = time.monotonic() + _ABORT_TIMEOUT_S
+        for process in stuck:
+            wait([process.connection], max(0.0, deadline - time.monotonic()))
+            process.reap()
 
-    def _check_started(self, results: list[Result]) -> None:
+    def _check_started(self, results: list[RankResult]) -> None:
         failed = [result for result in results if result.report is None and not result.released]
         if failed:
-            words = (f"rank {r.rank} {r.problem}\n{r.stdout}{r.stderr}{r.stack}" for r in failed)
-            raise RankFailure("the processes of this test could not be started\n" + "\n".join(words))
+            reasons = (f"rank {r.rank} {r.problem}\n{r.stdout}{r.stderr}{r.stack}" for r in failed)
+            raise RankFailure("the processes of this test could not be started\n" + "\n".join(reasons))
 
 
-def _in_step(results: list[Result]) -> bool:
-    """Did all ranks come to the same end, after the same collectives? If not, one may still owe another an answer."""
+def _in_step(results: list[RankResult]) -> bool:
+    """Returns whether all ranks ended alike, after the same collectives. If not, one may still wait for another."""
     reports = [result.report for result in results]
     return None not in reports and len({(r.outcome, r.text, r.collectives) for r in reports if r}) == 1
 
 
-def _variables(rank: int, n: int, meeting: Path) -> Mapping[str, str]:
-    """A place in the group, as the node agent would give it."""
+def _variables(rank: int, nproc: int, rendezvous: Path) -> Mapping[str, str]:
+    """Returns the variables that the node agent gives to a rank."""
     return {
         "RANK": str(rank),
-        "WORLD_SIZE": str(n),
+        "WORLD_SIZE": str(nproc),
         "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(n),
+        "LOCAL_WORLD_SIZE": str(nproc),
         "GROUP_RANK": "0",
-        environment.RENDEZVOUS: str(meeting / "address"),
+        environment.RENDEZVOUS: str(rendezvous / "address"),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
 
 
 @final
-class Pools:
-    """The groups of one pytest session, by size; the one unused for longest goes when there are too many."""
+class RankPools:
+    """The pools of one pytest process, by size; when there are too many, the least recently used is closed."""
 
     def __init__(self) -> None:
-        self._by_size: dict[int, Pool] = {}
+        self._by_size: dict[int, RankPool] = {}
 
-    def get(self, n: int, pytest_args: Sequence[str], cwd: Path) -> Pool:
-        pool = self._by_size.pop(n, None)
+    def get(self, nproc: int, pytest_args: Sequence[str], cwd: Path) -> RankPool:
+        pool = self._by_size.pop(nproc, None)
         if pool is None or not pool.is_whole():
             if pool is not None:
                 pool.kill()
             if len(self._by_size) == _MAX_POOLS:
                 self._by_size.pop(next(iter(self._by_size))).close()
-            pool = Pool(n, pytest_args, cwd)
-        self._by_size[n] = pool  # last: used most recently
+            pool = RankPool(nproc, pytest_args, cwd)
+        self._by_size[nproc] = pool  # last: used most recently
         return pool
 
-    def discard(self, pool: Pool) -> None:
-        self._by_size = {n: kept for n, kept in self._by_size.items() if kept is not pool}
+    def discard(self, pool: RankPool) -> None:
+        self._by_size = {nproc: kept for nproc, kept in self._by_size.items() if kept is not pool}
         pool.close()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""One rank, seen from pytest's process: started, listened to, and ended with all that it started."""
+"""One rank, seen from pytest's process: started, read from, and ended with all that it started."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from typing import Any, final
 import psutil
 
 from headway.dist.failure.record import describe_exit_status
-from headway.system.environment import FAILPOINT
-from headway.testing.protocol import Report
+from headway.system import environment
+from headway.testing.protocol import RankReport
 
-_CLEAN_UP = 1.0
-"""seconds that the children of a dead rank get to end by themselves"""
-_LAST_WORDS = re.compile(r"^headway: rank (\d+) (?:stops because rank (\d+) |of \d+ on )", re.MULTILINE)
+_CLEAN_UP_S = 1.0
+"""how long the children of a rank that has ended get to end by themselves"""
+_ENDED_BECAUSE = re.compile(r"^headway: rank (\d+) (?:stops because rank (\d+) |of \d+ on )", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class RankResult:
     """What is known about one rank when a test is over."""
 
     rank: int
-    report: Report | None
+    report: RankReport | None
     problem: str
     """why there is no report"""
     released: bool
-    """it did nothing wrong, but was ended because another rank had ended"""
+    """whether it was ended only because another rank had ended"""
     stack: str
     """where the rank was when it crashed or was ended"""
     stdout: str
@@ -47,27 +47,27 @@ class Result:
 
 
 @final
-class _Capture:
+class _OutputFile:
     """A file without a name, which vanishes with the last process that has it open."""
 
     def __init__(self) -> None:
-        self.file = tempfile.TemporaryFile()  # noqa: SIM115 - open for as long as the rank may write
+        self.file = tempfile.TemporaryFile()  # noqa: SIM115  open for as long as the rank may write
         self._read = 0
 
-    def news(self) -> str:
-        """What was written since the last call. `pread` leaves the position alone: it is the writer's, too."""
+    def read_new(self) -> str:
+        """Returns what was written since the last call. `pread` keeps the position, which the writer shares."""
         data = os.pread(self.file.fileno(), os.fstat(self.file.fileno()).st_size - self._read, self._read)
         self._read += len(data)
         return data.decode(errors="replace")
 
 
 @final
-class Process:
-    """A fresh interpreter that becomes a rank. Its output goes to files without a name."""
+class RankProcess:
+    """A fresh interpreter that becomes a rank. Its output goes to unnamed files."""
 
     def __init__(self, rank: int, cwd: Path) -> None:
         self.rank = rank
-        self.stdout, self.stderr, self.stack = _Capture(), _Capture(), _Capture()
+        self.stdout, self.stderr, self.stack = _OutputFile(), _OutputFile(), _OutputFile()
         self.connection: Connection[Any, Any]
         self.connection, far_end = Pipe()
         code = (
@@ -87,11 +87,11 @@ class Process:
             )
 
     def send(self, message: object) -> None:
-        with suppress(BrokenPipeError):  # it is dead: whoever waits for its answer will see
+        with suppress(BrokenPipeError):  # it has ended; `receive` reports that
             self.connection.send(message)
 
-    def hang_up(self) -> None:
-        """A rank that loses its connection ends itself, and all that it started."""
+    def disconnect(self) -> None:
+        """Closes the connection: the rank then ends itself and all that it started."""
         self.connection.close()
 
     def is_stopped(self) -> bool:
@@ -105,19 +105,19 @@ class Process:
             os.kill(self.process.pid, number)
 
     def reap(self) -> int:
-        """Ends what is left of the process and its children, and returns how the process ended."""
-        if self.process.returncode is None:  # until it is reaped, its pid is not given to anybody else
+        """Kills what is left of the process and its children; returns the exit status of the process."""
+        if self.process.returncode is None:  # until it is reaped, its pid is not reused
             self.signal(signal.SIGKILL)
-            # multiprocessing's helper ignores this one: it removes the shared memory of the dead, and then ends itself
+            # multiprocessing's resource tracker ignores SIGTERM: it removes shared memory, and then ends by itself
             self._signal_group(signal.SIGTERM)
-            deadline = time.monotonic() + _CLEAN_UP
+            deadline = time.monotonic() + _CLEAN_UP_S
             while self._has_children() and time.monotonic() < deadline:
                 time.sleep(0.02)
             self._signal_group(signal.SIGKILL)
         return self.process.wait()
 
     def _signal_group(self, number: int) -> None:
-        with suppress(ProcessLookupError, PermissionError):  # nobody left; macOS says so in the second way
+        with suppress(ProcessLookupError, PermissionError):  # no process left; PermissionError on macOS
             os.killpg(self.process.pid, number)
 
     def _has_children(self) -> bool:
@@ -127,33 +127,35 @@ class Process:
                     return True
         return False
 
-    def hear(self) -> Result:
-        """What has come through the connection: a report, or the end."""
+    def receive(self) -> RankResult:
+        """Reads from the connection: a report, or the end of the process."""
         try:
             return self.result(report=self.connection.recv())
         except (EOFError, ConnectionResetError):
             status = self.reap()
         end = self.result(problem=describe_exit_status(status))
-        culprit = blamed(end.stderr, self.rank) if status > 0 else None
+        culprit = find_culprit(end.stderr, self.rank) if status > 0 else None
         if culprit is None:
             return end
         problem = f"ended, with exit code {status}, because rank {culprit} was gone"
         return replace(end, problem=problem, released=True)
 
-    def result(self, *, report: Report | None = None, problem: str = "", released: bool = False) -> Result:
-        return Result(
+    def result(
+        self, *, report: RankReport | None = None, problem: str = "", released: bool = False
+    ) -> RankResult:
+        return RankResult(
             rank=self.rank,
             report=report,
             problem=problem,
             released=released,
-            stack=self.stack.news(),
-            stdout=self.stdout.news(),
-            stderr=self.stderr.news(),
+            stack=self.stack.read_new(),
+            stdout=self.stdout.read_new(),
+            stderr=self.stderr.read_new(),
         )
 
     def close(self) -> None:
-        """Waits for the end that `hang_up` has brought about, or brings it about."""
-        deadline = time.monotonic() + _CLEAN_UP
+        """Waits for a process that was disconnected to end, and kills it if it does not."""
+        deadline = time.monotonic() + _CLEAN_UP_S
         while (
             self.process.returncode is None
             and not self._is(psutil.STATUS_ZOMBIE)
@@ -165,14 +167,14 @@ class Process:
             capture.file.close()
 
 
-def blamed(stderr: str, rank: int) -> int | None:
-    """The rank that made headway.dist end this one, from its last words. No rank dies alone."""
-    ranks = [int(match[2] or match[1]) for match in _LAST_WORDS.finditer(stderr)]
+def find_culprit(stderr: str, rank: int) -> int | None:
+    """Returns the rank because of which headway.dist ended this one, by what it printed; None if it was its own end."""
+    ranks = [int(match[2] or match[1]) for match in _ENDED_BECAUSE.finditer(stderr)]
     return ranks[-1] if ranks and ranks[-1] != rank else None
 
 
 def _environ() -> dict[str, str]:
-    """The ranks inherit all but what is meant for pytest itself, and a fault that is meant for a test."""
-    for_pytest = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", FAILPOINT)
+    """Returns this environment without what is meant for pytest itself or for a single test."""
+    for_pytest = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", environment.FAILPOINT)
     kept = {name: value for name, value in os.environ.items() if name not in for_pytest}
     return kept | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

@@ -1,4 +1,7 @@
-"""What pytest's process and its ranks say to each other: one `Start`, then a `Task` and a `Report` per test."""
+"""The messages between pytest's process and its ranks.
+
+A rank gets one `WorkerSetup`; for each test it gets a `RankTask` and sends a `RankReport`.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +15,25 @@ Outcome = Literal["passed", "failed", "skip", "xfail", "exit"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class WorkerSetup:
     """What a new process needs to become a rank that imports tests as pytest does."""
 
     variables: Mapping[str, str]
     pytest_args: Sequence[str]
     stack_fd: int
-    """where the stack of this process goes if it crashes or is told to abort"""
+    """where the stack of this process is written if it crashes or is aborted"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
-    """One test: where its function is, what it is called with, and the surroundings pytest made for it."""
+class RankTask:
+    """One test: where its function is, what it is called with, and the environment that pytest made for it."""
 
     module_file: str
     module_name: str
     qualname: str
     arguments: Mapping[str, bytes]
     attributes: Mapping[str, bytes] | None
-    """what fixtures and setup methods wrote on the instance of a test class; None for a plain function"""
+    """what fixtures and setup methods set on the instance of a test class; None for a plain function"""
     conftests: Mapping[str, str]
     """module name -> file, for arguments whose class is defined in a conftest.py"""
     environ: Mapping[str, str]
@@ -43,8 +46,8 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
-    """How one rank fared."""
+class RankReport:
+    """How a test ended on one rank."""
 
     outcome: Outcome
     reason: str
@@ -52,6 +55,6 @@ class Report:
     text: str
     """the same with traceback"""
     collectives: int
-    """how many this rank took part in: if ranks differ, one of them is owed an answer"""
+    """how many this rank took part in; ranks that differ may still wait for each other"""
     reusable: bool
     """False if the rank left the group or something leaked"""

@@ -18,15 +18,15 @@ import pytest
 from headway.dist.failure import hang
 from headway.errors import RankFailure, UsageError
 from headway.testing import leaks, marks
-from headway.testing.pool import Pools
-from headway.testing.process import Result
-from headway.testing.protocol import Task
+from headway.testing.pool import RankPools
+from headway.testing.process import RankResult
+from headway.testing.protocol import RankTask
 
 _UNPICKLABLE = (pickle.PicklingError, TypeError, AttributeError, RuntimeError, ValueError)
 
 
 def _skip(reason: str) -> NoReturn:
-    raise pytest.skip.Exception(reason, _use_item_location=True)  # the line to blame is the test's, not ours
+    raise pytest.skip.Exception(reason, _use_item_location=True)  # pytest shows the test's line, not this one
 
 
 _ENDS: Mapping[str, Callable[[str], NoReturn]] = {
@@ -37,7 +37,7 @@ _ENDS: Mapping[str, Callable[[str], NoReturn]] = {
 
 
 def check(item: pytest.Item) -> None:
-    """Refuses tests that would silently run in pytest's own process instead of on ranks."""
+    """Fails tests that would silently run in pytest's own process instead of on ranks."""
     if not isinstance(item, pytest.Function) or (item.cls and issubclass(item.cls, unittest.TestCase)):
         pytest.fail(
             "@ranks works on plain test functions and methods, not on unittest.TestCase", pytrace=False
@@ -46,29 +46,29 @@ def check(item: pytest.Item) -> None:
         pytest.fail("@ranks works on plain functions: call asyncio.run() inside the test", pytrace=False)
 
 
-def run(item: pytest.Function, pools: Pools) -> None:
-    """Runs the test on its ranks and ends as they did."""
+def run(item: pytest.Function, pools: RankPools) -> None:
+    """Runs the test on its ranks and ends as they ended."""
     __tracebackhide__ = True
     settings = marks.find(item)
     assert settings is not None
     before = leaks.own_shared_memory()
     try:
         task = _task(item, settings)
-        pool = pools.get(settings.n, _pytest_args(item.config), item.config.invocation_params.dir)
+        pool = pools.get(settings.nproc, _pytest_args(item.config), item.config.invocation_params.dir)
     except (UsageError, RankFailure) as error:
         raise pytest.fail.Exception(str(error), pytrace=False) from None
     try:
         results = pool.run(task, settings.timeout)
     finally:
-        if pool.spoilt:
+        if not pool.reusable:
             pools.discard(pool)
     _show_output(item, results)
-    _conclude(results)
+    _raise_outcome(results)
     if settings.leaks and (left := leaks.shared_memory_since(before)):
         pytest.fail(leaks.describe(left), pytrace=False)
 
 
-def _task(item: pytest.Function, settings: marks.Ranks) -> Task:
+def _task(item: pytest.Function, settings: marks.RanksMark) -> RankTask:
     module = item.module
     name = item.originalname
     arguments = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}
@@ -76,7 +76,7 @@ def _task(item: pytest.Function, settings: marks.Ranks) -> Task:
         arguments["monkeypatch"] = None  # each rank makes its own
     attributes = vars(item.instance) if item.cls else None
     hook = item.config.pluginmanager.rewrite_hook
-    return Task(
+    return RankTask(
         module_file=str(item.path),
         module_name=module.__name__,
         qualname=f"{item.cls.__qualname__}.{name}" if item.cls else name,
@@ -93,15 +93,15 @@ def _task(item: pytest.Function, settings: marks.Ranks) -> Task:
 
 
 def _pickled(kind: str, values: Mapping[str, Any]) -> dict[str, bytes]:
-    """Each value by itself, so that the one that cannot be sent is named."""
+    """Pickles each value by itself, so that an error names the one that cannot be sent."""
     sent = {}
     for name, value in values.items():
         try:
             sent[name] = pickle.dumps(value)
         except _UNPICKLABLE as error:
             raise UsageError(
-                f"{kind} {name!r} cannot be handed to the ranks, because its value, a {type(value).__name__}, "
-                f"cannot be pickled ({error}): make it inside the test, or hand over plain data"
+                f"{kind} {name!r} cannot be sent to the ranks, because its value, a {type(value).__name__}, "
+                f"cannot be pickled ({error}): make it inside the test, or pass plain data"
             ) from None
     return sent
 
@@ -113,7 +113,7 @@ def _conftests(config: pytest.Config) -> dict[str, str]:
 
 
 def _pytest_args(config: pytest.Config) -> list[str]:
-    """What a rank's pytest must share with ours to import tests, and tell of their failures, in the same way."""
+    """Returns the options with which a rank's pytest imports tests and reports failures as this one does."""
     option = config.option
     ini = [f"python_files={' '.join(config.getini('python_files'))}"]
     ini.append(f"consider_namespace_packages={config.getini('consider_namespace_packages')}")
@@ -125,7 +125,7 @@ def _pytest_args(config: pytest.Config) -> list[str]:
     return [*args, "--verbosity", str(option.verbose)]
 
 
-def _show_output(item: pytest.Item, results: list[Result]) -> None:
+def _show_output(item: pytest.Item, results: list[RankResult]) -> None:
     for stream in ("stdout", "stderr"):
         for names, text in hang.group_equal((result.rank, getattr(result, stream)) for result in results):
             if not text:
@@ -136,33 +136,33 @@ def _show_output(item: pytest.Item, results: list[Result]) -> None:
                 item.add_report_section("call", f"{stream} of {names}", text)
 
 
-def _conclude(results: list[Result]) -> None:
-    """Ends as the ranks did: failed if one of them failed by itself; else exited, failed as expected, or skipped."""
+def _raise_outcome(results: list[RankResult]) -> None:
+    """Ends as the ranks ended: failed if one of them failed by itself; else exited, xfailed or skipped."""
     __tracebackhide__ = True
     released = [result for result in results if result.released]
     failed = [r for r in results if not r.released and (r.report is None or r.report.outcome == "failed")]
     if failed:
-        pytest.fail(_tell(failed, released, len(results)), pytrace=False)
+        pytest.fail(_report(failed, released, len(results)), pytrace=False)
     for outcome, end in _ENDS.items():
-        told = ((r.rank, r.report.reason) for r in results if r.report and r.report.outcome == outcome)
-        for names, reason in hang.group_equal(told):
-            end(reason if names == hang.format_ranks(range(len(results))) else f"{reason} (said by {names})")
-    if released:  # ended because of a rank that says that all is well
-        pytest.fail(_tell(released, [], len(results)), pytrace=False)
+        reasons = ((r.rank, r.report.reason) for r in results if r.report and r.report.outcome == outcome)
+        for names, reason in hang.group_equal(reasons):
+            end(reason if names == hang.format_ranks(range(len(results))) else f"{reason} (on {names})")
+    if released:  # ended because of a rank that reports no failure
+        pytest.fail(_report(released, [], len(results)), pytrace=False)
 
 
-def _tell(failed: list[Result], released: list[Result], n: int) -> str:
-    """One report for all ranks; those that say the same say it together."""
+def _report(failed: list[RankResult], released: list[RankResult], nproc: int) -> str:
+    """Formats one report for all ranks; ranks with the same text share it."""
     names, reason = hang.group_equal((r.rank, r.report.reason if r.report else r.problem) for r in failed)[0]
-    parts = [f"{names} of {n}: {reason}"]
+    parts = [f"{names} of {nproc}: {reason}"]
     for results in (failed, released):
-        for names, text in hang.group_equal((result.rank, _story(result)) for result in results):
-            if text.strip() != reason:  # else the first line has said it all
+        for names, text in hang.group_equal((result.rank, _details(result)) for result in results):
+            if text.strip() != reason:  # else the first line says it all
                 parts.append(f"{names}:{text}")
     return "\n\n".join(parts)
 
 
-def _story(result: Result) -> str:
+def _details(result: RankResult) -> str:
     if result.report is not None:
         return "\n" + result.report.text.strip("\n")
     stack = hang.trim_stack(result.stack)

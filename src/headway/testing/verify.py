@@ -1,8 +1,8 @@
-"""`verify_resume`: is a script's training the same when it is killed and goes on? Proved on the script itself.
+"""`verify_resume`: proves on a user's script that a run which is killed and resumed equals an uninterrupted one.
 
-The script runs once undisturbed, with a ledger of what each step saw and did. Then it is killed with SIGKILL at points
-that tend to go wrong, started again with the same command, and the ledgers are compared: on as many ranks as before
-every loss, sample and random number, and the last checkpoint, must be the same to the last bit; on another number of
+The script runs once uninterrupted, with a ledger of what each step saw and did. Then it is killed with SIGKILL where
+resuming tends to go wrong, and started again with the same command. The ledgers are compared: on the same number of
+ranks, every loss, sample and random number, and the last checkpoint, must be equal bit for bit; on another number of
 ranks, the samples of every step.
 """
 
@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import Any, final
 
 from headway.checkpoint.format import manifest
-from headway.errors import HeadwayError, UsageError
+from headway.errors import HeadwayError, UsageError, unknown_name
 from headway.launcher.agent.agent import check_nproc
 from headway.record import ledger
-from headway.record.ledger import Ledger, Row
+from headway.record.ledger import LedgerContents, LedgerRow
 from headway.run import Run
 from headway.system import environment
-from headway.system.environment import FAILPOINT
+from headway.system.text import plural
 from headway.testing import faults
 
-_TAIL = 2000  # characters of a script's output that are shown when it fails
+_OUTPUT_CHARS = 2000  # of the end of a script's output, shown when it fails
 
 POINTS = {
     "first-epoch": "in the middle of the first epoch",
@@ -37,25 +37,25 @@ POINTS = {
     "last-epoch": "in the middle of the last epoch",
     "end": "after the last step",
 }
-"""where a run may be killed; in words"""
+"""where a run can be killed, and how reports describe it"""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Point:
-    """Where a run is killed: right after its n-th step has been counted."""
+class KillPoint:
+    """Where a run is killed: right after this step has been counted."""
 
     name: str
     """one of POINTS"""
     step: int
     every: str
-    """how often the run saves meanwhile"""
+    """how often the run saves"""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What came out of one kill."""
+    """The outcome of one kill."""
 
     point: str
     killed_at: int
@@ -64,15 +64,15 @@ class Verdict:
     ranks_after: int
     same: bool
     repeated: int
-    """steps that were made twice"""
+    """steps that were repeated"""
     words: str
-    """what was compared and found; of a difference, the first step that differs, in both runs"""
+    """what was compared; if it differs, the first step that differs in both runs"""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Report:
-    """All verdicts on one script."""
+class ResumeReport:
+    """All verdicts on one script, as `verify_resume` returns them."""
 
     script: str
     steps: int
@@ -84,12 +84,12 @@ class Report:
         return all(verdict.same for verdict in self.verdicts)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Returns plain values, for JSON."""
         return {"ok": self.ok, **asdict(self)}
 
     def table(self) -> str:
-        """For people: a line per kill, and below it what differs."""
-        head = ("killed", "at step", "ranks", "went on from", "made twice", "verdict")
+        """Formats the verdicts for people: a line per kill, and below it what differs."""
+        head = ("killed", "at step", "ranks", "resumed from", "repeated", "verdict")
         lines = [head] + [
             (
                 each.point,
@@ -117,13 +117,13 @@ def verify_resume(
     at: Sequence[str] = tuple(POINTS),
     keep: str | Path | None = None,
     timeout: float = 3600.0,
-    tell: Callable[[str], object] = lambda _: None,
-) -> Report:
+    progress: Callable[[str], object] = lambda _: None,
+) -> ResumeReport:
     """Kills and resumes a script at four points, on `nproc` ranks and, if given, resumed on `other_nproc`.
 
     `at` chooses among the points: first-epoch, boundary, last-epoch, end. The script must use
-    `pipe.enable_checkpointing(...)`; when and how it saves is set from outside. Runs are written to a temporary folder,
-    or to `keep`. `timeout` is for one start of the script; `tell` gets a line before each.
+    `pipe.enable_checkpointing(...)`; how often it saves is set from outside. Runs are written to a temporary directory,
+    or to `keep`. `timeout` is for one start of the script; `progress` is called with a line before each start.
 
     >>> report = hw.testing.verify_resume("train.py", ["--epochs", "2"], nproc=2, other_nproc=1)
     >>> assert report.ok, report.table()
@@ -131,52 +131,54 @@ def verify_resume(
     if not Path(script).is_file():
         raise UsageError(f"there is no file {str(script)!r} in {Path.cwd()}")
     if unknown := [name for name in at if name not in POINTS]:
-        raise UsageError(f"{unknown[0]!r} is no point to kill at: there are {', '.join(POINTS)}")
+        raise unknown_name("point to kill at", unknown[0], POINTS)
     for count in (nproc, nproc if other_nproc is None else other_nproc):
         check_nproc(count)
-    began = time.monotonic()
+    start = time.monotonic()
     with ExitStack() as stack:
-        folder = Path(keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="headway-verify-")))
-        trial = _Trial(script=str(script), args=list(args), folder=folder, timeout=timeout)
-        tell(f"an undisturbed run on {_ranks(nproc)}")
-        golden = trial.undisturbed(nproc)
+        directory = Path(keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="headway-verify-")))
+        trial = _Trial(script=str(script), args=list(args), directory=directory, timeout=timeout)
+        progress(f"an uninterrupted run on {plural(nproc, 'rank')}")
+        golden = trial.run_uninterrupted(nproc)
         verdicts = []
         for after in [nproc] if other_nproc is None else [nproc, other_nproc]:
             for point in (each for each in points(golden) if each.name in at):
-                tell(f"killed {POINTS[point.name]}, at step {point.step}, then on {_ranks(after)}")
+                progress(
+                    f"killed {POINTS[point.name]}, at step {point.step}, then on {plural(after, 'rank')}"
+                )
                 verdicts.append(trial.kill(golden, point, nproc, after))
-        tell("started once more after its end")
+        progress("started again after its end")
         verdicts.append(trial.start_again(golden, nproc))
-        return Report(
+        return ResumeReport(
             script=str(script),
             steps=len(golden.last),
-            seconds=round(time.monotonic() - began, 1),
+            seconds=round(time.monotonic() - start, 1),
             verdicts=verdicts,
         )
 
 
-def points(golden: Ledger) -> Iterator[Point]:
-    """Where to kill a run that, undisturbed, made these steps."""
+def points(golden: LedgerContents) -> Iterator[KillPoint]:
+    """Yields where to kill a run that makes these steps when it is not interrupted."""
     steps = list(golden.last.values())
     epochs: dict[tuple[str, int], list[int]] = {}
     for row in steps:
         epochs.setdefault((row.stage, row.epoch), []).append(row.step)
     first, *_, last = *epochs.values(), list(epochs.values())[-1]
     often = f"{max(1, len(first) // 4)} steps"
-    yield Point(name="first-epoch", step=first[len(first) // 2], every=often)
+    yield KillPoint(name="first-epoch", step=first[len(first) // 2], every=often)
     if len(epochs) > 1:
-        yield Point(name="boundary", step=first[-1] + 1, every="1ep")
-        yield Point(name="last-epoch", step=last[len(last) // 2], every=often)
-    yield Point(name="end", step=steps[-1].step, every=often)
+        yield KillPoint(name="boundary", step=first[-1] + 1, every="1ep")
+        yield KillPoint(name="last-epoch", step=last[len(last) // 2], every=often)
+    yield KillPoint(name="end", step=steps[-1].step, every=often)
 
 
-def compare(golden: Ledger, other: Ledger, *, same_ranks: bool) -> tuple[bool, str]:
-    """Whether two ledgers tell the same, and what was compared, or the first step that differs."""
+def compare(golden: LedgerContents, other: LedgerContents, *, same_ranks: bool) -> tuple[bool, str]:
+    """Returns whether two ledgers are equal, and what was compared or the first step that differs."""
     mine, theirs = golden.last, other.last
     missing = sorted(mine.keys() - theirs.keys())
     extra = sorted(theirs.keys() - mine.keys())
     if missing or extra:
-        which = f"step {missing[0]} was never made" if missing else f"step {extra[0]} is one too many"
+        which = f"step {missing[0]} is missing" if missing else f"step {extra[0]} is extra"
         return False, f"{len(theirs)} steps instead of {len(mine)}; {which}"
     if not same_ranks and any(_unknown(row) for row in (*mine.values(), *theirs.values())):
         return False, "the loader does not know its samples: use hw.data.DataLoader or hw.data.ShardLoader"
@@ -185,14 +187,14 @@ def compare(golden: Ledger, other: Ledger, *, same_ranks: bool) -> tuple[bool, s
         if wrong:
             return (
                 False,
-                f"{', '.join(wrong)} since step {step}\n    {mine[step].words()}\n    {theirs[step].words()}",
+                f"{', '.join(wrong)} from step {step} on\n    {mine[step].words()}\n    {theirs[step].words()}",
             )
-    losses = "losses, " if all(row.loss is not None for row in mine.values()) else "(no losses known) "
+    losses = "losses, " if all(row.loss is not None for row in mine.values()) else "(no losses logged) "
     return True, f"{losses}samples and random numbers of all steps" if same_ranks else "samples of all steps"
 
 
 def last_checkpoint(run: Run) -> dict[str, str]:
-    """A digest of each tensor in the run's last checkpoint: weights, averages, the state of optimisers."""
+    """Returns a digest of each tensor in the run's last checkpoint: weights, averages, the state of optimizers."""
     path = manifest.step_dir(run.checkpoints_dir, manifest.steps(run.checkpoints_dir)[-1])
     with manifest.Folder(path) as folder:
         entries = manifest.read_index(folder, manifest.read_manifest(folder))
@@ -209,7 +211,7 @@ def _part(path: Path, begin: int, end: int) -> str:
 
 
 def _compare_ends(golden: Run, other: Run, words: str) -> tuple[bool, str]:
-    """A loop of one's own tells no losses: what it has learnt must be the same as well."""
+    """Compares the last checkpoints: a custom loop may log no losses, but its weights must be equal, too."""
     mine, theirs = last_checkpoint(golden), last_checkpoint(other)
     wrong = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
     if wrong:
@@ -217,43 +219,43 @@ def _compare_ends(golden: Run, other: Run, words: str) -> tuple[bool, str]:
     return True, f"{words}, and the last checkpoint"
 
 
-def _differences(one: Row, other: Row, *, same_ranks: bool) -> list[str]:
+def _differences(one: LedgerRow, other: LedgerRow, *, same_ranks: bool) -> list[str]:
     names = ("loss", "samples", "random") if same_ranks else ("samples",)
     return [name for name in names if getattr(one, name) != getattr(other, name)]
 
 
-def _unknown(row: Row) -> bool:
+def _unknown(row: LedgerRow) -> bool:
     return row.samples is None or row.samples.startswith("bytes:")
 
 
 @final
 @dataclass(kw_only=True)
 class _Trial:
-    """Starts of one script."""
+    """Starts one script, again and again."""
 
     script: str
     args: list[str]
-    folder: Path
+    directory: Path
     timeout: float
     _control: tuple[bool, str] | None = None
     _finished: Run | None = None
 
-    def undisturbed(self, nproc: int) -> Ledger:
+    def run_uninterrupted(self, nproc: int) -> LedgerContents:
         run = self._new_run()
         self._start(run, nproc)
         if not run.ledger_file.exists():  # every pipeline writes one here
-            raise UsageError(f"{self.script} ran no pipeline: call pipe.run() in it")
+            raise UsageError(f"{self.script} did not run a pipeline: call pipe.run() in it")
         found = ledger.load(run)
         if not any(run.checkpoints_dir.glob("step-*")):
             raise UsageError(
-                f"{self.script} makes no checkpoints, so it cannot go on after a kill: call pipe.enable_checkpointing()"
+                f"{self.script} saved no checkpoints, so it cannot be resumed: call pipe.enable_checkpointing()"
             )
         if not found.rows:
-            raise UsageError(f"{self.script} made no training step: nothing can be verified")
+            raise UsageError(f"{self.script} made no training steps: nothing can be verified")
         self._finished = self._finished or run
         return found
 
-    def kill(self, golden: Ledger, point: Point, nproc: int, after: int) -> Verdict:
+    def kill(self, golden: LedgerContents, point: KillPoint, nproc: int, after: int) -> Verdict:
         run, victim = self._new_run(), nproc - 1
         fault = faults.at("train.step", rank=victim, nth=point.step, action="kill9")
         self._start(run, nproc, fault=fault, every=point.every)
@@ -265,7 +267,7 @@ class _Trial:
             same, words = _compare_ends(self._finished, run, words)
         if not same and nproc == after and not self._repeatable(golden, nproc)[0]:
             words += (
-                "\n    but two undisturbed runs differ, too: seed all random numbers with hw.seed(), and on GPUs set "
+                "\n    but two uninterrupted runs differ, too: seed all random numbers with hw.seed(), and on GPUs set "
                 "TrainValStage(deterministic=True)"
             )
         return Verdict(
@@ -279,8 +281,8 @@ class _Trial:
             words=words,
         )
 
-    def start_again(self, golden: Ledger, nproc: int) -> Verdict:
-        """A run that is over: the same command does nothing."""
+    def start_again(self, golden: LedgerContents, nproc: int) -> Verdict:
+        """Starts a finished run again: the same command must do nothing."""
         assert self._finished is not None
         before = self._finished.ledger_file.read_bytes()
         self._start(self._finished, nproc)
@@ -297,20 +299,20 @@ class _Trial:
             words="nothing was done" if same else "steps were made after the end",
         )
 
-    def _repeatable(self, golden: Ledger, nproc: int) -> tuple[bool, str]:
+    def _repeatable(self, golden: LedgerContents, nproc: int) -> tuple[bool, str]:
         if self._control is None:
-            self._control = compare(golden, self.undisturbed(nproc), same_ranks=True)
+            self._control = compare(golden, self.run_uninterrupted(nproc), same_ranks=True)
         return self._control
 
     def _new_run(self) -> Run:
-        return Run.create(self.folder, name="verify", world={})
+        return Run.create(self.directory, name="verify", world={})
 
     def _start(
         self, run: Run, nproc: int, *, fault: faults.Faults | None = None, every: str | None = None
     ) -> None:
-        environ = {name: value for name, value in os.environ.items() if name != FAILPOINT}
+        environ = {name: value for name, value in os.environ.items() if name != environment.FAILPOINT}
         environ |= {environment.RUN: str(run.path), environment.LEDGER: "1"}
-        # not in the background: whether a save is whole at the moment of the kill must not be a matter of luck
+        # not in the background: whether a save is complete at the moment of the kill must not depend on timing
         environ |= {environment.SAVE_EVERY: every, environment.SAVE_IN_BACKGROUND: "0"} if every else {}
         environ |= fault.environ if fault else {}
         command = [sys.executable, "-m", "headway", "run", "--nproc", str(nproc), self.script, *self.args]
@@ -326,18 +328,14 @@ class _Trial:
             )
         except subprocess.TimeoutExpired:
             raise HeadwayError(
-                f"{self.script} did not end within {self.timeout:g} s: give it less to do, or raise the timeout"
+                f"{self.script} did not end within {self.timeout:g} s: shorten it, or raise the timeout"
             ) from None
         if fault is not None and done.returncode == 0:
             raise HeadwayError(
-                f"{self.script} was to be killed at {fault.text}, and ended well: it never came there"
+                f"{self.script} was to be killed at {fault.text}, but ended with exit code 0: it never got there"
             )
         if (fault is None) != (done.returncode == 0):
             raise HeadwayError(
-                f"{self.script} ended with exit code {done.returncode}, so nothing can be said; its last words:\n"
-                f"{done.stdout[-_TAIL:]}"
+                f"{self.script} ended with exit code {done.returncode}, so nothing can be verified; its last output:\n"
+                f"{done.stdout[-_OUTPUT_CHARS:]}"
             )
-
-
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"

@@ -1,4 +1,4 @@
-"""A rank that runs tests: a fresh interpreter that joins the group once and serves pytest's process until that ends."""
+"""A rank that runs tests: a fresh interpreter that joins the group once and then runs the tests that it is sent."""
 
 from __future__ import annotations
 
@@ -29,16 +29,20 @@ from _pytest.config import _prepareconfig
 
 from headway.system import environment, failpoints
 from headway.testing import body, leaks
-from headway.testing.protocol import Outcome, Report, Start, Task
+from headway.testing.protocol import Outcome, RankReport, RankTask, WorkerSetup
 
 
 def main(fd: int) -> None:
-    """Becomes a rank, and serves the tests that come through `fd` until told to stop."""
+    """Becomes a rank and runs the tests that come through `fd`, until a None comes."""
     connection: Connection[Any, Any] = Connection(fd)
-    os.register_at_fork(after_in_child=connection.close)  # else a child of ours would hide our death
-    start: Start = connection.recv()
-    tasks: SimpleQueue[Task | None] = SimpleQueue()
-    threading.Thread(target=_listen, args=(connection, tasks), name="headway tasks", daemon=True).start()
+    os.register_at_fork(
+        after_in_child=connection.close
+    )  # else a child would keep the connection open after our end
+    start: WorkerSetup = connection.recv()
+    tasks: SimpleQueue[RankTask | None] = SimpleQueue()
+    threading.Thread(
+        target=_receive_tasks, args=(connection, tasks), name="headway tasks", daemon=True
+    ).start()
     faulthandler.enable(file=start.stack_fd)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     inherited = dict(os.environ)
@@ -47,31 +51,31 @@ def main(fd: int) -> None:
     from headway import dist  # not before: torch counts its threads, OMP_NUM_THREADS, when it is imported
 
     dist.init(device="cpu", setup_timeout=100.0)
-    del os.environ[environment.RENDEZVOUS]  # the meeting is over, and its folder will be gone
+    del os.environ[environment.RENDEZVOUS]  # its directory is removed after the rendezvous
     names = inherited.keys() | os.environ.keys()
     own = {name: os.environ.get(name) for name in names if inherited.get(name) != os.environ.get(name)}
-    rank = _Rank(config=config, own_variables=own)
-    connection.send(Report(outcome="passed", reason="", text="", collectives=0, reusable=True))
+    rank = _RankWorker(config=config, own_variables=own)
+    connection.send(RankReport(outcome="passed", reason="", text="", collectives=0, reusable=True))
     for task in iter(tasks.get, None):
         connection.send(rank.run(task))
     dist.leave()
 
 
-def _listen(connection: Connection[Any, Any], tasks: SimpleQueue[Task | None]) -> None:
-    """Passes tasks on. Pytest may be killed at any moment; then nobody wants this rank, nor anything it started."""
-    with suppress(EOFError, OSError):  # OSError: it died before it read our last report
+def _receive_tasks(connection: Connection[Any, Any], tasks: SimpleQueue[RankTask | None]) -> None:
+    """Queues the tasks that come. When pytest ends or is killed, ends this rank and everything that it started."""
+    with suppress(EOFError, OSError):  # OSError: pytest ended before it read the last report
         while True:
             tasks.put(connection.recv())
     for child in psutil.Process().children(recursive=True):
         if leaks.is_resource_tracker(child):
-            continue  # it removes our shared memory when we are gone, and then ends itself
+            continue  # it removes our shared memory after our end, and then ends by itself
         with suppress(psutil.Error):
             child.kill()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _configure(args: list[str]) -> pytest.Config:
-    """A pytest that runs no tests, but has the real one's assertion rewriting and its way to tell failures."""
+    """Makes a pytest that runs no tests, but rewrites assertions and formats failures as the real one does."""
     config = _prepareconfig(args)
     item = SimpleNamespace(config=config, ihook=config.hook)
     explain = assertion.pytest_runtest_protocol(item)  # type: ignore[arg-type]
@@ -82,12 +86,12 @@ def _configure(args: list[str]) -> pytest.Config:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class _Rank:
+class _RankWorker:
     config: pytest.Config
     own_variables: Mapping[str, str | None]
-    """what joining has set, or removed (None): it stays so, whatever pytest's process has"""
+    """what joining set or removed (None): it stays, whatever pytest's process has"""
 
-    def run(self, task: Task) -> Report:
+    def run(self, task: RankTask) -> RankReport:
         self._prepare(task)
         before = leaks.snapshot(shared_memory=False, except_variables=self.own_variables)
         outcome, reason, text = self._attempt(task)
@@ -98,33 +102,37 @@ class _Rank:
         reusable = not left and collectives >= 0
         sys.stdout.flush()
         sys.stderr.flush()
-        return Report(outcome=outcome, reason=reason, text=text, collectives=collectives, reusable=reusable)
+        return RankReport(
+            outcome=outcome, reason=reason, text=text, collectives=collectives, reusable=reusable
+        )
 
-    def _prepare(self, task: Task) -> None:
-        """Gives the test the surroundings that its fixtures made in pytest's process."""
+    def _prepare(self, task: RankTask) -> None:
+        """Sets the environment that fixtures made in pytest's process."""
         wanted = {**task.environ, **self.own_variables}
         for name in os.environ.keys() | wanted.keys():
             value = wanted.get(name)
             if value is None:
                 os.environ.pop(name, None)
-            elif os.environ.get(name) != value:  # other threads may be reading: touch only what differs
+            elif os.environ.get(name) != value:  # other threads may be reading: change only what differs
                 os.environ[name] = value
         os.chdir(task.cwd)
         sys.path[:] = task.path
         pytest.register_assert_rewrite(*(task.rewrite - sys.modules.keys()))
         failpoints.reset_calls()
 
-    def _attempt(self, task: Task) -> tuple[Outcome, str, str]:
-        """Loads and calls the test. Its traceback, and all that its frames hold, dies with this call."""
+    def _attempt(self, task: RankTask) -> tuple[Outcome, str, str]:
+        """Loads and calls the test. Its traceback, and all that its frames hold, is freed when this returns."""
         loading = pytest.CallInfo.from_call(partial(body.load, self.config, task), when="setup")
         if loading.excinfo is not None:
-            return self._tell(loading.excinfo, task)
+            return self._describe(loading.excinfo, task)
         call = pytest.CallInfo.from_call(loading.result, when="call")
         if call.excinfo is not None:
-            return self._tell(call.excinfo, task)
+            return self._describe(call.excinfo, task)
         return "passed", "", ""
 
-    def _tell(self, excinfo: pytest.ExceptionInfo[BaseException], task: Task) -> tuple[Outcome, str, str]:
+    def _describe(
+        self, excinfo: pytest.ExceptionInfo[BaseException], task: RankTask
+    ) -> tuple[Outcome, str, str]:
         match excinfo.value:
             case pytest.skip.Exception() | unittest.SkipTest():
                 return "skip", str(excinfo.value), ""
@@ -136,9 +144,11 @@ class _Rank:
                 style: Any = "value"
             case _:
                 style = self.config.option.tbstyle.replace("auto", "long")
-        os.chdir(self.config.invocation_params.dir)  # pytest names files as seen from where it was started
+        os.chdir(
+            self.config.invocation_params.dir
+        )  # pytest shows paths relative to the directory in which it was started
         trim = partial(_trim, Path(task.module_file))
-        told = excinfo.getrepr(
+        shown = excinfo.getrepr(
             funcargs=True,
             showlocals=self.config.option.showlocals,
             style=style if trim(excinfo) else "value",
@@ -146,19 +156,19 @@ class _Rank:
             truncate_locals=self.config.get_verbosity() <= 1,
         )
         text = StringIO()
-        told.toterminal(TerminalWriter(text))
+        shown.toterminal(TerminalWriter(text))
         return "failed", excinfo.exconly(tryshort=True).partition("\n")[0], text.getvalue()
 
 
 def _trim(test_file: Path, excinfo: pytest.ExceptionInfo[BaseException]) -> Traceback:
-    """From the test on, without pytest's frames and ours; what lies between first and last in short, as pytest does."""
+    """Cuts a traceback to what follows the test, without pytest's frames; all but the first and last in short form."""
     entries = excinfo.traceback.cut(path=test_file).filter(excinfo).filter(filter_traceback)
     between = (entry.with_repr_style("short") for entry in entries[1:-1])
     return Traceback((entries[0], *between, entries[-1])) if len(entries) > 2 else entries
 
 
 def _collectives() -> int:
-    """How many collectives this rank has taken part in, or -1 if it is in no group any more."""
+    """Returns how many collectives this rank has taken part in, or -1 if it has left its group."""
     import torch.distributed as c10d
 
     group = c10d.group.WORLD if c10d.is_initialized() else None

@@ -8,7 +8,7 @@ from typing import Any, final
 from headway.data.order.locate import Which
 from headway.errors import UsageError
 from headway.record import ledger
-from headway.record.ledger import Row
+from headway.record.ledger import LedgerRow
 from headway.run import Run
 
 
@@ -17,7 +17,7 @@ from headway.run import Run
 class StepSamples:
     """The samples of one step, and its row in the ledger."""
 
-    row: Row
+    row: LedgerRow
     samples: list[str]
     """of all ranks, in the order of the global batch"""
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from headway.data.order.locate import Traceable, Which
 from headway.dist import World
 from headway.dist.collective.exchange import gather_rows
-from headway.record.ledger import Row, digest
+from headway.record.ledger import LedgerRow, digest
 from headway.run import Run
 from headway.system import files
 
@@ -130,10 +130,10 @@ class LedgerWriter:
             self._news = []
             self._append(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
 
-    def _row(self, stage: Stage, noted: _Step, ranks: Tensor) -> Row:
+    def _row(self, stage: Stage, noted: _Step, ranks: Tensor) -> LedgerRow:
         total, weight = (sum(column) for column in (ranks[:, 0].tolist(), ranks[:, 1].tolist()))
         contents = digest(ranks[:, 3].numpy().tobytes())
-        return Row(
+        return LedgerRow(
             step=noted.step,
             attempt=self._attempt,
             stage=stage.name,
