@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from headway.checkpoint.inspect.overview import look
+from headway.checkpoint.inspect.overview import read
 from headway.cli import checkpoint as command
 from headway.errors import NoValidCheckpoint, UsageError
 
@@ -44,14 +44,14 @@ EXPECTED = {
 
 
 def shown(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
-    return {tensor.name: (tensor.dtype, tensor.shape, tensor.bytes) for tensor in look(path).tensors}
+    return {tensor.name: (tensor.dtype, tensor.shape, tensor.bytes) for tensor in read(path).tensors}
 
 
 @pytest.mark.parametrize("zipped", [True, False])
 def test_a_torch_file(tmp_path: Path, zipped: bool) -> None:
     torch.save(STATE, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
     assert shown(tmp_path / "x.pt") == EXPECTED
-    assert look(tmp_path / "x.pt").about == {"format": "torch file", "imports": []}
+    assert read(tmp_path / "x.pt").about == {"format": "torch file", "imports": []}
 
 
 def test_a_whole_module_is_shown_by_the_names_of_its_state(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_whole_module_is_shown_by_the_names_of_its_state(tmp_path: Path) -> No
     assert shown(tmp_path / "net.pt") == {
         name.removeprefix("net."): about for name, about in EXPECTED.items() if name.startswith("net.")
     }
-    assert "torch.nn.modules.linear.Linear" in look(tmp_path / "net.pt").about["imports"]
+    assert "torch.nn.modules.linear.Linear" in read(tmp_path / "net.pt").about["imports"]
 
 
 def distributed(folder: Path) -> Path:
@@ -72,7 +72,7 @@ def distributed(folder: Path) -> Path:
 def test_a_distributed_checkpoint(tmp_path: Path) -> None:
     expected = {name: about for name, about in EXPECTED.items() if name.startswith("net.")}
     assert shown(distributed(tmp_path / "dcp")) == expected | {"x": ("F32", (2, 3), 24)}
-    assert look(tmp_path / "dcp").about == {"format": "torch distributed checkpoint", "imports": []}
+    assert read(tmp_path / "dcp").about == {"format": "torch distributed checkpoint", "imports": []}
 
 
 def test_the_command_warns_of_what_a_file_would_import(
@@ -113,7 +113,7 @@ def test_a_pickle_in_any_place_is_never_executed(tmp_path: Path, place: str, pro
             file = distributed(tmp_path / "dcp")
             (file / {"metadata": ".metadata", "shard": "__0_0.distcp"}[place]).write_bytes(live)
     with suppress(NoValidCheckpoint, UsageError):
-        look(file)
+        read(file)
     assert not marker.exists()
     pickle.loads(live)  # it was live
     assert marker.is_dir()
@@ -146,7 +146,7 @@ def laughs(depth: int) -> bytes:
 def test_hostile_pickles_are_refused_or_empty(tmp_path: Path, data: bytes) -> None:
     begin = time.process_time()
     with suppress(NoValidCheckpoint):
-        assert look(archive(tmp_path / "x.pt", data)).tensors == ()
+        assert read(archive(tmp_path / "x.pt", data)).tensors == ()
     assert time.process_time() - begin < 60
 
 
@@ -154,7 +154,7 @@ def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
     bomb = archive(tmp_path / "x.pt", pickle.dumps(b"\0" * 10_000_000), zipfile.ZIP_DEFLATED)
     assert bomb.stat().st_size < 100_000
     with pytest.raises(NoValidCheckpoint, match="or compressed"):
-        look(bomb)
+        read(bomb)
 
 
 @pytest.mark.parametrize("kind", ["zip", "metadata"])
@@ -180,7 +180,7 @@ def test_damaged_files_are_refused_in_words(tmp_path: Path, kind: str) -> None:
             (file / ".metadata").write_bytes(data)
         imported = set(sys.modules)
         try:
-            look(file)
+            read(file)
             outcomes.add("shown")
         except NoValidCheckpoint:
             outcomes.add("refused")

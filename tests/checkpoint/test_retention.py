@@ -11,12 +11,12 @@ from hypothesis import given, settings, strategies as st
 
 from headway import checkpoint
 from headway.checkpoint import Retention
-from headway.checkpoint.format import manifest as layout
+from headway.checkpoint.format.manifest import Manifest
 from headway.errors import UsageError
 
 
-def manifest(step: int, **metrics: float) -> layout.Manifest:
-    return layout.Manifest(
+def manifest(step: int, **metrics: float) -> Manifest:
+    return Manifest(
         step=step, save="s", world_size=1, created="", versions={}, metrics=metrics, files={}
     )  # fmt: skip
 

@@ -150,7 +150,7 @@ def test_what_cannot_be_held_is_refused_by_name_and_leaves_nothing(
 
 @pytest.mark.parametrize("step", [-1, 10**18, True, "3", 1.0])
 def test_bad_steps_are_refused(tmp_path: Path, step: Any) -> None:
-    with pytest.raises(UsageError, match="whole number"):
+    with pytest.raises(UsageError, match="integer of at least 0"):
         checkpoint.save(tmp_path, {}, step=step)
 
 
@@ -327,7 +327,7 @@ def test_all_damaged_is_refused_on_all_ranks_and_again_later(tmp_path: Path) -> 
         (tmp_path / "step-000000000001" / "state.json").unlink()
     headway.barrier()
     for _ in range(2):
-        with pytest.raises(NoValidCheckpoint, match="none is whole") as caught:
+        with pytest.raises(NoValidCheckpoint, match="none is valid") as caught:
             checkpoint.load_latest(tmp_path)
         assert caught.value.exit_code == 86
 

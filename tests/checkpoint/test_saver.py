@@ -1,4 +1,4 @@
-"""Training goes on while a helper process writes; what fails there is known to all ranks, and leaves nothing."""
+"""Training continues while another process writes; a failure there is raised on all ranks and leaves nothing."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_a_helper_that_is_killed_from_outside(tmp_path: Path) -> None:
         saver.wait()
         helpers()[0].kill()
         saver.save({"x": 2}, step=2)
-        with pytest.raises(StorageError, match=r"helper process .* killed by SIGKILL"):
+        with pytest.raises(StorageError, match=r"process that was writing step .* killed by SIGKILL"):
             saver.wait()
         saver.save({"x": 2}, step=2)
     assert_only(tmp_path, 1, 2)
@@ -251,7 +251,7 @@ def test_a_copy_that_fails_on_one_rank_fails_the_save_on_all(
 def test_a_disk_that_does_not_answer_is_given_up(tmp_path: Path, rank: int) -> None:
     state = {"a": torch.ones(8), "b": torch.ones(8)}
     with (
-        Saver(tmp_path, patience=3.0) as saver,
+        Saver(tmp_path, timeout_s=3.0) as saver,
         faults.at("checkpoint.before_fsync", rank=rank, action="stop"),
     ):
         saver.save(state, step=1)
@@ -287,7 +287,7 @@ def test_training_talks_while_a_save_waits(tmp_path: Path) -> None:
 
 @ranks(2)
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, patience=1.0)
+    saver = Saver(tmp_path, timeout_s=1.0)
     if headway.rank() == 0:
         with pytest.raises(
             BarrierTimeout, match="rank 1 did not respond within 1 s while the ranks tried to save step 5"

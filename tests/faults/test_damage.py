@@ -249,7 +249,7 @@ def test_all_damaged_is_exit_code_86(shelf: Path) -> None:
     for step in (OLD, NEW):
         (shelf / step / "manifest.json").write_bytes(b"{}")
     for _ in range(2):  # and it stays so: what was set aside is not forgotten
-        with pytest.raises(NoValidCheckpoint, match="none is whole") as caught:
+        with pytest.raises(NoValidCheckpoint, match="none is valid") as caught:
             checkpoint.load_latest(shelf)
         assert caught.value.exit_code == 86
 

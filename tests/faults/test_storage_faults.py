@@ -19,8 +19,8 @@ from checker import judge
 import headway
 from headway import checkpoint
 from headway.checkpoint import Saver
-from headway.checkpoint.write.disk import Target
-from headway.checkpoint.write.writer_process import Helper, _Server
+from headway.checkpoint.write.disk import SaveTarget
+from headway.checkpoint.write.writer_process import WriterProcess, _WriterServer
 from headway.errors import StorageError
 from headway.testing import faults, ranks
 
@@ -160,12 +160,9 @@ def test_training_goes_on_while_the_disk_stands_still(freezer: Path) -> None:
     assert_only(freezer, 1, 2)
 
 
-def test_a_disk_that_stands_still_for_too_long_is_given_up(
-    freezer: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("headway.checkpoint.write.saver._TIDY_UP", 0.5)
+def test_a_disk_that_stands_still_for_too_long_is_given_up(freezer: Path) -> None:
     checkpoint.save(freezer, {"x": 1}, step=1)
-    with Saver(freezer, patience=2.0) as saver:
+    with Saver(freezer, timeout_s=2.0, clean_up_s=0.5) as saver:
         freeze(freezer)
         saver.save({"x": 2}, step=2)
         with pytest.raises(StorageError, match=r"step 2 was not written .* within 2 s .*the disk hangs"):
@@ -243,8 +240,8 @@ def test_every_byte_and_name_is_synced_before_the_one_that_shows_it(
 
     real_fsync, real_rename = os.fsync, Path.rename
     with Saver(tmp_path, background=background) as saver:
-        if background:  # what the helper does, done here
-            monkeypatch.setattr(Helper, "do", do_here)
+        if background:  # what the writer process does, done here
+            monkeypatch.setattr(WriterProcess, "call", call_here)
         monkeypatch.setattr(os, "fsync", fsync)
         monkeypatch.setattr(Path, "rename", rename)
         saver.save({"x": torch.ones(9)}, step=1, local={"y": 1})
@@ -252,11 +249,11 @@ def test_every_byte_and_name_is_synced_before_the_one_that_shows_it(
     assert shown == ["step-000000000001", "latest"] and tmp_path.stat().st_ino in synced
 
 
-def do_here(self: Helper, command: str, target: Target, **details: Any) -> Any:
+def call_here(self: WriterProcess, command: str, target: SaveTarget, **details: Any) -> Any:
     del details["deadline"]
-    server = _Server(self._memory)
-    order = {"do": command, "target": dataclasses.asdict(target), "faults": "", **details}
-    return server.answer(json.loads(json.dumps(order)))["value"]  # pure JSON, as on the wire
+    server = _WriterServer(self._memory)
+    message = {"command": command, "target": dataclasses.asdict(target), "faults": "", **details}
+    return server.handle(json.loads(json.dumps(message)))["value"]  # pure JSON, as on the wire
 
 
 @pytest.mark.parametrize("point", ["after_rename", "committed", "after_latest"])

@@ -407,7 +407,7 @@ def test_damaged_checkpoints_are_passed_over_and_without_a_whole_one_nothing_sta
     assert min(stage.by_step) == 7
     for step in saved(again):
         os.truncate(again.directory.checkpoint_dir(step) / "manifest.json", 10)
-    with pytest.raises(NoValidCheckpoint, match="none is whole") as caught:
+    with pytest.raises(NoValidCheckpoint, match="none is valid") as caught:
         make(tmp_path, Traced()).run()
     assert caught.value.exit_code == 86
 

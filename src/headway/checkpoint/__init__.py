@@ -1,9 +1,10 @@
-"""Keep: state that survives. A checkpoint that is what it says: checked bytes, one commit, nothing that executes.
+"""Keep: state that survives. Checkpoints with a checksum on every byte, one commit, and nothing that executes.
 
     path = checkpoint.save(run, {"net": net.state_dict(), "adamw": adamw.state_dict(), "epoch": 3}, step=1000)
     loaded = checkpoint.load_latest(run, {"net": net.state_dict(), "adamw": {}, "epoch": None})
 
-Looking at files (`verify`) needs no torch; each name below is loaded when it is first used.
+`api` saves and loads, `policy` and `retention` say when to save and what to keep; `format` is what lies on disk, `write`
+how it gets there, `inspect` how others see it. Names are loaded on first use: `verify` needs no torch.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ from headway import lazy
 
 if TYPE_CHECKING:
     from headway.checkpoint.api import (
-        Loaded as Loaded,
+        LoadedCheckpoint as LoadedCheckpoint,
         find_valid as find_valid,
         load as load,
         load_latest as load_latest,
         save as save,
     )
-    from headway.checkpoint.format.manifest import verify as verify
+    from headway.checkpoint.format.verification import verify as verify
     from headway.checkpoint.inspect.exporter import export as export
     from headway.checkpoint.retention import Retention as Retention, prune as prune
-    from headway.checkpoint.write.saver import Saved as Saved, Saver as Saver
+    from headway.checkpoint.write.saver import Saver as Saver
+    from headway.checkpoint.write.writer import SavedCheckpoint as SavedCheckpoint
 
 __getattr__, __dir__, __all__ = lazy.exports(__name__)

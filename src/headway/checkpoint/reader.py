@@ -1,6 +1,6 @@
-"""torch's distributed checkpointing on our files: reads the byte ranges that a plan asks for.
+"""The reader of torch's distributed checkpointing for headway's files: it reads the byte ranges that a plan asks for.
 
-It trusts nothing that `layout.verify` has not seen.
+The caller has verified the checkpoint.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from headway.checkpoint.format import manifest as layout
+from headway.checkpoint.format.directory import CheckpointDirectory
 from headway.checkpoint.format.dtypes import BY_NAME
-from headway.checkpoint.format.manifest import Entry, Folder, Manifest
-from headway.checkpoint.format.tensor_file import read_box
+from headway.checkpoint.format.manifest import Manifest, TensorEntry, read_index
+from headway.checkpoint.format.tensor_file import read_slice
 from headway.errors import UsageError
 
 
 @final
-class Reader(StorageReader):
-    """Reads from one verified checkpoint directory; use it in a `with folder` block."""
+class CheckpointReader(StorageReader):
+    """Reads from one verified checkpoint directory; use it in a `with directory` block."""
 
-    def __init__(self, folder: Folder, manifest: Manifest) -> None:
-        self._folder = folder
-        self.entries = layout.read_index(folder, manifest)
+    def __init__(self, directory: CheckpointDirectory, manifest: Manifest) -> None:
+        self._directory = directory
+        self.entries = read_index(directory, manifest)
         self._chunks = {
             MetadataIndex(name, torch.Size(chunk.offsets)): (chunk, entry.dtype)
             for name, entry in self.entries.items()
@@ -41,7 +41,7 @@ class Reader(StorageReader):
         }
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
-        return Metadata(state_dict_metadata={name: _described(entry) for name, entry in self.entries.items()})
+        return Metadata(state_dict_metadata={name: _metadata(entry) for name, entry in self.entries.items()})
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -59,12 +59,12 @@ class Reader(StorageReader):
         for item in plan.items:
             by_file.setdefault(self._chunks[item.storage_index][0].file, []).append(item)
         for name, items in sorted(by_file.items()):
-            fd = self._folder.open(name)
+            fd = self._directory.open(name)
             try:
                 for item in items:
                     chunk, dtype = self._chunks[item.storage_index]
                     target = planner.resolve_tensor(item).detach()
-                    read_box(fd, chunk, BY_NAME[dtype], item.storage_offsets, target)
+                    read_slice(fd, chunk, BY_NAME[dtype], item.storage_offsets, target)
                     planner.commit_tensor(item, target)
             finally:
                 os.close(fd)
@@ -73,29 +73,31 @@ class Reader(StorageReader):
         return future
 
     def read_whole(self, name: str) -> torch.Tensor:
-        """One tensor, from all its chunks, on the CPU."""
+        """Reads one tensor from all its chunks, on the CPU."""
         entry = self.entries[name]
         whole = torch.empty(entry.shape, dtype=BY_NAME[entry.dtype])
         for chunk in entry.chunks:
             target = whole
             for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.shape, strict=True)):
                 target = target.narrow(dim, offset, size)
-            fd = self._folder.open(chunk.file)
+            fd = self._directory.open(chunk.file)
             try:
-                read_box(fd, chunk, whole.dtype, (0,) * len(chunk.shape), target)
+                read_slice(fd, chunk, whole.dtype, (0,) * len(chunk.shape), target)
             finally:
                 os.close(fd)
         return whole
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        raise UsageError(f"a Reader reads the one checkpoint it was made for, not {checkpoint_id!r}")
+        raise UsageError(
+            f"a CheckpointReader reads the one checkpoint it was made for, not {checkpoint_id!r}"
+        )
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003
         return False
 
 
-def _described(entry: Entry) -> TensorStorageMetadata:
+def _metadata(entry: TensorEntry) -> TensorStorageMetadata:
     return TensorStorageMetadata(
         properties=TensorProperties(dtype=BY_NAME[entry.dtype]),
         size=torch.Size(entry.shape),

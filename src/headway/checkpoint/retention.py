@@ -1,4 +1,4 @@
-"""Which checkpoints to keep, and how to remove the others without ever having too few."""
+"""Which checkpoints to keep, and how the others are removed so that a kill never leaves too few."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, final
 
-from headway.checkpoint.format import manifest
-from headway.checkpoint.format.manifest import Damaged, Folder, Manifest
+from headway.checkpoint.format.directory import (
+    CheckpointDirectory,
+    CheckpointRoot,
+    DamagedCheckpoint,
+    list_steps,
+    resolve_root,
+    step_dir,
+)
+from headway.checkpoint.format.manifest import Manifest, read_manifest
 from headway.errors import UsageError
 from headway.system import files
 from headway.system.failpoints import failpoint
@@ -20,32 +27,34 @@ from headway.system.failpoints import failpoint
 @final
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Which checkpoints are kept: a checkpoint that any of the rules names stays.
+    """Which checkpoints are kept: those that at least one of the rules names.
 
     >>> Retention(keep_last=2, keep_every=10_000, keep_best="val/loss")
     Retention(keep_last=2, keep_every=10000, keep_best='val/loss', best='min')
     """
 
     keep_last: int = 3
-    """the newest ones; at least 2: if the newest is damaged there is another, and the one that a run went on from stays
-    until two newer exist"""
+    """the newest ones; at least 2: if the newest is damaged there is another, and the one that a run was resumed from
+    is kept until two newer exist"""
     keep_every: int | None = None
     """those whose step is a multiple of this"""
     keep_best: str | None = None
     """the one with the best value of this metric, as given to `save(metrics=...)`; of equal ones, the newest"""
     best: Literal["min", "max"] = "min"
-    """which value of the metric is the best"""
+    """whether the smallest or the largest value is the best"""
 
     def __post_init__(self) -> None:
         if type(self.keep_last) is not int or self.keep_last < 2:
-            raise UsageError(f"keep_last={self.keep_last!r}: keep at least 2, in case the newest is damaged")
+            raise UsageError(
+                f"keep_last={self.keep_last!r} is too few: keep at least 2, in case the newest is damaged"
+            )
         if self.keep_every is not None and (type(self.keep_every) is not int or self.keep_every < 1):
-            raise UsageError(f"keep_every={self.keep_every!r}: give a number of steps, 1 or more")
+            raise UsageError(f"keep_every={self.keep_every!r} is not a valid number of steps: give 1 or more")
         if self.best not in ("min", "max"):
-            raise UsageError(f"best={self.best!r}: the best value of a metric is its 'min' or its 'max'")
+            raise UsageError(f"best={self.best!r} is not valid: use 'min' or 'max'")
 
     def kept(self, manifests: dict[int, Manifest]) -> set[int]:
-        """The steps to keep, of those that exist."""
+        """Returns the steps to keep, of those that exist."""
         steps = sorted(manifests)
         keep = set(steps[-self.keep_last :])
         if self.keep_every is not None:
@@ -59,18 +68,18 @@ class Retention:
         return {max(values)[1]} if values else set()
 
 
-def prune(where: manifest.Place, retention: Retention) -> list[Path]:
+def prune(where: CheckpointRoot, retention: Retention) -> list[Path]:
     """Removes the checkpoints that need not be kept and returns their paths. Call it on one rank, between saves.
 
-    A checkpoint loses its name first and its files later: what has a name is whole, whenever we are killed.
-    Directories without a sound manifest neither count nor are touched. What cannot be removed is a warning.
+    A checkpoint is renamed before its files are removed, so that a kill never leaves a half-deleted one under its name.
+    Directories without a valid manifest neither count nor are touched. What cannot be removed is a warning.
     """
-    parent, owner = manifest.home(where)
+    parent, owner = resolve_root(where)
     manifests = _manifests(parent)
     keep = retention.kept(manifests)
     removed = []
     for step in sorted(manifests.keys() - keep):  # the oldest first
-        path = manifest.step_dir(parent, step)
+        path = step_dir(parent, step)
         try:
             _remove(path, path.with_name(f".del-{owner}-{step}-{secrets.token_hex(8)}"))
         except OSError as error:
@@ -82,23 +91,23 @@ def prune(where: manifest.Place, retention: Retention) -> list[Path]:
     return removed
 
 
-def _remove(path: Path, condemned: Path) -> None:
+def _remove(path: Path, hidden: Path) -> None:
     failpoint("retention.before_rename")
-    path.rename(condemned)
+    path.rename(hidden)
     failpoint("retention.after_rename")
     files.sync_dir(path.parent)
     failpoint("retention.before_delete")
     with suppress(FileNotFoundError):  # a save that begins now removes it, too
-        shutil.rmtree(condemned)
+        shutil.rmtree(hidden)
     failpoint("retention.after_delete")
 
 
 def _manifests(parent: Path) -> dict[int, Manifest]:
     found = {}
-    for step in manifest.steps(parent):
+    for step in list_steps(parent):
         try:
-            with Folder(manifest.step_dir(parent, step)) as folder:
-                found[step] = manifest.read_manifest(folder)
-        except Damaged:
-            continue  # it does not count; `find_valid` will set it aside
+            with CheckpointDirectory(step_dir(parent, step)) as directory:
+                found[step] = read_manifest(directory)
+        except DamagedCheckpoint:
+            continue  # it does not count; `find_valid` renames it
     return found

@@ -74,10 +74,10 @@ def main(argv: list[str]) -> int:
 
 
 def _show(argv: list[str]) -> int:
-    from headway.checkpoint.inspect import overview as looking
+    from headway.checkpoint.inspect import overview as overviews
 
     options = parse(ShowOptions, argv, verb="checkpoint show")
-    overview = looking.look(options.path)
+    overview = overviews.read(options.path)
     if options.json:
         print(json.dumps(overview.to_dict(), indent=1))
         return DONE
@@ -118,15 +118,15 @@ def table(overview: Overview) -> Table:
 
 
 def _verify(argv: list[str]) -> int:
-    from headway.checkpoint.format import manifest
-    from headway.checkpoint.inspect import overview as looking
+    from headway.checkpoint import verify
+    from headway.checkpoint.inspect import overview as overviews
 
     options = parse(VerifyOptions, argv, verb="checkpoint verify")
     waiting = Console(stderr=True)
     found = {}
-    for path in looking.find(options.path):
+    for path in overviews.find(options.path):
         with waiting.status(f"reading {path.name} ..."):  # shown on a terminal only
-            found[path] = manifest.verify(path)
+            found[path] = verify(path)
         if not options.json:
             print(f"{'damaged' if found[path] else 'whole  '}  {safe(str(path))}")
             for problem in found[path]:
@@ -139,9 +139,9 @@ def _verify(argv: list[str]) -> int:
 def _export(argv: list[str]) -> int:
     options = parse(ExportOptions, argv, verb="checkpoint export")
     from headway.checkpoint import export
-    from headway.checkpoint.inspect import overview as looking
+    from headway.checkpoint.inspect import overview as overviews
 
-    (path, *_) = looking.find(options.path)
+    (path, *_) = overviews.find(options.path)
     written = export(path, options.out, part=options.part, shard_bytes=int(options.shard_gb * 1e9))
     total = sum(file.stat().st_size for file in written)
     if options.json:

@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, final
 
-from headway.checkpoint.format import manifest
+from headway.checkpoint.format.directory import CheckpointDirectory, list_steps, step_dir
+from headway.checkpoint.format.manifest import read_index, read_manifest
 from headway.errors import HeadwayError, UsageError, unknown_name
 from headway.launcher.agent.agent import check_nproc
 from headway.record import ledger
@@ -195,9 +196,9 @@ def compare(golden: LedgerContents, other: LedgerContents, *, same_ranks: bool) 
 
 def last_checkpoint(run: Run) -> dict[str, str]:
     """Returns a digest of each tensor in the run's last checkpoint: weights, averages, the state of optimizers."""
-    path = manifest.step_dir(run.checkpoints_dir, manifest.steps(run.checkpoints_dir)[-1])
-    with manifest.Folder(path) as folder:
-        entries = manifest.read_index(folder, manifest.read_manifest(folder))
+    path = step_dir(run.checkpoints_dir, list_steps(run.checkpoints_dir)[-1])
+    with CheckpointDirectory(path) as directory:
+        entries = read_index(directory, read_manifest(directory))
     return {
         name: " ".join(_part(path / chunk.file, chunk.begin, chunk.end) for chunk in entry.chunks)
         for name, entry in entries.items()

@@ -1,4 +1,4 @@
-"""The types of tensors, by the names that safetensors has for them."""
+"""The dtypes of tensors, by the names that safetensors has for them."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def check(name: str, tensor: torch.Tensor) -> None:
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.dtype not in NAMES:
         kind = "meta tensor" if tensor.is_meta else f"{tensor.layout} tensor of {tensor.dtype}"
         raise UsageError(
-            f"{name!r} is a {kind}, which a checkpoint cannot hold; convert it to a dense tensor"
+            f"{name!r} is a {kind}, which a checkpoint cannot hold: convert it to a dense tensor"
         )

@@ -1,4 +1,4 @@
-"""Bytes of tensors: how a safetensors file lays them out, and how they are read from one."""
+"""The layout of tensors in a safetensors file, and how they are read from one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from headway.checkpoint.format.manifest import ITEM_BYTES, Chunk, Damaged
+from headway.checkpoint.format.directory import DamagedCheckpoint
+from headway.checkpoint.format.manifest import ITEM_BYTES, TensorChunk
 
 
 def table_of(entries: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[str, list[tuple[int, int]]]:
-    """What the header of a safetensors file says of these (name, type, shape), and where each is behind the header."""
+    """Returns the table of a safetensors header for (name, type, shape), and the byte ranges after the header."""
     listed: dict[str, Any] = {}
     ends = [0]
     for name, dtype, shape in entries:
@@ -24,17 +25,19 @@ def table_of(entries: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[str, li
     return json.dumps(listed, separators=(",", ":")), list(pairwise(ends))
 
 
-def header_of(table: str, about: dict[str, str]) -> bytes:
-    """The header of a safetensors file: its table, and some words about it."""
-    words = json.dumps({"__metadata__": about}, separators=(",", ":"))
-    text = f"{words[:-1]},{table[1:]}" if table != "{}" else words
+def header_of(table: str, metadata: dict[str, str]) -> bytes:
+    """Encodes the header of a safetensors file: its table and metadata."""
+    prefix = json.dumps({"__metadata__": metadata}, separators=(",", ":"))
+    text = f"{prefix[:-1]},{table[1:]}" if table != "{}" else prefix
     data = text.encode()
     data += b" " * (-len(data) % 8)
     return len(data).to_bytes(8, "little") + data
 
 
-def read_box(fd: int, chunk: Chunk, dtype: torch.dtype, start: Sequence[int], target: torch.Tensor) -> None:
-    """Fills `target` with the box of its shape that begins at `start` in the chunk. Whole rows are read."""
+def read_slice(
+    fd: int, chunk: TensorChunk, dtype: torch.dtype, start: Sequence[int], target: torch.Tensor
+) -> None:
+    """Fills `target` with the slice of its shape that begins at `start` in the chunk. Reads whole rows."""
     if not target.numel():
         return
     rows = target.shape[0] if target.dim() else 1
@@ -46,20 +49,20 @@ def read_box(fd: int, chunk: Chunk, dtype: torch.dtype, start: Sequence[int], ta
         return
     buffer = torch.empty(rows * row_bytes, dtype=torch.uint8)
     _read_into(fd, chunk.file, begin, bytes_of(buffer))
-    box = buffer.view(dtype).view(rows, *chunk.shape[1:]) if chunk.shape else buffer.view(dtype).view(())
+    part = buffer.view(dtype).view(rows, *chunk.shape[1:]) if chunk.shape else buffer.view(dtype).view(())
     for dim in range(1, target.dim()):
-        box = box.narrow(dim, start[dim], target.shape[dim])
-    target.copy_(box)
+        part = part.narrow(dim, start[dim], target.shape[dim])
+    target.copy_(part)
 
 
 def _read_into(fd: int, name: str, begin: int, view: memoryview) -> None:
     while view:
         got = os.preadv(fd, [view[: 1 << 30]], begin)
         if not got:
-            raise Damaged(f"{name}: it ends before byte {begin + len(view)}")
+            raise DamagedCheckpoint(f"{name}: it ends before byte {begin + len(view)}")
         view, begin = view[got:], begin + got
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """Returns the memory of a contiguous tensor on the CPU."""
     return tensor.view(-1).view(torch.uint8).numpy().data

@@ -1,8 +1,8 @@
-"""State as a tree of JSON beside a flat table of tensors, there and back without loss.
+"""A state as a JSON tree beside a flat table of tensors, converted back without loss.
 
-What JSON lacks is written as an object with one marked key: a tensor as {"$tensor": name}, a tuple, a dict with keys
-that are not text, a Counter (schedulers have them), a float that is not finite. Anything else is refused by name:
-a checkpoint holds what can be read without executing it.
+What JSON does not have is written as an object with one marked key: a tensor as {"$tensor": name}, a tuple, a dict with
+keys that are not strings, a Counter (schedulers have them), a float that is not finite. Anything else is refused by
+name: a checkpoint holds only what can be read without executing it.
 """
 
 from __future__ import annotations
@@ -14,28 +14,27 @@ from typing import Any
 
 import torch
 
-from headway.checkpoint.format.manifest import STATE, Damaged
+from headway.checkpoint.format.directory import DamagedCheckpoint
+from headway.checkpoint.format.manifest import STATE
 from headway.errors import UsageError
 
 _SCALARS = (str, int, float, bool, type(None))
 
 
 def split(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """A state as JSON with marks where the tensors were, and the tensors by name.
+    """Splits a state into JSON, with marks in place of the tensors, and the tensors by name.
 
     >>> split({"net": {"weight": torch.ones(1)}, "epoch": 3})
     ({'net': {'weight': {'$tensor': 'net.weight'}}, 'epoch': 3}, {'net.weight': tensor([1.])})
     """
     if not all(type(part) is str and part and not part.startswith("$") for part in state):
-        raise UsageError(
-            f"the parts of a state are named by text without '$' in front; these are {list(state)!r:.200}"
-        )
+        raise UsageError(f"the parts of a state need names that do not begin with '$': {list(state)!r:.200}")
     tensors: dict[str, torch.Tensor] = {}
     return {part: _pack(value, part, tensors) for part, value in state.items()}, tensors
 
 
 def join(tree: object, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The state that `split` took apart."""
+    """Joins what `split` has split."""
     match tree:
         case list():
             return [join(value, tensors) for value in tree]
@@ -52,12 +51,12 @@ def join(tree: object, tensors: Mapping[str, torch.Tensor]) -> Any:
         case dict() if not any(key.startswith("$") for key in tree):
             return {key: join(value, tensors) for key, value in tree.items()}
         case dict():
-            raise Damaged(f"{STATE}: {str(tree)!r:.100} stands for nothing")
+            raise DamagedCheckpoint(f"{STATE}: {str(tree)!r:.100} is not a known mark")
     return tree
 
 
 def names_in(tree: object) -> list[str]:
-    """The names of all tensors in a tree, in its order."""
+    """Returns the names of all tensors in a tree, in its order."""
     match tree:
         case {"$tensor": str(name)}:
             return [name]
@@ -69,14 +68,14 @@ def names_in(tree: object) -> list[str]:
 
 
 def merge(trees: list[Any], path: str = "") -> Any:
-    """The trees of all ranks as one. Ranks may have different keys; where they have the same, values must be equal."""
+    """Merges the trees of all ranks. Ranks may have different keys; where they have the same, values must be equal."""
     first = trees[0]
     if all(tree == first for tree in trees[1:]):
         return first
     if not all(type(tree) is dict and not any(key.startswith("$") for key in tree) for tree in trees):
         raise UsageError(
-            f"the ranks disagree about {path!r}, as in {str(first)!r:.80}: what belongs to one rank goes into local=, "
-            "and what belongs to all must be equal on all"
+            f"the ranks disagree about {path!r} (one has {str(first)!r:.80}): pass what belongs to one rank as local=, "
+            "and make the rest equal on all ranks"
         )
     keys = dict.fromkeys(key for tree in trees for key in tree)
     return {
@@ -85,11 +84,11 @@ def merge(trees: list[Any], path: str = "") -> Any:
 
 
 def to_json(value: object, path: str) -> Any:
-    """JSON for a value without tensors."""
+    """Converts a value without tensors to JSON."""
     tensors: dict[str, torch.Tensor] = {}
     packed = _pack(value, path, tensors)
     if tensors:
-        raise UsageError(f"{next(iter(tensors))!r} is a tensor: what one rank keeps for itself must be JSON")
+        raise UsageError(f"{next(iter(tensors))!r} is a tensor: local= must be JSON")
     return packed
 
 
@@ -97,7 +96,7 @@ def _pack(value: object, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         if path in tensors:
             raise UsageError(
-                f"two tensors of the state would both be named {path!r}; rename one of their keys"
+                f"two tensors of the state have the same name {path!r}: rename one of their keys"
             )
         tensors[path] = value
         return {"$tensor": path}
@@ -113,8 +112,8 @@ def _pack(value: object, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         assert isinstance(value, dict)
         return _pack_dict(value, path, tensors)
     raise UsageError(
-        f"{path!r} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: it takes "
-        "tensors, dicts, lists, tuples, text, numbers, True, False and None; convert it"
+        f"{path!r} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: "
+        "convert it to tensors, dicts, lists, tuples, strings, numbers, True, False or None"
     )
 
 
@@ -122,7 +121,7 @@ def _pack_dict(value: dict[Any, Any], path: str, tensors: dict[str, torch.Tensor
     for key in value:
         if type(key) not in (str, int):
             raise UsageError(
-                f"{path!r} has the key {key!r:.80}: the keys of a state are text or whole numbers"
+                f"{path!r} has the key {key!r:.80}: the keys of a state must be strings or integers"
             )
     packed = [[key, _pack(item, f"{path}.{key}", tensors)] for key, item in value.items()]
     if type(value) is Counter:

@@ -1,1 +1,5 @@
-"""Looking into a checkpoint, or into files of other tools, without executing anything in them."""
+"""Inspecting a checkpoint, or files of other tools, without executing anything in them.
+
+`overview` is the entry, `foreign` and `opcodes` read pickles as data, `tables` groups tensors by module, and `exporter`
+writes plain safetensors.
+"""

@@ -1,4 +1,4 @@
-"""A checkpoint, from however many ranks, as plain safetensors: one file, or several with an index for Hugging Face."""
+"""`export`: a checkpoint as plain safetensors, in one file, or in several with an index for Hugging Face."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from headway.checkpoint.format import manifest as layout, tree
-from headway.checkpoint.format.manifest import Damaged, Folder
+from headway.checkpoint.format import tree
+from headway.checkpoint.format.directory import CheckpointDirectory, DamagedCheckpoint
+from headway.checkpoint.format.manifest import ITEM_BYTES, STATE, read_document, read_manifest
 from headway.checkpoint.format.tensor_file import bytes_of, header_of, table_of
-from headway.checkpoint.reader import Reader
+from headway.checkpoint.format.verification import verify
+from headway.checkpoint.reader import CheckpointReader
 from headway.checkpoint.write.disk import write_file
 from headway.errors import NoValidCheckpoint, UsageError
 from headway.system import files
 
-SHARD_BYTES = 5_000_000_000  # as Hugging Face has it
+SHARD_BYTES = 5_000_000_000  # Hugging Face's default
 
 
 def export(
@@ -29,42 +31,44 @@ def export(
 ) -> list[Path]:
     """Writes the tensors of a checkpoint as new safetensors files and returns their paths; one tensor at a time.
 
-    `part` takes only that part of the state, like `net`, or `models.net` of a `Pipeline`, and leaves its name out of
-    the names of the tensors: what a model's `load_state_dict` wants. What does not fit
-    into `shard_bytes` becomes net-00001-of-00003.safetensors and so on, with net.safetensors.index.json.
+    `part` selects a part of the state, such as `net`, or `models.net` of a `Pipeline`, and removes its name from the
+    names of the tensors, as a model's `load_state_dict` expects them. What does not fit into `shard_bytes` becomes
+    net-00001-of-00003.safetensors and so on, with net.safetensors.index.json.
 
     >>> export(path, "net.safetensors", part="net")  # doctest: +SKIP
     [PosixPath('net.safetensors')]
     """
     source, target = Path(directory).absolute(), Path(out).absolute()
     if shard_bytes < 1:
-        raise UsageError(f"a file cannot hold at most {shard_bytes} bytes; give 1 or more")
-    if problems := layout.verify(source):
+        raise UsageError(f"shard_bytes={shard_bytes} is not a valid size: give 1 or more")
+    if problems := verify(source):
         raise NoValidCheckpoint(f"{source} is damaged: {'; '.join(problems[:5])}. Take another checkpoint")
     try:
-        with Folder(source) as folder:
-            manifest = layout.read_manifest(folder)
-            reader = Reader(folder, manifest)
-            names = _chosen(layout.read_part(folder, manifest, layout.STATE), reader, part, source)
+        with CheckpointDirectory(source) as opened:
+            manifest = read_manifest(opened)
+            reader = CheckpointReader(opened, manifest)
+            names = _chosen(read_document(opened, manifest, STATE), reader, part, source)
             shards = _shards(reader, names, shard_bytes)
             return _write(reader, names, shards, target, {"format": "pt", "step": str(manifest.step)})
-    except Damaged as problem:
-        raise NoValidCheckpoint(f"{source} was damaged while it was read: {problem}") from problem
+    except DamagedCheckpoint as problem:
+        raise NoValidCheckpoint(f"{source} was damaged while it was being read: {problem}") from problem
 
 
-def _chosen(state: dict[str, object], reader: Reader, part: str | None, source: Path) -> dict[str, str]:
-    """The name in the checkpoint -> the name in the file, for the tensors to write."""
+def _chosen(
+    state: dict[str, object], reader: CheckpointReader, part: str | None, source: Path
+) -> dict[str, str]:
+    """Returns name in the checkpoint -> name in the file, for the tensors to write."""
     if part is None:
         return {name: name for name in reader.entries}
     parts = dict(_with_tensors(state))
     if part not in parts:
         known = ", ".join(map(repr, parts))
-        raise UsageError(f"{source} has no tensors in a part {part!r}: the parts with tensors are {known}")
+        raise UsageError(f"{source} has no part {part!r} with tensors: its parts with tensors are {known}")
     return {name: name.removeprefix(f"{part}.") for name in parts[part]}
 
 
 def _with_tensors(state: dict[str, object]) -> Iterator[tuple[str, list[str]]]:
-    """The parts of a state and their parts, with the names of their tensors: models, models.net, ..."""
+    """Yields the parts of a state and their parts, with the names of their tensors: models, models.net, ..."""
     for part, inside in state.items():
         if names := tree.names_in(inside):
             yield part, names
@@ -73,8 +77,8 @@ def _with_tensors(state: dict[str, object]) -> Iterator[tuple[str, list[str]]]:
                 yield f"{part}.{key}", names
 
 
-def _shards(reader: Reader, names: dict[str, str], shard_bytes: int) -> list[list[str]]:
-    """Which tensors go into which file: in the order of the state, as many as fit."""
+def _shards(reader: CheckpointReader, names: dict[str, str], shard_bytes: int) -> list[list[str]]:
+    """Returns which tensors go into which file: in the order of the state, as many as fit."""
     shards: list[list[str]] = [[]]
     room = shard_bytes
     for name in names:
@@ -88,16 +92,20 @@ def _shards(reader: Reader, names: dict[str, str], shard_bytes: int) -> list[lis
 
 
 def _write(
-    reader: Reader, names: dict[str, str], shards: list[list[str]], target: Path, about: dict[str, str]
+    reader: CheckpointReader,
+    names: dict[str, str],
+    shards: list[list[str]],
+    target: Path,
+    about: dict[str, str],
 ) -> list[Path]:
-    """All files, or none: they get their names when all are on disk, the index last."""
+    """Writes all files or none: they get their names when all are on disk, the index last."""
     token = secrets.token_hex(8)
     stem, count = target.name.removesuffix(".safetensors"), len(shards)
     paths = [target.with_name(f"{stem}-{n:05d}-of-{count:05d}.safetensors") for n in range(1, count + 1)]
     paths = [*paths, target.with_name(f"{stem}.safetensors.index.json")] if count > 1 else [target]
     for path in paths:
         if os.path.lexists(path):
-            raise UsageError(f"{path} exists already; choose another name, or remove it")
+            raise UsageError(f"{path} exists already: choose another name, or remove it")
     staged = [path.with_name(f".{path.name}.{token}.tmp") for path in paths]
     with files.storage(f"write {target}"):
         try:
@@ -116,9 +124,9 @@ def _write(
 
 
 def _parts(
-    reader: Reader, shard: list[str], names: dict[str, str], about: dict[str, str]
+    reader: CheckpointReader, shard: list[str], names: dict[str, str], about: dict[str, str]
 ) -> Iterator[memoryview]:
-    order = sorted(shard, key=lambda name: (-layout.ITEM_BYTES[reader.entries[name].dtype], name))
+    order = sorted(shard, key=lambda name: (-ITEM_BYTES[reader.entries[name].dtype], name))
     entries = [(names[name], reader.entries[name].dtype, reader.entries[name].shape) for name in order]
     yield memoryview(header_of(table_of(entries)[0], about))
     for name in order:
@@ -127,7 +135,9 @@ def _parts(
             yield bytes_of(tensor)
 
 
-def _index(reader: Reader, names: dict[str, str], shards: list[list[str]], paths: list[Path]) -> bytes:
+def _index(
+    reader: CheckpointReader, names: dict[str, str], shards: list[list[str]], paths: list[Path]
+) -> bytes:
     where = {names[name]: path.name for shard, path in zip(shards, paths, strict=False) for name in shard}
     total = sum(reader.entries[name].bytes for name in names)
     return json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2).encode() + b"\n"

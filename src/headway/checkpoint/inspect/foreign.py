@@ -1,6 +1,6 @@
-"""What is in the files of others: torch's .pt files and its distributed checkpoints. Nothing in them is executed.
+"""Overviews of torch's files: .pt files and distributed checkpoints. Nothing in them is executed.
 
-Both are pickles. They are read as data (`opcodes`), so `show` can also say what loading one with pickle would run.
+Both are pickles. They are read as data (`opcodes`), so `show` can also say what loading one with pickle would import.
 """
 
 from __future__ import annotations
@@ -15,19 +15,27 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from headway.checkpoint.format.manifest import ITEM_BYTES, Damaged, Folder
-from headway.checkpoint.inspect.opcodes import DICT, PERSISTENT, Name, Read, Thing, read
-from headway.checkpoint.inspect.tables import Overview, Tensor
+from headway.checkpoint.format.directory import CheckpointDirectory, DamagedCheckpoint
+from headway.checkpoint.format.manifest import ITEM_BYTES
+from headway.checkpoint.inspect.opcodes import (
+    DICT,
+    PERSISTENT,
+    PickleContents,
+    PickledName,
+    PickledObject,
+    read,
+)
+from headway.checkpoint.inspect.tables import Overview, TensorSummary
 
 METADATA = ".metadata"  # of torch's distributed checkpoints
-ZIP, PICKLE = b"PK\x03\x04", b"\x80"  # how torch's files begin: those of today, and those before 1.6
+ZIP, PICKLE = b"PK\x03\x04", b"\x80"  # the first bytes of torch's files, today and before 1.6
 
-_LARGEST_PICKLE = 256 << 20
+_LARGEST_PICKLE_BYTES = 256 << 20
 _MOST_NODES = 400_000
 _DEEPEST = 100
-_LEGACY_PICKLES = 4  # a magic number, a version, about the machine, the object
+_LEGACY_PICKLES = 4  # a magic number, a version, facts about the machine, the object
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
-_DICTS = (DICT, Name("collections", "OrderedDict"))
+_DICTS = (DICT, PickledName("collections", "OrderedDict"))
 _STORAGES = {
     "Double": "F64", "Float": "F32", "Half": "F16", "BFloat16": "BF16", "Long": "I64", "Int": "I32", "Short": "I16",
     "Char": "I8", "Byte": "U8", "Bool": "BOOL", "ComplexFloat": "C64", "ComplexDouble": "C128",
@@ -40,7 +48,7 @@ _DTYPES = {
 }  # fmt: skip
 _SIZES = {**ITEM_BYTES, "C128": 16}
 _INSIDE_MODULES = ("_modules", "_parameters", "_buffers")
-_EXPECTED = re.compile(  # what states are made of; everything else that a pickle imports is shown
+_EXPECTED = re.compile(  # what states consist of; everything else that a pickle imports is shown
     r"collections\.(OrderedDict|defaultdict|Counter)|torch\._utils\._rebuild_\w+|torch\._tensor\._rebuild_from_type_v2"
     r"|torch\.(\w+Storage|Size|device|strided|(b?float|u?int|complex)[0-9]\w*|bool)|torch\.storage\.\w+Storage"
     r"|torch\.serialization\._get_layout|torch\.nn\.parameter\.Parameter|torch\.distributed\.checkpoint\.(metadata\.\w+|filesystem\._StorageInfo)"
@@ -48,42 +56,42 @@ _EXPECTED = re.compile(  # what states are made of; everything else that a pickl
 )
 
 
-def look_at_torch(path: Path, stream: BinaryIO) -> Overview:
-    """The tensors in a .pt file, by the names they have in it."""
+def read_torch_file(path: Path, stream: BinaryIO) -> Overview:
+    """Returns the tensors in a .pt file, by the names they have in it."""
     beginning = stream.read(len(ZIP))
     stream.seek(0)
     found = _read_zip(stream, path.name) if beginning == ZIP else _read_legacy(stream, path.name)
     return _overview(path, "torch file", found, list(_tensors_in(found.value, path.name).values()))
 
 
-def look_at_distributed(path: Path) -> Overview:
-    """The tensors in a directory of torch's distributed checkpointing."""
-    with Folder(path) as folder, os.fdopen(folder.open(METADATA), "rb") as stream:
+def read_distributed(path: Path) -> Overview:
+    """Returns the tensors in a directory of torch's distributed checkpointing."""
+    with CheckpointDirectory(path) as directory, os.fdopen(directory.open(METADATA), "rb") as stream:
         found = read(_beginning(stream), METADATA)
     entries = _attributes(found.value).get("state_dict_metadata")
-    if not isinstance(entries, Thing):
-        raise Damaged(f"{METADATA}: it does not describe a checkpoint of torch")
+    if not isinstance(entries, PickledObject):
+        raise DamagedCheckpoint(f"{METADATA}: it does not describe a checkpoint of torch")
     tensors = [_described(name, entry) for name, entry in entries.pairs if "chunks" in _attributes(entry)]
     return _overview(path, "torch distributed checkpoint", found, tensors)
 
 
-def _overview(path: Path, kind: str, found: Read, tensors: list[Tensor]) -> Overview:
-    """What is shown; `imports` is what loading with pickle would bring in beyond what tensors need."""
+def _overview(path: Path, kind: str, found: PickleContents, tensors: list[TensorSummary]) -> Overview:
+    """Makes the overview; `imports` is what loading with pickle would import beyond what tensors need."""
     imports = sorted(str(name) for name in found.names if not _EXPECTED.fullmatch(str(name)))
     return Overview(path=path, about={"format": kind, "imports": imports}, tensors=tuple(tensors))
 
 
-def _read_zip(stream: BinaryIO, name: str) -> Read:
+def _read_zip(stream: BinaryIO, name: str) -> PickleContents:
     try:
         with zipfile.ZipFile(stream) as archive:
             (member,) = [
                 about for about in archive.infolist() if re.fullmatch(r"[^/]*/data\.pkl", about.filename)
             ]
-            if member.compress_type != zipfile.ZIP_STORED or member.file_size > _LARGEST_PICKLE:
-                raise Damaged(
-                    f"{name}: {member.filename} is larger than any that torch writes, or compressed"
+            if member.compress_type != zipfile.ZIP_STORED or member.file_size > _LARGEST_PICKLE_BYTES:
+                raise DamagedCheckpoint(
+                    f"{name}: {member.filename} is too large or compressed, unlike any that torch writes"
                 )
-            data = archive.read(member)  # its checksum is looked at, too
+            data = archive.read(member)  # checks its CRC, too
     except (
         zipfile.BadZipFile,
         ValueError,
@@ -92,54 +100,59 @@ def _read_zip(stream: BinaryIO, name: str) -> Read:
         EOFError,
         struct.error,
     ) as error:
-        if isinstance(error, Damaged):
+        if isinstance(error, DamagedCheckpoint):
             raise
-        raise Damaged(f"{name}: it is not an archive of torch: {error}") from error
+        raise DamagedCheckpoint(f"{name}: it is not a zip archive of torch: {error}") from error
     return read(io.BytesIO(data), name)
 
 
-def _read_legacy(stream: BinaryIO, name: str) -> Read:
+def _read_legacy(stream: BinaryIO, name: str) -> PickleContents:
     beginning = _beginning(stream)
     found = [read(beginning, name) for _ in range(_LEGACY_PICKLES)]
     if found[0].value != _LEGACY_MAGIC:
-        raise Damaged(f"{name}: it is a pickle, but not one that torch has written")
+        raise DamagedCheckpoint(f"{name}: it is a pickle, but torch has not written it")
     return found[-1]
 
 
 def _beginning(stream: BinaryIO) -> io.BytesIO:
-    return io.BytesIO(stream.read(_LARGEST_PICKLE))
+    return io.BytesIO(stream.read(_LARGEST_PICKLE_BYTES))
 
 
 def _attributes(thing: object) -> dict[str, object]:
-    """What an object would have been given, by name."""
-    state = thing.state if isinstance(thing, Thing) else None
+    """Returns the attributes that an object would get, by name."""
+    state = thing.state if isinstance(thing, PickledObject) else None
     return (
-        {key: value for key, value in state.pairs if isinstance(key, str)} if isinstance(state, Thing) else {}
+        {key: value for key, value in state.pairs if isinstance(key, str)}
+        if isinstance(state, PickledObject)
+        else {}
     )
 
 
-def _described(name: object, entry: object) -> Tensor:
-    """A tensor of a distributed checkpoint."""
+def _described(name: object, entry: object) -> TensorSummary:
+    """Returns a tensor of a distributed checkpoint."""
     match _attributes(entry):
-        case {"properties": Thing(state=(Name(_, dtype), *_)), "size": Thing(args=(tuple(shape),))}:
+        case {
+            "properties": PickledObject(state=(PickledName(_, dtype), *_)),
+            "size": PickledObject(args=(tuple(shape),)),
+        }:
             return _tensor(_label(name), _DTYPES.get(dtype, dtype), shape)
-    raise Damaged(f"{METADATA}: tensor {_label(name):.100} cannot be what it says")
+    raise DamagedCheckpoint(f"{METADATA}: the entry of tensor {_label(name):.100} is inconsistent")
 
 
 def _label(key: object) -> str:
-    """A key as part of a name. What is not text or a number may be endless when printed."""
+    """Returns a key as part of a name. Only strings and integers are printed: other objects may be endless."""
     return str(key) if isinstance(key, str | int) else "?"
 
 
-def _tensor(name: str, dtype: str, shape: tuple[Any, ...]) -> Tensor:
+def _tensor(name: str, dtype: str, shape: tuple[Any, ...]) -> TensorSummary:
     if not all(type(size) is int and size >= 0 for size in shape):
-        raise Damaged(f"tensor {name!r:.100} has no shape")
-    return Tensor(name=name, dtype=dtype, shape=shape, bytes=math.prod(shape) * _SIZES.get(dtype, 0))
+        raise DamagedCheckpoint(f"tensor {name!r:.100} has no valid shape")
+    return TensorSummary(name=name, dtype=dtype, shape=shape, bytes=math.prod(shape) * _SIZES.get(dtype, 0))
 
 
-def _tensors_in(value: object, file: str) -> dict[str, Tensor]:
-    """The tensors in what a pickle stands for. A small pickle can stand for very much: there is a limit."""
-    found: dict[str, Tensor] = {}
+def _tensors_in(value: object, file: str) -> dict[str, TensorSummary]:
+    """Returns the tensors in a pickled value. A small pickle can describe a huge value: there is a limit."""
+    found: dict[str, TensorSummary] = {}
     todo = [(value, "", 0)]
     for _ in range(_MOST_NODES):
         if not todo:
@@ -153,38 +166,40 @@ def _tensors_in(value: object, file: str) -> dict[str, Tensor]:
         else:
             inside = [(inner, _inside(name, key), depth + 1) for key, inner in _members(value)]
             todo += reversed(inside)
-    raise Damaged(f"{file}: it stands for more than can be shown")
+    raise DamagedCheckpoint(f"{file}: it describes more than can be shown")
 
 
-def _as_tensor(value: object, name: str) -> Tensor | None:
+def _as_tensor(value: object, name: str) -> TensorSummary | None:
     match value:
-        case Thing(
-            what=Name("torch._utils", "_rebuild_tensor_v2"), args=(Thing() as storage, _, tuple(shape), *_)
+        case PickledObject(
+            what=PickledName("torch._utils", "_rebuild_tensor_v2"),
+            args=(PickledObject() as storage, _, tuple(shape), *_),
         ):
             return _tensor(name, _storage_type(storage), shape)
-        case Thing(
-            what=Name("torch._utils", "_rebuild_tensor_v3"),
-            args=(_, _, tuple(shape), _, _, _, Name(_, dtype), *_),
+        case PickledObject(
+            what=PickledName("torch._utils", "_rebuild_tensor_v3"),
+            args=(_, _, tuple(shape), _, _, _, PickledName(_, dtype), *_),
         ):
             return _tensor(name, _DTYPES.get(dtype, dtype), shape)
     return None
 
 
 def _members(value: object) -> Iterable[tuple[object, object]]:
-    """What something is made of, by name; what only wraps another thing passes its own name on."""
+    """Returns the members of a value by name; None for the name if the value only wraps another."""
     match value:
         case tuple():
             return enumerate(value)
-        case Thing(
-            what=Name("torch._tensor", "_rebuild_from_type_v2"), args=(Name() as how, _, tuple(args), *_)
+        case PickledObject(
+            what=PickledName("torch._tensor", "_rebuild_from_type_v2"),
+            args=(PickledName() as how, _, tuple(args), *_),
         ):
-            return [(None, Thing(how, args))]
-        case Thing(
-            what=Name("torch._utils", "_rebuild_parameter" | "_rebuild_parameter_with_state"),
+            return [(None, PickledObject(how, args))]
+        case PickledObject(
+            what=PickledName("torch._utils", "_rebuild_parameter" | "_rebuild_parameter_with_state"),
             args=(tensor, *_),
         ):
             return [(None, tensor)]
-        case Thing(what=what):  # a state dict's own attributes are not part of the state
+        case PickledObject(what=what):  # attributes of a state dict are not part of the state
             attributes = [] if what in _DICTS else _attributes(value).items()
             return [*value.pairs, *enumerate(value.parts), *attributes]
     return ()
@@ -196,9 +211,11 @@ def _inside(name: str, key: object) -> str:
     return f"{name}.{_label(key)}".lstrip(".")
 
 
-def _storage_type(storage: Thing) -> str:
-    """The type that a tensor has by that of its storage: ("storage", torch.FloatStorage, key, device, size)."""
+def _storage_type(storage: PickledObject) -> str:
+    """Returns the dtype of a tensor by its storage: ("storage", torch.FloatStorage, key, device, size)."""
     match storage:
-        case Thing(what=Name() as how, args=((_, Name(_, kind), *_),)) if how == PERSISTENT:
+        case PickledObject(what=PickledName() as how, args=((_, PickledName(_, kind), *_),)) if (
+            how == PERSISTENT
+        ):
             return _STORAGES.get(kind.removesuffix("Storage"), kind)
     return "unknown"

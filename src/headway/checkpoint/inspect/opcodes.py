@@ -1,9 +1,9 @@
-"""A pickle, read as data. Nothing is imported, called or made: what a pickle would do is written down instead.
+"""Pickles read as data: nothing in them is imported, called or built.
 
-    read(stream)      ->  Thing(what=Name("torch._utils", "_rebuild_tensor_v2"), args=(...))
-
-A pickle is a program for a small stack machine. Here its instructions (decoded by the standard library's `pickletools`)
-move plain values, names and `Thing`s; the instruction that would call a function makes a `Thing` that says so.
+A pickle is a program for a small stack machine. Here its instructions, decoded by the standard library's `pickletools`,
+move plain values, names and `PickledObject`s. An instruction that would call a function makes a `PickledObject` that
+records the call. torch's `weights_only=True` cannot replace this: it builds objects, refuses files with other classes
+instead of listing them, and needs torch.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NamedTuple, final
 
-from headway.checkpoint.format.manifest import Damaged
+from headway.checkpoint.format.directory import DamagedCheckpoint
 
 
-class Name(NamedTuple):
+class PickledName(NamedTuple):
     """Something that the pickle would import."""
 
     module: str
@@ -28,10 +28,10 @@ class Name(NamedTuple):
 
 @final
 @dataclass(eq=False, repr=False)
-class Thing:
-    """Something that the pickle would make: by calling `what` with `args`, and then adding to it.
+class PickledObject:
+    """An object that the pickle would build: by calling `what` with `args`, and then adding to it.
 
-    It may be shared a million times over, so it is never compared or printed as a whole.
+    It may contain itself a million times, so it is never compared or printed as a whole.
     """
 
     what: object
@@ -41,28 +41,32 @@ class Thing:
     state: object = None
 
 
-DICT, LIST, SET = Name("builtins", "dict"), Name("builtins", "list"), Name("builtins", "set")
-PERSISTENT = Name("pickle", "persistent_load")
+DICT, LIST, SET = (
+    PickledName("builtins", "dict"),
+    PickledName("builtins", "list"),
+    PickledName("builtins", "set"),
+)
+PERSISTENT = PickledName("pickle", "persistent_load")
 
 
 @final
 @dataclass(frozen=True)
-class Read:
-    """One pickle: what it stands for, and all that it would import."""
+class PickleContents:
+    """One pickle: the value that it describes, and the names that loading it would import."""
 
     value: object
-    names: frozenset[Name]
+    names: frozenset[PickledName]
 
 
-def read(stream: BinaryIO, name: str) -> Read:
-    """Reads one pickle and leaves the stream behind it; `Damaged` if there is none. `name` is for the message."""
-    machine = _Machine()
+def read(stream: BinaryIO, name: str) -> PickleContents:
+    """Reads one pickle and stops behind it; `DamagedCheckpoint` if there is none. `name` is for the message."""
+    machine = _PickleMachine()
     try:
         for instruction, argument, _ in pickletools.genops(stream):
             machine.do(instruction.name, argument)
-        return Read(machine.stack.pop(), frozenset(machine.names))
+        return PickleContents(machine.stack.pop(), frozenset(machine.names))
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, AttributeError) as error:
-        raise Damaged(f"{name}: it is not a pickle that can be read: {error}") from error
+        raise DamagedCheckpoint(f"{name}: it is not a readable pickle: {error}") from error
 
 
 _PUSH = frozenset((
@@ -75,10 +79,10 @@ _SKIP = frozenset(("PROTO", "FRAME", "STOP"))
 
 
 @final
-class _Machine:
+class _PickleMachine:
     def __init__(self) -> None:
         self.stack: list[Any] = []
-        self.names: set[Name] = set()
+        self.names: set[PickledName] = set()
         self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
 
@@ -89,7 +93,7 @@ class _Machine:
             self.stack.append(_CONSTANTS[name])
         elif name not in _SKIP:
             if name not in _DO:
-                raise ValueError(f"the instruction {name} is not known here")
+                raise ValueError(f"unknown instruction {name}")
             _DO[name](self, argument)
 
     def push(self, value: object) -> None:
@@ -97,7 +101,7 @@ class _Machine:
 
     def pop(self, count: int) -> list[Any]:
         if len(self.stack) < count:
-            raise ValueError("it takes more than it has")
+            raise ValueError("the stack is too short")
         taken = self.stack[len(self.stack) - count :]
         del self.stack[len(self.stack) - count :]
         return taken
@@ -108,10 +112,12 @@ class _Machine:
     def mark(self) -> None:
         self._marks.append(len(self.stack))
 
-    def top(self) -> Thing:
-        """What is added to: a container, or something that would have been made."""
+    def top(self) -> PickledObject:
+        """Returns what is added to: a container, or an object that would be built."""
         found = self.stack[-1]
-        return found if isinstance(found, Thing) else Thing(found)  # adding to a plain value leads nowhere
+        return (
+            found if isinstance(found, PickledObject) else PickledObject(found)
+        )  # what is added to a plain value is dropped
 
     def add(self, parts: list[Any]) -> None:
         self.top().parts.extend(parts)
@@ -122,39 +128,39 @@ class _Machine:
     def recall(self, key: int) -> None:
         self.push(self._memo[int(key)])
 
-    def name(self, module: object, name: object) -> Name:
+    def name(self, module: object, name: object) -> PickledName:
         if not (isinstance(module, str) and isinstance(name, str)):
-            raise ValueError("it imports what has no name")
-        found = Name(module, name)
+            raise ValueError("it imports something that is not a name")
+        found = PickledName(module, name)
         self.names.add(found)
         return found
 
 
-def _add_pairs(machine: _Machine, flat: list[Any]) -> None:
+def _add_pairs(machine: _PickleMachine, flat: list[Any]) -> None:
     machine.top().pairs.extend(zip(flat[::2], flat[1::2], strict=True))
 
 
-def _make_dict(machine: _Machine) -> None:
+def _make_dict(machine: _PickleMachine) -> None:
     flat = machine.since_mark()
-    machine.push(Thing(DICT, pairs=list(zip(flat[::2], flat[1::2], strict=True))))
+    machine.push(PickledObject(DICT, pairs=list(zip(flat[::2], flat[1::2], strict=True))))
 
 
-def _make_by_class(machine: _Machine) -> None:
+def _make_by_class(machine: _PickleMachine) -> None:
     what, *args = machine.since_mark()
-    machine.push(Thing(what, tuple(args)))
+    machine.push(PickledObject(what, tuple(args)))
 
 
-def _build(machine: _Machine) -> None:
+def _build(machine: _PickleMachine) -> None:
     (state,) = machine.pop(1)
     machine.top().state = state
 
 
-def _call(machine: _Machine, count: int) -> None:
+def _call(machine: _PickleMachine, count: int) -> None:
     what, args, *named = machine.pop(count)
-    machine.push(Thing(what, args, state=named[0] if named else None))
+    machine.push(PickledObject(what, args, state=named[0] if named else None))
 
 
-_DO: dict[str, Callable[[_Machine, Any], object]] = {
+_DO: dict[str, Callable[[_PickleMachine, Any], object]] = {
     "MARK": lambda m, _: m.mark(),
     "POP": lambda m, _: m.pop(1),
     "POP_MARK": lambda m, _: m.since_mark(),
@@ -170,11 +176,11 @@ _DO: dict[str, Callable[[_Machine, Any], object]] = {
     "TUPLE1": lambda m, _: m.push(tuple(m.pop(1))),
     "TUPLE2": lambda m, _: m.push(tuple(m.pop(2))),
     "TUPLE3": lambda m, _: m.push(tuple(m.pop(3))),
-    "EMPTY_LIST": lambda m, _: m.push(Thing(LIST)),
-    "EMPTY_DICT": lambda m, _: m.push(Thing(DICT)),
-    "EMPTY_SET": lambda m, _: m.push(Thing(SET)),
-    "LIST": lambda m, _: m.push(Thing(LIST, parts=m.since_mark())),
-    "FROZENSET": lambda m, _: m.push(Thing(SET, parts=m.since_mark())),
+    "EMPTY_LIST": lambda m, _: m.push(PickledObject(LIST)),
+    "EMPTY_DICT": lambda m, _: m.push(PickledObject(DICT)),
+    "EMPTY_SET": lambda m, _: m.push(PickledObject(SET)),
+    "LIST": lambda m, _: m.push(PickledObject(LIST, parts=m.since_mark())),
+    "FROZENSET": lambda m, _: m.push(PickledObject(SET, parts=m.since_mark())),
     "DICT": lambda m, _: _make_dict(m),
     "APPEND": lambda m, _: m.add(m.pop(1)),
     "APPENDS": lambda m, _: m.add(m.since_mark()),
@@ -183,12 +189,12 @@ _DO: dict[str, Callable[[_Machine, Any], object]] = {
     "SETITEMS": lambda m, _: _add_pairs(m, m.since_mark()),
     "GLOBAL": lambda m, both: m.push(m.name(*both.split(" ", 1))),
     "STACK_GLOBAL": lambda m, _: m.push(m.name(*m.pop(2))),
-    "INST": lambda m, both: m.push(Thing(m.name(*both.split(" ", 1)), tuple(m.since_mark()))),
+    "INST": lambda m, both: m.push(PickledObject(m.name(*both.split(" ", 1)), tuple(m.since_mark()))),
     "OBJ": lambda m, _: _make_by_class(m),
     "REDUCE": lambda m, _: _call(m, 2),
     "NEWOBJ": lambda m, _: _call(m, 2),
     "NEWOBJ_EX": lambda m, _: _call(m, 3),
     "BUILD": lambda m, _: _build(m),
-    "PERSID": lambda m, given: m.push(Thing(PERSISTENT, (given,))),
-    "BINPERSID": lambda m, _: m.push(Thing(PERSISTENT, tuple(m.pop(1)))),
+    "PERSID": lambda m, given: m.push(PickledObject(PERSISTENT, (given,))),
+    "BINPERSID": lambda m, _: m.push(PickledObject(PERSISTENT, tuple(m.pop(1)))),
 }

@@ -1,4 +1,4 @@
-"""Tensors in a table: what people and programs see of a checkpoint. Needs no torch."""
+"""The overview of a checkpoint: its tensors by module. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, final
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Tensor:
-    """One line of the table."""
+class TensorSummary:
+    """Name, dtype, shape and bytes of one tensor."""
 
     name: str
     dtype: str
@@ -31,17 +31,17 @@ class Overview:
 
     path: Path
     about: dict[str, Any]
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[TensorSummary, ...]
 
-    def modules(self) -> dict[str, list[Tensor]]:
-        """The tensors by the module that they belong to, in the order of names."""
-        grouped: dict[str, list[Tensor]] = {}
+    def modules(self) -> dict[str, list[TensorSummary]]:
+        """Returns the tensors by the module that they belong to, in the order of names."""
+        grouped: dict[str, list[TensorSummary]] = {}
         for tensor in self.tensors:
             grouped.setdefault(tensor.module, []).append(tensor)
         return grouped
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON."""
+        """Returns the overview as plain values, for JSON."""
         return {
             "path": str(self.path),
             **self.about,
@@ -51,8 +51,8 @@ class Overview:
         }
 
 
-def totals(tensors: Iterable[Tensor]) -> dict[str, int]:
-    """How many tensors, elements and bytes."""
+def totals(tensors: Iterable[TensorSummary]) -> dict[str, int]:
+    """Returns the number of tensors, elements and bytes."""
     listed = list(tensors)
     return {
         "tensors": len(listed),

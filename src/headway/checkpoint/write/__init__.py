@@ -1,1 +1,4 @@
-"""Writing a checkpoint: plan, copy to host memory, write in a helper process, commit by rename."""
+"""Saving a checkpoint, top to bottom: `saver` (the one entry), `planner` (which rank writes what), `background` with
+`host_memory` (copy, so that training can continue), `writer` (every rank writes, rank 0 commits), `writer_process` (a
+process without torch) and `disk` (files, checksums, fsync, rename).
+"""

@@ -1,11 +1,11 @@
-"""The disk's side of a save. Needs no torch: it runs in a rank, or in the helper process of one.
+"""The steps of a save on disk. Needs no torch: they run in a rank, or in its writer process.
 
     begin     mkdir .tmp-OWNER-STEP-TOKEN                            rank 0
     write     write, fsync rank-N.*                                  every rank
     commit    write, fsync index, state and manifest; fsync the      rank 0, when all ranks have written
               directory; rename it and `latest`; fsync their parent
 
-What fails before the rename leaves nothing; `discard` sees to that, or, after a kill, the next `begin`.
+If a step fails before the rename, `discard` removes everything; after a kill, the next `begin` does.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from pathlib import Path
 from types import TracebackType
 from typing import final
 
-from headway.checkpoint.format import manifest as layout
-from headway.checkpoint.format.manifest import FileFact, Manifest
+from headway.checkpoint.format.directory import step_dir
+from headway.checkpoint.format.manifest import MANIFEST, FileChecksum, Manifest
 from headway.errors import UsageError
 from headway.run import lock
 from headway.system import files
 from headway.system.failpoints import failpoint
 
-_PIECE = 8 << 20
-_SMALL = 1 << 20
+_CHUNK_BYTES = 8 << 20
+_SMALL_BYTES = 1 << 20
 _UNFINISHED_LATEST = re.compile(r"\.latest\.[0-9a-f]{16}\.tmp")
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Target:
-    """One save on disk: where it is made, and what it will be called. All of it is JSON."""
+class SaveTarget:
+    """One save on disk: where it is written, and its final name. Its fields can be sent as JSON."""
 
     parent: str
     owner: str
-    """marks what is unfinished, so that only its own leftovers are ever removed"""
+    """is part of the name of unfinished saves, so that only those of the same run are removed"""
     step: int
     save: str
     """the name of the directory while it is hidden"""
     fence: lock.Fence | None
-    """the lock of the run: whoever lost it commits nothing"""
+    """the lock of the run: nothing is committed after it was lost"""
 
     @property
     def hidden(self) -> Path:
@@ -56,21 +56,21 @@ class Target:
 
     @property
     def final(self) -> Path:
-        return layout.step_dir(Path(self.parent), self.step)
+        return step_dir(Path(self.parent), self.step)
 
 
 def hidden_name(owner: str, step: int) -> str:
-    """A new name for a save in the making."""
+    """Returns a new name for a save that is being written."""
     return f".tmp-{owner}-{step}-{secrets.token_hex(8)}"
 
 
-def begin(target: Target) -> None:
-    """Makes the hidden directory, and removes what killed saves of this owner have left."""
+def begin(target: SaveTarget) -> None:
+    """Creates the hidden directory, and removes what killed saves of this owner have left."""
     parent = Path(target.parent)
     with files.storage(f"begin to save step {target.step} in {parent}"):
         _check_new(target)
         if target.fence is not None:
-            target.fence.check()  # what lies there may be the newer attempt's, which is just being saved
+            target.fence.check()  # the directory may hold what a newer attempt is just saving
         if not parent.is_dir():
             files.make_dir(parent)
             files.sync_dir(parent.parent)
@@ -80,17 +80,17 @@ def begin(target: Target) -> None:
         failpoint("checkpoint.after_directory")
 
 
-def write(target: Target, contents: Mapping[str, Iterable[memoryview]]) -> dict[str, FileFact]:
-    """Writes files into the hidden directory, down to the disk."""
+def write(target: SaveTarget, contents: Mapping[str, Iterable[memoryview]]) -> dict[str, FileChecksum]:
+    """Writes files into the hidden directory and syncs them."""
     with files.storage(f"save step {target.step} in {target.parent}"):
-        files.retry_until_visible(target.hidden.lstat)  # rank 0 has made it
+        files.retry_until_visible(target.hidden.lstat)  # rank 0 has created it; another host may see it late
         facts = {name: write_file(target.hidden / name, parts) for name, parts in contents.items()}
         failpoint("checkpoint.rank_written")
     return facts
 
 
-def commit(target: Target, documents: Mapping[str, bytes], manifest: Manifest) -> int:
-    """Makes the checkpoint whole and gives it its name. Returns its size."""
+def commit(target: SaveTarget, documents: Mapping[str, bytes], manifest: Manifest) -> int:
+    """Completes the checkpoint and gives it its name. Returns its size."""
     parent = Path(target.parent)
     latest = parent / f".latest.{secrets.token_hex(8)}.tmp"
     try:
@@ -100,7 +100,7 @@ def commit(target: Target, documents: Mapping[str, bytes], manifest: Manifest) -
                 facts[name] = write_file(target.hidden / name, [memoryview(data)])
             sealed = replace(manifest, files=dict(sorted(facts.items()))).to_bytes()
             failpoint("checkpoint.before_manifest")
-            files.write_new(target.hidden / layout.MANIFEST, sealed)
+            files.write_new(target.hidden / MANIFEST, sealed)
             failpoint("checkpoint.after_manifest")
             files.write_new(latest, f"{target.final.name}\n".encode())
             files.sync_dir(target.hidden)
@@ -120,13 +120,13 @@ def commit(target: Target, documents: Mapping[str, bytes], manifest: Manifest) -
     return len(sealed) + sum(fact.bytes for fact in facts.values())
 
 
-def discard(target: Target) -> None:
-    """Removes what a failed save has made. What cannot be removed now is removed by the next save."""
+def discard(target: SaveTarget) -> None:
+    """Removes what a failed save has written. What cannot be removed now is removed by the next save."""
     shutil.rmtree(target.hidden, ignore_errors=True)
 
 
 def sweep(parent: Path, owner: str) -> None:
-    """Removes what killed saves and deletions of this owner have left, and of nobody else."""
+    """Removes what killed saves and deletions of this owner have left, and nothing else."""
     leftover = re.compile(rf"\.(tmp|del)-{re.escape(owner)}-[0-9]+-[0-9a-f]{{16}}")
     for path in parent.iterdir():
         if leftover.fullmatch(path.name):
@@ -135,8 +135,8 @@ def sweep(parent: Path, owner: str) -> None:
             path.unlink(missing_ok=True)
 
 
-def write_file(path: Path, parts: Iterable[memoryview]) -> FileFact:
-    """Writes a new file down to the disk; its size and checksum are those of the bytes as they were handed over."""
+def write_file(path: Path, parts: Iterable[memoryview]) -> FileChecksum:
+    """Writes and syncs a new file; returns size and checksum of the bytes as they were passed in."""
     size = 0
     failpoint("checkpoint.before_file")
     fd = files.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -145,7 +145,7 @@ def write_file(path: Path, parts: Iterable[memoryview]) -> FileFact:
             for piece in _pieces(parts):
                 checksum.add(piece)
                 _write(fd, piece)
-                if sys.platform == "linux":  # the disk begins now; otherwise it would wait for the fsync
+                if sys.platform == "linux":  # starts writing to the disk now, and not at the fsync
                     os.posix_fadvise(fd, size, len(piece), os.POSIX_FADV_DONTNEED)
                 size += len(piece)
         failpoint("checkpoint.before_fsync")
@@ -153,22 +153,22 @@ def write_file(path: Path, parts: Iterable[memoryview]) -> FileFact:
     finally:
         os.close(fd)
     failpoint("checkpoint.after_file")
-    return FileFact(bytes=size, crc32=f"{checksum.value:08x}")
+    return FileChecksum(bytes=size, crc32=f"{checksum.value:08x}")
 
 
 @final
 class _Checksum:
-    """The CRC32 of pieces, computed beside the writing of them: at most one piece behind."""
+    """The CRC32 of pieces, computed in a thread while they are written: at most one piece behind."""
 
     def __init__(self) -> None:
         self.value = 0
-        self._beside = ThreadPoolExecutor(max_workers=1)
+        self._thread = ThreadPoolExecutor(max_workers=1)
         self._last: Future[None] | None = None
 
     def add(self, piece: memoryview) -> None:
         if self._last is not None:
             self._last.result()
-        self._last = self._beside.submit(self._update, piece) if len(piece) >= _SMALL else None
+        self._last = self._thread.submit(self._update, piece) if len(piece) >= _SMALL_BYTES else None
         if self._last is None:
             self._update(piece)
 
@@ -181,21 +181,21 @@ class _Checksum:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._beside.shutdown()
+        self._thread.shutdown()
 
 
 def _pieces(parts: Iterable[memoryview]) -> Iterator[memoryview]:
-    """The same bytes in pieces of a good size: small parts are joined, large ones are cut and not copied."""
+    """Yields the same bytes in pieces of a good size: small parts are joined, large ones are sliced without a copy."""
     joined = bytearray()
     for part in parts:
-        small = len(part) < _SMALL
-        if not small or len(joined) + len(part) > _PIECE:
+        small = len(part) < _SMALL_BYTES
+        if not small or len(joined) + len(part) > _CHUNK_BYTES:
             yield memoryview(joined)
             joined = bytearray()
         if small:
             joined += part
         else:
-            yield from (part[begin : begin + _PIECE] for begin in range(0, len(part), _PIECE))
+            yield from (part[begin : begin + _CHUNK_BYTES] for begin in range(0, len(part), _CHUNK_BYTES))
     yield memoryview(joined)
 
 
@@ -206,8 +206,8 @@ def _write(fd: int, piece: memoryview) -> None:
         failpoint("checkpoint.mid_file")
 
 
-def _check_new(target: Target) -> None:
+def _check_new(target: SaveTarget) -> None:
     if os.path.lexists(target.final):
         raise UsageError(
-            f"{target.final} exists already: a checkpoint is never overwritten; save another step"
+            f"{target.final} exists already, and a checkpoint is never overwritten: save another step"
         )

@@ -1,8 +1,8 @@
-"""Memory that a rank fills and its helper process reads: one copy of the rank's share, kept for the next save.
+"""Host memory that a rank fills and its writer process reads: one copy of the rank's share, reused by every save.
 
-Tensors are really copied, also those on the CPU: training may go on as soon as the copy is made. From CUDA devices it
-is made on a stream of its own into page-locked memory; what the current stream is given later waits for it, so no
-kernel overwrites what was not copied yet.
+Tensors on the CPU are copied, too: training may change them as soon as the copy is made. From CUDA devices the copy
+runs on its own stream into page-locked memory. Work that is queued on the current stream later waits for it, so no
+kernel overwrites what is not copied yet.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from typing import Any, final
 
 import torch
 
-from headway.checkpoint.write.planner import Share
+from headway.checkpoint.write.planner import RankShare
 from headway.errors import StorageError
 
-_GRAIN = 2 << 20  # a state that grows a little needs no new memory
-_PORTABLE = 1  # page-locked for all devices: cudaHostRegisterPortable
+_GRAIN_BYTES = 2 << 20  # a state that grows a little needs no new memory
+_CUDA_HOST_REGISTER_PORTABLE = 1  # page-locked for all devices
 
 
 @final
-class Staged:
-    """A copy in the making: `wait` for it before reading the memory."""
+class HostCopy:
+    """A copy that may still be running: `wait` for it before reading the memory."""
 
     def __init__(self, copies: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> None:
         self._copies = copies
 
     def wait(self) -> float:
-        """Returns when the copy is whole. The seconds for which devices stood still for it."""
+        """Waits until the copy is complete; returns the seconds for which a device did nothing else."""
         for _, end in self._copies:
             end.synchronize()
         return max((begin.elapsed_time(end) / 1000 for begin, end in self._copies), default=0.0)
 
 
 @final
-class Memory:
-    """The shared memory. It grows to the size of the largest share, and nobody else can open it: it has no name."""
+class HostMemory:
+    """The shared memory. It grows to the size of the largest share; it has no name, so nothing else can open it."""
 
     def __init__(self) -> None:
         if sys.platform == "linux":
@@ -48,25 +48,25 @@ class Memory:
                 self.fd = os.dup(file.fileno())
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._pinned = False
-        self._last = Staged([])
+        self._last = HostCopy([])
 
-    def stage(self, share: Share) -> Staged:
-        """Copies a share as the file that it will be. CPU tensors are copied when this returns."""
-        self._last.wait()  # if nobody has, because the save failed before
-        self._last = Staged([])
+    def copy(self, share: RankShare) -> HostCopy:
+        """Copies a share in the layout of its file. CPU tensors are copied when this returns."""
+        self._last.wait()  # if the save before failed, nothing has waited for its copy
+        self._last = HostCopy([])
         if not share.size:
             return self._last
         tensors = list(share.tensors())
         devices = {tensor.device for _, tensor in tensors if tensor.is_cuda}
         self._reserve(share.size, pin=bool(devices))
         self._bytes[: len(share.header)] = torch.frombuffer(bytearray(share.header), dtype=torch.uint8)
-        self._last = Staged([self._stage_device(device, tensors) for device in sorted(devices, key=str)])
+        self._last = HostCopy([self._copy_device(device, tensors) for device in sorted(devices, key=str)])
         for begin, tensor in tensors:  # while the devices copy
             if not tensor.is_cuda:
-                self._place(begin, tensor)
+                self._copy_tensor(begin, tensor)
         return self._last
 
-    def _stage_device(
+    def _copy_device(
         self, device: torch.device, tensors: list[tuple[int, torch.Tensor]]
     ) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         training, copying = torch.cuda.current_stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -76,30 +76,34 @@ class Memory:
             begin.record(copying)
             for offset, tensor in tensors:
                 if tensor.device == device:
-                    self._place(offset, tensor)
-                    tensor.record_stream(copying)  # its memory is not given away before
+                    self._copy_tensor(offset, tensor)
+                    tensor.record_stream(copying)  # its memory is not reused before
             end.record(copying)
         training.wait_stream(copying)
         return begin, end
 
-    def _place(self, begin: int, tensor: torch.Tensor) -> None:
+    def _copy_tensor(self, begin: int, tensor: torch.Tensor) -> None:
         size = tensor.numel() * tensor.element_size()
-        place = self._bytes[begin : begin + size].view(tensor.dtype).view(tensor.shape)
-        place.copy_(tensor, non_blocking=tensor.is_cuda)
+        destination = self._bytes[begin : begin + size].view(tensor.dtype).view(tensor.shape)
+        destination.copy_(tensor, non_blocking=tensor.is_cuda)
 
     def _reserve(self, size: int, *, pin: bool) -> None:
         if len(self._bytes) < size:
             self._unpin()
-            whole = -(-size // _GRAIN) * _GRAIN
+            whole = -(-size // _GRAIN_BYTES) * _GRAIN_BYTES
             os.ftruncate(self.fd, whole)
-            # never closed by hand: the tensor keeps it, and it goes with the tensor
+            # the tensor keeps the mapping, which is closed with it
             self._bytes = torch.frombuffer(mmap.mmap(self.fd, whole), dtype=torch.uint8)
         if pin and not self._pinned:
-            refused = int(_cudart().cudaHostRegister(self._bytes.data_ptr(), len(self._bytes), _PORTABLE))
-            if refused:
+            error = int(
+                _cudart().cudaHostRegister(
+                    self._bytes.data_ptr(), len(self._bytes), _CUDA_HOST_REGISTER_PORTABLE
+                )
+            )
+            if error:
                 raise StorageError(
                     f"{len(self._bytes)} bytes of host memory could not be page-locked to save from the GPU "
-                    f"(CUDA error {refused}): free host memory, or save with background=False"
+                    f"(CUDA error {error}): free host memory, or save with background=False"
                 )
             self._pinned = True
 
@@ -109,7 +113,7 @@ class Memory:
             self._pinned = False
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Frees the memory."""
         self._last.wait()
         self._unpin()
         self._bytes = torch.empty(0, dtype=torch.uint8)

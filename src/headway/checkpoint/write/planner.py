@@ -1,7 +1,7 @@
-"""Who writes what: torch's planner above, JSON between the ranks, one safetensors file per rank below.
+"""Which rank writes what: torch's planner decides, the ranks exchange JSON, and each writes one safetensors file.
 
-share = agree(exchange, tensors, contents)        # the same on all ranks, before a file is made
-share.header, share.tensors()                 # the bytes of this rank's file, in order
+contents, agreed = WritePlanner().agree(exchange, ...)     # on all ranks, before a file is created
+agreed.share.header, agreed.share.tensors()                # the bytes of this rank's file, in order
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from headway.checkpoint.format import dtypes, tree
 from headway.checkpoint.format.dtypes import BY_NAME, NAMES
-from headway.checkpoint.format.manifest import FileFact, Manifest
+from headway.checkpoint.format.manifest import FileChecksum, Manifest
 from headway.checkpoint.format.tensor_file import header_of, table_of
 from headway.dist.collective.exchange import RankExchange
 from headway.errors import UsageError
@@ -38,8 +38,8 @@ from headway.errors import UsageError
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Contents:
-    """What one rank brings to a save: its tensors by name, and all the rest as JSON."""
+class RankContents:
+    """What one rank has to save: its tensors by name, and everything else as JSON."""
 
     step: int
     tensors: dict[str, torch.Tensor]
@@ -48,32 +48,30 @@ class Contents:
     metrics: Mapping[str, float]
 
 
-def contents(
+def collect(
     state: Mapping[str, Any], *, step: int, local: object, metrics: Mapping[str, float] | None
-) -> Contents:
-    """Takes a state apart; `UsageError` for what a checkpoint cannot hold."""
+) -> RankContents:
+    """Splits a state into tensors and JSON; `UsageError` for what a checkpoint cannot hold."""
     if type(step) is not int or not 0 <= step < 10**18:
-        raise UsageError(f"step={step!r}: a step is a whole number from 0 on")
+        raise UsageError(f"step={step!r} is not a valid step: give an integer of at least 0")
     packed, tensors = tree.split(state)
     own = None if local is None else tree.to_json(local, "local")
-    return Contents(step=step, tensors=tensors, tree=packed, local=own, metrics=_numbers(metrics or {}))
+    return RankContents(step=step, tensors=tensors, tree=packed, local=own, metrics=_numbers(metrics or {}))
 
 
 def _numbers(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics that can be compared: one that is not finite is never the best."""
+    """Returns the metrics that can be compared: a value that is not finite is never the best."""
     for name, value in metrics.items():
         if type(value) not in (int, float):
-            raise UsageError(
-                f"metrics[{name!r}] is {value!r:.80}: metrics are numbers; take .item() of a tensor"
-            )
+            raise UsageError(f"metrics[{name!r}] is {value!r:.80}, not a number: call .item() on a tensor")
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 @final
-class Plan:
-    """Which tensors this rank writes, and where in its file; on rank 0 also what all of them are together.
+class WritePlan:
+    """Which tensors this rank writes, and where in its file; on rank 0 also the metadata of all tensors.
 
-    It holds as long as every rank has the same tensors, so it is made once and used for many saves.
+    It is valid as long as every rank has the same tensors, so it is made once and used for many saves.
     """
 
     def __init__(
@@ -89,32 +87,32 @@ class Plan:
 
 
 @final
-class Share:
+class RankShare:
     """What this rank writes in one save: one safetensors file, if it has any tensors to write."""
 
-    def __init__(self, save: str, plan: Plan) -> None:
+    def __init__(self, save: str, plan: WritePlan) -> None:
         self._plan = plan
         self.header = header_of(plan.table, {"format": "pt", "save": save})
         self.size = len(self.header) + plan.ranges[-1][1] if plan.items else 0
 
     def tensors(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Where each tensor begins in the file, and the tensor; on its device, and laid out in whatever way."""
+        """Yields the offset of each tensor in the file, and the tensor, on its device and with any strides."""
         for item, (begin, _) in zip(self._plan.items, self._plan.ranges, strict=True):
             tensor = self._plan.planner.resolve_data(item)
             about = _data(item)
             assert isinstance(tensor, torch.Tensor)
             if tensor.shape != about.chunk.sizes or tensor.dtype != about.properties.dtype:
                 raise UsageError(
-                    f"{item.index.fqn!r} changed its shape or type while it was saved; save between steps"
+                    f"{item.index.fqn!r} changed its shape or type while it was being saved: save between steps"
                 )
             yield len(self.header) + begin, tensor.detach()
 
     def release(self) -> None:
-        """Lets go of the tensors: they have been copied."""
+        """Drops the references to the tensors, which have been copied."""
         self._plan.planner.state_dict = {}
 
     def chunks(self, file: str) -> list[list[Any]]:
-        """The name of each tensor, and the part of it that is in this file, as the index has it."""
+        """Returns the name of each tensor and the chunk of it that is in this file, as in the index."""
         base = len(self.header)
         return [
             [item.index.fqn, {
@@ -127,16 +125,16 @@ class Share:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Agreed:
-    """A save that all ranks have agreed to: this rank's share, and, on rank 0, what belongs to all."""
+class AgreedSave:
+    """A save that all ranks have agreed on: this rank's share, and, on rank 0, what belongs to all."""
 
     save: str
-    share: Share
+    share: RankShare
     tree: dict[str, Any] | None
     metadata: Metadata | None
 
     def index(self, chunks: Iterable[Sequence[Any]]) -> dict[str, Any]:
-        """index.json, of the chunks of all ranks. On rank 0."""
+        """Returns index.json from the chunks of all ranks. On rank 0."""
         assert self.metadata is not None
         index: dict[str, Any] = {}
         for name, about in sorted(self.metadata.state_dict_metadata.items()):
@@ -148,31 +146,33 @@ class Agreed:
 
 
 @final
-class Planner:
-    """Agrees on saves with the other ranks. While nobody's tensors change, they exchange a few words each time."""
+class WritePlanner:
+    """Agrees on saves with the other ranks. As long as no tensor changes, each takes one short exchange."""
 
     def __init__(self) -> None:
-        self._plan: Plan | None = None
+        self._plan: WritePlan | None = None
 
     def agree(
-        self, exchange: RankExchange, bring: Callable[[], Contents], name: Callable[[int], str]
-    ) -> tuple[Contents, Agreed]:
-        """All ranks bring their contents; rank 0 decides who writes what, and names the save by its step.
+        self, exchange: RankExchange, collect: Callable[[], RankContents], name: Callable[[int], str]
+    ) -> tuple[RankContents, AgreedSave]:
+        """Collects the contents of all ranks; rank 0 decides which rank writes what, and names the save by its step.
 
-        What some rank cannot save, or ranks disagree about, is raised on all ranks.
+        If a rank cannot save its state, or ranks disagree, all ranks raise.
         """
-        brought: list[tuple[Contents, list[Any]]] = []
+        collected: list[tuple[RankContents, list[Any]]] = []
         merged: list[dict[str, Any]] = []
 
         def propose() -> dict[str, Any]:
-            mine = bring()
+            mine = collect()
             tensors = [_facts(each, tensor) for each, tensor in mine.tensors.items()]
-            brought.append((mine, tensors))
+            collected.append((mine, tensors))
             known = self._plan.number if self._plan is not None and self._plan.tensors == tensors else None
             return {"step": mine.step, "tree": mine.tree, "plan": known}
 
         def decide(proposals: list[dict[str, Any]]) -> list[dict[str, Any]]:
-            tree.merge([{"step": proposal["step"]} for proposal in proposals])  # only to see that they agree
+            tree.merge(
+                [{"step": proposal["step"]} for proposal in proposals]
+            )  # only to check that they agree
             merged.append(tree.merge([proposal["tree"] for proposal in proposals]))
             plans = {proposal["plan"] for proposal in proposals}
             return [
@@ -180,7 +180,7 @@ class Planner:
             ] * len(proposals)
 
         decided = exchange.round(propose, decide)
-        contents, tensors = brought[0]
+        contents, tensors = collected[0]
         if not decided["known"]:
             self._plan = _make_plan(
                 exchange, contents.tensors, tensors, (self._plan.number if self._plan else 0) + 1
@@ -188,29 +188,29 @@ class Planner:
         plan = self._plan
         assert plan is not None
         plan.planner.set_up_planner(contents.tensors, is_coordinator=exchange.rank == 0)
-        return contents, Agreed(
+        return contents, AgreedSave(
             save=decided["save"],
-            share=Share(decided["save"], plan),
+            share=RankShare(decided["save"], plan),
             tree=merged[0] if merged else None,
             metadata=plan.planner.metadata if merged else None,
         )
 
 
 def _facts(name: str, tensor: torch.Tensor) -> Any:
-    """What a plan depends on; equal if the plan still holds."""
+    """Returns what a plan depends on; if it is equal, the plan is still valid."""
     kind = type(tensor)
     shard: object = None
     if isinstance(tensor, DTensor):
         shard = (tensor.device_mesh, tensor.placements, tensor.to_local().shape)
     elif kind not in (torch.Tensor, torch.nn.Parameter):
-        shard = object()  # torch may shard it in ways that we do not know
+        shard = object()  # torch may shard it in ways that headway does not know
     return (name, tensor.dtype, tensor.shape, tensor.layout, tensor.device, shard)
 
 
 def _make_plan(
     exchange: RankExchange, tensors: dict[str, torch.Tensor], facts: list[Any], number: int
-) -> Plan:
-    """Torch's planner decides: a tensor that all ranks have is written by one of them."""
+) -> WritePlan:
+    """Makes a plan with torch's planner: a tensor that all ranks have is written by one of them."""
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def propose() -> list[Any]:
@@ -220,18 +220,20 @@ def _make_plan(
         return [_to_json(item) for item in planner.create_local_plan().items]
 
     def decide(proposals: list[list[Any]]) -> list[list[Any]]:
-        # only to see that they agree
+        # only to check that they agree
         tree.merge([{item[0]: item[2:4] for item in items} for items in proposals])
         plans = [SavePlan([_from_json(*item) for item in items]) for items in proposals]
         shared, _ = planner.create_global_plan(plans)
         return [[_to_json(item) for item in plan.items] for plan in shared]
 
     items = [_from_json(*item) for item in exchange.round(propose, decide)]
-    return Plan(number, facts, planner.finish_plan(SavePlan(items)).items, planner)
+    return WritePlan(number, facts, planner.finish_plan(SavePlan(items)).items, planner)
 
 
-def manifest(contents: Contents, save: str, world_size: int, files: Mapping[str, FileFact]) -> Manifest:
-    """What the checkpoint says about itself, but for the files that rank 0 adds when it commits."""
+def manifest(
+    contents: RankContents, save: str, world_size: int, files: Mapping[str, FileChecksum]
+) -> Manifest:
+    """Returns the manifest, without the files that rank 0 adds when it commits."""
     return Manifest(
         step=contents.step,
         save=save,
@@ -248,17 +250,17 @@ def manifest(contents: Contents, save: str, world_size: int, files: Mapping[str,
 
 
 def _data(item: WriteItem) -> TensorWriteData:
-    assert item.tensor_data is not None  # whatever is not a tensor is in the tree
+    assert item.tensor_data is not None  # everything that is not a tensor is in the tree
     return item.tensor_data
 
 
 def _order(item: WriteItem) -> tuple[Any, ...]:
-    """The widest types first: then every tensor of the file begins where its type may."""
+    """Sorts the widest types first, so that every tensor in the file is aligned."""
     return -_data(item).properties.dtype.itemsize, item.index.fqn, item.index.offset or ()
 
 
 def _label(item: WriteItem) -> str:
-    """The name in the file: the tensor's own, with the part it is in brackets if it is not all of it."""
+    """Returns the name in the file: the tensor's own, followed by the slice in brackets if it is a chunk."""
     chunk = _data(item).chunk
     if chunk.sizes == _data(item).size:
         return item.index.fqn

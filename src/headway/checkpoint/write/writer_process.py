@@ -1,10 +1,10 @@
-"""A process beside a rank that writes its files: `python -m headway.checkpoint.write.writer_process`, without torch.
+"""The process that writes a rank's files: `python -m headway.checkpoint.write.writer_process`, without torch.
 
-    rank -> helper     one JSON object per line: what to do (see `writing`); the bytes of tensors are in shared memory
-    helper -> rank     {"value": ...} or {"error": the name of a class of headway.errors, "message": ...}
+    rank -> writer     one JSON object per line: a command of `disk`; the bytes of tensors are in shared memory
+    writer -> rank     {"value": ...} or {"error": the name of a class of headway.errors, "message": ...}
 
-It dies with its rank, however that ends, and is deaf to the signals that mean the run. A fork of a process that uses
-CUDA or threads is never made: it is a fresh interpreter.
+It ends with its rank, however that ends, and ignores the signals that are meant for the run. It is a fresh interpreter:
+a process that uses CUDA or threads must not be forked.
 """
 
 from __future__ import annotations
@@ -25,49 +25,49 @@ from typing import Any, final
 
 import headway
 from headway import errors
-from headway.checkpoint.format.manifest import FileFact, Manifest
+from headway.checkpoint.format.manifest import FileChecksum, Manifest
 from headway.checkpoint.write import disk
-from headway.checkpoint.write.disk import Target
+from headway.checkpoint.write.disk import SaveTarget
 from headway.errors import HeadwayError, StorageError
 from headway.run.lock import Fence
-from headway.system import failpoints
-from headway.system.environment import FAILPOINT
+from headway.system import environment, failpoints
 
-_DEAF_TO = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_IGNORED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
+_REAP_S = 1.0
 
 
 # --- in the rank
 
 
 @final
-class Helper:
-    """The rank's end. The process is started by the first command, and anew after it has died.
+class WriterProcess:
+    """The writer process, seen from its rank. The first command starts it, and the next one after it has ended.
 
-    `memory` is the descriptor of what they share. Use it from one thread, which must outlive the process: the kernel
-    counts the death of the thread that started it as the death of the parent.
+    `memory` is the descriptor of the shared memory. Use it from one thread, which must outlive the process: when the
+    thread that started it ends, the kernel kills it as if the rank had ended.
     """
 
     def __init__(self, memory: int) -> None:
         self._memory = memory
         self._process: subprocess.Popen[bytes] | None = None
         self._ended: list[subprocess.Popen[bytes]] = []
-        self._given_up = False
+        self._interrupted = False
 
-    def do(self, command: str, target: Target, *, deadline: float, **details: object) -> Any:
-        """Has something done on disk. `StorageError` if the helper dies, TimeoutError if it is not done in time."""
-        if self._given_up:
-            raise StorageError(f"the save of step {target.step} in {target.parent} was given up")
+    def call(self, command: str, target: SaveTarget, *, deadline: float, **details: object) -> Any:
+        """Runs a command of `disk`. `StorageError` if the process ends, TimeoutError if it takes too long."""
+        if self._interrupted:
+            raise StorageError(f"the save of step {target.step} in {target.parent} was canceled")
         process = self._process = self._process or self._start()
         assert process.stdin is not None and process.stdout is not None
-        order = {
-            "do": command,
+        message = {
+            "command": command,
             "target": dataclasses.asdict(target),
-            "faults": os.environ.get(FAILPOINT, ""),
+            "faults": os.environ.get(environment.FAILPOINT, ""),
             **details,
         }
         try:
-            _send(process.stdin.fileno(), json.dumps(order).encode() + b"\n", deadline)
+            _send(process.stdin.fileno(), json.dumps(message).encode() + b"\n", deadline)
             answer = _receive(process.stdout.fileno(), deadline)
         except BrokenPipeError:
             answer = b""
@@ -76,25 +76,25 @@ class Helper:
             raise
         if not answer:
             raise StorageError(
-                f"the helper process that was writing step {target.step} to {target.parent} {self._end()}; "
-                "earlier checkpoints are as they were. See this rank's log, and whether the memory was full"
+                f"the process that was writing step {target.step} to {target.parent} {self._end()}; earlier "
+                "checkpoints are unchanged. Check this rank's log, and whether the node ran out of memory"
             )
         return _value(json.loads(answer))
 
     def interrupt(self) -> None:
-        """Ends the process, whatever it is doing, for good. For other threads; the one in `do` then raises."""
-        self._given_up = True
+        """Kills the process for good, whatever it is doing. For other threads; the one in `call` then raises."""
+        self._interrupted = True
         process = self._process
         if process is not None:
             process.kill()
 
     def close(self) -> None:
-        """Ends the process, which has nothing to do any more."""
+        """Ends the process, which is idle."""
         self._end()
-        self._reap(1.0)
+        self._reap(_REAP_S)
 
     def _end(self) -> str:
-        """Kills the process, and says how it ended."""
+        """Kills the process; returns how it ended, for a message."""
         process, self._process = self._process, None
         if process is None:
             return "had ended before"
@@ -103,9 +103,9 @@ class Helper:
         process.kill()
         process.stdin.close()
         process.stdout.close()
-        self._reap(1.0)
+        self._reap(_REAP_S)
         status = process.returncode
-        if status is None:  # it waits for a disk that does not answer, and ends when that does
+        if status is None:  # it waits for a disk that does not respond, and ends when it does
             return "hangs in the kernel"
         return (
             f"ended with exit code {status}"
@@ -113,16 +113,18 @@ class Helper:
             else f"was killed by {signal.Signals(-status).name}"
         )
 
-    def _reap(self, patience: float) -> None:
+    def _reap(self, timeout_s: float) -> None:
         for process in self._ended:
             with suppress(subprocess.TimeoutExpired):
-                process.wait(patience)
+                process.wait(timeout_s)
         self._ended = [process for process in self._ended if process.returncode is None]
 
     def _start(self) -> subprocess.Popen[bytes]:
         package = str(Path(headway.__file__).parents[1])
         paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-        held = signal.pthread_sigmask(signal.SIG_BLOCK, _DEAF_TO)  # until it can ignore them
+        blocked = signal.pthread_sigmask(
+            signal.SIG_BLOCK, _IGNORED_SIGNALS
+        )  # until the process ignores them itself
         try:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", __name__, str(self._memory), str(os.getpid())],
@@ -134,13 +136,13 @@ class Helper:
             )
         except OSError as error:
             raise StorageError(
-                f"no helper process could be started to write checkpoints: {error.strerror}; "
-                "check the limits on processes and memory"
+                f"the process that writes checkpoints could not be started: {error.strerror}; check the limits on "
+                "processes and memory"
             ) from error
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, held)
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         assert process.stdin is not None
-        os.set_blocking(process.stdin.fileno(), False)  # a helper that is stopped must not stop us
+        os.set_blocking(process.stdin.fileno(), False)  # a stopped process must not block the rank
         return process
 
 
@@ -152,7 +154,7 @@ def _send(fd: int, data: bytes, deadline: float) -> None:
 
 
 def _receive(fd: int, deadline: float) -> bytes:
-    """The next line; nothing if the other end is gone."""
+    """Reads the next line; empty if the process has ended."""
     line = b""
     while not line.endswith(b"\n"):
         _wait(fd, select.POLLIN, deadline)
@@ -178,71 +180,71 @@ def _value(answer: dict[str, Any]) -> Any:
     raise kind(answer["message"])
 
 
-# --- in the helper
+# --- in the writer process
 
 
 def main(memory: int, rank: int) -> None:
-    """Serves a rank until it hangs up."""
-    for number in _DEAF_TO:
+    """Runs the commands of a rank until it closes the pipe."""
+    for number in _IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _DEAF_TO)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED_SIGNALS)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != rank:  # it died before the kernel knew that we follow
+    if os.getppid() != rank:  # it ended before the kernel was told to kill us with it
         return
-    orders, server = sys.stdin.buffer, _Server(memory)
-    while line := orders.readline():
-        answer = server.answer(json.loads(line))
+    commands, server = sys.stdin.buffer, _WriterServer(memory)
+    while line := commands.readline():
+        answer = server.handle(json.loads(line))
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()
 
 
 @final
-class _Server:
+class _WriterServer:
     def __init__(self, memory: int) -> None:
         self._memory = memory
         self._view = memoryview(b"")
-        self._faults: str = os.environ.get(FAILPOINT, "")
+        self._faults: str = os.environ.get(environment.FAILPOINT, "")
 
-    def answer(self, order: dict[str, Any]) -> dict[str, Any]:
-        self._arm(order["faults"])
-        target = order["target"]
+    def handle(self, message: dict[str, Any]) -> dict[str, Any]:
+        self._set_faults(message["faults"])
+        target = message["target"]
         fence = target.pop("fence")
         try:
-            value = self._obey(order, Target(**target, fence=fence and Fence(**fence)))
+            value = self._run(message, SaveTarget(**target, fence=fence and Fence(**fence)))
         except HeadwayError as error:
             return {"error": type(error).__name__, "message": str(error)}
         return {"value": value}
 
-    def _obey(self, order: dict[str, Any], target: Target) -> Any:
-        match order["do"]:
+    def _run(self, message: dict[str, Any], target: SaveTarget) -> Any:
+        match message["command"]:
             case "begin":
                 return disk.begin(target)
             case "write":
-                parts = {name: [memoryview(text.encode())] for name, text in order["texts"].items()}
-                if order["size"]:
-                    parts = {order["file"]: [self._shared(order["size"])], **parts}
+                parts = {name: [memoryview(text.encode())] for name, text in message["documents"].items()}
+                if message["size"]:
+                    parts = {message["file"]: [self._shared(message["size"])], **parts}
                 facts = disk.write(target, parts)
                 return {name: dataclasses.asdict(fact) for name, fact in facts.items()}
             case "commit":
-                documents = {name: text.encode() for name, text in order["documents"].items()}
-                manifest = order["manifest"]
-                facts = {name: FileFact(**fact) for name, fact in manifest.pop("files").items()}
+                documents = {name: text.encode() for name, text in message["documents"].items()}
+                manifest = message["manifest"]
+                facts = {name: FileChecksum(**fact) for name, fact in manifest.pop("files").items()}
                 return disk.commit(target, documents, Manifest(**manifest, files=facts))
             case _:
                 return disk.discard(target)
 
     def _shared(self, size: int) -> memoryview:
-        if len(self._view) < size:  # it has grown, or is seen for the first time
+        if len(self._view) < size:  # it has grown, or is mapped for the first time
             self._view = memoryview(
                 mmap.mmap(self._memory, os.fstat(self._memory).st_size, prot=mmap.PROT_READ)
             )
         return self._view[:size]
 
-    def _arm(self, faults: str) -> None:
-        """Failpoints follow the rank's variable, which a test may change after we were started."""
+    def _set_faults(self, faults: str) -> None:
+        """Follows the rank's failpoints, which a test may change after this process was started."""
         if faults != self._faults:
-            self._faults = os.environ[FAILPOINT] = faults
+            self._faults = os.environ[environment.FAILPOINT] = faults
             failpoints.reset_calls()
 
 

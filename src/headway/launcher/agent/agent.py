@@ -23,7 +23,7 @@ from typing import final
 import psutil
 
 from headway import schedulers
-from headway.checkpoint.format import manifest
+from headway.checkpoint.format.directory import list_steps
 from headway.dist.failure import heartbeat
 from headway.errors import INTERRUPTED, TERMINATED, HeadwayError, Stopped, UsageError
 from headway.launcher.agent.environment import AgentPlacement, cpu_shares, kernel_caches, rank_environment
@@ -142,7 +142,7 @@ class Agent:
     def _newest_step(self) -> int:
         """The step of the newest checkpoint; -1 if there is none, or no run yet."""
         run = self._environ.get(environment.RUN)
-        return max(manifest.steps(Path(run) / "checkpoints"), default=-1) if run else -1
+        return max(list_steps(Path(run) / "checkpoints"), default=-1) if run else -1
 
     def _round(self, team: Team, placement: AgentPlacement, beats: Path) -> Outcome:
         """Starts the ranks, waits for their end, and agrees with the other agents on what it was."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, final, runtime_checkable
 import torch
 
 from headway import dist
-from headway.checkpoint import Saved
+from headway.checkpoint import SavedCheckpoint
 from headway.dist import World
 from headway.run import Run
 from headway.train.batches import FirstBatch, length
@@ -110,7 +110,7 @@ class Reporter:
         if self._display is not None and self._display.due(now):
             self._display.update(self._snapshot(stage, step))
 
-    def checkpoint(self, saved: Saved) -> None:
+    def checkpoint(self, saved: SavedCheckpoint) -> None:
         """A save has become whole: how long training stood still for it, and how long it took."""
         self._rows.write(
             {

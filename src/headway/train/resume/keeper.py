@@ -310,7 +310,7 @@ class Keeper:
 
     # --- restoring
 
-    def _restore(self, loaded: checkpoint.Loaded) -> None:
+    def _restore(self, loaded: checkpoint.LoadedCheckpoint) -> None:
         pipe, shared, local = self.pipe, loaded.state["run"], loaded.local
         state.restore(pipe, loaded.state)
         self._saved_at, self._best = loaded.step, shared["best"]

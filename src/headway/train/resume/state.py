@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from headway.checkpoint.format import dtypes, manifest
+from headway.checkpoint.format import dtypes
+from headway.checkpoint.format.directory import CheckpointDirectory
+from headway.checkpoint.format.manifest import read_index, read_manifest
 from headway.errors import UsageError
 
 if TYPE_CHECKING:
@@ -138,8 +140,8 @@ def _optimizer_shards(pipe: Pipeline, path: Path) -> dict[str, Any]:
     }
     if not sharded:
         return shards
-    with manifest.Folder(path) as folder:
-        entries = manifest.read_index(folder, manifest.read_manifest(folder))
+    with CheckpointDirectory(path) as directory:
+        entries = read_index(directory, read_manifest(directory))
     for entry_name, entry in entries.items():
         prefix, _, key = entry_name.rpartition(".")
         if prefix not in sharded:

@@ -1,0 +1,69 @@
+"""Verification: is every file of a checkpoint there, with the bytes and the contents that its manifest says?"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Collection
+from pathlib import Path
+
+from headway.checkpoint.format.directory import CheckpointDirectory, DamagedCheckpoint, read_chunks
+from headway.checkpoint.format.manifest import INDEX, Manifest, read_document, read_index, read_manifest
+
+
+def verify(directory: str | os.PathLike[str]) -> list[str]:
+    """Returns what is wrong with a checkpoint, one line per problem; an empty list if it is valid. Checks every byte.
+
+    >>> verify("runs/digits-2026.11.15-14.30-x7k2/checkpoints/step-000000001000")  # doctest: +SKIP
+    []
+    """
+    try:
+        with CheckpointDirectory(Path(directory).absolute()) as folder:
+            manifest = read_manifest(folder)
+            names = manifest.files
+            return check_files(folder, manifest, names) or check_contents(folder, manifest, names)
+    except DamagedCheckpoint as problem:
+        return [str(problem)]
+
+
+def check_files(folder: CheckpointDirectory, manifest: Manifest, names: Collection[str]) -> list[str]:
+    """Returns the problems of these files: missing, or of another size or checksum than the manifest says."""
+    problems = []
+    for name in names:
+        try:
+            size, crc = _measure(folder, name)
+        except DamagedCheckpoint as problem:
+            problems.append(str(problem))
+            continue
+        expected = manifest.files[name]
+        if size != expected.bytes:
+            problems.append(f"{name}: {size} bytes, {expected.bytes} expected")
+        elif crc != expected.crc32:
+            problems.append(f"{name}: CRC32 {crc}, {expected.crc32} expected")
+    return problems
+
+
+def check_contents(folder: CheckpointDirectory, manifest: Manifest, names: Collection[str]) -> list[str]:
+    """Returns what is inconsistent in these files, though their bytes are those that the manifest lists."""
+    problems = []
+    for name in names:
+        try:
+            if name == INDEX:
+                read_index(folder, manifest)
+            elif name.endswith(".json"):
+                read_document(folder, manifest, name)
+        except DamagedCheckpoint as problem:
+            problems.append(str(problem))
+    return problems
+
+
+def _measure(folder: CheckpointDirectory, name: str) -> tuple[int, str]:
+    size = crc = 0
+    fd = folder.open(name)
+    try:
+        for chunk in read_chunks(fd, name, folder.path):
+            size += len(chunk)
+            crc = zlib.crc32(chunk, crc)
+    finally:
+        os.close(fd)
+    return size, f"{crc:08x}"

@@ -1,0 +1,129 @@
+"""Writing a checkpoint that all ranks have agreed on: every rank writes its files, rank 0 commits, or nothing is left.
+
+`write_checkpoint` is the order of events; a `CheckpointWriter` touches the disk, in this process or in another.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from headway.checkpoint.format.manifest import INDEX, STATE, FileChecksum, Manifest
+from headway.checkpoint.format.tensor_file import bytes_of
+from headway.checkpoint.write import disk, planner
+from headway.checkpoint.write.disk import SaveTarget
+from headway.checkpoint.write.planner import AgreedSave, RankContents, RankShare
+from headway.dist.collective.exchange import RankExchange
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SavedCheckpoint:
+    """A checkpoint that is complete: how long training waited for it, how long it took, how many bytes it has.
+
+    `stall_s` is the time in `save`, including the wait for the save before it, plus the time for which a CUDA device
+    copied and did nothing else; the two may overlap.
+    """
+
+    path: Path
+    step: int
+    stall_s: float
+    total_s: float
+    bytes: int
+
+
+class CheckpointWriter(ABC):
+    """Writes to the disk, in this process or through another one. `disk` says what each method does."""
+
+    @abstractmethod
+    def begin(self, target: SaveTarget) -> None: ...
+
+    @abstractmethod
+    def write(
+        self, target: SaveTarget, file: str, share: RankShare, documents: Mapping[str, bytes]
+    ) -> dict[str, FileChecksum]:
+        """Writes a rank's share as `file`, unless it is empty, and its JSON documents."""
+
+    @abstractmethod
+    def commit(self, target: SaveTarget, documents: Mapping[str, bytes], manifest: Manifest) -> int: ...
+
+    @abstractmethod
+    def discard(self, target: SaveTarget) -> None: ...
+
+
+@final
+class InProcessWriter(CheckpointWriter):
+    """Writes in this process, directly from the tensors."""
+
+    def begin(self, target: SaveTarget) -> None:
+        disk.begin(target)
+
+    def write(
+        self, target: SaveTarget, file: str, share: RankShare, documents: Mapping[str, bytes]
+    ) -> dict[str, FileChecksum]:
+        def parts() -> Iterator[memoryview]:
+            yield memoryview(share.header)
+            for _, tensor in share.tensors():
+                if tensor.numel():
+                    yield bytes_of(tensor.cpu().resolve_conj().resolve_neg().contiguous())
+
+        tensors = {file: parts()} if share.size else {}
+        return disk.write(
+            target, {**tensors, **{name: [memoryview(data)] for name, data in documents.items()}}
+        )
+
+    def commit(self, target: SaveTarget, documents: Mapping[str, bytes], manifest: Manifest) -> int:
+        return disk.commit(target, documents, manifest)
+
+    def discard(self, target: SaveTarget) -> None:
+        disk.discard(target)
+
+
+def write_checkpoint(
+    exchange: RankExchange,
+    target: SaveTarget,
+    contents: RankContents,
+    agreed: AgreedSave,
+    writer: CheckpointWriter,
+) -> int:
+    """Writes a checkpoint; returns its size once it is complete. If any rank fails, all raise and nothing is left."""
+    stem = f"rank-{exchange.rank:05d}"
+
+    def write() -> dict[str, Any]:
+        own = {} if contents.local is None else {f"{stem}.json": _document(target, contents.local)}
+        checksums = writer.write(target, f"{stem}.safetensors", agreed.share, own)
+        return {
+            "files": {name: [checksum.bytes, checksum.crc32] for name, checksum in checksums.items()},
+            "chunks": agreed.share.chunks(f"{stem}.safetensors"),
+        }
+
+    def commit(written: list[dict[str, Any]]) -> list[int]:
+        checksums = {
+            name: FileChecksum(bytes=size, crc32=crc)
+            for rank in written
+            for name, (size, crc) in rank["files"].items()
+        }
+        documents = {
+            INDEX: _document(target, agreed.index([chunk for rank in written for chunk in rank["chunks"]])),
+            STATE: _document(target, agreed.tree),
+        }
+        manifest = planner.manifest(contents, target.save, len(written), checksums)
+        return [writer.commit(target, documents, manifest)] * len(written)
+
+    def undo() -> None:
+        writer.discard(target)
+
+    exchange.from_root(lambda: writer.begin(target), undo)
+    return exchange.round(write, commit, undo)
+
+
+def _document(target: SaveTarget, held: object) -> bytes:
+    """Encodes a JSON file that says which save it belongs to."""
+    text = json.dumps(
+        {"step": target.step, "save": target.save, "holds": held}, separators=(",", ":"), allow_nan=False
+    )
+    return text.encode() + b"\n"
