@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 from tqdm import tqdm
 
-from headway.record.terminal_lines import LONGEST, REPAINT_SECONDS, TerminalLines, plain
+from headway.record.terminal_lines import LONGEST_CHARS, REPAINT_S, TerminalLines, plain
 
 CONTROLS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]")
 
@@ -109,21 +109,21 @@ def test_a_bar_that_runs_for_hours_gives_signs_of_life() -> None:
     for second in range(601):
         now = float(second)
         seen += lines.feed(f"\r{second} s")
-    assert 8 <= len(seen) <= 600 / REPAINT_SECONDS
+    assert 8 <= len(seen) <= 600 / REPAINT_S
     assert seen[0] == "60 s"
 
 
 def test_a_line_that_never_ends_is_broken_without_loss() -> None:
     lines = TerminalLines()
     pieces = 50
-    done = [line for _ in range(pieces) for line in lines.feed("x" * (LONGEST // 8))]
+    done = [line for _ in range(pieces) for line in lines.feed("x" * (LONGEST_CHARS // 8))]
     assert len(done) >= 4
-    assert all(len(line) <= LONGEST * 2 for line in done)
-    assert sum(map(len, done + lines.rest())) == pieces * (LONGEST // 8)
+    assert all(len(line) <= LONGEST_CHARS * 2 for line in done)
+    assert sum(map(len, done + lines.rest())) == pieces * (LONGEST_CHARS // 8)
 
 
 def test_a_long_print_stays_one_line() -> None:
-    assert read("x" * (LONGEST * 3), "\n") == ["x" * (LONGEST * 3)]
+    assert read("x" * (LONGEST_CHARS * 3), "\n") == ["x" * (LONGEST_CHARS * 3)]
 
 
 def test_an_endless_escape_is_not_held_for_ever() -> None:

@@ -1,4 +1,4 @@
-"""When to save, what to keep, what to go on from: the settings, and what follows from them alone."""
+"""The settings of checkpointing: when to save, what to keep, what to resume from."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from headway.system.interval import Interval
 @final
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """How a pipeline keeps its state: given to `pipe.enable_checkpointing` by name."""
+    """How a pipeline saves its state: the keyword arguments of `pipe.enable_checkpointing`."""
 
     resume: str | Path = "auto"
-    """"auto", "never", "must", or the directory of the run to go on with"""
+    """"auto", "never", "must", or the directory of the run to resume"""
     every: str | int = "10min"
-    """a time ("10min", "2h"; looked at when metrics are logged), steps (500) or epochs ("1ep")"""
+    """a time ("10min", "2h"; checked when metrics are logged), steps (500) or epochs ("1 epoch")"""
     keep_last: int = 3
     keep_every: int | None = None
     keep_best: str | None = None
     """a metric such as "val/loss", whose smallest value is the best, or "max:val/accuracy" """
     background: bool = True
-    """write while training goes on"""
+    """whether to write while training continues"""
 
     def __post_init__(self) -> None:
         _ = self.interval, self.retention
@@ -41,7 +41,7 @@ class Policy:
         which, _, name = (self.keep_best or "").rpartition(":")
         if which not in ("", "min", "max"):
             raise UsageError(
-                f'keep_best={self.keep_best!r}: give a metric, such as "val/loss" or "max:val/accuracy"'
+                f'keep_best={self.keep_best!r} is not valid: give a metric such as "val/loss" or "max:val/accuracy"'
             )
         best: Literal["min", "max"] = "max" if which == "max" else "min"
         return Retention(
@@ -49,7 +49,7 @@ class Policy:
         )
 
     def better(self, metrics: Mapping[str, float], before: float | None) -> float | None:
-        """The value of the metric to keep the best of, if there is one and it is better than `before`."""
+        """Returns the value of the `keep_best` metric if it is better than `before`, else None."""
         value = metrics.get(self.retention.keep_best or "")
         if value is None or value != value:
             return None

@@ -1,9 +1,9 @@
-"""Tell: what a run writes. Rank logs, diagnostics, the start-up screen.
+"""Tell: what a run writes. Attempts, rank logs, diagnostics, the start-up screen, the ledger, sinks.
 
     with record.recording(run, world, config=config):
         train()
 
-Names are loaded when they are first used: readers of run directories need no torch.
+Names are loaded on first use: reading run directories needs no torch.
 """
 
 from __future__ import annotations

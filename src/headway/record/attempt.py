@@ -1,4 +1,4 @@
-"""One attempt at a run, recorded from its first line to its exit code: the door of this room."""
+"""`recording`: one attempt at a run, recorded from its first line to its exit code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from headway.run.lock import RunLock
 @final
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """An attempt under way: its number, from 1; this rank's log; and the run's lock, which the root holds."""
+    """A running attempt: its number, from 1, this rank's log, and, on the root, the run's lock."""
 
     attempt: int
     log: RankLog
@@ -35,8 +35,8 @@ class Recording:
 def recording(run: Run, world: World, *, config: object = None) -> Iterator[Recording]:
     """Records what happens in the block as the run's next attempt. Call it on all ranks.
 
-    The root holds the run's lock, writes diagnostics, prints the start-up screen, and in the end notes in
-    `run.json` how it went. Every rank prints into its log. Nothing stays installed afterwards.
+    The root holds the run's lock, writes diagnostics, prints the start-up screen, and at the end writes to `run.json`
+    how the attempt ended. The output of every rank goes to its log. Nothing stays installed afterwards.
 
         with recording(run, world, config={"lr": 3e-4}):
             train()
@@ -65,7 +65,7 @@ def recording(run: Run, world: World, *, config: object = None) -> Iterator[Reco
 
 
 def ending(error: BaseException | None) -> tuple[str, int]:
-    """How an attempt that ended with `error` went, and the exit code it leads to.
+    """Returns the status of an attempt that ended with `error`, and its exit code.
 
     >>> ending(None), ending(KeyboardInterrupt()), ending(ValueError("loss is nan")), ending(SystemExit(3))
     (('done', 0), ('interrupted', 130), ('failed', 1), ('failed', 3))
@@ -86,30 +86,29 @@ def ending(error: BaseException | None) -> tuple[str, int]:
 
 @contextmanager
 def _numbered(run: Run, world: World) -> Iterator[int]:
-    """Begins the next attempt, and ends it in the way that the block ends."""
+    """Begins the next attempt, and records how the block ends."""
     number, pid = run.begin_attempt(world=world), os.getpid()
     error: BaseException | None = None
-    lock, over = threading.Lock(), False
+    lock, ended = threading.Lock(), False
 
     def end(status: str, code: int) -> None:
-        """Once. The one who comes second waits for the first: it may end this process when it goes on."""
-        nonlocal over
+        """Records the end once. A second caller waits for the first: it may end this process when this returns."""
+        nonlocal ended
         with lock:
-            if not over:
+            if not ended:
                 run.end_attempt(number, status=status, exit_code=code)
-            over = True
+            ended = True
 
-    def cut_short(
-        record: FailureRecord,
-    ) -> None:  # another rank failed: this one may not get to its `finally`
+    def cut_short(record: FailureRecord) -> None:
+        # another rank failed: this one may not get to its `finally`
         end("interrupted" if record["kind"] == "interrupted" else "failed", record["exit_code"])
 
-    with at_failure(cut_short):  # until the end is written down
+    with at_failure(cut_short):  # until the end is recorded
         try:
             yield number
         except BaseException as caught:
             error = caught
             raise
         finally:
-            if os.getpid() == pid:  # a forked child that comes this way ends itself, not the attempt
+            if os.getpid() == pid:  # a forked child that leaves the block must not end the attempt
                 end(*ending(error))

@@ -1,7 +1,7 @@
-"""The start-up screen: where am I, what will happen, where are the files. About ten calm lines from the root.
+"""The start-up screen: about ten lines from the root on where the run is, what runs, and where its files are.
 
-`render` is a pure function of what the screen says and the width. Descriptions are cut to fit; paths and the
-command that follows the log never are, because people copy them.
+`render` is a pure function of the contents and the width. Descriptions are cut to fit; paths and the command that
+follows the log never are, because people copy them.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from headway.record.terminal_lines import plain
 from headway.run import Run
 from headway.run.plain import leaves, to_plain
 from headway.system.redact import redact_tree
+from headway.system.text import plural
 
-_MARGIN = 12  # for the labels
+_MARGIN = 12  # columns for the labels
 _CONFIG_LINES = 2
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Screen:
-    """What the start-up screen says."""
+    """The contents of the start-up screen."""
 
     name: str
     attempt: int
@@ -45,7 +46,7 @@ class Screen:
 
 
 def describe(run: Run, world: World, facts: Mapping[str, Any], *, config: object = None) -> Screen:
-    """Chooses from an attempt's diagnostics what belongs on the screen."""
+    """Selects from an attempt's diagnostics what belongs on the screen."""
     return Screen(
         name=run.name,
         attempt=facts["attempt"],
@@ -60,7 +61,7 @@ def describe(run: Run, world: World, facts: Mapping[str, Any], *, config: object
 
 
 def render(screen: Screen, width: int = 80) -> Text:
-    """The screen as styled text; only lines with a path may be wider than `width`.
+    """Renders the screen as styled text; only lines with a path may be wider than `width`.
 
     print(render(screen, width=80).plain)
     """
@@ -85,14 +86,14 @@ def render(screen: Screen, width: int = 80) -> Text:
 
 
 def show(screen: Screen) -> None:
-    """Prints the screen on stderr: in colours on a terminal, as plain text elsewhere."""
+    """Prints the screen on stderr: in color on a terminal, as plain text elsewhere."""
     console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
     console.print(render(screen, console.width))
 
 
 def _where(world: World, device: str) -> str:
-    """Host, launcher, nodes and ranks, device; without the parts that say nothing."""
-    ranks = f"{world.world_size} {'rank' if world.world_size == 1 else 'ranks'}"
+    """Formats host, launcher, nodes, ranks and device; leaves out what is trivial."""
+    ranks = plural(world.world_size, "rank")
     if world.nodes > 1:
         even, rest = divmod(world.world_size, world.nodes)
         ranks = f"{world.nodes} nodes, {ranks}" if rest else f"{world.nodes} nodes x {even} ranks"
@@ -116,7 +117,7 @@ def _code(code: Mapping[str, Any]) -> str:
 
 
 def _packed(settings: Sequence[str], room: int) -> list[str]:
-    """As many settings as a few lines hold, and how many more there are."""
+    """Returns as many settings as fit into `_CONFIG_LINES` lines, and how many more there are."""
     for shown in range(min(len(settings), 40), -1, -1):
         rest = len(settings) - shown
         lines: list[str] = []
@@ -137,6 +138,6 @@ def _cut(text: str, room: int) -> str:
 
 
 def _near(path: Path) -> str:
-    """A path that works from here, and is short where it can be."""
+    """Returns a path relative to the working directory if it is inside it, else the absolute one."""
     path, here = path.absolute(), Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

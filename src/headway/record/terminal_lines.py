@@ -1,7 +1,7 @@
-"""From what a program writes to a terminal to the lines a reader of a file wants.
+"""Converts what a program writes to a terminal into the lines of a log file.
 
-A terminal is painted: progress bars return the carriage, nested bars climb up a few lines and repaint them,
-colours and titles are escape sequences. A log file is read: each line once, in its last state, as plain text.
+A terminal is repainted: progress bars return the carriage, nested bars move up a few lines and repaint them, colors and
+titles are escape sequences. A log file has each line once, in its last state, as plain text.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import time
 from collections.abc import Callable
 from typing import final
 
-LONGEST = 1 << 16
-"""Characters after which a line written in many pieces is broken, so that a program that never ends its line
+LONGEST_CHARS = 1 << 16
+"""after how many characters a line that is written in many pieces is broken, so that a program that never ends its line
 does not fill the memory. What is written in one piece stays one line, however long."""
 
-REPAINT_SECONDS = 60.0
-"""How often a bar that only repaints itself leaves a line: a sign of life, and how far a killed run was."""
+REPAINT_S = 60.0
+"""how often a bar that only repaints itself leaves a line, which shows how far a killed run got"""
 
 _MOST_ROWS = 200
-_LONGEST_ESCAPE = 4096
+_LONGEST_ESCAPE_CHARS = 4096
 
 _CONTROL = re.compile(
-    r"\x1b\[(?P<count>[0-?]*)[ -/]*(?P<final>[@-~])"  # CSI: colours, cursor, erase
+    r"\x1b\[(?P<count>[0-?]*)[ -/]*(?P<final>[@-~])"  # CSI: colors, cursor, erase
     r"|\x1b[]PX^_][^\x07\x1b\n]*(?:\x07|\x1b\\)"  # OSC and its relatives: title, hyperlink, clipboard
     r"|\x1b(?![]PX^_[])[ -/]*[0-~]"  # short escapes
     r"|(?P<byte>[\x00-\x08\x0a-\x1f\x7f-\x9f])"  # C0 except the tab, DEL, C1
@@ -31,7 +31,7 @@ _UNFINISHED = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|[]PX^_][^\x07\x1b\n]*\x1b?|[ -/
 
 
 def plain(text: str) -> str:
-    """`text` on one line and without anything that a terminal would obey.
+    """Returns `text` on one line, without anything that a terminal would interpret.
 
     >>> plain("loss\\x1b[31m 0.5\\x1b[0m\\x1b]0;title\\x07\\nrm -rf")
     'loss 0.5 rm -rf'
@@ -41,7 +41,7 @@ def plain(text: str) -> str:
 
 @final
 class TerminalLines:
-    """Collects the text of one stream and gives back its finished lines.
+    """Collects the text of one stream and returns its finished lines.
 
     >>> lines = TerminalLines()
     >>> lines.feed("\\r 10%"), lines.feed("\\r100%"), lines.feed("\\ndone\\nhalf a")
@@ -53,18 +53,18 @@ class TerminalLines:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._last = clock()
-        self._held = ""  # an escape sequence whose end has not come yet
+        self._partial = ""  # an escape sequence whose end is missing
         self._rows = {0: ""}  # the bottom row, and those above it that are being repainted
         self._row = 0
-        self._returned = False  # the carriage is at the left edge: the next text replaces the row
+        self._returned = False  # the cursor is at the left edge: the next text replaces the row
 
     def feed(self, text: str) -> list[str]:
-        """Takes the next piece of the stream; returns the lines that became final with it."""
-        text = self._held + text
-        unfinished = _UNFINISHED.search(text, max(0, len(text) - _LONGEST_ESCAPE))
-        self._held = unfinished[0] if unfinished else ""
+        """Takes the next text of the stream; returns the lines that are final now."""
+        text = self._partial + text
+        unfinished = _UNFINISHED.search(text, max(0, len(text) - _LONGEST_ESCAPE_CHARS))
+        self._partial = unfinished[0] if unfinished else ""
         done: list[str] = []
-        start, end = 0, len(text) - len(self._held)
+        start, end = 0, len(text) - len(self._partial)
         for match in _CONTROL.finditer(text, 0, end):
             self._put(text[start : match.start()], done)
             self._control(match, done)
@@ -73,7 +73,7 @@ class TerminalLines:
         return done
 
     def rest(self) -> list[str]:
-        """The lines that were never ended; for the end of the stream."""
+        """Returns the lines without an end; for the end of the stream."""
         return self._take()
 
     def _put(self, text: str, done: list[str]) -> None:
@@ -81,7 +81,7 @@ class TerminalLines:
             return
         row = "" if self._returned else self._rows.get(self._row, "")
         self._returned = False
-        if len(row) > LONGEST:
+        if len(row) > LONGEST_CHARS:
             done.append(row)
             row = ""
         self._rows[self._row] = row + text
@@ -104,7 +104,7 @@ class TerminalLines:
                 self._rows[self._row] = ""
 
     def _newline(self, done: list[str]) -> None:
-        if self._row:  # inside the repainted rows: only the cursor moves
+        if self._row:  # inside the repainted rows, only the cursor moves
             self._row -= 1
             self._returned = True
             return
@@ -114,7 +114,7 @@ class TerminalLines:
 
     def _return(self, done: list[str]) -> None:
         self._returned = True
-        if self._clock() - self._last > REPAINT_SECONDS:
+        if self._clock() - self._last > REPAINT_S:
             row = self._row
             done.extend(self._take())
             self._row = row

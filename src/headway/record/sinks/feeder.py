@@ -1,4 +1,4 @@
-"""The training process's side: starts a process per sink, and tells it at the end how the run went."""
+"""`feeding`, in the training process: starts a process per sink, and sends it at the end how the run ended."""
 
 from __future__ import annotations
 
