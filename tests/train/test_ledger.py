@@ -100,7 +100,7 @@ def test_a_loop_of_ones_own() -> None:
     run = fit(Own(), hw.data.DataLoader(DATA, batch_size=8, shuffle=True))
     rows = ledger.read(run)
     assert len(rows) == 10 and all(row.loss is None and row.batches for row in rows)
-    assert "no loss" in rows[0].words()
+    assert "no loss" in rows[0].describe()
 
 
 def test_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

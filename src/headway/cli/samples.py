@@ -34,6 +34,6 @@ def main(argv: list[str]) -> int:
     if options.json:
         print(json.dumps(found.to_dict(), indent=2))
     else:
-        print(found.row.words())
+        print(found.row.describe())
         print("\n".join(found.samples))
     return DONE

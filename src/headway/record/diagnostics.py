@@ -1,7 +1,7 @@
-"""Diagnostics: the facts about machine, software and code that explain a run later. One JSON line an attempt.
+"""Diagnostics: facts about machine, software and code that explain a run later. One JSON line per attempt.
 
-The environment is recorded by an allow-list, and everything passes through redaction: run directories are
-copied, mailed and put on shared disks.
+The environment is recorded by an allow-list, and everything is redacted: run directories are copied, mailed and put on
+shared disks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NAMED_ALIKE = (
     "mlflow", "mpi4py", "cupy", "jax",
 )  # fmt: skip
 
-# modules worth a version, with the name of their distribution
+# modules whose versions are recorded, with the names of their distributions
 _PACKAGES = {name: name for name in _NAMED_ALIKE} | {
     "PIL": "pillow",
     "cv2": "opencv-python",
@@ -59,7 +59,7 @@ _PACKAGES = {name: name for name in _NAMED_ALIKE} | {
 
 
 def collect(world: World | None = None, run: Run | None = None) -> Facts:
-    """The facts about this process, free of secrets.
+    """Collects the facts about this process, without secrets.
 
     collect()["packages"]["torch"]     # '2.13.0+cu130'
     """
@@ -105,12 +105,12 @@ def write(run: Run, facts: Facts) -> None:
 def _user() -> str:
     try:
         return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:  # containers run as users that no table knows
+    except KeyError:  # containers run as users without an entry
         return str(os.getuid())
 
 
 def _virtual() -> dict[str, str]:
-    """The virtual environment, venv or conda, if there is one."""
+    """Returns the virtual environment, venv or conda, if there is one."""
     found = {"venv": sys.prefix} if sys.prefix != sys.base_prefix else {}
     conda = os.environ.get("CONDA_PREFIX")
     return {**found, "conda": conda} if conda else found
@@ -119,7 +119,7 @@ def _virtual() -> dict[str, str]:
 def _packages() -> Iterator[tuple[str, str]]:
     for module, distribution in _PACKAGES.items():
         if module in sys.modules:
-            with suppress(metadata.PackageNotFoundError):  # somebody's own module of that name
+            with suppress(metadata.PackageNotFoundError):  # another module of that name
                 yield distribution, metadata.version(distribution)
 
 

@@ -1,10 +1,10 @@
 """Rank logs: what each rank prints, in `log/rank-NNNNN.txt`.
 
-The root rank keeps its terminal and writes the file beside it: `sys.stdout` and `sys.stderr` become streams
-that do both and are in all else (isatty, fileno, encoding, buffer) the ones they stand for. The other ranks
-write the file only, and there file descriptors 1 and 2 lead to it as well: prints of C and C++ code, of child
-processes, and crash dumps arrive too. Those go in as they are; what Python prints is written in whole lines,
-each in its last state, without escape sequences and without secrets.
+The root rank keeps its terminal and also writes the file: `sys.stdout` and `sys.stderr` become streams that write to
+both and otherwise (isatty, fileno, encoding, buffer) are the originals. The other ranks write only the file; file
+descriptors 1 and 2 point to it as well, so that the output of C and C++ code, of child processes, and crash dumps go
+there, too. Those are written unchanged. What Python prints is written in whole lines, each in its last state, without
+escape sequences and without secrets.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RankLog:
 
     file: LogFile
     original_stderr_fd: int
-    """Where stderr led before: for the one message that must reach the terminal from any rank."""
+    """the original stderr, for the one message that must reach the terminal from any rank"""
 
     @property
     def path(self) -> Path:
@@ -55,8 +55,8 @@ class RankLog:
 def rank_log(run: Run, *, rank: int, attempt: int, echo: bool | None = None) -> Iterator[RankLog]:
     """Records stdout and stderr of this process in the run's log for `rank` until the block ends.
 
-    With `echo` (the default on rank 0) the terminal goes on as before. If the block fails, the log ends with
-    the traceback. Nothing stays installed afterwards.
+    With `echo` (the default on rank 0) the terminal gets the output, too. If the block fails, the log ends with the
+    traceback. Nothing stays installed afterwards.
 
         with rank_log(run, rank=world.rank, attempt=1):
             print("into the file")
@@ -69,10 +69,10 @@ def rank_log(run: Run, *, rank: int, attempt: int, echo: bool | None = None) -> 
         if not echo:
             _flush(streams.values())
             for descriptor in (1, 2):
-                stack.enter_context(_leading_to(file.descriptor, descriptor))
+                stack.enter_context(_redirected(file.descriptor, descriptor))
             stack.callback(_flush, streams.values())
         file.write([_headline(attempt, rank)])
-        stack.push(file.last_words)
+        stack.push(file.write_traceback)
         for name, stream in streams.items():
             stack.enter_context(_recorded(name, stream, file, echo=echo))
         yield RankLog(file=file, original_stderr_fd=terminal)
@@ -85,12 +85,12 @@ def _headline(attempt: int, rank: int) -> str:
 
 @final
 class LogFile:
-    """A file of lines that never stops its writer: a full disk costs lines, and they are counted."""
+    """A log file that never stops its writer: a full disk loses lines, which are counted."""
 
     def __init__(self, path: Path, *, terminal: int) -> None:
         self.path = path
         self.lost = 0
-        self._unsaid = 0  # lost lines that the file does not mention yet
+        self._unreported = 0  # lost lines that the file does not mention yet
         self._file = AppendOnlyFile(path)
         self._terminal = terminal
 
@@ -105,17 +105,17 @@ class LogFile:
         self._file.close()
 
     def write(self, lines: Sequence[str]) -> None:
-        """Appends `lines` in one system call, so that those of forked children and threads do not mix."""
-        note = f"--- {self._unsaid} lines are missing here ---\n" if self._unsaid else ""
+        """Appends `lines` in one system call, so that lines of forked children and threads do not mix."""
+        note = f"--- {self._unreported} lines are missing here ---\n" if self._unreported else ""
         text = note + redact("\n".join(lines)) + "\n"
         lost, why = self._file.append(text.encode("utf-8", "backslashreplace"))
         if lost:
             self._lose(min(lost, len(lines)), why)
         else:
-            self._unsaid = 0
+            self._unreported = 0
 
-    def last_words(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        """Notes the traceback of a failure; the terminal gets it later, when the streams are restored."""
+    def write_traceback(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """Writes the traceback of a failure; the terminal gets it later, when the streams are restored."""
         if not isinstance(error, Exception) or isinstance(error, Stopped):
             return
         trace = error.__traceback__
@@ -126,16 +126,18 @@ class LogFile:
 
     def _lose(self, count: int, why: str) -> None:
         if not self.lost:
-            warning = f"headway: the log {self.path} cannot be written ({why}); the run goes on without it\n"
-            with suppress(OSError):  # there is nobody left to tell
+            warning = (
+                f"headway: the log {self.path} cannot be written ({why}); the run continues without it\n"
+            )
+            with suppress(OSError):  # the terminal is gone, too
                 os.write(self._terminal, warning.encode("utf-8", "backslashreplace"))
         self.lost += count
-        self._unsaid += count
+        self._unreported += count
 
 
 @final
 class _Channel:
-    """One stream's way into the log: its text is made into lines here."""
+    """Converts the text of one stream into lines of the log."""
 
     def __init__(self, file: LogFile) -> None:
         self._file = file
@@ -143,7 +145,7 @@ class _Channel:
 
     def _start(self) -> None:
         self._pid = os.getpid()
-        self._lock = threading.RLock()  # re-entrant: a signal handler may print while a print is under way
+        self._lock = threading.RLock()  # re-entrant: a signal handler may print during a print
         self._lines = TerminalLines()
         self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
 
@@ -166,7 +168,7 @@ class _Channel:
 
 @final
 class _Tee(Generic[AnyStr]):
-    """Stands for `stream`: what is written to it is recorded too. Once released, it only passes on."""
+    """Replaces `stream`: what is written to it is recorded, too. Once released, it only passes it on."""
 
     def __init__(self, stream: IO[AnyStr], record: Callable[[AnyStr], None], *, echo: bool) -> None:
         self._stream: IO[AnyStr] = stream
@@ -175,7 +177,7 @@ class _Tee(Generic[AnyStr]):
 
     def write(self, data: AnyStr) -> int:
         if self._record is not None:
-            self._record(data)  # first, so that the file has it even if the terminal is gone
+            self._record(data)  # first, so that the file gets it even if the terminal is gone
             if not self._echo:
                 return len(data)
         return self._stream.write(data)
@@ -199,7 +201,7 @@ class _Tee(Generic[AnyStr]):
 
 @contextmanager
 def _recorded(name: str, stream: TextIO | None, file: LogFile, *, echo: bool) -> Iterator[None]:
-    """Puts a recording stream in the place of `sys.stdout` or `sys.stderr`."""
+    """Replaces `sys.stdout` or `sys.stderr` by a recording stream."""
     if stream is None:  # a program without a console has nothing to record
         yield
         return
@@ -222,7 +224,7 @@ def _recorded(name: str, stream: TextIO | None, file: LogFile, *, echo: bool) ->
 
 def _replace(name: str, old: object, new: Any) -> None:
     """Replaces the stream in `sys` and in the log handlers that were made with it and still hold it."""
-    if getattr(sys, name) is old:  # else somebody has wrapped it, and their wrapper stays
+    if getattr(sys, name) is old:  # else other code has wrapped it, and its wrapper stays
         setattr(sys, name, new)
     loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
     for logger in loggers:
@@ -241,8 +243,8 @@ def _duplicate(descriptor: int) -> Iterator[int]:
 
 
 @contextmanager
-def _leading_to(target: int, descriptor: int) -> Iterator[None]:
-    """Makes `descriptor`, for this process and the children it starts, another name of `target`."""
+def _redirected(target: int, descriptor: int) -> Iterator[None]:
+    """Makes `descriptor` point to `target`, for this process and the children that it starts."""
     with _duplicate(descriptor) as before:
         os.dup2(target, descriptor)
         try:
@@ -252,7 +254,7 @@ def _leading_to(target: int, descriptor: int) -> Iterator[None]:
 
 
 def _flush(streams: Iterable[TextIO | None]) -> None:
-    """Sends what Python and the C library still hold to where it belongs, before the descriptors change."""
+    """Flushes the buffers of Python and the C library before the descriptors change."""
     for stream in streams:
         if stream is not None:
             with suppress(OSError, ValueError):  # the terminal is gone, or the stream is closed

@@ -188,7 +188,7 @@ def compare(golden: LedgerContents, other: LedgerContents, *, same_ranks: bool) 
         if wrong:
             return (
                 False,
-                f"{', '.join(wrong)} from step {step} on\n    {mine[step].words()}\n    {theirs[step].words()}",
+                f"{', '.join(wrong)} from step {step} on\n    {mine[step].describe()}\n    {theirs[step].describe()}",
             )
     losses = "losses, " if all(row.loss is not None for row in mine.values()) else "(no losses logged) "
     return True, f"{losses}samples and random numbers of all steps" if same_ranks else "samples of all steps"
