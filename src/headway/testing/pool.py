@@ -16,7 +16,7 @@ from typing import final
 
 from headway.errors import RankFailure
 from headway.system import environment
-from headway.testing.process import RankProcess, RankResult
+from headway.testing.process import RankHandle, RankResult
 from headway.testing.protocol import RankTask, WorkerSetup
 
 _MAX_POOLS = 3
@@ -35,11 +35,11 @@ class RankPool:
     def __init__(self, nproc: int, pytest_args: Sequence[str], cwd: Path) -> None:
         self.reusable = True
         self._in_step = True
-        self._processes: list[RankProcess] = []
+        self._processes: list[RankHandle] = []
         rendezvous = Path(tempfile.mkdtemp(prefix="headway-ranks-"))
         try:
             for rank in range(nproc):
-                process = RankProcess(rank, cwd)
+                process = RankHandle(rank, cwd)
                 self._processes.append(process)
                 process.send(
                     WorkerSetup(
@@ -113,7 +113,7 @@ class RankPool:
             results[process.rank] = process.result(problem=problem, released=first is not None)
         return [results[process.rank] for process in self._processes]
 
-    def _abort(self, stuck: list[RankProcess]) -> None:
+    def _abort(self, stuck: list[RankHandle]) -> None:
         """Ends ranks with a signal that makes them write their stack first; a stopped one cannot."""
         for process in stuck:
             process.signal(signal.SIGKILL if process.is_stopped() else signal.SIGABRT)

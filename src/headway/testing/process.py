@@ -62,8 +62,8 @@ class _OutputFile:
 
 
 @final
-class RankProcess:
-    """A fresh interpreter that becomes a rank. Its output goes to unnamed files."""
+class RankHandle:
+    """One rank: a fresh interpreter whose output goes to unnamed files."""
 
     def __init__(self, rank: int, cwd: Path) -> None:
         self.rank = rank

@@ -116,27 +116,29 @@ class TensorEntry:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-def read_manifest(folder: CheckpointDirectory) -> Manifest:
-    manifest = Manifest.from_bytes(folder.read(MANIFEST))
-    if step_dir(folder.path.parent, manifest.step).name != folder.path.name.partition(".corrupt-")[0]:
-        raise DamagedCheckpoint(f"{MANIFEST}: it belongs to step {manifest.step}, not to {folder.path.name}")
+def read_manifest(directory: CheckpointDirectory) -> Manifest:
+    manifest = Manifest.from_bytes(directory.read(MANIFEST))
+    if step_dir(directory.path.parent, manifest.step).name != directory.path.name.partition(".corrupt-")[0]:
+        raise DamagedCheckpoint(
+            f"{MANIFEST}: it belongs to step {manifest.step}, not to {directory.path.name}"
+        )
     for name in (INDEX, STATE):
         if name not in manifest.files:
             raise DamagedCheckpoint(f"{MANIFEST}: it does not list {name}")
     return manifest
 
 
-def read_index(folder: CheckpointDirectory, manifest: Manifest) -> dict[str, TensorEntry]:
+def read_index(directory: CheckpointDirectory, manifest: Manifest) -> dict[str, TensorEntry]:
     """Returns the tensors of a checkpoint; every byte range is inside its file, every chunk inside its tensor."""
-    listed = read_document(folder, manifest, INDEX)
+    listed = read_document(directory, manifest, INDEX)
     if not isinstance(listed, dict):
         raise DamagedCheckpoint(f"{INDEX}: it is not an index")
     return {name: _entry(name, value, manifest) for name, value in listed.items()}
 
 
-def read_document(folder: CheckpointDirectory, manifest: Manifest, name: str) -> Any:
+def read_document(directory: CheckpointDirectory, manifest: Manifest, name: str) -> Any:
     """Returns what a JSON file of this save holds."""
-    match parse_json(name, folder.read(name)):
+    match parse_json(name, directory.read(name)):
         case {"step": manifest.step, "save": manifest.save, "holds": held}:
             return held
     raise DamagedCheckpoint(f"{name}: it does not belong to this save")

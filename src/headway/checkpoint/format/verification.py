@@ -18,20 +18,20 @@ def verify(directory: str | os.PathLike[str]) -> list[str]:
     []
     """
     try:
-        with CheckpointDirectory(Path(directory).absolute()) as folder:
-            manifest = read_manifest(folder)
+        with CheckpointDirectory(Path(directory).absolute()) as opened:
+            manifest = read_manifest(opened)
             names = manifest.files
-            return check_files(folder, manifest, names) or check_contents(folder, manifest, names)
+            return check_files(opened, manifest, names) or check_contents(opened, manifest, names)
     except DamagedCheckpoint as problem:
         return [str(problem)]
 
 
-def check_files(folder: CheckpointDirectory, manifest: Manifest, names: Collection[str]) -> list[str]:
+def check_files(directory: CheckpointDirectory, manifest: Manifest, names: Collection[str]) -> list[str]:
     """Returns the problems of these files: missing, or of another size or checksum than the manifest says."""
     problems = []
     for name in names:
         try:
-            size, crc = _measure(folder, name)
+            size, crc = _measure(directory, name)
         except DamagedCheckpoint as problem:
             problems.append(str(problem))
             continue
@@ -43,25 +43,25 @@ def check_files(folder: CheckpointDirectory, manifest: Manifest, names: Collecti
     return problems
 
 
-def check_contents(folder: CheckpointDirectory, manifest: Manifest, names: Collection[str]) -> list[str]:
+def check_contents(directory: CheckpointDirectory, manifest: Manifest, names: Collection[str]) -> list[str]:
     """Returns what is inconsistent in these files, though their bytes are those that the manifest lists."""
     problems = []
     for name in names:
         try:
             if name == INDEX:
-                read_index(folder, manifest)
+                read_index(directory, manifest)
             elif name.endswith(".json"):
-                read_document(folder, manifest, name)
+                read_document(directory, manifest, name)
         except DamagedCheckpoint as problem:
             problems.append(str(problem))
     return problems
 
 
-def _measure(folder: CheckpointDirectory, name: str) -> tuple[int, str]:
+def _measure(directory: CheckpointDirectory, name: str) -> tuple[int, str]:
     size = crc = 0
-    fd = folder.open(name)
+    fd = directory.open(name)
     try:
-        for chunk in read_chunks(fd, name, folder.path):
+        for chunk in read_chunks(fd, name, directory.path):
             size += len(chunk)
             crc = zlib.crc32(chunk, crc)
     finally:
