@@ -103,7 +103,7 @@ def test_export_of_a_part_is_what_was_saved(
         assert torch.equal(exported[name], tensor) and exported[name].dtype == tensor.dtype
     with pytest.raises(UsageError, match="exists already"):
         command.main(["export", str(run.path), str(out)])
-    with pytest.raises(UsageError, match=r"'nets': the parts with tensors are 'net', 'adamw'"):
+    with pytest.raises(UsageError, match=r"'nets' with tensors: its parts with tensors are 'net', 'adamw'"):
         command.main(["export", str(run.path), str(tmp_path / "y.safetensors"), "--part", "nets"])
     command.main(["export", str(run.path), str(tmp_path / "all.safetensors")])
     assert len(load_file(tmp_path / "all.safetensors")) == 4

@@ -133,7 +133,7 @@ def test_training_state_round_trip_in_place_and_anew(tmp_path: Path) -> None:
         ({"a": {"b": torch.tensor(1.0).numpy()[()]}}, "'a.b' is a numpy.float32"),
         ({"a": b"bytes"}, "'a' is a builtins.bytes"),
         ({"a": {1.5: 2}}, "'a' has the key 1.5"),
-        ({"a": {"b.c": torch.ones(1), "b": {"c": torch.ones(1)}}}, "both be named 'a.b.c'"),
+        ({"a": {"b.c": torch.ones(1), "b": {"c": torch.ones(1)}}}, "the same name 'a.b.c'"),
         ({"a": torch.eye(2).to_sparse()}, "'a' is a torch.sparse_coo"),
         ({"a": torch.ones(1, dtype=torch.complex128)}, "complex128"),
         ({"a": torch.empty(2, device="meta")}, "'a' is a meta tensor"),
@@ -155,7 +155,7 @@ def test_bad_steps_are_refused(tmp_path: Path, step: Any) -> None:
 
 
 def test_metrics_are_numbers(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"take \.item"):
+    with pytest.raises(UsageError, match=r"call \.item"):
         checkpoint.save(tmp_path, {}, step=1, metrics={"loss": torch.tensor(1.0)})  # type: ignore[dict-item]
     path = checkpoint.save(tmp_path, {}, step=1, metrics={"loss": float("nan"), "accuracy": 1})
     assert checkpoint.load(path).metrics == {"accuracy": 1}

@@ -165,7 +165,7 @@ def test_a_manifest_that_names_files_elsewhere(shelf: Path, name: str) -> None:
         place.write_bytes(data)  # all else about it would be in order
     fact = {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"}
     sealed(lambda m: m["files"].update({name.format(shelf): fact}), shelf / NEW / "manifest.json")
-    assert "no file of a checkpoint" in checkpoint.verify(shelf / NEW)[0]
+    assert "not a valid file name of a checkpoint" in checkpoint.verify(shelf / NEW)[0]
     assert_falls_back(shelf)
 
 

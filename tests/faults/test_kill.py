@@ -42,7 +42,7 @@ class Forker:
         return codes
 
     def every_call(self, folder: Path, *, body: str, ranks: int) -> list[tuple[str, int, int]]:
-        """All (name, rank, nth) of this room that one undisturbed trial passes."""
+        """All (name, rank, nth) of this package that one trial without a fault passes."""
         fault = "nowhere:sleep=0"  # counts, and does nothing
         assert self.run(folder, ranks=ranks, fault=fault, body=body) == [0] * ranks
         found = []
@@ -96,7 +96,7 @@ def acknowledged(folder: Path) -> set[int]:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_kill_at_every_point_of_a_save(tmp_path: Path, forker: Forker, ranks: int) -> None:
     calls = forker.every_call(tmp_path / "dry", body="save", ranks=ranks)
-    in_reach = {point for point in points_in("keeping", "writing") if "set_aside" not in point}
+    in_reach = {point for point in points_in("api", "write/disk") if "set_aside" not in point}
     assert {name for name, _, _ in calls} == in_reach | {"checkpoint.begin"}
     assert len(calls) >= 8 * ranks + 10
     expected, _ = judge(str(tmp_path / "dry"))
@@ -180,7 +180,7 @@ def calls_of_helpers(ranks: int, sample: int) -> Iterator[tuple[str, int, Iterab
         yield from ((f"checkpoint.{point}", rank, [1]) for point, rank in SAMPLE[:sample])
         return
     for rank in range(ranks):
-        yield from ((point, rank, count(1)) for point in sorted(points_in("writing")))
+        yield from ((point, rank, count(1)) for point in sorted(points_in("write/disk")))
 
 
 def assert_old_or_new(folder: Path, expected: dict[int, object], fault: str) -> int:
@@ -222,7 +222,7 @@ def test_kill_at_every_point_of_a_save_beside_the_training(
             outcomes.append(assert_old_or_new(folder, expected, fault))
             struck.add(point)
     assert set(outcomes) == {1, 2}
-    assert len(struck) == (len(points_in("writing")) if FULL else sample)
+    assert len(struck) == (len(points_in("write/disk")) if FULL else sample)
     print(f"{len(outcomes)} kills, {outcomes.count(2)} of them after the commit")
 
 
@@ -231,8 +231,8 @@ def test_kill_of_a_rank_in_its_step(tmp_path: Path, forker: Forker, rank: int) -
     """Before anything is copied, and when all is copied and nothing written: the old one stays."""
     assert forker.run(tmp_path / "dry", ranks=2, fault="nowhere:sleep=0", body="beside") == [0, 0]
     expected, _ = judge(str(tmp_path / "dry"))
-    assert points_in("saver") == {"checkpoint.begin", "checkpoint.staged"}
-    for point in points_in("saver"):
+    assert points_in("write/saver", "write/background") == {"checkpoint.begin", "checkpoint.staged"}
+    for point in points_in("write/saver", "write/background"):
         fault = f"{point}:rank={rank}:kill9"
         codes = forker.run(tmp_path / point, ranks=2, fault=fault, body="beside")
         assert codes[rank] == -9 and not {0, 999} & set(codes), (fault, codes)
