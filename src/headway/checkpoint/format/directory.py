@@ -50,7 +50,9 @@ class CheckpointDirectory:
         self.path = path
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            self._fd = files.retry_until_visible(lambda: os.open(path, flags)) if announced else os.open(path, flags)
+            self._fd = (
+                files.retry_until_visible(lambda: os.open(path, flags)) if announced else os.open(path, flags)
+            )
         except OSError as error:
             raise _unreadable(path.name, path, error) from error
 
