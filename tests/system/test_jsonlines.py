@@ -14,6 +14,7 @@ import pytest
 from headway.errors import StorageError
 from headway.system import jsonlines
 from headway.system.jsonlines import JsonLinesWriter, Tail
+from headway.system.log import install_handler
 
 
 @pytest.fixture
@@ -96,6 +97,15 @@ def test_a_full_disk_costs_rows_which_are_counted(
     )
     (warning,) = caplog.messages
     assert warning == f"metric rows are being lost: {file}: No space left on device"
+
+
+def test_a_device_that_is_full_costs_rows_and_warns_once(capsys: pytest.CaptureFixture[str]) -> None:
+    install_handler()
+    with JsonLinesWriter(Path("/dev/full")) as rows:
+        rows.write({"step": 1})
+        rows.write({"step": 2})
+    assert rows.lost == 2
+    assert capsys.readouterr().err.count("No space left on device") == 1
 
 
 def test_a_real_limit_costs_rows_too(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from toys import Batches, Classify, make_pipe
 import headway as hw
 from headway.run import Run
 from headway.testing import ranks
-from headway.train.metrics.rows import RowWriter
 from headway.train.metrics.timing import PhaseTimer
 
 SCRIPT = """
@@ -170,26 +169,3 @@ def test_time_is_split_by_what_it_was_spent_on() -> None:
     assert 0.02 <= first["compute"] < first["data"]
     assert second.keys() == {"compute"}
     assert second["compute"] >= 0.03
-
-
-def test_what_json_cannot_say_is_written_as_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    run = Run.create(tmp_path, name="rows")
-    with RowWriter(run, rank=3) as rows:
-        rows.write({"metrics": {"loss": float("nan"), "list": [float("inf"), 1.0]}})
-    assert rows_of(run, 3) == [{"metrics": {"loss": "nan", "list": ["inf", 1.0]}}]
-
-
-def test_a_full_disk_costs_rows_and_not_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    run = Run.create(tmp_path, name="rows")
-    rows = RowWriter(run, rank=0)
-    os.dup2(full := os.open("/dev/full", os.O_WRONLY), rows._fd)
-    os.close(full)
-    rows.write({"step": 1})
-    rows.write({"step": 2})
-    os.close(rows._fd)
-    assert rows.lost == 2
-    assert capsys.readouterr().err.count("No space left on device") == 1

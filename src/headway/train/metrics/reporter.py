@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, final, runtime_checkable
 
 import torch
@@ -14,10 +13,10 @@ from headway import dist
 from headway.checkpoint import SavedCheckpoint
 from headway.dist import World
 from headway.run import Run
+from headway.system.jsonlines import JsonLinesWriter
 from headway.train.batches import FirstBatch, length
 from headway.train.metrics.display import Display, ProgressSnapshot, display
 from headway.train.metrics.meter import LogPoint
-from headway.train.metrics.rows import RowWriter
 from headway.train.model.parallel import RegisteredModel
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ class Reporter:
 
     def __init__(self, run: Run, world: World) -> None:
         self._world = world
-        self._rows = RowWriter(run, rank=world.rank)
+        self._rows = JsonLinesWriter(run.metrics_file(world.rank), content="metric rows")
         self._display: Display | None = None
         self._since = time.monotonic()  # the last log point or validation
         self._began, self._began_at = self._since, 0  # the stage: when, and at which of its steps
@@ -48,13 +47,10 @@ class Reporter:
         self._wait: float | None = None
 
     def __enter__(self) -> Reporter:
-        self._rows.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._rows.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self._rows.close()
 
     def introduce(self, models: Iterable[RegisteredModel], datasets: Mapping[str, Iterable[Any]]) -> None:
         """A line per model and per dataset."""

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -26,7 +23,7 @@ from headway.dist import World
 from headway.dist.collective.exchange import gather_rows
 from headway.record.ledger import LedgerRow, digest
 from headway.run import Run
-from headway.system import files
+from headway.system.jsonlines import JsonLinesWriter
 
 if TYPE_CHECKING:
     from headway.train.stage import Stage
@@ -63,21 +60,16 @@ class LedgerWriter:
         # of each loader: its order, and the order's id
         self._latest: dict[int, tuple[Mapping[str, Any], str]] = {}
         self._news: list[Mapping[str, Any]] = []
-        self._fd: int | None = None
-        self._lost = False
+        self._rows: JsonLinesWriter | None = None
 
     def __enter__(self) -> LedgerWriter:
-        if self._world.is_root:
-            with files.storage(f"open {self._run.ledger_file}"):
-                self._fd = files.open_private(self._run.ledger_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-            self._append(b"\n")  # an attempt that was killed may have left half a line
+        if self._world.is_root:  # a full disk costs rows and not the run: readers see that they are missing
+            self._rows = JsonLinesWriter(self._run.ledger_file, content="rows of the ledger")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
+    def __exit__(self, *_: object) -> None:
+        if self._rows is not None:
+            self._rows.close()
 
     # --- while a step is under way
 
@@ -124,11 +116,10 @@ class LedgerWriter:
             for step, total, weight in zip(steps, sums, weights, strict=True)
         ]
         table = gather_rows(torch.tensor(mine, dtype=torch.float64).flatten()).reshape(-1, len(steps), 4)
-        if self._world.is_root:
+        if self._rows is not None:
             rows = [self._row(stage, step, table[:, number]) for number, step in enumerate(steps)]
-            lines = [*self._news, *({"kind": "step"} | asdict(row) for row in rows)]
+            self._rows.write_all([*self._news, *({"kind": "step"} | asdict(row) for row in rows)])
             self._news = []
-            self._append(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
 
     def _row(self, stage: Stage, noted: _Step, ranks: Tensor) -> LedgerRow:
         total, weight = (sum(column) for column in (ranks[:, 0].tolist(), ranks[:, 1].tolist()))
@@ -144,17 +135,6 @@ class LedgerWriter:
             random=digest(ranks[:, 2].numpy().tobytes()),
             batches=noted.batches,
         )
-
-    def _append(self, data: bytes) -> None:
-        """A full disk costs rows and not the run; whoever reads the ledger sees that they are missing."""
-        assert self._fd is not None
-        try:
-            whole = os.write(self._fd, data) == len(data)
-        except OSError:
-            whole = False
-        if not whole and not self._lost:
-            self._lost = True
-            print(f"headway: rows of the ledger are being lost: {self._run.ledger_file}", file=sys.stderr)
 
 
 def _losses(stage: Stage, steps: list[_Step]) -> tuple[list[float], list[float]]:
