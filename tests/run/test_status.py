@@ -1,0 +1,153 @@
+"""The state of a run, from what it left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.run import Run
+from headway.run.status import record_end, status
+from headway.schedulers.base import Queue
+from headway.schedulers.slurm.queue import ticket as slurm_ticket
+from headway.system.locks import ProcessIdentity
+
+NOBODY = Queue()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run.create(tmp_path / "runs", name="digits", config={"lr": 0.1})
+
+
+def submitted(run: Run, **facts: Any) -> None:
+    run.submission_file.write_text(json.dumps({"array_task": None, **facts}))
+
+
+def state(run: Run, queue: Queue = NOBODY) -> tuple[str, str]:
+    found = status(run, queue)
+    return found.state, found.why
+
+
+def slurm(**tickets: tuple[str, str]) -> Queue:
+    found = {("slurm", job[1:]): slurm_ticket(word, why) for job, (word, why) in tickets.items()}
+    return Queue(tickets=found)
+
+
+def test_what_the_run_wrote_down(run: Run) -> None:
+    assert state(run) == ("new", "")
+    for ending in ("done", "stopped", "interrupted"):
+        run.end_attempt(run.begin_attempt(world={}), status=ending, exit_code=0)
+        assert state(run) == (ending, "")
+    number = run.begin_attempt(world={})
+    run.write_failure({"rank": 3, "step": 7, "error": "ValueError: bad\n  thing"})
+    run.end_attempt(number, status="failed", exit_code=1)
+    assert state(run) == ("failed", "rank 3 at step 7: ValueError: bad thing")
+
+
+def test_running_needs_a_sign_of_life(run: Run) -> None:
+    number = run.begin_attempt(world={})
+    assert state(run) == ("lost", "it ended without recording how")
+    with run.lock():
+        assert state(run) == ("running", "")
+    assert state(run)[0] == "lost", "the lock was given back, and the attempt never said how it ended"
+    run.end_attempt(number, status="done", exit_code=0)
+    assert state(run) == ("done", "")
+
+
+def test_a_killed_owner_is_not_alive(run: Run) -> None:
+    code = "import os, sys; from headway.run import Run; r = Run.open(sys.argv[1])\n"
+    code += "with r.lock(): r.begin_attempt(world={}); os.kill(os.getpid(), 9)"
+    killed = subprocess.run([sys.executable, "-c", code, str(run.path)], check=False)
+    assert killed.returncode == -9
+    word, why = state(run)
+    assert word == "lost" and "is gone" in why
+    run.write_failure({"rank": 1, "step": 7, "error": "was killed by SIGKILL"})  # by the agent
+    assert state(run) == ("failed", "rank 1 at step 7: was killed by SIGKILL")
+
+
+@pytest.mark.parametrize(
+    ("ticket", "expected"),
+    [
+        (("PENDING", "Priority"), ("queued", "Priority")),
+        (("PENDING", ""), ("queued", "")),
+        (("RUNNING", "n1"), ("running", "")),
+        (("COMPLETING", ""), ("running", "completing")),
+        (("SUSPENDED", ""), ("running", "suspended")),
+        (("COMPLETED", ""), ("done", "")),
+        (("CANCELLED", ""), ("cancelled", "")),
+        (("TIMEOUT", ""), ("failed", "ran into its time limit")),
+        (("NODE_FAIL", ""), ("failed", "a node failed")),
+        (("OUT_OF_MEMORY", ""), ("failed", "out of memory")),
+        (("SOMETHING_NEW", ""), ("failed", "something new")),
+    ],
+)
+def test_the_schedulers_word(run: Run, ticket: tuple[str, str], expected: tuple[str, str]) -> None:
+    submitted(run, job_id="12")
+    assert state(run, slurm(j12=ticket)) == expected
+    submitted(run, job_id="12", array_task=3)
+    assert state(run, slurm(j12_3=ticket)) == expected
+    assert state(run, slurm(j12_4=ticket))[0] == "lost"
+
+
+def test_a_job_that_is_queued_again_is_queued_whatever_its_last_attempt_says(run: Run) -> None:
+    submitted(run, job_id="12")
+    run.end_attempt(run.begin_attempt(world={}), status="stopped", exit_code=75)
+    record_end(run, 75)
+    assert state(run, slurm(j12=("PENDING", "BeginTime"))) == ("queued", "BeginTime")
+    assert state(run, slurm(j12=("COMPLETED", ""))) == ("stopped", "")
+    assert state(run) == ("stopped", "")
+    run.begin_attempt(world={})  # the note of its earlier end does not speak for the new attempt
+    assert state(run, slurm(j12=("NODE_FAIL", ""))) == ("failed", "a node failed")
+
+
+def test_a_scheduler_that_does_not_answer_is_no_evidence(run: Run) -> None:
+    submitted(run, job_id="12")
+    silent = Queue(note="squeue did not answer within 10 s")
+    found = status(run, silent)
+    assert not found.certain and not found.over and found.why.endswith("squeue did not answer within 10 s")
+    run.end_attempt(run.begin_attempt(world={}), status="stopped", exit_code=75)
+    assert not status(run, silent).over, "it may be queued again"
+    run.end_attempt(run.begin_attempt(world={}), status="done", exit_code=0)
+    assert status(run, silent).over
+
+
+def test_how_a_script_without_attempts_ended(run: Run) -> None:
+    submitted(run, job_id="12")
+    assert state(run) == ("lost", "SLURM job 12 is no longer known, and left no record")
+    for code, word in (
+        (0, "done"),
+        (75, "stopped"),
+        (130, "interrupted"),
+        (143, "interrupted"),
+        (3, "failed"),
+    ):
+        record_end(run, code)
+        assert state(run)[0] == word
+    assert state(run)[1] == "exit code 3"
+    run.end_attempt(run.begin_attempt(world={}), status="done", exit_code=0)
+    record_end(run, 1)
+    assert state(run)[0] == "failed", "it trained to the end, and failed after that"
+    run.end_attempt(run.begin_attempt(world={}), status="stopped", exit_code=75)
+    record_end(run, 1)
+    assert state(run)[0] == "stopped", "whatever happened after that, it can be resumed"
+
+
+def test_a_job_in_the_background_of_a_process(run: Run) -> None:
+    submitted(run, **ProcessIdentity.of().to_dict())
+    assert state(run) == ("running", "")
+    run.end_attempt(run.begin_attempt(world={}), status="done", exit_code=0)
+    assert state(run) == ("running", ""), "what it does after training is part of it"
+
+
+def test_a_job_whose_process_is_gone_or_elsewhere(run: Run) -> None:
+    submitted(run, **(ProcessIdentity.of().to_dict() | {"born": "0"}))
+    word, why = state(run)
+    assert word == "lost" and f"pid {os.getpid()} is gone" in why
+    submitted(run, **(ProcessIdentity.of().to_dict() | {"machine": "another", "host": "n7"}))
+    assert state(run) == ("running", "on n7, which cannot be checked from here")
