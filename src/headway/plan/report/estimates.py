@@ -222,7 +222,7 @@ def _notes(layout: Layout, node: Node, constants: Calibration, found: dict[str, 
     if not constants.source.startswith("measured"):
         notes.append(f"times are uncalibrated ({constants.source}); run: headway plan calibrate")
     if layout.gpus % node.gpus and layout.gpus > node.gpus:
-        notes.append(f"{layout.gpus} GPUs do not fill all nodes of {node.gpus}")
+        notes.append(f"{layout.gpus} GPUs do not fill whole nodes of {node.gpus}")
     if layout.tp > node.gpus:
         notes.append(f"tp {layout.tp} spans nodes of {node.gpus}: every layer waits for the network")
     have = found.get("loader.available_per_node")
