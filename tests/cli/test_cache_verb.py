@@ -10,13 +10,11 @@ import pytest
 
 from headway.cli import main
 from headway.data import NodeCache, pack
-from headway.data.cache import copier
 from headway.data.cache.node_cache import CachedShards
 
 
 @pytest.fixture
-def shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(copier, "_SETTLED", 0.0)
+def shard(tmp_path: Path) -> Path:
     (path,) = pack([{"__key__": "a", "bin": bytes(50_000)}], tmp_path / "source")
     return path
 
@@ -27,7 +25,7 @@ def test_what_is_kept_is_listed_and_swept(
     where = ["--path", str(tmp_path)]
     assert main(["cache", "ls", *where]) == 0
     assert "0 shards" in capsys.readouterr().out
-    cache = CachedShards(NodeCache(path=tmp_path, copy_local=True))
+    cache = CachedShards(NodeCache(path=tmp_path, copy_local=True, min_age=0))
     held = cache.open(shard)
     assert main(["cache", "ls", *where, "--json"]) == 0
     (entry,) = json.loads(capsys.readouterr().out)

@@ -14,7 +14,7 @@ import simplejpeg
 from headway.cli import main
 from headway.cli.progress import show_progress
 from headway.data import pack
-from headway.data.tools.bench import Bench
+from headway.data.tools.benchmark import Benchmark
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +108,7 @@ def test_pack_add_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert all(path.resolve().parent == tmp_path / "shards" for path in folder.iterdir())
     assert facts(capsys, "count", "numbers") == {"numbers": {"shards": 1, "samples": 3}}
     assert main(["data", "add", "public", "text", "numbers", "train", "--shards", "shards"]) == 2
-    assert "has shard-000000.tar already" in capsys.readouterr().err
+    assert "already has shard-000000.tar" in capsys.readouterr().err
     assert facts(capsys, "index", "numbers") == {"numbers": 0}
     (tmp_path / "shards" / "shard-000000.idx").unlink()
     assert facts(capsys, "index", "shards") == {"shards": 1}
@@ -123,7 +123,7 @@ def test_a_folder_of_both_kinds_is_refused(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "mixed" / "cat").mkdir(parents=True)
     (tmp_path / "mixed" / "a.txt").touch()
     assert main(["data", "pack", "mixed", "shards"]) == 2
-    assert "has 1 folders and 1 files" in capsys.readouterr().err
+    assert "has 1 directories and 1 files" in capsys.readouterr().err
     assert not (tmp_path / "shards").exists()
 
 
@@ -171,24 +171,28 @@ def test_bench_measures_every_stage(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert min(seen[rate] for rate in ("read", "decode", "load", "memcpy", "first_batch")) > 0
     assert len(image) < seen["sample_bytes"] < len(image) + 3
     assert main(["data", "bench", "./shards", "--seconds", "0.05"]) == 0
-    assert "is the limit" in capsys.readouterr().out.splitlines()[-1]
+    assert "is the bottleneck" in capsys.readouterr().out.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
     ("rates", "need", "says"),
     [
         ({"load": 990}, 900, "fast enough: 990 samples/s, and 900 are needed"),
-        ({"load": 500}, None, "the loader is the limit: 500 samples/s, though reading gives 9,000"),
-        ({"read": 300, "load": 290}, None, "reading is the limit: 290 samples/s, 30 MB/s; put"),
-        ({"load": 990}, None, "the decoder is the limit: 990 samples/s with 2 threads; 6 more would use all"),
-        ({"load": 990}, 1500, "with 2 threads; 2 more would do"),
-        ({"load": 990}, 9000, "6 more would not do: 17 more cores needed"),
-        ({"load": 990, "cores": 2}, None, "all 2 cores decode already"),
+        ({"load": 500}, None, "the loader is the bottleneck: 500 samples/s, though reading reaches 9,000"),
+        ({"read": 300, "load": 290}, None, "reading is the bottleneck: 290 samples/s, 30 MB/s; use"),
+        (
+            {"load": 990},
+            None,
+            "the decoder is the bottleneck: 990 samples/s with 2 threads; 6 more would use all",
+        ),
+        ({"load": 990}, 1500, "with 2 threads; 2 more will suffice"),
+        ({"load": 990}, 9000, "6 more will not suffice: 17 more cores needed"),
+        ({"load": 990, "cores": 2}, None, "all 2 cores are in use"),
     ],
 )
 def test_the_verdict_names_the_limit(rates: dict[str, float], need: float | None, says: str) -> None:
     how = {"read": 9000.0, "decode": 1000.0, "first_batch": 0.1, "memcpy": 6e9} | rates
-    seen = Bench(**{"samples": 1000, "sample_bytes": 1e5, "threads": 2, "cores": 8} | how)
+    seen = Benchmark(**{"samples": 1000, "sample_bytes": 1e5, "threads": 2, "cores": 8} | how)
     assert says in seen.verdict(need)
 
 

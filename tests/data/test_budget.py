@@ -27,13 +27,13 @@ GB = 10**9
     ],
 )
 def test_sizes(text: str | int, size: int) -> None:
-    assert budget.parse(text, 1000) == size
+    assert budget.parse_budget(text, 1000) == size
 
 
 @pytest.mark.parametrize("text", ["", "%", "-1GB", "1 parsec", "GB", "1e9", "0%", "100.1%", 0, -3])
 def test_what_is_no_size(text: str | int) -> None:
-    with pytest.raises(UsageError, match='give a part of the memory like "50%"'):
-        budget.parse(text, 1000)
+    with pytest.raises(UsageError, match='give a share of the memory like "50%"'):
+        budget.parse_budget(text, 1000)
 
 
 def machine(root: Path, where: Path, files: dict[str, object]) -> Path:
@@ -53,7 +53,7 @@ def machine(root: Path, where: Path, files: dict[str, object]) -> Path:
 
 def limits(root: Path, where: Path) -> list[tuple[float, float]]:
     """Beyond the file system's own."""
-    _, *spaces = budget.spaces(where, root)
+    _, *spaces = budget.limits_on(where, root)
     return [(space.limit / GB, space.free / GB) for space in spaces]
 
 
@@ -128,12 +128,12 @@ def test_a_twentieth_of_every_limit_is_left_free() -> None:
 
 def test_a_disk_is_not_memory(tmp_path: Path) -> None:
     root = machine(tmp_path / "root", Path("/proc"), {})
-    assert len(list(budget.spaces(tmp_path, root))) == 1
+    assert len(list(budget.limits_on(tmp_path, root))) == 1
 
 
 def test_this_machine() -> None:
     shm = Path("/dev/shm")
     assert filesystem_type(shm) == "tmpfs" and budget.is_local(shm)
-    assert 0 < budget.whole(shm) <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 1.1
-    assert 0 <= budget.spare(shm) < budget.whole(shm)
+    assert 0 < budget.total_bytes(shm) <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 1.1
+    assert 0 <= budget.spare_bytes(shm) < budget.total_bytes(shm)
     assert not budget.is_local(Path("/proc"))

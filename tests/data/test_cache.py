@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import io
 import json
 import multiprocessing
 import os
@@ -18,7 +17,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from time import sleep
@@ -27,23 +26,21 @@ from typing import Any
 import pytest
 
 from headway.data import pack
-from headway.data.cache import copier, directory, leases
-from headway.data.cache.directory import CacheFolder
-from headway.data.cache.leases import Deadline, NotCached, WaitedTooLong
+from headway.data.cache import copier, directory
+from headway.data.cache.directory import CacheDirectory, NotCached
 from headway.data.cache.node_cache import CachedShards, NodeCache
 from headway.data.shards import checksums
+from headway.data.shards.shard import ShardFile
 from headway.errors import BadShard, UsageError
-from headway.system import failpoints
+from headway.system import failpoints, locks
+from headway.system.locks import Deadline, LockTimeout
 
 SIZE = 1_000_000
 ROOM = 1_100_000  # for one shard
 
 
 @pytest.fixture(autouse=True)
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shards count as settled, and are copied in small steps."""
-    monkeypatch.setattr(copier, "_SETTLED", 0.0)
-    monkeypatch.setattr(copier, "_STEP", 100_000)
+def _fresh_failpoints() -> None:
     failpoints.reset_calls()
 
 
@@ -59,8 +56,10 @@ def make(folder: Path, count: int, size: int = SIZE) -> list[Path]:
     return paths
 
 
-def at(path: Path, budget: str | int = "1GB", **how: Any) -> CachedShards:
-    return CachedShards(NodeCache(path=path, budget=budget, copy_local=True, **how))
+def at(path: Path, budget: str | int = "1GB", **settings: Any) -> CachedShards:
+    """A cache that copies new shards in small chunks."""
+    settings = {"copy_local": True, "min_age": 0.0, "chunk_bytes": 100_000} | settings
+    return CachedShards(NodeCache(path=path, budget=budget, **settings))
 
 
 def contents(cache: CachedShards, path: Path) -> list[bytes]:
@@ -165,11 +164,8 @@ def test_shards_on_a_disk_of_this_machine_are_read_in_place(shards: list[Path], 
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_shard_that_has_only_just_been_written_is_not_trusted(
-    shards: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(copier, "_SETTLED", 1e6)
-    cache = at(tmp_path)
+def test_a_shard_that_has_only_just_been_written_is_not_trusted(shards: list[Path], tmp_path: Path) -> None:
+    cache = at(tmp_path, min_age=1e6)
     assert contents(cache, shards[0]) == truth(shards[0])
     assert cache.counts["source"] == 1 and not cache.counts["copied"]
 
@@ -183,10 +179,10 @@ def test_a_rewritten_shard_is_another_shard(how: str, shards: list[Path], tmp_pa
     if how == "in place":
         shards[0].write_bytes(other.read_bytes())
     else:
-        checksums.sum_file(other).replace(checksums.sum_file(shards[0]))
+        checksums.checksum_path(other).replace(checksums.checksum_path(shards[0]))
         other.replace(shards[0])
     os.utime(shards[0], ns=(0, 0))
-    checksums.sum_file(shards[0]).unlink()
+    checksums.checksum_path(shards[0]).unlink()
     assert contents(cache, shards[0]) == truth(shards[0]) != before
     assert cache.counts["copied"] == 2
 
@@ -195,7 +191,7 @@ def test_a_shard_rewritten_while_it_is_copied_is_not_kept(
     shards: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (other,) = make(tmp_path / "other", 1)
-    checksums.sum_file(shards[0]).unlink()
+    checksums.checksum_path(shards[0]).unlink()
 
     def rewrite(name: str) -> None:
         if name == "cache.copying" and other.exists():
@@ -329,16 +325,16 @@ def test_a_part_that_is_published_before_it_could_be_claimed_is_not_written_to(
     cache = at(tmp_path)
     cache.open(shards[0])
     (copy,) = tmp_path.glob("headway-cache-*/*.shard")
-    part, before, plain = copy.with_suffix(".part"), copy.read_bytes(), CacheFolder._open
+    part, before, plain = copy.with_suffix(".part"), copy.read_bytes(), CacheDirectory._open
     copy.rename(part)
 
-    def late(folder: CacheFolder, name: str, flags: int) -> Any:
+    def late(folder: CacheDirectory, name: str, flags: int) -> Any:
         handle = plain(folder, name, flags)
         if name == part.name and part.exists() and not copy.exists():
             part.rename(copy)
         return handle
 
-    monkeypatch.setattr(CacheFolder, "_open", late)
+    monkeypatch.setattr(CacheDirectory, "_open", late)
     other = at(tmp_path)
     assert contents(other, shards[0]) == truth(shards[0])
     assert other.counts["hit"] == 1 and not other.counts["copied"]
@@ -384,21 +380,21 @@ def test_a_waiting_reader_takes_over_when_the_fetcher_dies(shards: list[Path], t
     assert right and counts["copied"] == 1 and "source" not in counts
 
 
-def test_nobody_waits_longer_than_the_deadline_and_not_twice(shards: list[Path], tmp_path: Path) -> None:
+def test_nobody_waits_longer_than_the_deadline_and_not_twice(
+    shards: list[Path], tmp_path: Path, messages: list[str]
+) -> None:
     stopped, _ = child(lambda: at(tmp_path).open(shards[0]) and 0, fail="cache.reserved:stop")
     os.waitid(os.P_PID, stopped, os.WSTOPPED | os.WNOWAIT)
     try:
-        cache, said = at(tmp_path, patience=0.3), io.StringIO()
-        with redirect_stderr(said):
-            began = time.monotonic()
-            assert contents(cache, shards[0]) == truth(shards[0])
-            assert time.monotonic() - began >= 0.3
-            assert contents(cache, shards[0]) == truth(shards[0])
-            assert contents(cache, shards[1]) == truth(shards[1])
+        cache, began = at(tmp_path, patience=0.3), time.monotonic()
+        assert contents(cache, shards[0]) == truth(shards[0])
+        assert time.monotonic() - began >= 0.3
+        assert contents(cache, shards[0]) == truth(shards[0])
+        assert contents(cache, shards[1]) == truth(shards[1])
         assert cache.counts["source"] == 2 and cache.counts["copied"] == 1
-        assert said.getvalue().count("\n") == 1
-        assert "waited 0.3 s for another process to copy it" in said.getvalue()
-        assert cache._hurry_until > began
+        (said,) = messages
+        assert "waited 0.3 s for another process to copy it" in said
+        assert cache._no_wait_until > began
     finally:
         os.kill(stopped, signal.SIGKILL)
         os.waitpid(stopped, 0)
@@ -419,7 +415,7 @@ def test_a_stopped_process_with_any_lock_stops_nobody(held: str, shards: list[Pa
     cache = at(tmp_path, patience=0.2)
     with pytest.MonkeyPatch.context() as patch:
         waits = []
-        patch.setattr(leases.time, "sleep", lambda seconds: waits.append(seconds) or sleep(seconds))
+        patch.setattr(locks.time, "sleep", lambda seconds: waits.append(seconds) or sleep(seconds))
         assert contents(cache, shards[0]) == truth(shards[0])
         assert waits
         waits.clear()
@@ -435,7 +431,7 @@ def test_a_stopped_process_with_any_lock_stops_nobody(held: str, shards: list[Pa
 
 def test_a_forked_child_does_not_hold_the_locks_of_its_parent(tmp_path: Path) -> None:
     """A data worker that outlives a killed rank would keep the others waiting."""
-    folder = CacheFolder.join(tmp_path, Deadline(1))
+    folder = CacheDirectory.join(tmp_path, Deadline(1))
     forking = multiprocessing.get_context("fork")
     done = forking.Event()
     with folder.ledger(Deadline(1)), warnings.catch_warnings():
@@ -485,7 +481,7 @@ def test_the_budget_holds_whatever_processes_do(shards: list[Path], tmp_path: Pa
 def test_a_copy_that_is_published_during_a_look_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, key, listed = CacheFolder.join(tmp_path, Deadline(1)), f"{'a' * 32}-100", os.listdir
+    folder, key, listed = CacheDirectory.join(tmp_path, Deadline(1)), f"{'a' * 32}-100", os.listdir
     part = folder.claim(key)
     assert part
     os.posix_fallocate(part.fd, 0, 8192)
@@ -564,13 +560,13 @@ def test_what_is_kept_for_later_gives_way_to_what_is_needed_now(shards: list[Pat
 
 
 def test_a_shard_larger_than_the_budget_is_read_at_its_source(
-    shards: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    shards: list[Path], tmp_path: Path, messages: list[str]
 ) -> None:
     cache = at(tmp_path, budget="500kB")
     assert [contents(cache, path) == truth(path) for path in shards[:2]] == [True, True]
     assert cache.counts["source"] == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "the budget is 500000" in said
+    (said,) = messages
+    assert "the budget is 500000" in said
 
 
 @pytest.mark.parametrize("step", ["cache.reserved", "cache.copying", "cache.copied", "cache.published"])
@@ -659,17 +655,16 @@ def test_users_have_caches_of_their_own(public: Path) -> None:
 
 @needs_root
 @pytest.mark.parametrize("mode", [0o700, 0o777])
-def test_a_directory_that_another_user_made_is_not_used(mode: int, public: Path) -> None:
+def test_a_directory_that_another_user_made_is_not_used(mode: int, public: Path, messages: list[str]) -> None:
     paths = make(public / "source", 1)
     planted = public / f"headway-cache-{STRANGER}"
     planted.mkdir()
     planted.chmod(mode)
 
     def work() -> Any:
-        cache, said = at(public), io.StringIO()
-        with redirect_stderr(said):
-            right = contents(cache, paths[0]) == truth(paths[0])
-        return [right, cache.counts["source"], said.getvalue()]
+        cache = at(public)
+        right = contents(cache, paths[0]) == truth(paths[0])
+        return [right, cache.counts["source"], *messages]
 
     right, read, said = run(work, user=STRANGER)
     assert right and read == 1
@@ -704,7 +699,7 @@ def test_a_link_in_the_place_of_a_file_is_not_followed(name: str, shards: list[P
     folder = tmp_path / f"headway-cache-{os.geteuid()}"
     folder.mkdir(mode=0o700)
     if name in ("shard", "part"):
-        name = f"{copier.identify(copier.File(shards[0]))}.{name}"
+        name = f"{copier.identify(ShardFile(shards[0]), 0.0)}.{name}"
     (folder / name).symlink_to(victim)
     cache = at(tmp_path)
     assert contents(cache, shards[0]) == truth(shards[0])
@@ -763,9 +758,9 @@ def test_sweeping_removes_all_when_nobody_is_left(shards: list[Path], tmp_path: 
 
 
 def test_slots_limit_how_many_copy_at_once(tmp_path: Path) -> None:
-    folder = CacheFolder.join(tmp_path, Deadline(1))
+    folder = CacheDirectory.join(tmp_path, Deadline(1))
     with folder.slot(2, Deadline(0)), folder.slot(2, Deadline(0)):
-        with pytest.raises(WaitedTooLong, match="one of 2 shards"), folder.slot(2, Deadline(0.05)):
+        with pytest.raises(LockTimeout, match="one of 2 shards"), folder.slot(2, Deadline(0.05)):
             pass
         with folder.slot(3, Deadline(0)):
             pass
@@ -813,5 +808,4 @@ def test_processes_that_come_and_are_killed_anywhere(seed: int, shards: list[Pat
 
 def read_all(where: Path, order: list[Path], how: dict[str, Any]) -> bool:
     cache = at(where, **how)
-    with redirect_stderr(io.StringIO()):
-        return all(contents(cache, path) == truth(path) for path in order)
+    return all(contents(cache, path) == truth(path) for path in order)

@@ -23,11 +23,8 @@ import json, os, sys
 from pathlib import Path
 group, where, *shards = map(Path, sys.argv[1:])
 (group / "cgroup.procs").write_text(str(os.getpid()))
-from headway.data import fetching
 from headway.data.cache.node_cache import CachedShards, NodeCache
 from headway.data.shards.shard import Shard
-fetching._SETTLED = 0.0
-fetching._STEP = 2**20
 
 def right(shard, path):
     plain = Shard.open(path)
@@ -36,7 +33,9 @@ def right(shard, path):
 def taken():
     return sum(file.stat().st_blocks * 512 for file in where.glob("*/*"))
 
-cache = CachedShards(NodeCache(path=where, budget="100%", copy_local=True, patience=0))
+cache = CachedShards(
+    NodeCache(path=where, budget="100%", copy_local=True, patience=0, min_age=0, chunk_bytes=2**20)
+)
 """
 
 

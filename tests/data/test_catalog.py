@@ -95,7 +95,7 @@ def test_names_of_one_to_four_parts(root: Path, name: str, key: str) -> None:
 
 
 def test_names_that_do_not_say_which_are_refused(root: Path) -> None:
-    with pytest.raises(UsageError, match="may be private/rgb/coco/train or public/rgb/coco/val"):
+    with pytest.raises(UsageError, match="matches private/rgb/coco/train and public/rgb/coco/val"):
         Catalog(root)["coco"]
     with pytest.raises(
         UsageError, match=r"'layon' is neither .*root from the argument.*did you mean 'laion'"
@@ -110,7 +110,7 @@ def test_adding_makes_a_folder_and_bad_names_do_not(root: Path) -> None:
     added = Catalog(root).add("public", "rgb", "new-set", "train")
     assert added.path.is_dir() and added.shards() == []
     for bad in ("..", "a/b", ".hidden", "", "a b"):
-        with pytest.raises(UsageError, match="cannot be part of a dataset's name"):
+        with pytest.raises(UsageError, match="is not a valid part of a dataset's name"):
             Catalog(root).add("public", "rgb", bad, "train")
 
 
@@ -134,7 +134,7 @@ def test_a_mix_knows_names(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_name_that_is_also_a_folder_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(root.parent)
     pack([{"__key__": "0", "txt": "here"}], "laion")
-    with pytest.raises(UsageError, match=r"is a folder here and a dataset at .*write '\./laion'"):
+    with pytest.raises(UsageError, match=r"is a directory here and a dataset at .*write '\./laion'"):
         ShardLoader(Mix({"laion": 1}, catalog=Catalog(root)), batch_size=1)
     assert next(iter(ShardLoader("./laion", batch_size=1)))["txt"] == ["here"]
     monkeypatch.chdir(root / "public" / "rgb")
@@ -168,9 +168,9 @@ def test_stubs_are_a_module_with_all_names(root: Path, tmp_path: Path) -> None:
 def test_stubs_leave_other_files_alone(root: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("x = 1\n")
     for out, says in (
-        ("mine.py", "left alone"),
-        ("data-sets.py", "cannot be imported"),
-        ("x.txt", "cannot be"),
+        ("mine.py", "is not overwritten"),
+        ("data-sets.py", "is not a module that Python can import"),
+        ("x.txt", "is not a module"),
     ):
         with pytest.raises(UsageError, match=says):
             write_stubs(Catalog(root), tmp_path / out)

@@ -185,7 +185,7 @@ def test_dropping_the_short_batch() -> None:
     assert [len(row) for row in rows(loader)] == [4, 4]
     assert len(loader) == 2
     assert loader.epoch == 1
-    with pytest.raises(UsageError, match="a global batch of 12 samples, but the dataset has 11"):
+    with pytest.raises(UsageError, match="a global batch has 12 samples, but the dataset has 11"):
         iter(DataLoader(Numbers(11), batch_size=12, drop_last=True))
 
 
@@ -264,7 +264,7 @@ def test_a_second_loop_ends_the_first_with_an_error() -> None:
     next(first)
     second = iter(loader)
     assert next(second).tolist() == [0, 1, 2, 3]
-    with pytest.raises(UsageError, match="one loop at a time"):
+    with pytest.raises(UsageError, match="a loader has one position"):
         next(first)
 
 
@@ -372,7 +372,7 @@ def test_bad_arguments_are_refused_at_once() -> None:
         DataLoader(Numbers(3), rank=2, world_size=2)
     with pytest.raises(UsageError, match="Numbers is empty"):
         DataLoader(Numbers(0))
-    with pytest.raises(UsageError, match="cannot be cut into 2 equal parts"):
+    with pytest.raises(UsageError, match="cannot be split into 2 equal parts"):
         len(DataLoader(Numbers(30), global_batch_size=7, rank=0, world_size=2))
 
 
@@ -420,3 +420,25 @@ class Shielded(Numbers):
 def test_workers_are_deaf_to_the_signals_of_their_rank() -> None:
     (batch,) = DataLoader(Shielded(2), batch_size=2, num_workers=1, multiprocessing_context="spawn")
     assert [part.tolist() for part in batch] == [[True, True], [True, True]]
+
+
+def test_a_batch_looks_up_no_lazy_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank and world size are asked for several times per batch: a lazy lookup took 10 us where 0.06 us would do."""
+    batches = iter(DataLoader(torch_data.TensorDataset(torch.arange(64)), batch_size=4, shuffle=True))
+    next(batches)
+    lookups: list[str] = []
+    load = hw.dist.__getattr__
+
+    def count(name: str) -> object:
+        lookups.append(name)
+        return load(name)
+
+    for name in hw.dist.__all__:
+        monkeypatch.delitem(
+            vars(hw.dist), name, raising=False
+        )  # as if never used: a lookup calls __getattr__
+    monkeypatch.setattr(hw.dist, "__getattr__", count)
+    for _ in range(10):
+        next(batches)
+    assert lookups == []
+    assert hw.dist.is_initialized() is False and lookups == ["is_initialized"], "it does count"

@@ -16,12 +16,11 @@ import simplejpeg
 from PIL import Image
 
 from headway.cli import data as data_verbs
-from headway.data import Limits, Shard, ShardLoader, pack
-from headway.data.catalog import find
+from headway.data import Shard, ShardLimits, ShardLoader, pack
+from headway.data.catalog import count_shards
 from headway.data.shards import shard as shards
 from headway.data.shards.decode import decode
-from headway.data.sources import open_shards
-from headway.data.sources.open_shards import OpenShards, Source
+from headway.data.sources import Mix, OpenShards, Source, find_sources
 from headway.errors import BadSample, BadShard, UsageError
 
 PIECE = 300_000
@@ -82,7 +81,7 @@ def test_a_damaged_line_of_an_index_costs_its_sample_and_no_other(tmp_path: Path
     lines[8] = lines[8].replace("jpg ", "jpg x", 1)
     index.write_text("\n".join([*lines, ""]))
     shard = Shard.open(path)
-    with pytest.raises(BadShard, match="does not belong"):
+    with pytest.raises(BadShard, match="does not match"):
         _ = shard[7]
     assert bytes(shard[8]["cls"]) == b"8"
     loader = ShardLoader(path, batch_size=24, max_bad=0.1)
@@ -165,7 +164,7 @@ def test_every_kind_of_jpeg_is_decoded_within_limits(how: dict[str, object]) -> 
     data, pixels = by_pillow(photo(61, 83), **how)
     np.testing.assert_array_equal(decode({"jpg": memoryview(data)})["jpg"], pixels)
     with pytest.raises(BadSample, match="83 x 61 is more than 5000 pixels"):
-        decode({"jpg": memoryview(data)}, limits=Limits(pixels=5000))
+        decode({"jpg": memoryview(data)}, limits=ShardLimits(pixels=5000))
 
 
 def disguised(data: bytes, *, fill: bytes) -> bytes:
@@ -192,7 +191,7 @@ def test_a_header_that_readers_could_see_in_two_ways_does_not_go_around_limits()
     }
     for name, trick in tricks.items():
         with pytest.raises(BadSample, match=r"is more than 5000 pixels|cannot be decoded"):
-            decode({"jpg": memoryview(trick)}, limits=Limits(pixels=5000))
+            decode({"jpg": memoryview(trick)}, limits=ShardLimits(pixels=5000))
             pytest.fail(name)
 
 
@@ -240,41 +239,39 @@ def test_a_shard_without_an_index_is_walked_once_for_each_window_it_lies_in(
 def test_an_index_is_read_anew_with_its_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: (4, 4))  # one open shard
     paths = unindexed(tmp_path, 2, 3)
-    opened = OpenShards([Source("data", paths, [3, 3])], 2, Limits())
+    opened = OpenShards([Source("data", paths, [3, 3])], 2, ShardLimits())
     assert bytes(opened.get(0, 0)[1]["bin"]) == b"x00001"
     assert bytes(opened.get(0, 1)[1]["bin"]) == b"x00004"
     unindexed(tmp_path / "again", 2, 3, fill=b"longer")[0].replace(paths[0])
     assert bytes(opened.get(0, 0)[1]["bin"]) == b"longer00001"
 
 
-def test_whoever_waits_for_shards_to_be_walked_is_told_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_slow_counting_for_lack_of_an_index_is_reported_with_the_command_that_writes_one(
+    tmp_path: Path, messages: list[str]
 ) -> None:
     paths = unindexed(tmp_path / "it's", 3, 2)
+    mix = Mix({"data": 1}, shards={"data": paths})
     ShardLoader(paths, batch_size=1)
-    assert not capsys.readouterr().err, "not if it is quick"
-    monkeypatch.setattr(open_shards, "_LONG", 0.0)
-    ShardLoader(paths, batch_size=1)
-    (said,) = capsys.readouterr().err.splitlines()
+    assert not messages, "not if it is quick"
+    assert find_sources(mix, ShardLimits(), shared=False, notice_after_s=0.0)[0].counts == [2, 2, 2]
+    (said,) = messages
     assert "'data', 1 of 3 shards so far" in said
     command = shlex.split(said.split("`")[1])
     assert command[:3] == ["headway", "data", "index"] and data_verbs.main(command[2:]) == 0
-    ShardLoader(paths, batch_size=1)
-    assert not capsys.readouterr().err.startswith("headway: counting")
+    messages.clear()
+    find_sources(mix, ShardLimits(), shared=False, notice_after_s=0.0)
+    assert not messages
 
 
 def test_a_shard_that_was_refilled_is_refused_by_every_thread(tmp_path: Path) -> None:
     path = packed(tmp_path, count=5)
-    opened = OpenShards([Source("data", [path], [6])], 10, Limits())
+    opened = OpenShards([Source("data", [path], [6])], 10, ShardLimits())
     for _ in range(2):
-        with pytest.raises(UsageError, match=r"has 5 samples, but had 6 .* replaced meanwhile"):
+        with pytest.raises(UsageError, match=r"has 5 samples, but had 6 .* was replaced since"):
             opened.get(0, 0)
 
 
 @pytest.mark.parametrize("quick", [-1.0, 1.0], ids=["by threads", "one by one"])
-def test_shards_are_counted_in_their_order(
-    quick: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(find, "_QUICK", quick)
+def test_shards_are_counted_in_their_order(quick: float, tmp_path: Path) -> None:
     paths = [packed(tmp_path / str(count), count) for count in range(1, 71)]
-    assert list(find.counts(paths)) == list(range(1, 71))
+    assert list(count_shards(paths, quick_s=quick)) == list(range(1, 71))

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, strategies as st
 
-from headway.data.order.mix import Mix, Segment, Timeline, counts, fixed_point
+from headway.data import Mix
+from headway.data.order.timeline import Timeline, WeightSegment, count_by_dataset, to_fixed_point
 from headway.errors import UsageError
 
 WEIGHTS = st.lists(st.floats(0, 100), min_size=1, max_size=20).filter(lambda w: sum(w) > 1e-3)
@@ -20,9 +21,9 @@ def named(weights: list[float]) -> dict[str, float]:
 
 @given(weights=WEIGHTS, start=st.integers(0, 2**45))
 def test_counts_are_exact_within_the_depth_of_the_tree(weights: list[float], start: int) -> None:
-    fixed = fixed_point(named(weights))
+    fixed = to_fixed_point(named(weights))
     k = np.arange(start, start + 50)
-    table = counts(k, fixed)
+    table = count_by_dataset(k, fixed)
     assert (table.sum(0) == k).all()
     for weight, row in zip(fixed, table, strict=True):
         for at, count in zip(k.tolist(), row.tolist(), strict=True):
@@ -35,7 +36,7 @@ def test_counts_are_exact_within_the_depth_of_the_tree(weights: list[float], sta
 
 @given(weights=WEIGHTS, start=st.integers(0, 2**45))
 def test_each_sample_adds_one_to_one_dataset(weights: list[float], start: int) -> None:
-    steps = np.diff(counts(np.arange(start, start + 50), fixed_point(named(weights))), axis=1)
+    steps = np.diff(count_by_dataset(np.arange(start, start + 50), to_fixed_point(named(weights))), axis=1)
     assert set(np.unique(steps).tolist()) <= {0, 1}
     assert (steps.sum(0) == 1).all()
 
@@ -46,10 +47,10 @@ SEGMENTS = st.lists(
 
 
 def timeline_of(changes: list[tuple[int, list[float]]]) -> Timeline:
-    timeline = Timeline([Segment(0, named([1, 2, 3, 4]))])
+    timeline = Timeline([WeightSegment(0, named([1, 2, 3, 4]))])
     for position, weights in changes:
         assume(sum(weights) > 0.1)
-        timeline = timeline.changed(position, named(weights))
+        timeline = timeline.with_weights(position, named(weights))
     return timeline
 
 
@@ -78,7 +79,7 @@ def test_a_change_leaves_what_came_before_and_what_is_planned(
     changes: list[tuple[int, list[float]]], position: int
 ) -> None:
     before = timeline_of(changes)
-    after = before.changed(position, {"d0": 50})
+    after = before.with_weights(position, {"d0": 50})
     past = np.arange(position)
     assert all(np.array_equal(one, two) for one, two in zip(before.draw(past), after.draw(past), strict=True))
     assert after.weights_at(position)["d0"] == 50
@@ -87,7 +88,7 @@ def test_a_change_leaves_what_came_before_and_what_is_planned(
 
 
 def test_proportions_are_those_asked_for() -> None:
-    timeline = Timeline([Segment(0, {"a": 0.5, "b": 0.3, "c": 0.2})])
+    timeline = Timeline([WeightSegment(0, {"a": 0.5, "b": 0.3, "c": 0.2})])
     assert timeline.counts_at(10**6) == {"a": 500_000, "b": 300_000, "c": 200_000}
     assert (
         timeline.counts_at(10**12)["a"] == 500_000_000_000
@@ -104,17 +105,17 @@ def test_a_schedule_keeps_the_weights_it_does_not_name() -> None:
 @pytest.mark.parametrize(
     ("build", "says"),
     [
-        (lambda: Mix({}), "one at least is above 0"),
+        (lambda: Mix({}), "one of them above 0"),
         (lambda: Mix(["a", "b"]), "a weight for each name"),
-        (lambda: Mix({"a": -1.0, "b": 2}), "numbers from 0 on"),
-        (lambda: Mix({"a": math.nan}), "numbers from 0 on"),
+        (lambda: Mix({"a": -1.0, "b": 2}), "finite and at least 0"),
+        (lambda: Mix({"a": math.nan}), "finite and at least 0"),
         (lambda: Mix({"a": 0}), "above 0"),
-        (lambda: Mix({"a": 1}, shards={"b": "x"}), "'b' is not in the mix: its datasets are a"),
-        (lambda: Mix({"a": 1}, schedule=[(5, {"c": 1})]), "'c' is not in the mix"),
-        (lambda: Mix({"a": 1}, schedule=[(5, {}), (5, {})]), "rising numbers"),
+        (lambda: Mix({"a": 1}, shards={"b": "x"}), "'b' is not a valid dataset of the mix; valid: a"),
+        (lambda: Mix({"a": 1}, schedule=[(5, {"c": 1})]), "'c' is not a valid dataset of the mix"),
+        (lambda: Mix({"a": 1}, schedule=[(5, {}), (5, {})]), "increasing numbers"),
         (lambda: Mix({"a": 1, "b": 1}, schedule=[(5, {"a": 0, "b": 0})]), "above 0"),
-        (lambda: Timeline([Segment(3, {"a": 1})]), "begins at position 0"),
-        (lambda: Timeline([Segment(0, {"a": 1}), Segment(0, {"a": 1})]), "rising positions"),
+        (lambda: Timeline([WeightSegment(3, {"a": 1})]), "begins at position 0"),
+        (lambda: Timeline([WeightSegment(0, {"a": 1}), WeightSegment(0, {"a": 1})]), "increasing positions"),
     ],
 )
 def test_bad_mixes_are_refused(build: object, says: str) -> None:

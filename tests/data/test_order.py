@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from headway.data.order.order import Order, Shuffle, distinct, key, keys, permute, piece
+from headway.data.order.order import Order, Shuffle, rank_slice
+from headway.data.order.permutation import derive_key, derive_keys, distinct_values, permute
 from headway.errors import UsageError
 
 COUNTS = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any)
@@ -33,24 +34,26 @@ def test_permute_is_a_bijection(size: int, seed: int) -> None:
 def test_sizes_and_keys_may_differ_from_index_to_index(sizes: list[int], seed: int) -> None:
     index = np.concatenate([np.arange(size) for size in sizes])
     size = np.repeat(sizes, sizes)
-    secret = np.repeat(np.array([key(seed, number) for number in range(len(sizes))], np.uint64), sizes)
-    alone = [permute(np.arange(size), size, key(seed, number)) for number, size in enumerate(sizes)]
+    secret = np.repeat(np.array([derive_key(seed, number) for number in range(len(sizes))], np.uint64), sizes)
+    alone = [permute(np.arange(size), size, derive_key(seed, number)) for number, size in enumerate(sizes)]
     assert np.array_equal(permute(index, size, secret), np.concatenate(alone))
 
 
 @given(parts=st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=4), first=st.integers(0, 2**64 - 1))
 def test_keys_are_key_for_many(parts: list[int], first: int) -> None:
-    assert keys(first, *(np.array([part], np.uint64) for part in parts)).tolist() == [key(first, *parts)]
+    assert derive_keys(first, *(np.array([part], np.uint64) for part in parts)).tolist() == [
+        derive_key(first, *parts)
+    ]
 
 
 def test_key_tells_neighbours_apart() -> None:
-    known = {key(seed, epoch, lane) for seed in range(20) for epoch in range(20) for lane in range(20)}
+    known = {derive_key(seed, epoch, lane) for seed in range(20) for epoch in range(20) for lane in range(20)}
     assert len(known) == 8000
-    assert key(5, 0) != key(0, 5) != key(5)
+    assert derive_key(5, 0) != derive_key(0, 5) != derive_key(5)
 
 
 def test_all_orders_of_four_things_are_about_equally_frequent() -> None:
-    seen = Counter(tuple(permute(np.arange(4), 4, key(seed)).tolist()) for seed in range(2400))
+    seen = Counter(tuple(permute(np.arange(4), 4, derive_key(seed)).tolist()) for seed in range(2400))
     assert len(seen) == 24
     assert min(seen.values()) > 60 and max(seen.values()) < 150  # 100 each, standard deviation 10
 
@@ -85,7 +88,7 @@ def test_any_world_size_gets_the_same_global_batch(count: int, sizes: tuple[int,
     batches = []
     for world_size in sizes:
         parts = [
-            np.arange(start, start + count)[piece(count, rank, world_size)] for rank in range(world_size)
+            np.arange(start, start + count)[rank_slice(count, rank, world_size)] for rank in range(world_size)
         ]
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
         batches.append([place for part in parts for place in visited(order, part)])
@@ -112,7 +115,7 @@ def test_a_window_keeps_samples_near_and_a_lane_keeps_shards_few() -> None:
     for lane in range(24):
         shards = places.shard[places.lane == lane]
         assert len(shards) == 200
-        assert len(set(shards.tolist())) <= 3, "200 samples in a row, of shards of 100"
+        assert len(set(shards.tolist())) <= 3, "200 consecutive samples, of shards of 100"
     first = places.sample[places.lane == 0][:50]
     assert sorted(first.tolist()) != first.tolist(), "shuffled within the window"
 
@@ -170,4 +173,4 @@ def test_ten_thousand_million_samples_in_a_second_and_little_memory() -> None:
 
 @given(st.lists(st.integers(0, 2**40) | st.integers(-3, 3)))
 def test_distinct_values_rise(values: list[int]) -> None:
-    assert distinct(np.array(values, np.int64)) == sorted(set(values))
+    assert distinct_values(np.array(values, np.int64)) == sorted(set(values))

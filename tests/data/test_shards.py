@@ -19,9 +19,11 @@ import webdataset
 from hypothesis import given, settings, strategies as st
 from PIL import Image
 
-from headway.data import Limits, Shard, index, pack
+from headway.data import Shard, ShardLimits, index, pack
 from headway.data.shards.decode import decode
-from headway.data.shards.shard import count_samples, members, samples
+from headway.data.shards.entries import group_samples
+from headway.data.shards.shard import count_samples
+from headway.data.shards.tar import members
 from headway.errors import BadSample, BadShard, UsageError
 
 
@@ -124,7 +126,7 @@ def test_sizes_in_binary_form_are_read() -> None:
 def test_a_cut_off_shard_is_refused(keep: int, tmp_path: Path) -> None:
     path = tar(tmp_path / "x.tar", {"a.bin": b"1" * 900, "b.bin": b"2"})
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(BadShard, match=r"x\.tar .* cut off"):
+    with pytest.raises(BadShard, match=r"x\.tar .* truncated"):
         Shard.open(path)
 
 
@@ -155,13 +157,13 @@ def test_a_size_that_is_not_there_is_refused_before_memory_is_taken() -> None:
 
 def test_limits_are_kept(tmp_path: Path) -> None:
     path = tar(tmp_path / "x.tar", {"a.bin": b"1" * 100, "b.bin": b"2"})
-    with pytest.raises(BadShard, match="beyond the limits"):
-        Shard.open(path, Limits(member_bytes=99))
+    with pytest.raises(BadShard, match="exceeds ShardLimits"):
+        Shard.open(path, ShardLimits(member_bytes=99))
     with pytest.raises(BadShard, match="file 2"):
-        Shard.open(path, Limits(members=1))
+        Shard.open(path, ShardLimits(members=1))
     assert index(tmp_path)
-    for limits in (Limits(member_bytes=99), Limits(members=1)):
-        with pytest.raises(BadShard, match="beyond the limits"):
+    for limits in (ShardLimits(member_bytes=99), ShardLimits(members=1)):
+        with pytest.raises(BadShard, match="exceeds ShardLimits"):
             Shard.open(path, limits)
 
 
@@ -187,7 +189,7 @@ def test_bad_pax_records_are_refused(record: bytes) -> None:
 @given(noise=st.binary(max_size=3000))
 def test_noise_is_a_bad_shard_and_nothing_else(noise: bytes) -> None:
     try:
-        samples(members(noise, "x"), "x")
+        group_samples(members(noise, "x"), "x")
     except BadShard:
         return
     assert noise[:512] == bytes(512)
@@ -197,7 +199,7 @@ def test_one_part_twice_is_refused(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "x.tar", "w") as archive:
         for _ in range(2):
             archive.addfile(tarfile.TarInfo("a.txt"))
-    with pytest.raises(BadShard, match=r"'a\.txt' comes twice"):
+    with pytest.raises(BadShard, match=r"'a\.txt' occurs twice"):
         Shard.open(tmp_path / "x.tar")
 
 
@@ -253,7 +255,7 @@ def test_the_index_of_another_shard_is_refused(change: object, tmp_path: Path) -
     index = path.with_suffix(".idx")
     assert change(index.read_text()) != index.read_text()
     index.write_text(change(index.read_text()))
-    with pytest.raises(BadShard, match="does not belong to"):
+    with pytest.raises(BadShard, match="does not match"):
         Shard.open(path)
 
 
@@ -268,7 +270,7 @@ def test_an_index_older_than_its_shard_never_gives_wrong_bytes(tmp_path: Path) -
     )
     path.with_suffix(".idx").write_text(old)
     shard = Shard.open(path)
-    with pytest.raises(BadShard, match="does not belong to"):
+    with pytest.raises(BadShard, match="does not match"):
         [shard[number] for number in range(5)]
 
 
@@ -294,7 +296,7 @@ def test_an_index_is_known_by_what_is_in_it_and_not_by_its_name(tmp_path: Path) 
     text.replace(binary)
     assert count_samples(path) == 5 and [*Shard.open(path).entries] == whole, "DALI's under energon's name"
     binary.write_text(binary.read_text().replace("txt 512", "txt 1024"))
-    with pytest.raises(BadShard, match="does not belong"):
+    with pytest.raises(BadShard, match="does not match"):
         [Shard.open(path)[n] for n in range(5)]
     binary.unlink()
     text.write_bytes(struct.pack("=6Q", *range(0, 3072, 512)))
@@ -310,10 +312,10 @@ def test_energons_index_counts_and_is_compared(tmp_path: Path) -> None:
     assert count_samples(path) == 5
     assert len(Shard.open(path)) == 5
     index.write_bytes(struct.pack("=5Q", *starts))
-    with pytest.raises(BadShard, match="does not belong"):
+    with pytest.raises(BadShard, match="does not match"):
         Shard.open(path)
     index.write_bytes(b"12345678" * 2)
-    with pytest.raises(BadShard, match="not an index"):
+    with pytest.raises(BadShard, match="not a valid energon index"):
         count_samples(path)
 
 
@@ -371,8 +373,8 @@ def test_a_name_with_a_space_has_no_index_and_is_read(tmp_path: Path) -> None:
         ([{"__key__": "a.b", "txt": "x"}], "without a dot"),
         ([{"__key__": "/etc/x", "txt": "x"}], "__key__='/etc/x'"),
         ([{"__key__": "a"}], "has no parts"),
-        ([{"__key__": "a", "x": object()}], "is a object"),
-        ([{"__key__": "a", "txt": "x"}, {"__key__": "a", "txt": "y"}], "two samples in a row"),
+        ([{"__key__": "a", "x": object()}], "is of type object"),
+        ([{"__key__": "a", "txt": "x"}, {"__key__": "a", "txt": "y"}], "two consecutive samples"),
     ],
 )
 def test_samples_that_cannot_be_packed(made: list[dict[str, object]], says: str, tmp_path: Path) -> None:
@@ -426,9 +428,9 @@ def test_an_image_with_too_many_pixels_is_refused_before_it_is_decoded(kind: str
         raw[16:24] = struct.pack(">II", 50_000, 50_000)
         raw[29:33] = struct.pack(">I", zlib.crc32(raw[12:29]))
         data = bytes(raw)
-        limits = Limits()
+        limits = ShardLimits()
     else:
-        data, limits = jpeg(), Limits(pixels=599)
+        data, limits = jpeg(), ShardLimits(pixels=599)
     with pytest.raises(BadSample, match="pixels"):
         decode({kind: memoryview(data)}, limits=limits)
 

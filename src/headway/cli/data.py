@@ -16,12 +16,12 @@ from rich.tree import Tree
 from headway.cli.parser import Positional, dispatch, parse, require_path
 from headway.cli.progress import show_progress, throttled_printer
 from headway.cli.screen import console, safe
-from headway.data.catalog.catalog import Catalog, Dataset
+from headway.data.catalog import Catalog, Dataset
 from headway.errors import DONE, UsageError
 from headway.system.text import format_bytes, plural
 
 if TYPE_CHECKING:
-    from headway.data.tools.bench import Bench
+    from headway.data.tools import Benchmark
 
 _Datasets = Annotated[tuple[str, ...], Positional("DATASET")]
 
@@ -147,7 +147,7 @@ class CountOptions(_DataOptions):
 
 
 def _count(argv: list[str]) -> int:
-    from headway.data.catalog.find import counts
+    from headway.data.catalog import count_shards
 
     options = parse(CountOptions, argv, verb="data count")
     catalog = options.catalog()
@@ -156,7 +156,7 @@ def _count(argv: list[str]) -> int:
     else:
         found = {dataset.key: dataset.shards() for dataset in catalog.datasets()}
     rows = {
-        name: (len(paths), sum(show_progress(counts(paths), len(paths), f"counting {name}")))
+        name: (len(paths), sum(show_progress(count_shards(paths), len(paths), f"counting {name}")))
         for name, paths in found.items()
     }
     if options.json:
@@ -175,12 +175,12 @@ def _count(argv: list[str]) -> int:
 
 def _found(names: tuple[str, ...], catalog: Catalog, verb: str) -> dict[str, list[Path]]:
     """Finds shards by name; those that the shell expanded from a pattern form one entry."""
-    from headway.data.catalog.find import paths_of
+    from headway.data.catalog import find_shards
 
     if not names:
         raise UsageError(f"give a name, directory, pattern or shard; see: headway data {verb} --help")
     files = [require_path(Path(name), "file") for name in names if name.endswith(".tar") and "*" not in name]
-    others = {name: paths_of(name, name, catalog) for name in names if Path(name) not in files}
+    others = {name: find_shards(name, name, catalog) for name in names if Path(name) not in files}
     return others | ({str(files[0].parent): files} if files else {})
 
 
@@ -204,11 +204,11 @@ class AddOptions(_DataOptions):
 
 
 def _add(argv: list[str]) -> int:
-    from headway.data.catalog.find import paths_of
+    from headway.data.catalog import find_shards
 
     options = parse(AddOptions, argv, verb="data add")
     catalog = Catalog(options.root)  # made where it is not there
-    shards = paths_of(options.name, Path(options.shards)) if options.shards else []
+    shards = find_shards(options.name, Path(options.shards)) if options.shards else []
     dataset = catalog.add(
         options.confidentiality, options.modality, options.name, options.split, shards=shards
     )
@@ -237,7 +237,7 @@ class PackOptions(_DataOptions):
 
 
 def _pack(argv: list[str]) -> int:
-    from headway.data.shards.packing import pack
+    from headway.data.shards import pack
 
     options = parse(PackOptions, argv, verb="data pack")
     screen = Console(stderr=True)
@@ -270,13 +270,15 @@ class IndexOptions(_DataOptions):
 
 
 def _index(argv: list[str]) -> int:
-    from headway.data.catalog.find import indexes
+    from headway.data.catalog import write_indexes
     from headway.data.shards import checksums
 
     options = parse(IndexOptions, argv, verb="data index")
     written = {}
     for name, paths in _found(options.datasets, options.catalog(), "index").items():
-        done = show_progress(indexes(paths, overwrite=options.overwrite), len(paths), f"indexing {name}")
+        done = show_progress(
+            write_indexes(paths, overwrite=options.overwrite), len(paths), f"indexing {name}"
+        )
         written[name] = sum(path is not None for path in done)
         for path in show_progress(paths if options.checksums else [], len(paths), f"summing {name}"):
             if checksums.read(path) is None:
@@ -301,7 +303,7 @@ class StubsOptions(_DataOptions):
 
 
 def _stubs(argv: list[str]) -> int:
-    from headway.data.catalog.stubs import write_stubs
+    from headway.data.catalog import write_stubs
 
     options = parse(StubsOptions, argv, verb="data stubs")
     require_path(options.out.parent, "directory")
@@ -330,8 +332,7 @@ class CheckOptions(_DataOptions):
 
 
 def _check(argv: list[str]) -> int:
-    from headway.data.tools.check import check_shard
-    from headway.data.tools.duplicates import duplicates
+    from headway.data.tools import check_shard, find_duplicates
 
     options = parse(CheckOptions, argv, verb="data check")
     found = _found(options.datasets, options.catalog(), "check")
@@ -340,7 +341,7 @@ def _check(argv: list[str]) -> int:
         checked = show_progress(pool.map(check_shard, paths), len(paths), "checking shards")
         problems = {str(path): list(told) for path, told in zip(paths, checked, strict=True)}
     for shards in found.values() if options.unique else []:
-        for key, places in duplicates(shards):
+        for key, places in find_duplicates(shards):
             others = ", ".join(place.name for place in places[1:])
             problems[str(places[0])].append(f"{places[0]}: {key!r} is also in {others}")
     bad = {path: told for path, told in problems.items() if told}
@@ -370,13 +371,15 @@ class BenchOptions(_DataOptions):
 
 
 def _bench(argv: list[str]) -> int:
-    from headway.data.tools.bench import bench
+    from headway.data.tools import run_benchmark
 
     options = parse(BenchOptions, argv, verb="data bench")
     found = _found(options.datasets, options.catalog(), "bench")
     paths = [path for shards in found.values() for path in shards]
     with Console(stderr=True).status("measuring ..."):  # shown on a terminal only
-        seen = bench(paths, threads=options.threads, batch_size=options.batch_size, seconds=options.seconds)
+        seen = run_benchmark(
+            paths, threads=options.threads, batch_size=options.batch_size, seconds=options.seconds
+        )
     if options.json:
         print(json.dumps(seen.to_dict() | {"verdict": seen.verdict(options.need)}, indent=1))
         return DONE
@@ -385,7 +388,7 @@ def _bench(argv: list[str]) -> int:
     return DONE
 
 
-def rates(seen: Bench) -> Table:
+def rates(seen: Benchmark) -> Table:
     """The measurement for a terminal."""
     table = Table(box=None, pad_edge=False)
     for title in ("stage", "samples/s", "bytes/s", "of the limit"):

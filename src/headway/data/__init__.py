@@ -2,7 +2,9 @@
 
     loader = hw.data.DataLoader(dataset, batch_size=64, shuffle=True, seed=0)
 
-Names are loaded when they are first used.
+`DataLoader` serves any map-style dataset, `ShardLoader` tar shards. Inside: order/ (which sample comes when), shards/
+(the file format), catalog/ (datasets by name), sources/ (the datasets of a mix), cache/ (the node cache, staging),
+arrays/ (xarray and batches), tools/ (checks and benchmarks). Public names are loaded on first use.
 """
 
 from __future__ import annotations
@@ -12,25 +14,20 @@ from typing import TYPE_CHECKING
 from headway import lazy
 
 if TYPE_CHECKING:
-    from headway.data.arrays.chunks import (
+    from headway.data.arrays import (
         ShardedXrDataset as ShardedXrDataset,
         chunk_and_shard_indices as chunk_and_shard_indices,
+        interleave_batches as interleave_batches,
+        interleave_dict_batches as interleave_dict_batches,
         shard_indices as shard_indices,
         sharded_xr_dataset as sharded_xr_dataset,
     )
-    from headway.data.arrays.interleave import (
-        interleave_batches as interleave_batches,
-        interleave_dict_batches as interleave_dict_batches,
-    )
-    from headway.data.cache.node_cache import NodeCache as NodeCache
-    from headway.data.catalog.catalog import Catalog as Catalog, Dataset as Dataset
-    from headway.data.catalog.find import index as index
+    from headway.data.cache import NodeCache as NodeCache
+    from headway.data.catalog import Catalog as Catalog, Dataset as Dataset, index as index
     from headway.data.loader import DataLoader as DataLoader
-    from headway.data.order.mix import Mix as Mix
-    from headway.data.order.order import Order as Order, Shuffle as Shuffle
-    from headway.data.positions import load_position as load_position, save_position as save_position
+    from headway.data.order import Order as Order, Shuffle as Shuffle
     from headway.data.shard_loader import ShardLoader as ShardLoader
-    from headway.data.shards.packing import pack as pack
-    from headway.data.shards.shard import Limits as Limits, Shard as Shard
+    from headway.data.shards import Shard as Shard, ShardLimits as ShardLimits, pack as pack
+    from headway.data.sources import Mix as Mix
 
 __getattr__, __dir__, __all__ = lazy.exports(__name__)

@@ -1,4 +1,4 @@
-"""What a loader has done on this rank: totals that only grow, and its stages on a time line."""
+"""What a loader did on this rank: totals that only grow, and a trace of its stages."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import NamedTuple, final
 
 from headway.system.files import storage, write_atomic
 
-STAGES = ("read", "decode", "transform")  # of a few samples at a time
-_LONGEST = 200_000  # spans of a trace; a viewer has trouble with more
+STAGES = ("read", "decode", "transform")
+_MAX_SPANS = 200_000  # trace viewers have trouble with more
 
 
 class Span(NamedTuple):
@@ -25,24 +25,26 @@ class Span(NamedTuple):
 
 @final
 class Counters:
-    """Totals of samples, bytes and seconds, for one rank. Filled by the training loop's thread alone."""
+    """Totals of samples, bytes and seconds of one rank. Only the training loop's thread updates them."""
 
     def __init__(self) -> None:
         self.samples = self.batches = self.bytes_read = self.bytes_decoded = 0
-        self.trace: Trace | None = None
+        self.trace: LoaderTrace | None = None
         self._seconds: dict[str, float] = {}
 
-    def spent(self, span: Span) -> None:
+    def add(self, span: Span) -> None:
+        """Adds the time of a span to the total of its stage."""
         self._seconds[span.stage] = self._seconds.get(span.stage, 0.0) + span.ended - span.began
         if self.trace is not None:
             self.trace.add([span])
 
-    def loaded(self, thread: int, times: Sequence[float]) -> None:
-        """When the first stage of some samples began, and when each ended; not all of them need be there."""
+    def add_stages(self, thread: int, times: Sequence[float]) -> None:
+        """Adds consecutive stages: when the first of them began, and when each ended; later stages may be missing."""
         for stage, (began, ended) in zip(STAGES, pairwise(times), strict=False):
-            self.spent(Span(stage, thread, began, ended))
+            self.add(Span(stage, thread, began, ended))
 
     def totals(self) -> dict[str, float]:
+        """Returns all totals by name."""
         counts = {
             "samples": self.samples,
             "batches": self.batches,
@@ -53,8 +55,8 @@ class Counters:
 
 
 @final
-class Trace:
-    """Spans for a trace viewer (chrome://tracing, Perfetto): a row per thread."""
+class LoaderTrace:
+    """Spans for a trace viewer (chrome://tracing, Perfetto), with a row per thread."""
 
     def __init__(self, path: Path, *, rank: int) -> None:
         self._path = path.with_name(f"{path.stem}-rank-{rank:05d}.json")
@@ -62,10 +64,11 @@ class Trace:
         self._spans: list[Span] = []
 
     def add(self, spans: Sequence[Span]) -> None:
-        self._spans.extend(spans[: max(0, _LONGEST - len(self._spans))])
+        """Keeps spans, up to a limit."""
+        self._spans.extend(spans[: max(0, _MAX_SPANS - len(self._spans))])
 
     def save(self) -> None:
-        """Replaces the file by all spans so far."""
+        """Writes all spans so far, replacing the file."""
         events = [
             {
                 "name": span.stage,

@@ -1,4 +1,4 @@
-"""Samples that could not be used, for people: each once, in a file of this rank's in the run directory.
+"""Samples that could not be used, each listed once in a file per rank in the run directory.
 
 runs/NAME/log/quarantine-00003.jsonl       {"dataset": "web", "shard": "/data/7.tar", "key": "a", "reason": "..."}
 """
@@ -14,7 +14,7 @@ from headway.errors import StorageError
 from headway.system.jsonlines import JsonLinesWriter
 
 
-class Bad(NamedTuple):
+class QuarantinedSample(NamedTuple):
     """A sample that could not be used."""
 
     dataset: str
@@ -25,12 +25,12 @@ class Bad(NamedTuple):
 
 @final
 class Quarantine:
-    """Writes down bad samples; a sample that comes again is not written again."""
+    """Writes bad samples to the run directory, each of them once."""
 
     def __init__(self) -> None:
         self._known: set[tuple[str, str]] = set()
 
-    def add(self, samples: Iterable[Bad]) -> None:
+    def add(self, samples: Iterable[QuarantinedSample]) -> None:
         new = {(bad.shard, bad.key): bad for bad in samples if (bad.shard, bad.key) not in self._known}
         self._known |= new.keys()
         from headway.dist.shared_run import current_run  # needs torch

@@ -1,4 +1,4 @@
-"""What the threads of a `ShardLoader` do: a few samples at a time, read, decoded, transformed; bad ones replaced."""
+"""What the threads of a `ShardLoader` do: read, decode and transform samples in chunks, and replace bad ones."""
 
 from __future__ import annotations
 
@@ -11,53 +11,54 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from headway.data.order.order import Order, key
-from headway.data.quarantine import Bad
+from headway.data.order.order import Order
+from headway.data.order.permutation import derive_key
+from headway.data.quarantine import QuarantinedSample
 from headway.data.shards.decode import Decoder, begin, finish
-from headway.data.shards.shard import Limits
+from headway.data.shards.tar import ShardLimits
 from headway.data.sources.open_shards import OpenShards
 from headway.errors import BadSample, BadShard, HeadwayError
 
-Place = tuple[int, int, int, int]
+SampleLocation = tuple[int, int, int, int]
 """dataset, epoch, shard, sample"""
 Transform = Callable[[dict[str, Any], np.random.Generator], Any]
 
-_ATTEMPTS = 8
-_AT_ONCE = 2**20  # bytes that a thread reads before it decodes
-_TRANSFORM, _SUBSTITUTE = 1, 2  # what a key is for
+_MAX_SUBSTITUTES = 8
+_READ_BYTES = 2**20  # that a thread reads before it decodes
+_TRANSFORM, _SUBSTITUTE = 1, 2  # the purpose of a key: part of what is hashed
 
 
 @dataclass(slots=True)
-class Portion:
-    """Some samples, and what they took."""
+class Chunk:
+    """A few consecutive samples of a batch, with the bytes and the time that they took."""
 
     thread: int
     values: list[Any] = field(default_factory=list)
     size: int = 0
-    """bytes in memory, at most"""
+    """bytes in memory at most"""
     read: int = 0
     """bytes in the shards"""
-    bad: list[Bad] = field(default_factory=list)
+    bad: list[QuarantinedSample] = field(default_factory=list)
     times: list[tuple[float, ...]] = field(default_factory=list)
-    """of a few samples at a time: when they were begun, read, decoded and, where that is done, transformed"""
+    """for a few samples at a time: when reading began, and when reading, decoding and any transform ended"""
 
 
 @dataclass(slots=True)
-class _Found:
-    """A sample that is read. All it has is known but its pictures."""
+class _ReadSample:
+    """A sample that was read and decoded, except for its images."""
 
-    place: Place
+    location: SampleLocation
     name: str
     value: dict[str, Any]
     late: list[tuple[str, memoryview, Decoder]]
-    """pictures, and what decodes them"""
+    """images, and the functions that decode them"""
     read: int
-    bad: list[Bad]
+    bad: list[QuarantinedSample]
 
 
 @final
-class Loading:
-    """Samples: read, decoded, transformed."""
+class SampleReader:
+    """Reads, decodes and transforms samples."""
 
     def __init__(
         self,
@@ -67,30 +68,30 @@ class Loading:
         seed: int,
         transform: Transform | None,
         decoders: dict[str, Decoder],
-        limits: Limits,
+        limits: ShardLimits,
     ) -> None:
         self._shards, self._orders, self._seed = shards, orders, seed
         self._transform, self._decoders, self._limits = transform, decoders, limits
 
-    def load(self, places: Sequence[Place]) -> Portion:
-        """Samples, a few at a time: all are read, then all pictures are decoded. A picture drives Python out of the
-        processor's cache: what would run between two of them would take several times as long."""
-        portion = Portion(threading.get_native_id())
-        found, held, began = list[_Found](), 0, time.perf_counter()
-        for place in places:
-            found.append(self._find(place, []))
-            held += found[-1].read
-            if held > _AT_ONCE:
-                self._finish(portion, found, began)
-                found, held, began = [], 0, time.perf_counter()
-        if found:
-            self._finish(portion, found, began)
-        return portion
+    def read(self, locations: Sequence[SampleLocation]) -> Chunk:
+        """Loads samples, a few at a time: all are read, then all images are decoded. Decoding an image evicts Python
+        from the processor's cache, and whatever runs between two of them takes several times as long."""
+        chunk = Chunk(threading.get_native_id())
+        samples, size, began = list[_ReadSample](), 0, time.perf_counter()
+        for location in locations:
+            samples.append(self._read_sample(location, []))
+            size += samples[-1].read
+            if size > _READ_BYTES:
+                self._finish(chunk, samples, began)
+                samples, size, began = [], 0, time.perf_counter()
+        if samples:
+            self._finish(chunk, samples, began)
+        return chunk
 
-    def _find(self, place: Place, bad: list[Bad]) -> _Found:
+    def _read_sample(self, location: SampleLocation, bad: list[QuarantinedSample]) -> _ReadSample:
         while True:
-            dataset, _, shard, sample = place
-            name = f"sample {sample}"  # as long as its shard cannot be read
+            dataset, _, shard, sample = location
+            name = f"sample {sample}"  # until its shard is open
             try:
                 source = self._shards.get(dataset, shard)
                 name = source.entries.key(sample)
@@ -101,57 +102,63 @@ class Loading:
                     if decoder is not None:
                         late.append((extension, data, decoder))
             except (BadSample, BadShard) as error:
-                place = self._other(place, name, error, bad)
+                location = self._substitute(location, name, error, bad)
                 continue
             value["__key__"] = name
-            return _Found(place, name, value, late, read, bad)
+            return _ReadSample(location, name, value, late, read, bad)
 
-    def _finish(self, portion: Portion, found: list[_Found], began: float) -> None:
-        """Decodes pictures. A transform follows at once: it finds them in the cache, and often makes them smaller."""
+    def _finish(self, chunk: Chunk, samples: list[_ReadSample], began: float) -> None:
+        """Decodes images. A transform follows each at once, while it is in the cache, and often makes it smaller."""
         read, transforming = time.perf_counter(), 0.0
-        for number, each in enumerate(found):
-            found[number] = one = self._decoded(each)
+        for number, each in enumerate(samples):
+            samples[number] = sample = self._decode(each)
             if self._transform is not None:
-                decoded, before = time.perf_counter(), _bytes(one.value)
-                value = self._transformed(one)
-                portion.size += max(before, _bytes(value))
-                portion.values.append(value)
+                decoded, before = time.perf_counter(), _bytes(sample.value)
+                value = self._apply_transform(sample)
+                chunk.size += max(before, _bytes(value))
+                chunk.values.append(value)
                 transforming += time.perf_counter() - decoded
         end = time.perf_counter()
         if self._transform is None:
-            portion.values += [one.value for one in found]
-            portion.size += sum([_bytes(one.value) for one in found])
-            portion.times.append((began, read, end))
+            chunk.values += [sample.value for sample in samples]
+            chunk.size += sum([_bytes(sample.value) for sample in samples])
+            chunk.times.append((began, read, end))
         else:
-            portion.times.append((began, read, end - transforming, end))
-        portion.read += sum([one.read for one in found])
-        portion.bad += [each for one in found for each in one.bad]
+            chunk.times.append((began, read, end - transforming, end))
+        chunk.read += sum([sample.read for sample in samples])
+        chunk.bad += [bad for sample in samples for bad in sample.bad]
 
-    def _decoded(self, one: _Found) -> _Found:
-        """The sample with its pictures, or another one instead, if they cannot be decoded."""
+    def _decode(self, sample: _ReadSample) -> _ReadSample:
+        """Decodes the images of a sample; if that fails, those of its substitute."""
         while True:
             try:
-                finish(one.late, one.value, self._decoders)
+                finish(sample.late, sample.value, self._decoders)
             except (BadSample, BadShard) as error:
-                one = self._find(self._other(one.place, one.name, error, one.bad), one.bad)
+                location = self._substitute(sample.location, sample.name, error, sample.bad)
+                sample = self._read_sample(location, sample.bad)
             else:
-                return one
+                return sample
 
-    def _transformed(self, one: _Found) -> Any:
+    def _apply_transform(self, sample: _ReadSample) -> Any:
         assert self._transform is not None
-        secret = key(self._seed, _TRANSFORM, *one.place)
-        return self._transform(one.value, np.random.Generator(np.random.Philox(secret)))
+        seed = derive_key(self._seed, _TRANSFORM, *sample.location)
+        return self._transform(sample.value, np.random.Generator(np.random.Philox(seed)))
 
-    def _other(self, place: Place, name: str, error: HeadwayError, bad: list[Bad]) -> Place:
-        """Notes a bad sample, and says which one to take instead: the same one on every rank, in every run."""
-        dataset, epoch, shard, sample = place
-        whose, order = self._shards.sources[dataset], self._orders[dataset]
-        position = key(self._seed, _SUBSTITUTE, epoch, shard, sample, len(bad)) % order.samples
-        bad.append(Bad(whose.name, str(whose.paths[shard]), name, str(error)))
-        if len(bad) == _ATTEMPTS:
-            raise HeadwayError(f"{_ATTEMPTS} samples in a row could not be used; the last one: {bad[-1]}")
-        places = order.locate(np.array([position]))
-        return dataset, epoch, int(places.shard[0]), int(places.sample[0])
+    def _substitute(
+        self, location: SampleLocation, name: str, error: HeadwayError, bad: list[QuarantinedSample]
+    ) -> SampleLocation:
+        """Records a bad sample, and returns the location of its substitute: the same on every rank, in every run."""
+        dataset, epoch, shard, sample = location
+        source, order = self._shards.sources[dataset], self._orders[dataset]
+        position = derive_key(self._seed, _SUBSTITUTE, epoch, shard, sample, len(bad)) % order.samples
+        bad.append(QuarantinedSample(source.name, str(source.paths[shard]), name, str(error)))
+        if len(bad) == _MAX_SUBSTITUTES:
+            raise HeadwayError(
+                f"{_MAX_SUBSTITUTES} consecutive samples could not be used; the last is {name!r} in "
+                f"{source.paths[shard]}: {error}"
+            )
+        found = order.locate(np.array([position]))
+        return dataset, epoch, int(found.shard[0]), int(found.sample[0])
 
 
 def _bytes(value: Any) -> int:
@@ -167,7 +174,7 @@ def _bytes(value: Any) -> int:
 
 
 def collate(samples: list[Any]) -> Any:
-    """Dicts to a dict of batches: numbers and arrays of one shape become a tensor, all else a list."""
+    """Collates dicts to a dict of batches: numbers and arrays of one shape become a tensor, all else a list."""
     first = samples[0]
     if isinstance(first, dict):
         names = [name for name in first if all(name in sample for sample in samples)]

@@ -1,4 +1,4 @@
-"""What workers begin with: signals ignored, and random numbers that are the sample's own and never the model's."""
+"""What data workers do first: ignore signals, and draw random numbers that belong to the sample, not to the model."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from headway.dist.control.signals import ignore_signals
 
 
 @contextmanager
-def own_random_numbers() -> Iterator[None]:
-    """In the training process, leaves its random numbers as they were: they belong to the model."""
+def preserve_rng() -> Iterator[None]:
+    """Restores the random state of the training process afterwards, because it belongs to the model."""
     if torch_data.get_worker_info() is not None:
         yield
         return
@@ -30,20 +30,20 @@ def own_random_numbers() -> Iterator[None]:
 
 
 def reseed(seed: int) -> None:
-    """Seeds all three sources; not by torch.manual_seed, which piles up work for a GPU never used."""
+    """Seeds torch, random and numpy; not by `torch.manual_seed`, which queues work for a GPU that is never used."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed >> 32)
 
 
 @final
-class WorkerStart:
-    """A worker's first act; an object because it must travel to workers that are not forks."""
+class WorkerInit:
+    """The `worker_init_fn` of torch's loader; an object, because workers that are not forks receive it by pickle."""
 
-    def __init__(self, users: Callable[[int], None] | None) -> None:
-        self._users = users
+    def __init__(self, user_init: Callable[[int], None] | None) -> None:
+        self._user_init = user_init
 
     def __call__(self, worker: int) -> None:
         ignore_signals(worker)
-        if self._users is not None:
-            self._users(worker)
+        if self._user_init is not None:
+            self._user_init(worker)

@@ -19,10 +19,12 @@ from headway.launcher.agent.node import team_of
 from headway.launcher.program import JobFile
 from headway.run import Run
 from headway.system.environment import STAGED
+from headway.system.log import install_handler
 
 
 def main(path: str) -> int:
     """Copies to this node what a submitted run asks for."""
+    install_handler()
     for number in (*STOP_REQUESTS, signal.SIGTERM):
         signal.signal(number, _stop)
     run = Run.open(Path(path).resolve())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
-from headway.data.order.locate import Which
+from headway.data.order import SampleLookup
 from headway.errors import UsageError
 from headway.record import ledger
 from headway.record.ledger import LedgerRow
@@ -44,6 +44,8 @@ def samples_of(run: Run, step: int) -> StepSamples:
             "hw.data.DataLoader or hw.data.ShardLoader"
         )
     samples = [
-        name for order, start, stop in row.batches for name in Which(found.orders[order]).words(start, stop)
+        name
+        for order, start, stop in row.batches
+        for name in SampleLookup(found.orders[order]).labels(start, stop)
     ]
     return StepSamples(row=row, samples=samples)

@@ -1,7 +1,7 @@
-"""Large arrays in chunks: which chunks along a dimension are whose, and xarray datasets read that way.
+"""Large arrays in chunks along a dimension: which chunks belong to which rank, and xarray datasets read that way.
 
-The functions take the arguments of dmlcloud 0.3.3. Chunks start every `chunk_size` elements and, with an overlap, go on
-into the next one; all chunks are of one length if `equal_chunks`, and all ranks get as many if `even_shards`.
+The functions take the arguments of dmlcloud 0.3.3. Chunks start every `chunk_size` elements and, with an overlap,
+extend into the next one; `equal_chunks` makes all chunks equally long, `even_shards` gives all ranks equally many.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 import torch.distributed as c10d
 from torch.utils.data import IterableDataset, get_worker_info
 
-from headway.data.order.order import key, permute
-from headway.data.order.share import Share
+from headway.data.order.batch_split import BatchSplit
+from headway.data.order.permutation import derive_key, permute
 from headway.errors import UsageError
 
 if TYPE_CHECKING:
@@ -30,20 +30,20 @@ def shard_indices(
     even_shards: bool = True,
     seed: int = 0,
 ) -> list[int]:
-    """The elements of one rank: every `world_size`-th, of the shuffled list if `shuffle`.
+    """Returns the elements of one rank: every `world_size`-th, of the shuffled list if `shuffle`.
 
-    `even_shards` leaves out the last few, so that all ranks have as many; with shuffle, give each epoch another seed,
-    and each time it is others. Without it, every element is somebody's, and ranks may differ by one.
+    `even_shards` omits the last few, so that all ranks have equally many; with shuffle and another seed for each epoch,
+    it omits others each time. Without it, every element belongs to a rank, and ranks may differ by one element.
 
     >>> shard_indices(10, rank=1, world_size=3), shard_indices(10, rank=0, world_size=3, even_shards=False)
     ([1, 4, 7], [0, 3, 6, 9])
     """
     if num_elements < 0:
         raise UsageError(f"num_elements={num_elements}: give a number of at least 0")
-    Share(batch_size=1, global_batch_size=None, rank=rank, world_size=world_size)
+    BatchSplit(batch_size=1, global_batch_size=None, rank=rank, world_size=world_size)
     count = num_elements - num_elements % world_size if even_shards else num_elements
     mine = np.arange(rank, count, world_size)
-    chosen: list[int] = (permute(mine, num_elements, key(seed)) if shuffle else mine).tolist()
+    chosen: list[int] = (permute(mine, num_elements, derive_key(seed)) if shuffle else mine).tolist()
     return chosen
 
 
@@ -58,9 +58,9 @@ def chunk_and_shard_indices(
     shuffle: bool = False,
     seed: int = 0,
 ) -> list[tuple[int, int]]:
-    """The chunks of one rank, as (start, end); no end is beyond the last element.
+    """Returns the chunks of one rank as (start, end); no chunk ends beyond the last element.
 
-    `equal_chunks` leaves out chunks at the end that would be shorter than the others, the overlap included.
+    `equal_chunks` omits chunks at the end that would be shorter than the others, including the overlap.
 
     >>> chunk_and_shard_indices(10, 4, rank=0, world_size=1, equal_chunks=False)
     [(0, 4), (4, 8), (8, 10)]
@@ -69,7 +69,7 @@ def chunk_and_shard_indices(
     """
     if chunk_size < 1 or chunk_overlap < 0:
         raise UsageError(
-            f"chunk_size={chunk_size}, chunk_overlap={chunk_overlap}: a chunk has at least 1 element, an overlap 0"
+            f"chunk_size={chunk_size}, chunk_overlap={chunk_overlap}: give at least 1 and at least 0 elements"
         )
     if equal_chunks:
         count = max(0, (num_elements - chunk_overlap) // chunk_size)
@@ -95,12 +95,12 @@ def sharded_xr_dataset(
     load: bool = False,
     load_kwargs: dict[str, Any] | None = None,
 ) -> Iterator[xr.Dataset | xr.DataArray]:
-    """This rank's chunks of an xarray dataset along one dimension, as lazy as the dataset unless `load`.
+    """Yields this rank's chunks of an xarray dataset along one dimension; lazily, unless `load`.
 
     for week in hw.data.sharded_xr_dataset(xr.open_zarr("era5.zarr"), "time", chunk_size=7 * 24, shuffle=True):
         ...
     """
-    rank, world_size = _place(rank, world_size, process_group)
+    rank, world_size = _rank_and_world_size(rank, world_size, process_group)
     chunks = chunk_and_shard_indices(
         len(ds[dim]),
         chunk_size,
@@ -123,21 +123,23 @@ def _read(
         yield chunk if load is None else chunk.load(**load)
 
 
-def _place(
+def _rank_and_world_size(
     rank: int | None, world_size: int | None, process_group: c10d.ProcessGroup | None
 ) -> tuple[int, int]:
     if process_group is not None and rank is None and world_size is None:
         return c10d.get_rank(process_group), c10d.get_world_size(process_group)
-    return Share(batch_size=1, global_batch_size=None, rank=rank, world_size=world_size).place()
+    return BatchSplit(
+        batch_size=1, global_batch_size=None, rank=rank, world_size=world_size
+    ).rank_and_world_size()
 
 
 @final
 class ShardedXrDataset(IterableDataset["xr.Dataset | xr.DataArray"]):
-    """`sharded_xr_dataset` for torch's DataLoader: workers share their rank's chunks, every epoch is shuffled anew.
+    """`sharded_xr_dataset` for torch's DataLoader: workers share their rank's chunks, and each epoch has its own order.
 
     dataset = hw.data.ShardedXrDataset(ds, "time", chunk_size=24, shuffle=True)
     for epoch in range(10):
-        dataset.set_epoch(epoch)          # also reaches workers that persist
+        dataset.set_epoch(epoch)          # also reaches persistent workers
         for chunk in DataLoader(dataset, batch_size=None, num_workers=2, persistent_workers=True):
             ...
     """
@@ -159,8 +161,8 @@ class ShardedXrDataset(IterableDataset["xr.Dataset | xr.DataArray"]):
         load_kwargs: dict[str, Any] | None = None,
     ) -> None:
         self.ds, self.dim = ds, dim
-        self.rank, self.world_size = _place(rank, world_size, process_group)
-        self._how: dict[str, Any] = {
+        self.rank, self.world_size = _rank_and_world_size(rank, world_size, process_group)
+        self._chunk_arguments: dict[str, Any] = {
             "chunk_size": chunk_size,
             "chunk_overlap": chunk_overlap,
             "even_shards": even_shards,
@@ -169,16 +171,16 @@ class ShardedXrDataset(IterableDataset["xr.Dataset | xr.DataArray"]):
         }
         self._load = load_kwargs or {} if load else None
         self.seed = seed
-        # shared memory, so that set_epoch reaches workers that persist
+        # in shared memory, so that set_epoch reaches persistent workers
         self._epoch = torch.zeros((), dtype=torch.int64)
         self._epoch.share_memory_()  # type: ignore[no-untyped-call]
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the order of the next pass."""
+        """Sets the epoch, and with it the order of the next pass."""
         self._epoch.fill_(epoch)
 
     def __len__(self) -> int:
-        """Chunks of this rank, of all its workers together."""
+        """Returns the chunks of this rank, of all its workers together."""
         return len(self._chunks())
 
     def __iter__(self) -> Iterator[xr.Dataset | xr.DataArray]:
@@ -191,6 +193,6 @@ class ShardedXrDataset(IterableDataset["xr.Dataset | xr.DataArray"]):
             len(self.ds[self.dim]),
             rank=self.rank,
             world_size=self.world_size,
-            seed=key(self.seed, int(self._epoch)),
-            **self._how,
+            seed=derive_key(self.seed, int(self._epoch)),
+            **self._chunk_arguments,
         )

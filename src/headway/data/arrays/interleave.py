@@ -1,7 +1,7 @@
-"""Mixing batches among their neighbours: samples of a batch that was read in one piece are often alike.
+"""Mixes samples among neighboring batches, as samples of a batch that was read at once are often alike.
 
-Of every `num_batches` batches, each new one gets an equal slice of each old one. Order is kept otherwise, and nothing
-is lost: the last batches, too few for a full round, are mixed among each other.
+Of every `num_batches` batches, each new one gets an equal slice of each old one. The order is kept otherwise, and no
+sample is lost: the last batches, too few for a full round, are mixed among themselves.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from headway.errors import UsageError
 def interleave_batches(
     iterable: Iterable[torch.Tensor], num_batches: int, pin_memory: bool = False
 ) -> Iterator[torch.Tensor]:
-    """Mixes the samples of every `num_batches` batches. Each batch that comes out has memory of its own.
+    """Mixes the samples of every `num_batches` batches. Each resulting batch has its own memory.
 
     >>> [batch.tolist() for batch in interleave_batches([torch.tensor([0, 1]), torch.tensor([2, 3])], 2)]
     [[0, 2], [1, 3]]
@@ -28,9 +28,9 @@ def interleave_batches(
 def interleave_dict_batches(
     iterable: Iterable[Mapping[str, torch.Tensor]], num_batches: int, pin_memory: bool = False
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """`interleave_batches` for batches that are dicts of tensors, all mixed alike."""
+    """Mixes batches that are dicts of tensors, as `interleave_batches` does, all tensors alike."""
     if num_batches < 1:
-        raise UsageError(f"num_batches={num_batches}: give a number of at least 1")
+        raise UsageError(f"num_batches={num_batches}: give at least 1")
     return _interleave(iterable, num_batches, pin_memory)
 
 
@@ -41,24 +41,24 @@ def _interleave(
     for batch in iterable:
         waiting.append(batch)
         if len(waiting) == num_batches:
-            yield from _mixed(waiting, pin_memory)
+            yield from _mix(waiting, pin_memory)
             waiting = []
-    yield from _mixed(waiting, pin_memory)
+    yield from _mix(waiting, pin_memory)
 
 
-def _mixed(batches: list[Mapping[str, torch.Tensor]], pin_memory: bool) -> Iterator[dict[str, torch.Tensor]]:
-    """As many batches as came, of the same sizes: batch i is made of the i-th slice of each."""
+def _mix(batches: list[Mapping[str, torch.Tensor]], pin_memory: bool) -> Iterator[dict[str, torch.Tensor]]:
+    """Yields as many batches as there were: batch i consists of the i-th slice of each."""
     count = len(batches)
-    slices = [_sliced(batch, count) for batch in batches]
+    slices = [_slice(batch, count) for batch in batches]
     for number in range(count):
-        yield {name: _joined([parts[name][number] for parts in slices], pin_memory) for name in batches[0]}
+        yield {name: _join([parts[name][number] for parts in slices], pin_memory) for name in batches[0]}
 
 
-def _sliced(batch: Mapping[str, torch.Tensor], count: int) -> dict[str, tuple[torch.Tensor, ...]]:
-    """Each tensor in `count` slices, as equal as can be: the last batch of a dataset may have any size."""
+def _slice(batch: Mapping[str, torch.Tensor], count: int) -> dict[str, tuple[torch.Tensor, ...]]:
+    """Splits each tensor into `count` slices, as equal as possible: the last batch of a dataset may have any size."""
     return {name: tensor.tensor_split(count) for name, tensor in batch.items()}
 
 
-def _joined(parts: list[torch.Tensor], pin_memory: bool) -> torch.Tensor:
-    joined = torch.cat(parts)  # new memory: a copy to the device may still read the batch before
+def _join(parts: list[torch.Tensor], pin_memory: bool) -> torch.Tensor:
+    joined = torch.cat(parts)  # new memory: an asynchronous copy may still read the previous batch
     return joined.pin_memory() if pin_memory else joined

@@ -1,127 +1,158 @@
-"""Copies a shard into the node cache: claimed, space reserved, copied, compared, published. Trouble leaves no trace."""
+"""Copies files to a node: the bytes with a digest on the way, then a comparison, then the name.
+
+`copy_bytes` is the one loop that copies, for the node cache and for staging. `fetch` makes the copy of a shard in the
+node cache: claimed, space reserved, copied, compared, published. A failure leaves nothing behind.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import time
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import final
 
 from headway.data.cache import budget as budgets
-from headway.data.cache.directory import CacheFolder, Copy, Note
-from headway.data.cache.leases import Deadline, Handle, NotCached
+from headway.data.cache.directory import CachedCopy, CacheDirectory, CopyNote, NotCached
 from headway.data.shards import checksums
-from headway.data.shards.shard import File, version
+from headway.data.shards.checksums import Crc32, Digest
+from headway.data.shards.shard import ShardFile, file_version
 from headway.errors import BadShard
 from headway.system.failpoints import failpoint
 from headway.system.limits import boot_id
+from headway.system.locks import Deadline, FileLock
 
-_STEP = 8 * 2**20
-_PAGE = 4096
-_SETTLED = 2.0  # seconds: file systems count in ticks, and two versions of a file in one tick look the same
-
-
-def identify(source: File) -> str:
-    """Names a shard as it is now: once rewritten, it has another name in the cache."""
-    status = source.status
-    if time.time() - status.st_ctime < _SETTLED:
-        raise NotCached("it has only just been written")
-    return f"{hashlib.blake2b(repr(source.version).encode(), digest_size=16).hexdigest()}-{status.st_size}"
+_PAGE_BYTES = 4096
 
 
+def copy_bytes(
+    source: ShardFile,
+    fd: int,
+    digest: Digest,
+    *,
+    start: int = 0,
+    chunk_bytes: int = checksums.CHUNK_BYTES,
+    on_chunk: Callable[[int, int], bool],
+) -> int:
+    """Copies a file from an offset on, and returns the offset that it reached.
+
+    `on_chunk` is called with offset and size of each chunk, and ends the copy by returning False.
+    """
+    end = start
+    while end < len(source):
+        chunk, offset = source[end : end + chunk_bytes], end
+        digest.update(chunk)
+        end = _write(fd, chunk, offset)
+        if not on_chunk(offset, len(chunk)):
+            break
+    return end
+
+
+def _write(fd: int, data: bytes, offset: int) -> int:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(fd, view, offset)
+        view, offset = view[written:], offset + written
+    return offset
+
+
+# --- the node cache
+
+
+@final
 @dataclass(frozen=True, kw_only=True)
-class Terms:
-    """What a copy may cost."""
+class CopyRequest:
+    """What a copy in the node cache may cost, and who still wants it."""
 
     budget: str | int
-    """bytes that the whole cache may take, or a part of what there is"""
+    """bytes that the whole cache may take, or a share of what there is"""
     slots: int
-    """shards that are copied at once, by all processes"""
+    """shards that all processes together copy at the same time"""
     order: Mapping[str, int]
     """when shards are needed next, by key; 0 is first"""
     turn: int
-    """when this one is: no copy that is needed before is removed for it"""
+    """when this shard is needed: no copy that is needed before is removed for it"""
     deadline: Deadline
-    given_up: Callable[[], bool]
-    """asked while copying: whether nobody wants it any longer"""
+    is_cancelled: Callable[[], bool]
+    """asked after each chunk: whether the copy is no longer needed"""
+    chunk_bytes: int = checksums.CHUNK_BYTES
 
 
-def get(folder: CacheFolder, key: str, source: File, terms: Terms) -> tuple[Copy, bool]:
-    """The copy of a shard, and whether this call made it. `NotCached` says why there is none."""
+def identify(source: ShardFile, min_age_s: float) -> str:
+    """Returns the key of a shard as it is now: when it is rewritten, it gets another key."""
+    status = source.status
+    if time.time() - status.st_ctime < min_age_s:
+        raise NotCached("it was written a moment ago")
+    return f"{hashlib.blake2b(repr(source.version).encode(), digest_size=16).hexdigest()}-{status.st_size}"
+
+
+def fetch(
+    directory: CacheDirectory, key: str, source: ShardFile, request: CopyRequest
+) -> tuple[CachedCopy, bool]:
+    """Returns the copy of a shard, and whether this call made it; raises `NotCached` if there cannot be one."""
     while True:
-        copy = folder.find(key, terms.deadline)
+        copy = directory.find(key, request.deadline)
         if copy is not None:
             return copy, False
-        part = folder.claim(key)
+        part = directory.claim(key)
         if part is None:
-            terms.deadline.pause("another process to copy it")
+            request.deadline.pause("another process to copy it")
             continue
         with part:
             failpoint("cache.claimed")
             try:
-                if folder.find(key, terms.deadline) is None:  # not published between the two looks
-                    with folder.slot(terms.slots, terms.deadline):
-                        _reserve(folder, part, source, terms)
-                        note = _copy(part, source, terms)
-                    folder.publish(key, part, terms.deadline)
-                    return Copy(folder.map(part, key), note), True
+                if directory.find(key, request.deadline) is None:  # not published since the first look
+                    with directory.slot(request.slots, request.deadline):
+                        _reserve(directory, part, source, request)
+                        note = _copy(part, source, request)
+                    directory.publish(key, part, request.deadline)
+                    return CachedCopy(directory.map(part, key), note), True
             finally:
-                folder.abandon(key, part)
+                directory.abandon(key, part)
 
 
-def _reserve(folder: CacheFolder, part: Handle, source: File, terms: Terms) -> None:
-    """Takes space for the whole copy at once: what is written later has its place, and the budget holds."""
-    os.ftruncate(part.fd, 0)  # a fetcher that was killed may have left something in it
-    need = -(-(len(source) + len(_note(source, 0).line())) // _PAGE) * _PAGE
-    with folder.ledger(terms.deadline):
-        limit = budgets.parse(terms.budget, budgets.whole(folder.path))
-        if need > limit:
+def _reserve(directory: CacheDirectory, part: FileLock, source: ShardFile, request: CopyRequest) -> None:
+    """Reserves space for the whole copy, so that writing cannot fail later and the budget is respected."""
+    os.ftruncate(part.fd, 0)  # a process that was killed may have left bytes in it
+    needed = -(-(len(source) + len(_note(source, Crc32()).line())) // _PAGE_BYTES) * _PAGE_BYTES
+    with directory.ledger(request.deadline):
+        limit = budgets.parse_budget(request.budget, budgets.total_bytes(directory.path))
+        if needed > limit:
             raise NotCached(f"it has {len(source)} bytes, and the budget is {limit}")
-        missing = max(folder.used() + need - limit, need - budgets.spare(folder.path))
-        if missing > 0 and folder.free(missing, terms.order, terms.turn) < missing:
-            raise NotCached(f"{missing} bytes more are needed, and all copies are in use or needed sooner")
-        os.posix_fallocate(part.fd, 0, need)
+        missing = max(directory.used() + needed - limit, needed - budgets.spare_bytes(directory.path))
+        if missing > 0 and directory.free(missing, request.order, request.turn) < missing:
+            raise NotCached(f"{missing} more bytes are needed, and all copies are in use or needed sooner")
+        os.posix_fallocate(part.fd, 0, needed)
     failpoint("cache.reserved")
 
 
-def _copy(part: Handle, source: File, terms: Terms) -> Note:
-    """Copies and compares: with the checksum beside the shard, and whether it stayed the same meanwhile."""
-    crc = 0
-    for start in range(0, len(source), _STEP):
-        piece = _read(source, start)
-        crc = zlib.crc32(piece, crc)
-        _write(part, piece, start)
-        # one copy in memory is enough: the file system need not keep another
-        os.posix_fadvise(source.fileno(), start, len(piece), os.POSIX_FADV_DONTNEED)
+def _copy(part: FileLock, source: ShardFile, request: CopyRequest) -> CopyNote:
+    """Copies a shard, and compares it with the checksum beside it; fails if the shard changed in the meantime."""
+
+    def on_chunk(offset: int, size: int) -> bool:
+        # the page cache need not hold the source beside its copy
+        os.posix_fadvise(source.fileno(), offset, size, os.POSIX_FADV_DONTNEED)
         failpoint("cache.copying")
-        if terms.given_up():
-            raise NotCached("nobody wants it any longer")
+        return not request.is_cancelled()
+
+    crc = Crc32()
+    try:
+        end = copy_bytes(source, part.fd, crc, chunk_bytes=request.chunk_bytes, on_chunk=on_chunk)
+    except BadShard as error:  # the samples that are still there can be read at the source
+        raise NotCached(str(error)) from error
+    if request.is_cancelled() or end < len(source):
+        raise NotCached("it is no longer needed")
     for now in (os.fstat(source.fileno()), source.path.stat()):
-        if version(now) != source.version:
-            raise NotCached("it was changed while it was copied")
-    checksums.compare(source.path, checksums.Checksum(len(source), f"{crc:08x}"))
+        if file_version(now) != source.version:
+            raise NotCached("it changed while it was copied")
+    checksums.compare(source.path, checksums.Checksum(len(source), crc.hexdigest()))
     note = _note(source, crc)
-    _write(part, memoryview(note.line()), len(source))
-    os.ftruncate(part.fd, len(source) + len(note.line()))
+    os.ftruncate(part.fd, _write(part.fd, note.line(), len(source)))
     failpoint("cache.copied")
     return note
 
 
-def _read(source: File, start: int) -> memoryview:
-    try:
-        return memoryview(source[start : start + _STEP])
-    except BadShard as error:  # samples that are still there can be read at the source
-        raise NotCached(str(error)) from error
-
-
-def _note(source: File, crc: int) -> Note:
-    return Note(str(Path(os.path.abspath(source.path))), f"{crc:08x}", boot_id())  # noqa: PTH100 - links stay
-
-
-def _write(part: Handle, data: memoryview, at: int) -> None:
-    while data:
-        written = os.pwrite(part.fd, data, at)
-        data, at = data[written:], at + written
+def _note(source: ShardFile, crc: Crc32) -> CopyNote:
+    return CopyNote(str(Path(os.path.abspath(source.path))), crc.hexdigest(), boot_id())  # noqa: PTH100 - links stay

@@ -1,19 +1,19 @@
-"""The directory of a node cache: one user's, on one node, shared by all processes of that user that read shards.
+"""The directory of a node cache: one per user and node, shared by all processes of that user that read shards.
 
-    headway-cache-1000/  mode 0700, owned by the user, not a link; all names are opened inside of it
-      live               locked (shared) by every process that uses the cache: the last one clears it away
-      ledger             locked (alone) while space is taken or freed
-      slot-0 ...         locked (alone) while a shard is copied: so many at once, and no more
-      KEY.part           a shard that is being copied; its fetcher holds a lock (alone)
-      KEY.shard          a whole copy, and a line about it; whoever has it mapped holds a lock (shared)
+    headway-cache-1000/  mode 0700, owned by the user, not a link; all names are opened relative to it
+      live               locked (shared) by every process that uses the cache: the last one removes everything
+      ledger             locked (exclusive) while space is taken or freed
+      slot-0 ...         locked (exclusive) while a shard is copied: limits how many are copied at once
+      KEY.part           a shard that is being copied; the process that copies holds a lock (exclusive)
+      KEY.shard          a complete copy, and a line about it; whoever has it mapped holds a lock (shared)
 
 There is no master, and a crash leaves nothing to repair: every claim is an `flock` on an open file. A `.part` without a
-lock has lost its fetcher, and the next process that wants that shard takes it over. The truth about space is what lies
-in the directory.
+lock has lost its process, and the next process that wants the shard takes it over. The space in use is computed from
+the files in the directory.
 
-A lock is on an open file and not on a name, and the file may have lost its name meanwhile, to an evictor or to its
-fetcher, who published it: so after every lock the name is looked up again. A reader's lock is that of its mapping, and
-ends when the last view of the bytes is gone.
+A lock is on an open file and not on a name, and the file may lose its name before the lock is acquired: it may be
+evicted or published. So after every lock the name is looked up again. A reader's lock belongs to its mapping, and ends
+when the last view of the bytes is gone.
 """
 
 from __future__ import annotations
@@ -25,184 +25,192 @@ import re
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from fcntl import LOCK_EX, LOCK_SH
 from pathlib import Path
 from typing import NamedTuple, final
 
 from headway.data.cache.budget import is_local
-from headway.data.cache.leases import Deadline, Handle, NotCached
 from headway.system.failpoints import failpoint
 from headway.system.limits import boot_id
+from headway.system.locks import Deadline, FileLock
 
 _LIVE, _LEDGER = "live", "ledger"
 _COPIES = re.compile(r"[0-9a-f]{32}-\d+\.(shard|part)")
 _ALL = re.compile(rf"{_COPIES.pattern}|slot-\d+|{_LEDGER}|{_LIVE}")
-_LONGEST_NOTE = 65536
-_CLEARING = "the last process to clear the cache away"
+_MAX_NOTE_BYTES = 65536
+_CLEARING = "the last process to remove the cache"
 
 
-class Note(NamedTuple):
-    """What is written behind the bytes of a copy."""
+class NotCached(Exception):
+    """Raised when a shard must be read at its source, with the reason. It never leaves the cache."""
+
+
+class CopyNote(NamedTuple):
+    """The line that follows the bytes of a copy."""
 
     source: str
     crc32: str
     boot: str
-    """of which start of this machine: what was never synced may have lost its bytes when the machine went down"""
+    """the boot id: bytes that were never synced may be lost when the machine goes down"""
 
     def line(self) -> bytes:
+        """Encodes the note."""
         return json.dumps(self._asdict()).encode() + b"\n"
 
     @classmethod
-    def read(cls, line: bytes) -> Note | None:
+    def parse(cls, line: bytes) -> CopyNote | None:
+        """Decodes a note; None if the copy is incomplete."""
         try:
             match json.loads(line):
                 case {"source": str(source), "crc32": str(crc), "boot": str(boot)}:
                     return cls(source, crc, boot)
         except (ValueError, RecursionError):
-            pass  # not whole
+            pass
         return None
 
 
-class Copy(NamedTuple):
-    """A whole copy of a shard. Nobody removes it while it is mapped."""
+class CachedCopy(NamedTuple):
+    """A complete copy of a shard. It is not removed while it is mapped."""
 
     data: mmap.mmap
-    note: Note
+    note: CopyNote
 
 
-class Found(NamedTuple):
-    """One file of the cache, for people."""
+class CacheEntry(NamedTuple):
+    """One file of the cache, as `NodeCache.ls` lists it."""
 
     key: str
     source: str | None
-    """None: not whole yet"""
+    """None: not complete yet"""
     bytes: int
     in_use: bool
 
 
 @final
-class CacheFolder:
-    """One process's place in the cache of its user; `join` makes one, and `leave` ends it."""
+class CacheDirectory:
+    """The cache directory as one process uses it, from `join` to `leave`."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._process = path, os.getpid()
-        self._directory, self._live = Handle(_open_directory(path)), Handle(-1)
+        self._directory, self._live = FileLock(_open_directory(path)), FileLock(-1)
 
     @staticmethod
     def under(parent: Path) -> Path:
-        """Where the cache of this user is."""
+        """Returns the path of this user's cache."""
         return parent / f"headway-cache-{os.geteuid()}"
 
     @classmethod
-    def join(cls, parent: Path, deadline: Deadline) -> CacheFolder:
-        """Opens, or makes, the directory of this user under `parent`; `NotCached` if it is not safe to use."""
+    def join(cls, parent: Path, deadline: Deadline) -> CacheDirectory:
+        """Opens or creates this user's directory under `parent`; raises `NotCached` if it is not safe to use."""
         while True:
-            folder = cls(cls.under(parent))
-            with suppress(FileNotFoundError):  # it was just being cleared away
-                folder._live = folder._open(_LIVE, os.O_RDWR | os.O_CREAT)
-                folder._live.wait(LOCK_SH, deadline, _CLEARING)
-                if folder._is(folder._live, _LIVE):
-                    return folder
-            folder.close()
+            directory = cls(cls.under(parent))
+            with suppress(FileNotFoundError):  # another process is removing it
+                directory._live = directory._open(_LIVE, os.O_RDWR | os.O_CREAT)
+                directory._live.acquire(deadline, _CLEARING, shared=True)
+                if directory._has_name(directory._live, _LIVE):
+                    return directory
+            directory.close()
             deadline.pause(_CLEARING)
 
     def leave(self) -> bool:
-        """Ends this process's use. The last one out removes everything, also what killed processes left: then True."""
+        """Ends this process's use. The last process removes everything, also what killed ones left, and gets True."""
         if self._live.fd < 0 or os.getpid() != self._process:
             return False
-        last = self._live.lock(LOCK_EX)
+        last = self._live.try_acquire()
         if last and not self.is_gone():
-            for name in sorted(self._names(_ALL), key=_LIVE.__eq__):  # that one last: newcomers wait for it
+            for name in sorted(
+                self._names(_ALL), key=_LIVE.__eq__
+            ):  # the live file last: processes that join wait for it
                 with suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=self._directory.fd)
-            with suppress(OSError):  # there is something in it that is not the cache's
+            with suppress(OSError):  # it contains files that are not the cache's
                 self.path.rmdir()
         self.close()
         return last
 
     def is_gone(self) -> bool:
-        """Whether somebody removed the directory: what is mapped stays, but nothing new finds a place in it."""
+        """Whether the directory was removed: mapped copies stay valid, but no new ones can be made."""
         return os.fstat(self._directory.fd).st_nlink == 0
 
     def close(self) -> None:
-        """Ends this process's use, and leaves everything as it is."""
+        """Ends this process's use, and leaves all files."""
         self._live.close()
         self._directory.close()
 
     # --- copies
 
-    def find(self, key: str, deadline: Deadline) -> Copy | None:
-        """The copy of a shard, mapped; None if there is none."""
+    def find(self, key: str, deadline: Deadline) -> CachedCopy | None:
+        """Returns the copy of a shard, mapped; None if there is none."""
         name = f"{key}.shard"
         with suppress(FileNotFoundError), self._open(name, os.O_RDONLY) as handle:
-            handle.wait(LOCK_SH, deadline, "a copy that is being removed")
-            if self._is(handle, name):
-                note = Note.read(os.pread(handle.fd, _LONGEST_NOTE, size_of(key)))
+            handle.acquire(deadline, "a copy that is being removed", shared=True)
+            if self._has_name(handle, name):
+                note = _read_note(handle, key)
                 if note is not None and note.boot == boot_id():
-                    return Copy(self.map(handle, key), note)
+                    return CachedCopy(self.map(handle, key), note)
                 self.discard(key)
         return None
 
-    def map(self, handle: Handle, key: str) -> mmap.mmap:
-        """The bytes of a locked copy; the mapping keeps the file open, and so the lock."""
-        how = mmap.MAP_SHARED | mmap.MAP_POPULATE  # at once, and not with a fault for every sixteenth page
-        return mmap.mmap(handle.fd, size_of(key), flags=how, prot=mmap.PROT_READ)
+    def map(self, handle: FileLock, key: str) -> mmap.mmap:
+        """Maps a locked copy; the mapping keeps the file open, and with it the lock."""
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # without it, every sixteenth page is a page fault
+        return mmap.mmap(handle.fd, size_of(key), flags=flags, prot=mmap.PROT_READ)
 
     def discard(self, key: str) -> None:
-        """Takes a copy that is not what it should be out of the cache."""
+        """Removes a damaged copy from the cache."""
         with suppress(FileNotFoundError):
             os.unlink(f"{key}.shard", dir_fd=self._directory.fd)
 
-    def claim(self, key: str) -> Handle | None:
-        """The right to copy a shard, and the file to copy it to; None while another process has it."""
+    def claim(self, key: str) -> FileLock | None:
+        """Returns the locked file to copy a shard to; None while another process copies it."""
         name = f"{key}.part"
         handle = self._open(name, os.O_RDWR | os.O_CREAT)
-        if handle.lock(LOCK_EX) and self._is(handle, name):
+        if handle.try_acquire() and self._has_name(handle, name):
             return handle
         handle.close()
         return None
 
-    def publish(self, key: str, handle: Handle, deadline: Deadline) -> None:
-        """Gives a whole copy its name. From here on it may be read, and only read."""
+    def publish(self, key: str, handle: FileLock, deadline: Deadline) -> None:
+        """Renames a complete copy. From here on it is only read."""
         where = self._directory.fd
         os.rename(f"{key}.part", f"{key}.shard", src_dir_fd=where, dst_dir_fd=where)
         failpoint("cache.published")
-        handle.wait(LOCK_SH, deadline, "a copy that is being removed")
-        if not self._is(handle, f"{key}.shard"):
-            raise NotCached("its copy was removed at once")
+        handle.acquire(deadline, "a copy that is being removed", shared=True)
+        if not self._has_name(handle, f"{key}.shard"):
+            raise NotCached("its copy was removed right after it was made")
 
-    def abandon(self, key: str, handle: Handle) -> None:
-        """Removes a part that we hold, if it still is one."""
-        if self._is(handle, f"{key}.part"):
+    def abandon(self, key: str, handle: FileLock) -> None:
+        """Removes a part that this process has claimed, unless it was published."""
+        if self._has_name(handle, f"{key}.part"):
             os.unlink(f"{key}.part", dir_fd=self._directory.fd)
 
     # --- space
 
     @contextmanager
     def ledger(self, deadline: Deadline) -> Iterator[None]:
-        """While in here, nobody else takes or frees space."""
+        """Excludes other processes from taking or freeing space."""
         while True:
             with self._open(_LEDGER, os.O_RDWR | os.O_CREAT) as handle:
-                handle.wait(LOCK_EX, deadline, "the ledger of the cache")
-                if self._is(handle, _LEDGER):
+                handle.acquire(deadline, "the ledger of the cache")
+                if self._has_name(handle, _LEDGER):
                     yield
                     return
 
     @contextmanager
     def slot(self, count: int, deadline: Deadline) -> Iterator[None]:
-        """One of `count` rights to copy at the same time."""
+        """Holds one of `count` slots for copying at the same time."""
         while True:
             for number in range(count):
                 with self._open(f"slot-{number}", os.O_RDWR | os.O_CREAT) as handle:
-                    if handle.lock(LOCK_EX):
+                    if handle.try_acquire():
                         yield
                         return
             deadline.pause(f"one of {count} shards to be copied")
 
     def used(self) -> int:
-        """Bytes that the cache takes, with those that are reserved for copies under way.
+        """Returns the bytes that the cache takes, including those reserved for copies in progress.
 
-        A copy that is published during a look has neither name in it, so only what was seen twice counts.
+        A copy that is published while files are listed may appear under neither name, so a list counts only if the next
+        one is equal.
         """
         seen: dict[str, int] = {}
         while (now := {name: self._bytes(name) for name in self._names()}) != seen:
@@ -210,20 +218,20 @@ class CacheFolder:
         return sum(now.values())
 
     def free(self, want: int, order: Mapping[str, int], turn: int) -> int:
-        """Removes copies that nobody has mapped until `want` bytes are free, or no more may go; returns how many.
+        """Removes unmapped copies until `want` bytes are free, or no more may be removed; returns how many.
 
-        `order` says when shards are needed next (0: first). Those not in it go first, the oldest before others, then
-        those that are needed last; never one that is needed before `turn`. The caller holds the ledger.
+        `order` says when shards are needed next (0: first). Those not in it are removed first, oldest first, then those
+        that are needed last; never one that is needed before `turn`. The caller holds the ledger.
         """
         freed = 0
-        for (kind, next_use), name in sorted((self._worth(name, order), name) for name in self._names()):
+        for (kind, next_use), name in sorted((self._priority(name, order), name) for name in self._names()):
             if freed >= want or (kind == 2 and -next_use <= turn):
                 break
             freed += self._remove(name)
         return freed
 
-    def _worth(self, name: str, order: Mapping[str, int]) -> tuple[int, float]:
-        """Parts first: if one can be removed, its fetcher is gone. Then unknown copies by age, others by next use."""
+    def _priority(self, name: str, order: Mapping[str, int]) -> tuple[int, float]:
+        """Returns what sorts first what is removed first: parts without a process, unknown copies by age, next use."""
         key = name.removesuffix(".shard")
         if key in order:
             return 2, -order[key]
@@ -232,40 +240,39 @@ class CacheFolder:
         return 0, 0
 
     def sweep(self, deadline: Deadline) -> int:
-        """Removes parts that lost their fetcher; returns how many bytes that were."""
+        """Removes parts that lost their process; returns how many bytes."""
         with self.ledger(deadline):
             return sum(self._remove(name) for name in self._names() if name.endswith(".part"))
 
     def _remove(self, name: str) -> int:
-        """Removes a file that nobody holds; returns its bytes."""
+        """Removes a file that no process has locked; returns its bytes."""
         with suppress(FileNotFoundError), self._open(name, os.O_RDONLY) as handle:
-            if handle.lock(LOCK_EX) and self._is(handle, name):
+            if handle.try_acquire() and self._has_name(handle, name):
                 failpoint("cache.evicting")
                 size = self._bytes(name)
                 os.unlink(name, dir_fd=self._directory.fd)
                 return size
         return 0
 
-    def found(self) -> list[Found]:
-        """What is in the cache now."""
-        files = []
+    def entries(self) -> list[CacheEntry]:
+        """Lists the files of the cache."""
+        entries = []
         for name in self._names():
             key, _, kind = name.rpartition(".")
             with suppress(FileNotFoundError), self._open(name, os.O_RDONLY) as handle:
-                note = (
-                    Note.read(os.pread(handle.fd, _LONGEST_NOTE, size_of(key))) if kind == "shard" else None
-                )
-                files.append(Found(key, note and note.source, self._bytes(name), not handle.lock(LOCK_EX)))
-        return files
+                note = _read_note(handle, key) if kind == "shard" else None
+                in_use = not handle.try_acquire()
+                entries.append(CacheEntry(key, note and note.source, self._bytes(name), in_use))
+        return entries
 
     # --- names
 
     def _names(self, kind: re.Pattern[str] = _COPIES) -> list[str]:
         return sorted(filter(kind.fullmatch, os.listdir(self._directory.fd)))  # noqa: PTH208 - an open one
 
-    def _open(self, name: str, flags: int) -> Handle:
+    def _open(self, name: str, flags: int) -> FileLock:
         where = self._directory.fd
-        return Handle(os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=where))
+        return FileLock(os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=where))
 
     def _status(self, name: str) -> os.stat_result:
         return os.stat(name, dir_fd=self._directory.fd, follow_symlinks=False)
@@ -275,7 +282,7 @@ class CacheFolder:
             return self._status(name).st_blocks * 512
         return 0
 
-    def _is(self, handle: Handle, name: str) -> bool:
+    def _has_name(self, handle: FileLock, name: str) -> bool:
         """Whether an open file still has this name."""
         with suppress(FileNotFoundError):
             return os.path.samestat(os.fstat(handle.fd), self._status(name))
@@ -283,14 +290,18 @@ class CacheFolder:
 
 
 def size_of(key: str) -> int:
-    """The bytes of a shard, which are a part of its key."""
+    """Returns the bytes of a shard, which are part of its key."""
     return int(key.rpartition("-")[2])
 
 
+def _read_note(handle: FileLock, key: str) -> CopyNote | None:
+    return CopyNote.parse(os.pread(handle.fd, _MAX_NOTE_BYTES, size_of(key)))
+
+
 def _open_directory(path: Path) -> int:
-    """Opens, or makes, a directory that is ours and nobody else's. Others may have made one of that name before us."""
+    """Opens or creates a directory that only this user can use: another user may have created one of that name."""
     if not is_local(path.parent):
-        raise NotCached(f"{path.parent} is not on a file system of this machine alone")
+        raise NotCached(f"{path.parent} is not on a local file system of this machine")
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     try:
@@ -305,8 +316,8 @@ def _open_directory(path: Path) -> int:
 
 
 def _refusal(path: Path, status: os.stat_result) -> str:
-    """What the file type, the owner and the mode are, in the letters of `ls`."""
+    """Returns the message for a directory that is not ours, with its type, mode and owner as `ls` shows them."""
     return (
-        f"{path} is {stat.filemode(status.st_mode)} of user {status.st_uid}, and not a directory that only user "
-        f"{os.geteuid()} may use; have it removed, or give another path"
+        f"{path} is {stat.filemode(status.st_mode)} of user {status.st_uid}, not a directory that only user "
+        f"{os.geteuid()} can use; remove it, or set another path"
     )

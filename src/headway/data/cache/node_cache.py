@@ -1,21 +1,19 @@
-"""`NodeCache`: one copy of each shard per node, in memory, for all processes; never in the way of a run.
+"""`NodeCache`: one copy of each shard per node, in memory, for all processes; it never stops a run.
 
     loader = hw.data.ShardLoader(mix, batch_size=256, cache=hw.data.NodeCache(budget="50%"))
 
-Shards on a disk of this machine are in its page cache anyway, and read in place. For those on a file system that many
-nodes share, a copy is made once per node, before it is needed, and removed when it is not needed for longest.
+Shards on a disk of this machine are in its page cache anyway, and read in place. Those on a file system that many nodes
+share are copied once per node, before they are needed, and removed when they are needed last.
 
-Whatever goes wrong with the cache, shards are read at their source: it may make a run slower, but it never stops one.
-The one exception is a shard whose bytes are not those of its checksum: that is a `BadShard` with and without a cache.
+If anything goes wrong with the cache, shards are read at their source: it may make a run slower, but never stops one.
+The one exception is a shard that does not match its checksum: that is a `BadShard` with and without a cache.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 import weakref
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,110 +21,117 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from headway.data.cache.budget import is_local, parse, shortage, whole
-from headway.data.cache.copier import Terms, get, identify
-from headway.data.cache.directory import CacheFolder, Copy, Found, size_of
-from headway.data.cache.leases import Deadline, NotCached, WaitedTooLong
-from headway.data.shards.shard import File, Index, Limits, Shard, open_file
+from headway.data.cache.budget import is_local, parse_budget, shortage_bytes, total_bytes
+from headway.data.cache.copier import CopyRequest, fetch, identify
+from headway.data.cache.directory import CachedCopy, CacheDirectory, CacheEntry, NotCached, size_of
+from headway.data.shards.checksums import CHUNK_BYTES, Crc32, update_digest
+from headway.data.shards.shard import Shard, ShardFile, ShardIndex, open_file
+from headway.data.shards.tar import ShardLimits
 from headway.errors import HeadwayError, UsageError
+from headway.system.locks import Deadline, LockTimeout
+from headway.system.log import logger
 
-_STEP = 8 * 2**20
-_HURRY = 300.0  # seconds for which nobody waits again, after one wait was in vain
+_NO_WAIT_AFTER_TIMEOUT_S = 300.0  # after one timeout, no thread waits for another process during this time
+_TROUBLE = (NotCached, LockTimeout, OSError)
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class NodeCache:
-    """How shards are kept on a node; all processes of a user on a node share what they keep.
+    """Settings of the cache on a node, which all processes of a user on that node share.
 
     >>> NodeCache(budget="256GB")
-    NodeCache(budget='256GB', path='/dev/shm', prefetch=2, patience=30.0, copy_local=False)
+    NodeCache(budget='256GB', path='/dev/shm', prefetch=2, patience=30.0, copy_local=False, ...)
     """
 
     budget: str | int = "50%"
-    """what all copies together may take: bytes, "256GB", or a part of the memory that this job may use"""
+    """what all copies together may take: bytes, "256GB", or a share of the memory that this job may use"""
     path: str | Path = "/dev/shm"
-    """where the copies are, in a directory of the user's own; not on a file system that nodes share"""
+    """the parent of the user's own cache directory; not on a file system that nodes share"""
     prefetch: int = 2
-    """shards that are copied at once on this node"""
+    """shards that are copied at the same time on this node"""
     patience: float = 30.0
-    """seconds to wait for another process that copies a shard, before it is read at its source"""
+    """seconds to wait for another process that copies a shard, before reading it at its source"""
     copy_local: bool = False
-    """copy shards on file systems of this machine, too"""
+    """also copy shards that are on local file systems"""
+    min_age: float = 2.0
+    """seconds since a shard was written: file systems count in ticks, and two versions within one tick look equal"""
+    chunk_bytes: int = CHUNK_BYTES
+    """bytes that are copied at a time"""
 
     def __post_init__(self) -> None:
-        parse(self.budget, 100)
+        parse_budget(self.budget, 100)
         if self.prefetch < 1 or self.patience < 0:
             raise UsageError(
                 f"prefetch={self.prefetch}, patience={self.patience:g}: give at least 1 shard and 0 seconds"
             )
 
-    def ls(self) -> list[Found]:
-        """What this user has in the cache now, by whichever process."""
-        with self._joined() as folder:
-            return folder.found() if folder else []
+    def ls(self) -> list[CacheEntry]:
+        """Lists what this user has in the cache now, from all processes."""
+        with self._joined() as directory:
+            return directory.entries() if directory else []
 
     def sweep(self) -> int:
-        """Removes what killed processes left behind, and all if nobody uses the cache; returns how many bytes."""
-        with self._joined() as folder:
-            if folder is None:
+        """Removes what killed processes left, and everything if no process uses the cache; returns how many bytes."""
+        with self._joined() as directory:
+            if directory is None:
                 return 0
-            before, swept = folder.used(), folder.sweep(Deadline(self.patience))
-            return before if folder.leave() else swept
+            before, swept = directory.used(), directory.sweep(Deadline(self.patience))
+            return before if directory.leave() else swept
 
     @contextmanager
-    def _joined(self) -> Iterator[CacheFolder | None]:
-        """The directory, if there is one: looking makes none, and leaves all as it is."""
+    def _joined(self) -> Iterator[CacheDirectory | None]:
+        """Opens the directory, if there is one; never creates it."""
         parent = Path(self.path)
         try:
-            folder = None
-            if CacheFolder.under(parent).exists():
-                folder = CacheFolder.join(parent, Deadline(self.patience))
-            yield folder
-        except (NotCached, OSError) as trouble:
+            directory = None
+            if CacheDirectory.under(parent).exists():
+                directory = CacheDirectory.join(parent, Deadline(self.patience))
+            yield directory
+        except _TROUBLE as trouble:
             raise UsageError(f"the node cache cannot be used: {trouble}") from trouble
-        if folder is not None:
-            folder.close()
+        if directory is not None:
+            directory.close()
 
 
 @final
 class CachedShards:
-    """Opens the shards of one loader: copies where it can, sources where it cannot. For many threads."""
+    """Opens the shards of one loader: from a copy where possible, else at the source. Thread-safe."""
 
-    def __init__(self, how: NodeCache, limits: Limits | None = None) -> None:
-        self._how, self._limits = how, limits
+    def __init__(self, settings: NodeCache, limits: ShardLimits | None = None) -> None:
+        self._settings, self._limits = settings, limits
         self._lock = threading.Lock()
-        self._folder: CacheFolder | None = None
-        self._hurry_until = 0.0
+        self._directory: CacheDirectory | None = None
+        self._no_wait_until = 0.0
         self._local: dict[Path, bool] = {}
         self._keys: dict[Path, str] = {}
         self._order: dict[str, int] = {}
-        self._sound: set[str] = set()
-        self._held: dict[Path, Copy] = {}
+        self._verified: set[str] = set()
+        self._held: dict[Path, CachedCopy] = {}
         self.counts: Counter[str] = Counter()
         """shards opened: "hit" and "copied" in the cache, "local" and "source" in place; "bytes": of those copied"""
 
-    def open(self, path: Path, index: Index | None = None) -> Shard:
-        """A shard to read, from wherever it can be read; `index` is what is known of it."""
+    def open(self, path: Path, index: ShardIndex | None = None) -> Shard:
+        """Opens a shard, from a copy or at its source; `index` is an earlier index of it, if there is one."""
         source = open_file(path)
-        if self._stays(path):
+        if self._reads_in_place(path):
             self._count("local")
             return Shard.open(path, self._limits, source=source, index=index)
         try:
             copy = self._copy_now(source)
-        except (NotCached, OSError) as trouble:
-            self._say(path, trouble)
+        except _TROUBLE as trouble:
+            self._report(path, trouble)
             return Shard.open(path, self._limits, source=source, index=index)
         return Shard.open(path, self._limits, source=source, copy=copy.data, index=index)
 
-    def _copy_now(self, source: File) -> Copy:
-        """The copy of a shard that is needed at once, if need be in the place of those that we keep for later."""
-        patience = self._how.patience if time.monotonic() > self._hurry_until else 0.0
+    def _copy_now(self, source: ShardFile) -> CachedCopy:
+        """Copies a shard that is needed now, if need be in place of those that are held for later."""
+        patience = self._settings.patience if time.monotonic() > self._no_wait_until else 0.0
         try:
             return self._copy(source, -1, patience, lambda: False)
-        except WaitedTooLong:
+        except LockTimeout:
             if patience:
-                self._hurry_until = time.monotonic() + _HURRY
+                self._no_wait_until = time.monotonic() + _NO_WAIT_AFTER_TIMEOUT_S
             raise
         except NotCached:
             if not self._held:
@@ -135,13 +140,13 @@ class CachedShards:
         return self._copy(source, -1, patience, lambda: False)
 
     def expect(self, paths: Sequence[Path]) -> dict[Path, int]:
-        """Tells which shards are needed next, in this order; returns those that there is room for, and their turns."""
-        left = parse(self._how.budget, whole(Path(self._how.path)))
+        """Takes the shards that are needed next, in this order; returns those that fit, and their turns."""
+        left = parse_budget(self._settings.budget, total_bytes(Path(self._settings.path)))
         order, fitting = dict[str, int](), dict[Path, int]()
-        for turn, path in enumerate(path for path in paths if not self._stays(path)):
+        for turn, path in enumerate(path for path in paths if not self._reads_in_place(path)):
             if path not in self._keys:
-                with suppress(NotCached, HeadwayError):  # which is said when it is opened
-                    self._keys[path] = identify(open_file(path))
+                with suppress(NotCached, HeadwayError):  # reported when it is opened
+                    self._keys[path] = identify(open_file(path), self._settings.min_age)
             if path in self._keys:
                 order[self._keys[path]] = turn
                 left -= size_of(self._keys[path])
@@ -152,54 +157,57 @@ class CachedShards:
         return fitting
 
     def relieve(self) -> None:
-        """Removes copies when the job needs the memory that they take; what is being read stays."""
-        if self._folder is None or self._folder.is_gone():
+        """Removes copies when the job needs the memory that they take; those being read stay."""
+        if self._directory is None or self._directory.is_gone():
             return
-        missing = shortage(self._folder.path)
+        missing = shortage_bytes(self._directory.path)
         if missing:
             self._held = {}
-            with self._folder.ledger(Deadline(0)):
-                self._folder.free(missing, self._order, -1)
+            with self._directory.ledger(Deadline(0)):
+                self._directory.free(missing, self._order, -1)
 
-    def prepare(self, path: Path, turn: int, given_up: Callable[[], bool]) -> None:
-        """Copies a shard that is needed later, and keeps its copy from being removed; waits for nobody."""
+    def prepare(self, path: Path, turn: int, is_cancelled: Callable[[], bool]) -> None:
+        """Copies a shard that is needed later, and holds its copy; does not wait for other processes."""
         if path not in self._held:
-            self._held[path] = self._copy(open_file(path), turn, 0, given_up)
+            self._held[path] = self._copy(open_file(path), turn, 0, is_cancelled)
 
-    def _stays(self, path: Path) -> bool:
-        """Whether a shard is read in place. Asked once per folder."""
+    def _reads_in_place(self, path: Path) -> bool:
+        """Whether a shard is read in place; the file system is looked up once per directory."""
         if path.parent not in self._local:
             self._local[path.parent] = is_local(path.parent)
-        return self._local[path.parent] and not self._how.copy_local
+        return self._local[path.parent] and not self._settings.copy_local
 
-    def _copy(self, source: File, turn: int, patience: float, given_up: Callable[[], bool]) -> Copy:
-        folder, key = self._join(patience), identify(source)
+    def _copy(
+        self, source: ShardFile, turn: int, patience: float, is_cancelled: Callable[[], bool]
+    ) -> CachedCopy:
+        directory, key = self._join(patience), identify(source, self._settings.min_age)
         self._keys[source.path] = key
-        terms = Terms(
-            budget=self._how.budget,
-            slots=self._how.prefetch,
+        request = CopyRequest(
+            budget=self._settings.budget,
+            slots=self._settings.prefetch,
             order=self._order,
             turn=turn,
             deadline=Deadline(patience),
-            given_up=given_up,
+            is_cancelled=is_cancelled,
+            chunk_bytes=self._settings.chunk_bytes,
         )
-        copy, made = get(folder, key, source, terms)
+        copy, made = fetch(directory, key, source, request)
         self._count("copied" if made else "hit", bytes=len(source) if made else 0)
-        if not made and key not in self._sound and not _is_sound(copy):
-            folder.discard(key)
+        if not made and key not in self._verified and not _is_intact(copy):
+            directory.discard(key)
             raise NotCached("its copy in the cache was damaged")
-        self._sound.add(key)
+        self._verified.add(key)
         return copy
 
-    def _join(self, patience: float) -> CacheFolder:
+    def _join(self, patience: float) -> CacheDirectory:
         with self._lock:
-            if self._folder is None or self._folder.is_gone():
-                self._folder = CacheFolder.join(Path(self._how.path), Deadline(patience))
-                weakref.finalize(self, self._folder.leave)
-            return self._folder
+            if self._directory is None or self._directory.is_gone():
+                self._directory = CacheDirectory.join(Path(self._settings.path), Deadline(patience))
+                weakref.finalize(self, self._directory.leave)
+            return self._directory
 
     def totals(self) -> dict[str, int]:
-        """The counts as they are now; threads go on counting."""
+        """Returns the current counts; other threads may change them."""
         with self._lock:
             return {f"cache/{what}": count for what, count in self.counts.items()}
 
@@ -209,17 +217,15 @@ class CachedShards:
             self.counts[what] += 1
             return self.counts[what]
 
-    def _say(self, path: Path, trouble: Exception) -> None:
+    def _report(self, path: Path, trouble: Exception) -> None:
         if self._count("source") == 1:
-            print(
-                f"headway: node cache: {trouble}; reading {path} at its source, and so on without another word",
-                file=sys.stderr,
+            logger.warning(
+                f"node cache: {trouble}; reading {path} at its source (this is reported once per loader)"
             )
 
 
-def _is_sound(copy: Copy) -> bool:
-    """Whether a copy that another process made has the bytes that it had then."""
-    crc, view = 0, memoryview(copy.data)
-    for start in range(0, len(view), _STEP):
-        crc = zlib.crc32(view[start : start + _STEP], crc)
-    return f"{crc:08x}" == copy.note.crc32
+def _is_intact(copy: CachedCopy) -> bool:
+    """Whether a copy that another process made still has the bytes of its checksum."""
+    crc = Crc32()
+    update_digest(crc, memoryview(copy.data))
+    return crc.hexdigest() == copy.note.crc32

@@ -1,4 +1,4 @@
-"""`Catalog`: datasets by name. There is no registry; where they lie is what they are:
+"""`Catalog`: datasets by name. There is no registry; the path of a dataset is its name:
 
     ROOT/<confidentiality>/<modality>/<dataset>/<split>/shard-000000.tar
     ROOT/public/rgb/laion/train/shard-000000.tar
@@ -14,15 +14,15 @@ import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import final
 
-from headway.errors import UsageError
+from headway.errors import UsageError, closest
 from headway.system import environment
 from headway.system.files import storage
+from headway.system.text import shorten_list
 
-_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
+_NAME_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 
 
 @final
@@ -42,25 +42,26 @@ class Dataset:
         return f"{self.confidentiality}/{self.modality}/{self.name}/{self.split}"
 
     def shards(self) -> list[Path]:
+        """Lists its shards, sorted."""
         with storage(f"list {self.path}"):
             return sorted(self.path.glob("*.tar"))
 
     def bytes(self) -> int:
-        """Of all its shards."""
+        """Returns the bytes of all its shards."""
         with storage(f"list {self.path}"):
             return sum(path.stat().st_size for path in self.path.glob("*.tar"))
 
 
 @final
 class Catalog:
-    """The datasets below a root.
+    """The datasets below a root directory.
 
         catalog = hw.data.Catalog("/data")
         catalog.datasets(confidentiality="public", split="train")
         catalog["laion"].shards()          # also "laion/val", "public/rgb/laion", "public/rgb/laion/val"
         hw.data.Mix({"laion": 0.5, "datacomp": 0.5}, catalog=catalog)
 
-    A name without a split means the only one, or `train`. `origin` tells what decided on the root.
+    A name without a split means the only split, or `train`. `origin` says where the root was configured.
     """
 
     def __init__(self, root: str | Path | None = None) -> None:
@@ -74,27 +75,25 @@ class Catalog:
         name: str | None = None,
         split: str | None = None,
     ) -> list[Dataset]:
-        """All datasets, or those that fit, sorted."""
+        """Lists all datasets, or those that match, sorted."""
         with storage(f"list {self.root}"):
             found = list(_below([self.root], (confidentiality, modality, name, split)))
         return sorted(_dataset(path) for path in found)
 
     def __getitem__(self, name: str) -> Dataset:
-        """The dataset of a name; one that is not there, or not the only one, is refused with what there is."""
+        """Returns the dataset of a name; an unknown or ambiguous name raises `UsageError` with what there is."""
         found = self.get(name)
         if found is None:
             known = sorted({dataset.name for dataset in self.datasets()})
-            near = get_close_matches(name, known, n=1)
-            hint = (
-                f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known[:20]) or 'none at all'}"
-            )
+            near = closest(name, known)
+            hint = f"did you mean {near!r}?" if near else f"it has {shorten_list(known, 20) or 'none'}"
             raise UsageError(
                 f"{name!r} is neither a path here nor a dataset in {self.root} (root from {self.origin}): {hint}"
             )
         return found
 
     def get(self, name: str) -> Dataset | None:
-        """The dataset of a name, if there is one."""
+        """Returns the dataset of a name; None if there is none."""
         if not is_name(name):
             return None
         confidentiality, modality, dataset, split = _parts(name)
@@ -103,47 +102,47 @@ class Catalog:
             fits = [fit for fit in fits if fit.split == "train"] or fits
         if len(fits) > 1:
             raise UsageError(
-                f"{name!r} may be {' or '.join(fit.key for fit in fits)} in {self.root}: give the full name"
+                f"{name!r} matches {' and '.join(fit.key for fit in fits)} in {self.root}: give the full name"
             )
         return fits[0] if fits else None
 
     def add(
         self, confidentiality: str, modality: str, name: str, split: str, *, shards: Sequence[Path] = ()
     ) -> Dataset:
-        """Makes the folder of a dataset, unless it is there, for shards to be put in; `shards` are linked into it."""
+        """Creates the directory of a dataset, unless it exists, and links `shards` into it."""
         parts = (confidentiality, modality, name, split)
         for part in parts:
-            if not _PART.fullmatch(part):
+            if not _NAME_PART.fullmatch(part):
                 raise UsageError(
-                    f"{part!r} cannot be part of a dataset's name: use letters, digits and _ . + - and begin with a "
-                    "letter, a digit or _"
+                    f"{part!r} is not a valid part of a dataset's name: use letters, digits and _ . + -, and begin "
+                    "with a letter, a digit or _"
                 )
         path = self.root.joinpath(*parts)
-        there = sorted({shard.name for shard in shards} & {entry.name for entry in path.glob("*")})
-        if there:
-            raise UsageError(f"{path} has {there[0]} already: shards of one dataset have names of their own")
-        with storage(f"make {path}"):
+        existing = sorted({shard.name for shard in shards} & {entry.name for entry in path.glob("*")})
+        if existing:
+            raise UsageError(f"{path} already has {existing[0]}: rename the shard, as names must differ")
+        with storage(f"create {path}"):
             path.mkdir(parents=True, exist_ok=True)
             for shard in shards:
-                for file in (shard, *_beside(shard)):
+                for file in (shard, *_side_files(shard)):
                     (path / file.name).symlink_to(file.resolve())
         return _dataset(path)
 
 
-def _beside(shard: Path) -> list[Path]:
-    """The index and the checksum of a shard, where it has them."""
-    kept = (
+def _side_files(shard: Path) -> list[Path]:
+    """Returns the index and the checksum beside a shard, where they exist."""
+    paths = (
         shard.with_suffix(".idx"),
         shard.with_name(f"{shard.name}.idx"),
         shard.with_name(f"{shard.name}.sum"),
     )
-    return [path for path in kept if path.is_file()]
+    return [path for path in paths if path.is_file()]
 
 
 def is_name(text: str) -> bool:
-    """Whether a text can be the name of a dataset: one to four plain words with slashes between."""
+    """Whether a text can be the name of a dataset: one to four words, separated by slashes."""
     parts = text.split("/")
-    return len(parts) <= 4 and all(_PART.fullmatch(part) for part in parts)
+    return len(parts) <= 4 and all(_NAME_PART.fullmatch(part) for part in parts)
 
 
 def _dataset(path: Path) -> Dataset:
@@ -152,37 +151,36 @@ def _dataset(path: Path) -> Dataset:
 
 
 def _parts(name: str) -> list[str | None]:
-    """Confidentiality, modality, dataset and split of a name; None where it does not say."""
+    """Returns confidentiality, modality, dataset and split of a name; None for what it omits."""
     words: list[str | None] = [*name.split("/")]
     if len(words) < 3:
         words = [None, None, *words]
     return [*words, None][:4]
 
 
-def _below(folders: list[Path], wanted: tuple[str | None, ...]) -> Iterator[Path]:
-    """Folders as many levels below as there are wanted names; None stands for any."""
+def _below(directories: list[Path], wanted: tuple[str | None, ...]) -> Iterator[Path]:
+    """Yields the directories below that match the wanted names, one per level; None stands for any name."""
     if not wanted:
-        yield from folders
+        yield from directories
         return
-    for folder in folders:
+    for directory in directories:
         if wanted[0] is not None:
-            names = [wanted[0]] if (folder / wanted[0]).is_dir() else []
-        elif folder.is_dir():
-            names = [
-                entry.name for entry in os.scandir(folder) if entry.is_dir() and _PART.fullmatch(entry.name)
-            ]
+            names = [wanted[0]] if (directory / wanted[0]).is_dir() else []
+        elif directory.is_dir():
+            entries = os.scandir(directory)
+            names = [entry.name for entry in entries if entry.is_dir() and _NAME_PART.fullmatch(entry.name)]
         else:
             names = []
-        yield from _below([folder / name for name in names], wanted[1:])
+        yield from _below([directory / name for name in names], wanted[1:])
 
 
 # --- the root
 
 
-def _root(given: str | Path | None) -> tuple[Path, str]:
-    """The root, and what decided on it."""
-    if given is not None:
-        return Path(given).expanduser(), "the argument"
+def _root(argument: str | Path | None) -> tuple[Path, str]:
+    """Returns the root, and where it was configured."""
+    if argument is not None:
+        return Path(argument).expanduser(), "the argument"
     project = _from_pyproject(Path.cwd())
     if project is not None:
         return project
@@ -192,9 +190,9 @@ def _root(given: str | Path | None) -> tuple[Path, str]:
 
 
 def _from_pyproject(start: Path) -> tuple[Path, str] | None:
-    """`data_root` of the nearest pyproject.toml that has one; a relative path counts from that file."""
-    for folder in (start, *start.parents):
-        file = folder / "pyproject.toml"
+    """Reads `data_root` from the nearest pyproject.toml that has one; a relative path starts at that file."""
+    for directory in (start, *start.parents):
+        file = directory / "pyproject.toml"
         if not file.is_file():
             continue
         try:
@@ -205,5 +203,5 @@ def _from_pyproject(start: Path) -> tuple[Path, str] | None:
             continue
         if not isinstance(root, str):
             raise UsageError(f"data_root in {file} is {root!r}: give a path in quotes")
-        return folder / Path(root).expanduser(), str(file)
+        return directory / Path(root).expanduser(), str(file)
     return None

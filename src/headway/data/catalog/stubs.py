@@ -1,4 +1,4 @@
-"""A module with the names of all datasets, for completion in editors: `laion.train` is `"public/rgb/laion/train"`."""
+"""Writes a module with the names of all datasets, for completion: `laion.train` is `"public/rgb/laion/train"`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _MARK = "Made by `headway data stubs`"
 
 
 def stub_text(datasets: Sequence[Dataset], root: Path) -> str:
-    """The module: a class per dataset, a string per split. Names that Python does not allow are changed."""
+    """Returns the module: a class per dataset, a string per split. Names that Python does not allow are changed."""
     homes = [list(splits) for _, splits in groupby(sorted(datasets), key=lambda dataset: dataset.path.parent)]
-    about = f'"""Names of the datasets in {root}, for completion. {_MARK}: make it again, do not edit it."""'
+    about = f'"""Names of the datasets in {root}, for completion. {_MARK}: do not edit, run it again."""'
     blocks = [f"{about}\n\nfrom typing import Final"]
     for name, splits in zip(_identifiers([splits[0].name for splits in homes]), homes, strict=True):
         where = splits[0].key.rpartition("/")[0]
@@ -29,23 +29,25 @@ def stub_text(datasets: Sequence[Dataset], root: Path) -> str:
 
 
 def write_stubs(catalog: Catalog, out: Path) -> int:
-    """Writes the module where the user says, and returns the number of datasets in it."""
+    """Writes the module to a file, and returns the number of datasets in it."""
     if out.suffix != ".py" or not out.stem.isidentifier():
-        raise UsageError(f"{out} cannot be imported: give a file like datasets.py")
+        raise UsageError(f"{out} is not a module that Python can import: give a file like datasets.py")
     datasets = catalog.datasets()
     if not datasets:
         raise UsageError(
             f"no datasets in {catalog.root} (root from {catalog.origin}): add one with headway data add"
         )
     if out.exists() and _MARK not in out.read_text("utf-8"):
-        raise UsageError(f"{out} was not made by headway data stubs, and is left alone: choose another file")
+        raise UsageError(
+            f"{out} was not written by headway data stubs and is not overwritten: choose another file"
+        )
     with storage(f"write {out}"):
         out.write_text(stub_text(datasets, catalog.root), "utf-8")
     return len(datasets)
 
 
 def _identifiers(names: Sequence[str]) -> list[str]:
-    """Names as Python allows them; those that would be the same get numbers.
+    """Converts names to valid identifiers; those that would be equal get numbers.
 
     >>> _identifiers(["laion-2b", "laion_2b", "class", "22k"])
     ['laion_2b', 'laion_2b_2', 'class_', '_22k']

@@ -1,1 +1,19 @@
-"""The shard format: tar files in the WebDataset layout, their indexes, checksums, decoders, and how to pack them."""
+"""The shard format: tar files in the WebDataset layout.
+
+tar (headers) -> entries (samples) and indexes (index files beside shards) -> shard (reading) -> decode (bytes to
+values), checksums, packing (writing shards) and file_tree (directories as samples).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headway import lazy
+
+if TYPE_CHECKING:
+    from headway.data.shards.decode import Decoder as Decoder
+    from headway.data.shards.packing import pack as pack
+    from headway.data.shards.shard import Shard as Shard
+    from headway.data.shards.tar import ShardLimits as ShardLimits
+
+__getattr__, __dir__, __all__ = lazy.exports(__name__)

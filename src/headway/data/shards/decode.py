@@ -1,7 +1,7 @@
-"""Bytes to values, by extension: images, numbers, text, JSON, arrays. Nothing here can run code from a file.
+"""Decodes bytes by extension: images, numbers, text, JSON, arrays. Nothing here can run code from a file.
 
-What decides is the last part of the extension: `seg.png` is a PNG. Unknown ones stay bytes. Formats that run code when
-they are read (pickle and its kin) are refused by name; a decoder of your own may take them.
+The last part of the extension decides: `seg.png` is a PNG. Bytes with an unknown extension stay bytes. Formats that can
+run code when they are read (pickle and others) are refused by name, unless the user gives a decoder for them.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headway.data.shards.shard import Limits
+from headway.data.shards.tar import ShardLimits
 from headway.errors import BadSample, HeadwayError, MissingExtra
 
 Decoder = Callable[[memoryview], Any]
 Pixels = npt.NDArray[np.uint8]
 
 _SCAN = b"\xff\xda"
-# frames that are not progressive, tables and comments: segments that have a length
+# markers of segments with a length: frames that are not progressive, tables and comments
 _SEGMENTS = {0xC0, 0xC1, 0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}
 _SEGMENT, _FRAME = struct.Struct(">BBH"), struct.Struct(">HHB")
-_SMALL = 2**24
+_SMALL_IMAGE_BYTES = 2**24  # decoded; the ratio is not checked below it
 
 
 def decode(
     sample: Mapping[str, memoryview],
     decoders: Mapping[str, Decoder] | None = None,
-    limits: Limits | None = None,
+    limits: ShardLimits | None = None,
 ) -> dict[str, Any]:
-    """Decodes the parts of a sample; `decoders` are asked first, by full extension.
+    """Decodes the parts of a sample; `decoders`, by full extension, take precedence.
 
     >>> decode({"cls": memoryview(b"7"), "json": memoryview(b"[1, 2]")})
     {'cls': 7, 'json': [1, 2]}
     """
-    limits, decoders, values = limits or Limits(), decoders or {}, dict[str, Any]()
+    limits, decoders, values = limits or ShardLimits(), decoders or {}, dict[str, Any]()
     for extension, data in sample.items():
         values[extension], late = begin(extension, data, decoders, limits)
         if late is not None:
@@ -51,11 +51,11 @@ def decode(
 
 
 def begin(
-    extension: str, data: memoryview, decoders: Mapping[str, Decoder], limits: Limits
+    extension: str, data: memoryview, decoders: Mapping[str, Decoder], limits: ShardLimits
 ) -> tuple[Any, Decoder | None]:
-    """The value of a part; or, if that may take long, what `finish` is to call for it.
+    """Returns the value of a part; or, for images and the user's decoders, the function that `finish` calls for it.
 
-    Of a picture, all is checked that its header says.
+    What the header of an image states is checked here.
     """
     if extension in decoders:
         return None, decoders[extension]
@@ -78,7 +78,7 @@ def begin(
 def finish(
     late: Iterable[tuple[str, memoryview, Decoder]], values: dict[str, Any], decoders: Mapping[str, Decoder]
 ) -> None:
-    """What `begin` has left to do. Written to be short: whatever runs between two pictures runs slowly."""
+    """Decodes what `begin` left to do. Kept short: whatever runs between two images runs with a cold cache."""
     try:
         for extension, data, decoder in late:
             values[extension] = decoder(data)
@@ -86,16 +86,16 @@ def finish(
         raise
     except _BROKEN as error:
         if extension in decoders:
-            raise  # the user's own
+            raise  # an error of the user's own decoder
         raise _bad(extension, data, error) from error
 
 
 def _bad(extension: str, data: memoryview, error: Exception) -> BadSample:
     kind = extension.rpartition(".")[2]
-    return BadSample(f"a {kind} of {len(data)} bytes cannot be decoded: {str(error)[:_LONGEST]}")
+    return BadSample(f"a {kind} of {len(data)} bytes cannot be decoded: {str(error)[:_MAX_REASON_CHARS]}")
 
 
-# what the parsers of the libraries raise when bytes are not what they should be
+# what the parsers of the libraries raise for invalid bytes
 _BROKEN: tuple[type[Exception], ...] = (
     ValueError,
     OSError,
@@ -105,13 +105,13 @@ _BROKEN: tuple[type[Exception], ...] = (
     TypeError,
 )
 _BROKEN += (EOFError, RecursionError, TokenError, struct.error, zlib.error)
-_LONGEST = 200  # letters of what a library says: some quote the whole file
+_MAX_REASON_CHARS = 200  # some libraries quote the whole file
 _REFUSED = {"pkl", "pickle", "pyd", "pth", "pt", "ckpt"}
 _IMAGES = {"jpg", "jpeg", "png", "webp"}
 
 
 def _array(data: memoryview) -> npt.NDArray[Any]:
-    """A NumPy file without objects; its data stays where it is."""
+    """Reads a NumPy file without Python objects; its data is not copied."""
     file = io.BytesIO(data[:65536])
     version = np.lib.format.read_magic(file)
     read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(
@@ -137,8 +137,8 @@ _PLAIN: dict[str, Decoder] = {
 _TEXT = _PLAIN.keys() - {"npy"}
 
 
-def _image(kind: str, data: memoryview, limits: Limits) -> Decoder:
-    """What gives height x width x 3, RGB."""
+def _image(kind: str, data: memoryview, limits: ShardLimits) -> Decoder:
+    """Returns the decoder of an image to RGB, height x width x 3."""
     by_pillow = partial(_pillow, limits=limits)
     if kind not in ("jpg", "jpeg"):
         return by_pillow
@@ -148,18 +148,18 @@ def _image(kind: str, data: memoryview, limits: Limits) -> Decoder:
     if simplejpeg is None:
         return by_pillow
     if size is None:
-        height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
-        if colours in ("CMYK", "YCCK"):
+        height, width, colors, _ = simplejpeg.decode_jpeg_header(data)
+        if colors in ("CMYK", "YCCK"):
             return by_pillow
         size = height, width
     _check(size[1], size[0], data, limits)
-    decode_jpeg: Decoder = simplejpeg.decode_jpeg  # to RGB, if nothing else is asked for
+    decode_jpeg: Decoder = simplejpeg.decode_jpeg  # to RGB by default
     return decode_jpeg
 
 
 @cache
 def _simplejpeg() -> Any:
-    """libjpeg-turbo without Pillow's copies: a third faster; None where it is not installed."""
+    """Imports libjpeg-turbo without Pillow's copies, a third faster; None if it is not installed."""
     try:
         return import_module("simplejpeg")
     except ModuleNotFoundError:
@@ -167,10 +167,10 @@ def _simplejpeg() -> Any:
 
 
 def _plain_size(data: memoryview) -> tuple[int, int] | None:
-    """Height and width of a JPEG in one scan, grey or in colour; None of any other, and where that is not sure.
+    """Returns height and width of a JPEG in one scan, gray or in color; None for any other, and if in doubt.
 
-    Nearly all are such, and to count the scans of all would take a twentieth of the time of decoding. It must not be
-    mistaken: a decoder that took another header for the first than we do would go around the limits.
+    Nearly all JPEGs are such, and counting the scans of all would take a twentieth of the decoding time. It must not be
+    wrong: a decoder that took another header for the first one than we do would bypass the limits.
     """
     at, last, size, components = 2, len(data) - 10, None, 0
     while at <= last:
@@ -188,8 +188,8 @@ def _plain_size(data: memoryview) -> tuple[int, int] | None:
     return None
 
 
-def _pillow(data: memoryview, limits: Limits) -> Pixels:
-    """The first frame of an image in one of the formats named here: Pillow's other parsers see nothing of it."""
+def _pillow(data: memoryview, limits: ShardLimits) -> Pixels:
+    """Decodes the first frame of a JPEG, PNG or WebP image; Pillow's other parsers are not used."""
     try:
         from PIL import Image
     except ModuleNotFoundError as error:
@@ -204,9 +204,9 @@ def _pillow(data: memoryview, limits: Limits) -> Pixels:
         raise ValueError(str(error)) from error
 
 
-def _check(width: int, height: int, data: memoryview, limits: Limits) -> None:
-    """By what the header says, before anything is decoded."""
+def _check(width: int, height: int, data: memoryview, limits: ShardLimits) -> None:
+    """Checks what the header states, before anything is decoded."""
     if width * height > limits.pixels:
         raise ValueError(f"{width} x {height} is more than {limits.pixels} pixels")
-    if 3 * width * height > max(_SMALL, limits.ratio * len(data)):
-        raise ValueError(f"{width} x {height} is more than {limits.ratio} times its size")
+    if 3 * width * height > max(_SMALL_IMAGE_BYTES, limits.ratio * len(data)):
+        raise ValueError(f"{width} x {height} is more than {limits.ratio} times the size of the file")

@@ -1,4 +1,4 @@
-"""The samples of a shard: files of one key, one after the other, and where the bytes of each are."""
+"""The samples of a shard: consecutive files with the same key, and where the bytes of each are."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, final, overload
 
-from headway.data.shards.tar import Member
+from headway.data.shards.tar import TarMember
 from headway.errors import BadShard
 
 
-class Component(NamedTuple):
-    """One part of a sample: `jpg` of `a.jpg`, with the place of its bytes in the shard."""
+class SamplePart(NamedTuple):
+    """One part of a sample: `jpg` of `a.jpg`, with the location of its bytes in the shard."""
 
     extension: str
     offset: int
@@ -21,56 +21,56 @@ class Component(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Entry:
+class SampleEntry:
     """One sample in the index of a shard."""
 
     key: str
-    parts: tuple[Component, ...]
+    parts: tuple[SamplePart, ...]
 
 
-def samples(files: Iterable[Member], where: str) -> Table:
-    """Groups files by key: the path up to the first dot of its last part. `dir/a.seg.png` is `seg.png` of `dir/a`."""
-    return Table(_grouped(files, where))
+def group_samples(files: Iterable[TarMember], where: str) -> EntryTable:
+    """Groups files by key, the path up to the first dot of its last part: `dir/a.seg.png` is `seg.png` of `dir/a`."""
+    return EntryTable(_grouped(files, where))
 
 
-def _grouped(files: Iterable[Member], where: str) -> Iterator[Entry]:
-    key, parts = "", dict[str, Component]()
+def _grouped(files: Iterable[TarMember], where: str) -> Iterator[SampleEntry]:
+    key, parts = "", dict[str, SamplePart]()
     for name, offset, size in files:
-        folder, slash, base = name.rpartition("/")
+        directory, slash, base = name.rpartition("/")
         stem, dot, extension = base.partition(".")
         if not stem or not dot or (stem.startswith("__") and stem.endswith("__")):
-            continue  # hidden files, and notes that other tools leave
-        if folder + slash + stem != key:
+            continue  # hidden files, and metadata of other tools
+        if directory + slash + stem != key:
             if parts:
-                yield Entry(key, tuple(parts.values()))
-            key, parts = folder + slash + stem, {}
+                yield SampleEntry(key, tuple(parts.values()))
+            key, parts = directory + slash + stem, {}
         extension = extension.lower()
         if extension in parts:
-            raise BadShard(f"{where}: {name!r} comes twice in one sample; give every sample a key of its own")
-        parts[extension] = Component(extension, offset, size)
+            raise BadShard(f"{where}: {name!r} occurs twice in one sample; give every sample its own key")
+        parts[extension] = SamplePart(extension, offset, size)
     if parts:
-        yield Entry(key, tuple(parts.values()))
+        yield SampleEntry(key, tuple(parts.values()))
 
 
-class Entries(Sequence[Entry], ABC):
+class ShardEntries(Sequence[SampleEntry], ABC):
     """The samples of a shard, by number."""
 
     @overload
-    def __getitem__(self, number: int) -> Entry: ...
+    def __getitem__(self, number: int) -> SampleEntry: ...
     @overload
-    def __getitem__(self, number: slice) -> list[Entry]: ...
-    def __getitem__(self, number: int | slice) -> Entry | list[Entry]:
+    def __getitem__(self, number: slice) -> list[SampleEntry]: ...
+    def __getitem__(self, number: int | slice) -> SampleEntry | list[SampleEntry]:
         if isinstance(number, slice):
             return [self[each] for each in range(*number.indices(len(self)))]
-        return Entry(self.key(number), tuple(self.parts(number)))
+        return SampleEntry(self.key(number), tuple(self.parts(number)))
 
     @abstractmethod
     def key(self, number: int) -> str:
-        """The name that the files of a sample have in common."""
+        """Returns the name that the files of a sample have in common."""
 
     @abstractmethod
-    def parts(self, number: int) -> list[Component]:
-        """The parts of a sample, without its name."""
+    def parts(self, number: int) -> list[SamplePart]:
+        """Returns the parts of a sample."""
 
     def _check(self, number: int) -> None:
         if not 0 <= number < len(self):
@@ -78,10 +78,10 @@ class Entries(Sequence[Entry], ABC):
 
 
 @final
-class Table(Entries):
-    """In a few arrays: as objects, the samples of a hundred open shards would fill a gigabyte."""
+class EntryTable(ShardEntries):
+    """Entries in a few arrays: as objects, the samples of a hundred open shards would take a gigabyte."""
 
-    def __init__(self, entries: Iterable[Entry]) -> None:
+    def __init__(self, entries: Iterable[SampleEntry]) -> None:
         numbers: dict[str, int] = {}
         self._extension, self._offset, self._size = array("q"), array("q"), array("q")
         self._first, self._key_end, self._keys = array("q", [0]), array("q", [0]), bytearray()
@@ -103,14 +103,14 @@ class Table(Entries):
         name = self._keys[self._key_end[number] : self._key_end[number + 1]]
         return name.decode("utf-8", "surrogateescape")
 
-    def parts(self, number: int) -> list[Component]:
+    def parts(self, number: int) -> list[SamplePart]:
         self._check(number)
         names, extensions, offsets, sizes = self._extensions, self._extension, self._offset, self._size
         rows = range(self._first[number], self._first[number + 1])
-        return [Component(names[extensions[row]], offsets[row], sizes[row]) for row in rows]
+        return [SamplePart(names[extensions[row]], offsets[row], sizes[row]) for row in rows]
 
     def cut(self, number: int, shard: memoryview) -> dict[str, memoryview]:
-        """The parts of a sample in a shard's bytes. Written to be fast: copying a photograph takes ten microseconds."""
+        """Slices the parts of a sample out of a shard's bytes. Optimized: copying a photo takes ten microseconds."""
         parts: dict[str, memoryview] = {}
         first = self._first
         if not 0 <= number < len(first) - 1:

@@ -1,4 +1,4 @@
-"""Folders as samples, for `pack`: one folder of images per class, or files that share a name (`a.jpg`, `a.json`)."""
+"""Directories as samples, for `pack`: a directory of images per class, or files with equal names (`a.jpg`, `a.txt`)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from headway.system.files import storage
 _IMAGES = {".jpg", ".jpeg", ".png", ".webp"}
 
 
-def folder_samples(folder: Path) -> tuple[Iterator[dict[str, Any]], list[str] | None]:
-    """The samples of a folder, and the names of its classes, if it has any."""
-    if not folder.is_dir():
+def directory_samples(directory: Path) -> tuple[Iterator[dict[str, Any]], list[str] | None]:
+    """Returns the samples in a directory, and the names of its classes, if it has any."""
+    if not directory.is_dir():
         raise UsageError(
-            f"{folder} is not a folder: give one folder of images for each class, or one of files"
+            f"{directory} is not a directory: give one with a directory of images for each class, or with files"
         )
-    with storage(f"list {folder}"):
-        here = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    with storage(f"list {directory}"):
+        here = sorted(path for path in directory.iterdir() if not path.name.startswith("."))
     classes = [path for path in here if path.is_dir()]
     files = [path for path in here if path.is_file()]
     if classes and not files:
@@ -28,8 +28,8 @@ def folder_samples(folder: Path) -> tuple[Iterator[dict[str, Any]], list[str] | 
     if files and not classes:
         return _by_name(files), None
     raise UsageError(
-        f"{folder} has {len(classes)} folders and {len(files)} files: expected one folder of images for each class, or "
-        "nothing but files"
+        f"{directory} has {len(classes)} directories and {len(files)} files: expected a directory of images for each "
+        "class, or files only"
     )
 
 

@@ -1,10 +1,10 @@
-"""Indexes of shards that others write: DALI's text (`shard.idx`), which `pack` writes too, and energon's binary one.
+"""Index files beside shards: DALI's text format (`shard.idx`), which `pack` writes too, and energon's binary one.
 
-    v1.2 2                                       DALI: how many samples
+    v1.2 2                                       DALI: version, number of samples
     jpg 512 70412 a.jpg cls 71680 1 a.cls        one line each: extension, offset, size, name (v1.1: no name)
     ...
 
-energon's `shard.tar.idx` has where the header of each sample is and where the last one ends, as 64-bit numbers.
+energon's `shard.tar.idx` holds 64-bit offsets: of each sample's header, and of the end of the last sample.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from typing import final
 
 import numpy as np
 
-from headway.data.shards.entries import Component, Entries, Entry
-from headway.data.shards.tar import BLOCK, Limits, beyond
+from headway.data.shards.entries import SampleEntry, SamplePart, ShardEntries
+from headway.data.shards.tar import BLOCK_BYTES, ShardLimits, over_limit
 from headway.errors import BadShard
 
 _DALI = b"v1."
 _WIDTH = {b"v1.1": 3, b"v1.2": 4}
 
 
-def stated_count(path: Path, limits: Limits) -> int | None:
-    """How many samples the index of a shard says that there are; None without an index."""
+def indexed_count(path: Path, limits: ShardLimits) -> int | None:
+    """Returns the number of samples that the index of a shard states; None without an index."""
     for index in _names(path):
         words = _head(index).partition(b"\n")[0].split()
         if len(words) == 2 and words[0].startswith(_DALI) and words[1].isdigit():
@@ -38,41 +38,41 @@ def stated_count(path: Path, limits: Limits) -> int | None:
     return len(_energon_offsets(energon, limits)) - 1 if energon is not None else None
 
 
-def read_dali(path: Path, size: int, limits: Limits) -> Entries | None:
-    """The entries of DALI's index beside a shard of `size` bytes; None where there is none."""
+def read_dali(path: Path, size: int, limits: ShardLimits) -> ShardEntries | None:
+    """Reads DALI's index beside a shard of `size` bytes; None where there is none."""
     index = _dali_file(path)
     if index is None:
         return None
     with index.open("rb") as file:
-        text = file.read(2 * size + 64)  # every line is about a header of the shard, which is longer
+        text = file.read(2 * size + 64)  # each entry describes a header of the shard, which is longer
         whole = not file.read(1)
     version, _, count = text[:64].partition(b"\n")[0].strip().partition(b" ")
     if version not in _WIDTH:
-        return None  # of another day; the shard itself knows
-    entries = Lines(text, _WIDTH[version], path, size, limits)
+        return None  # an unknown version: the headers of the shard are walked instead
+    entries = DaliIndex(text, _WIDTH[version], path, size, limits)
     if not whole or not count.isdigit() or int(count) != len(entries):
-        raise stale(path)
+        raise stale_index(path)
     if len(entries) > limits.members:
-        raise beyond(f"{path}: {len(entries)} samples", limits)
+        raise over_limit(f"{path}: {len(entries)} samples", limits)
     for number in {0, len(entries) - 1} if entries else ():
-        entries.parts(number)  # whether it is of this shard at all
+        entries.parts(number)  # raises if the index belongs to another shard
     return entries
 
 
-def stale(path: Path) -> BadShard:
-    """An index that says something else than its shard."""
+def stale_index(path: Path) -> BadShard:
+    """Returns the error for an index that does not match its shard."""
     return BadShard(
-        f"{_dali_file(path) or path.with_suffix('.idx')} does not belong to {path}; remove it, or make it again with "
+        f"{_dali_file(path) or path.with_suffix('.idx')} does not match {path}; remove it, or write it again with "
         f"hw.data.index({str(path)!r}, overwrite=True)"
     )
 
 
 @final
-class Lines(Entries):
-    """The samples of DALI's index. A line is read when its sample is asked for: a loader that goes on in the middle of
-    large shards needs few of them, and is not to wait for all."""
+class DaliIndex(ShardEntries):
+    """The samples in DALI's index. A line is parsed when its sample is read: a loader that resumes in the middle of
+    large shards needs few of them, and should not wait for all."""
 
-    def __init__(self, text: bytes, width: int, path: Path, size: int, limits: Limits) -> None:
+    def __init__(self, text: bytes, width: int, path: Path, size: int, limits: ShardLimits) -> None:
         self._text = text if text.endswith(b"\n") else text + b"\n"
         ends = np.flatnonzero(np.frombuffer(self._text, np.uint8) == ord("\n"))
         self._ends = array("q", ends.astype(np.int64).tobytes())
@@ -86,20 +86,20 @@ class Lines(Entries):
         name = words[3] if self._width == 4 and len(words) > 3 else b""
         return name.removesuffix(b"." + words[0]).decode("utf-8", "surrogateescape") if words else ""
 
-    def parts(self, number: int) -> list[Component]:
+    def parts(self, number: int) -> list[SamplePart]:
         words, width = self._words(number), self._width
         if not words or len(words) % width:
-            raise stale(self._path)
+            raise stale_index(self._path)
         parts = []
         for at in range(0, len(words), width):
             if not (words[at + 1].isdigit() and words[at + 2].isdigit()):
-                raise stale(self._path)
+                raise stale_index(self._path)
             offset, size = int(words[at + 1]), int(words[at + 2])
-            if offset % BLOCK or offset < BLOCK or offset + size > self._size:
-                raise stale(self._path)
+            if offset % BLOCK_BYTES or offset < BLOCK_BYTES or offset + size > self._size:
+                raise stale_index(self._path)
             if size > self._limits.member_bytes:
-                raise beyond(f"{self._path}: sample {number} with {size} bytes", self._limits)
-            parts.append(Component(words[at].decode("utf-8", "surrogateescape").lower(), offset, size))
+                raise over_limit(f"{self._path}: sample {number} with {size} bytes", self._limits)
+            parts.append(SamplePart(words[at].decode("utf-8", "surrogateescape").lower(), offset, size))
         return parts
 
     def _words(self, number: int) -> list[bytes]:
@@ -108,7 +108,7 @@ class Lines(Entries):
 
 
 def _dali_file(path: Path) -> Path | None:
-    """The text index of a shard, by what is in it; `wds2idx` lets its users choose the name."""
+    """Returns the text index of a shard, recognized by its content, as `wds2idx` lets users choose the name."""
     return next((index for index in _names(path) if _head(index).startswith(_DALI)), None)
 
 
@@ -117,10 +117,9 @@ def _names(path: Path) -> tuple[Path, Path]:
 
 
 def _head(index: Path) -> bytes:
-    """The first bytes of a file, or nothing where there is no file."""
-    how = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe would make us wait for its writer
-    try:
-        fd = os.open(index, how)
+    """Returns the first bytes of a file; nothing if there is no file."""
+    try:  # O_NONBLOCK: opening a pipe would wait for its writer
+        fd = os.open(index, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         return b""
     try:
@@ -134,25 +133,25 @@ def _energon_file(path: Path) -> Path | None:
     return index if index.is_file() and index != _dali_file(path) else None
 
 
-def _energon_offsets(index: Path, limits: Limits) -> list[int]:
-    """Where the header of each sample is, and where the last sample ends."""
+def _energon_offsets(index: Path, limits: ShardLimits) -> list[int]:
+    """Returns the offset of each sample's header, and where the last sample ends."""
     size = index.stat().st_size
     raw = index.read_bytes() if size <= 8 * (limits.members + 1) else b""
     offsets = list(struct.unpack(f"={len(raw) // 8}Q", raw[: len(raw) // 8 * 8]))
     if len(raw) % 8 or not offsets or any(low >= high for low, high in pairwise(offsets)):
-        raise BadShard(f"{index} is not an index of energon's; remove it")
+        raise BadShard(f"{index} is not a valid energon index; remove it")
     return offsets
 
 
-def compare_with_energon(path: Path, entries: Sequence[Entry], limits: Limits) -> None:
-    """Refuses an index of energon's with another number of samples than the shard has."""
+def compare_with_energon(path: Path, entries: Sequence[SampleEntry], limits: ShardLimits) -> None:
+    """Refuses an energon index whose number of samples is not the shard's."""
     index = _energon_file(path)
     if index is not None and len(_energon_offsets(index, limits)) - 1 != len(entries):
-        raise BadShard(f"{index} does not belong to {path}, which has {len(entries)} samples; remove it")
+        raise BadShard(f"{index} does not match {path}, which has {len(entries)} samples; remove it")
 
 
-def index_text(entries: Sequence[Entry]) -> str | None:
-    """DALI's text index of a shard; None where a name has a space, which that format cannot say."""
+def index_text(entries: Sequence[SampleEntry]) -> str | None:
+    """Returns DALI's text index of a shard; None if a name contains a space, which the format cannot represent."""
     lines = [
         " ".join(
             f"{part.extension} {part.offset} {part.size} {entry.key}.{part.extension}" for part in entry.parts

@@ -1,4 +1,4 @@
-"""`pack`: samples into tar shards that WebDataset, DALI and headway read, with an index and a checksum beside each."""
+"""`pack`: writes samples into tar shards that WebDataset, DALI and headway read, with index and checksum files."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from headway.data.shards import checksums
-from headway.data.shards.file_tree import folder_samples
-from headway.data.shards.shard import Component, Entry, index_text
+from headway.data.shards.entries import SampleEntry, SamplePart
+from headway.data.shards.file_tree import directory_samples
+from headway.data.shards.indexes import index_text
+from headway.data.shards.tar import BLOCK_BYTES
 from headway.errors import UsageError
 from headway.system.files import storage
 
-_BLOCK = 512
-_RECORD = 20 * _BLOCK
+_RECORD_BYTES = 20 * BLOCK_BYTES
 
 
 def pack(
@@ -31,24 +32,24 @@ def pack(
 ) -> list[Path]:
     """Writes samples into `out/shard-000000.tar` and so on, at most `shard_size` bytes each, and returns the paths.
 
-    A sample is a dict: `__key__`, and for each extension bytes, text, a number or something that JSON can say. A
-    folder with one folder of images per class is packed as `jpg` and `cls`, classes numbered in the order of their
-    names, which are kept in `classes.json`; one with files only by their names: `a.jpg` and `a.json` are a sample.
-    `done` is called with each shard that is whole.
+    A sample is a dict: `__key__`, and for each extension bytes, text, a number or a JSON-able value. `source` may also
+    be a directory. One with a directory of images per class is packed as `jpg` and `cls`, with classes numbered in the
+    order of their names, which `classes.json` lists; in one with files only, `a.jpg` and `a.json` are one sample.
+    `done` is called with each finished shard.
 
         samples = ({"__key__": f"{i:06d}", "jpg": jpeg, "cls": label} for i, (jpeg, label) in enumerate(items))
         hw.data.pack(samples, "out")
     """
     out = Path(out)
-    if shard_size < _RECORD:
-        raise UsageError(f"shard_size={shard_size}: a shard has at least {_RECORD} bytes")
+    if shard_size < _RECORD_BYTES:
+        raise UsageError(f"shard_size={shard_size}: use at least {_RECORD_BYTES} bytes")
     if any(out.glob(f"{name}-*.tar")):
         raise UsageError(
-            f"{out} already has shards named {name}-*.tar: choose another folder, or remove them"
+            f"{out} already has shards named {name}-*.tar: choose another directory, or remove them"
         )
     classes = None
     if isinstance(source, str | Path):
-        source, classes = folder_samples(Path(source))
+        source, classes = directory_samples(Path(source))
     paths = []
     with storage(f"write shards to {out}"):
         out.mkdir(parents=True, exist_ok=True)
@@ -62,24 +63,24 @@ def pack(
 
 
 def _shards(samples: Iterable[Mapping[str, Any]], out: Path, shard_size: int, name: str) -> Iterator[Path]:
-    """Each shard appears under its name when it is whole."""
+    """Yields the paths of the shards; each appears under its name when it is complete."""
     waiting = iter(samples)
     sample = next(waiting, None)
     number = 0
     while sample is not None:
         path = out / f"{name}-{number:06d}.tar"
-        entries: list[Entry] = []
+        entries: list[SampleEntry] = []
         crc = 0
         staged = path.with_name(f".{path.name}.tmp")
         try:
             with staged.open("wb") as file:
                 while sample is not None:
                     entry, data = _member_bytes(sample)
-                    if entries and file.tell() + len(data) + _RECORD > shard_size:
+                    if entries and file.tell() + len(data) + _RECORD_BYTES > shard_size:
                         break
                     if entries and entries[-1].key == entry.key:
                         raise UsageError(
-                            f"two samples in a row are named {entry.key!r}: give each a __key__ of its own"
+                            f"two consecutive samples have the __key__ {entry.key!r}: give each sample its own"
                         )
                     start = file.tell()
                     file.write(data)
@@ -100,20 +101,20 @@ def _shards(samples: Iterable[Mapping[str, Any]], out: Path, shard_size: int, na
 
 
 def _finish(file: IO[bytes], crc: int) -> checksums.Checksum:
-    size = file.tell() + 2 * _BLOCK
-    end = bytes(2 * _BLOCK + -size % _RECORD)
+    size = file.tell() + 2 * BLOCK_BYTES
+    end = bytes(2 * BLOCK_BYTES + -size % _RECORD_BYTES)
     file.write(end)
     file.flush()
     os.fsync(file.fileno())
     return checksums.Checksum(file.tell(), f"{zlib.crc32(end, crc):08x}")
 
 
-def _member_bytes(sample: Mapping[str, Any]) -> tuple[Entry, bytes]:
-    """A sample as tar members, with the places of its parts counted from the first header."""
+def _member_bytes(sample: Mapping[str, Any]) -> tuple[SampleEntry, bytes]:
+    """Encodes a sample as tar members, with the offsets of its parts counted from the first header."""
     key = sample.get("__key__")
     if not isinstance(key, str) or not key or "." in key.rpartition("/")[2] or key.startswith("/"):
         raise UsageError(
-            f"__key__={key!r}: give every sample a name of its own, without a dot in its last part"
+            f"__key__={key!r}: give every sample its own name, without a dot after the last slash"
         )
     data, parts = bytearray(), []
     for extension, value in sample.items():
@@ -123,11 +124,11 @@ def _member_bytes(sample: Mapping[str, Any]) -> tuple[Entry, bytes]:
         info = tarfile.TarInfo(f"{key}.{extension}")
         info.size, info.mode = len(raw), 0o644
         data += info.tobuf(tarfile.PAX_FORMAT)
-        parts.append(Component(extension.lower(), len(data), len(raw)))
-        data += raw + bytes(-len(raw) % _BLOCK)
+        parts.append(SamplePart(extension.lower(), len(data), len(raw)))
+        data += raw + bytes(-len(raw) % BLOCK_BYTES)
     if not parts:
         raise UsageError(f"sample {key!r} has no parts: give at least one, such as txt=...")
-    return Entry(key, tuple(parts)), bytes(data)
+    return SampleEntry(key, tuple(parts)), bytes(data)
 
 
 def _encoded(extension: str, value: Any, key: str) -> bytes:
@@ -140,5 +141,5 @@ def _encoded(extension: str, value: Any, key: str) -> bytes:
     if extension.rpartition(".")[2] == "json":
         return json.dumps(value).encode()
     raise UsageError(
-        f"{extension!r} of sample {key!r} is a {type(value).__name__}: give bytes, text or a number"
+        f"{extension!r} of sample {key!r} is of type {type(value).__name__}: give bytes, text or a number"
     )

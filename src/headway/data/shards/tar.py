@@ -1,10 +1,10 @@
-"""The files of a tar archive (ustar, GNU, PAX), found header by header and never extracted.
+"""The files of a tar archive (ustar, GNU, PAX), found by walking its headers and never extracted.
 
     for name, offset, size in members(data, "x.tar"):
         ...
 
-Names are only names. Links, devices and sparse files are refused; so is what is beyond the `Limits`. Memory and time
-are bounded by the length of the archive, whoever wrote it.
+Names are never used as paths. Links, devices and sparse files are refused, and so is what exceeds the `ShardLimits`.
+Memory and time are bounded by the length of the archive, whoever wrote it.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import NamedTuple, Protocol
 
 from headway.errors import BadShard
 
-BLOCK = 512
-_ZEROS = bytes(BLOCK)
-_LARGEST_NAME = 2**20
-BEYOND_OCTAL = 8**11  # such a size does not fit the header of a file
+BLOCK_BYTES = 512
+OCTAL_LIMIT_BYTES = 8**11  # from this size on, a size does not fit into the header's octal digits
+_ZEROS = bytes(BLOCK_BYTES)
+_MAX_NAME_BYTES = 2**20
 _FILE, _DIRECTORY, _LONG_NAME, _LONG_LINK, _PAX, _PAX_ALL = b"0\0007", b"5", b"L", b"K", b"x", b"g"
 
 
 class Readable(Protocol):
-    """Bytes, mapped bytes, or a file that is read piece by piece."""
+    """Bytes, mapped bytes, or a file that is read in pieces."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, part: slice, /) -> bytes: ...
 
 
-class Member(NamedTuple):
-    """One file in a shard."""
+class TarMember(NamedTuple):
+    """One file in a tar archive."""
 
     name: str
     offset: int
@@ -38,50 +38,52 @@ class Member(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What is taken from a file that somebody else made; above, a sample or a shard is bad."""
+class ShardLimits:
+    """What a shard from an untrusted source may cost; above a limit, the sample or the shard is bad."""
 
     member_bytes: int = 2**30
     """bytes of one file in a shard"""
     members: int = 10_000_000
     """files in a shard"""
     text_bytes: int = 2**24
-    """bytes of one text, number or JSON, which take many times as much when they are read"""
+    """bytes of one text, number or JSON value, which take many times as much memory when parsed"""
     pixels: int = 100_000_000
     """width x height of an image"""
     ratio: int = 500
-    """decoded bytes for each byte of an image, where they are more than 16 MB: a photograph has about 10"""
+    """decoded bytes per byte of an image, above 16 MB of decoded bytes: a photograph has about 10"""
     frames: int = 10_000
-    """pictures in one image, of which the first is taken"""
+    """frames in one image, of which the first is used"""
     scans: int = 100
-    """passes over a progressive JPEG: the time to decode it grows with them, and not with its size"""
+    """scans of a progressive JPEG: the time to decode it grows with them, and not with its size"""
 
 
-def members(data: Readable, where: str, limits: Limits | None = None) -> Iterator[Member]:
-    """The files of a tar archive; raises `BadShard` where it is not one."""
-    limits = limits or Limits()
+def members(data: Readable, where: str, limits: ShardLimits | None = None) -> Iterator[TarMember]:
+    """Yields the files of a tar archive; raises `BadShard` if it is not one."""
+    limits = limits or ShardLimits()
     offset, name, size_given, seen = 0, "", None, 0
     while True:
-        header = data[offset : offset + BLOCK]
+        header = data[offset : offset + BLOCK_BYTES]
         if header == _ZEROS:
             return
-        if len(header) < BLOCK:
+        if len(header) < BLOCK_BYTES:
             raise BadShard(
-                f"{where} ends at byte {len(data)} without an end mark: it was cut off; copy it again"
+                f"{where} ends at byte {len(data)} without an end marker: it was truncated; copy it again"
             )
-        kind, size = header[156:157], size_in(header, offset, where)
+        kind, size = header[156:157], header_size(header, offset, where)
         if kind in _FILE and size_given is not None and size_given != size:
             size = _agreed(size, size_given, offset, where)
-        start = offset + BLOCK
-        offset = start + -(-size // BLOCK) * BLOCK
+        start = offset + BLOCK_BYTES
+        offset = start + -(-size // BLOCK_BYTES) * BLOCK_BYTES
         if start + size > len(data):
             raise BadShard(
-                f"{where} has a file of {size} bytes at byte {start}, but ends at byte {len(data)}: it was cut off; "
+                f"{where} has a file of {size} bytes at byte {start}, but ends at byte {len(data)}: it was truncated; "
                 "copy it again"
             )
         if kind in (_LONG_NAME, _LONG_LINK, _PAX, _PAX_ALL):
-            if size > _LARGEST_NAME:
-                raise BadShard(f"{where}: a name of {size} bytes at byte {start}")
+            if size > _MAX_NAME_BYTES:
+                raise BadShard(
+                    f"{where} has a name of {size} bytes at byte {start}; at most {_MAX_NAME_BYTES} are allowed"
+                )
             if kind == _LONG_NAME:
                 name = _text(data[start : start + size])
             elif kind == _PAX:
@@ -91,8 +93,8 @@ def members(data: Readable, where: str, limits: Limits | None = None) -> Iterato
         if kind in _FILE:
             seen += 1
             if size > limits.member_bytes or seen > limits.members:
-                raise beyond(f"{where}: {name!r}, file {seen} with {size} bytes,", limits)
-            yield Member(name, start, size)
+                raise over_limit(f"{where}: {name!r}, file {seen} with {size} bytes,", limits)
+            yield TarMember(name, start, size)
         elif kind != _DIRECTORY:
             raise BadShard(
                 f"{where}: {name!r} is a link, device or sparse file (type {kind!r}); pack files only"
@@ -100,13 +102,15 @@ def members(data: Readable, where: str, limits: Limits | None = None) -> Iterato
         name, size_given = "", None
 
 
-def beyond(what: str, limits: Limits) -> BadShard:
-    """More than a shard may have."""
-    return BadShard(f"{what} is beyond the limits: {limits}. If it is meant to be so, give larger Limits")
+def over_limit(what: str, limits: ShardLimits) -> BadShard:
+    """Returns the error for something that exceeds the limits."""
+    return BadShard(
+        f"{what} exceeds {limits}; if that is intended, raise the limit with ShardLoader(limits=...)"
+    )
 
 
-def size_in(header: bytes, offset: int, where: str) -> int:
-    """The size that a header states, after checking that it is a header at all."""
+def header_size(header: bytes, offset: int, where: str) -> int:
+    """Returns the size that a header states, after validating the header's checksum."""
     try:
         stated = int(_until_zero(header[148:156]).strip() or b"-1", 8)
         size = header[124:136]
@@ -118,7 +122,7 @@ def size_in(header: bytes, offset: int, where: str) -> int:
         stated = value = -1
     if stated != sum(header) - sum(header[148:156]) + 8 * 32 or value < 0:
         raise BadShard(
-            f"{where} has no tar header at byte {offset}: not a tar file, or damaged; make it again"
+            f"{where} has no tar header at byte {offset}: it is not a tar file, or damaged; create it again"
         )
     return value
 
@@ -136,7 +140,7 @@ def _pax(records: bytes, name: str, where: str, start: int) -> tuple[str, int | 
         digits = records[at : at + 8].partition(b" ")[0]
         length = int(digits) if digits.isdigit() and len(digits) < 8 else 0
         if not len(digits) + 1 < length <= len(records) - at:
-            raise BadShard(f"{where} has a damaged PAX header at byte {start}; make it again")
+            raise BadShard(f"{where} has a damaged PAX header at byte {start}; create it again")
         keyword, _, value = records[at + len(digits) + 1 : at + length - 1].partition(b"=")
         if keyword.startswith(b"GNU.sparse"):
             raise BadShard(f"{where} has a sparse file at byte {start}; pack files only")
@@ -149,10 +153,10 @@ def _pax(records: bytes, name: str, where: str, start: int) -> tuple[str, int | 
 
 
 def _agreed(size: int, given: int, offset: int, where: str) -> int:
-    """Where a file has a size in its header and another one in a PAX record, readers differ in what comes next."""
-    if given < BEYOND_OCTAL:
+    """Refuses a size in the header that contradicts the PAX record: readers differ in which of them they believe."""
+    if given < OCTAL_LIMIT_BYTES:
         raise BadShard(
-            f"{where}: the header at byte {offset} has two sizes, {size} and {given}; make it again"
+            f"{where}: the header at byte {offset} has two sizes, {size} and {given}; create it again"
         )
     return given
 

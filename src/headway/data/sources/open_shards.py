@@ -1,6 +1,6 @@
-"""The datasets of a mix, with known numbers of samples, and their shards while they are open.
+"""The datasets of a mix with their numbers of samples, and the shards that are open.
 
-Rank 0 looks, the others are told: a thousand ranks that list a folder each are a storm for a parallel file system.
+Rank 0 lists directories for all ranks: a thousand ranks that do so at once overload a parallel file system.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import resource
 import shlex
-import sys
 import threading
 import time
 from collections import OrderedDict
@@ -19,112 +18,118 @@ from typing import final
 
 from headway.data.cache.node_cache import CachedShards
 from headway.data.catalog.catalog import Catalog
-from headway.data.catalog.find import counts, paths_of
-from headway.data.order.mix import Mix, Shards
-from headway.data.shards.indexes import stated_count
-from headway.data.shards.shard import Index, Limits, Shard
+from headway.data.catalog.shard_files import ShardSpec, count_shards, find_shards
+from headway.data.shards.indexes import indexed_count
+from headway.data.shards.shard import Shard, ShardIndex
+from headway.data.shards.tar import ShardLimits
+from headway.data.sources.mix import Mix
 from headway.dist import collective
 from headway.errors import BadShard, UsageError
+from headway.system.log import logger
 
-_LONG = 3.0  # seconds without a word
-_LEAST = 64  # shards: fewer would not do for the batches that are loaded ahead
+_NOTICE_AFTER_S = 3.0  # of counting without an index
+_MIN_OPEN_SHARDS = 64  # fewer would not suffice for the batches that are prefetched
 
 
 @final
 @dataclass(frozen=True)
 class Source:
-    """A dataset: its shards, and how many samples each of them has."""
+    """A dataset: its shards, and the number of samples in each of them."""
 
     name: str
     paths: Sequence[Path]
     counts: Sequence[int]
 
     def fingerprint(self) -> str:
-        """Changes when shards are added, removed, renamed or refilled; not when the dataset moves."""
+        """Returns a hash that changes when shards are added, removed, renamed or refilled; not when they are moved."""
         text = "\n".join(f"{path.name} {count}" for path, count in zip(self.paths, self.counts, strict=True))
         return hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
 
 
-def find(mix: Mix, limits: Limits, *, shared: bool) -> list[Source]:
-    """The datasets of a mix; `shared`: rank 0 looks for all ranks, which must all call this."""
+def find_sources(
+    mix: Mix, limits: ShardLimits, *, shared: bool, notice_after_s: float = _NOTICE_AFTER_S
+) -> list[Source]:
+    """Finds the datasets of a mix; with `shared`, on rank 0 for all ranks, which must all call this."""
 
-    def look() -> list[tuple[str, list[Path], list[int]]]:
-        return [(name, *_look(name, where, limits, mix.catalog)) for name, where in mix.shards.items()]
+    def find() -> list[tuple[str, list[str], list[int]]]:
+        found = [
+            (name, *_find(name, spec, limits, mix.catalog, notice_after_s))
+            for name, spec in mix.shards.items()
+        ]
+        return [(name, [str(path) for path in paths], counts) for name, paths, counts in found]
 
-    def told() -> list[tuple[str, list[str], list[int]]]:
-        return [(name, [str(path) for path in paths], counts) for name, paths, counts in look()]
-
-    if not shared:
-        return [Source(*each) for each in look()]
-    found = collective.from_root(told)
-    return [Source(name, [Path(path) for path in paths], counts) for name, paths, counts in found]
+    sources = collective.from_root(find) if shared else find()
+    return [Source(name, [Path(path) for path in paths], counts) for name, paths, counts in sources]
 
 
-def _look(name: str, where: Shards, limits: Limits, catalog: Catalog | None) -> tuple[list[Path], list[int]]:
-    paths = paths_of(name, where, catalog)
-    each = _count(name, paths, limits)
-    if not any(each):
+def _find(
+    name: str, spec: ShardSpec, limits: ShardLimits, catalog: Catalog | None, notice_after_s: float
+) -> tuple[list[Path], list[int]]:
+    paths = find_shards(name, spec, catalog)
+    counts = _count(name, paths, limits, notice_after_s)
+    if not any(counts):
         raise UsageError(f"dataset {name!r}: none of its {len(paths)} shards has a sample")
-    return paths, each
+    return paths, counts
 
 
-def _count(name: str, paths: Sequence[Path], limits: Limits) -> list[int]:
-    """Samples of each shard. If that takes long because they must be walked, it says how not to wait again."""
-    began, said, each = time.monotonic(), False, list[int]()
-    for path, count in zip(paths, counts(paths, limits), strict=True):
-        each.append(count)
-        if not said and time.monotonic() - began > _LONG and stated_count(path, limits) is None:
-            said = True
-            print(
-                f"headway: counting the samples of {name!r}, {len(each)} of {len(paths)} shards so far; without an "
-                f"index they are walked at every start: `headway data index {shlex.quote(str(path.parent))}` helps",
-                file=sys.stderr,
+def _count(name: str, paths: Sequence[Path], limits: ShardLimits, notice_after_s: float) -> list[int]:
+    """Counts the samples of each shard. If that takes long for lack of an index, logs how to write one."""
+    began, noticed, counts = time.monotonic(), False, list[int]()
+    for path, count in zip(paths, count_shards(paths, limits), strict=True):
+        counts.append(count)
+        slow = time.monotonic() - began > notice_after_s
+        if not noticed and slow and indexed_count(path, limits) is None:
+            noticed = True
+            logger.info(
+                f"counting the samples of {name!r}, {len(counts)} of {len(paths)} shards so far; without an index this "
+                f"is repeated at every start: run `headway data index {shlex.quote(str(path.parent))}` once"
             )
-    return each
+    return counts
 
 
 @final
 class OpenShards:
-    """The shards in use, `reach` of them; the one not used for longest is let go first. For many threads.
+    """The shards in use, at most `max_open`; the least recently used one is closed first. Thread-safe.
 
-    If there may not be so many open files, indexes are kept of those that are closed: a shard without one beside it
-    would be walked again for the next sample, which takes a thousand times as long as to read it.
+    If the limit of open files is lower, the indexes of closed shards are kept: walking a shard that has no index file
+    again would take a thousand times as long as reading the next sample.
     """
 
     def __init__(
-        self, sources: Sequence[Source], reach: int, limits: Limits, cache: CachedShards | None = None
+        self, sources: Sequence[Source], max_open: int, limits: ShardLimits, cache: CachedShards | None = None
     ) -> None:
         self.sources, self._limits, self._cache = sources, limits, cache
-        self._reach = max(reach, _LEAST)
-        self._files = min(self._reach, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
-        self._open: OrderedDict[tuple[int, int], _Opening] = OrderedDict()
-        self._indexes: OrderedDict[tuple[int, int], Index] = OrderedDict()
+        self._max_indexes = max(max_open, _MIN_OPEN_SHARDS)
+        self._max_files = min(self._max_indexes, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        self._open: OrderedDict[tuple[int, int], _OpenShard] = OrderedDict()
+        self._indexes: OrderedDict[tuple[int, int], ShardIndex] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, dataset: int, shard: int) -> Shard:
+        """Returns a shard, slot it if need be; one that was damaged when it was opened raises `BadShard` again."""
         place = dataset, shard
         with self._lock:
-            opening = self._open.get(place)
-            if opening is None:
-                opening = self._open[place] = _Opening()
-                if len(self._open) > self._files:
-                    self._open.popitem(last=False)  # its views, where there are any, keep it mapped
+            slot = self._open.get(place)
+            if slot is None:
+                slot = self._open[place] = _OpenShard()
+                if len(self._open) > self._max_files:
+                    self._open.popitem(last=False)  # views of its bytes keep it mapped
             else:
                 self._open.move_to_end(place)
-                if opening.shard is not None:
-                    return opening.shard
-        with opening.lock:  # only those wait who want this very shard
-            if opening.damage:
-                raise BadShard(opening.damage)
-            if opening.shard is None:
+                if slot.shard is not None:
+                    return slot.shard
+        with slot.lock:  # only threads that need this very shard wait
+            if slot.damage:
+                raise BadShard(slot.damage)
+            if slot.shard is None:
                 try:
-                    opening.shard = self._opened(dataset, shard)
+                    slot.shard = self._open_shard(dataset, shard)
                 except BadShard as error:
-                    opening.damage = str(error)  # it is not read again for each of its samples
+                    slot.damage = str(error)  # so that it is not read again for each of its samples
                     raise
-            return opening.shard
+            return slot.shard
 
-    def _opened(self, dataset: int, shard: int) -> Shard:
+    def _open_shard(self, dataset: int, shard: int) -> Shard:
         source, index = self.sources[dataset], self._indexes.get((dataset, shard))
         path, count = source.paths[shard], source.counts[shard]
         if self._cache is not None:
@@ -133,18 +138,18 @@ class OpenShards:
             opened = Shard.open(path, self._limits, index=index)
         if len(opened) != count:
             raise UsageError(
-                f"{path} has {len(opened)} samples, but had {count} when the loader was made: it was replaced "
-                "meanwhile, and positions would mean other samples"
+                f"{path} has {len(opened)} samples, but had {count} when the loader was created: it was replaced "
+                "since, and positions would mean other samples; create the loader again"
             )
         with self._lock:
             self._indexes[dataset, shard] = opened.index
             self._indexes.move_to_end((dataset, shard))
-            if len(self._indexes) > self._reach:
+            if len(self._indexes) > self._max_indexes:
                 self._indexes.popitem(last=False)
         return opened
 
     def keep(self, paths: Collection[Path]) -> None:
-        """Lets go of all other shards: they are not needed soon."""
+        """Closes all other shards, because they are not needed soon."""
         wanted = set(paths)
         with self._lock:
             for dataset, shard in list(self._open):
@@ -153,7 +158,7 @@ class OpenShards:
 
 
 @final
-class _Opening:
+class _OpenShard:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.shard: Shard | None = None

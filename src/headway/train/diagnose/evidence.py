@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from headway.data.order.locate import Traceable, Which
+from headway.data.order import SampleLookup, TraceableLoader
 from headway.errors import HeadwayError
 
 if TYPE_CHECKING:
@@ -138,15 +138,15 @@ def _finite(*values: Any) -> bool:
 def _samples(stage: TrainValStage, first: float) -> str:
     """The samples of that step, on all ranks together, if the loader knows which it gives."""
     loader = stage.train_dataset()
-    if not isinstance(loader, Traceable) or not math.isfinite(first):
+    if not isinstance(loader, TraceableLoader) or not math.isfinite(first):
         return ""
-    given, order = loader.given(), loader.order()
-    if given is None or order is None:
+    span, order = loader.last_span(), loader.order()
+    if span is None or order is None:
         return ""
-    width = (given[1] - given[0]) * stage._loop.settings.accumulate
-    stop = given[1] - (stage.pipe.steps_done - int(first)) * width
+    width = (span[1] - span[0]) * stage._loop.settings.accumulate
+    stop = span[1] - (stage.pipe.steps_done - int(first)) * width
     if stop < width:
         return ""  # in an epoch before this one
-    words = Which(order).words(stop - width, stop)
+    words = SampleLookup(order).labels(stop - width, stop)
     rest = f" and {len(words) - _SAMPLES_SHOWN} more" if len(words) > _SAMPLES_SHOWN else ""
     return ", ".join(words[:_SAMPLES_SHOWN]) + rest

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.data.order.locate import Traceable, Which
+from headway.data.order import SampleLookup, TraceableLoader
 from headway.dist import World
 from headway.dist.collective.exchange import gather_rows
 from headway.record.ledger import LedgerRow, digest
@@ -56,7 +56,7 @@ class LedgerWriter:
         self._run, self._world, self._attempt = run, world, attempt
         self._now = _Step()
         self._steps: list[_Step] = []
-        self._known: dict[str, Which] = {}  # orders that are in the file
+        self._known: dict[str, SampleLookup] = {}  # orders that are in the file
         # of each loader: its order, and the order's id
         self._latest: dict[int, tuple[Mapping[str, Any], str]] = {}
         self._news: list[Mapping[str, Any]] = []
@@ -75,15 +75,15 @@ class LedgerWriter:
 
     def add_batch(self, loader: object, batch: Any) -> None:
         """The loop has taken a batch, which is still where the loader has put it."""
-        given = loader.given() if isinstance(loader, Traceable) else None
-        order = loader.order() if isinstance(loader, Traceable) else None
-        if given is None or order is None:
+        span = loader.last_span() if isinstance(loader, TraceableLoader) else None
+        order = loader.order() if isinstance(loader, TraceableLoader) else None
+        if span is None or order is None:
             self._now.unknown = True
             _feed(self._now.contents, batch)
         elif self._world.is_root:
             name = self._order(id(loader), order)
-            self._now.batches.append((name, *given))
-            self._now.samples.update(self._known[name].samples(*given).tobytes())
+            self._now.batches.append((name, *span))
+            self._now.samples.update(self._known[name].samples(*span).tobytes())
 
     def _order(self, loader: int, order: Mapping[str, Any]) -> str:
         before = self._latest.get(loader)
@@ -92,7 +92,7 @@ class LedgerWriter:
         name = digest(json.dumps(order).encode())
         self._latest[loader] = order, name
         if name not in self._known:
-            self._known[name] = Which(order)
+            self._known[name] = SampleLookup(order)
             self._news.append({"kind": "order", "id": name, "order": order})
         return name
 

@@ -10,16 +10,16 @@ import torch
 from torch.utils.data import TensorDataset
 
 from headway.data import DataLoader, Mix, ShardLoader, pack
-from headway.data.order.locate import Traceable, Which
+from headway.data.order.lookup import SampleLookup, TraceableLoader
 
 SIZES = {"a": [7, 13, 1, 9], "b": [20, 5]}
 
 
 def asked(loader: DataLoader | ShardLoader) -> list[list[int]]:
     """The answer, by way of JSON."""
-    order, given = loader.order(), loader.given()
-    assert isinstance(loader, Traceable) and order is not None and given is not None
-    return Which(json.loads(json.dumps(order))).samples(*given).tolist()  # type: ignore[no-any-return]
+    order, given = loader.order(), loader.last_span()
+    assert isinstance(loader, TraceableLoader) and order is not None and given is not None
+    return SampleLookup(json.loads(json.dumps(order))).samples(*given).tolist()  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -40,7 +40,7 @@ def test_of_a_dataloader(shuffle: bool) -> None:
 
 
 def test_nothing_was_given_yet() -> None:
-    assert DataLoader(TensorDataset(torch.arange(50)), batch_size=8).given() is None
+    assert DataLoader(TensorDataset(torch.arange(50)), batch_size=8).last_span() is None
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +72,8 @@ def test_of_a_shard_loader(folder: Path, shuffle: bool) -> None:
             for loader in loaders:
                 told = sorted(f"{'ab'[dataset]} {shard} {sample}" for dataset, shard, sample in asked(loader))
                 assert told == seen
-                assert loader.given() == (6 * step, 6 * step + 6)
+                assert loader.last_span() == (6 * step, 6 * step + 6)
         for iterator in iterators:
             iterator.close()  # type: ignore[attr-defined]
-    words = Which(loaders[0].order()).words(0, 2)
+    words = SampleLookup(loaders[0].order()).labels(0, 2)
     assert len(words) == 2 and all(word.startswith(("a shard", "b shard")) for word in words)

@@ -87,9 +87,9 @@ def test_what_cannot_be_resumed_is_refused() -> None:
     with pytest.raises(UsageError, match="Plain is an IterableDataset without state_dict"):
         DataLoader(Plain())
     for how in ({"shuffle": True}, {"persistent_workers": True, "num_workers": 1}):
-        with pytest.raises(UsageError, match="its order is its own"):
+        with pytest.raises(UsageError, match="which has its own order"):
             DataLoader(Lines(3), batch_size=1, **how)
-    with pytest.raises(UsageError, match="global_batch_size=4 of Lines"):
+    with pytest.raises(UsageError, match="global_batch_size=4 with Lines"):
         DataLoader(Lines(3), global_batch_size=4)
 
 

@@ -1,7 +1,7 @@
-"""Iterable datasets that know their position: their state travels with every batch from worker to training loop.
+"""Iterable datasets that know their position: their state accompanies every batch from worker to training loop.
 
-Such a dataset has an order of its own, and deals its samples to ranks and workers itself. So its position is one state
-per worker, of this rank, and holds for as many ranks and workers as there were.
+Such a dataset has an order of its own, and distributes its samples to ranks and workers itself. So its position is one
+state per worker of this rank, and is valid for the same number of ranks and workers only.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import Any, NamedTuple, Protocol, final, runtime_checkable
 
 from torch.utils import data as torch_data
 
-from headway.data.cursor import Collate, Course
-from headway.data.order.order import key
-from headway.data.order.share import Share
-from headway.data.worker_init import own_random_numbers, reseed
+from headway.data.cursor import Collate, Cursor
+from headway.data.order.batch_split import BatchSplit
+from headway.data.order.permutation import derive_key
+from headway.data.worker_init import preserve_rng, reseed
 from headway.errors import UsageError
 
 
 @runtime_checkable
-class Stateful(Protocol):
-    """A dataset whose next `iter` goes on where a state was taken."""
+class StatefulDataset(Protocol):
+    """A dataset whose next `iter` continues from the state that was loaded."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class _Taken(NamedTuple):
-    """A batch from a worker, and where the worker's dataset was after it."""
+class _StreamBatch(NamedTuple):
+    """A batch from a worker, and the state of the worker's dataset after it."""
 
     batch: Any
     samples: int
@@ -38,7 +38,7 @@ class _Taken(NamedTuple):
 
 
 @final
-class StreamCourse(Course):
+class StreamCursor(Cursor):
     """The position of an iterable dataset on this rank."""
 
     per_rank = True
@@ -46,47 +46,47 @@ class StreamCourse(Course):
     def __init__(
         self,
         dataset: torch_data.IterableDataset[Any],
-        share: Share,
+        split: BatchSplit,
         *,
         collate: Collate,
         seed: int,
         drop_last: bool,
         workers: int,
     ) -> None:
-        if not isinstance(dataset, Stateful):
+        if not isinstance(dataset, StatefulDataset):
             raise UsageError(
-                f"{type(dataset).__name__} is an IterableDataset without state_dict and load_state_dict: it has an "
-                "order of its own, which could not be resumed. Give it both, or take a dataset with __getitem__"
+                f"{type(dataset).__name__} is an IterableDataset without state_dict and load_state_dict, so its "
+                "position cannot be resumed. Implement both, or use a dataset with __getitem__"
             )
-        if share.batch_size is None:
+        if split.batch_size is None:
             raise UsageError(
-                f"global_batch_size={share.global_batch_size} of {type(dataset).__name__}: an iterable dataset deals "
-                "its samples to ranks itself; give batch_size, the samples of each rank"
+                f"global_batch_size={split.global_batch_size} with {type(dataset).__name__}: an iterable dataset "
+                "distributes its samples to ranks itself; give batch_size, the samples of each rank"
             )
-        self._share, self._workers = share, max(1, workers)
-        self._stream = _Stream(dataset, collate, seed, share.batch_size, drop_last)
+        self._split, self._workers = split, max(1, workers)
+        self._stream = _BatchStream(dataset, collate, seed, split.batch_size, drop_last)
 
     def torch_arguments(self) -> dict[str, Any]:
         return {"dataset": self._stream, "batch_size": None}
 
     def __len__(self) -> int:
-        raise TypeError("an iterable dataset ends when it ends: this loader has no length")
+        raise TypeError("the DataLoader of an iterable dataset has no length")
 
     def begin_pass(self, *, restored: bool) -> None:
         if not restored:
             self.begin_epoch(self.epoch)
-        self._stream.rank = self._share.place()[0]
+        self._stream.rank = self._split.rank_and_world_size()[0]
 
-    def took(self, loaded: Any) -> tuple[Any, int] | None:
+    def consume(self, loaded: Any) -> tuple[Any, int] | None:
         if loaded is None:
             return None
-        taken, stream = _Taken(*loaded), self._stream
+        taken, stream = _StreamBatch(*loaded), self._stream
         stream.states[taken.worker] = taken.state
         stream.batches[taken.worker] = stream.batches.get(taken.worker, 0) + 1
         stream.first = (taken.worker + 1) % self._workers
         return taken.batch, taken.samples
 
-    def given(self) -> None:
+    def last_span(self) -> None:
         return None
 
     def order(self) -> None:
@@ -108,13 +108,13 @@ class StreamCourse(Course):
         ours = self._identity()
         if {*state} != {*ours, "epoch", "next", "places"}:
             raise UsageError(f"this is not the state of a DataLoader of an iterable dataset: {dict(state)}")
-        other = [
+        differences = [
             f"{name} {state[name]} there, {ours[name]} here" for name in ours if state[name] != ours[name]
         ]
-        if other:
+        if differences:
             raise UsageError(
-                f"an iterable dataset deals its samples itself, so its position holds for the same rank, number of "
-                f"ranks and workers only: {'; '.join(other)}. Start it as it was, or use a dataset with __getitem__"
+                "the position of an iterable dataset is valid for the same rank, number of ranks and workers only: "
+                f"{'; '.join(differences)}. Start with the same numbers, or use a dataset with __getitem__"
             )
         self.begin_epoch(int(state["epoch"]))
         self._stream.first = int(state["next"])
@@ -123,16 +123,16 @@ class StreamCourse(Course):
             self._stream.batches[int(worker)] = int(place["batches"])
 
     def _identity(self) -> dict[str, Any]:
-        rank, world_size = self._share.place()
+        rank, world_size = self._split.rank_and_world_size()
         return {"version": 1, "rank": rank, "world_size": world_size, "workers": self._workers}
 
 
 @final
-class _Stream(torch_data.IterableDataset[Any]):
+class _BatchStream(torch_data.IterableDataset[Any]):
     """The dataset as workers see it: whole batches, each with the state after it.
 
-    torch asks its workers in turn, beginning with number 0. So that the turns go on where they stopped, workers whose
-    turn it is not pass once.
+    torch asks its workers in turn, beginning with worker 0. To continue with the worker whose turn it was, the workers
+    before it yield None once.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class _Stream(torch_data.IterableDataset[Any]):
         self.states: dict[int, dict[str, Any]] = {}
         self.batches: dict[int, int] = {}
 
-    def __iter__(self) -> Iterator[_Taken | None]:
+    def __iter__(self) -> Iterator[_StreamBatch | None]:
         info = torch_data.get_worker_info()
         worker = 0 if info is None else info.id
         if worker < self.first:
@@ -160,11 +160,11 @@ class _Stream(torch_data.IterableDataset[Any]):
             stateful.load_state_dict(deepcopy(self.states[worker]))
         samples = iter(self._dataset)
         while True:
-            with own_random_numbers():
-                reseed(key(self._seed, self.epoch, self.rank, worker, done))
+            with preserve_rng():
+                reseed(derive_key(self._seed, self.epoch, self.rank, worker, done))
                 batch = list(islice(samples, self._size))
                 if not batch or (self._drop_last and len(batch) < self._size):
                     return
                 collated = self._collate(batch)
             done += 1
-            yield _Taken(collated, len(batch), worker, deepcopy(stateful.state_dict()))
+            yield _StreamBatch(collated, len(batch), worker, deepcopy(stateful.state_dict()))

@@ -1,4 +1,4 @@
-"""Samples of one name in several shards of a dataset."""
+"""Finds samples with the same key in several shards of a dataset."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 
 from headway.data.shards.shard import walk
 
-_MOST = 100  # that are named
+_MAX_KEYS = 100  # that are listed
 
 
-def duplicates(shards: Iterable[Path]) -> list[tuple[str, list[Path]]]:
-    """Keys that come in more than one shard, with these shards; a hundred at most.
+def find_duplicates(shards: Iterable[Path]) -> list[tuple[str, list[Path]]]:
+    """Returns keys that occur in more than one shard, with these shards; a hundred at most.
 
-    Eight bytes per sample: keys are hashed first, and only those that seem to come twice are compared.
+    Takes eight bytes per sample: keys are hashed first, and only those with equal hashes are compared.
     """
     paths = list(shards)
     hashes = [np.fromiter((hash(key) for key in _keys(path)), np.int64) for path in paths]
@@ -27,7 +27,7 @@ def duplicates(shards: Iterable[Path]) -> list[tuple[str, list[Path]]]:
             for key in sorted(set(_keys(path))):
                 if hash(key) in twice:
                     where.setdefault(key, []).append(path)
-    return [(key, places) for key, places in sorted(where.items()) if len(places) > 1][:_MOST]
+    return [(key, shards_of) for key, shards_of in sorted(where.items()) if len(shards_of) > 1][:_MAX_KEYS]
 
 
 def _keys(path: Path) -> Sequence[str]:

@@ -13,25 +13,24 @@ import pytest
 import headway as hw
 from headway.data import Mix, NodeCache, ShardLoader, pack
 from headway.data.cache import copier
-from headway.data.cache.leases import WaitedTooLong
 from headway.data.cache.node_cache import CachedShards
-from headway.data.cache.prefetch import Needed, Window
+from headway.data.cache.prefetch import BatchShards, LookAhead
+from headway.system.locks import LockTimeout
 from headway.testing import ranks
 
 A, B, C, D = (Path(name) for name in "abcd")
 
 
-@pytest.fixture(autouse=True)
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copier, "_SETTLED", 0.0)
+def cache_at(path: Path, **settings: Any) -> NodeCache:
+    return NodeCache(path=path, **{"copy_local": True, "min_age": 0.0} | settings)
 
 
-def batches(*shards: list[Path]) -> Iterator[Needed]:
-    return iter([Needed(each, 10 * (number + 1)) for number, each in enumerate(shards)])
+def batches(*shards: list[Path]) -> Iterator[BatchShards]:
+    return iter([BatchShards(each, 10 * (number + 1)) for number, each in enumerate(shards)])
 
 
 def test_shards_come_in_the_order_of_their_next_use() -> None:
-    window = Window(batches([A, B], [B, C], [C], [A, D]))
+    window = LookAhead(batches([A, B], [B, C], [C], [A, D]))
     assert window.after(0) == [A, B, C, D]
     assert window.after(10) == [B, C, A, D]
     assert window.after(25) == [C, A, D]
@@ -39,7 +38,7 @@ def test_shards_come_in_the_order_of_their_next_use() -> None:
 
 
 def test_one_looks_as_far_as_the_horizon_and_step_by_step() -> None:
-    window = Window(batches([A], [B], [C], [D]), horizon=30, step=20)
+    window = LookAhead(batches([A], [B], [C], [D]), horizon=30, step=20)
     assert window.after(0) == [A, B] and not window.complete
     assert window.after(0) == [A, B, C] and window.complete
     assert window.after(10) == [B, C, D]
@@ -63,7 +62,7 @@ def test_batches_are_the_same_with_any_cache(budget: str, folder: Path, tmp_path
     how = {"batch_size": 6, "lanes": 2, "window": 10, "seed": 3}
     plain, where = ShardLoader(folder, **how), tmp_path / "cache"
     where.mkdir()
-    cached = ShardLoader(folder, **how, cache=NodeCache(path=where, budget=budget, copy_local=True))
+    cached = ShardLoader(folder, **how, cache=cache_at(where, budget=budget))
     for _ in range(2):
         assert classes(cached) == classes(plain)
     counts = cached._cache.counts
@@ -80,9 +79,7 @@ def test_batches_are_the_same_with_any_cache(budget: str, folder: Path, tmp_path
 
 
 def test_shards_are_copied_before_they_are_needed(folder: Path, tmp_path: Path) -> None:
-    loader = ShardLoader(
-        folder, batch_size=6, shuffle=False, prefetch=1, cache=NodeCache(path=tmp_path, copy_local=True)
-    )
+    loader = ShardLoader(folder, batch_size=6, shuffle=False, prefetch=1, cache=cache_at(tmp_path))
     iterator = iter(loader)
     next(iterator)
     deadline = threading.Event()
@@ -102,17 +99,13 @@ def test_a_shard_that_somebody_was_in_the_way_of_is_tried_again(
     def late(cache: CachedShards, path: Path, *how: Any) -> None:
         if path not in tried:
             tried.add(path)
-            raise WaitedTooLong("waited 0 s for the ledger of the cache")
+            raise LockTimeout("waited 0 s for the ledger of the cache")
         prepare(cache, path, *how)
         if len(cache._held) == 12:
             prepared.set()
 
     monkeypatch.setattr(CachedShards, "prepare", late)
-    iterator = iter(
-        ShardLoader(
-            folder, batch_size=6, shuffle=False, prefetch=1, cache=NodeCache(path=tmp_path, copy_local=True)
-        )
-    )
+    iterator = iter(ShardLoader(folder, batch_size=6, shuffle=False, prefetch=1, cache=cache_at(tmp_path)))
     next(iterator)
     assert prepared.wait(60), "without another batch that would wake it"
     iterator.close()
@@ -121,7 +114,7 @@ def test_a_shard_that_somebody_was_in_the_way_of_is_tried_again(
 def test_a_change_of_weights_is_followed(folder: Path, tmp_path: Path) -> None:
     paths = sorted(folder.glob("*.tar"))
     mix = Mix({"a": 1, "b": 0}, shards={"a": paths[:6], "b": paths[6:]})
-    loader = ShardLoader(mix, batch_size=6, lanes=1, cache=NodeCache(path=tmp_path, copy_local=True))
+    loader = ShardLoader(mix, batch_size=6, lanes=1, cache=cache_at(tmp_path))
     iterator = iter(loader)
     next(iterator)
     loader.set_weights({"a": 0, "b": 1})
@@ -131,7 +124,7 @@ def test_a_change_of_weights_is_followed(folder: Path, tmp_path: Path) -> None:
 
 def test_loops_leave_no_threads_behind(folder: Path, tmp_path: Path) -> None:
     before = threading.active_count()
-    loader = ShardLoader(folder, batch_size=6, cache=NodeCache(path=tmp_path, copy_local=True))
+    loader = ShardLoader(folder, batch_size=6, cache=cache_at(tmp_path))
     for _ in loader:
         break
     list(loader)
@@ -149,9 +142,8 @@ def test_a_copy_under_way_is_given_up_when_the_loop_ends(
             time.sleep(0.01)
 
     monkeypatch.setattr(copier, "failpoint", slow)
-    monkeypatch.setattr(copier, "_STEP", 10)  # a shard would take minutes
     before = threading.active_count()
-    loader = ShardLoader(folder, batch_size=6, cache=NodeCache(path=tmp_path, copy_local=True, patience=0))
+    loader = ShardLoader(folder, batch_size=6, cache=cache_at(tmp_path, patience=0, chunk_bytes=10))
     iterator = iter(loader)
     next(iterator)
     assert copying.wait(60)
@@ -165,7 +157,7 @@ def test_the_memory_of_the_job_is_watched(
 ) -> None:
     looked = threading.Event()
     monkeypatch.setattr(CachedShards, "relieve", lambda _: looked.set())
-    iterator = iter(ShardLoader(folder, batch_size=6, cache=NodeCache(path=tmp_path, copy_local=True)))
+    iterator = iter(ShardLoader(folder, batch_size=6, cache=cache_at(tmp_path)))
     next(iterator)
     assert looked.wait(60)
     iterator.close()
@@ -178,12 +170,8 @@ def test_ranks_of_a_node_share_one_copy(tmp_path: Path) -> None:
         made = ({"__key__": f"{n:04d}", "cls": n, "bin": bytes(9000)} for n in range(120))
         pack(made, where / "source", shard_size=120_000)
     hw.barrier()
-    loader = ShardLoader(
-        where / "source", batch_size=6, lanes=1, cache=NodeCache(path=where, copy_local=True)
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copier, "_SETTLED", 0.0)
-        seen = [number for batch in loader for number in batch["cls"].tolist()]
+    loader = ShardLoader(where / "source", batch_size=6, lanes=1, cache=cache_at(where))
+    seen = [number for batch in loader for number in batch["cls"].tolist()]
     together = [number for part in hw.all_gather_object(seen) for number in part]
     assert sorted(together) == list(range(120))
     counts = hw.all_gather_object(dict(loader._cache.counts))

@@ -1,4 +1,4 @@
-"""Is a shard fit to train on? Structure, names, index, checksum, and whether every sample can be decoded."""
+"""Checks a shard: structure, names, index, checksum, and whether every sample can be decoded."""
 
 from __future__ import annotations
 
@@ -8,37 +8,38 @@ from pathlib import Path
 
 from headway.data.shards import checksums
 from headway.data.shards.decode import Decoder, decode
-from headway.data.shards.entries import Entries
-from headway.data.shards.indexes import read_dali, stale
-from headway.data.shards.shard import Limits, Shard, walk
+from headway.data.shards.entries import ShardEntries
+from headway.data.shards.indexes import read_dali, stale_index
+from headway.data.shards.shard import Shard, walk
+from headway.data.shards.tar import ShardLimits
 from headway.errors import BadSample, BadShard, UsageError
 
-_MOST = 100  # problems that are told of one shard
+_MAX_PROBLEMS = 100  # that are listed per shard
 
 
 def check_shard(
-    path: Path, limits: Limits | None = None, decoders: Mapping[str, Decoder] | None = None
+    path: Path, limits: ShardLimits | None = None, decoders: Mapping[str, Decoder] | None = None
 ) -> list[str]:
-    """What is wrong with a shard, one sentence for each problem; nothing if all is well. Reads every byte of it.
+    """Returns the problems of a shard, one sentence each. Reads every byte of it.
 
     >>> check_shard(Path("shard-000000.tar"))
     []
     """
-    problems = _problems(path, limits or Limits(), decoders or {})
-    found = list(islice(problems, _MOST))
+    problems = _problems(path, limits or ShardLimits(), decoders or {})
+    found = list(islice(problems, _MAX_PROBLEMS))
     rest = sum(1 for _ in problems)
-    return [*found, f"{path}: and {rest} problems more"] if rest else found
+    return [*found, f"{path}: and {rest} more problems"] if rest else found
 
 
-def _problems(path: Path, limits: Limits, decoders: Mapping[str, Decoder]) -> Iterator[str]:
+def _problems(path: Path, limits: ShardLimits, decoders: Mapping[str, Decoder]) -> Iterator[str]:
     try:
         entries = walk(path, limits)
     except (BadShard, UsageError) as error:
         yield str(error)
         return
     if not len(entries):
-        yield f"{path} has no samples: no file in it has a name like KEY.EXTENSION"
-    yield from _twice(path, entries)
+        yield f"{path} has no samples: no file in it is named like KEY.EXTENSION"
+    yield from _repeated_keys(path, entries)
     try:
         if checksums.read(path) is not None:
             checksums.compare(path, checksums.compute(path))
@@ -57,19 +58,19 @@ def _problems(path: Path, limits: Limits, decoders: Mapping[str, Decoder]) -> It
             yield f"{path}: {shard.entries.key(number)!r}: {error}"
 
 
-def _twice(path: Path, entries: Entries) -> Iterator[str]:
+def _repeated_keys(path: Path, entries: ShardEntries) -> Iterator[str]:
     seen: set[str] = set()
     for number in range(len(entries)):
         key = entries.key(number)
         if key in seen:
-            yield f"{path}: the key {key!r} comes twice, with other samples in between"
+            yield f"{path}: the key {key!r} occurs twice, with other samples in between"
         seen.add(key)
 
 
-def _compare_with_index(path: Path, walked: Entries, limits: Limits) -> None:
+def _compare_with_index(path: Path, walked: ShardEntries, limits: ShardLimits) -> None:
     indexed = read_dali(path, path.stat().st_size, limits)
     if indexed is None:
         return
     numbers = range(len(walked))
     if len(indexed) != len(walked) or any(indexed.parts(n) != walked.parts(n) for n in numbers):
-        raise stale(path)
+        raise stale_index(path)

@@ -13,7 +13,7 @@ import simplejpeg
 
 from headway.data import pack
 from headway.data.shards import checksums
-from headway.data.tools.check import check_shard
+from headway.data.tools.shard_check import check_shard
 from headway.errors import BadShard
 
 
@@ -39,7 +39,7 @@ def test_a_good_shard_has_no_problems_with_or_without_what_is_beside_it(tmp_path
     assert checksums.read(path) == checksums.compute(path)
     assert check_shard(path) == []
     path.with_suffix(".idx").unlink()
-    checksums.sum_file(path).unlink()
+    checksums.checksum_path(path).unlink()
     assert check_shard(path) == []
 
 
@@ -55,7 +55,7 @@ def test_a_flipped_bit_in_the_bytes_of_a_sample_is_found_by_the_checksum_alone(t
 def test_every_kind_of_problem_is_told(tmp_path: Path) -> None:
     cut = made(tmp_path, "cut")
     cut.write_bytes(cut.read_bytes()[:2000])
-    assert "cut off" in check_shard(cut)[0]
+    assert "truncated" in check_shard(cut)[0]
     assert "No such file" in check_shard(tmp_path / "missing.tar")[0]
 
     bad = made(tmp_path, "bad")
@@ -68,7 +68,7 @@ def test_every_kind_of_problem_is_told(tmp_path: Path) -> None:
     with tarfile.open(twice, "w") as archive:
         for name in ("a.txt", "b.txt", "a.txt"):
             archive.addfile(tarfile.TarInfo(name))
-    assert check_shard(twice) == [f"{twice}: the key 'a' comes twice, with other samples in between"]
+    assert check_shard(twice) == [f"{twice}: the key 'a' occurs twice, with other samples in between"]
 
     none = tmp_path / "none.tar"
     none.write_bytes(bytes(1024))
@@ -78,22 +78,22 @@ def test_every_kind_of_problem_is_told(tmp_path: Path) -> None:
     index = stale.with_suffix(".idx")
     index.write_text(re.sub(r"(cls \d+) 1", r"\1 0", index.read_text()))
     (problem,) = check_shard(stale)
-    assert "does not belong" in problem
+    assert "does not match" in problem
 
 
 def test_a_shard_full_of_problems_is_told_in_a_hundred_lines(tmp_path: Path) -> None:
     (path,) = pack(({"__key__": f"{n}", "cls": "x"} for n in range(250)), tmp_path)
     problems = check_shard(path)
-    assert len(problems) == 101 and problems[-1].endswith("and 150 problems more")
+    assert len(problems) == 101 and problems[-1].endswith("and 150 more problems")
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"bytes": "1"}', "\xff", "[" * 5000])
 def test_a_checksum_that_is_none_is_said(text: str, tmp_path: Path) -> None:
     path = made(tmp_path)
-    checksums.sum_file(path).write_text(text, "latin-1")
-    with pytest.raises(BadShard, match="is not a checksum"):
+    checksums.checksum_path(path).write_text(text, "latin-1")
+    with pytest.raises(BadShard, match="is not a valid checksum file"):
         checksums.read(path)
-    assert "is not a checksum" in check_shard(path)[0]
+    assert "is not a valid checksum file" in check_shard(path)[0]
 
 
 def test_a_checksum_is_one_line_of_json_for_whoever_may_read_the_shard(tmp_path: Path) -> None:

@@ -1,0 +1,122 @@
+"""The shard files of a dataset, given as a directory, a pattern, a list or a name: found, counted and indexed.
+
+Nothing here imports torch, so that commands that list and count answer at once.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from glob import glob
+from pathlib import Path
+
+from headway.data.catalog.catalog import Catalog, is_name
+from headway.data.shards.indexes import index_text
+from headway.data.shards.shard import count_samples, walk
+from headway.data.shards.tar import ShardLimits
+from headway.errors import UsageError
+from headway.system.files import storage, write_atomic
+
+_THREADS = 16  # counting mostly waits for the file system
+_QUICK_S = 1e-4  # per shard; an index in the page cache is read in a tenth of that
+_WARMUP_SHARDS = 10  # the first one takes longer
+
+ShardSpec = str | Path | Sequence[str | Path]
+"""where shards are: a directory, a pattern, a list of files, or a name in the catalog"""
+
+
+def find_shards(name: str, spec: ShardSpec, catalog: Catalog | None = None) -> list[Path]:
+    """Finds the shards of a dataset, at least one; `name` is the dataset's in error messages."""
+    text = str(spec)
+    if not isinstance(spec, str | Path):
+        paths = [Path(path) for path in spec]
+    elif "://" in text or text.startswith("pipe:"):
+        raise UsageError(f"dataset {name!r}: {text!r} is not a path; shards are read from file systems only")
+    elif text.count("**") > 1:  # time grows exponentially with them, and files are found several times
+        raise UsageError(f"dataset {name!r}: {text!r} has '**' more than once; give it once, or a list")
+    elif Path(spec).is_dir():
+        paths = sorted(Path(spec).glob("*.tar"))
+    else:
+        paths = sorted(Path(path) for path in glob(text, recursive=True))  # noqa: PTH207 - may be absolute
+    if isinstance(spec, str) and is_name(spec):
+        paths = _by_name(spec, paths, catalog or Catalog())
+    if not paths:
+        hint = _suggestion(text) if isinstance(spec, str | Path) else _GIVE_SHARDS
+        raise UsageError(f"dataset {name!r}: no shards found at {text!r}; {hint}")
+    return paths
+
+
+_GIVE_SHARDS = "give a directory, a pattern or a list"
+
+
+def _suggestion(text: str) -> str:
+    """Suggests what may have been meant: people forget train or val, or expect WebDataset's braces to work."""
+    if "{" in text:
+        return f"braces are not supported: write {re.sub(r'{[^}]*}', '*', text)!r}, or give a list"
+    below = sorted({str(path.parent) for path in Path(text).glob("*/*.tar")})[:5]
+    return f"there are some in {', '.join(below)}" if below else _GIVE_SHARDS
+
+
+def _by_name(name: str, here: list[Path], catalog: Catalog) -> list[Path]:
+    """Returns the shards of a name in the catalog, or those found at that path; both at once are refused."""
+    dataset = catalog.get(name)
+    if not here:
+        return [] if dataset is None and Path(name).is_dir() else catalog[name].shards()
+    if dataset is not None and dataset.path.resolve() != here[0].parent.resolve():
+        raise UsageError(
+            f"{name!r} is a directory here and a dataset at {dataset.path}: write './{name}' or {dataset.key!r}"
+        )
+    return here
+
+
+def count_shards(
+    paths: Sequence[Path], limits: ShardLimits | None = None, *, quick_s: float = _QUICK_S
+) -> Iterator[int]:
+    """Yields the number of samples of each shard, as it becomes known.
+
+    Shards are counted in this thread while each takes at most `quick_s`, and by a thread pool from then on: a task for
+    a pool costs about as much as reading one index.
+    """
+    began, done = time.perf_counter(), 0
+    while done < len(paths) and time.perf_counter() - began <= quick_s * (done + _WARMUP_SHARDS):
+        yield count_samples(paths[done], limits)
+        done += 1
+    paths = paths[done:]
+    size = 1 + len(paths) // (4 * _THREADS)
+    groups = [paths[at : at + size] for at in range(0, len(paths), size)]
+    with ThreadPoolExecutor(_THREADS, "headway count") as pool:
+        for counts in pool.map(lambda group: [count_samples(path, limits) for path in group], groups):
+            yield from counts
+
+
+def index(shards: ShardSpec, *, overwrite: bool = False, catalog: Catalog | None = None) -> list[Path]:
+    """Writes DALI's text index beside each shard that has none, and returns the paths of those written.
+
+    headway works without an index, but starts faster with one, and DALI needs it. Shards with spaces in the names of
+    their files cannot have one, and are skipped.
+
+        hw.data.index("/data/laion/*.tar")
+    """
+    written = write_indexes(find_shards("index", shards, catalog), overwrite=overwrite)
+    return [path for path in written if path is not None]
+
+
+def write_indexes(paths: Sequence[Path], *, overwrite: bool) -> Iterator[Path | None]:
+    """Writes the index of each shard, and yields its path; None if it existed or the shard cannot have one."""
+    with ThreadPoolExecutor(_THREADS, "headway index") as pool:
+        yield from pool.map(lambda path: _write_index(path, overwrite), paths)
+
+
+def _write_index(path: Path, overwrite: bool) -> Path | None:
+    if path.with_suffix(".idx").exists() and not overwrite:
+        return None
+    text = index_text(walk(path))
+    if text is None:
+        return None
+    target = path.with_suffix(".idx")
+    with storage(f"write {target}"):
+        write_atomic(target, text.encode("utf-8", "surrogateescape"))
+        target.chmod(path.stat().st_mode & 0o666)  # the same permissions as the shard
+    return target

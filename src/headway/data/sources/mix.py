@@ -1,0 +1,50 @@
+"""`Mix`: several datasets in one stream, in exact proportions that may change at given steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import final
+
+from headway.data.catalog.catalog import Catalog
+from headway.data.catalog.shard_files import ShardSpec
+from headway.data.order.timeline import apply_weights, check_names, to_fixed_point
+from headway.errors import UsageError
+
+
+@final
+class Mix:
+    """Datasets and their weights: `ShardLoader` reads them in these proportions.
+
+        mix = hw.data.Mix({"laion": 0.5, "datacomp": 0.3}, shards={"laion": "/data/laion/*.tar", "datacomp": paths})
+        mix = hw.data.Mix({"/data/laion": 1, "/data/datacomp": 2}, schedule=[(1000, {"/data/laion": 3})])
+
+    Weights need not add up to one. `shards` gives a directory, a pattern or a list of files for each name; without it,
+    the names themselves are directories, patterns, or names in the `catalog` (by default, `Catalog()`). `schedule`
+    changes weights at given steps; names that it omits keep theirs.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, float],
+        *,
+        shards: Mapping[str, ShardSpec] | None = None,
+        catalog: Catalog | None = None,
+        schedule: Sequence[tuple[int, Mapping[str, float]]] = (),
+    ) -> None:
+        if not isinstance(weights, Mapping):
+            raise UsageError(
+                f'a Mix needs a weight for each name, as in Mix({{"laion": 0.5}}), not {weights!r}'
+            )
+        self.weights = {str(name): float(weight) for name, weight in weights.items()}
+        to_fixed_point(self.weights)
+        self.shards: dict[str, ShardSpec] = {name: (shards or {}).get(name, name) for name in self.weights}
+        check_names(shards or {}, self.weights)
+        self.catalog = catalog
+        steps = [step for step, _ in schedule]
+        if any(step < 1 for step in steps) or steps != sorted(set(steps)):
+            raise UsageError(f"the steps of a schedule must be increasing numbers from 1 on, not {steps}")
+        self.schedule: list[tuple[int, dict[str, float]]] = []
+        current = self.weights
+        for step, changes in schedule:
+            current = apply_weights(current, changes)
+            self.schedule.append((step, current))
