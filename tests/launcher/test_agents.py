@@ -20,7 +20,7 @@ from headway.data.cache import node_cache
 from headway.errors import RankFailure
 from headway.launcher.agent import environment, team as teams
 from headway.launcher.agent.agent import Agent
-from headway.launcher.agent.environment import cpu_shares, kernel_caches, private_directory, shares
+from headway.launcher.agent.environment import cpu_shares, kernel_caches, private_directory, split_cpus
 from headway.launcher.agent.team import Team, place_ranks
 from headway.launcher.epilogue import read_outcome
 
@@ -109,9 +109,9 @@ def test_the_script_reads_the_last_round(tmp_path: Path) -> None:
 
 
 def test_cpus_are_shared_out_whole() -> None:
-    assert shares(range(8), 3) == [{0, 1, 2}, {3, 4, 5}, {6, 7}]
-    assert shares([4, 5], 3) is None, "more ranks than CPUs: the kernel decides"
-    assert shares([4, 5], 1) is None
+    assert split_cpus(range(8), 3) == [{0, 1, 2}, {3, 4, 5}, {6, 7}]
+    assert split_cpus([4, 5], 3) is None, "more ranks than CPUs: the kernel decides"
+    assert split_cpus([4, 5], 1) is None
     assert cpu_shares(1 + len(os.sched_getaffinity(0)), {"SLURM_STEP_ID": "0"}) is None
     assert cpu_shares(2, {}) is None, "without a scheduler the machine is not ours"
 

@@ -11,7 +11,7 @@ import pytest
 
 from headway.errors import HeadwayError
 from headway.launcher import epilogue
-from headway.launcher.agent.outcome import first_failure, keep
+from headway.launcher.agent.outcome import first_failure, record_failure
 from headway.launcher.agent.team import Team
 from headway.launcher.program import JobFile, Program
 from headway.launcher.targets import Slurm
@@ -74,9 +74,9 @@ def test_an_agent_knows_what_its_rank_died_of(run: Run, tmp_path: Path) -> None:
 
 
 def test_what_an_agent_finds_counts_unless_the_ranks_were_faster(run: Run, tmp_path: Path) -> None:
-    keep(hang(run), tmp_path / "failure.json")
+    record_failure(hang(run), tmp_path / "failure.json")
     assert json.loads(run.failure_file.read_text()) == hang(run)
-    keep(hang(run) | {"error": "later"}, tmp_path / "failure.json")
+    record_failure(hang(run) | {"error": "later"}, tmp_path / "failure.json")
     assert json.loads(run.failure_file.read_text()) == hang(run)
 
 
@@ -89,7 +89,7 @@ def test_an_agent_whose_start_was_replaced_leaves_the_newer_ones_run_alone(
     start(0)
     (tmp_path / "failure.json").write_text(json.dumps(vanished(run)))
     first_failure(tmp_path / "failure.json", {1: -9}, {1: 5})
-    keep(hang(run), tmp_path / "of-another-round.json")
+    record_failure(hang(run), tmp_path / "of-another-round.json")
     assert not run.failure_file.exists()
     start(1)
     assert run.write_failure({"rank": 0, "error": "of the newer one"})
@@ -99,7 +99,7 @@ def test_a_cause_is_said_though_it_cannot_be_written(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gone = hang(run) | {"failure_file": str(tmp_path / "gone" / "failure.json")}
-    keep(gone, tmp_path / "failure.json")
+    record_failure(gone, tmp_path / "failure.json")
     assert "headway: the failure could not be recorded" in capsys.readouterr().err
     assert json.loads((tmp_path / "failure.json").read_text()) == gone, "for the other agents"
 

@@ -385,7 +385,7 @@ def test_mistakes_are_found_before_anything_is_made(
     refused("launch takes no array", work.hot, on=hw.Slurm(array=("lr=1,2",)))
     refused("free memory", work.hot, on=hw.Local(nproc=100_000))
     refused(r"work_of_ranks:hot with its arguments cannot be sent .*lock", work.hot, threading.Lock())
-    refused("run name 'a;b' cannot be used", work.hot, name="a;b")
+    refused("'a;b' is not a valid run name", work.hot, name="a;b")
     monkeypatch.setenv("HEADWAY_RUN", "x")
     monkeypatch.setenv("RANK", "0")
     refused("inside a rank of a job", work.hot)

@@ -94,7 +94,7 @@ def test_where_data_goes_is_known_on_the_node(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("DISK", "/scratch")
 
     def staged(target: Slurm) -> dict[str, str]:
-        return JobFile(program=Program(command=["train"]), target=target).staged()
+        return JobFile(program=Program(command=["train"]), target=target).staged_environment()
 
     assert staged(Slurm(pre=("/data",), pre_to="$DISK/me")) == {"HEADWAY_STAGED": "/scratch/me"}
     assert staged(Slurm(pre_to="$NOWHERE")) == {}, "nothing is staged"

@@ -10,7 +10,7 @@ from headway.cli import main, submit as verb
 from headway.errors import UsageError
 from headway.launcher.program import JobFile, Program, python_command
 from headway.launcher.scripts import Script
-from headway.launcher.submission import check
+from headway.launcher.submission import check_target
 from headway.launcher.targets import ClusterTarget, Slurm
 from headway.run import Run
 
@@ -56,7 +56,7 @@ def test_options_after_the_script_are_the_scripts() -> None:
         (["submit", "--env", "A", "x.py"], "--env 'A': write NAME=VALUE"),
         (["submit", "--nodes", "0", "x.py"], "nodes=0 must be a whole number of at least 1"),
         (["submit", "--dry-run", "nowhere.py"], "there is no file 'nowhere.py'"),
-        (["submit", "--dry-run", "--name", "a;b", __file__], "run name 'a;b' cannot be used"),
+        (["submit", "--dry-run", "--name", "a;b", __file__], "'a;b' is not a valid run name"),
         (["submit", "--dry-run", "--array", "lr", __file__], "--array 'lr' is neither"),
     ],
 )
@@ -74,7 +74,7 @@ def test_a_machine_without_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     with pytest.raises(
         UsageError, match=r"sbatch is not on this machine: submit from a login node .* headway run"
     ):
-        check(Slurm())
+        check_target(Slurm())
 
 
 def test_names_for_runs() -> None:

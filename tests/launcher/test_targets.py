@@ -10,8 +10,8 @@ import yaml
 
 import headway as hw
 from headway.errors import UsageError
-from headway.launcher.targets import KINDS, Slurm, read
-from headway.schedulers.slurm.time_limit import seconds
+from headway.launcher.targets import KINDS, Slurm, read_target
+from headway.schedulers.slurm.time_limit import parse_time_limit
 
 FULL: dict[str, Any] = {
     "nodes": 2,
@@ -49,7 +49,7 @@ def test_to_yaml_and_back(target: hw.Local | hw.Slurm | hw.Mpi, tmp_path: Path) 
     assert type(target).from_dict(target.to_dict()) == target
     file = tmp_path / "target.yaml"
     file.write_text(yaml.safe_dump(target.to_dict()))
-    assert read(file) == target
+    assert read_target(file) == target
 
 
 def test_defaults_are_not_written() -> None:
@@ -127,7 +127,7 @@ def test_a_wrong_key_is_named_with_the_nearest_right_one() -> None:
 def test_a_file_that_says_nothing_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "on.yaml").write_bytes(text.encode("latin-1"))
     with pytest.raises(UsageError, match=r"on\.yaml"):
-        read(tmp_path / "on.yaml")
+        read_target(tmp_path / "on.yaml")
 
 
 @pytest.mark.parametrize(
@@ -135,4 +135,4 @@ def test_a_file_that_says_nothing_is_refused(text: str, tmp_path: Path) -> None:
     [("1", 60), ("1:30", 90), ("1:00:01", 3601), ("1-12", 129600), ("1-12:30", 131400), ("1-0:0:5", 86405)],
 )
 def test_time_limits_as_slurm_writes_them(time: str, expected: int) -> None:
-    assert seconds(time) == expected
+    assert parse_time_limit(time) == expected

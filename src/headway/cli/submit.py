@@ -14,7 +14,7 @@ from headway.errors import UsageError
 from headway.launcher import scripts
 from headway.launcher.job import Job
 from headway.launcher.scripts import Script, SubmittedJob
-from headway.launcher.targets import ClusterTarget, Slurm, read, target_fields
+from headway.launcher.targets import ClusterTarget, Slurm, read_target, target_fields
 
 _EXAMPLES = """\
 examples:
@@ -86,7 +86,7 @@ def _target(options: argparse.Namespace) -> ClusterTarget:
     values: dict[str, Any] = {}
     given = {each.name: getattr(options, each.name) for each in target_fields(Slurm) if each.name in options}
     if options.on is not None:
-        found = read(Path(options.on))
+        found = read_target(Path(options.on))
         if not isinstance(found, ClusterTarget):
             raise UsageError(
                 f"{options.on} describes {found.kind}; submit needs a cluster, such as 'kind: slurm'"

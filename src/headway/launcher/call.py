@@ -21,7 +21,7 @@ from headway.launcher.functions import pickled
 from headway.launcher.functions.start import in_background, worker_program
 from headway.launcher.functions.worker import Call
 from headway.launcher.job import Job
-from headway.launcher.submission import check, submit_runs
+from headway.launcher.submission import check_target, submit_runs
 from headway.launcher.targets import ClusterTarget, Local, Mpi
 from headway.run import Run
 from headway.system import environment, files
@@ -91,7 +91,7 @@ def _check(function: object, target: object, groups: Sequence[Sequence[int]] | N
             "launch takes no array: launch a job for each setting, or submit a script with --array"
         )
     if isinstance(target, ClusterTarget):
-        check(target)
+        check_target(target)
     if isinstance(target, Local):
         check_nproc(target.nproc)
     if isinstance(target, Mpi) and shutil.which(target.mpirun) is None:

@@ -12,7 +12,7 @@ from headway.errors import DONE, INTERRUPTED, TERMINATED, Stopped, UsageError
 from headway.launcher import sweep
 from headway.launcher.agent.agent import Agent, check_nproc
 from headway.launcher.program import Program
-from headway.launcher.scripts import Script, prepared, program
+from headway.launcher.scripts import Script, make_program, prepare_runs
 from headway.run import Run
 from headway.run.status import record_end
 from headway.system import environment
@@ -36,13 +36,13 @@ def run_sweep(
     """
     settings = sweep.grid(specs)
     check_nproc(nproc)
-    with prepared(script, settings, root=root, name=name) as (runs, notes):
+    with prepare_runs(script, settings, root=root, name=name) as (runs, notes):
         for note in notes:
             logger.info(note)
     failed = DONE
     for number, (run, values) in enumerate(zip(runs, settings, strict=True), start=1):
         logger.info(f"{number} of {len(runs)}: {sweep.label(values)} in {run.path}")
-        code = _run(run, program(run, script, values), nproc)
+        code = _run(run, make_program(run, script, values), nproc)
         record_end(run, code)
         failed = failed or code
         if code in (INTERRUPTED, TERMINATED):

@@ -92,7 +92,7 @@ class JobFile:
         """Where the agents of this start meet: the same for its script and its agents, and for no other start."""
         return run.launch_dir / self.ids(environ).start
 
-    def staged(self) -> dict[str, str]:
+    def staged_environment(self) -> dict[str, str]:
         """The variable that says where the data copied to this node is; none if no data was copied."""
         if not self.target.pre:
             return {}

@@ -31,7 +31,7 @@ def main(path: str) -> int:
     job = JobFile.read(run)
     team, _ = team_of(run, job, os.environ)
     try:
-        stage(job.target.pre, job.staged()[STAGED])
+        stage(job.target.pre, job.staged_environment()[STAGED])
         return DONE
     except HeadwayError as error:
         team.begin_round(0)

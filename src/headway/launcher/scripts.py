@@ -15,7 +15,7 @@ from headway.launcher import sweep
 from headway.launcher.code import snapshot
 from headway.launcher.code.snapshot import Dirty
 from headway.launcher.program import Program, python_command
-from headway.launcher.submission import check, submit_runs
+from headway.launcher.submission import check_target, submit_runs
 from headway.launcher.targets import ClusterTarget
 from headway.run import Run, check_name
 from headway.schedulers.base import JobIds
@@ -79,17 +79,17 @@ def submit(
     """
     name = _checked(script, name)
     settings = sweep.grid(target.array) if target.array else [{}]
-    check(target)
-    with prepared(script, settings, root=root, name=name, dirty=dirty) as (runs, notes):
+    check_target(target)
+    with prepare_runs(script, settings, root=root, name=name, dirty=dirty) as (runs, notes):
         programs = [
-            replace(program(run, script, values), nproc=target.nproc_per_node, env=dict(target.env))
+            replace(make_program(run, script, values), nproc=target.nproc_per_node, env=dict(target.env))
             for run, values in zip(runs, settings, strict=True)
         ]
         return SubmittedJob(ids=submit_runs(runs, programs, target), runs=runs, notes=notes)
 
 
 @contextmanager
-def prepared(
+def prepare_runs(
     script: Script,
     settings: Sequence[sweep.Settings],
     *,
@@ -99,7 +99,7 @@ def prepared(
 ) -> Iterator[tuple[list[Run], list[str]]]:
     """A run for each setting, with the code as it is now, and notes about it. If the block fails, all are removed.
 
-    >>> with prepared(Script(name="train.py"), [{"lr": "1e-3"}], root=Path("runs")) as (runs, notes):  # doctest: +SKIP
+    >>> with prepare_runs(script, [{"lr": "1e-3"}], root=Path("runs")) as (runs, notes):  # doctest: +SKIP
     ...     start(runs)
     """
     name = _checked(script, name)
@@ -139,7 +139,7 @@ def _pin(runs: Sequence[Run], script: Script, dirty: Dirty) -> list[str]:
     return notes + ([f"left out of the copy: {shorten_list(left_out, _NAMED)}"] if left_out else [])
 
 
-def program(run: Run, script: Script, values: sweep.Settings) -> Program:
+def make_program(run: Run, script: Script, values: sweep.Settings) -> Program:
     """The script with these settings, from the run's copy of the code."""
     code = snapshot.load(run)
     start = ["-m", script.name] if script.module else [str(code.script)]

@@ -17,7 +17,7 @@ from headway.schedulers.base import JobIds, JobRequest
 from headway.system import files
 
 
-def check(target: ClusterTarget) -> None:
+def check_target(target: ClusterTarget) -> None:
     """Asks the scheduler whether such a job could run; `UsageError` says what is wrong with it."""
     request = target.request(name="check", directory=Path("/run"), log=Path("log/job.txt"))
     target.scheduler.check(request)

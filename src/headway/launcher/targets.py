@@ -2,7 +2,7 @@
 
     on = Slurm(nodes=2, gpus_per_node=8, time="2:00:00", partition="gpu")
     Slurm.from_dict(on.to_dict()) == on
-    read(Path("cluster.yaml"))            # kind: slurm, nodes: 2, ...
+    read_target(Path("cluster.yaml"))            # kind: slurm, nodes: 2, ...
 
 Nothing here asks a machine or a scheduler: a description can be made anywhere, also where it cannot run. A target for
 another scheduler is a subclass of `ClusterTarget` whose `kind` is "module:Class".
@@ -24,7 +24,7 @@ import yaml
 from headway import schedulers
 from headway.errors import UsageError, unknown_name
 from headway.schedulers.base import JobRequest, Scheduler
-from headway.schedulers.slurm.time_limit import seconds
+from headway.schedulers.slurm.time_limit import parse_time_limit
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 _TOKEN = re.compile(r"""[^\s'"\\#]+""")
@@ -308,9 +308,10 @@ class Slurm(ClusterTarget):
         _at_least(1, self.signal_lead, "signal_lead")
         if self.signal_lead > _LONGEST_LEAD_S:
             raise UsageError(f"signal_lead={self.signal_lead}: SLURM takes at most {_LONGEST_LEAD_S} seconds")
-        if self.time is not None and seconds(self.time) <= self.signal_lead:
+        time_s = None if self.time is None else parse_time_limit(self.time)
+        if time_s is not None and time_s <= self.signal_lead:
             raise UsageError(
-                f"time={self.time!r} is {seconds(self.time)} s, but signal_lead={self.signal_lead} s of it are "
+                f"time={self.time!r} is {time_s} s, but signal_lead={self.signal_lead} s of it are "
                 "for saving: ask for more time, or set a shorter signal_lead"
             )
 
@@ -360,7 +361,7 @@ def from_dict(values: Mapping[str, Any]) -> Target:
     return found.from_dict(values)
 
 
-def read(path: Path) -> Target:
+def read_target(path: Path) -> Target:
     """The target that a YAML file describes: `kind: slurm`, then its settings."""
     try:
         values = yaml.safe_load(path.read_text())

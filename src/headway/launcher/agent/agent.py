@@ -27,8 +27,8 @@ from headway.checkpoint.format.directory import list_steps
 from headway.dist.failure import heartbeat
 from headway.errors import INTERRUPTED, TERMINATED, HeadwayError, Stopped, UsageError
 from headway.launcher.agent.environment import AgentPlacement, cpu_shares, kernel_caches, rank_environment
-from headway.launcher.agent.outcome import crashed, first_failure, keep, summary
-from headway.launcher.agent.process import RankProcess, start
+from headway.launcher.agent.outcome import first_failure, is_crash, record_failure, summary
+from headway.launcher.agent.process import RankProcess, start_rank
 from headway.launcher.agent.scratch import scratch_directory
 from headway.launcher.agent.team import Outcome, Team
 from headway.launcher.agent.watchdog import Watchdog
@@ -116,7 +116,7 @@ class Agent:
                 team.begin_round(number)
                 before = self._newest_step()
                 outcome = self._round(team, placement, directory / f"heartbeat-{number}")
-                if number == self._max_restarts or self._signals or not crashed(outcome):
+                if number == self._max_restarts or self._signals or not is_crash(outcome):
                     break
                 self._keep_run(directory / f"heartbeat-{number}")
                 if not team.agree_on_restart(lambda before=before: self._newest_step() > before):  # type: ignore[misc]
@@ -155,7 +155,7 @@ class Agent:
                 environ |= kernel_caches(placement.first_local_rank + index, self._environ)
             environ[environment.RENDEZVOUS] = str(team.round_dir / "rendezvous.json")
             environ[environment.HEARTBEAT] = str(beats)
-            rank = start(
+            rank = start_rank(
                 self._command,
                 number=placement.first_rank + index,
                 environ=environ,
@@ -188,7 +188,7 @@ class Agent:
                 self._kill(deadlines.pop(0)[1])
             self._repeat_stop_request(now)
             if not self._ended and (hang := watchdog.tick()) is not None:
-                keep(hang, team.round_dir / "failure.json")
+                record_failure(hang, team.round_dir / "failure.json")
                 self._kill(signal.SIGKILL)
             time.sleep(_POLL_S)
 

@@ -66,13 +66,13 @@ def cpu_shares(nproc: int, environ: Mapping[str, str]) -> list[set[int]] | None:
     """
     if schedulers.node(environ) is None or "sched_getaffinity" not in vars(os):
         return None
-    return shares(sorted(os.sched_getaffinity(0), key=_topology_of), nproc)
+    return split_cpus(sorted(os.sched_getaffinity(0), key=_topology_of), nproc)
 
 
-def shares(cpus: Sequence[int], nproc: int) -> list[set[int]] | None:
+def split_cpus(cpus: Sequence[int], nproc: int) -> list[set[int]] | None:
     """Equal parts of a list; the first ones get what is left over.
 
-    >>> shares([0, 1, 2, 3, 4], 2)
+    >>> split_cpus([0, 1, 2, 3, 4], 2)
     [{0, 1, 2}, {3, 4}]
     """
     if nproc < 2 or len(cpus) < nproc:

@@ -33,7 +33,7 @@ def run_submitted(path: str) -> int:
         host=node.host,
         report=False,
         max_restarts=job.target.max_restarts,
-        prepare=job.staged,
+        prepare=job.staged_environment,
     ).run()
 
 

@@ -33,7 +33,7 @@ _NOT_CRASHES = {
 """exit codes that need no failure report, each with its sentence"""
 
 
-def crashed(outcome: Mapping[str, Any]) -> bool:
+def is_crash(outcome: Mapping[str, Any]) -> bool:
     """Whether a restart may help: a rank failed, and not by something that a restart would meet again."""
     return bool(outcome["exit_code"] == 1)
 
@@ -76,7 +76,7 @@ def first_failure(path: Path, ended: Mapping[int, int], pids: Mapping[int, int])
     }
 
 
-def keep(record: FailureRecord, path: Path) -> None:
+def record_failure(record: FailureRecord, path: Path) -> None:
     """Records what the agent itself has found, unless the ranks were faster."""
     if files.publish(path, json.dumps(record).encode()):
         _complete(record)

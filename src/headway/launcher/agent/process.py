@@ -43,7 +43,7 @@ class RankProcess:
             os.killpg(self.process.pid, number)
 
 
-def start(
+def start_rank(
     command: Sequence[str],
     *,
     number: int,

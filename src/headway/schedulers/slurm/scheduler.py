@@ -16,7 +16,7 @@ from headway.schedulers.slurm import queue as slurm_queue
 from headway.schedulers.slurm.client import SlurmAnswer, SlurmClient
 from headway.schedulers.slurm.refusals import partition_option, refusal
 from headway.schedulers.slurm.script import job_script, options, step_command, submit_options
-from headway.schedulers.slurm.time_limit import seconds
+from headway.schedulers.slurm.time_limit import parse_time_limit
 
 _TIMEOUT_S = 120.0
 """how long a busy controller may take to answer a request that changes something"""
@@ -84,7 +84,7 @@ class SlurmScheduler(Scheduler):
         if answer.code:
             raise refusal(answer.err, request, self._client)
         limit, wanted = self._time_limit(request), request.options.get("time")
-        if limit and wanted and seconds(wanted) > seconds(limit):
+        if limit and wanted and parse_time_limit(wanted) > parse_time_limit(limit):
             # many sites accept such a job and never start it
             raise refusal("time limit exceeds", request, self._client)
 
@@ -179,7 +179,7 @@ class SlurmScheduler(Scheduler):
         limits = [limit for name, limit in lines if partition or name.endswith("*")]  # * is the default
         if not limits or "infinite" in limits:
             return None
-        return max(limits, key=seconds)
+        return max(limits, key=parse_time_limit)
 
 
 def _first_line(answer: SlurmAnswer) -> str:

@@ -9,10 +9,10 @@ from headway.errors import UsageError
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
 
 
-def seconds(time: str) -> int:
+def parse_time_limit(time: str) -> int:
     """Converts a time limit to seconds.
 
-    >>> seconds("90"), seconds("1:30:00"), seconds("1-12"), seconds("2-0:30")
+    >>> parse_time_limit("90"), parse_time_limit("1:30:00"), parse_time_limit("1-12"), parse_time_limit("2-0:30")
     (5400, 5400, 129600, 174600)
     """
     match = _TIME.fullmatch(time)
