@@ -40,9 +40,9 @@ LAUNCH = {
 }
 
 
-def one(name: str, how: str, folder: Path) -> tuple[float, int, int]:
+def one(name: str, how: str, directory: Path) -> tuple[float, int, int]:
     """Returns seconds from the end of rank 2 to the end of all, lines of output, and the cause's line from the end."""
-    script, mark = folder / f"under_{name}.py", folder / "mark"
+    script, mark = directory / f"under_{name}.py", directory / "mark"
     script.write_text(SCRIPT.format(join=JOINS[name]))
     environ = os.environ | {"FAIL": how, "MARK": str(mark)}
     done = subprocess.run(
@@ -64,12 +64,12 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     repeat = parser.parse_args().repeat
     print(f"{'':18} {'all down':>9} {'lines':>6} {'cause, lines from the end':>26}")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as directory:
         for how in ("raise", "kill9", "exit0"):
             runs: dict[str, list[tuple[float, int, int]]] = {name: [] for name in LAUNCH}
             for _ in range(repeat):
                 for name in LAUNCH:
-                    runs[name].append(one(name, how, Path(folder)))
+                    runs[name].append(one(name, how, Path(directory)))
             for name, results in runs.items():
                 seconds = statistics.median(result[0] for result in results)
                 _, lines, found = results[-1]

@@ -40,8 +40,8 @@ def main() -> None:
     parser.add_argument("--nproc", type=int, default=4)
     options = parser.parse_args()
     nproc = options.nproc
-    with tempfile.TemporaryDirectory() as folder:
-        plain, ours = Path(folder, "plain.py"), Path(folder, "ours.py")
+    with tempfile.TemporaryDirectory() as directory:
+        plain, ours = Path(directory, "plain.py"), Path(directory, "ours.py")
         plain.write_text(SCRIPT.format(nproc=nproc, join="dist.init_process_group('gloo')"))
         ours.write_text(
             SCRIPT.format(nproc=nproc, join="import headway; headway.init(device='cpu')").replace(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -42,6 +44,15 @@ def test_every_file_is_linted() -> None:
 
 
 # --- one name, one meaning
+
+
+def test_class_names_are_unique() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in MODULES:
+        for node in tree(path).body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(name_of(path))
+    assert {name: where for name, where in homes.items() if len(where) > 1} == {}
 
 
 def public_names(package: Path) -> set[str]:
@@ -91,3 +102,30 @@ def test_modules_and_functions_stay_readable() -> None:
                 if length > 60:
                     too_long.append(f"{name_of(path)}: {node.name} has {length} lines")
     assert too_long == []
+
+
+# --- words
+
+BRITISH = re.compile(
+    r"\b\w*(optimis|colour|behaviour|neighbour|normalis|initialis|synchronis|serialis|recognis|utilis|summaris"
+    r"|organis|minimis|maximis|finalis|catalogue)\w*",
+    re.IGNORECASE,
+)
+HOUSE = re.compile(r"\bfolders?\b", re.IGNORECASE)  # the word is: directory
+FOREIGN = re.compile(r"ImageFolder|DatasetFolder|initialise_process_group")  # names of others
+
+
+def texts() -> Iterator[Path]:
+    yield from MODULES
+    yield from ROOT.glob("*.md")
+    for place in ("docs", "examples", "benchmarks"):
+        yield from (path for path in (ROOT / place).rglob("*") if path.suffix in (".md", ".py"))
+
+
+def test_spelling_is_american_and_a_directory_is_a_directory() -> None:
+    found = []
+    for path in texts():
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            for word in (*BRITISH.finditer(FOREIGN.sub("", line)), *HOUSE.finditer(FOREIGN.sub("", line))):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {word[0]}")
+    assert found == [], f"{len(found)} words"
