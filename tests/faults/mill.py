@@ -51,7 +51,7 @@ def train(epochs: int = EPOCHS) -> None:
     pipe.register_optimizer("adam", lambda params: torch.optim.Adam(params, lr=3e-3))
     pipe.register_dataset("train", hw.data.DataLoader(data, global_batch_size=BATCH, shuffle=True, seed=5))
     pipe.register_dataset("val", hw.data.DataLoader(data, global_batch_size=BATCH * 2))
-    pipe.append_stage(Fit(log_every=1, val_every=2), max_epochs=epochs)
+    pipe.append_stage(Fit(log_every=1, val_every="2 epochs"), max_epochs=epochs)
     pipe.enable_checkpointing(resume="must", every=EVERY, keep_last=3)
     pipe.enable_ledger()
     pipe.run()

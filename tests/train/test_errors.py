@@ -222,11 +222,16 @@ def test_bad_input_is_one_sentence_on_all_ranks_within_five_seconds(case: str, t
         ({"precision": "fp8"}, 'precision=\'fp8\' is unknown: use one of "fp32", "tf32", "bf16", "fp16"'),
         (
             {"acumulate": 4},
-            "Classify has no setting 'acumulate': there are precision, accumulate, gradient_clip",
+            "'acumulate' is not a valid setting of Classify (did you mean 'accumulate'?); valid: precision, accumulate",
         ),
         ({"accumulate": 0}, "accumulate=0: give a whole number of at least 1"),
         ({"gradient_clip": 0.0}, "gradient_clip=0.0: give a norm above 0, or None for no clipping"),
-        ({"val_every": "often"}, "val_every='often': give a number of epochs, or such as \"500 steps\""),
+        ({"val_every": "often"}, "val_every='often' is not a valid interval: give steps"),
+        (
+            {"val_every": 500},
+            'val_every=500 could mean steps or epochs: give "500 steps" or "500 epochs", or None for no validation',
+        ),
+        ({"val_every": 0}, "val_every=0 could mean steps or epochs"),
         ({"on_nan": "pray"}, 'on_nan=\'pray\' is unknown: use "stop" or "skip"'),
     ],
 )

@@ -57,8 +57,8 @@ def test_stages_epochs_and_log_points_in_order(tmp_path: Path) -> None:
     pipe, diary, train = make_pipe(tmp_path), Diary(), Batches(3)
     pipe.register_dataset("train", train)
     pipe.register_dataset("val", Batches(2))
-    pipe.append_stage(Classify(log_every=2, val_every=2), max_epochs=2, name="one")
-    pipe.append_stage(Classify(val_every=0), max_steps=4, name="two")
+    pipe.append_stage(Classify(log_every=2, val_every="2 epochs"), max_epochs=2, name="one")
+    pipe.append_stage(Classify(val_every=None), max_steps=4, name="two")
     pipe.add_callback(diary)
     pipe.run()
     metrics = "['train/accuracy', 'train/loss']"

@@ -74,8 +74,8 @@ def test_the_best_is_the_least_or_the_largest() -> None:
 
 @alone
 def test_unknown_settings_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="enable_checkpointing has no setting 'evry'"):
-        Pipeline(root=tmp_path).enable_checkpointing(evry=3)
+    with pytest.raises(UsageError, match="'evry' is not a valid setting of enable_checkpointing"):
+        Pipeline(root=tmp_path).enable_checkpointing(evry=3)  # type: ignore[call-arg]
 
 
 # --- when and what

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -26,8 +27,9 @@ from torch.utils.data import (
 from toys import FEATURES, Classify, Net, make_net, sgd, warm_up
 
 import headway as hw
+from headway.errors import Stopped
 from headway.testing import ranks
-from headway.train import Callback, Fsdp, Pipeline, Stage
+from headway.train import Callback, Fsdp, Pipeline, Stage, train_val_state
 
 alone = pytest.mark.usefixtures("alone")
 
@@ -567,3 +569,59 @@ def test_other_numbers_of_ranks_see_the_same_samples(
     assert [each["exit_code"] for each in attempts] == [*endings, 0]
     for before, after in pairwise(attempts):
         assert after["step_started"] > before["step_started"]
+
+
+class Timed(Traced):
+    """Each of its steps takes a second of a clock that starts anywhere, as that of another process does."""
+
+    def __init__(self, *, stop: int | None = None, start_s: float = 0.0, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.signal_at, self.now_s = stop, start_s
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def step(self, batch: Any) -> Tensor:
+        loss = super().step(batch)
+        if self.training:
+            self.now_s += 1
+            if self.signal_at == self.pipe.steps_done + 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return loss
+
+
+@alone
+@pytest.mark.parametrize(
+    "end",
+    [
+        {"cut": 3},
+        {"cut": 8},
+        {"cut": ("val", 8)},
+        {"cut": 9},
+        {"cut": 15},
+        {"cut": ("epoch", 1)},
+        {"stop": 8},
+    ],
+    ids=str,
+)
+def test_validations_by_time_come_at_the_same_steps(
+    end: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time since the last validation is kept, and so is the request for one that was not made any more."""
+
+    def run(folder: Path, stage: Timed) -> Pipeline:
+        monkeypatch.setattr(train_val_state, "time", stage)
+        pipe = make(folder, stage, every=3)
+        pipe.run()
+        return pipe
+
+    settings: dict[str, Any] = {"log_every": 2, "val_every": "7s"}
+    hw.seed(5)
+    golden = run(tmp_path / "golden", Timed(**settings))
+    assert [step for step, _ in golden.history.points("val/loss")] == [8, 16, 24, 32]
+    hw.seed(5)
+    with pytest.raises((Cut, Stopped)):
+        run(tmp_path / "cut", Timed(**settings, **end))
+    resumed = run(tmp_path / "cut", Timed(**settings, start_s=1e6))
+    assert resumed.history.points("val/loss") == golden.history.points("val/loss")
+    assert_same(weights(resumed), weights(golden))

@@ -44,7 +44,11 @@ def train(stage: TrainValStage) -> Iterator[None]:
     """Runs one epoch of training; yields where a validation is due."""
     pipe, state, timer = stage.pipe, stage._loop, stage.pipe._timer
     settings, precision, losses = state.settings, state.precision, state.recent_losses
-    accumulate, autocast, between_steps = settings.accumulate, precision.autocast, bool(settings.val_steps)
+    accumulate, autocast, between_steps = (
+        settings.accumulate,
+        precision.autocast,
+        settings.validates_between_steps,
+    )
     loader, limit = stage.train_dataset(), settings.limit_train_batches
     last = math.inf if state.max_steps is None else state.max_steps
     batches = state.feed(loader, limit, progress=state.begin_pass(loader, limit))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, Unpack
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from headway import dist, record
 from headway.checkpoint.policy import Policy
 from headway.dist import World
 from headway.dist.shared_run import choose_run
-from headway.errors import UsageError
+from headway.errors import UsageError, unknown_name
 from headway.record.sinks import Mlflow, Sink, TensorBoard, Wandb, check_sink, feeding
 from headway.run import Run, check_name
 from headway.system import environment
@@ -39,6 +39,7 @@ from headway.train.resume import state
 from headway.train.resume.keeper import Keeper
 from headway.train.resume.ledger_writer import LedgerWriter
 from headway.train.resume.state import StatefulObject
+from headway.train.settings import CheckpointOptions
 from headway.train.stage import Stage
 
 OptimizerLike: TypeAlias = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -238,7 +239,9 @@ class Pipeline:
             )
         self._registered_state[name] = thing
 
-    def enable_checkpointing(self, root: str | Path | None = None, **policy: Any) -> None:
+    def enable_checkpointing(
+        self, root: str | Path | None = None, **policy: Unpack[CheckpointOptions]
+    ) -> None:
         """Keeps the run's state, so that the same command goes on where it was stopped or killed.
 
         `root` is where run directories are; by default the pipeline's. What may be given by name: `resume` ("auto",
@@ -251,9 +254,7 @@ class Pipeline:
         known = [field.name for field in fields(Policy)]
         for name in policy:
             if name not in known:
-                raise UsageError(
-                    f"enable_checkpointing has no setting {name!r}: there are {', '.join(known)}"
-                )
+                raise unknown_name("setting of enable_checkpointing", name, known)
         if environment.SAVE_EVERY in os.environ:
             policy["every"] = os.environ[environment.SAVE_EVERY]
         if os.environ.get(environment.SAVE_IN_BACKGROUND) == "0":

@@ -1,11 +1,18 @@
-"""How a `TrainValStage` trains: its settings, checked when they are given."""
+"""Settings of training and of checkpointing, checked when they are given.
+
+Each set of settings is a frozen dataclass, which has the defaults and the checks, and a `TypedDict` with the same
+fields, by which editors complete keyword arguments and mypy refuses unknown ones. A test compares the two.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, final
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, TypedDict, final
 
 from headway.errors import UsageError
+from headway.system.interval import Interval
 from headway.train.model import precision
 
 LOG_EVERY = 50
@@ -22,20 +29,21 @@ class TrainSettings:
     """batches per optimizer step; the gradient is that of the mean over all their samples, on all ranks"""
     gradient_clip: float | None = None
     """largest norm of all gradients together; the norm is logged as train/grad_norm"""
-    val_every: int | str = 1
-    """epochs between validations, or "500 steps"; 0 for none"""
+    val_every: str | None = "1 epoch"
+    """between validations: "1 epoch", "500 steps" or a time such as "30min" (rank 0's clock); None for no validation"""
     limit_train_batches: int | None = None
     """batches per epoch, for trying things out"""
     limit_val_batches: int | None = None
+    """batches per validation"""
     log_every: int = LOG_EVERY
     """steps between log points, where ranks exchange metrics and agree on stopping"""
     on_nan: Literal["stop", "skip"] = "stop"
-    """a loss that is not finite stops the run at the next log point; or each such step is left out, which costs a wait
-    for the device in every step"""
+    """"stop": a loss that is not finite stops the run at the next log point; "skip": each such step is left out, which
+    makes the host wait for the device in every step"""
     max_skips: int = 10
     """steps in a row that may be left out before the run stops all the same"""
     deterministic: bool = False
-    """repeatable kernels, where torch has them; it raises where it does not"""
+    """deterministic kernels, where torch has them; torch raises where it does not"""
 
     def __post_init__(self) -> None:
         precision.check_name(self.precision)
@@ -48,14 +56,48 @@ class TrainSettings:
             )
         if self.on_nan not in ("stop", "skip"):
             raise UsageError(f'on_nan={self.on_nan!r} is unknown: use "stop" or "skip"')
-        _ = self.val_steps
+        _ = self.val_interval
 
-    @property
-    def val_steps(self) -> int | None:
-        """Steps between validations; None if they come with the epochs."""
-        if isinstance(self.val_every, int):
+    @cached_property
+    def val_interval(self) -> Interval | None:
+        """How often to validate; None for never."""
+        every: object = self.val_every  # which a caller without a type checker may have given as a number
+        if self.val_every is None:
             return None
-        number, _, unit = self.val_every.partition(" ")
-        if not number.isdecimal() or int(number) < 1 or unit not in ("step", "steps"):
-            raise UsageError(f'val_every={self.val_every!r}: give a number of epochs, or such as "500 steps"')
-        return int(number)
+        if isinstance(every, int | float):
+            raise UsageError(
+                f'val_every={every!r} could mean steps or epochs: give "{every:g} steps" or "{every:g} epochs", '
+                "or None for no validation"
+            )
+        return Interval.parse(self.val_every, name="val_every")
+
+    @cached_property
+    def validates_between_steps(self) -> bool:
+        """Whether validations come within epochs, and not only at their ends."""
+        return self.val_interval is not None and self.val_interval.epochs is None
+
+
+class TrainOptions(TypedDict, total=False):
+    """The fields of `TrainSettings`, for type checkers."""
+
+    precision: precision.Name
+    accumulate: int
+    gradient_clip: float | None
+    val_every: str | None
+    limit_train_batches: int | None
+    limit_val_batches: int | None
+    log_every: int
+    on_nan: Literal["stop", "skip"]
+    max_skips: int
+    deterministic: bool
+
+
+class CheckpointOptions(TypedDict, total=False):
+    """The fields of `headway.checkpoint.policy.Policy`, for type checkers."""
+
+    resume: str | Path
+    every: str | int
+    keep_last: int
+    keep_every: int | None
+    keep_best: str | None
+    background: bool

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
-from typing import Any, final
+from typing import Any, Unpack, final
 
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from headway.errors import UsageError
+from headway.errors import unknown_name
 from headway.train import loop
 from headway.train.model.mesh_groups import group_by_mesh
-from headway.train.settings import TrainSettings
+from headway.train.settings import TrainOptions, TrainSettings
 from headway.train.stage import Stage
 from headway.train.train_val_state import TrainValState, fast_zero_grad
 
@@ -37,13 +37,11 @@ class TrainValStage(Stage):
 
     _loop: TrainValState
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, **settings: Unpack[TrainOptions]) -> None:
         known = [field.name for field in fields(TrainSettings)]
         for name in settings:
             if name not in known:
-                raise UsageError(
-                    f"{type(self).__name__} has no setting {name!r}: there are {', '.join(known)}"
-                )
+                raise unknown_name(f"setting of {type(self).__name__}", name, known)
         vars(self)["_loop"] = TrainValState(self, TrainSettings(**settings), base=TrainValStage)
 
     # --- what you write

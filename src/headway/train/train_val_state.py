@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
@@ -19,7 +20,7 @@ from headway.dist.collective.exchange import gather_rows
 from headway.errors import HeadwayError, UsageError
 from headway.train import batches as feed
 from headway.train.diagnose import evidence
-from headway.train.loop_state import LoopState
+from headway.train.loop_state import VALIDATE, LoopState
 from headway.train.metrics.meter import LogPoint, MetricAccumulator, Reduction, Scope
 from headway.train.model.mesh_groups import total_norm
 from headway.train.model.precision import MixedPrecision
@@ -47,6 +48,11 @@ class TrainValState(LoopState):
         self._base = base
         self._skipped = 0  # steps in a row that were left out
         self._validated_at = 0  # the steps that were done at the last validation
+        self._validation_requested = False  # by rank 0's clock, at a log point
+        self._validation_clock: float | None = (
+            None  # when the last validation ended; None until the stage runs
+        )
+        self._carried_s = 0.0  # the time since then, of an earlier attempt
         self._val_values: dict[str, Any] = {}
         self._updates: list[Callable[[], object]] | None = None
 
@@ -117,6 +123,7 @@ class TrainValState(LoopState):
 
     @contextmanager
     def running(self) -> Iterator[None]:
+        self._validation_clock = time.monotonic() - self._carried_s
         before = torch.are_deterministic_algorithms_enabled()
         for model in self.pipe.registered_models.values():
             model.bare.train()  # pre_stage may freeze parts again
@@ -272,10 +279,33 @@ class TrainValState(LoopState):
 
     def validation_due(self, *, epoch_ends: bool) -> bool:
         """Whether to validate after this step."""
-        every = self.settings.val_every
-        if (steps := self.settings.val_steps) is not None:
-            return not epoch_ends and self.steps_done % steps == 0 and self._validated_at != self.steps_done
-        return epoch_ends and bool(every) and (self.epoch + 1) % int(every) == 0
+        every = self.settings.val_interval
+        if every is None or epoch_ends != (every.epochs is not None):
+            return False
+        if every.epochs is not None:
+            return (self.epoch + 1) % every.epochs == 0
+        if every.steps is not None:
+            return self.steps_done % every.steps == 0 and self._validated_at != self.steps_done
+        return self._validation_requested
+
+    def log_point_flags(self) -> int:
+        every = self.settings.val_interval
+        late = (
+            every is not None
+            and every.seconds is not None
+            and self._since_validation() >= every.seconds
+            and self.stage.val_dataset() is not None
+        )
+        return super().log_point_flags() | (VALIDATE if late else 0)
+
+    def apply_flags(self, flags: Sequence[int]) -> None:
+        super().apply_flags(flags)
+        self._validation_requested |= bool(flags[0] & VALIDATE)  # rank 0 has the clock
+
+    def _since_validation(self) -> float:
+        """Seconds of training since the last validation, those of earlier attempts included."""
+        began = self._validation_clock
+        return self._carried_s if began is None else time.monotonic() - began
 
     def pause_follows(self) -> bool:
         return super().pause_follows() or self.validation_due(epoch_ends=False)
@@ -337,6 +367,7 @@ class TrainValState(LoopState):
         """Records the result of a validation, for its own row and for the epoch's."""
         self.val_meter.finish_epoch()
         self._val_values, self._validated_at = dict(point.values), self.steps_done
+        self._validation_requested, self._validation_clock = False, time.monotonic()
         self.pipe._record_log_point(self.stage, "validation", point)
         if self.pipe._keeper:
             self.pipe._keeper.after_validation(self.stage)
@@ -350,18 +381,25 @@ class TrainValState(LoopState):
     # --- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {
+        state = super().state_dict() | {
             "precision": self.precision.state_dict(),
             "skipped": self._skipped,
             "validated": self._val_values,
             "validated_at": self._validated_at,
         }
+        every = self.settings.val_interval
+        if every is not None and every.seconds is not None:
+            requested, since = self._validation_requested, self._since_validation()
+            state["val_clock"] = {"requested": requested, "since_s": since}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self.precision.load_state_dict(state["precision"])
         self._skipped = state["skipped"]
         self._val_values, self._validated_at = state["validated"], state["validated_at"]
+        if clock := state.get("val_clock"):  # only where validations come by time
+            self._validation_requested, self._carried_s = clock["requested"], clock["since_s"]
 
 
 def fast_zero_grad(optimizer: Optimizer) -> Callable[[], None]:

@@ -49,7 +49,7 @@ def shorten(pipe: Pipeline, part: Literal["save", "resume"]) -> None:
                 limit_train_batches=STEPS[part] * state.settings.accumulate,
                 limit_val_batches=1,
                 log_every=1,
-                val_every=1,
+                val_every="1 epoch",
             )
 
 

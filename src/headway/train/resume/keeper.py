@@ -153,7 +153,7 @@ class Keeper:
 
     def after_validation(self, stage: TrainValStage) -> None:
         """After a validation between two steps; at the end of an epoch the save comes a little later."""
-        if stage._loop.settings.val_steps is None:
+        if not stage._loop.settings.validates_between_steps:
             return
         self._look_for_best()
         if self.due and not stage._loop.pause_follows():
