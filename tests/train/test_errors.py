@@ -197,7 +197,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "ema": (
         lambda folder: make_pipe(folder, ema=1.0),
-        "ema=1.0 is no decay: give a number between 0 and 1, such as 0.999",
+        "ema=1.0 is not a valid decay: give a number between 0 and 1, such as 0.999",
     ),
     "not a loader": (
         lambda folder: make_pipe(folder).register_dataset("train", 5),  # type: ignore[arg-type]

@@ -1,6 +1,8 @@
-"""Learn: the loop. Pipeline, stages, metrics, precision, parallelism.
+"""Training: the loop and what surrounds it.
 
-`Pipeline` is the door; loop.py is the heart.
+Start with `Pipeline`, then read loop.py, which is the whole loop. `Stage` and `TrainValStage` are what users subclass;
+loop_state.py and train_val_state.py hold what the loop knows about them. metrics/ reduces, records and shows numbers;
+model/ places and wraps models; resume/ saves and restores; diagnose/ explains what went wrong.
 """
 
 from headway.train.callback import Callback

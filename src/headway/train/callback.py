@@ -1,4 +1,4 @@
-"""`Callback`: an object that a pipeline tells about its progress."""
+"""`Callback`: hooks on the progress of a pipeline, in an object of their own."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Override what you want to hear of; `pipe.add_callback(callback)`. Called on all ranks, after the subject's own
-    hook of that name. Nothing is called per step: what runs every step belongs into the step."""
+    """Hooks to override; add it with `pipe.add_callback(callback)`.
+
+    Each is called on all ranks, after the hook of that name of the pipeline or the stage. None is called per step: what
+    runs in every step belongs in the step.
+    """
 
     def pre_run(self, pipe: Pipeline) -> None: ...
 
     def resume_run(self, pipe: Pipeline) -> None:
-        """The state of an earlier attempt is back, and training goes on from there."""
+        """Called when the state of an earlier attempt is restored, before training resumes."""
 
     def post_run(self, pipe: Pipeline) -> None: ...
 
@@ -30,4 +33,4 @@ class Callback:
     def post_epoch(self, stage: Stage) -> None: ...
 
     def log_point(self, stage: Stage, kind: str, point: LogPoint) -> None:
-        """`kind` is "train" or "validation"; `point.values` are the metrics of all ranks together."""
+        """Called at log points; `kind` is "train" or "validation", `point.values` are the metrics of all ranks."""

@@ -44,11 +44,7 @@ def train(stage: TrainValStage) -> Iterator[None]:
     """Runs one epoch of training; yields where a validation is due."""
     pipe, state, timer = stage.pipe, stage._loop, stage.pipe._timer
     settings, precision, losses = state.settings, state.precision, state.recent_losses
-    accumulate, autocast, between_steps = (
-        settings.accumulate,
-        precision.autocast,
-        settings.validates_between_steps,
-    )
+    accumulate, autocast = settings.accumulate, precision.autocast
     loader, limit = stage.train_dataset(), settings.limit_train_batches
     last = math.inf if state.max_steps is None else state.max_steps
     batches = state.feed(loader, limit, progress=state.begin_pass(loader, limit))
@@ -57,7 +53,7 @@ def train(stage: TrainValStage) -> Iterator[None]:
     state.check_lengths()
     stage.zero_grad()
     while True:
-        if between_steps and state.validation_due(epoch_ends=False):
+        if settings.validates_between_steps and state.validation_due(epoch_ends=False):
             yield
             timer.mark_step("data")
         ended = state.status is StageStatus.STOPPING or state.steps_done >= last

@@ -1,4 +1,4 @@
-"""A moving average of a model's weights, kept beside it and put in its place for validation."""
+"""An exponential moving average of a model's weights, which validation uses in their place."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from headway.train.model.mesh_groups import group_by_mesh
 class Ema:
     """Averages the parameters of a model: `average += (1 - decay) * (weights - average)` after each step.
 
-    Works on whole and on sharded models alike, since only the numbers are exchanged. Buffers are the model's own.
+    Works on whole and on sharded models alike, since only values are swapped. Buffers are those of the model.
 
     >>> pipe.register_model("net", net, ema=0.999)
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
         if not 0 < decay < 1:
-            raise UsageError(f"ema={decay!r} is no decay: give a number between 0 and 1, such as 0.999")
+            raise UsageError(
+                f"ema={decay!r} is not a valid decay: give a number between 0 and 1, such as 0.999"
+            )
         self.decay = decay
         named = dict(module.named_parameters())
         self._names = list(named)
@@ -40,13 +42,13 @@ class Ema:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Call it after the optimizer's step."""
+        """Updates the average. Call it after the optimizer's step."""
         for averages, weights in self._pairs:
             torch._foreach_lerp_(averages, weights, 1 - self.decay)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """While in here, the model has the averaged weights; afterwards its own again, whatever happens."""
+        """Gives the model the averaged weights within the context, and its own afterwards, whatever happens."""
         self._exchange()
         try:
             yield

@@ -108,7 +108,7 @@ class RegisteredModel:
         return any(isinstance(parameter, DTensor) for parameter in self.bare.parameters())
 
     def set_gradient_sync(self, enabled: bool) -> None:
-        """Whether the gradients of the next forward and backward travel, or only add up on this rank."""
+        """Sets whether the next forward and backward average gradients over ranks, or only add them up on this rank."""
         if isinstance(self.wrapped, DistributedDataParallel):
             self.wrapped.require_backward_grad_sync = enabled  # what torch's own no_sync() sets
         elif isinstance(self.wrapped, FSDPModule):
@@ -129,7 +129,7 @@ class RegisteredModel:
                     part.reshard()  # or layers gathered with the averaged weights would be used in training
 
     def describe(self) -> str:
-        """One line for people: parameters, trainable ones, wrapping."""
+        """Returns one line: parameters, trainable ones, wrapping."""
         every, trainable = count_parameters(self.bare), count_parameters(self.bare, trainable=True)
         some = "" if trainable == every else f" ({trainable:,} trainable)"
         how = {DistributedDataParallel: "ddp", FSDPModule: "fsdp"}
@@ -140,7 +140,7 @@ class RegisteredModel:
 
 
 def count_parameters(module: nn.Module, *, trainable: bool = False) -> int:
-    """How many numbers a module learns, or holds as parameters; parameters used twice count once.
+    """Counts the parameters of a module, or its trainable ones; parameters used twice count once.
 
     >>> count_parameters(nn.Linear(10, 2))
     22
@@ -214,15 +214,15 @@ def _replicate(module: nn.Module, settings: Ddp, world: World) -> nn.Module:
 
 
 def _choose_buckets(replica: DistributedDataParallel) -> None:
-    """Lets DDP choose once and for all what it sends together, by a first step in which all gradients are zero.
+    """Makes DDP build its final buckets now, by a first step in which all gradients are zero.
 
-    Else it chooses after the first real step. Three numbers summed in another order have another last bit, so the first
-    step after a restart would differ from the same step of a run that was never stopped.
+    Otherwise it rebuilds them after the first real step. Three numbers summed in another order differ in the last bit,
+    so the first step after a resume would differ from the same step of a run that was never stopped.
     """
     module = replica.module
     if any(isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse for part in module.modules()):
         return  # their gradients have no zeros to send
-    replica.module = _Nothing([p for p in module.parameters() if p.requires_grad])
+    replica.module = _ZeroSum([p for p in module.parameters() if p.requires_grad])
     replica.require_forward_param_sync = False  # it would look for the buffers of a module that has none
     try:
         replica().backward()
@@ -232,8 +232,8 @@ def _choose_buckets(replica: DistributedDataParallel) -> None:
 
 
 @final
-class _Nothing(nn.Module):
-    """Uses all parameters, to no effect."""
+class _ZeroSum(nn.Module):
+    """Uses all parameters in a sum that is always zero."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()
@@ -247,10 +247,10 @@ class _Nothing(nn.Module):
 
 
 def _shard(name: str, module: nn.Module, settings: Fsdp, world: World) -> nn.Module:
-    everybody = init_device_mesh(world.device.type, (world.world_size,))
+    whole_world = init_device_mesh(world.device.type, (world.world_size,))
     shard: Callable[[nn.Module], object] = partial(
         fully_shard,
-        mesh=settings.mesh or everybody,
+        mesh=settings.mesh or whole_world,
         reshard_after_forward=settings.reshard_after_forward,
         mp_policy=MixedPrecisionPolicy(param_dtype=settings.param_dtype, reduce_dtype=settings.reduce_dtype),
         offload_policy=CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy(),
@@ -287,7 +287,7 @@ def _dimension(name: str, mesh: DeviceMesh, number: int) -> str:
 
 
 def _checkpoint_activations(name: str, module: nn.Module, blocks: Blocks) -> None:
-    """Makes the blocks compute their activations again in backward instead of keeping them."""
+    """Makes the blocks recompute their activations in backward instead of storing them."""
     for block in _find(name, module, blocks, "activation_checkpointing"):
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 

@@ -1,4 +1,4 @@
-"""Precision: what a stage computes in, and the loss scale that only half precision needs."""
+"""Precision: the dtype that a stage computes in, and the loss scale that only fp16 needs."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def check_name(name: str) -> None:
 
 
 def copied(loss: Tensor) -> Tensor:
-    """The loss alone, in memory of its own: outputs of CUDA graphs are overwritten by the next step."""
+    """Returns a detached copy of the loss: outputs of CUDA graphs are overwritten by the next step."""
     return loss.detach().clone()
 
 
 @final
 class MixedPrecision:
-    """Autocasting and, for fp16 alone, a gradient scaler: bf16 has the range of fp32 and needs none."""
+    """Autocast and, for fp16 alone, a gradient scaler: bf16 has the range of fp32 and needs none."""
 
     def __init__(self, name: Name, device: torch.device) -> None:
         self.name = name
@@ -37,15 +37,15 @@ class MixedPrecision:
 
         dtype = _AUTOCAST.get(name)
         self.autocast = None if dtype is None else torch.autocast(device.type, dtype)
-        """Around forward and loss; entered anew in each step, not made anew, which would cost microseconds."""
+        """Around forward and loss; made once and entered in each step, since making it costs microseconds."""
         self.backward: Callable[[Tensor], None] = (
             torch.autograd.backward if self.scaler is None else self._scaled_backward
         )
-        """The gradients of a loss, with or without a scale."""
+        """Computes the gradients of a loss, with or without a scale."""
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Matrix products in TF32 while in here, if that was asked for."""
+        """Sets matrix products to TF32 within the context, if that is the precision."""
         before = torch.get_float32_matmul_precision()
         if self.name == "tf32":
             torch.set_float32_matmul_precision("high")
@@ -59,7 +59,7 @@ class MixedPrecision:
         torch.autograd.backward(self.scaler.scale(loss))
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Gradients as they are, for looking at their norm."""
+        """Removes the scale from the gradients, so that their norm can be computed."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
 

@@ -1,4 +1,4 @@
-"""Learning rates: a start-up that most trainings share, and the scale that more ranks ask for."""
+"""Learning rates: the usual warm-up with a cosine, and scaling with the global batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from headway.errors import UsageError
 
 
 def warmup_cosine(optimizer: Optimizer, *, warmup: int, total: int, floor: float = 0.0) -> LambdaLR:
-    """Rises from near 0 within `warmup` steps, then falls along a cosine to `floor` times the rate at step `total`.
+    """Returns a schedule that rises from near 0 within `warmup` steps, then falls along a cosine.
+
+    At step `total` it is `floor` times the learning rate.
 
     >>> pipe.register_optimizer("adamw", make, scheduler=lambda o: warmup_cosine(o, warmup=500, total=10_000))
     """
@@ -32,7 +34,7 @@ def warmup_cosine(optimizer: Optimizer, *, warmup: int, total: int, floor: float
 def scale_lr(
     lr: float, *, batch_size: int, base_batch_size: int, rule: Literal["linear", "sqrt"] = "linear"
 ) -> float:
-    """The learning rate for this run's global batch, from one that was tuned with a batch of `base_batch_size`.
+    """Returns the learning rate for this run's global batch, from one that was tuned with `base_batch_size`.
 
     `batch_size` is one rank's; the number of ranks is taken into account. "linear" suits SGD, "sqrt" suits Adam.
 
