@@ -10,11 +10,16 @@ import sys
 from collections.abc import Generator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from waiting import describe_load
 
 pytest_plugins = ["pytester"]
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's threads spin otherwise, beside four workers
+
+# by default an example may take 200 ms, which says something about the machine and nothing about the code
+hypothesis.settings.register_profile("headway", deadline=None)
+hypothesis.settings.load_profile("headway")
 
 ROOT = Path(__file__).parents[1]
 _collected = pytest.StashKey[set[Path]]()
