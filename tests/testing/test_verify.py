@@ -182,5 +182,5 @@ def test_what_cannot_be_verified(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"plain\.py did not run a pipeline: call pipe\.run\(\) in it"):
         verify_resume(tmp_path / "plain.py")
     (tmp_path / "slow.py").write_text("import time; time.sleep(600)\n")
-    with pytest.raises(HeadwayError, match=r"slow\.py did not end within 0\.1 s: give it less to do"):
+    with pytest.raises(HeadwayError, match=r"slow\.py did not end within 0\.1 s: shorten it"):
         verify_resume(tmp_path / "slow.py", timeout=0.1)

@@ -86,7 +86,7 @@ def test_a_loader_that_does_not_know_its_samples() -> None:
     rows = ledger.read(run)
     assert all(row.samples is not None and row.samples.startswith("bytes:") for row in rows)
     assert len({row.samples for row in rows}) == 5, "five batches, in the same order in both epochs"
-    with pytest.raises(UsageError, match="does not know its samples"):
+    with pytest.raises(UsageError, match="does not record its samples"):
         samples_of(run, 1)
 
 
