@@ -25,7 +25,7 @@ test: install  ## everything that must hold: checks, and all tests beside them
 	@$(MAKE) --no-print-directory -j 2 check tests
 
 tests: install services
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder -m "not alone" --durations=15
+	$(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder -m "not alone" --durations=15
 	$(BIN)/python -m pytest -m alone
 
 check: install  ## style, types, and who may import whom

@@ -9,7 +9,9 @@ import subprocess
 import sys
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
+import groups
 import hypothesis
 import pytest
 from waiting import describe_load
@@ -29,37 +31,26 @@ def pytest_configure() -> None:
     """A shell that starts us in the background has Ctrl-C ignored, also in all that the tests start."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    groups.name_file()
+
+
+def pytest_unconfigure() -> None:
+    groups.remove_file()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
-    """Notes all test files before -k or -m leaves some out, and says which tests share a worker of pytest-xdist."""
+    """Notes all test files before -k or -m leaves some out, and which tests share a worker of pytest-xdist."""
     config.stash[_collected] = {item.path for item in items}
-    for item in items:
-        if group := _group(item):
-            item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=_when)  # stable: within a directory as before
-    return (yield)
+    result = yield
+    groups.publish(items)
+    return result
 
 
-def _group(item: pytest.Item) -> str | None:
-    """Tests share a worker if they share what is costly to set up: a SLURM cluster, ranks, a fixture of their file."""
-    path = item.path.relative_to(ROOT)
-    fixtures = getattr(item, "_fixtureinfo", None)
-    found = [each for named in fixtures.name2fixturedefs.values() for each in named] if fixtures else []
-    shared = {each.argname for each in found if each.scope != "function" and each.baseid.startswith("tests")}
-    names = {each.argname for each in found} | _parameters(item)
-    if {"cgroup_cluster", "impatient_cluster"} & names:
-        return "cluster-cgroup"
-    if "cluster" in names:
-        return "cluster-linuxproc"
-    if shared or item.get_closest_marker("headway_ranks"):
-        return path.as_posix()
-    return None
-
-
-def _parameters(item: pytest.Item) -> set[str]:
-    return set(map(str, item.callspec.params.values())) if hasattr(item, "callspec") else set()
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> groups.GroupScheduling:
+    return groups.GroupScheduling(config, log)
 
 
 # Directories whose tests take longest, those first: what begins late should be short.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -129,3 +130,31 @@ def test_spelling_is_american_and_a_directory_is_a_directory() -> None:
             for word in (*BRITISH.finditer(FOREIGN.sub("", line)), *HOUSE.finditer(FOREIGN.sub("", line))):
                 found.append(f"{path.relative_to(ROOT)}:{number}: {word[0]}")
     assert found == [], f"{len(found)} words"
+
+
+def test_tests_that_share_a_fixture_run_in_one_worker(tmp_path: Path) -> None:
+    """What is costly to set up, such as a SLURM cluster, must not be set up by each worker."""
+    suite = tmp_path / "tests"
+    suite.mkdir()
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (suite / "conftest.py").write_text(
+        "import groups\n"
+        "def pytest_configure(): groups.name_file()\n"
+        "def pytest_unconfigure(): groups.remove_file()\n"
+        "def pytest_collection_finish(session): groups.publish(session.items)\n"
+        "def pytest_xdist_make_scheduler(config, log): return groups.GroupScheduling(config, log)\n"
+    )
+    for name in ("a", "b", "c"):
+        (suite / f"test_{name}.py").write_text(
+            "import os, pathlib, time, pytest\n"
+            "@pytest.fixture(scope='module')\n"
+            "def costly(): pathlib.Path(__file__ + os.environ['PYTEST_XDIST_WORKER']).touch()\n"
+            "@pytest.mark.parametrize('number', range(4))\n"
+            "def test_it(costly, number): time.sleep(0.05)\n"
+        )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment["PYTHONPATH"] = str(ROOT / "tests" / "helpers")
+    command = [sys.executable, "-m", "pytest", "-n", "3", "-q", "-p", "no:cacheprovider", "tests"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(list(suite.glob("*.pygw*"))) == 3

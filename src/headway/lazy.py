@@ -33,7 +33,7 @@ def exports(package: str) -> Exports:
         module, attribute = origins[name]
         if (
             module == package
-        ):  # a module of the package itself; asking the package for it would come back here
+        ):  # a module of the package itself: asking the package for it would come back here
             value: object = import_module(f"{package}.{attribute}")
         else:
             value = getattr(__import__(module, fromlist=(attribute,)), attribute)
@@ -47,9 +47,7 @@ def exports(package: str) -> Exports:
 def _source(package: str) -> str:
     spec = sys.modules[package].__spec__
     loader: Any = spec and spec.loader
-    if (
-        spec and spec.origin and not hasattr(loader, "get_source")
-    ):  # pytest imports its plugins by a loader of its own
+    if spec and spec.origin and not hasattr(loader, "get_source"):  # pytest loads its plugins in its own way
         loader = SourceFileLoader(package, spec.origin)
     source = loader.get_source(package) if loader else None
     if source is None:

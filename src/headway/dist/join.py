@@ -72,7 +72,6 @@ def init(*, device: str = "auto", setup_timeout: float = 300.0, step_timeout: fl
             "torch.distributed is initialized already: call headway.init() instead of init_process_group()"
         )
     install_handler()
-    install_handler()
     hook_exceptions()
     check_kind(device)
     period_s = watchdog_s(step_timeout)
