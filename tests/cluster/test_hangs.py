@@ -32,7 +32,7 @@ def test_a_stopped_rank_of_a_plain_srun_is_named(cluster: Cluster, tmp_path: Pat
     assert cluster.wait(job) == "FAILED", cluster.output(job)
     report = cluster.output(job)
     assert "no rank has made progress: rank 1 of 3 on " in report, report
-    assert "does not answer" in report, "its process is on another machine"
+    assert "does not respond: stopped, or busy in native code" in report, "its process is on another machine"
     assert "ranks 0, 2 wait for it" in report and "in all_reduce" in report
     (path,) = tmp_path.glob("runs/hang-*/failure.json")
     record = json.loads(path.read_text())

@@ -517,7 +517,7 @@ def test_a_folder_of_folders_is_no_dataset_and_says_which_are(
 def test_a_batch_larger_than_the_data_and_weights_without_shuffle_are_refused(folder: Path) -> None:
     with pytest.raises(UsageError, match="a global batch has 31 samples"):
         iter(ShardLoader(folder / "a", batch_size=31))
-    with pytest.raises(UsageError, match="no weights to set"):
+    with pytest.raises(UsageError, match="has no weights"):
         ShardLoader(folder / "a", batch_size=3, shuffle=False).set_weight("data", 2)
 
 

@@ -185,10 +185,10 @@ BAD = {
     "name with a newline": (
         "hw.init(); hw.dist.open_run(name='a\\nb')",
         {},
-        "run name 'a\\nb' cannot be used",
+        "'a\\nb' is not a valid run name",
     ),
-    "name that climbs": ("hw.init(); hw.dist.open_run(name='../x')", {}, "run name '../x' cannot be used"),
-    "name with a space": ("hw.Pipeline(name='my run')", {}, "run name 'my run' cannot be used"),
+    "name that climbs": ("hw.init(); hw.dist.open_run(name='../x')", {}, "'../x' is not a valid run name"),
+    "name with a space": ("hw.Pipeline(name='my run')", {}, "'my run' is not a valid run name"),
     "root that is a file": ("hw.init(); hw.dist.open_run('file')", {}, "file"),
     "no store": ("hw.init()", {"RANK": "0", "WORLD_SIZE": "2"}, "start the script with torchrun"),
     "two ranks and nowhere to meet": (

@@ -68,7 +68,7 @@ def test_the_best_is_the_least_or_the_largest() -> None:
     assert most.better({"val/accuracy": 0.5}, 0.6) is None
     assert least.better({"val/loss": float("nan")}, None) is None
     assert least.better({"other": 1.0}, None) is None
-    with pytest.raises(UsageError, match="give a metric, such as"):
+    with pytest.raises(UsageError, match="give a metric such as"):
         Policy(keep_best="best:val/loss")
 
 
@@ -470,7 +470,7 @@ def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
     pipe = make(tmp_path, Traced())
     pipe.register_model("more", torch.nn.Linear(1, 1))
     with pytest.raises(
-        UsageError, match=r"no tensor 'models.more.weight' .* is it of another model\? \(a new run: resume"
+        UsageError, match=r"no tensor 'models.more.weight' .* is it from another model\? \(a new run: resume"
     ):
         pipe.run()
     other = make(tmp_path, Traced())
@@ -527,7 +527,7 @@ def test_a_script_that_was_refused_has_not_tried(tmp_path: Path) -> None:
     for _ in range(4):
         pipe = make(tmp_path, Traced())
         pipe.register_model("more", torch.nn.Linear(1, 1))
-        with pytest.raises(UsageError, match="of another model"):
+        with pytest.raises(UsageError, match="from another model"):
             pipe.run()
     pipe = make(tmp_path, Traced())  # as it was
     pipe.run()

@@ -160,7 +160,7 @@ def test_cells_of_a_notebook(tmp_path: Path) -> None:
             exec(cell, space)
         except hw.errors.UsageError as error:
             failed.append((number, str(error)))
-    assert [number for number, _ in failed] == [2] and "wants the dataset 'train'" in failed[0][1]
+    assert [number for number, _ in failed] == [2] and "needs the dataset 'train'" in failed[0][1]
     assert space["first"].id != space["second"].id
     assert [run.info()["attempts"][-1]["status"] for run in (space["first"], space["second"])] == ["done"] * 2
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +200,8 @@ def test_the_end_of_the_jobs_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Half a minute is left, and that is what a save, two steps and the margin would take, for all we know."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 30))
-    monkeypatch.setattr(stop, "_LOOK", 0.01)
+    often = partial(stop.handle_stop_signals, clock_check_s=0.01)
+    monkeypatch.setattr(stop, "handle_stop_signals", often)
 
     class Slow(Traced):
         def step(self, batch: Any) -> Tensor:

@@ -83,8 +83,5 @@ def _call(args: Sequence[str]) -> int:
         from headway.cli.parser import unknown_verb
 
         raise unknown_verb(args[0], [*VERBS, "--version", "--help"])
-    from headway.system.log import install_handler
-
-    install_handler()
     verb = import_module(f"headway.cli.{args[0].replace('-', '_')}")
     return int(verb.main(args[1:]))

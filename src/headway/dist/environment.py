@@ -41,12 +41,7 @@ class LaunchEnvironment:
     store_address: str | None = None
     """host:port of a store that the launcher or the user has chosen"""
     rendezvous_file: Path | None = None
-    """the file through which ranks find each other, if a node agent started them"""
-
-    @property
-    def is_supervised(self) -> bool:
-        """Whether a node agent started this rank: then the agent prints why a run failed."""
-        return self.rendezvous_file is not None
+    """the file through which ranks find each other, if a node agent or a test started them"""
 
 
 def _unknown(environ: Environ) -> None:

@@ -46,12 +46,10 @@ SCHEDULER = "HEADWAY_SCHEDULER"
 """the scheduler of the job, as module:Class, if it is not one that ships with headway"""
 EARLIER_STARTS = "HEADWAY_EARLIER_STARTS"
 """how often the run was started by the jobs before this one, where jobs cannot be requeued"""
-SCHEDULER = "HEADWAY_SCHEDULER"
-"""the scheduler of a job, if it is one that headway does not ship: module:Class"""
 
 
 def is_supervised(environ: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether a node agent started this rank and reports how it ends."""
+    """Returns whether a node agent started this rank and prints why it failed."""
     return RENDEZVOUS in environ
 
 

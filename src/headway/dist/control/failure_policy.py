@@ -25,6 +25,7 @@ from headway.dist.roster import RankInfo
 from headway.errors import HeadwayError, Stopped, StorageError
 from headway.run import Run
 from headway.system import files
+from headway.system.environment import RENDEZVOUS, directory, is_supervised
 from headway.system.log import logger
 
 _ABORT_TIMEOUT_S = 4.0
@@ -92,7 +93,7 @@ class FailurePolicy:
 
     def on_all_down(self, record: FailureRecord) -> None:
         """Prints the cause on rank 0, when all other ranks have exited: it is the last thing on the screen."""
-        if not self._launch.is_supervised:  # else the agent prints it
+        if not is_supervised():  # else the agent prints it
             sys.stderr.write(format_cause(record, self._launch.world_size, self._failure_file))
         capture.hard_exit(record["exit_code"])
 
@@ -112,7 +113,7 @@ class FailurePolicy:
 
     def _exit_without_hub(self, record: FailureRecord) -> None:
         where = self._write(record)
-        if self._launch.rank == 1 and not self._launch.is_supervised:  # one rank must print it, and only one
+        if self._launch.rank == 1 and not is_supervised():  # one rank must print it, and only one
             text = format_cause(record, self._launch.world_size, where)
             os.write(self.terminal if self.terminal is not None else 2, text.encode())
         else:
@@ -125,8 +126,11 @@ class FailurePolicy:
 
     @property
     def _agent_file(self) -> Path | None:
-        """Where a node agent looks for the record: beside the rendezvous."""
-        file = self._launch.rendezvous_file
+        """Where a node agent looks for the record: beside the rendezvous. None if no agent supervises this rank.
+
+        The variable is read when it is needed: tests on ranks use the same rendezvous, and unset it afterwards.
+        """
+        file = directory(RENDEZVOUS)
         return None if file is None else file.with_name("failure.json")
 
     def _write(self, record: FailureRecord) -> Path | None:

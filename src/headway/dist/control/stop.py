@@ -20,15 +20,17 @@ from headway.dist.group import current
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 MARGIN_S = 15.0
 """spare time before the end of the job: for leaving, and for clocks that differ"""
-_CLOCK_CHECK_S = 1.0
 
 
 @contextmanager
-def handle_stop_signals(end: float | None = None, lead: Callable[[], float] = lambda: 0.0) -> Iterator[None]:
+def handle_stop_signals(
+    end: float | None = None, lead: Callable[[], float] = lambda: 0.0, *, clock_check_s: float = 1.0
+) -> Iterator[None]:
     """Turns stop signals into a request that all ranks stop at one point; a second Ctrl-C raises KeyboardInterrupt.
 
     `end` is when the job's time is over (seconds since 1970), on the rank that watches it, and `lead()` how long
-    before that a stop must be requested. Earlier handlers are called as well, and restored afterwards.
+    before that a stop must be requested; both are compared with the clock every `clock_check_s`. Earlier handlers are
+    called as well, and restored afterwards.
 
     >>> with handle_stop_signals(end=schedulers.end_time(), lead=lambda: 60.0):
     ...     train()
@@ -36,7 +38,10 @@ def handle_stop_signals(end: float | None = None, lead: Callable[[], float] = la
     requests: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # the one queue that a handler may put into
     deadline = None if end is None else time.monotonic() + end - time.time()
     thread = threading.Thread(
-        target=_forward, args=(requests, deadline, lead), name="headway stop", daemon=True
+        target=_forward,
+        args=(requests, deadline, lead, clock_check_s),
+        name="headway stop",
+        daemon=True,
     )
     before = _handle(requests)
     thread.start()
@@ -73,11 +78,14 @@ def _handle(requests: queue.SimpleQueue[str | None]) -> dict[signal.Signals, Any
 
 
 def _forward(
-    requests: queue.SimpleQueue[str | None], deadline: float | None, lead: Callable[[], float]
+    requests: queue.SimpleQueue[str | None],
+    deadline: float | None,
+    lead: Callable[[], float],
+    clock_check_s: float,
 ) -> None:
     while True:
         try:
-            request = requests.get(timeout=None if deadline is None else _CLOCK_CHECK_S)
+            request = requests.get(timeout=None if deadline is None else clock_check_s)
         except queue.Empty:
             assert deadline is not None
             if time.monotonic() + lead() < deadline:
