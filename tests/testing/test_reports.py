@@ -16,7 +16,10 @@ from headway.dist.failure import record
 from headway.testing import process, runner
 from headway.testing.protocol import RankReport
 
-pytestmark = pytest.mark.timeout(300)  # a dozen groups of processes are started
+pytestmark = [
+    pytest.mark.timeout(300),  # a dozen groups of processes are started
+    pytest.mark.alone,  # they leave shared memory behind, which tests in other workers would report
+]
 
 _SCENARIOS = Path(__file__).parent / "scenarios"
 
