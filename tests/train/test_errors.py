@@ -141,7 +141,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "wrong device": (
         with_stage(Classify(), WRONG_DEVICE),
-        "a batch has a tensor on meta, but this rank works on cpu: let the loader give tensors on the CPU or on cpu",
+        "a batch has a tensor on meta, but this rank uses cpu: return tensors on the CPU or on cpu from the loader",
     ),
     "strange optimizer": (
         strange_optimizer,
@@ -159,7 +159,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "two models of one name": (
         lambda folder: make_pipe(folder).register_model("net", make_net()),
-        "there is a model 'net' already: give this one another name",
+        "a model named 'net' is already registered: choose another name",
     ),
     "no step": (
         with_stage(NoStep()),
@@ -171,11 +171,11 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a class": (
         lambda folder: make_pipe(folder).append_stage(Classify, max_epochs=1),  # type: ignore[arg-type]
-        "append_stage wants a stage, not a class of stages: write Classify()",
+        "append_stage got the class Classify: pass an instance, Classify()",
     ),
     "run twice": (
         run_twice,
-        "this pipeline has run already: make a new Pipeline for each run",
+        "this pipeline has already run: create a new Pipeline for each run",
     ),
     "no stage": (
         lambda folder: make_pipe(folder).run(),
@@ -183,11 +183,11 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "plateau without metric": (
         plateau,
-        "the scheduler of optimizer 'b' looks at a metric: say which, such as monitor='val/loss'",
+        "the scheduler of optimizer 'b' needs a metric: pass its name, such as monitor='val/loss'",
     ),
     "unknown model": (
         lambda folder: make_pipe(folder).register_optimizer("b", sgd, model="nett"),
-        "optimizer 'b' is for model 'nett', but there is 'net': register the model first",
+        "optimizer 'b' needs model 'nett', registered is 'net': register the model first",
     ),
     "unknown parallel": (
         lambda folder: make_pipe(folder, parallel="dp"),
@@ -203,7 +203,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "not a loader": (
         lambda folder: make_pipe(folder).register_dataset("train", 5),  # type: ignore[arg-type]
-        "dataset 'train' is a int: register something to iterate over",
+        "dataset 'train' is of type int: register an iterable over batches, such as a DataLoader",
     ),
 }
 

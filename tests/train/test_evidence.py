@@ -68,7 +68,7 @@ def test_running_out_of_memory_is_told_with_what_is_known(phase: str, words: str
     said = str(caught.value)
     assert said.startswith(f"rank 0 ran out of memory on cpu {words}")
     assert f"shapes ({BATCH}, {FEATURES}) and ({BATCH},)" in said
-    assert "the plan said 61.0 of 80.0 GiB" in said
+    assert "the plan predicted 61.0 of 80.0 GiB" in said
     assert said.endswith("(CUDA out of memory. Tried to allocate 7 GiB)") and "\n" not in said
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
 
@@ -101,7 +101,7 @@ def test_spoilt_weights_are_named(tmp_path: Path) -> None:
     said = run_into_it(tmp_path, Batches(8), logarithmic(), on_nan="stop")
     assert "became non-finite at step 1, on rank 0" in said
     # the weights are spoilt by the first step: 0 x nan is nan
-    assert "the weights '0.weight' of model 'net' are no longer finite" in said
+    assert "the weights '0.weight' of model 'net' are non-finite" in said
 
 
 @pytest.mark.usefixtures("alone")
@@ -110,7 +110,7 @@ def test_a_module_is_named_when_the_weights_are_sound(tmp_path: Path) -> None:
     for parameter in net.parameters():
         parameter.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
     said = run_into_it(tmp_path, Batches(8), net)
-    assert "the first module whose output is not finite is 2.0 of model 'net'" in said
+    assert "the first module with a non-finite output is 2.0 of model 'net'" in said
     assert "whose input" not in said
 
 
@@ -125,7 +125,7 @@ def test_samples_are_named(tmp_path: Path) -> None:
         parameter.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
     said = run_into_it(tmp_path, loader, net)  # seen at step 8
     assert "became non-finite at step 5" in said
-    assert "step 5 saw the samples 32, 33, 34, 35, 36, 37, 38, 39" in said
+    assert "step 5 used the samples 32, 33, 34, 35, 36, 37, 38, 39" in said
 
 
 @ranks(2)

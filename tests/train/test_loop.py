@@ -548,7 +548,7 @@ def test_too_many_steps_left_out_in_a_row_stop_the_run(tmp_path: Path) -> None:
     stage = Explode(on_nan="skip", max_skips=3)
     stage.bad = tuple(range(5, 20))
     pipe.append_stage(stage, max_epochs=1)
-    with pytest.raises(HeadwayError, match="gradients of 4 steps in a row, up to 8, are not finite"):
+    with pytest.raises(HeadwayError, match="gradients of 4 steps in a row, up to step 8, are non-finite"):
         pipe.run()
 
 

@@ -89,7 +89,7 @@ class Calls:
 
 def test_a_step_makes_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between operations that empty the caches, each function costs about half a microsecond: so each is listed."""
-    monkeypatch.setattr(timing, "BRIEF_S", math.inf)
+    monkeypatch.setattr(timing, "SHORT_STEP_S", math.inf)
     calls, steps = Calls(), LAST - FIRST
     run(tmp_path, calls)
     within_a_step = [
@@ -106,7 +106,7 @@ def test_a_step_makes_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_kept_run_makes_few_calls_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "BRIEF_S", math.inf)
+    monkeypatch.setattr(timing, "SHORT_STEP_S", math.inf)
     calls, steps = Calls(), LAST - FIRST
     pipe = make_pipe(tmp_path)
     pipe.enable_checkpointing(every="1h")
@@ -195,16 +195,16 @@ def test_what_a_stage_decides_itself_is_asked_for_in_each_step(name: str, tmp_pa
 def test_of_brief_steps_one_between_log_points_is_measured(
     brief: float, log_every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timing, "BRIEF_S", brief)
+    monkeypatch.setattr(timing, "SHORT_STEP_S", brief)
     weights: list[int] = []
-    turn = timing.PhaseTimer._turn
+    turn = timing.PhaseTimer._switch
 
     def turned(timer: timing.PhaseTimer, phase: timing.Phase, weight: int) -> None:
         if phase == "compute" and sys._getframe(1).f_code.co_name != "take":
             weights.append(weight)
         turn(timer, phase, weight)
 
-    monkeypatch.setattr(timing.PhaseTimer, "_turn", turned)
+    monkeypatch.setattr(timing.PhaseTimer, "_switch", turned)
     run(tmp_path, Calls(), log_every=log_every)
     assert weights[:log_every] == [1] * log_every, "all of them, until it is known how long they take"
     rest = 100 - log_every
@@ -230,7 +230,7 @@ def test_what_is_measured_stands_for_what_is_not(monkeypatch: pytest.MonkeyPatch
     timer.begin_step(0)
     timer.mark("wait")
     pass_time(0.5)
-    timer.rest()
+    timer.stop()
     pass_time(7.0)
     assert timer.take() == pytest.approx({"data": 0.05, "compute": 0.2, "wait": 0.5})
     assert timer.every == timing.SAMPLE_STEPS

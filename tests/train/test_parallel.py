@@ -239,7 +239,8 @@ def test_a_mesh_of_two_dimensions_splits_and_shards(tmp_path: Path) -> None:
 def test_a_plan_for_modules_that_are_not_there_is_refused(tmp_path: Path) -> None:
     pipe = Pipeline(root=tmp_path)
     with pytest.raises(
-        UsageError, match="the plan splits 'upp', but there is no such module: there are up, down"
+        UsageError,
+        match="the plan splits 'upp', which is not a module of the model: its modules are up, down",
     ):
         pipe.register_model("net", Wide(), parallel=Tp(plan={"upp": ColwiseParallel()}))
 

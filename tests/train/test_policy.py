@@ -198,7 +198,7 @@ def test_spoilt_weights_are_never_saved(tmp_path: Path) -> None:
                     next(iter(self.pipe.models["net"].parameters())).fill_(float("nan"))
 
     pipe = make(tmp_path, Spoilt(log_every=1000), every=3)
-    with pytest.raises(HeadwayError, match="weights are not finite after step 6, so they are not saved"):
+    with pytest.raises(HeadwayError, match="weights are non-finite after step 6 and are not saved"):
         pipe.run()
     assert saved(pipe) == [0, 3]
 
@@ -232,7 +232,7 @@ def test_a_save_that_fails_costs_no_run_and_three_in_a_row_do(
 
     monkeypatch.setattr(Saver, "save", save)
     make(tmp_path, Traced(), every=6).run()
-    assert "a save failed at step 6, training goes on: no space left" in capfd.readouterr().out
+    assert "the save at step 6 failed, training continues: no space left" in capfd.readouterr().out
     calls, failing = iter(range(100)), {2, 3, 4}
     pipe = make(tmp_path, Traced(), every=6)
     with pytest.raises(StorageError, match="no space left"):
@@ -267,7 +267,7 @@ def test_a_run_that_never_got_to_its_first_checkpoint(
     second = make(tmp_path, Traced(), max_epochs=1)
     second.run()
     assert second.directory == first.directory
-    assert "has no checkpoint yet: it begins here" in capfd.readouterr().out
+    assert "has no checkpoint yet: starting from step 0" in capfd.readouterr().out
 
 
 @alone
@@ -284,7 +284,7 @@ def test_after_the_end_there_is_nothing_to_do(
         pipe = make(tmp_path, stage, resume=first.directory.path if way == "path" else "auto")
         assert pipe.run() == first.directory
         assert stage.by_step == {}
-        assert "is finished" in capfd.readouterr().out
+        assert "is already finished" in capfd.readouterr().out
     assert len(first.directory.info()["attempts"]) == 1
 
 
@@ -352,7 +352,7 @@ def test_the_directory_that_the_job_was_given(tmp_path: Path, monkeypatch: pytes
     second.run()
     assert second.directory.id != given.id, "for the first pipeline of a job"
     dist.leave()
-    with pytest.raises(UsageError, match="has checkpoints: take"):
+    with pytest.raises(UsageError, match="has a checkpoint of step"):
         make(tmp_path, Traced(), resume="never").run()
     dist.leave()
     pipe = make(tmp_path, Traced())
@@ -470,13 +470,14 @@ def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
     pipe = make(tmp_path, Traced())
     pipe.register_model("more", torch.nn.Linear(1, 1))
     with pytest.raises(
-        UsageError, match=r"no tensor 'models.more.weight' .* is it from another model\? \(a new run: resume"
+        UsageError,
+        match=r"no tensor 'models.more.weight' .* is it from another model\? \(to start a new run, pass resume",
     ):
         pipe.run()
     other = make(tmp_path, Traced())
     other.append_stage(Traced(), max_epochs=1, name="second")
     with pytest.raises(
-        UsageError, match="the checkpoint has stages train, and the pipeline has second, train"
+        UsageError, match="the checkpoint has stages train, but the pipeline has second, train"
     ):
         other.run()
 
@@ -500,7 +501,7 @@ def test_three_attempts_without_a_new_step(tmp_path: Path) -> None:
     first = cut(tmp_path, 8)
     for _ in range(3):
         cut(tmp_path, 8)  # each begins at 6 and never gets to the save of 9
-    with pytest.raises(NoProgress, match=r"3 attempts in a row got no further than step 6") as caught:
+    with pytest.raises(NoProgress, match=r"3 attempts in a row made no progress beyond step 6") as caught:
         make(tmp_path, Traced()).run()
     assert caught.value.exit_code == 93
     pipe = make(tmp_path, Traced(), resume="must")

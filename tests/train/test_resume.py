@@ -521,8 +521,8 @@ def test_batches_of_each_rank_are_told_to_change_with_the_number_of_ranks(tmp_pa
     code, text = launch(tmp_path, 1, "each")
     assert code == 0, text
     assert (
-        "headway: train: batch_size=4 is for each rank, so a step has 4 samples now, where it had 8: "
-        "give global_batch_size to keep it" in text
+        "headway: dataset 'train': batch_size=4 is per rank, so a step has 4 samples instead of 8: "
+        "pass global_batch_size to keep it constant" in text
     ), text
 
 

@@ -59,7 +59,7 @@ def stop_and_go_on(folder: Path, number: int, who: tuple[int, ...], at: Any, **s
     golden.run()
     first = Signalled(number=number, who=who, at=at, **settings)
     pipe = seeded(make(folder / "cut", first, every="1h"))
-    with pytest.raises(Stopped, match="with a checkpoint: the same command goes on"):
+    with pytest.raises(Stopped, match="with a checkpoint: the same command resumes"):
         pipe.run()
     stopped = hw.all_gather_object(pipe.steps_done)
     assert len(set(stopped)) == 1, "all at the same step"
@@ -207,7 +207,7 @@ def test_the_end_of_the_jobs_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         def step(self, batch: Any) -> Tensor:
             if self.pipe.steps_done == 4:
                 assert not current().agreement.decided
-                self.pipe._keeper._pace.save = 20.0  # type: ignore[union-attr]  # 1.5 x 20 s
+                self.pipe._keeper._lead_time.save_s = 20.0  # type: ignore[union-attr]  # 1.5 x 20 s
                 wait_for_the_word()
             return super().step(batch)
 
@@ -286,7 +286,7 @@ def test_a_script_alone_exits_with_75(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     text, _ = process.communicate(timeout=300)
     assert process.returncode == 75, text
-    assert text.rstrip().endswith("with a checkpoint: the same command goes on"), text
+    assert text.rstrip().endswith("with a checkpoint: the same command resumes"), text
     assert "Traceback" not in text
     finish(tmp_path, sys.executable)
 

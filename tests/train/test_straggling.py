@@ -46,7 +46,7 @@ def test_only_what_persists_is_told() -> None:
 
 def test_one_step_that_stands_for_many_may_have_been_out_of_luck() -> None:
     stragglers = Stragglers()
-    told = [stragglers.observe([1.0, 1.0, 1.4], whole=3.0, brief=True) for _ in range(10)]
+    told = [stragglers.observe([1.0, 1.0, 1.4], whole=3.0, sampled=True) for _ in range(10)]
     assert told[:9] == [None] * 9
     assert told[9] is not None and "at 10 log points in a row" in told[9]
 

@@ -1,4 +1,4 @@
-"""Batches on their way from any loader to the step: to the device, counted, with the epoch told to whom it concerns."""
+"""Batches between a loader and the step: moved to the device, counted, and ordered by the epoch."""
 
 from __future__ import annotations
 
@@ -14,38 +14,39 @@ from headway.errors import UsageError
 
 
 @runtime_checkable
-class Epochal(Protocol):
+class EpochAware(Protocol):
     """A loader, sampler or dataset whose order depends on the epoch."""
 
     def set_epoch(self, epoch: int, /) -> object: ...
 
 
 def set_epoch(loader: object, epoch: int, *, in_place: bool = False) -> None:
-    """Tells the epoch to a loader and to its samplers and dataset, if they want to know: else order never changes.
+    """Calls `set_epoch` of a loader, its samplers and its dataset, if they have it: otherwise the order never changes.
 
-    A loader that is `in_place` has been told its position, and is not told again.
+    If `in_place`, the loader has restored its position within the epoch, and only its parts are called.
     """
     parts: list[object] = [None if in_place else loader]
     for name in ("sampler", "batch_sampler", "dataset"):
         parts.append(getattr(loader, name, None))
     parts.append(getattr(parts[2], "sampler", None))
     for part in {id(part): part for part in parts}.values():
-        if isinstance(part, Epochal):
+        if isinstance(part, EpochAware):
             part.set_epoch(epoch)
 
 
 @dataclass
 class Pass:
-    """How far one pass over a dataset has come, within an epoch."""
+    """The progress of one pass over a dataset within an epoch."""
 
     of: int | None = None
-    """batches of a whole pass, if the loader knows"""
+    """batches of a whole pass; None if the loader does not know"""
     given: int = 0
+    """batches that the loop has taken"""
     done: bool = False
     random: Mapping[str, Any] | None = None
-    """random numbers at its beginning, for a loader that has no position of its own"""
+    """the state of the random number generators when it began, for a loader that cannot save its position"""
     skip: int = 0
-    """batches to read again and leave out"""
+    """batches to read again and discard, to get back to the position"""
     loader: object = None
 
     @property
@@ -57,7 +58,7 @@ class Pass:
 
 
 def length(loader: Iterable[Any], limit: int | None) -> int | None:
-    """How many batches will come; None if the loader does not know."""
+    """Returns the number of batches that a loader yields; None if the loader does not know."""
     try:
         count = len(loader)  # type: ignore[arg-type]
     except TypeError:
@@ -67,10 +68,10 @@ def length(loader: Iterable[Any], limit: int | None) -> int | None:
 
 @final
 class FirstBatch:
-    """A loader's first batch over and over, as often as the loader would give one: what is left costs the rest.
+    """Yields a loader's first batch as many times as the loader has batches, which removes the cost of loading.
 
-    If training is not faster with it, the loader is not what holds it up. HEADWAY_FAKE_DATA=1 puts it around every
-    dataset of a pipeline.
+    If training is not faster with it, loading data is not the bottleneck. HEADWAY_FAKE_DATA=1 wraps every dataset of a
+    pipeline in it.
 
     >>> list(FirstBatch([1, 2, 3]))
     [1, 1, 1]
@@ -92,10 +93,10 @@ class FirstBatch:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on `device`; copies do not wait where the host's memory is pinned."""
+    """Returns the batch with its tensors on `device`; copies from pinned memory are asynchronous."""
     if isinstance(batch, (tuple, list)):
         parts = []
-        for part in batch:  # plain tensors, as most are, without another call
+        for part in batch:  # most parts are plain tensors: no recursion for them
             plain = type(part) is Tensor and part.is_cpu
             parts.append(part.to(device, non_blocking=True) if plain else to_device(part, device))
         kind = type(batch)
@@ -105,8 +106,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
             return batch
         if batch.device.type != "cpu":
             raise UsageError(
-                f"a batch has a tensor on {batch.device}, but this rank works on {device}: let the loader give tensors "
-                f"on the CPU or on {device}"
+                f"a batch has a tensor on {batch.device}, but this rank uses {device}: return tensors on the CPU or on "
+                f"{device} from the loader"
             )
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
@@ -115,13 +116,13 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def _like(batch: tuple[Any, ...] | list[Any], parts: list[Any]) -> Any:
-    """The parts as what they were taken from; a named tuple is made from its parts one by one."""
+    """Returns the parts in a container of the batch's type; a named tuple takes its parts as separate arguments."""
     named = isinstance(batch, tuple) and "_fields" in type(batch).__dict__
     return type(batch)(*parts) if named else type(batch)(parts)
 
 
 def first_tensor(batch: Any) -> Tensor | None:
-    """The first tensor in a batch, wherever it is."""
+    """Returns the first tensor in a batch, however deeply it is nested; None if there is none."""
     if isinstance(batch, Tensor):
         return batch
     if isinstance(batch, Mapping):

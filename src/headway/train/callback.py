@@ -1,4 +1,4 @@
-"""`Callback`: hooks on the progress of a pipeline, in an object of their own."""
+"""`Callback`: hooks on the progress of a pipeline, in an object separate from it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 class Callback:
     """Hooks to override; add it with `pipe.add_callback(callback)`.
 
-    Each is called on all ranks, after the hook of that name of the pipeline or the stage. None is called per step: what
-    runs in every step belongs in the step.
+    Each hook is called on all ranks, after the hook of the same name of the pipeline or the stage. There is no hook per
+    step: what runs in every step belongs in the step.
     """
 
     def pre_run(self, pipe: Pipeline) -> None: ...
@@ -33,4 +33,4 @@ class Callback:
     def post_epoch(self, stage: Stage) -> None: ...
 
     def log_point(self, stage: Stage, kind: str, point: LogPoint) -> None:
-        """Called at log points; `kind` is "train" or "validation", `point.values` are the metrics of all ranks."""
+        """Called at log points; `kind` is "train" or "validation", `point.values` are the reduced metrics."""

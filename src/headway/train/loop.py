@@ -18,7 +18,7 @@ from torch import Tensor
 from headway.dist.failure.capture import HEARTBEAT
 from headway.system.failpoints import failpoint
 from headway.train.loop_state import StageStatus
-from headway.train.model.precision import copied
+from headway.train.model.precision import copy_loss
 
 if TYPE_CHECKING:
     from headway.train.stage import Stage
@@ -49,7 +49,7 @@ def train(stage: TrainValStage) -> Iterator[None]:
     last = math.inf if state.max_steps is None else state.max_steps
     batches = state.feed(loader, limit, progress=state.begin_pass(loader, limit))
     train_step, backward, count_samples = stage.train_step, precision.backward, stage.count_samples
-    keep = copied if pipe._outputs_are_reused else Tensor.detach  # losses are read at log points
+    keep = copy_loss if pipe._outputs_are_reused else Tensor.detach  # losses are read at log points
     state.check_lengths()
     stage.zero_grad()
     while True:
@@ -101,10 +101,10 @@ def validate(stage: TrainValStage) -> None:
                 loss = stage.val_step(batch)
             if loss is not None:
                 stage.log(loss_name, loss, weight=stage.count_samples(batch))
-            if keeper and keeper.leaves_validation and not state.shares_batches:
+            if keeper and keeper.stops_in_validation and not state.shares_batches:
                 break
     if keeper:
-        keeper.in_validation(stage)
+        keeper.after_val_batches(stage)
     timer.mark("wait")
     point = state.val_meter.reduce()
     timer.mark("other")

@@ -191,7 +191,7 @@ class LoopState:
             f"headway: {type(loader).__name__} has no state_dict(): "
             f"{progress.skip:,} batches are read again and left out"
         )
-        with rng.replayed(progress.random, self.device):
+        with rng.temporary_state(progress.random, self.device):
             source = iter(loader)
             for _ in range(progress.skip):
                 next(source, None)

@@ -1,4 +1,4 @@
-"""`Pipeline`: models, optimizers, datasets and stages under one name; `run` puts them to work."""
+"""`Pipeline`: the models, optimizers, datasets and stages of a run; `run` trains them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from headway.train import loop
 from headway.train.batches import FirstBatch, set_epoch
 from headway.train.callback import Callback
 from headway.train.diagnose import smoke
-from headway.train.diagnose.evidence import explained
+from headway.train.diagnose.evidence import explain_out_of_memory
 from headway.train.loop_state import StageStatus
 from headway.train.metrics.history import History, MetricRow
 from headway.train.metrics.meter import LogPoint
@@ -48,7 +48,7 @@ SchedulerLike: TypeAlias = LRScheduler | Callable[[Optimizer], LRScheduler]
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """A scheduler and when it moves."""
+    """A learning-rate scheduler, and when it steps."""
 
     scheduler: LRScheduler
     optimizer: Optimizer
@@ -57,7 +57,7 @@ class Schedule:
 
 
 class Pipeline:
-    """A run: what is trained, on what, in which stages.
+    """A training run: models, optimizers and datasets, and the stages that use them.
 
         pipe = hw.Pipeline(config={"lr": 3e-4}, name="digits")
         pipe.register_model("net", net)
@@ -66,36 +66,36 @@ class Pipeline:
         pipe.append_stage(Classify(), max_epochs=10)
         pipe.run()
 
-    Joins the other ranks when it is made, if nobody has called `hw.init()` yet.
+    The constructor calls `hw.init()` if the script has not.
     """
 
     def __init__(self, config: object = None, name: str = "run", *, root: str | Path = "runs") -> None:
         self.world: World = dist.world() if dist.is_initialized() else dist.init()
         self.config = config
-        self.name = check_name(name)  # now, and not when everything is registered
+        self.name = check_name(name)  # now, before everything is registered
         self.device: torch.device = self.world.device
         self.datasets: dict[str, Iterable[Any]] = {}
         self.optimizers: dict[str, Optimizer] = {}
         self.schedulers: dict[str, LRScheduler] = {}
         self.models: dict[str, nn.Module] = {}
-        """the models as training calls them, wrapped"""
+        """the models that training calls, wrapped for all ranks"""
         self.registered_models: dict[str, RegisteredModel] = {}
-        """the same models with both sides: `bare` is the module that was registered"""
+        """the same models with their wrappers; `bare` is the module that was registered"""
         self.stages: list[Stage] = []
         self.history = History()
         self._timer = PhaseTimer(self.device, alone=self.world.world_size == 1)
         self.steps_done = 0
-        """steps finished, through all stages"""
+        """finished steps of all stages"""
         self.epoch = 0
-        """epochs finished, through all stages"""
+        """finished epochs of all stages"""
         self.current_stage: Stage | None = None
         self._run: Run | None = None
-        self._outputs_are_reused = False  # by a model's next call, as those of CUDA graphs are
+        self._outputs_are_reused = False  # whether a model's next call overwrites them, as with CUDA graphs
         self._registered_state: dict[str, StatefulObject] = {}
         self._keeper: Keeper | None = None
         self._ledger: LedgerWriter | None = None
-        self._ledger_wanted = os.environ.get(environment.LEDGER, "0") not in ("", "0")
-        self._busy_s = 0.0  # of the last interval between log points: what this rank did by itself
+        self._ledger_enabled = os.environ.get(environment.LEDGER, "0") not in ("", "0")
+        self._busy_s = 0.0  # what this rank spent on its own in the last interval between log points
         self._interval_s = 0.0
         self._stragglers = Stragglers()
         self._root = root
@@ -110,7 +110,7 @@ class Pipeline:
         """Called before the first stage."""
 
     def resume_run(self) -> None:
-        """Called when the state of an earlier attempt is back, before training goes on."""
+        """Called when the state of an earlier attempt is restored, before training resumes."""
 
     def post_run(self) -> None:
         """Called after the last stage."""
@@ -128,11 +128,11 @@ class Pipeline:
         ema: float | None = None,
         activation_checkpointing: Blocks = (),
     ) -> nn.Module:
-        """Places a model on this rank's device and wraps it; returns it as it is to be called in training.
+        """Moves a model to this rank's device and wraps it; returns the module to call in training.
 
-        `parallel` is "ddp", "fsdp", "none", or `Ddp(...)` or `Fsdp(...)` with settings. `compile` is True or a mode of
-        `torch.compile`; `ema` the decay of an average of the weights that validation uses; `activation_checkpointing`
-        names the classes of modules that compute their activations again instead of keeping them.
+        `parallel` is "ddp", "fsdp", "none", or `Ddp(...)`, `Fsdp(...)` or `Tp(...)` with settings. `compile` is True or
+        a mode of `torch.compile`; `ema` is the decay of an average of the weights, which validation uses;
+        `activation_checkpointing` lists the classes of modules that recompute their activations in backward.
         """
         _check_new("model", name, self.registered_models)
         self.registered_models[name] = prepare(
@@ -145,7 +145,7 @@ class Pipeline:
             ema=ema,
             activation_checkpointing=activation_checkpointing,
         )
-        self._outputs_are_reused |= isinstance(compile, str)  # modes of torch.compile may use CUDA graphs
+        self._outputs_are_reused |= isinstance(compile, str)  # some modes use CUDA graphs
         self.models[name] = self.registered_models[name].wrapped
         return self.models[name]
 
@@ -159,18 +159,18 @@ class Pipeline:
         every: Literal["step", "epoch"] = "step",
         monitor: str | None = None,
     ) -> Optimizer:
-        """Adds an optimizer, or a function that makes one from the parameters of `model` (of all models if None).
+        """Adds an optimizer, or a function that makes one from the parameters of `model` (all models if None).
 
-        `scheduler` moves after each step of its optimizer, or after each epoch with `every="epoch"`; one that looks at
-        a metric, such as ReduceLROnPlateau, gets the epoch's value of `monitor`.
+        `scheduler` steps after each step of its optimizer, or after each epoch with `every="epoch"`. A scheduler that
+        needs a metric, such as ReduceLROnPlateau, gets the epoch's value of `monitor`.
         """
         _check_new("optimizer", name, self.optimizers)
         if not isinstance(optimizer, Optimizer):
             optimizer = optimizer(self._parameters(name, model))
         if split_param_groups(optimizer) and isinstance(scheduler, LRScheduler):
             raise UsageError(
-                f"the scheduler of optimizer {name!r} was made before the optimizer's parameters were put into groups "
-                "of whole and of split ones: pass a function that makes the scheduler from the optimizer"
+                f"the scheduler of optimizer {name!r} was made before its parameter groups were split by mesh: pass a "
+                "function that makes the scheduler from the optimizer"
             )
         self.optimizers[name] = optimizer
         if scheduler is not None:
@@ -179,7 +179,7 @@ class Pipeline:
                 every = "epoch"
                 if monitor is None:
                     raise UsageError(
-                        f"the scheduler of optimizer {name!r} looks at a metric: say which, such as monitor='val/loss'"
+                        f"the scheduler of optimizer {name!r} needs a metric: pass its name, such as monitor='val/loss'"
                     )
             self.schedulers[name] = made
             self._schedules[name] = Schedule(
@@ -188,11 +188,12 @@ class Pipeline:
         return optimizer
 
     def register_dataset(self, name: str, loader: Iterable[Any]) -> None:
-        """Adds a dataset: anything that gives batches when iterated over, such as a DataLoader."""
+        """Adds a dataset: any iterable over batches, such as a DataLoader."""
         _check_new("dataset", name, self.datasets)
         if not isinstance(loader, Iterable):
             raise UsageError(
-                f"dataset {name!r} is a {type(loader).__name__}: register something to iterate over"
+                f"dataset {name!r} is of type {type(loader).__name__}: register an iterable over batches, such as a "
+                "DataLoader"
             )
         self.datasets[name] = FirstBatch(loader) if environment.is_on(environment.FAKE_DATA) else loader
 
@@ -206,7 +207,9 @@ class Pipeline:
     ) -> None:
         """Adds a stage, which ends after `max_epochs` epochs or `max_steps` steps, whichever is first."""
         if isinstance(stage, type):
-            raise UsageError(f"append_stage wants a stage, not a class of stages: write {stage.__name__}()")
+            raise UsageError(
+                f"append_stage got the class {stage.__name__}: pass an instance, {stage.__name__}()"
+            )
         if "_loop" not in vars(stage):
             kind = type(stage).__name__
             raise UsageError(f"{kind}.__init__ does not call super().__init__(): call it, with the settings")
@@ -215,26 +218,26 @@ class Pipeline:
         state = stage._loop
         state.name = name or state.name
         if any(state.name == other.name for other in self.stages):
-            raise UsageError(f"there is a stage {state.name!r} already: give this one another name=...")
+            raise UsageError(f"a stage named {state.name!r} is already registered: pass another name=...")
         state.max_epochs, state.max_steps = max_epochs, max_steps
         vars(stage)["pipe"] = self
         self.stages.append(stage)
 
     def add_callback(self, callback: Callback) -> None:
-        """Adds an object that is told about stages, epochs and log points."""
+        """Adds an object with hooks that are called at stages, epochs and log points."""
         self._callbacks.append(callback)
 
     def register_state(self, name: str, thing: StatefulObject) -> None:
-        """Keeps an object of yours in the checkpoints: anything with `state_dict` and `load_state_dict`.
+        """Saves an object in checkpoints and restores it: anything with `state_dict` and `load_state_dict`.
 
-        Its state is to be the same on all ranks (rank 0's is kept), of tensors and plain values.
+        Its state consists of tensors and plain values and is the same on all ranks; rank 0's is saved.
 
         >>> pipe.register_state("queue", queue)
         """
         _check_new("state", name, self._registered_state)
         if not isinstance(thing, StatefulObject):
             raise UsageError(
-                f"state {name!r} is a {type(thing).__name__}: register an object with state_dict() and "
+                f"state {name!r} is of type {type(thing).__name__}: register an object with state_dict() and "
                 "load_state_dict()"
             )
         self._registered_state[name] = thing
@@ -242,12 +245,12 @@ class Pipeline:
     def enable_checkpointing(
         self, root: str | Path | None = None, **policy: Unpack[CheckpointOptions]
     ) -> None:
-        """Keeps the run's state, so that the same command goes on where it was stopped or killed.
+        """Saves checkpoints, so that the same command resumes a run that was stopped or killed.
 
-        `root` is where run directories are; by default the pipeline's. What may be given by name: `resume` ("auto",
+        `root` is the directory of run directories; by default the pipeline's. The settings are `resume` ("auto",
         "never", "must" or a run directory), `every` ("10min", 500, "1ep"), `keep_last`, `keep_every`, `keep_best`
-        ("val/loss", "max:val/accuracy") and `background`: see `headway.checkpoint.policy.Policy`. From outside,
-        HEADWAY_SAVE_EVERY takes the place of `every`, and HEADWAY_SAVE_IN_BACKGROUND=0 that of `background=False`.
+        ("val/loss", "max:val/accuracy") and `background`: see `headway.checkpoint.policy.Policy`. The environment
+        variable HEADWAY_SAVE_EVERY overrides `every`; HEADWAY_SAVE_IN_BACKGROUND=0 sets `background=False`.
 
         >>> pipe.enable_checkpointing("runs", every="10min", keep_last=3, keep_best="val/loss")
         """
@@ -271,7 +274,7 @@ class Pipeline:
         tags: Sequence[str] = (),
         mode: Literal["online", "offline"] | None = None,
     ) -> None:
-        """Feeds Weights & Biases from the metrics file, in a process that training does not wait for."""
+        """Sends metrics to Weights & Biases, from the metrics file in a process that never delays training."""
         self.add_sink(Wandb(project=project, entity=entity, group=group, tags=tuple(tags), mode=mode))
 
     def enable_tensorboard(self, directory: str | Path | None = None) -> None:
@@ -279,11 +282,11 @@ class Pipeline:
         self.add_sink(TensorBoard(directory=directory))
 
     def enable_mlflow(self, *, tracking_uri: str | None = None, experiment: str | None = None) -> None:
-        """Feeds MLflow from the metrics file, in a process that training does not wait for."""
+        """Sends metrics to MLflow, from the metrics file in a process that never delays training."""
         self.add_sink(Mlflow(tracking_uri=tracking_uri, experiment=experiment))
 
     def add_sink(self, sink: Sink) -> None:
-        """Feeds a sink from the metrics file, in a process that training does not wait for: your own, or `sinks.Csv`.
+        """Sends metrics to a sink, such as `sinks.Csv`, from the metrics file in a process that never delays training.
 
         >>> pipe.add_sink(SqliteSink(file="metrics.db"))
         """
@@ -291,75 +294,74 @@ class Pipeline:
         self._sinks.append(sink)
 
     def enable_ledger(self) -> None:
-        """Writes down, of every step, the loss to the last bit, which samples it saw, and the random numbers' state.
+        """Records the exact loss, the samples and the state of the random number generators of every step.
 
-        For comparing runs, and for asking later: `headway runs samples RUN --step N`. HEADWAY_LEDGER=1 does the same.
+        Use it to compare runs, and with `headway runs samples RUN --step N`. HEADWAY_LEDGER=1 does the same.
         """
-        self._ledger_wanted = True
+        self._ledger_enabled = True
 
     # --- running
 
     def run(self) -> Run:
-        """Runs all stages and returns the run's directory. Exceptions and Ctrl-C end the run and are raised again."""
+        """Runs all stages and returns the run. Exceptions and Ctrl-C end the run and are raised again."""
         self._check()
-        trial = smoke.wanted()
-        if trial:
-            smoke.shorten(self, trial)
+        smoke_part = smoke.requested_part()
+        if smoke_part:
+            smoke.shorten(self, smoke_part)
         name, resume = self.name, self._keeper.policy.resume if self._keeper else "never"
         if any(isinstance(loader, FirstBatch) for loader in self.datasets.values()):
-            # what it learns is of no use to a real run: neither may go on with the other
+            # weights from repeated batches are useless: real and fake runs never resume each other
             name, resume = f"{name[:59]}-fake", "never" if resume == "never" else "auto"
         choice = choose_run(self._root, name=name, config=self.config, resume=resume)
         self._run = choice.run
         if choice.finished:
-            dist.print_root(
-                f"headway: {choice.run.id} is finished ({choice.why}): there is nothing left to do"
-            )
+            if self.world.is_root:
+                dist.print_root(f"headway: {choice.run.id} is already finished ({choice.why}): nothing to do")
             return choice.run
-        with self._recorded(choice.run):
+        with self._recording(choice.run):
             self._run_hook("pre_run", self)
             if self._keeper:
                 self._keeper.start(choice)
             for stage in self.stages:
                 status = stage._loop.status
                 if status is not StageStatus.NEW and not status.in_epoch and not stage._loop.more_epochs:
-                    continue  # it ended in an earlier attempt
-                with self._entered(stage):
+                    continue  # the stage ended in an earlier attempt
+                with self._running_stage(stage):
                     for _ in loop.epochs(stage):
                         stage.run_epoch()
             if self._keeper:
                 self._keeper.finish()
-            if trial:
-                smoke.end(trial)
+            if smoke_part:
+                smoke.end(smoke_part)
             self._run_hook("post_run", self)
         return choice.run
 
     @contextmanager
-    def _recorded(self, directory: Run) -> Iterator[None]:
-        """Around everything: the rank logs, the metrics files, the checkpoints."""
+    def _recording(self, directory: Run) -> Iterator[None]:
+        """Opens the rank logs, the metrics files, the ledger and the checkpoints of a run, and closes them."""
         with ExitStack() as stack:
             recording = stack.enter_context(record.recording(directory, self.world, config=self.config))
             if self.world.is_root:
                 stack.enter_context(feeding(directory, self._sinks))
             self._open_reporter = stack.enter_context(Reporter(directory, self.world))
-            self._reporter.introduce(self.registered_models.values(), self.datasets)
-            if self._ledger_wanted:
+            self._reporter.print_inputs(self.registered_models.values(), self.datasets)
+            if self._ledger_enabled:
                 self._ledger = stack.enter_context(
                     LedgerWriter(directory, self.world, attempt=recording.attempt)
                 )
             if self._keeper:
-                stack.enter_context(self._keeper.opened(recording))
+                stack.enter_context(self._keeper.saving(recording))
             yield
             dist.set_phase("done")
         self._open_reporter = None
 
     @contextmanager
-    def _entered(self, stage: Stage) -> Iterator[None]:
-        """Around one stage."""
+    def _running_stage(self, stage: Stage) -> Iterator[None]:
+        """Surrounds all epochs of one stage: its hooks, its display, and the evidence if it runs out of memory."""
         self.current_stage = stage
         if self._keeper and stage._loop.status is StageStatus.NEW:
             self._keeper.restore_rng()
-        with stage._loop.running(), self._reporter.watching(stage), explained(stage):
+        with stage._loop.running(), self._reporter.displaying(stage), explain_out_of_memory(stage):
             self._run_hook("pre_stage", stage)
             yield
             self._run_hook("post_stage", stage)
@@ -367,7 +369,7 @@ class Pipeline:
 
     def _check(self) -> None:
         if self._run is not None:
-            raise UsageError("this pipeline has run already: make a new Pipeline for each run")
+            raise UsageError("this pipeline has already run: create a new Pipeline for each run")
         if not self.stages:
             raise UsageError(
                 "the pipeline has no stage: call pipe.append_stage(stage, max_epochs=...) before run()"
@@ -387,31 +389,31 @@ class Pipeline:
 
     @property
     def directory(self) -> Run:
-        """The run directory, once `run` was called."""
+        """The run directory, from `pre_run` on."""
         if self._run is None:
-            raise UsageError("the pipeline has no run directory yet: it is there from pre_run on")
+            raise UsageError("the pipeline has no run directory yet: use it in pre_run or later")
         return self._run
 
     @property
     def _reporter(self) -> Reporter:
         if self._open_reporter is None:
-            raise UsageError("the pipeline is not running: this is there between pre_run and post_run")
+            raise UsageError("the pipeline is not running: log between pre_run and post_run")
         return self._open_reporter
 
     def _run_hook(self, hook: str, subject: Pipeline | Stage) -> None:
-        """A hook: the subject's own first, then those of the callbacks. It may take any time."""
+        """Calls a hook of the subject, then of the callbacks; the hang check is off, since a hook may take any time."""
         with dist.no_hang_check():
             getattr(subject, hook)()
             for callback in self._callbacks:
                 getattr(callback, hook)(subject)
 
     def _record_log_point(self, stage: Stage, kind: str, point: LogPoint) -> None:
-        """Writes down what came out of a log point or a validation."""
+        """Records the result of a log point or a validation."""
         if not point.values and not point.local:
             return
         seconds = self._timer.take(stage._loop.log_every)
         if kind == "train":
-            self._look_for_stragglers(point, seconds)
+            self._check_stragglers(point, seconds)
         seconds["compute"] = seconds.get("compute", 0.0) + seconds.pop("backward", 0.0)
         self.history.log_points.append(
             MetricRow(stage=stage.name, epoch=stage.epoch, step=self.steps_done, values=point.values)
@@ -422,15 +424,14 @@ class Pipeline:
         for callback in self._callbacks:
             callback.log_point(stage, kind, point)
 
-    def _look_for_stragglers(self, point: LogPoint, seconds: Mapping[str, float]) -> None:
-        slow = self._stragglers.observe(point.busy, whole=self._interval_s, brief=self._timer.every > 1)
-        if slow is not None:
+    def _check_stragglers(self, point: LogPoint, seconds: Mapping[str, float]) -> None:
+        slow = self._stragglers.observe(point.busy, whole=self._interval_s, sampled=self._timer.every > 1)
+        if slow is not None and self.world.is_root:
             dist.print_root(f"headway: {slow}")
         self._busy_s, self._interval_s = busy(seconds)
 
     def _begin_epoch(self, stage: Stage) -> None:
-        """Tells loaders the epoch, unless it was under way when the run was stopped and they know their place; and
-        calls the hook, whose random numbers do not count after a restart."""
+        """Calls `pre_epoch`, and `set_epoch` of loaders that have not restored a position within the epoch."""
         in_epoch = stage._loop.status.in_epoch
         if self._keeper and not in_epoch:
             self._keeper.restore_rng()
@@ -438,12 +439,12 @@ class Pipeline:
             set_epoch(loader, self.epoch, in_place=in_epoch and isinstance(loader, StatefulObject))
         stage._loop.begin_epoch()
         self._run_hook("pre_epoch", stage)
-        if self._keeper:
+        if self._keeper:  # what the hook drew in this attempt does not count
             self._keeper.restore_rng()
         dist.set_phase(stage.name, self.steps_done)
 
     def _end_epoch(self, stage: Stage, values: Mapping[str, Any]) -> None:
-        """Counts an epoch, keeps its metrics, and moves the schedulers that move with epochs."""
+        """Counts an epoch, records its metrics, and steps the schedulers that step after each epoch."""
         self.history.epochs.append(
             MetricRow(stage=stage.name, epoch=stage.epoch, step=self.steps_done, values=values)
         )
@@ -461,7 +462,7 @@ class Pipeline:
                 schedule.scheduler.step(values[schedule.monitor])
 
     def _after_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Callable[[], object]]:
-        """What is to be called when optimizers have stepped: their schedulers, and the averages of their models."""
+        """Returns what to call after the optimizers step: their schedulers and the averages of their models."""
         schedulers = [
             schedule.scheduler.step
             for optimizer in optimizers
@@ -477,22 +478,22 @@ class Pipeline:
 
     def _parameters(self, optimizer: str, model: str | None) -> list[nn.Parameter]:
         if model is not None and model not in self.registered_models:
-            there = ", ".join(repr(name) for name in self.registered_models) or "none"
+            known = ", ".join(repr(name) for name in self.registered_models) or "none"
             raise UsageError(
-                f"optimizer {optimizer!r} is for model {model!r}, but there is {there}: register the model first"
+                f"optimizer {optimizer!r} needs model {model!r}, registered is {known}: register the model first"
             )
         chosen = self.registered_models.values() if model is None else [self.registered_models[model]]
         return [p for one in chosen for p in one.bare.parameters() if p.requires_grad]
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that must survive; tensors where they are, the rest as plain values."""
+        """Returns the state to save: tensors on their devices, all else as plain values."""
         return state.gather(self)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Puts back what `state_dict` gave, into a pipeline with the same names registered."""
+        """Restores what `state_dict` returned, into a pipeline with the same names registered."""
         state.restore(self, saved)
 
 
-def _check_new(kind: str, name: str, there: Mapping[str, object]) -> None:
-    if name in there:
-        raise UsageError(f"there is a {kind} {name!r} already: give this one another name")
+def _check_new(kind: str, name: str, known: Mapping[str, object]) -> None:
+    if name in known:
+        raise UsageError(f"a {kind} named {name!r} is already registered: choose another name")

@@ -1,7 +1,7 @@
-"""Settings of training and of checkpointing, checked when they are given.
+"""Settings of training and of checkpointing, checked on construction.
 
-Each set of settings is a frozen dataclass, which has the defaults and the checks, and a `TypedDict` with the same
-fields, by which editors complete keyword arguments and mypy refuses unknown ones. A test compares the two.
+Each set of settings is a frozen dataclass, with the defaults and the checks, and a `TypedDict` with the same fields, so
+that editors complete keyword arguments and mypy rejects unknown ones. A test compares the two.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ LOG_EVERY = 50
 @final
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """How a `TrainValStage` trains; given to it by name: `Classify(precision="bf16", gradient_clip=1.0)`."""
+    """The settings of a `TrainValStage`, passed to its constructor: `Classify(precision="bf16", gradient_clip=1.0)`."""
 
     precision: precision.Name = "fp32"
     """fp32, tf32, bf16 or fp16 (fp16 with a loss scale)"""
     accumulate: int = 1
     """batches per optimizer step; the gradient is that of the mean over all their samples, on all ranks"""
     gradient_clip: float | None = None
-    """largest norm of all gradients together; the norm is logged as train/grad_norm"""
+    """largest total norm of the gradients; the norm is logged as train/grad_norm"""
     val_every: str | None = "1 epoch"
     """between validations: "1 epoch", "500 steps" or a time such as "30min" (rank 0's clock); None for no validation"""
     limit_train_batches: int | None = None
-    """batches per epoch, for trying things out"""
+    """batches per epoch, for quick trials"""
     limit_val_batches: int | None = None
     """batches per validation"""
     log_every: int = LOG_EVERY
-    """steps between log points, where ranks exchange metrics and agree on stopping"""
+    """steps between log points, where ranks exchange metrics and requests to stop"""
     on_nan: Literal["stop", "skip"] = "stop"
-    """"stop": a loss that is not finite stops the run at the next log point; "skip": each such step is left out, which
-    makes the host wait for the device in every step"""
+    """"stop": a non-finite loss stops the run at the next log point; "skip": each step with non-finite gradients is
+    skipped, which makes the host wait for the device in every step"""
     max_skips: int = 10
-    """steps in a row that may be left out before the run stops all the same"""
+    """steps in a row that may be skipped before the run stops nevertheless"""
     deterministic: bool = False
-    """deterministic kernels, where torch has them; torch raises where it does not"""
+    """use deterministic kernels; torch raises an error for operations that have none"""
 
     def __post_init__(self) -> None:
         precision.check_name(self.precision)
@@ -60,8 +60,8 @@ class TrainSettings:
 
     @cached_property
     def val_interval(self) -> Interval | None:
-        """How often to validate; None for never."""
-        every: object = self.val_every  # which a caller without a type checker may have given as a number
+        """The interval between validations; None for no validation."""
+        every: object = self.val_every  # a caller without a type checker may pass a number
         if self.val_every is None:
             return None
         if isinstance(every, int | float):
@@ -73,7 +73,7 @@ class TrainSettings:
 
     @cached_property
     def validates_between_steps(self) -> bool:
-        """Whether validations come within epochs, and not only at their ends."""
+        """Whether validations happen within epochs rather than at their ends."""
         return self.val_interval is not None and self.val_interval.epochs is None
 
 

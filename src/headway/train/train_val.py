@@ -78,12 +78,12 @@ class TrainValStage(Stage):
             fast_zero_grad(optimizer)()
 
     def clip_gradients(self, norm: Tensor, limit: float) -> None:
-        """Scales all gradients by one factor, so that their common norm is at most `limit`."""
+        """Scales all gradients by one factor, so that their total norm is at most `limit`."""
         for parameters in group_by_mesh(self._loop.parameters()):
             clip_grads_with_norm_(parameters, limit, norm)
 
     def optimize(self) -> None:
-        """Steps the optimizers that `optimizers()` returns; schedulers and averages follow by themselves."""
+        """Steps the optimizers that `optimizers()` returns; the loop then updates schedulers and averages."""
         scaler = self._loop.precision.scaler
         for optimizer in self.optimizers():
             if scaler is None:
@@ -92,19 +92,19 @@ class TrainValStage(Stage):
                 scaler.step(optimizer)
 
     def gradient_clip(self) -> float | None:
-        """Returns the largest norm of all gradients together, for this step; by default the setting."""
+        """Returns the largest total norm of the gradients in this step; by default the setting."""
         return self._loop.settings.gradient_clip
 
     def loss_metric_name(self) -> str:
-        """Returns the name under which the loss is logged."""
+        """Returns the metric name of the loss."""
         return "loss"
 
     def train_metric_prefix(self) -> str:
-        """Returns what comes before the names of metrics in training."""
+        """Returns the prefix of metric names in training."""
         return "train/"
 
     def val_metric_prefix(self) -> str:
-        """Returns what comes before the names of metrics in validation."""
+        """Returns the prefix of metric names in validation."""
         return "val/"
 
     # --- what you use
@@ -112,7 +112,7 @@ class TrainValStage(Stage):
     @property
     @final
     def training(self) -> bool:
-        """Whether this is training, and not validation."""
+        """Whether the stage is training rather than validating."""
         return self._loop.training
 
     @final

@@ -1,4 +1,4 @@
-"""`TrainValState`: what the managed loop knows about a `TrainValStage`, and what it does with it."""
+"""`TrainValState`: the state that the managed loop keeps of a `TrainValStage`, and its operations."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from headway.dist import set_phase
 from headway.dist.collective.exchange import gather_rows
 from headway.errors import HeadwayError, UsageError
+from headway.system.text import shorten_list
 from headway.train import batches as feed
 from headway.train.diagnose import evidence
 from headway.train.loop_state import VALIDATE, LoopState
@@ -46,13 +47,12 @@ class TrainValState(LoopState):
             for prefix in (stage.train_metric_prefix(), stage.val_metric_prefix())
         ]
         self._base = base
-        self._skipped = 0  # steps in a row that were left out
-        self._validated_at = 0  # the steps that were done at the last validation
+        self._skipped = 0  # steps in a row that were skipped
+        self._validated_at = 0  # the steps done at the last validation
         self._validation_requested = False  # by rank 0's clock, at a log point
-        self._validation_clock: float | None = (
-            None  # when the last validation ended; None until the stage runs
-        )
-        self._carried_s = 0.0  # the time since then, of an earlier attempt
+        # when the last validation ended; None until the stage runs
+        self._validation_clock: float | None = None
+        self._carried_s = 0.0  # the time since the last validation in earlier attempts
         self._val_values: dict[str, Any] = {}
         self._updates: list[Callable[[], object]] | None = None
 
@@ -66,14 +66,15 @@ class TrainValState(LoopState):
 
     @cached_property
     def only_optimizer(self) -> Sequence[Optimizer]:
-        every = self.pipe.optimizers
-        if len(every) != 1:
-            names = ", ".join(repr(name) for name in every) or "none"
+        """The registered optimizer, in a list; raises `UsageError` if there is not exactly one."""
+        registered = self.pipe.optimizers
+        if len(registered) != 1:
+            names = ", ".join(repr(name) for name in registered) or "none"
             raise UsageError(
                 f"stage {self.name!r} cannot choose an optimizer, registered is {names}: register one, or override "
                 "optimizers() to return those of this stage"
             )
-        return list(every.values())
+        return list(registered.values())
 
     def log(
         self, name: str, value: Tensor | float, weight: Tensor | float, reduce: Reduction, scope: Scope
@@ -97,16 +98,16 @@ class TrainValState(LoopState):
         self.stage.optimizers()
 
     def check_lengths(self) -> None:
-        """Refuses ranks with different numbers of batches, which would wait for each other forever."""
+        """Raises `UsageError` if ranks have different numbers of batches: they would wait for each other forever."""
         mine = feed.length(self.stage.train_dataset(), self.settings.limit_train_batches)
         if self.pipe.world.world_size == 1:
             return
         lengths = gather_rows(torch.tensor([-1.0 if mine is None else float(mine)], device=self.device))[:, 0]
         known = {rank: int(length) for rank, length in enumerate(lengths.tolist()) if length >= 0}
         if len(set(known.values())) > 1:
-            said = ", ".join(f"{length:,} on rank {rank}" for rank, length in list(known.items())[:16])
+            counts = shorten_list([f"{length:,} on rank {rank}" for rank, length in known.items()])
             raise UsageError(
-                f"stage {self.name!r} has different numbers of training batches: {said}; use hw.data.DataLoader, "
+                f"stage {self.name!r} has different numbers of training batches: {counts}; use hw.data.DataLoader, "
                 "drop_last=True, or limit_train_batches"
             )
 
@@ -126,11 +127,11 @@ class TrainValState(LoopState):
         self._validation_clock = time.monotonic() - self._carried_s
         before = torch.are_deterministic_algorithms_enabled()
         for model in self.pipe.registered_models.values():
-            model.bare.train()  # pre_stage may freeze parts again
+            model.bare.train()  # pre_stage may set parts to eval mode again
         if self.settings.deterministic:
             torch.use_deterministic_algorithms(True)
         try:
-            with super().running(), self.precision.applied():
+            with super().running(), self.precision.matmul_precision():
                 yield
         finally:
             torch.use_deterministic_algorithms(before)
@@ -138,15 +139,15 @@ class TrainValState(LoopState):
     # --- a step
 
     def shares(self, window: Sequence[Any]) -> Sequence[Tensor | float]:
-        """Returns what each batch's mean loss counts in the mean over all samples of the window, on all ranks."""
-        self.pipe._timer.mark_step("backward")  # as waiting for other ranks does
+        """Returns the weight of each batch's mean loss in the mean over all samples of the window, on all ranks."""
+        self.pipe._timer.mark_step("backward")  # waiting for other ranks counts as backward, as in DDP
         counts = [self.stage.count_samples(batch) for batch in window]
         mine, size = sum(counts), self.pipe.world.world_size
         if size == 1:
             return [count / mine for count in counts]
-        every = torch.tensor(float(mine), device=self.device)
-        c10d.all_reduce(every)  # ranks may have different last batches
-        return [count / mine * (mine * size / every) for count in counts]
+        total = torch.tensor(float(mine), device=self.device)
+        c10d.all_reduce(total)  # ranks may have last batches of different sizes
+        return [count / mine * (mine * size / total) for count in counts]
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Sets whether the next backward averages gradients over ranks, or only adds them up on this rank."""
@@ -180,7 +181,7 @@ class TrainValState(LoopState):
         self._updates = self._fixed_updates()
 
     def apply_update(self) -> bool:
-        """Clips, steps, schedules and averages; returns False if `on_nan="skip"` leaves the step out."""
+        """Clips gradients and steps optimizers, schedulers and averages; returns False if it skips the step."""
         if self._updates is not None:
             for update in self._updates:
                 update()
@@ -206,7 +207,7 @@ class TrainValState(LoopState):
         return made
 
     def _fixed_updates(self) -> list[Callable[[], object]] | None:
-        """Returns all that a step does with its gradients, as calls; None if some of it is decided in the step.
+        """Returns all that a step does with its gradients, as calls; None if some of it depends on the step.
 
         Together with `fast_zero_grad` this saves 21 us of a step of 2,055 us (benchmarks/loop.py, H200).
         """
@@ -224,7 +225,7 @@ class TrainValState(LoopState):
         return bool(getattr(self.stage, name) == MethodType(getattr(self._base, name), self.stage))
 
     def _is_finite(self, norm: Tensor) -> bool:
-        """For `on_nan="skip"`: whether the step is to be made, the same on all ranks."""
+        """Whether the norm is finite on all ranks (for `on_nan="skip"`); raises after too many skips in a row."""
         bad = (~norm.isfinite()).float()
         models = self.pipe.registered_models.values()
         if self.pipe.world.world_size > 1 and not all(model.synced for model in models):
@@ -236,8 +237,8 @@ class TrainValState(LoopState):
         self.stage.log("skipped_steps", 1, reduce="sum")
         if self._skipped > self.settings.max_skips:
             raise HeadwayError(
-                f"stage {self.name!r}: the gradients of {self._skipped} steps in a row, up to "
-                f"{self.pipe.steps_done + 1}, are not finite: lower the learning rate, clip gradients, or look at the "
+                f"stage {self.name!r}: the gradients of {self._skipped} steps in a row, up to step "
+                f"{self.pipe.steps_done + 1}, are non-finite: lower the learning rate, set gradient_clip, or check the "
                 "data"
             )
         return False
@@ -258,27 +259,26 @@ class TrainValState(LoopState):
             self.stage.log(self.stage.loss_metric_name(), mean, weight=total)
 
     def examine(self, point: LogPoint) -> None:
-        """Stops all ranks if the loss of any is not finite, with the step where that began."""
+        """Raises on all ranks if the loss of any is non-finite, with the first such step and the evidence."""
         prefix = self.stage.train_metric_prefix()
         if ranks := point.not_finite.get(prefix + self.stage.loss_metric_name()):
             bad = [step for step, loss, _ in self.recent_losses if not loss.isfinite()]
-            first = (
-                gather_rows(torch.tensor([float(bad[0]) if bad else math.inf], device=self.device))
-                .min()
-                .item()
-            )
+            mine = torch.tensor([float(bad[0]) if bad else math.inf], device=self.device)
+            first = gather_rows(mine).min().item()
             who = ", ".join(str(rank) for rank in ranks)
-            known = evidence.of_a_loss(self.stage, first, point.values.get(prefix + "grad_norm"))
+            known = evidence.explain_non_finite_loss(
+                self.stage, first, point.values.get(prefix + "grad_norm")
+            )
             raise HeadwayError(
                 f"the loss of stage {self.name!r} became non-finite at step {first:g}, on rank {who}{known}: "
-                'lower the learning rate, set gradient_clip, look at the data of that step, or pass on_nan="skip"'
+                'lower the learning rate, set gradient_clip, check the data of that step, or pass on_nan="skip"'
             )
         self.recent_losses.clear()
 
     # --- validation
 
     def validation_due(self, *, epoch_ends: bool) -> bool:
-        """Whether to validate after this step."""
+        """Whether a validation is due after this step, or at the end of this epoch if `epoch_ends`."""
         every = self.settings.val_interval
         if every is None or epoch_ends != (every.epochs is not None):
             return False
@@ -303,16 +303,16 @@ class TrainValState(LoopState):
         self._validation_requested |= bool(flags[0] & VALIDATE)  # rank 0 has the clock
 
     def _since_validation(self) -> float:
-        """Seconds of training since the last validation, those of earlier attempts included."""
-        began = self._validation_clock
-        return self._carried_s if began is None else time.monotonic() - began
+        """Returns the seconds of training since the last validation, including those of earlier attempts."""
+        clock = self._validation_clock
+        return self._carried_s if clock is None else time.monotonic() - clock
 
     def pause_follows(self) -> bool:
         return super().pause_follows() or self.validation_due(epoch_ends=False)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Around a validation: modules in eval mode, without wrappers, with averaged weights; then as before."""
+        """Sets models to eval mode, without wrappers and with averaged weights, within the context."""
         registered = self.pipe.registered_models
         modes = [(part, part.training) for model in registered.values() for part in model.bare.modules()]
         if self.pipe._keeper:
@@ -339,8 +339,11 @@ class TrainValState(LoopState):
         return any(model.sharded for model in self.pipe.registered_models.values())
 
     def val_batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yields the batches to validate on. Sharded models need all ranks for each of them: a rank that has no more
-        data repeats its last batch, and what it logs then does not count."""
+        """Yields the batches to validate on.
+
+        A sharded model needs all ranks for each batch: a rank without more data repeats its last batch, and what it
+        logs then does not count.
+        """
         batches, mark = self.feed(loader, self.settings.limit_val_batches), self.pipe._timer.mark
         mark("data")
         if not self.shares_batches:
@@ -355,7 +358,8 @@ class TrainValState(LoopState):
                 break
             if batch is None and last is None:
                 raise UsageError(
-                    f"rank {self.pipe.world.rank} has no batch to validate on: a sharded model needs one on each rank"
+                    f"rank {self.pipe.world.rank} has no validation batch, but a sharded model needs one on each rank: "
+                    "register a larger dataset"
                 )
             self.logging_off = batch is None
             last = last if batch is None else batch
@@ -371,7 +375,7 @@ class TrainValState(LoopState):
         self.pipe._record_log_point(self.stage, "validation", point)
         if self.pipe._keeper:
             self.pipe._keeper.after_validation(self.stage)
-        self.pipe._timer.rest()
+        self.pipe._timer.stop()
 
     def epoch_values(self) -> dict[str, Any]:
         values = super().epoch_values() | self._val_values
@@ -398,7 +402,7 @@ class TrainValState(LoopState):
         self.precision.load_state_dict(state["precision"])
         self._skipped = state["skipped"]
         self._val_values, self._validated_at = state["validated"], state["validated_at"]
-        if clock := state.get("val_clock"):  # only where validations come by time
+        if clock := state.get("val_clock"):  # only if val_every is a time
             self._validation_requested, self._carried_s = clock["requested"], clock["since_s"]
 
 

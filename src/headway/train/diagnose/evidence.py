@@ -1,7 +1,7 @@
-"""What is known when training goes wrong: out of memory, or a loss that is not finite. Looked for only then.
+"""Evidence for error messages: what is known when a rank runs out of memory or a loss becomes non-finite.
 
-Nothing of this costs a step anything: the batch is still there, the loader knows what it gave, and the model can be
-asked again, with all ranks taking part.
+All of it is collected after the failure, so steps pay nothing: the batch is still in memory, the loader knows which
+samples it yielded, and all ranks together can run the model on the batch again.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from headway.data.order import SampleLookup, TraceableLoader
 from headway.errors import HeadwayError
+from headway.system.text import shorten_list
 
 if TYPE_CHECKING:
     from headway.run import Run
@@ -28,12 +29,11 @@ if TYPE_CHECKING:
 
 _GIB = 2**30
 _PHASES = {"backward": "backward pass", "apply_update": "optimizer's step", "validate": "validation"}
-_SAMPLES_SHOWN = 16
 
 
 @contextmanager
-def explained(stage: Stage) -> Iterator[None]:
-    """Running out of memory in here is told with all that is known about it."""
+def explain_out_of_memory(stage: Stage) -> Iterator[None]:
+    """Adds all that is known to an out-of-memory error that is raised in the context."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -55,24 +55,26 @@ def _out_of_memory(error: torch.OutOfMemoryError, stage: Stage) -> str:
         file = pipe.directory.memory_file(pipe.world.rank)
         file.write_text(torch.cuda.memory_summary(pipe.device))
         known.append(f"the allocator's own summary is in {file}")
-    known += _planned(pipe.directory)
+    known += _planned_memory(pipe.directory)
     advice = "lower the batch size and raise accumulate, pass activation_checkpointing, or shard the model with fsdp"
     return f"{'; '.join(known)}: {advice} ({str(error).splitlines()[0]})"
 
 
-def _planned(run: Run) -> list[str]:
-    """What `headway plan --save plan.json` said, if there is such a plan."""
+def _planned_memory(run: Run) -> list[str]:
+    """Returns what the run's plan.json, written by `headway plan --save`, predicted; empty without a plan."""
     try:
         plan = json.loads(run.plan_file.read_text())
     except FileNotFoundError:
         return []
-    needed, there = (plan["answers"].get(key, {}).get("value") for key in ("memory.needed", "device.memory"))
-    of = f" of {there / _GIB:.1f}" if there else ""
-    return [f"the plan said {needed / _GIB:.1f}{of} GiB"] if needed else []
+    needed, available = (
+        plan["answers"].get(key, {}).get("value") for key in ("memory.needed", "device.memory")
+    )
+    of = f" of {available / _GIB:.1f}" if available else ""
+    return [f"the plan predicted {needed / _GIB:.1f}{of} GiB"] if needed else []
 
 
 def shapes(batch: Any) -> str:
-    """The shapes of a batch's tensors.
+    """Describes the shapes of a batch's tensors.
 
     >>> shapes((torch.zeros(8, 3), {"y": torch.zeros(8)}))
     'shapes (8, 3) and (8,)'
@@ -83,60 +85,62 @@ def shapes(batch: Any) -> str:
     return f"shape {found[0]}" if len(found) == 1 else f"shapes {', '.join(found[:-1])} and {found[-1]}"
 
 
-def of_a_loss(stage: TrainValStage, first: float, norm: Any) -> str:
-    """What can be found out about a loss that is not finite since step `first`. Call it on all ranks."""
+def explain_non_finite_loss(stage: TrainValStage, first: float, norm: Any) -> str:
+    """Returns what can be found out about a loss that became non-finite at step `first`. Call it on all ranks."""
     known = [_replay(stage)]
     if isinstance(norm, float) and math.isfinite(norm):
         known.append(f"the norm of the gradients was {norm:.3g}")
     if samples := _samples(stage, first):
-        known.append(f"step {first:g} saw the samples {samples}")
+        known.append(f"step {first:g} used the samples {samples}")
     return "".join(f"; {fact}" for fact in known if fact)
 
 
 def _replay(stage: TrainValStage) -> str:
-    """Where the first number that is not finite comes from, when the last batch is put in again."""
+    """Runs the last batch again and returns where the first non-finite number appears."""
     for name, model in stage.pipe.registered_models.items():
         for key, parameter in model.bare.named_parameters():
             if not _finite(parameter.detach()):
-                return f"the weights {key!r} of model {name!r} are no longer finite"
+                return f"the weights {key!r} of model {name!r} are non-finite"
     found: list[str] = []
     with ExitStack() as stack:
         for name, model in stage.pipe.registered_models.items():
             for key, part in model.bare.named_modules():
-                hook = part.register_forward_hook(
-                    _look(f"{key or type(part).__name__!s} of model {name!r}", found)
-                )
+                label = f"{key or type(part).__name__} of model {name!r}"
+                hook = part.register_forward_hook(_output_check(label, found))
                 stack.callback(hook.remove)
         stage._loop.logging_off = True
         stack.callback(setattr, stage._loop, "logging_off", False)
         with torch.no_grad(), stage._loop.precision.autocast or nullcontext():
             stage.train_step(stage._loop.batch)
     if found:
-        return f"the first module whose output is not finite is {found[0]}"
-    return "" if _finite(*tree_leaves(stage._loop.batch)) else "the last batch itself is not finite"
+        return f"the first module with a non-finite output is {found[0]}"
+    return "" if _finite(*tree_leaves(stage._loop.batch)) else "the last batch itself is non-finite"
 
 
-def _look(name: str, found: list[str]) -> Callable[[Any, Any, Any], None]:
-    def look(_: Any, inputs: Any, output: Any) -> None:
+def _output_check(name: str, found: list[str]) -> Callable[[Any, Any, Any], None]:
+    """Returns a forward hook that adds the first module with a non-finite output to `found`."""
+
+    def check(_: Any, inputs: Any, output: Any) -> None:
         if not found and not _finite(*tree_leaves(output)):
-            fault = "" if _finite(*tree_leaves(inputs)) else ", whose input is not finite either"
-            found.append(name + fault)
+            found.append(
+                name if _finite(*tree_leaves(inputs)) else f"{name}, whose input is non-finite as well"
+            )
 
-    return look
+    return check
 
 
 def _finite(*values: Any) -> bool:
-    """Of tensors; a sharded one is looked at as a whole, the same on all ranks."""
+    """Whether all tensors are finite; a sharded one is checked as a whole, with the same result on all ranks."""
     for value in values:
         if isinstance(value, Tensor) and value.is_floating_point():
-            every = value.isfinite().all()
-            if not (every.full_tensor() if isinstance(every, DTensor) else every):
+            finite = value.isfinite().all()
+            if not (finite.full_tensor() if isinstance(finite, DTensor) else finite):
                 return False
     return True
 
 
 def _samples(stage: TrainValStage, first: float) -> str:
-    """The samples of that step, on all ranks together, if the loader knows which it gives."""
+    """Returns the samples of that step, of all ranks together; empty if the loader cannot tell."""
     loader = stage.train_dataset()
     if not isinstance(loader, TraceableLoader) or not math.isfinite(first):
         return ""
@@ -146,7 +150,5 @@ def _samples(stage: TrainValStage, first: float) -> str:
     width = (span[1] - span[0]) * stage._loop.settings.accumulate
     stop = span[1] - (stage.pipe.steps_done - int(first)) * width
     if stop < width:
-        return ""  # in an epoch before this one
-    words = SampleLookup(order).labels(stop - width, stop)
-    rest = f" and {len(words) - _SAMPLES_SHOWN} more" if len(words) > _SAMPLES_SHOWN else ""
-    return ", ".join(words[:_SAMPLES_SHOWN]) + rest
+        return ""  # the step was in an earlier epoch
+    return shorten_list(SampleLookup(order).labels(stop - width, stop))

@@ -1,1 +1,6 @@
-"""Metrics: values on the device, one reduction per log point, rows, history, timing, and what people see."""
+"""Metrics of training: collected on the device, reduced over ranks at log points, recorded and shown.
+
+`meter` accumulates values and reduces them with one collective per log point; `history` keeps the results in memory.
+`timing` measures the phases of a step and `stragglers` compares them between ranks. `reporter` writes the rows of the
+metrics files and updates the `display`, a table on a terminal or lines elsewhere.
+"""

@@ -1,6 +1,6 @@
-"""What people see while a stage runs: a table that lives on a terminal, a plain line now and then elsewhere.
+"""Displays of a stage's progress: a live table on a terminal, a plain line every few seconds elsewhere.
 
-All of it is made at log points, from numbers that are on the host anyway.
+They are updated at log points, from numbers that are on the host anyway.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ REFRESH_SECONDS = 0.25
 @final
 @dataclass(frozen=True, kw_only=True)
 class ProgressSnapshot:
-    """What there is to see at one moment."""
+    """The numbers that a display shows at one moment."""
 
     stage: str
     epoch: int
-    """from 1"""
+    """counted from 1"""
     max_epochs: int | None
     step: int
     values: dict[str, Any]
     columns: Sequence[str]
     samples_per_second: float | None
     data_wait: float | None
-    """part of the time that went into waiting for data, from 0 to 1"""
+    """fraction of the time spent waiting for data, from 0 to 1"""
     seconds_left: float | None
 
     def cells(self) -> list[tuple[str, str]]:
-        """Headings and texts, in order."""
+        """Returns headings and texts, in order."""
         of = f"/{self.max_epochs}" if self.max_epochs else ""
         left = "" if self.seconds_left is None else str(timedelta(seconds=round(self.seconds_left)))
         rate = "" if self.samples_per_second is None else f"{self.samples_per_second:,.0f}"
@@ -57,28 +57,28 @@ class ProgressSnapshot:
 
 
 class Display(ABC):
-    """Shows how a stage goes."""
+    """Shows the progress of a stage."""
 
     @abstractmethod
     def due(self, now: float) -> bool:
-        """Whether it is time to show something again, by the monotonic clock."""
+        """Whether the next update is due at `now`, by the monotonic clock."""
 
     @abstractmethod
     def update(self, snapshot: ProgressSnapshot) -> None:
-        """At a log point, if one is due."""
+        """Shows the numbers of a log point. Called if an update is due."""
 
     @abstractmethod
     def end_epoch(self, snapshot: ProgressSnapshot) -> None:
-        """At the end of an epoch."""
+        """Shows the numbers of a finished epoch."""
 
     @abstractmethod
     def close(self) -> None:
-        """At the end of the stage."""
+        """Ends the display when the stage ends."""
 
 
 @final
 class LineDisplay(Display):
-    """One plain line every few seconds, and one per epoch; fit for files."""
+    """Prints one plain line every few seconds and one per epoch, which suits log files."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
@@ -103,7 +103,7 @@ class LineDisplay(Display):
 
 @final
 class TableDisplay(Display):
-    """A table with a row per epoch; the last row is under way."""
+    """Draws a table with a row per epoch; the last row is the current epoch."""
 
     def __init__(self) -> None:
         self._live = Live(console=Console(file=sys.stderr), auto_refresh=False)
@@ -130,13 +130,13 @@ class TableDisplay(Display):
         table = Table(title=snapshot.stage, title_justify="left", box=None, header_style="bold")
         for heading, _ in snapshot.cells():
             table.add_column(heading, justify="right")
-        for row in rows[-20:]:  # what fits a screen; the file has them all
+        for row in rows[-20:]:  # what fits on a screen; the metrics file has all
             table.add_row(*(text for _, text in row))
         self._live.update(table, refresh=True)
 
 
-def display() -> Display:
-    """What suits the place where stderr goes."""
+def open_display() -> Display:
+    """Returns a table if stderr is a terminal, lines otherwise."""
     return TableDisplay() if Console(file=sys.stderr).is_terminal else LineDisplay()
 
 

@@ -1,4 +1,4 @@
-"""What was measured, by epoch and by log point: for plots, early stopping, schedulers and resuming."""
+"""The metrics of a run in memory, by epoch and by log point: for plots, early stopping, schedulers and resuming."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, final
 
 from headway.train.metrics.meter import Value
 
-LOG_POINTS = 10_000
-"""How many log points are kept in memory, so that a long run does not grow; the metrics file keeps all."""
+MAX_LOG_POINTS = 10_000
+"""log points kept in memory, so that the memory of a long run is bounded; the metrics file keeps all"""
 
 
 @final
@@ -27,7 +27,7 @@ class MetricRow:
 
 @final
 class History:
-    """Metrics of a run so far.
+    """The metrics of a run so far.
 
     >>> pipe.history["val/loss"]            # one value per epoch that has one
     [0.61, 0.48]
@@ -37,21 +37,21 @@ class History:
 
     def __init__(self) -> None:
         self.epochs: list[MetricRow] = []
-        self.log_points: deque[MetricRow] = deque(maxlen=LOG_POINTS)
+        self.log_points: deque[MetricRow] = deque(maxlen=MAX_LOG_POINTS)
 
     def __getitem__(self, name: str) -> list[Value]:
         return [row.values[name] for row in self.epochs if name in row.values]
 
     def points(self, name: str) -> list[tuple[int, Value]]:
-        """The values of a metric at log points, each with its step."""
+        """Returns the values of a metric at log points, each with its step."""
         return [(row.step, row.values[name]) for row in self.log_points if name in row.values]
 
     def names(self) -> list[str]:
-        """All metrics that any epoch or log point has."""
+        """Returns the names of all metrics that any epoch or log point has."""
         return sorted({name for row in (*self.epochs, *self.log_points) for name in row.values})
 
     def state_dict(self) -> dict[str, Any]:
-        """The epochs as plain values; the log points, which may be many, as text, which is quick to keep."""
+        """Returns epochs as plain values and log points as JSON text, which is faster to save when there are many."""
         points = [[row.stage, row.epoch, row.step, row.values] for row in self.log_points]
         return {"epochs": [asdict(row) for row in self.epochs], "points": json.dumps(points)}
 
@@ -61,4 +61,4 @@ class History:
             MetricRow(stage=stage, epoch=epoch, step=step, values=values)
             for stage, epoch, step, values in json.loads(state["points"])
         )
-        self.log_points = deque(points, maxlen=LOG_POINTS)
+        self.log_points = deque(points, maxlen=MAX_LOG_POINTS)

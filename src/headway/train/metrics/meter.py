@@ -1,14 +1,14 @@
-"""Metrics: values stay on the device, ranks talk once per log point, and the numbers do not depend on the ranks.
+"""Metric accumulation: values stay on the device, and one collective per log point reduces them over all ranks.
 
 Each metric is a running (sum, weight) pair in double precision. `MetricAccumulator.log` adds to it: one kernel for a
 tensor, none for a number, and no wait. `MetricAccumulator.reduce` is the log point: one all-gather of one flat vector
-that holds all metrics, a hash of their names and a word of flags. An all-gather rather than an all-reduce, because then
-one collective serves means, minima and flags alike, every rank adds the same numbers in the same order, and an odd rank
-can be named.
+that holds all metrics, a hash of their names and a word of flags. It is an all-gather rather than an all-reduce because
+one collective then serves means, minima and flags, every rank adds the same numbers in the same order, and messages can
+name the rank with a non-finite value.
 
-The length of the vector is fixed by the layout that all ranks agreed on, so ranks that log different names meet in a
-valid collective, see each other's hashes differ, exchange their lists of names and raise an error that says who
-misses what. A rank that has logged nothing at all (its shard of the data is empty) takes over the others' names.
+The layout that all ranks agreed on fixes the length of the vector. So ranks that log different names still run a valid
+collective; they see that the hashes differ, exchange their lists of names, and raise an error that lists the
+differences. A rank that has logged nothing at all (its shard of the data is empty) adopts the names of the others.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Scope = Literal["global", "rank"]
 Value: TypeAlias = "float | list[Value]"
 Array: TypeAlias = npt.NDArray[np.float64]
 Sums: TypeAlias = tuple[Array, float]
-"""what has come together of a metric, flat, and its weight"""
+"""the accumulated values of a metric, flat, and their total weight"""
 Key: TypeAlias = tuple[str, str, tuple[int, ...]]
 """name, reduction, shape: what ranks must agree on"""
 
@@ -44,15 +44,15 @@ _HEADER = 3  # hash of the keys, flags, busy seconds
 
 @final
 class Cell:
-    """One metric between two log points: numbers add up on the host, tensors on their device."""
+    """Accumulates one metric between two log points: numbers on the host, tensors on their device."""
 
     def __init__(self, name: str, reduction: Reduction, shape: tuple[int, ...], device: torch.device) -> None:
         self.name, self.reduction, self.shape = name, reduction, shape
         self.key: Key = (name, reduction, shape)
         self.total = torch.full(shape, _START[reduction], dtype=_precision(device), device=device)
         self.host = _START[reduction]
-        self.weight = 0.0  # on the host, as weights are batch sizes
-        self.device_weight: Tensor | None = None  # unless they are tensors, such as counts of tokens
+        self.weight = 0.0  # on the host, as most weights are batch sizes
+        self.device_weight: Tensor | None = None  # for weights that are tensors, such as token counts
 
     def add(self, value: Tensor | float, weight: Tensor | float) -> None:
         if isinstance(value, Tensor):
@@ -99,7 +99,7 @@ class Cell:
                 self.total.fill_(value)
 
     def sums(self) -> Tensor:
-        """What has come together, flat; valid until `reset`."""
+        """Returns the accumulated values, flat; valid until `reset`."""
         total = self.total.reshape(-1)
         if self.host == _START[self.reduction]:
             return total
@@ -119,23 +119,23 @@ class Cell:
 @final
 @dataclass(frozen=True, kw_only=True)
 class LogPoint:
-    """What came out of a log point, the same on all ranks but for `local`."""
+    """The result of a log point, the same on all ranks except for `local`."""
 
     values: Mapping[str, Value]
-    """metrics of all ranks together"""
+    """metrics reduced over all ranks"""
     local: Mapping[str, Value]
-    """metrics of scope "rank": this rank's own"""
+    """metrics of scope "rank", of this rank alone"""
     flags: Sequence[int]
-    """the word of flags of each rank"""
+    """the flags of each rank, as a bit mask"""
     busy: Sequence[float]
-    """the busy seconds of each rank, as it has told them"""
+    """the busy seconds that each rank reported"""
     not_finite: Mapping[str, Sequence[int]]
-    """metrics whose sum is not finite, and the ranks that brought that about"""
+    """metrics with a non-finite sum, and the ranks that contributed it"""
 
 
 @final
 class MetricAccumulator:
-    """The metrics of one kind of work, such as training or validation. Call `reduce` on all ranks.
+    """Accumulates the metrics of one kind of work, such as training or validation. Call `reduce` on all ranks.
 
     >>> meter = MetricAccumulator(torch.device("cpu"))
     >>> meter.log("loss", torch.tensor(0.5), weight=3)
@@ -149,7 +149,7 @@ class MetricAccumulator:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._cells: dict[str, Cell] = {}  # of scope "global"
-        self._own: dict[str, Cell] = {}  # of scope "rank"
+        self._rank_cells: dict[str, Cell] = {}  # of scope "rank"
         self._agreed: tuple[Key, ...] = ()
         self._epoch: dict[str, Sums] = {}  # name -> sums and weight over the log points of this epoch
 
@@ -162,8 +162,8 @@ class MetricAccumulator:
         reduce: Reduction = "mean",
         scope: Scope = "global",
     ) -> None:
-        """Adds a value to a metric; nothing is waited for and nothing is sent."""
-        cells = self._cells if scope == "global" else self._own
+        """Adds a value to a metric, without waiting for the device or communicating."""
+        cells = self._cells if scope == "global" else self._rank_cells
         cell = cells.get(name)
         if cell is None or cell.reduction != reduce:
             cell = self._new_cell(name, value, reduce, scope)
@@ -176,37 +176,37 @@ class MetricAccumulator:
         cell.add(value, weight)
 
     def _new_cell(self, name: str, value: Tensor | float, reduce: Reduction, scope: Scope) -> Cell:
-        cells = {"global": self._cells, "rank": self._own}.get(scope)
+        cells = {"global": self._cells, "rank": self._rank_cells}.get(scope)
         if cells is None:
             raise UsageError(f'metric {name!r}: scope={scope!r} is unknown: use "global" or "rank"')
         if reduce not in get_args(Reduction):
             known = ", ".join(f'"{kind}"' for kind in get_args(Reduction))
             raise UsageError(f"metric {name!r}: reduce={reduce!r} is unknown: use one of {known}")
-        if name in self._cells or name in self._own:
-            before = (self._cells.get(name) or self._own[name]).reduction
+        if name in self._cells or name in self._rank_cells:
+            before = (self._cells.get(name) or self._rank_cells[name]).reduction
             raise UsageError(
                 f'metric {name!r} was logged with reduce="{before}" and now with "{reduce}" (scope "{scope}"): '
                 "give the second one another name"
             )
         if not isinstance(value, Tensor | int | float):
             raise UsageError(
-                f"metric {name!r} is a {type(value).__name__}: log a number or a tensor, on any device"
+                f"metric {name!r} is of type {type(value).__name__}: log a number or a tensor, on any device"
             )
         shape = tuple(value.shape) if isinstance(value, Tensor) else ()
         cells[name] = Cell(name, reduce, shape, self._device)
         return cells[name]
 
     def reduce(self, flags: int = 0, *, busy: float = 0.0) -> LogPoint:
-        """The log point: brings together what all ranks have logged since the last one, and their flags."""
+        """Holds a log point: reduces what all ranks have logged since the last one, and exchanges their flags."""
         mine, agreed = self._keys(), _hash(self._agreed)
         header = [_hash(mine) if mine else agreed, flags, busy]
-        table = self._meet(self._agreed, header)
-        found = self._absorb(self._agreed, table[:, _HEADER:])
-        if (table[:, 0] != agreed).any():  # somebody has a new metric
+        table = self._gather(self._agreed, header)
+        found = self._reduce_table(self._agreed, table[:, _HEADER:])
+        if (table[:, 0] != agreed).any():  # some rank has a new metric
             extra = tuple(key for key in _agree(mine) if key not in self._agreed)
-            found |= self._absorb(extra, self._meet(extra))
+            found |= self._reduce_table(extra, self._gather(extra))
             self._agreed += extra
-        local = {name: _value(cell.key, self._alone(cell)) for name, cell in self._own.items()}
+        local = {name: _value(cell.key, self._take_local(cell)) for name, cell in self._rank_cells.items()}
         return LogPoint(
             values={name: value for name, (value, _) in found.items()},
             local={name: value for name, value in local.items() if value is not None},
@@ -216,13 +216,13 @@ class MetricAccumulator:
         )
 
     def finish_epoch(self) -> dict[str, Value]:
-        """The metrics over all log points since the last call; forgets them."""
+        """Returns the metrics over all log points since the last call, and resets them."""
         found = {key[0]: _value(key, self._epoch[key[0]]) for key in self._agreed if key[0] in self._epoch}
         self._epoch = {}
         return {name: value for name, value in found.items() if value is not None}
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums of the not_finite epoch, as plain values. Call it right after a log point, on any rank."""
+        """Returns the sums of the unfinished epoch, as plain values. Call it right after a log point, on any rank."""
         return {
             "keys": [list(key) for key in self._agreed],
             "epoch": {name: [*sums.tolist(), weight] for name, (sums, weight) in self._epoch.items()},
@@ -239,12 +239,12 @@ class MetricAccumulator:
     def _keys(self) -> tuple[Key, ...]:
         return tuple(sorted(cell.key for cell in self._cells.values()))
 
-    def _meet(self, keys: Sequence[Key], header: Sequence[float] = ()) -> Array:
-        """A row of each rank: the header, all weights and all sums, in the order of `keys`; empties the cells."""
+    def _gather(self, keys: Sequence[Key], header: Sequence[float] = ()) -> Array:
+        """Returns a row of each rank (header, weights and sums in the order of `keys`) and resets the cells."""
         cells = [self._cells.get(key[0]) or Cell(*key, self._device) for key in keys]  # type: ignore[arg-type]
         numbers = [*header, *(cell.weight for cell in cells)]
         if rank_and_size()[1] == 1 and all(cell.device_weight is None for cell in cells):
-            sums = [cell.sums() for cell in cells]  # what is on the host stays there
+            sums = [cell.sums() for cell in cells]  # values on the host stay there
             table = np.array([[*numbers, *(torch.cat(sums).tolist() if sums else ())]])
         else:
             table = gather_rows(self._pack(cells, numbers, at=len(header))).numpy()
@@ -253,9 +253,9 @@ class MetricAccumulator:
         return table
 
     def _pack(self, cells: Sequence[Cell], numbers: Sequence[float], at: int) -> Tensor:
-        """The numbers, in which weights begin `at`, and all sums as one flat vector on the device.
+        """Returns `numbers`, whose weights begin at index `at`, and all sums as one flat vector on the device.
 
-        What is on the host goes there in one piece, and is not waited for.
+        The numbers on the host are copied to the device at once, without waiting.
         """
         first = torch.tensor(numbers, dtype=_precision(self._device)).to(self._device, non_blocking=True)
         for place, cell in enumerate(cells, start=at):
@@ -263,20 +263,20 @@ class MetricAccumulator:
                 first[place] += cell.device_weight
         return torch.cat([first, *(cell.sums() for cell in cells)])
 
-    def _absorb(self, keys: Sequence[Key], table: Array) -> dict[str, tuple[Value, list[int]]]:
-        """The value of each metric that was logged, and the ranks whose part in it is not finite.
+    def _reduce_table(self, keys: Sequence[Key], table: Array) -> dict[str, tuple[Value, list[int]]]:
+        """Returns the value of each metric that was logged, and the ranks that contributed a non-finite sum.
 
-        `table` has what `_pack` gave on each rank, without the header.
+        `table` has the vectors that `_pack` made on all ranks, without the header.
         """
         found: dict[str, tuple[Value, list[int]]] = {}
         at = len(keys)
-        with np.errstate(all="ignore"):  # what is not finite is told in another way
+        with np.errstate(all="ignore"):  # non-finite values are reported by rank, not by numpy's warnings
             for place, key in enumerate(keys):
                 name, reduction, shape = key
                 size = math.prod(shape)
                 sums, weights = table[:, at : at + size], table[:, place]
                 at += size
-                now = _over_ranks(sums, weights, reduction)
+                now = _merge_ranks(sums, weights, reduction)
                 value = _value(key, now)
                 if value is None:
                     continue
@@ -284,11 +284,11 @@ class MetricAccumulator:
                 bad = [] if finite.all() else np.flatnonzero(~finite.all(axis=1) & (weights > 0)).tolist()
                 found[name] = value, bad
                 before = self._epoch.get(name)
-                self._epoch[name] = now if before is None else _over_time(before, now, reduction)
+                self._epoch[name] = now if before is None else _merge_log_points(before, now, reduction)
         return found
 
-    def _alone(self, cell: Cell) -> Sums:
-        """The sums and the weight of a metric of this rank's own."""
+    def _take_local(self, cell: Cell) -> Sums:
+        """Returns the sums and the weight of a metric of scope "rank", and resets its cell."""
         weight = cell.weight + (0.0 if cell.device_weight is None else cell.device_weight.item())
         sums: Array = cell.sums().double().cpu().numpy().copy()
         cell.reset()
@@ -296,7 +296,7 @@ class MetricAccumulator:
 
 
 def _value(key: Key, sums: Sums) -> Value | None:
-    """What a metric's sums and weight say; None if nothing was logged."""
+    """Returns the value of a metric from its sums and weight; None if nothing was logged."""
     total, weight = sums
     if weight == 0:
         return None
@@ -304,8 +304,8 @@ def _value(key: Key, sums: Sums) -> Value | None:
     return plain
 
 
-def _over_ranks(sums: Array, weights: Array, reduction: str) -> Sums:
-    """The rows of all ranks as one."""
+def _merge_ranks(sums: Array, weights: Array, reduction: str) -> Sums:
+    """Merges the rows of all ranks into one."""
     if len(weights) == 1:
         return sums[0], float(weights[0])
     match reduction:
@@ -315,13 +315,13 @@ def _over_ranks(sums: Array, weights: Array, reduction: str) -> Sums:
             total = sums.min(0)
         case "max":
             total = sums.max(0)
-        case _:  # "last": of the lowest rank that has one
+        case _:  # "last": the value of the lowest rank that has one
             total = sums[int((weights != 0).argmax())].copy()
     return total, float(weights.sum())
 
 
-def _over_time(before: Sums, now: Sums, reduction: str) -> Sums:
-    """Two log points as one."""
+def _merge_log_points(before: Sums, now: Sums, reduction: str) -> Sums:
+    """Merges the sums of two log points."""
     match reduction:
         case "mean" | "sum":
             total = before[0] + now[0]
@@ -339,7 +339,7 @@ def _precision(device: torch.device) -> torch.dtype:
 
 
 def _agree(mine: tuple[Key, ...]) -> tuple[Key, ...]:
-    """Exchanges the lists of names; all ranks that have logged anything must have logged the same."""
+    """Exchanges the lists of keys; raises `UsageError` unless all ranks that have logged anything logged the same."""
     lists = [
         tuple(map(_key, keys)) for keys in RankExchange("agree on their metrics").all_gather(lambda: mine)
     ]
@@ -351,7 +351,7 @@ def _agree(mine: tuple[Key, ...]) -> tuple[Key, ...]:
 
 @lru_cache(maxsize=64)
 def _hash(keys: tuple[Key, ...]) -> float:
-    """48 bits of the keys' hash: a whole number that a double holds exactly."""
+    """Returns 48 bits of the keys' hash: an integer that a double holds exactly."""
     digest = hashlib.blake2b(json.dumps(sorted(keys)).encode(), digest_size=6).digest()
     return float(int.from_bytes(digest, "little"))
 

@@ -1,4 +1,4 @@
-"""What a pipeline tells: rows for the metrics files, a display for people, both made at log points."""
+"""Reports of a run: rows for the metrics files and a display for people, both updated at log points."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headway.dist import World
 from headway.run import Run
 from headway.system.jsonlines import JsonLinesWriter
 from headway.train.batches import FirstBatch, length
-from headway.train.metrics.display import Display, ProgressSnapshot, display
+from headway.train.metrics.display import Display, ProgressSnapshot, open_display
 from headway.train.metrics.meter import LogPoint
 from headway.train.model.parallel import RegisteredModel
 
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
 
 
 @runtime_checkable
-class Counted(Protocol):
-    """A loader that tells what it has done so far."""
+class CountingLoader(Protocol):
+    """A loader that counts what it has done so far."""
 
     def counters(self) -> dict[str, float]: ...
 
 
 @final
 class Reporter:
-    """Writes and shows how a run goes. Every rank writes its times; the root writes the metrics, too."""
+    """Writes and shows the progress of a run. Every rank writes its times; rank 0 writes the metrics as well."""
 
     def __init__(self, run: Run, world: World) -> None:
         self._world = world
         self._rows = JsonLinesWriter(run.metrics_file(world.rank), content="metric rows")
         self._display: Display | None = None
         self._since = time.monotonic()  # the last log point or validation
-        self._began, self._began_at = self._since, 0  # the stage: when, and at which of its steps
+        self._stage_start, self._first_step = self._since, 0  # of the current stage in this process
         self._shown: dict[str, Any] = {}  # the newest value of each metric
-        self._counted: dict[str, Counted] | None = None
-        self._peak, self._peak_at = 0, float("-inf")  # of the device's memory, and when it was asked for
+        self._counting: dict[str, CountingLoader] | None = None
+        self._peak, self._peak_at = 0, float("-inf")  # of the device's memory, and when it was read
         self._rate: float | None = None
         self._wait: float | None = None
 
@@ -52,8 +52,8 @@ class Reporter:
     def __exit__(self, *_: object) -> None:
         self._rows.close()
 
-    def introduce(self, models: Iterable[RegisteredModel], datasets: Mapping[str, Iterable[Any]]) -> None:
-        """A line per model and per dataset."""
+    def print_inputs(self, models: Iterable[RegisteredModel], datasets: Mapping[str, Iterable[Any]]) -> None:
+        """Prints one line per model and per dataset."""
         for model in models:
             dist.print_root(model.describe())
         for name, loader in datasets.items():
@@ -63,20 +63,21 @@ class Reporter:
             dist.print_root(f"dataset {name}: {count} batch{'es' * (batches != 1)}{fake}")
 
     @contextmanager
-    def watching(self, stage: Stage) -> Iterator[None]:
-        """Around a stage: its display."""
-        self._since = self._began = time.monotonic()
-        self._began_at, self._shown, self._rate, self._wait = stage.steps_done, {}, None, None
-        self._counted = None
+    def displaying(self, stage: Stage) -> Iterator[None]:
+        """Shows the progress of a stage within the context."""
+        self._since = self._stage_start = time.monotonic()
+        self._first_step, self._shown, self._rate, self._wait = stage.steps_done, {}, None, None
+        self._counting = None
         with ExitStack() as stack:
             if self._world.is_root:
-                self._display = display()
+                self._display = open_display()
                 stack.callback(self._display.close)
             yield
 
     def log_point(
         self, stage: Stage, kind: str, point: LogPoint, seconds: Mapping[str, float], step: int
     ) -> None:
+        """Writes the row of a log point or a validation, and updates the display."""
         now = time.monotonic()
         row: dict[str, Any] = {
             "kind": kind,
@@ -95,10 +96,12 @@ class Reporter:
             self._wait = seconds.get("data", 0.0) / whole if whole else None
             row["samples_per_second"] = self._rate
         self._since = now
-        if self._counted is None:  # once for the stage, since it takes many microseconds to ask
-            self._counted = {name: each for name, each in stage.datasets.items() if isinstance(each, Counted)}
-        if self._counted:
-            row["data"] = {name: loader.counters() for name, loader in self._counted.items()}
+        if self._counting is None:  # once per stage, since isinstance with a protocol takes many microseconds
+            self._counting = {
+                name: each for name, each in stage.datasets.items() if isinstance(each, CountingLoader)
+            }
+        if self._counting:
+            row["data"] = {name: loader.counters() for name, loader in self._counting.items()}
         if self._world.device.type == "cuda":
             row["memory_peak"] = self._memory_peak(now)
         self._rows.write(row)
@@ -107,7 +110,7 @@ class Reporter:
             self._display.update(self._snapshot(stage, step))
 
     def checkpoint(self, saved: SavedCheckpoint) -> None:
-        """A save has become whole: how long training stood still for it, and how long it took."""
+        """Writes the row of a complete save: how long it stalled training, and how long it took."""
         self._rows.write(
             {
                 "kind": "checkpoint",
@@ -120,12 +123,13 @@ class Reporter:
         )
 
     def _memory_peak(self, now: float) -> int:
-        """Asked for once a second at most: it takes some hundred microseconds."""
+        """Returns the peak of the device's memory, read at most once per second because it takes some 100 us."""
         if now - self._peak_at > 1.0:
             self._peak, self._peak_at = torch.cuda.max_memory_allocated(self._world.device), now
         return self._peak
 
     def end_epoch(self, stage: Stage, values: Mapping[str, Any], step: int) -> None:
+        """Writes the row of an epoch, and shows its metrics."""
         self._shown.update(values)
         if self._world.is_root:
             self._rows.write(
@@ -142,8 +146,8 @@ class Reporter:
             self._display.end_epoch(self._snapshot(stage, step))
 
     def _snapshot(self, stage: Stage, step: int) -> ProgressSnapshot:
-        total, done = stage._loop.total_steps(), stage.steps_done - self._began_at
-        pace = (time.monotonic() - self._began) / done if done > 0 else None
+        total, done = stage._loop.total_steps(), stage.steps_done - self._first_step
+        pace = (time.monotonic() - self._stage_start) / done if done > 0 else None
         return ProgressSnapshot(
             stage=stage.name,
             epoch=stage.epoch + 1,

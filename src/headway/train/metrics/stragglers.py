@@ -1,8 +1,9 @@
-"""Which rank holds up the others, day in, day out? Told once it has been so for a while, in one line.
+"""Detection of stragglers: ranks that are slower than the others at several log points in a row, reported once.
 
-Compared is what ranks do by themselves: waiting for data and the forward pass. The backward pass is not, since with DDP
-all ranks wait in it for the slowest; nor is a forward pass with collectives in it, as FSDP's is: all ranks look alike
-then, and nobody is named. The numbers are those of the interval before, and ride on the reduction of a log point.
+The times compared are those that a rank spends on its own: waiting for data and the forward pass. The backward pass is
+left out, since with DDP all ranks wait in it for the slowest. A forward pass with collectives, as in FSDP, takes the
+same time on all ranks, so no rank is reported. The times are those of the previous interval; the reduction at a log
+point exchanges them.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import final
 
-SLOWER = 1.3  # times the median of all ranks
-PERSISTENT = 3  # log points in a row
-PERSISTENT_IF_BRIEF = 10  # where one step stands for all of an interval, and may have been out of luck
-WORTH_IT = 0.1  # the part of an interval that is lost to it
+SLOW_FACTOR = 1.3  # times the median of all ranks
+SLOW_LOG_POINTS = 3  # in a row, before a rank is reported
+SLOW_LOG_POINTS_SAMPLED = 10  # where only one step of an interval is measured, which may be an outlier
+MIN_LOST_FRACTION = 0.1  # of an interval
 
 
 def busy(seconds: Mapping[str, float]) -> tuple[float, float]:
-    """What a rank did by itself in an interval, and the whole of the interval."""
+    """Returns the seconds that a rank spent on its own in an interval, and the seconds of the whole interval."""
     return seconds.get("data", 0.0) + seconds.get("compute", 0.0), sum(seconds.values())
 
 
 @final
 class Stragglers:
-    """Looks at the busy times of all ranks, log point after log point.
+    """Compares the busy times of all ranks at each log point.
 
     >>> stragglers = Stragglers()
     >>> [stragglers.observe([1.0, 1.0, 2.0], whole=2.0) for _ in range(3)]
@@ -34,21 +35,24 @@ class Stragglers:
     def __init__(self) -> None:
         self._slow: dict[int, int] = {}  # rank -> log points in a row
 
-    def observe(self, times: Sequence[float], *, whole: float, brief: bool = False) -> str | None:
-        """A sentence when a rank has just become a persistent straggler."""
-        enough = PERSISTENT_IF_BRIEF if brief else PERSISTENT
+    def observe(self, times: Sequence[float], *, whole: float, sampled: bool = False) -> str | None:
+        """Returns a message at the log point where a rank counts as a straggler; None at all others.
+
+        `sampled` says that only one step of the interval was measured.
+        """
+        enough = SLOW_LOG_POINTS_SAMPLED if sampled else SLOW_LOG_POINTS
         usual = median(times)
         slow = [
             rank
             for rank, time in enumerate(times)
-            if time > SLOWER * usual and time - usual > WORTH_IT * whole
+            if time > SLOW_FACTOR * usual and time - usual > MIN_LOST_FRACTION * whole
         ]
         self._slow = {rank: self._slow.get(rank, 0) + 1 for rank in slow}
-        named = [rank for rank, count in self._slow.items() if count == enough]
-        if not named:
+        reached = [rank for rank, count in self._slow.items() if count == enough]
+        if not reached:
             return None
-        worst = max(named, key=lambda rank: times[rank])
+        worst = max(reached, key=lambda rank: times[rank])
         return (
             f"rank {worst} is slower than the others: at {enough} log points in a row its data and forward pass "
-            f"took more than {SLOWER:g} times the median, now {times[worst]:.2f} s against {usual:.2f} s"
+            f"took more than {SLOW_FACTOR:g} times the median, now {times[worst]:.2f} s against {usual:.2f} s"
         )

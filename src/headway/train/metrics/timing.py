@@ -1,11 +1,11 @@
-"""Where the time of a step goes, measured without waiting for the device.
+"""Timing of the phases of a step, without waiting for the device.
 
-On the CPU a clock is read when one phase ends and the next begins. On a GPU the host runs ahead, so events are recorded
-in the stream instead; they are read at log points, where the host has just waited for the device anyway. "data" is then
-the time in which the GPU was idle because the next batch was not there.
+On the CPU the timer reads a clock when one phase ends and the next begins. On a GPU the host runs ahead, so the timer
+records events in the stream instead and reads them at log points, where the host has just waited for the device anyway.
+"data" is then the time in which the GPU was idle because the next batch was not ready.
 
-Reading a clock costs a microsecond or two where the operations before it have emptied the caches, and an event costs
-forty. So of brief steps only one between two log points is measured, and it counts for all of them.
+Reading a clock costs a microsecond or two when the operations before it have emptied the caches, and an event costs 40.
+So of short steps the timer measures only one between two log points, and counts it for all of them.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import torch
 Phase = Literal["data", "compute", "backward", "optimizer", "wait", "validation", "checkpoint", "other"]
 """waiting for the loader; forward; backward; clipping and stepping; waiting for other ranks at a log point; ..."""
 
-BRIEF_S = 0.05
-"""of steps that take less, not all are measured"""
+SHORT_STEP_S = 0.05
+"""shorter steps are not all measured"""
 SAMPLE_STEPS = 50
-"""but one in so many, or one between two log points where these are closer"""
+"""of short steps one in this many is measured, or one between two log points if these are closer"""
 _AT_LOG_POINTS = ("wait", "other")
 _IN_A_STEP = ("data", "compute", "backward", "optimizer")
 
-# What `mark_step` is in steps that are not measured: a call that does nothing, three times in each of them. A built-in
-# one, because a Python function costs a frame.
-_skip: Callable[[Phase], object] = frozenset[Phase]().__contains__
+# What `mark_step` is in steps that are not measured: a built-in that does nothing, because it is called three times in
+# each of them and a Python function costs a frame.
+_no_op: Callable[[Phase], object] = frozenset[Phase]().__contains__
 
 
 @final
@@ -45,10 +45,10 @@ class PhaseTimer:
 
     def __init__(self, device: torch.device, *, alone: bool = True) -> None:
         self.every = 1
-        """one step in so many is to be measured"""
+        """one step in this many is measured"""
         self.measuring = False
-        self.mark_step: Callable[[Phase], object] = _skip
-        """as `mark`, within a step; does nothing in steps that are not measured"""
+        self.mark_step: Callable[[Phase], object] = _no_op
+        """the same as `mark`, within a step; does nothing in steps that are not measured"""
         self._cuda, self._alone = device.type == "cuda", alone
         self._seconds: dict[str, float] = {}
         self._steps = 0  # that were measured, or are represented by one that was
@@ -58,53 +58,53 @@ class PhaseTimer:
         self._spare: list[torch.cuda.Event] = []
 
     def begin_step(self, weight: int) -> None:
-        """Begins the next step with its wait for data. It counts `weight` times, and is not measured if that is 0."""
+        """Begins the next step with its wait for data; it counts `weight` times, and is not measured if that is 0."""
         self._step_weight = weight
-        self.mark_step = self._mark_step if weight else _skip
+        self.mark_step = self._mark_step if weight else _no_op
         if weight:
             self._mark("data", weight)
         else:
-            self.rest()
+            self.stop()
 
     def mark(self, phase: Phase) -> None:
         """Ends the current phase and begins `phase`."""
         if self._alone and phase in _AT_LOG_POINTS and not self.measuring:
-            return  # there are no other ranks to wait for
+            return  # a single rank waits for no other
         self._mark(phase, 1)
 
     def _mark_step(self, phase: Phase) -> None:
         self._mark(phase, self._step_weight)
 
     def _mark(self, phase: Phase, weight: int) -> None:
-        self._turn(phase, weight)
+        self._switch(phase, weight)
         self.measuring = True
         if phase == "compute":
             self._steps += weight
 
-    def rest(self) -> None:
+    def stop(self) -> None:
         """Ends the current phase; what follows is not measured."""
         if self.measuring:
-            self._turn("other", 0)
+            self._switch("other", 0)
             self.measuring = False
 
     def take(self, most: int = SAMPLE_STEPS) -> dict[str, float]:
         """Returns seconds per phase since the last call. On a GPU, call it when the host has just waited for it.
 
-        Of brief steps, one in `most` will be measured from now on.
+        Of short steps, one in `most` is measured from now on.
         """
         if self._cuda:
             self._read_events()
         elif self.measuring:
-            self._turn(self._phase, self._weight)
+            self._switch(self._phase, self._weight)
         taken, self._seconds = self._seconds, {}
         most = min(most, SAMPLE_STEPS)
         if self._steps >= most:
             step_s = sum(taken.get(phase, 0.0) for phase in _IN_A_STEP) / self._steps
-            self.every = most if step_s < BRIEF_S else 1
+            self.every = most if step_s < SHORT_STEP_S else 1
         self._steps = 0
         return taken
 
-    def _turn(self, phase: Phase, weight: int) -> None:
+    def _switch(self, phase: Phase, weight: int) -> None:
         if self._cuda:
             event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()

@@ -1,1 +1,6 @@
-"""Models: parallel wrappers, precision, EMA, parameter groups by mesh, learning-rate schedules."""
+"""Models and their optimization: wrapping for many ranks, precision, averages, schedules.
+
+`parallel` moves a model to its device and wraps it with DDP, FSDP2 or tensor parallelism; `mesh_groups` groups tensors
+by device mesh, where torch cannot mix them. `precision` sets up autocast and the loss scale, `ema` averages weights,
+and `schedules` has learning-rate schedules.
+"""

@@ -1,4 +1,4 @@
-"""An exponential moving average of a model's weights, which validation uses in their place."""
+"""An exponential moving average of a model's weights, which validation uses instead of the weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headway.train.model.mesh_groups import group_by_mesh
 class Ema:
     """Averages the parameters of a model: `average += (1 - decay) * (weights - average)` after each step.
 
-    Works on whole and on sharded models alike, since only values are swapped. Buffers are those of the model.
+    Works for whole and sharded models, since it swaps only values. Buffers are those of the model.
 
     >>> pipe.register_model("net", net, ema=0.999)
     """
@@ -47,16 +47,16 @@ class Ema:
             torch._foreach_lerp_(averages, weights, 1 - self.decay)
 
     @contextmanager
-    def swapped(self) -> Iterator[None]:
-        """Gives the model the averaged weights within the context, and its own afterwards, whatever happens."""
-        self._exchange()
+    def averaged_weights(self) -> Iterator[None]:
+        """Swaps the averaged weights into the model within the context, and its own back on exit."""
+        self._swap()
         try:
             yield
         finally:
-            self._exchange()
+            self._swap()
 
     @torch.no_grad()
-    def _exchange(self) -> None:
+    def _swap(self) -> None:
         for weight, average in zip(self._weights, self._average, strict=True):
             kept = weight.detach().clone()
             weight.copy_(average)

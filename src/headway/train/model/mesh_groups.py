@@ -1,7 +1,7 @@
-"""Grouping of whole and split tensors: where torch works on a list of tensors at once, all must be on one mesh.
+"""Grouping of tensors by device mesh: where torch works on a list of tensors, all of them must be on one mesh.
 
-With tensor parallelism some parameters of a model are split over ranks (DTensors) and the rest are whole; sharded by
-FSDP as well, they lie on different meshes.
+With tensor parallelism some parameters of a model are split over ranks (DTensors) and the others are whole. With FSDP
+in addition, they are on different meshes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T", bound=Tensor)
 
 
 def group_by_mesh(tensors: Iterable[T]) -> list[list[T]]:
-    """Groups tensors by the mesh that they are split over, in their order; one group if all are whole.
+    """Groups tensors by the mesh that they are split over and keeps their order; one group if all are whole.
 
     >>> group_by_mesh([torch.zeros(2), torch.zeros(3)])
     [[tensor([0., 0.]), tensor([0., 0., 0.])]]
@@ -31,7 +31,7 @@ def group_by_mesh(tensors: Iterable[T]) -> list[list[T]]:
 
 
 def split_param_groups(optimizer: Optimizer) -> bool:
-    """Gives the parameters of each mesh a group of their own, with the same settings; returns whether it had to."""
+    """Splits parameter groups so that each has the parameters of one mesh; returns whether any was split."""
     groups = [
         group | {"params": kind}
         for group in optimizer.param_groups
@@ -44,7 +44,7 @@ def split_param_groups(optimizer: Optimizer) -> bool:
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Returns the norm of all gradients together, on all ranks."""
+    """Returns the total norm of all gradients, of all ranks together."""
     norms = [get_total_norm(kind) for kind in group_by_mesh(gradients) or [[]]]
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))

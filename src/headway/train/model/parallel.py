@@ -1,7 +1,7 @@
-"""Models over ranks: device first, then what changes the modules, then the wrapping, then the compiler.
+"""Models over ranks: moved to the device, then modified, then wrapped, then compiled.
 
-`RegisteredModel` keeps both sides of a wrapped model: `wrapped` is what training calls, `bare` is what the user gave.
-Names in state dicts are always those of `bare`: no `module.`, no `_orig_mod.`, whatever wraps it.
+`RegisteredModel` keeps both forms of a model: `wrapped` is what training calls, `bare` is what the user registered.
+Names in state dicts are always those of `bare`, without `module.` or `_orig_mod.`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Ddp:
     static_graph: bool = False
     """the same parameters are used in every step, which allows more overlap"""
     bucket_cap_mb: float | None = None
-    """how much is sent at a time; None leaves torch's choice"""
+    """size of the messages that gradients are sent in; None for torch's default"""
     find_unused_parameters: bool = False
     """some parameters get no gradient in some steps"""
 
@@ -52,36 +52,36 @@ class Ddp:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Fsdp:
-    """Every rank holds a part of the model (FSDP2); layers come together when they are used."""
+    """Every rank holds a shard of the model (FSDP2); layers are gathered when they are used."""
 
     blocks: Blocks = ()
-    """classes of the modules that are gathered one at a time, such as (TransformerBlock,); the rest is one unit"""
+    """classes of the modules that are gathered one at a time, such as (TransformerBlock,); all others form one unit"""
     param_dtype: torch.dtype | None = None
-    """compute in this type, keep the weights in theirs"""
+    """the dtype of computation; weights keep theirs"""
     reduce_dtype: torch.dtype | None = None
-    """average gradients in this type"""
+    """the dtype in which gradients are averaged"""
     cpu_offload: bool = False
     """keep parameters, gradients and optimizer state in host memory"""
     reshard_after_forward: bool = True
     """free gathered layers between forward and backward; False needs more memory and less communication"""
     mesh: DeviceMesh | None = None
-    """over which ranks; a 2-D mesh shards along its second dimension and replicates along the first"""
+    """the ranks to shard over; a 2-D mesh shards along its second dimension and replicates along the first"""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Tp:
-    """Every rank holds a part of each layer that the plan names (tensor parallelism).
+    """Every rank holds a part of each layer in the plan (tensor parallelism).
 
-    All ranks of such a group must be given the same batches: they compute one result together.
+    All ranks of such a group need the same batches, because they compute one result together.
 
     >>> Tp(plan={"up": ColwiseParallel(), "down": RowwiseParallel()})
     """
 
     plan: Mapping[str, ParallelStyle]
-    """names of modules, and how each is split; `*` stands for any name, as for torch's parallelize_module"""
+    """names of modules and how to split each; `*` matches any name, as in torch's parallelize_module"""
     mesh: DeviceMesh | None = None
-    """over which ranks; of a 2-D mesh the second dimension splits layers, and FSDP2 shards along the first"""
+    """the ranks to split over; a 2-D mesh splits layers along its second dimension, and FSDP2 shards along the first"""
 
 
 Parallel: TypeAlias = Ddp | Fsdp | Tp | Literal["ddp", "fsdp", "none"]
@@ -90,7 +90,7 @@ Compile: TypeAlias = bool | str
 
 @final
 class RegisteredModel:
-    """A registered model: the module, its wrapping, and its average if it has one."""
+    """A registered model: the module, its wrapper, and the average of its weights if it has one."""
 
     def __init__(self, name: str, bare: nn.Module, wrapped: nn.Module, ema: Ema | None) -> None:
         self.name, self.bare, self.wrapped, self.ema = name, bare, wrapped, ema
@@ -116,27 +116,27 @@ class RegisteredModel:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """For validation: buffers as on rank 0, averaged weights if there are any."""
+        """Sets buffers to rank 0's values and swaps in averaged weights, if any, for a validation."""
         if isinstance(self.wrapped, DistributedDataParallel):
             for buffer in self.bare.buffers():
                 c10d.broadcast(buffer, 0)
         with ExitStack() as stack:
             if self.ema is not None:
-                stack.enter_context(self.ema.swapped())
+                stack.enter_context(self.ema.averaged_weights())
             yield
             for part in self.bare.modules():
                 if isinstance(part, FSDPModule):
-                    part.reshard()  # or layers gathered with the averaged weights would be used in training
+                    part.reshard()  # training must not use layers that were gathered with averaged weights
 
     def describe(self) -> str:
-        """Returns one line: parameters, trainable ones, wrapping."""
-        every, trainable = count_parameters(self.bare), count_parameters(self.bare, trainable=True)
-        some = "" if trainable == every else f" ({trainable:,} trainable)"
+        """Describes the model in one line: parameters, trainable parameters, wrapper."""
+        total, trainable = count_parameters(self.bare), count_parameters(self.bare, trainable=True)
+        some = "" if trainable == total else f" ({trainable:,} trainable)"
         how = {DistributedDataParallel: "ddp", FSDPModule: "fsdp"}
         plain = "split over ranks" if self.sharded else "not wrapped"
         kind = next((word for kind, word in how.items() if isinstance(self.wrapped, kind)), plain)
         average = f", ema {self.ema.decay:g}" if self.ema else ""
-        return f"model {self.name}: {every:,} parameters{some}, {kind}{average}"
+        return f"model {self.name}: {total:,} parameters{some}, {kind}{average}"
 
 
 def count_parameters(module: nn.Module, *, trainable: bool = False) -> int:
@@ -159,7 +159,7 @@ def prepare(
     ema: float | None,
     activation_checkpointing: Blocks,
 ) -> RegisteredModel:
-    """Places and wraps a model for this rank."""
+    """Moves a model to this rank's device, wraps and compiles it."""
     module = module.to(world.device)
     if sync_batchnorm and world.world_size > 1:
         if world.device.type == "cpu":
@@ -171,7 +171,7 @@ def prepare(
     wrapped = _wrap(name, module, parallel, world)
     if compile:
         mode = None if compile is True else compile
-        wrapped.compile(mode=mode)  # in place: the names of parameters stay
+        wrapped.compile(mode=mode)  # in place, so that the names of parameters stay
     model = RegisteredModel(name, module, wrapped, None if ema is None else Ema(module, ema))
     if compile and wrapped is not module:
         model.evaluated = torch.compile(module, mode=mode)  # type: ignore[assignment]
@@ -191,7 +191,7 @@ def _wrap(name: str, module: nn.Module, parallel: Parallel, world: World) -> nn.
         case Fsdp():
             return _shard(name, module, parallel, world)
         case Tp():
-            return _split(name, module, parallel, world)
+            return _parallelize(name, module, parallel, world)
     raise UsageError(
         f'model {name!r}: parallel={parallel!r} is unknown: use "ddp", "fsdp", "none", Ddp(), Fsdp() or Tp()'
     )
@@ -221,9 +221,9 @@ def _choose_buckets(replica: DistributedDataParallel) -> None:
     """
     module = replica.module
     if any(isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse for part in module.modules()):
-        return  # their gradients have no zeros to send
+        return  # sparse gradients have no zeros to send
     replica.module = _ZeroSum([p for p in module.parameters() if p.requires_grad])
-    replica.require_forward_param_sync = False  # it would look for the buffers of a module that has none
+    replica.require_forward_param_sync = False  # it would broadcast the buffers of a module that has none
     try:
         replica().backward()
     finally:
@@ -255,19 +255,19 @@ def _shard(name: str, module: nn.Module, settings: Fsdp, world: World) -> nn.Mod
         mp_policy=MixedPrecisionPolicy(param_dtype=settings.param_dtype, reduce_dtype=settings.reduce_dtype),
         offload_policy=CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy(),
     )
-    for block in _find(name, module, settings.blocks, "Fsdp(blocks=...)"):
+    for block in _find_blocks(name, module, settings.blocks, "Fsdp(blocks=...)"):
         shard(block)
     shard(module)
     return module
 
 
-def _split(name: str, module: nn.Module, settings: Tp, world: World) -> nn.Module:
+def _parallelize(name: str, module: nn.Module, settings: Tp, world: World) -> nn.Module:
     mesh = settings.mesh or init_device_mesh(world.device.type, (world.world_size,))
     names = [part for part, _ in module.named_modules() if part]
     for pattern in settings.plan:
         if not any(fnmatchcase(part, pattern) for part in names):
             raise UsageError(
-                f"model {name!r}: the plan splits {pattern!r}, but there is no such module: there are "
+                f"model {name!r}: the plan splits {pattern!r}, which is not a module of the model: its modules are "
                 f"{', '.join(names[:20])}"
             )
     inner = mesh if mesh.ndim == 1 else mesh[_dimension(name, mesh, 1)]
@@ -288,14 +288,14 @@ def _dimension(name: str, mesh: DeviceMesh, number: int) -> str:
 
 def _checkpoint_activations(name: str, module: nn.Module, blocks: Blocks) -> None:
     """Makes the blocks recompute their activations in backward instead of storing them."""
-    for block in _find(name, module, blocks, "activation_checkpointing"):
+    for block in _find_blocks(name, module, blocks, "activation_checkpointing"):
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
-def _find(name: str, module: nn.Module, blocks: Blocks, setting: str) -> list[nn.Module]:
+def _find_blocks(name: str, module: nn.Module, blocks: Blocks, setting: str) -> list[nn.Module]:
     found = [part for part in module.modules() if isinstance(part, tuple(blocks))]
     if blocks and not found:
         wanted = ", ".join(block.__name__ for block in blocks)
-        there = ", ".join(sorted({type(part).__name__ for part in module.modules()}))
-        raise UsageError(f"model {name!r}: {setting} names {wanted}, but the model consists of {there}")
+        known = ", ".join(sorted({type(part).__name__ for part in module.modules()}))
+        raise UsageError(f"model {name!r}: {setting} names {wanted}, but the model consists of {known}")
     return found

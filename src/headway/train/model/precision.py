@@ -17,12 +17,13 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_name(name: str) -> None:
+    """Raises `UsageError` for an unknown precision."""
     if name not in get_args(Name):
         known = ", ".join(f'"{kind}"' for kind in get_args(Name))
         raise UsageError(f"precision={name!r} is unknown: use one of {known}")
 
 
-def copied(loss: Tensor) -> Tensor:
+def copy_loss(loss: Tensor) -> Tensor:
     """Returns a detached copy of the loss: outputs of CUDA graphs are overwritten by the next step."""
     return loss.detach().clone()
 
@@ -37,15 +38,15 @@ class MixedPrecision:
 
         dtype = _AUTOCAST.get(name)
         self.autocast = None if dtype is None else torch.autocast(device.type, dtype)
-        """Around forward and loss; made once and entered in each step, since making it costs microseconds."""
+        """the context of forward and loss; created once, since creating it in each step costs microseconds"""
         self.backward: Callable[[Tensor], None] = (
             torch.autograd.backward if self.scaler is None else self._scaled_backward
         )
-        """Computes the gradients of a loss, with or without a scale."""
+        """computes the gradients of a loss, with or without a scale"""
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Sets matrix products to TF32 within the context, if that is the precision."""
+    def matmul_precision(self) -> Iterator[None]:
+        """Computes matrix products in TF32 within the context, if that is the precision."""
         before = torch.get_float32_matmul_precision()
         if self.name == "tf32":
             torch.set_float32_matmul_precision("high")

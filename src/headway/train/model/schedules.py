@@ -1,4 +1,4 @@
-"""Learning rates: the usual warm-up with a cosine, and scaling with the global batch."""
+"""Learning rates: warm-up with cosine decay, and scaling with the global batch size."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from headway.errors import UsageError
 
 
 def warmup_cosine(optimizer: Optimizer, *, warmup: int, total: int, floor: float = 0.0) -> LambdaLR:
-    """Returns a schedule that rises from near 0 within `warmup` steps, then falls along a cosine.
+    """Returns a schedule with a linear warm-up of `warmup` steps and a cosine decay.
 
-    At step `total` it is `floor` times the learning rate.
+    At step `total` the learning rate is `floor` times its peak.
 
     >>> pipe.register_optimizer("adamw", make, scheduler=lambda o: warmup_cosine(o, warmup=500, total=10_000))
     """
@@ -34,9 +34,9 @@ def warmup_cosine(optimizer: Optimizer, *, warmup: int, total: int, floor: float
 def scale_lr(
     lr: float, *, batch_size: int, base_batch_size: int, rule: Literal["linear", "sqrt"] = "linear"
 ) -> float:
-    """Returns the learning rate for this run's global batch, from one that was tuned with `base_batch_size`.
+    """Scales a learning rate that was tuned with `base_batch_size` to the global batch size of this run.
 
-    `batch_size` is one rank's; the number of ranks is taken into account. "linear" suits SGD, "sqrt" suits Adam.
+    `batch_size` is that of one rank, and is multiplied by the number of ranks. "linear" suits SGD, "sqrt" suits Adam.
 
     >>> hw.scale_lr(0.1, batch_size=64, base_batch_size=256)  # on 8 ranks
     0.2

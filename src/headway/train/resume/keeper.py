@@ -1,12 +1,13 @@
-"""Keeping a pipeline's state while it trains: when it is saved, where all ranks stop, and how a run goes on.
+"""`Keeper`: when a pipeline saves its state, where all ranks stop, and how a run resumes.
 
-A save is one consistent cut, made between two steps or after an epoch, never within an accumulation. What follows a
-step at once (a validation, the end of the epoch) comes before a save that can wait, so that the best checkpoint is
-known by its own metrics; a stop does not wait, and a validation that was due is made first thing afterwards.
+A save is consistent over all ranks: between two steps or after an epoch, never within an accumulation. If a validation
+or the end of the epoch follows a step, an ordinary save comes after it, so that the checkpoint has its own metrics and
+`keep_best` can choose by them. A stop does not wait; a validation that was due is the first thing after the resume.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -41,17 +42,17 @@ if TYPE_CHECKING:
     from headway.train.train_val import TrainValStage
 
 MAX_FAILURES = 3
-"""saves in a row that may fail before the run stops: a disk that was full for a while costs no run"""
+"""failed saves in a row that stop the run; a disk that is full for a while does not"""
 
 
 @final
 class Keeper:
-    """Saves a pipeline's state, and puts it back. Made by `pipe.enable_checkpointing`."""
+    """Saves and restores the state of a pipeline. `pipe.enable_checkpointing` creates it."""
 
     def __init__(self, pipe: Pipeline, policy: Policy) -> None:
         self.pipe, self.policy = pipe, policy
         self.due = False
-        """a save is to be made as soon as may be"""
+        """whether to save at the next opportunity"""
         self._saver: checkpoint.Saver | None = None
         self._agreement = Agreement()
         self._attempt = 0
@@ -60,62 +61,57 @@ class Keeper:
         self._failures = 0
         self._best: float | None = None
         self._values: tuple[int, Mapping[str, Value]] = (-1, {})
-        self._random: Callable[[], None] | None = None  # to be put back where training goes on
+        self._rng: Callable[[], None] | None = None  # restores the generators where training resumes
         self._before_validation: dict[str, Any] | None = None
-        self._pace = _Pace()
+        self._lead_time = _LeadTime()
 
     # --- around a run
 
     @contextmanager
-    def opened(self, recording: Recording) -> Iterator[None]:
-        """Around all stages: stop signals are heard, and saves may be made."""
+    def saving(self, recording: Recording) -> Iterator[None]:
+        """Handles stop signals and allows saves within the context, which surrounds all stages."""
         run, root = self.pipe.directory, self.pipe.world.is_root
         self._attempt = recording.attempt
         self._agreement = current().agreement
         self._agreement.begin()
-        dist.barrier()  # nobody asks for a stop before all have begun to count
+        dist.barrier()  # no rank requests a stop before all ranks count their steps
         end = schedulers.end_time() if root else None
         saver = checkpoint.Saver(run, lock=recording.lock, background=self.policy.background)
-        with stop.handle_stop_signals(end, self._pace.lead), saver as self._saver:
+        with stop.handle_stop_signals(end, self._lead_time.seconds), saver as self._saver:
             try:
                 yield
             finally:
                 if root:
-                    with suppress(StorageError):  # a fact for people; how the attempt ended is told elsewhere
+                    with suppress(StorageError):  # only shown to people; the status is recorded elsewhere
                         run.note_attempt(self._attempt, step_ended=self.pipe.steps_done)
 
     def start(self, choice: Choice) -> None:
-        """Goes on from the newest whole checkpoint of the run, or makes the first one."""
+        """Resumes from the newest complete checkpoint of the run, or saves the first one."""
         try:
             loaded = checkpoint.load_latest(choice.run, partial(state.destinations, self.pipe))
-        except UsageError as error:  # the script was changed since
-            raise UsageError(f'{error} (a new run: resume="never")') from error
-        from_root(partial(self._begin, loaded.step if loaded else 0))
+        except UsageError as error:  # the script has changed since
+            raise UsageError(f'{error} (to start a new run, pass resume="never")') from error
+        from_root(partial(self._record_start, loaded.step if loaded else 0))
         if loaded is None:
             if choice.why != NEW:
-                dist.print_root(
-                    f"headway: {choice.run.id} has no checkpoint yet: it begins here ({choice.why})"
-                )
-            self._save(None, must=True)
-            self.saver.wait()  # storage that does not work is known before the first step
-            self.collect_finished()
+                self._log(f"{choice.run.id} has no checkpoint yet: starting from step 0 ({choice.why})")
+            self._save_and_wait(None)  # broken storage is detected before the first step
             return
         if self.policy.resume == "never":
             raise UsageError(
-                f'resume="never", but {choice.run.path} has checkpoints: take "auto" to go on from step '
-                f"{loaded.step:,}, or a new run directory"
+                f'resume="never", but {choice.run.path} has a checkpoint of step {loaded.step:,}: pass resume="auto" '
+                "to resume from it, or choose a new run directory"
             )
-        dist.print_root(f"headway: going on with {choice.run.id} from step {loaded.step:,} ({choice.why})")
+        self._log(f"resuming {choice.run.id} from step {loaded.step:,} ({choice.why})")
         self._restore(loaded)
         self.pipe._run_hook("resume_run", self.pipe)
 
     def finish(self) -> None:
-        """The last checkpoint: the run is over."""
-        self._save(None, must=True)
-        self.saver.wait()
-        self.collect_finished()
+        """Saves the last checkpoint of a finished run."""
+        self._save_and_wait(None)
 
-    def _begin(self, step: int) -> None:
+    def _record_start(self, step: int) -> None:
+        """Records the step where this attempt starts; raises `NoProgress` if the last ones made none."""
         run = self.pipe.directory
         if self.policy.resume == "auto":
             attempts.check_progress(run, self._attempt, step)
@@ -124,8 +120,8 @@ class Keeper:
     # --- what the loop calls
 
     def after_step(self, stage: Stage) -> None:
-        """Between two steps."""
-        self._pace.step()
+        """Stops or saves between two steps, if that is due."""
+        self._lead_time.step()
         why = self._agreement.pass_point()
         if why is not None:
             self._stop(stage, why)
@@ -135,36 +131,36 @@ class Keeper:
             self._save(stage)
 
     def before_validation(self) -> None:
-        """Notes what a validation may change: random numbers and positions of loaders."""
+        """Captures what a validation may change: random number generators and positions of loaders."""
         self._before_validation = self._local_facts()
-        self._pace.pause()
+        self._lead_time.pause()
 
     @property
-    def leaves_validation(self) -> bool:
-        """Whether the end of this validation is where all ranks stop."""
+    def stops_in_validation(self) -> bool:
+        """Whether all ranks stop at the end of this validation."""
         return self._agreement.stops_next
 
-    def in_validation(self, stage: Stage) -> None:
-        """When this rank is through with its batches: the validation may be left out here, and made after a restart."""
+    def after_val_batches(self, stage: Stage) -> None:
+        """Stops after this rank's validation batches if that is due; the resumed run repeats the validation."""
         why = self._agreement.pass_point()
         if why is not None:
             self._stop(stage, why)
         self._before_validation = None
 
     def after_validation(self, stage: TrainValStage) -> None:
-        """After a validation between two steps; at the end of an epoch the save comes a little later."""
+        """Saves after a validation between two steps, if due; at the end of an epoch `after_epoch` saves."""
         if not stage._loop.settings.validates_between_steps:
             return
-        self._look_for_best()
+        self._update_best()
         if self.due and not stage._loop.pause_follows():
             self._save(stage)
 
     def after_epoch(self, stage: Stage) -> None:
-        """Between two epochs."""
-        self._look_for_best()
+        """Stops or saves between two epochs, if that is due."""
+        self._update_best()
         if self.pipe.epoch == 1 and self._best is None and (wanted := self.policy.retention.keep_best):
-            there = ", ".join(self.pipe.history.names()) or "none"
-            dist.print_root(f"headway: keep_best={wanted!r}: there is no such metric so far, but {there}")
+            known = ", ".join(self.pipe.history.names()) or "none"
+            self._log(f"keep_best={wanted!r} has not been logged so far; metrics: {known}", logging.WARNING)
         every = self.policy.interval.epochs
         self.due |= every is not None and self.pipe.epoch % every == 0
         why = self._agreement.pass_point()
@@ -172,35 +168,35 @@ class Keeper:
             self._stop(stage, why)
         if self.due:
             self._save(stage)
-        self._pace.pause()
+        self._lead_time.pause()
 
     def log_point_flags(self) -> int:
-        """For the word of flags at a log point, where rank 0's is heard: it has the clock."""
+        """Returns the flag that requests a save by time; at a log point all ranks follow rank 0's clock."""
         every = self.policy.interval.seconds
         late = every is not None and not self.due and time.monotonic() - self._since >= every
         return SAVE if late else 0
 
     def after_log_point(self, point: LogPoint) -> None:
-        """Rank 0's wish to save has been heard by all; what was saved meanwhile is told."""
+        """Applies rank 0's request to save, and reports the saves that have finished."""
         self.due |= bool(point.flags[0] & SAVE)
         self.collect_finished()
 
     def record_metrics(self, values: Mapping[str, Value]) -> None:
-        """The metrics of an epoch or a validation."""
+        """Adds the metrics of an epoch or a validation to those of the next checkpoint."""
         known = self._values[1] if self._values[0] == self.pipe.steps_done else {}
         self._values = (self.pipe.steps_done, {**known, **values})
 
     def restore_rng(self) -> None:
-        """Where training goes on after a restart: random numbers are as they were."""
-        if self._random is not None:
-            self._random()
-            self._random = None
+        """Restores the random number generators, once, where training resumes."""
+        if self._rng is not None:
+            self._rng()
+            self._rng = None
 
     def collect_finished(self) -> None:
-        """Rows for the saves that have become whole, and room for the next ones."""
+        """Reports the saves that have finished, and prunes old checkpoints."""
         for saved in self.saver.finished():
             self._failures = 0
-            self._pace.save = saved.total_s
+            self._lead_time.save_s = saved.total_s
             if self.pipe.world.is_root:
                 self.pipe._reporter.checkpoint(saved)
                 checkpoint.prune(self.pipe.directory, self.policy.retention)
@@ -213,18 +209,22 @@ class Keeper:
         return self._saver
 
     def _stop(self, stage: Stage, why: str) -> None:
+        self._save_and_wait(stage)
+        raise Stopped(
+            f"stopped by {why} after step {self.pipe.steps_done:,}, with a checkpoint: the same command resumes"
+        )
+
+    def _save_and_wait(self, stage: Stage | None) -> None:
+        """Saves and waits until the checkpoint is complete; raises if that fails."""
         self._save(stage, must=True)
         self.saver.wait()
         self.collect_finished()
-        raise Stopped(
-            f"stopped by {why} after step {self.pipe.steps_done:,}, with a checkpoint: the same command goes on"
-        )
 
     def _save(self, stage: Stage | None, *, must: bool = False) -> None:
-        """Saves the state as it is now. If `must`, a failure is final; else only a row of them."""
+        """Saves the current state. If `must`, a failure is raised; otherwise only `MAX_FAILURES` in a row are."""
         pipe = self.pipe
         if stage is not None and stage._loop.logged_at != stage.steps_done:
-            loop.log_point(stage)  # looks at the losses: what is spoilt is not saved
+            loop.log_point(stage)  # raises if a loss is non-finite, before it is saved
         self.due, self._since = False, time.monotonic()
         if self._saved_at == pipe.steps_done:
             return
@@ -239,17 +239,18 @@ class Keeper:
         except StorageError as error:
             self._failures += 1
             if must:
-                self._write()  # what failed may have been the save before
+                self._write()  # the error may be that of the previous save
             elif self._failures >= MAX_FAILURES:
                 raise
             else:
-                dist.print_root(
-                    f"headway: a save failed at step {pipe.steps_done:,}, training goes on: {error}"
+                self._log(
+                    f"the save at step {pipe.steps_done:,} failed, training continues: {error}",
+                    logging.WARNING,
                 )
-        if not must:  # else the caller waits until it is whole, which takes as long as storage takes
+        if not must:  # otherwise the caller waits for storage in this phase
             set_phase(stage.name if stage else "run", pipe.steps_done)
         pipe._timer.mark("other")
-        self._pace.pause()
+        self._lead_time.pause()
 
     def _write(self) -> None:
         pipe = self.pipe
@@ -269,11 +270,11 @@ class Keeper:
         self.collect_finished()
 
     def _local_facts(self) -> dict[str, Any]:
-        """Random numbers and positions. Those of headway's loaders are the same on all ranks, and mean all of them."""
+        """Returns random state and loader positions; "shared" are the positions that count all ranks together."""
         pipe, stage = self.pipe, self.pipe.current_stage
-        under_way = [each.loader for each in stage._loop.passes if not each.done] if stage else []
+        active = [each.loader for each in stage._loop.passes if not each.done] if stage else []
         positions = {
-            name: _position(loader, under_way=any(loader is each for each in under_way))
+            name: _position(loader, active=any(loader is each for each in active))
             for name, loader in pipe.datasets.items()
             if isinstance(loader, StatefulObject)
         }
@@ -285,7 +286,8 @@ class Keeper:
         }
         return {"shared": shared, "local": local}
 
-    def _look_for_best(self) -> None:
+    def _update_best(self) -> None:
+        """Requests a save if the newest metrics are the best so far."""
         at, values = self._values
         scalars = {name: value for name, value in values.items() if isinstance(value, float | int)}
         better = self.policy.better(scalars, self._best) if at == self.pipe.steps_done else None
@@ -293,7 +295,7 @@ class Keeper:
             self._best, self.due = better, True
 
     def _check_weights(self) -> None:
-        """A checkpoint of weights that are not finite is no use to anybody, and would push out a good one."""
+        """Raises if weights are non-finite: such a checkpoint is useless and would replace a good one."""
         weights = [
             local
             for model in self.pipe.registered_models.values()
@@ -304,8 +306,8 @@ class Keeper:
         bad = [norm.to(self.pipe.device, torch.float32).isfinite().logical_not() for norm in largest]
         if gather_rows(torch.stack(bad).any(0, keepdim=True).float() if bad else torch.zeros(1)).any():
             raise HeadwayError(
-                f"weights are not finite after step {self.pipe.steps_done:,}, so they are not saved: lower the "
-                "learning rate, set gradient_clip, or look at the data; the run can resume from the checkpoint before"
+                f"weights are non-finite after step {self.pipe.steps_done:,} and are not saved: lower the learning "
+                "rate, set gradient_clip, or check the data, then resume from the previous checkpoint"
             )
 
     # --- restoring
@@ -320,48 +322,57 @@ class Keeper:
             if name in positions and isinstance(loader, StatefulObject):
                 loader.load_state_dict(positions[name])
         if same:
-            self._random = partial(rng.restore, local["random"], pipe.device)
+            self._rng = partial(rng.restore, local["random"], pipe.device)
             for stage in pipe.stages:
                 if stage._loop.status.in_epoch:
                     stage._loop.restore_pass_rng(local["passes"])
         else:
             seed = derive_seed(shared["seed"] % 2**64, f"resume at step {loaded.step}")
-            self._random = partial(dist.seed, seed, scope="rank")
-            self._tell_other_ranks(loaded.world_size)
+            self._rng = partial(dist.seed, seed, scope="rank")
+            self._log_world_size_change(loaded.world_size)
 
-    def _tell_other_ranks(self, before: int) -> None:
-        """What is not as it was, on another number of ranks."""
+    def _log_world_size_change(self, before: int) -> None:
+        """Logs what differs from the earlier attempt because the number of ranks has changed."""
         now = self.pipe.world.world_size
-        dist.print_root(
-            f"headway: saved by {before} ranks, now {now}: the samples are the same, "
-            "random numbers of ranks are derived anew from the seed and the step"
+        self._log(
+            f"saved by {before} ranks, now {now}: the samples are the same; each rank has a new seed, derived from the "
+            "saved seed and the step"
         )
         for name, loader in self.pipe.datasets.items():
-            if size := _batch_of_each_rank(loader):
-                dist.print_root(
-                    f"headway: {name}: batch_size={size} is for each rank, so a step has {size * now} samples now, "
-                    f"where it had {size * before}: give global_batch_size to keep it"
+            if size := _per_rank_batch_size(loader):
+                self._log(
+                    f"dataset {name!r}: batch_size={size} is per rank, so a step has {size * now} samples instead of "
+                    f"{size * before}: pass global_batch_size to keep it constant",
+                    logging.WARNING,
                 )
             elif isinstance(loader, StatefulObject) and not _is_global(loader):
-                dist.print_root(f"headway: {name}: deals its samples itself, and begins its epoch anew")
+                self._log(
+                    f"dataset {name!r}: its position was saved per rank, by {before} ranks, so it restarts its epoch",
+                    logging.WARNING,
+                )
+
+    def _log(self, message: str, level: int = logging.INFO) -> None:  # noqa: ARG002
+        """Logs on rank 0 only."""
+        if self.pipe.world.is_root:
+            dist.print_root(f"headway: {message}")
 
 
 def _is_global(loader: object) -> bool:
-    """Whether its position is one for all ranks, and means all of them."""
+    """Whether a loader has one position for all ranks together."""
     return isinstance(loader, data.DataLoader | data.ShardLoader) and not loader.per_rank
 
 
-def _batch_of_each_rank(loader: object) -> int | None:
-    """The batch size of a training loader whose batches are as large as the number of ranks makes them."""
+def _per_rank_batch_size(loader: object) -> int | None:
+    """Returns the batch size of a training loader whose global batch grows with the number of ranks; None otherwise."""
     if not isinstance(loader, data.DataLoader | data.ShardLoader) or loader.per_rank:
         return None
     return loader.batch_size if loader.state_dict()["shuffle"] else None
 
 
-def _position(loader: StatefulObject, *, under_way: bool) -> dict[str, Any]:
-    """Where a loader is. One without shuffle starts from the top when its next pass begins, wherever it stands now."""
+def _position(loader: StatefulObject, *, active: bool) -> dict[str, Any]:
+    """Returns the position of a loader: 0 for one without shuffle between passes, since each pass starts at 0."""
     position = loader.state_dict()
-    if under_way or not isinstance(loader, data.DataLoader | data.ShardLoader) or position.get("shuffle"):
+    if active or not isinstance(loader, data.DataLoader | data.ShardLoader) or position.get("shuffle"):
         return position
     if isinstance(loader, data.DataLoader):
         return position | ({"next": 0, "places": {}} if loader.per_rank else {"samples": 0})
@@ -369,25 +380,26 @@ def _position(loader: StatefulObject, *, under_way: bool) -> dict[str, Any]:
 
 
 @final
-class _Pace:
-    """How long before the end of a job a stop must be asked for: 1.5 saves and 2 steps, of the slowest."""
+class _LeadTime:
+    """How long before the end of a job to request a stop: 1.5 times the last save and twice the slowest step."""
 
     def __init__(self) -> None:
-        self.save = 0.0
-        self._slowest = 0.0
+        self.save_s = 0.0
+        self._slowest_s = 0.0
         self._steps = 0
         self._last: float | None = None
 
-    def lead(self) -> float:
-        return 1.5 * self.save + 2 * self._slowest + stop.MARGIN_S
+    def seconds(self) -> float:
+        return 1.5 * self.save_s + 2 * self._slowest_s + stop.MARGIN_S
 
     def step(self) -> None:
+        """Measures the step that has just ended."""
         now = time.monotonic()
         self._steps += 1
         if self._last is not None and self._steps > 3:  # the first ones compile and warm up
-            self._slowest = max(self._slowest, now - self._last)
+            self._slowest_s = max(self._slowest_s, now - self._last)
         self._last = now
 
     def pause(self) -> None:
-        """What comes now is no step."""
+        """Excludes what follows from the time of the next step."""
         self._last = None

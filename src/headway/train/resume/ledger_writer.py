@@ -1,8 +1,8 @@
-"""Keeping the ledger while training: what each step saw and did, noted as it happens and written at log points.
+"""`LedgerWriter`: loss, samples and random state of each step, collected during steps and written at log points.
 
-Off unless asked for. A step costs a digest of the random number generators, some ten microseconds; losses stay on the
-device until the log point, where all ranks' notes come together in one collective, and rank 0 writes them down. The
-format and the reader are in `headway.record.ledger`.
+It is off by default. A step costs a digest of the random number generators, some 10 us. Losses stay on the device until
+the log point, where one collective gathers the entries of all ranks and rank 0 writes them. The format and the reader
+are in `headway.record.ledger`.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from headway.system.jsonlines import JsonLinesWriter
 if TYPE_CHECKING:
     from headway.train.stage import Stage
 
-_EXACT = 6  # bytes of a digest that a double holds exactly
+_EXACT_BYTES = 6  # of a digest, as many as a double holds exactly
 
 
 @dataclass(kw_only=True)
-class _Step:
-    """What one rank notes of one step."""
+class _StepEntry:
+    """The entry of one rank for one step."""
 
     step: int = 0
     epoch: int = 0
     samples: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=8))
     batches: list[tuple[str, int, int]] = field(default_factory=list)
-    contents: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=_EXACT))
+    contents: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=_EXACT_BYTES))
     unknown: bool = False
     """whether some batch came from a loader that does not know its samples"""
     random: bytes = b""
@@ -47,23 +47,23 @@ class _Step:
 
 @final
 class LedgerWriter:
-    """Notes the steps of a run. Every rank has one; rank 0 writes.
+    """Records the steps of a run. Every rank has one; rank 0 writes the file.
 
     >>> pipe.enable_ledger()  # or HEADWAY_LEDGER=1
     """
 
     def __init__(self, run: Run, world: World, *, attempt: int) -> None:
         self._run, self._world, self._attempt = run, world, attempt
-        self._now = _Step()
-        self._steps: list[_Step] = []
-        self._known: dict[str, SampleLookup] = {}  # orders that are in the file
-        # of each loader: its order, and the order's id
+        self._current = _StepEntry()
+        self._steps: list[_StepEntry] = []
+        self._known: dict[str, SampleLookup] = {}  # orders that are in the file or about to be
+        # by loader: its newest order, and the order's id
         self._latest: dict[int, tuple[Mapping[str, Any], str]] = {}
-        self._news: list[Mapping[str, Any]] = []
+        self._new_orders: list[Mapping[str, Any]] = []
         self._rows: JsonLinesWriter | None = None
 
     def __enter__(self) -> LedgerWriter:
-        if self._world.is_root:  # a full disk costs rows and not the run: readers see that they are missing
+        if self._world.is_root:  # a full disk loses rows but not the run; readers see the gap
             self._rows = JsonLinesWriter(self._run.ledger_file, content="rows of the ledger")
         return self
 
@@ -71,21 +71,22 @@ class LedgerWriter:
         if self._rows is not None:
             self._rows.close()
 
-    # --- while a step is under way
+    # --- in a step
 
     def add_batch(self, loader: object, batch: Any) -> None:
-        """The loop has taken a batch, which is still where the loader has put it."""
+        """Adds a batch to the current step. Call it before the batch moves to the device."""
         span = loader.last_span() if isinstance(loader, TraceableLoader) else None
         order = loader.order() if isinstance(loader, TraceableLoader) else None
         if span is None or order is None:
-            self._now.unknown = True
-            _feed(self._now.contents, batch)
+            self._current.unknown = True
+            _hash_batch(self._current.contents, batch)
         elif self._world.is_root:
-            name = self._order(id(loader), order)
-            self._now.batches.append((name, *span))
-            self._now.samples.update(self._known[name].samples(*span).tobytes())
+            name = self._order_id(id(loader), order)
+            self._current.batches.append((name, *span))
+            self._current.samples.update(self._known[name].samples(*span).tobytes())
 
-    def _order(self, loader: int, order: Mapping[str, Any]) -> str:
+    def _order_id(self, loader: int, order: Mapping[str, Any]) -> str:
+        """Returns the id of an order, and queues a row for a new one."""
         before = self._latest.get(loader)
         if before is not None and before[0] == order:
             return before[1]
@@ -93,20 +94,20 @@ class LedgerWriter:
         self._latest[loader] = order, name
         if name not in self._known:
             self._known[name] = SampleLookup(order)
-            self._news.append({"kind": "order", "id": name, "order": order})
+            self._new_orders.append({"kind": "order", "id": name, "order": order})
         return name
 
     def end_step(self, stage: Stage) -> None:
-        """A step is finished."""
-        self._now.step, self._now.epoch = stage.pipe.steps_done, stage.epoch
-        self._now.random = _random(stage.device)
-        self._steps.append(self._now)
-        self._now = _Step()
+        """Completes the entry of a step."""
+        self._current.step, self._current.epoch = stage.pipe.steps_done, stage.epoch
+        self._current.random = _rng_digest(stage.device)
+        self._steps.append(self._current)
+        self._current = _StepEntry()
 
     # --- at a log point
 
     def write(self, stage: Stage) -> None:
-        """Brings together what all ranks have noted since the last log point. Call it on all ranks."""
+        """Gathers the entries of all ranks since the last log point, and writes them. Call it on all ranks."""
         steps, self._steps = self._steps, []
         if not steps:
             return
@@ -118,10 +119,10 @@ class LedgerWriter:
         table = gather_rows(torch.tensor(mine, dtype=torch.float64).flatten()).reshape(-1, len(steps), 4)
         if self._rows is not None:
             rows = [self._row(stage, step, table[:, number]) for number, step in enumerate(steps)]
-            self._rows.write_all([*self._news, *({"kind": "step"} | asdict(row) for row in rows)])
-            self._news = []
+            self._rows.write_all([*self._new_orders, *({"kind": "step"} | asdict(row) for row in rows)])
+            self._new_orders = []
 
-    def _row(self, stage: Stage, noted: _Step, ranks: Tensor) -> LedgerRow:
+    def _row(self, stage: Stage, noted: _StepEntry, ranks: Tensor) -> LedgerRow:
         total, weight = (sum(column) for column in (ranks[:, 0].tolist(), ranks[:, 1].tolist()))
         contents = digest(ranks[:, 3].numpy().tobytes())
         return LedgerRow(
@@ -137,8 +138,8 @@ class LedgerWriter:
         )
 
 
-def _losses(stage: Stage, steps: list[_Step]) -> tuple[list[float], list[float]]:
-    """Of each step, the sum of this rank's losses, each times its samples, and the number of samples."""
+def _losses(stage: Stage, steps: list[_StepEntry]) -> tuple[list[float], list[float]]:
+    """Returns, for each step, the sum of this rank's losses weighted by samples, and the number of samples."""
     places = {noted.step: number for number, noted in enumerate(steps)}
     sums, weights = [0.0] * len(steps), [0.0] * len(steps)
     recent = [one for one in stage._loop.recent_losses if one[0] in places]
@@ -150,8 +151,9 @@ def _losses(stage: Stage, steps: list[_Step]) -> tuple[list[float], list[float]]
     return sums, weights
 
 
-def _random(device: torch.device) -> bytes:
-    state = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=_EXACT)
+def _rng_digest(device: torch.device) -> bytes:
+    """Returns a digest of the state of all random number generators."""
+    state = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=_EXACT_BYTES)
     state.update(np.array(random.getstate()[1], dtype=np.uint32).tobytes())
     _, keys, position, *_ = np.random.get_state(legacy=True)
     state.update(np.asarray(keys).tobytes() + int(position).to_bytes(4, "little"))
@@ -161,17 +163,18 @@ def _random(device: torch.device) -> bytes:
 
 
 def _number(data: bytes) -> float:
-    return float(int.from_bytes(data[:_EXACT], "little"))
+    """Returns the first bytes of a digest as a float that represents them exactly."""
+    return float(int.from_bytes(data[:_EXACT_BYTES], "little"))
 
 
-def _feed(state: Any, batch: Any) -> None:
-    """Adds what a batch holds to a digest: tensors and arrays by their bytes, all else by its text."""
+def _hash_batch(state: Any, batch: Any) -> None:
+    """Adds the content of a batch to a digest: tensors and arrays by their bytes, all else by its `repr`."""
     if isinstance(batch, Mapping):
         for key in sorted(batch, key=str):
-            _feed(state, batch[key])
+            _hash_batch(state, batch[key])
     elif isinstance(batch, tuple | list):
         for part in batch:
-            _feed(state, part)
+            _hash_batch(state, part)
     elif isinstance(batch, Tensor):
         state.update(batch.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     elif isinstance(batch, np.ndarray):

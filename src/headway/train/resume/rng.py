@@ -1,4 +1,4 @@
-"""Random numbers of this process as plain values, there and back: Python's, numpy's, torch's, the device's."""
+"""State of the random number generators of this process (Python, numpy, torch, device) as plain values."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from torch import Tensor
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """The state of all generators that training may draw from."""
+    """Returns the state of all generators that training may draw from."""
     name, keys, *rest = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": [name, np.asarray(keys).tobytes().hex(), *rest],
-        "torch": _text(torch.get_rng_state()),
+        "torch": _to_hex(torch.get_rng_state()),
     }
     if device.type == "cuda":
-        state["device"] = _text(torch.cuda.get_rng_state(device))
+        state["device"] = _to_hex(torch.cuda.get_rng_state(device))
     elif device.type == "mps":
-        state["device"] = _text(torch.mps.get_rng_state())
+        state["device"] = _to_hex(torch.mps.get_rng_state())
     return state
 
 
 def restore(state: Mapping[str, Any], device: torch.device) -> None:
-    """Puts back what `capture` gave; what was captured on another kind of device is left alone there."""
+    """Restores what `capture` returned; the state of another type of device is ignored."""
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.frombuffer(bytes.fromhex(keys), dtype=np.uint32), *rest))
-    torch.set_rng_state(_bytes(state["torch"]))
+    torch.set_rng_state(_from_hex(state["torch"]))
     if "device" in state and device.type == "cuda":
-        torch.cuda.set_rng_state(_bytes(state["device"]), device)
+        torch.cuda.set_rng_state(_from_hex(state["device"]), device)
     elif "device" in state and device.type == "mps":
-        torch.mps.set_rng_state(_bytes(state["device"]))
+        torch.mps.set_rng_state(_from_hex(state["device"]))
 
 
 @contextmanager
-def replayed(state: Mapping[str, Any] | None, device: torch.device) -> Iterator[None]:
-    """While in here, random numbers are those of `state`; afterwards they go on as if nothing had been."""
+def temporary_state(state: Mapping[str, Any] | None, device: torch.device) -> Iterator[None]:
+    """Uses the generators in `state` within the context (unchanged if None), and restores their own state on exit."""
     before = capture(device)
     if state is not None:
         restore(state, device)
@@ -51,9 +51,9 @@ def replayed(state: Mapping[str, Any] | None, device: torch.device) -> Iterator[
         restore(before, device)
 
 
-def _text(state: Tensor) -> str:
+def _to_hex(state: Tensor) -> str:
     return state.cpu().numpy().tobytes().hex()
 
 
-def _bytes(text: str) -> Tensor:
+def _from_hex(text: str) -> Tensor:
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

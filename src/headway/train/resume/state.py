@@ -1,8 +1,8 @@
-"""All that a pipeline must remember, under names that do not depend on ranks, wrappers or the order of registration.
+"""The state of a pipeline, under names that do not depend on ranks, wrappers or the order of registration.
 
-Tensors stay where they are, whole or sharded; all else is plain values. `contribution` is the part that one rank
-brings to a checkpoint: shards are everybody's, what DDP keeps equal is written by whoever has time, and the rest is
-rank 0's word: buffers (DDP takes them from rank 0 anyway), models that nobody averages, counters, histories.
+Tensors stay on their devices, whole or sharded; all else is plain values. `contribution` is the part that one rank adds
+to a checkpoint. Each rank contributes its shards. All ranks contribute what DDP keeps equal, to divide the writing. All
+else is rank 0's: buffers (DDP broadcasts them from rank 0 anyway), models without gradient sync, counters, histories.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class StatefulObject(Protocol):
-    """What `register_state` takes, and what a loader with a position of its own is."""
+    """An object whose state can be saved: for `register_state`, or a loader that can save its position."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -35,7 +35,7 @@ class StatefulObject(Protocol):
 
 
 def gather(pipe: Pipeline) -> dict[str, Any]:
-    """The whole state, as this rank sees it."""
+    """Returns the whole state as it is on this rank."""
     names = parameter_names(pipe)
     return {
         "models": {name: model.bare.state_dict() for name, model in pipe.registered_models.items()},
@@ -54,8 +54,8 @@ def gather(pipe: Pipeline) -> dict[str, Any]:
 
 
 def restore(pipe: Pipeline, state: Mapping[str, Any]) -> None:
-    """Puts back what `gather` gave, into a pipeline with the same names registered."""
-    for kind, there in {
+    """Restores what `gather` returned, into a pipeline with the same names registered."""
+    for kind, known in {
         "models": pipe.registered_models,
         "averages": [name for name, model in pipe.registered_models.items() if model.ema is not None],
         "optimizers": pipe.optimizers,
@@ -63,7 +63,7 @@ def restore(pipe: Pipeline, state: Mapping[str, Any]) -> None:
         "stages": [stage.name for stage in pipe.stages],
         "registered": pipe._registered_state,
     }.items():
-        _check_names(kind, there, state[kind])
+        _check_names(kind, known, state[kind])
     names = parameter_names(pipe)
     for name, model in pipe.registered_models.items():
         model.bare.load_state_dict(state["models"][name])
@@ -82,7 +82,7 @@ def restore(pipe: Pipeline, state: Mapping[str, Any]) -> None:
 
 
 def contribution(pipe: Pipeline, state: dict[str, Any]) -> dict[str, Any]:
-    """What this rank brings to the checkpoint of all."""
+    """Returns the part of the state that this rank adds to the common checkpoint."""
     if pipe.world.rank == 0:
         return state
     equal = {
@@ -91,13 +91,15 @@ def contribution(pipe: Pipeline, state: dict[str, Any]) -> dict[str, Any]:
     names = parameter_names(pipe)
     kept = {names[key] for key in equal}
 
-    def brings(name: str, tensor: Tensor) -> bool:
+    def contributes(name: str, tensor: Tensor) -> bool:
         return isinstance(tensor, DTensor) or name in kept
 
     models = {
         kind: {
             model: {
-                key: t for key, t in tensors.items() if isinstance(t, Tensor) and brings(f"{model}.{key}", t)
+                key: t
+                for key, t in tensors.items()
+                if isinstance(t, Tensor) and contributes(f"{model}.{key}", t)
             }
             for model, tensors in state[kind].items()
         }
@@ -106,7 +108,9 @@ def contribution(pipe: Pipeline, state: dict[str, Any]) -> dict[str, Any]:
     optimizers = {
         name: {
             "state": {
-                parameter: {k: v for k, v in values.items() if isinstance(v, Tensor) and brings(parameter, v)}
+                parameter: {
+                    k: v for k, v in values.items() if isinstance(v, Tensor) and contributes(parameter, v)
+                }
                 for parameter, values in optimizer["state"].items()
             }
         }
@@ -116,19 +120,19 @@ def contribution(pipe: Pipeline, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def destinations(pipe: Pipeline, path: Path) -> dict[str, Any]:
-    """What a checkpoint is to be loaded into: each rank reads only its shards; the rest comes as the files have it."""
-    wanted = dict.fromkeys(("schedulers", "stages", "history", "registered", "progress", "run"))
+    """Returns what to load a checkpoint into: each rank reads only its shards, and all else as it was saved."""
+    plain = dict.fromkeys(("schedulers", "stages", "history", "registered", "progress", "run"))
     models = {name: model.bare.state_dict() for name, model in pipe.registered_models.items()}
     averages = {
         name: model.ema.state_dict()
         for name, model in pipe.registered_models.items()
         if model.ema is not None
     }
-    return {**wanted, "models": models, "averages": averages, "optimizers": _optimizer_shards(pipe, path)}
+    return {**plain, "models": models, "averages": averages, "optimizers": _optimizer_shards(pipe, path)}
 
 
 def _optimizer_shards(pipe: Pipeline, path: Path) -> dict[str, Any]:
-    """A fresh optimizer has no state yet: for sharded parameters it is made here, sharded like them, as saved."""
+    """Returns empty state for sharded parameters, since a new optimizer has none; it is sharded as they are."""
     names = parameter_names(pipe)
     shards: dict[str, Any] = {}
     sharded = {
@@ -148,13 +152,13 @@ def _optimizer_shards(pipe: Pipeline, path: Path) -> dict[str, Any]:
             continue
         optimizer, parameter, weight = sharded[prefix]
         if entry.shape == tuple(weight.shape):
-            made = torch.zeros_like(weight.detach(), dtype=dtypes.BY_NAME[entry.dtype])
-            shards.setdefault(optimizer, {"state": {}})["state"].setdefault(parameter, {})[key] = made
+            empty = torch.zeros_like(weight.detach(), dtype=dtypes.BY_NAME[entry.dtype])
+            shards.setdefault(optimizer, {"state": {}})["state"].setdefault(parameter, {})[key] = empty
     return shards
 
 
 def parameter_names(pipe: Pipeline) -> dict[int, str]:
-    """The name of each parameter, by its id: "net.first.weight"."""
+    """Returns the name of each parameter, such as "net.first.weight", by the id of the object."""
     return {
         id(parameter): f"{name}.{key}"
         for name, model in pipe.registered_models.items()
@@ -163,7 +167,7 @@ def parameter_names(pipe: Pipeline) -> dict[int, str]:
 
 
 def _by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """The optimizer's state with names in the place of numbers."""
+    """Returns the optimizer's state with the names of parameters instead of their numbers."""
     packed, order = optimizer.state_dict(), _order(optimizer, names)
     return {
         "state": {order[number]: values for number, values in packed["state"].items()},
@@ -182,10 +186,10 @@ def _load_by_name(
     here = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     if saved != here:
         odd = {key for group in saved for key in group} ^ set(order)
-        what = f"one has {min(odd)!r} and the other does not" if odd else "they are in other groups"
+        what = f"only one of them has {min(odd)!r}" if odd else "their groups differ"
         raise UsageError(
-            f"optimizer {name!r} was saved with other parameters than it has now: {what}; make it as it was, or "
-            'start a new run with resume="never"'
+            f"optimizer {name!r} and the checkpoint have different parameters ({what}): create it as in the saved run, "
+            'or start a new run with resume="never"'
         )
     number = {key: index for index, key in enumerate(order)}
     numbered = {
@@ -196,26 +200,27 @@ def _load_by_name(
     }
     try:
         optimizer.load_state_dict(numbered)
-        # torch has added by now what its newer versions have
+        # torch has filled in the settings of its newer versions
         missing = [key for key in optimizer.defaults if any(key not in g for g in optimizer.param_groups)]
     except KeyError as error:
         missing = [str(error.args[0])]
     if missing:
         raise UsageError(
-            f"optimizer {name!r} was saved without {missing[0]!r}, so by another kind of optimizer: make it as it was, "
-            'or start a new run with resume="never"'
+            f"optimizer {name!r} was saved without {missing[0]!r}, by another optimizer class: create it as in the "
+            'saved run, or start a new run with resume="never"'
         )
 
 
 def _order(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
-    """The parameters' names in the order in which torch numbers them."""
+    """Returns the names of the parameters in the order in which torch numbers them."""
     return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
 
-def _check_names(kind: str, here: Any, there: Mapping[str, Any]) -> None:
-    if set(here) != set(there):
+def _check_names(kind: str, known: Any, saved: Mapping[str, Any]) -> None:
+    """Raises `UsageError` unless the pipeline has the names that were saved."""
+    if set(known) != set(saved):
         raise UsageError(
-            f"the checkpoint has {kind} {', '.join(sorted(there)) or 'none'}, and the pipeline has "
-            f"{', '.join(sorted(here)) or 'none'}: register what was registered when the run began, or start a new "
-            'run with resume="never"'
+            f"the checkpoint has {kind} {', '.join(sorted(saved)) or 'none'}, but the pipeline has "
+            f"{', '.join(sorted(known)) or 'none'}: register the same names as in the saved run, or start a new run "
+            'with resume="never"'
         )
