@@ -28,7 +28,7 @@ def headway_run(folder: Path, *words: str, **environ: str) -> str:
         timeout=110,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 def test_imagenet_counts_every_picture_once_on_two_ranks(tmp_path: Path) -> None:

@@ -232,7 +232,7 @@ def test_a_save_that_fails_costs_no_run_and_three_in_a_row_do(
 
     monkeypatch.setattr(Saver, "save", save)
     make(tmp_path, Traced(), every=6).run()
-    assert "the save at step 6 failed, training continues: no space left" in capfd.readouterr().out
+    assert "the save at step 6 failed, training continues: no space left" in capfd.readouterr().err
     calls, failing = iter(range(100)), {2, 3, 4}
     pipe = make(tmp_path, Traced(), every=6)
     with pytest.raises(StorageError, match="no space left"):
@@ -267,7 +267,7 @@ def test_a_run_that_never_got_to_its_first_checkpoint(
     second = make(tmp_path, Traced(), max_epochs=1)
     second.run()
     assert second.directory == first.directory
-    assert "has no checkpoint yet: starting from step 0" in capfd.readouterr().out
+    assert "has no checkpoint yet: starting from step 0" in capfd.readouterr().err
 
 
 @alone
@@ -284,7 +284,7 @@ def test_after_the_end_there_is_nothing_to_do(
         pipe = make(tmp_path, stage, resume=first.directory.path if way == "path" else "auto")
         assert pipe.run() == first.directory
         assert stage.by_step == {}
-        assert "is already finished" in capfd.readouterr().out
+        assert "is already finished" in capfd.readouterr().err
     assert len(first.directory.info()["attempts"]) == 1
 
 

@@ -56,7 +56,7 @@ def script(tmp_path: Path, *, load: str = "pass") -> str:
 def test_a_smoke_run_goes_through_everything_and_leaves_nothing(tmp_path: Path) -> None:
     done = smoke(tmp_path, script(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert "resuming smoke-" in done.stdout and "from step 2" in done.stdout
+    assert "resuming smoke-" in done.stderr and "from step 2" in done.stderr
     assert "loaded 2" in done.stdout
     assert "steps 3 validations 2" in done.stdout
     assert "smoke run passed" in done.stderr

@@ -22,6 +22,7 @@ from headway.errors import UsageError, unknown_name
 from headway.record.sinks import Mlflow, Sink, TensorBoard, Wandb, check_sink, feeding
 from headway.run import Run, check_name
 from headway.system import environment
+from headway.system.log import logger
 from headway.train import loop
 from headway.train.batches import FirstBatch, set_epoch
 from headway.train.callback import Callback
@@ -316,7 +317,7 @@ class Pipeline:
         self._run = choice.run
         if choice.finished:
             if self.world.is_root:
-                dist.print_root(f"headway: {choice.run.id} is already finished ({choice.why}): nothing to do")
+                logger.info(f"{choice.run.id} is already finished ({choice.why}): nothing to do")
             return choice.run
         with self._recording(choice.run):
             self._run_hook("pre_run", self)
@@ -427,7 +428,7 @@ class Pipeline:
     def _check_stragglers(self, point: LogPoint, seconds: Mapping[str, float]) -> None:
         slow = self._stragglers.observe(point.busy, whole=self._interval_s, sampled=self._timer.every > 1)
         if slow is not None and self.world.is_root:
-            dist.print_root(f"headway: {slow}")
+            logger.warning(slow)
         self._busy_s, self._interval_s = busy(seconds)
 
     def _begin_epoch(self, stage: Stage) -> None:

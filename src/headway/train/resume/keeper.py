@@ -30,6 +30,7 @@ from headway.errors import HeadwayError, RunLocked, Stopped, StorageError, Usage
 from headway.record import Recording
 from headway.run.choice import NEW, Choice
 from headway.system.failpoints import failpoint
+from headway.system.log import logger
 from headway.train import loop
 from headway.train.loop_state import SAVE
 from headway.train.metrics.meter import LogPoint, Value
@@ -351,10 +352,10 @@ class Keeper:
                     logging.WARNING,
                 )
 
-    def _log(self, message: str, level: int = logging.INFO) -> None:  # noqa: ARG002
+    def _log(self, message: str, level: int = logging.INFO) -> None:
         """Logs on rank 0 only."""
         if self.pipe.world.is_root:
-            dist.print_root(f"headway: {message}")
+            logger.log(level, message)
 
 
 def _is_global(loader: object) -> bool:
