@@ -140,6 +140,6 @@ def test_all_ranks_look_for_it_together(parallel: str, tmp_path: Path) -> None:
     pipe.register_dataset("train", Bad(8, rank=hw.rank()))
     pipe.append_stage(Classify(log_every=4), max_epochs=1)
     with pytest.raises(
-        HeadwayError, match=r"became non-finite at step 3, on rank 0, 1; the weights .* no longer finite"
+        HeadwayError, match=r"became non-finite at step 3, on rank 0, 1; the weights .* are non-finite"
     ):
         pipe.run()

@@ -220,7 +220,7 @@ def test_state_survives_as_json() -> None:
     [
         ({"reduce": "median"}, "metric 'loss': reduce='median' is unknown: use one of \"mean\", \"sum\""),
         ({"scope": "node"}, "metric 'loss': scope='node' is unknown: use \"global\" or \"rank\""),
-        ({"value": "0.5"}, "metric 'loss' is a str: log a number or a tensor"),
+        ({"value": "0.5"}, "metric 'loss' is of type str: log a number or a tensor"),
     ],
 )
 def test_bad_calls_name_the_metric_and_the_remedy(change: dict[str, object], message: str) -> None:
