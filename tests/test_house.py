@@ -40,7 +40,7 @@ def test_every_file_is_linted() -> None:
     """Ruff's default leaves out directories called dist or build, as pytest's does."""
     command = [sys.executable, "-m", "ruff", "check", "--show-files", "src", "tests"]
     seen = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    on_disk = {path for room in ("src", "tests") for path in (ROOT / room).rglob("*.py")}
+    on_disk = {path for top in ("src", "tests") for path in (ROOT / top).rglob("*.py")}
     assert sorted(str(path.relative_to(ROOT)) for path in on_disk - set(map(Path, seen))) == []
 
 

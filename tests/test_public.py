@@ -30,8 +30,8 @@ def test_public_names_are_sorted_and_there() -> None:
     assert headway.__all__ == sorted(headway.__all__)
     for name in headway.__all__:
         assert getattr(headway, name) is not None
-    rooms = [name for name in headway.__all__ if isinstance(getattr(headway, name), ModuleType)]
-    assert len(headway.__all__) - len(rooms) <= 32, "what users must remember, beside the rooms"
+    packages = [name for name in headway.__all__ if isinstance(getattr(headway, name), ModuleType)]
+    assert len(headway.__all__) - len(packages) <= 32, "what users must remember, beside the packages"
 
 
 def test_public_names_are_those_that_type_checkers_see() -> None:

@@ -1,4 +1,4 @@
-"""What tests of the data room share."""
+"""What tests of the data package share."""
 
 from __future__ import annotations
 

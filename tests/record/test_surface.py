@@ -1,4 +1,4 @@
-"""The names of the room: they exist, in order, and the light ones do not drag torch in."""
+"""The names of the package: they exist, in order, and the light ones do not drag torch in."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def rank(launch: int, number: int, folder: str) -> None:
 
 def main(launches: int) -> None:
     torch.set_num_threads(1)
-    hw.dist.is_initialized()  # imports the room before the forks
+    hw.dist.is_initialized()  # imports the package before the forks
     folders = [tempfile.TemporaryDirectory() for _ in range(launches)]
     children = []
     for launch, folder in enumerate(folders):

@@ -1,7 +1,7 @@
-"""Who gives us nodes: the interface that every scheduler implements (`base`), and SLURM, which ships with headway.
+"""Batch schedulers: the interface that every scheduler implements (`base`), and SLURM, which ships with headway.
 
-Other rooms ask the functions here and never a scheduler by its name: `detect` says in which job this process is,
-`load` gives the scheduler that a record names.
+Other packages call these functions and name no scheduler: `detect` returns the job of this process, `load` the
+scheduler that a record names.
 """
 
 from __future__ import annotations

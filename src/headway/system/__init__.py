@@ -1,4 +1,4 @@
-"""The machine under us: what every other room needs, and nothing that knows about training.
+"""The machine: what every other package needs, and nothing that knows about training.
 
     files         durable writes, private modes           locks       file locks, identity of a process
     jsonlines     the one writer and reader of rows       limits      control groups, CPUs, file systems

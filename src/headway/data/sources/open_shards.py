@@ -106,7 +106,7 @@ class OpenShards:
         self._lock = threading.Lock()
 
     def get(self, dataset: int, shard: int) -> Shard:
-        """Returns a shard, slot it if need be; one that was damaged when it was opened raises `BadShard` again."""
+        """Returns a shard, opening it if it is not open. A damaged one raises `BadShard` each time."""
         place = dataset, shard
         with self._lock:
             slot = self._open.get(place)

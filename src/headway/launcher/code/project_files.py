@@ -54,15 +54,15 @@ class Code:
     submodules: dict[str, str] = field(default_factory=dict)
     note: str | None = None
 
-    def checkformat_bytes(self, limit: int) -> None:
+    def check_size(self, limit_bytes: int) -> None:
         """Refuses to copy what is too large to be code."""
         sizes = {name: os.lstat(self.root / name).st_size for name in self.names}
-        if sum(sizes.values()) > limit or len(sizes) > _MAX_FILES:
+        if sum(sizes.values()) > limit_bytes or len(sizes) > _MAX_FILES:
             largest = max(sizes, key=lambda name: sizes[name])
             raise UsageError(
-                f"the code in {self.root} has more than the {format_bytes(limit)} or {_MAX_FILES} files that a copy "
-                f"may have (largest: {largest}, {format_bytes(sizes[largest])}): keep data elsewhere, or run the code "
-                "where it is with --dirty live"
+                f"the code in {self.root} has more than the {format_bytes(limit_bytes)} or {_MAX_FILES} files that a "
+                f"copy may have (largest: {largest}, {format_bytes(sizes[largest])}): keep data elsewhere, or run the "
+                "code where it is with --dirty live"
             )
 
 
@@ -82,7 +82,7 @@ def gather(script: Path, *, limit: int) -> Code:
     code = _work_tree(root)
     if script.is_file() and (name := str(script.relative_to(root))) not in code.names:
         code = replace(code, names=(*code.names, name), added=(*code.added, name))  # ignored, but code
-    code.checkformat_bytes(limit)
+    code.check_size(limit)
     return code
 
 
@@ -171,7 +171,7 @@ def _directory(directory: Path, limit: int, *, note: str) -> Code:
 
     walk(root)
     code = Code(root=root, names=tuple(names), left_out=_shortened(left_out), note=note)
-    code.checkformat_bytes(limit)
+    code.check_size(limit)
     return code
 
 

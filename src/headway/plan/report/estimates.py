@@ -45,7 +45,7 @@ class Estimate:
         return DONE if self.fits else DOES_NOT_FIT
 
     def explain(self, key: str) -> str:
-        """Remicrobatches one answer, or all answers of a group, with formula and source."""
+        """Returns one answer, or all answers of a group, with formula and source."""
         keys = [name for name in self.answers if name == key or name.startswith(f"{key}.")]
         if not keys:
             raise unknown_name("answer", key, self.answers)
@@ -56,7 +56,7 @@ class Estimate:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """Remicrobatches plain values for JSON: the content of plan.json in a run directory."""
+        """Returns plain values for JSON: the content of plan.json in a run directory."""
         return {
             "headway_plan": 1,
             "title": self.title,
@@ -129,7 +129,7 @@ def _rank_name(stage: int, layout: Layout) -> str:
 
 
 def verdict(needed: Quantity, capacity: float, ways: list[Remedy]) -> str:
-    """Remicrobatches the sentence to read first: whether the plan fits, and what would make it fit."""
+    """Returns the sentence to read first: whether the plan fits, and what would make it fit."""
     have = capacity / GIB
     if needed.high <= capacity:
         return f"fits: needs {needed.value / GIB:.1f} GiB of {have:.1f}"
@@ -152,7 +152,7 @@ def verdict(needed: Quantity, capacity: float, ways: list[Remedy]) -> str:
 def product_table(
     model: Transformer, layout: Layout, node: Node, constants: Calibration
 ) -> list[dict[str, object]]:
-    """Remicrobatches each matrix product of a layer with size, roofline and time."""
+    """Returns each matrix product of a layer with size, roofline and time."""
     moe = model.moe_layers > 0
     gemms = [*compute.layer_gemms(model, layout, moe=moe), compute.head_gemm(model, layout)]
     if not layout.flash:  # fused attention is one kernel without a score matrix: see time.part.attention
@@ -181,7 +181,7 @@ def product_table(
 def scaling_table(
     model: Transformer, layout: Layout, node: Node, constants: Calibration
 ) -> list[dict[str, float]]:
-    """Remicrobatches weak scaling (the batch grows with the replicas) and strong scaling (the batch is constant)."""
+    """Returns weak scaling (the batch grows with the replicas) and strong scaling (the batch is constant)."""
     rows = []
     one = step_time(model, replace(layout, dp=1, shard=None, ep=1, global_batch=layout.global_batch // layout.dp),
                     node, constants).total  # fmt: skip
