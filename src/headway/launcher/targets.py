@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import sys
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from importlib import import_module
@@ -54,7 +54,7 @@ def option(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
-class Target:
+class Target(ABC):
     """What all targets share: a kind, a number of ranks, and the way to plain values and back."""
 
     kind: ClassVar[str]
@@ -115,7 +115,7 @@ class ClusterTarget(Target):
     @property
     @abstractmethod
     def scheduler(self) -> Scheduler:
-        """Who gives the nodes."""
+        """The scheduler that allocates the nodes."""
 
     @property
     @abstractmethod
@@ -234,14 +234,14 @@ class Slurm(ClusterTarget):
         (), "file or directory to copy to each node's own disk before the ranks start"
     )
     pre_to: str = option(
-        "$SLURM_TMPDIR", "where to; variables are those of the node. Ranks find it in HEADWAY_STAGED"
+        "$SLURM_TMPDIR", "directory on each node to copy to, for --pre; ranks find it in HEADWAY_STAGED"
     )
     env: Mapping[str, str] = option({}, "variables for the ranks")
     signal_lead: int = option(
         120, "seconds before the time limit at which ranks get the signal to save and stop"
     )
     requeue: bool = option(True, "queue the job again when it was stopped with a checkpoint")
-    max_requeues: int = option(100, "how often at most")
+    max_requeues: int = option(100, "how many times to queue the job again at most")
     max_restarts: int = option(0, "restarts on the same nodes after a crash, as long as each made progress")
 
     def __post_init__(self) -> None:
