@@ -13,6 +13,7 @@ from headway.plan.tracer.kernels import Kernel
 from headway.plan.tracer.measurement import (
     Rows,
     _batch_order,
+    _catalog_device,
     describe_machine,
     find_anomalies,
     fit_calibration,
@@ -163,3 +164,26 @@ def test_an_unknown_device_is_described_by_what_it_did() -> None:
     node, constants, _ = describe_machine(facts)
     assert isinstance(node["device"], dict) and node["device"]["bf16"] == 100.0
     assert constants.matrix == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize(
+    ("driver", "device"),
+    [
+        ("NVIDIA H200", "h200-sxm-141"),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA B200", "b200-sxm-180"),
+        ("NVIDIA GB200", "gb200-186"),
+        ("NVIDIA H100 80GB HBM3", "h100-sxm-80"),
+        ("NVIDIA A100-SXM4-80GB", "a100-sxm-80"),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
+        ("Tesla V100-SXM2-32GB", "v100-sxm2-32"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090-24"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("AMD Instinct MI300X", "mi300x-192"),
+        ("Some GPU", None),
+    ],
+)
+def test_the_name_of_a_driver_stands_for_one_device_or_for_none(driver: str, device: str | None) -> None:
+    found = _catalog_device(driver)
+    assert (found and found.name) == device

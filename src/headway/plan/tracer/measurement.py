@@ -305,16 +305,24 @@ _DRIVER_NAMES = {
     "A100-SXM4-80GB": "a100-sxm-80",
     "A100-SXM4-40GB": "a100-sxm-40",
     "B200": "b200-sxm-180",
+    "GB200": "gb200-186",
     "L40S": "l40s-48",
     "RTX 4090": "rtx-4090-24",
     "V100-SXM2-32GB": "v100-sxm2-32",
     "MI300X": "mi300x-192",
+    "MI300X OAM": "mi300x-192",
+    "MI300X VF": "mi300x-192",
 }
+"""the names that drivers report, without the vendor's, and the catalog's"""
 
 
 def _catalog_device(name: str) -> Device | None:
-    """Finds the catalog's device for the name that the driver reports."""
-    return next((find_device(entry) for word, entry in _DRIVER_NAMES.items() if word in name), None)
+    """Finds the catalog's device for the name that the driver reports; None for one that is not in the catalog.
+
+    The name must end with the whole words of an entry: a GH200, an H200 NVL and a slice of an H200 are no H200.
+    """
+    found = (entry for words, entry in _DRIVER_NAMES.items() if f" {name}".endswith(f" {words}"))
+    return next((find_device(entry) for entry in found), None)
 
 
 def _node_named(name: str) -> Node:
