@@ -16,7 +16,7 @@ import hypothesis
 import pytest
 from waiting import describe_load
 
-pytest_plugins = ["pytester"]
+pytest_plugins = ["pytester", "fresh_logger"]
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's threads spin otherwise, beside four workers
 
 # by default an example may take 200 ms, which says something about the machine and nothing about the code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import pickle
@@ -169,6 +170,8 @@ def test_damaged_files_are_refused_in_words(tmp_path: Path, kind: str) -> None:
     else:
         file = distributed(tmp_path / "dcp")
         whole = (file / ".metadata").read_bytes()
+    for codec in ("ascii", "cp437", "latin-1", "raw-unicode-escape", "unicode-escape", "utf-8"):
+        codecs.lookup(codec)  # imported at its first use: for names in a zip file, strings in a pickle
     outcomes = set()
     for _ in range(300):
         data = bytearray(whole[: rng.randrange(1, len(whole))] if rng.random() < 0.2 else whole)

@@ -82,7 +82,6 @@ def test_a_full_disk_costs_rows_which_are_counted(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "write", full)
-    monkeypatch.setattr(jsonlines.logger, "propagate", True)
     rows.write({"step": 2})
     rows.write_all([{"step": 3}, {"step": 4}])
     monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[: len(data) // 2]))

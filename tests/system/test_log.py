@@ -3,21 +3,10 @@ from __future__ import annotations
 import io
 import logging
 import sys
-from collections.abc import Iterator
 
 import pytest
 
 from headway.system.log import StderrHandler, install_handler, logger
-
-
-@pytest.fixture(autouse=True)
-def fresh_logger() -> Iterator[None]:
-    before = logger.handlers[:], logger.propagate, logger.level
-    logger.handlers[:], logger.propagate, logger.level = [], True, logging.NOTSET
-    logger.manager._clear_cache()  # type: ignore[attr-defined]
-    yield
-    logger.handlers[:], logger.propagate, logger.level = before
-    logger.manager._clear_cache()  # type: ignore[attr-defined]
 
 
 def test_messages_go_to_standard_error_once(capsys: pytest.CaptureFixture[str]) -> None:
