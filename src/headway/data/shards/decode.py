@@ -1,7 +1,8 @@
 """Decodes bytes by extension: images, numbers, text, JSON, arrays. Nothing here can run code from a file.
 
-The last part of the extension decides: `seg.png` is a PNG. Bytes with an unknown extension stay bytes. Formats that can
-run code when they are read (pickle and others) are refused by name, unless the user gives a decoder for them.
+The last part of the extension decides: `seg.png` is a PNG. Bytes with an unknown extension become a uint8 array.
+Formats that can run code when they are read (pickle and others) are refused by name, unless the user gives a decoder
+for them.
 """
 
 from __future__ import annotations
