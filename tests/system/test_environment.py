@@ -55,6 +55,28 @@ def test_values() -> None:
     assert environment.is_supervised({"HEADWAY_RENDEZVOUS": "/x"}) and not environment.is_supervised({})
 
 
+@pytest.mark.parametrize(
+    ("text", "on"),
+    [("1", True), ("true", True), ("Yes", True), ("on", True), ("0", False), ("False", False), ("no", False)],
+)
+def test_switches_are_read_in_one_way(text: str, on: bool) -> None:
+    for name in (environment.LEDGER, environment.FAKE_DATA, environment.SAVE_IN_BACKGROUND):
+        for default in (False, True):
+            assert environment.is_on(name, {name: text}, default=default) is on
+            assert environment.is_on(name, {name: ""}, default=default) is default
+            assert environment.is_on(name, {}, default=default) is default
+
+
+def test_a_switch_that_is_neither_on_nor_off_is_refused() -> None:
+    with pytest.raises(UsageError, match="HEADWAY_LEDGER='maybe' is neither on nor off: give 1 or 0"):
+        environment.is_on(environment.LEDGER, {"HEADWAY_LEDGER": "maybe"})
+
+
+def test_no_other_module_decides_what_is_on() -> None:
+    pattern = re.compile(r"environ(\.get\(|\[)environment\.(LEDGER|FAKE_DATA|SAVE_IN_BACKGROUND)\b")
+    assert [str(path) for path in SOURCE.rglob("*.py") if pattern.search(path.read_text())] == []
+
+
 @pytest.mark.parametrize("text", ["", "soon", "-1", "inf", "nan"])
 def test_a_time_that_is_not_valid_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"HEADWAY_WATCHDOG=.* is not a valid time"):

@@ -53,13 +53,20 @@ def is_supervised(environ: Mapping[str, str] = os.environ) -> bool:
     return RENDEZVOUS in environ
 
 
-def is_on(name: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether a variable is set to 1.
+def is_on(name: str, environ: Mapping[str, str] = os.environ, *, default: bool = False) -> bool:
+    """Returns whether a variable is on (1, true, yes, on) or off (0, false, no, off); `default` if unset or empty.
 
     >>> is_on(LEDGER, {"HEADWAY_LEDGER": "1"}), is_on(LEDGER, {})
     (True, False)
     """
-    return environ.get(name) == "1"
+    text = environ.get(name, "").strip().lower()
+    if text in ("1", "true", "yes", "on"):
+        return True
+    if text in ("0", "false", "no", "off"):
+        return False
+    if text:
+        raise UsageError(f"{name}={environ[name]!r:.80} is neither on nor off: give 1 or 0")
+    return default
 
 
 def directory(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:

@@ -95,7 +95,7 @@ class Pipeline:
         self._registered_state: dict[str, StatefulObject] = {}
         self._keeper: Keeper | None = None
         self._ledger: LedgerWriter | None = None
-        self._ledger_enabled = os.environ.get(environment.LEDGER, "0") not in ("", "0")
+        self._ledger_enabled = environment.is_on(environment.LEDGER)
         self._busy_s = 0.0  # what this rank spent on its own in the last interval between log points
         self._interval_s = 0.0
         self._stragglers = Stragglers()
@@ -261,7 +261,7 @@ class Pipeline:
                 raise unknown_name("setting of enable_checkpointing", name, known)
         if environment.SAVE_EVERY in os.environ:
             policy["every"] = os.environ[environment.SAVE_EVERY]
-        if os.environ.get(environment.SAVE_IN_BACKGROUND) == "0":
+        if not environment.is_on(environment.SAVE_IN_BACKGROUND, default=True):
             policy["background"] = False
         self._root = self._root if root is None else root
         self._keeper = Keeper(self, Policy(**policy))
