@@ -91,7 +91,7 @@ def test_ranks_of_a_node(settings: dict[str, Any], ranks: int) -> None:
         (hw.Local, {"env": {"RANK": "1"}}, "RANK is set by headway for each rank"),
         (hw.Local, {"env": ["A=b"]}, "must be a mapping"),
         (hw.Mpi, {"hosts": ("-x", "n1")}, "'-x' is not a host"),
-        (hw.Mpi, {"hosts": "n1"}, "must be a list of texts"),
+        (hw.Mpi, {"hosts": "n1"}, "must be a list of strings"),
         (hw.Slurm, {"nodes": "two"}, "nodes='two' must be a whole number"),
         (hw.Slurm, {"gpus_per_node": "4x"}, "neither a number nor TYPE:NUMBER"),
         (hw.Slurm, {"mem": "lots"}, "mem='lots' is not a valid amount of memory"),
@@ -105,7 +105,7 @@ def test_ranks_of_a_node(settings: dict[str, Any], ranks: int) -> None:
         (hw.Slurm, {"extra": {"output": "x"}}, "--output is set by headway"),
         (hw.Slurm, {"extra": {"a b": "x"}}, "'a b' is not an option of sbatch"),
         (hw.Slurm, {"extra": {"comment": "x\ny"}}, "cannot be passed to SLURM"),
-        (hw.Slurm, {"setup": "module load cuda"}, "must be a list of texts"),
+        (hw.Slurm, {"setup": "module load cuda"}, "must be a list of strings"),
         (hw.Slurm, {"max_requeues": -1}, "max_requeues=-1 must be a whole number of at least 0"),
     ],
 )

@@ -23,7 +23,7 @@ examples:
   headway submit --dry-run --nodes 2 train.py       show the job script, submit nothing
   headway submit --extra mail-type=END --setup 'module load cuda' --env WANDB_MODE=offline train.py
 
-The job runs a copy of the code as it is now, in a new run directory, so you can edit on. When it is preempted, or
+The job runs a copy of the code as it is now, in a new run directory, so you can keep editing. When it is preempted, or
 its time is up, it saves and queues itself again.
 
 Exit codes: 0 submitted; 2 refused, by headway or SLURM; with --watch, the job's.

@@ -82,7 +82,7 @@ def init(*, device: str = "auto", setup_timeout: float = 300.0, step_timeout: fl
         placement = _rendezvous(group, setup_timeout)
         group.world = _make_world(group, placement, device)
         _check_gpus_differ(group, placement)
-        # collectives have twice the time, because the hang report contains more than their timeout
+        # collectives have twice the time, so that the hang report, which says more than their timeout, comes first
         _make_process_group(group, 2 * period_s or step_timeout)
     except BaseException:
         if group.peer is None:  # no other rank has seen this one; else the exception hook informs them

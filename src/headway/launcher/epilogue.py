@@ -1,8 +1,8 @@
 """What a job does when its ranks have ended: report why, and queue itself again if it was only stopped.
 
-The job script calls it as its last command, so its exit code is the job's. The scheduler itself ends this process when
-the job is cancelled or requeued by others, or when its time is over: what is decided here is decided only where the
-ranks ended by themselves, after which no scheduler starts the job again.
+The job script calls it as its last command, so its exit code is the job's. It is reached only if the ranks ended by
+themselves: on a cancel, a requeue by others or the time limit, the scheduler ends this process, too. So a requeue from
+here never competes with the scheduler's.
 """
 
 from __future__ import annotations

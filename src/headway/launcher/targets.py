@@ -410,11 +410,11 @@ def _token(value: object, name: str) -> None:
 
 def _texts(values: Iterable[str], name: str) -> tuple[str, ...]:
     if isinstance(values, str):
-        raise UsageError(f"{name}={values!r:.80} must be a list of texts: [{values!r:.80}]")
+        raise UsageError(f"{name}={values!r:.80} must be a list of strings: [{values!r:.80}]")
     texts = tuple(values)
     for text in texts:
         if not isinstance(text, str) or "\0" in text:
-            raise UsageError(f"{name}: {text!r:.80} is not text")
+            raise UsageError(f"{name}: {text!r:.80} is not a string")
     return texts
 
 

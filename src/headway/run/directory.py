@@ -165,7 +165,7 @@ class Run(RunPaths):
     # --- failures
 
     def write_failure(self, record: Mapping[str, object], *, instead: bool = False) -> bool:
-        """Writes failure.json unless another rank was faster, or `instead` of it; of all ranks exactly one gets True.
+        """Writes failure.json if there is none, or replaces it with `instead`. Returns whether it was written.
 
         An attempt that the scheduler has replaced by another records no failure: the run is about the newer one.
         """

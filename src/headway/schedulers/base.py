@@ -179,7 +179,7 @@ class Health:
 
 
 class Scheduler(ABC):
-    """Who gives us nodes."""
+    """A batch scheduler: it submits jobs, requeues them, and knows which job a process is in."""
 
     name: ClassVar[str]
     """for run.json and job.json: `slurm`, or `module:Class` for one that headway does not ship"""
@@ -208,7 +208,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def is_earlier_start(self, ids: JobIds, ours: JobIds) -> bool:
-        """Whether `ids` are those of an earlier start of the job that `ours` are of."""
+        """Whether `ids` name an earlier start of the same job as `ours`."""
 
     # --- a new job
 

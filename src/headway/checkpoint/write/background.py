@@ -71,7 +71,7 @@ class BackgroundSave:
         return self._thread.submit(run)
 
     def _start_copy(self, share: RankShare) -> Callable[[], float]:
-        """Starts the copy; returns a function that waits for it, or raises why there is none in the thread."""
+        """Starts the copy; returns a function that waits for it, or raises the reason if it could not start."""
         try:
             with files.storage("copy the state into memory, to save it"):
                 return self._memory.copy(share).wait

@@ -176,7 +176,7 @@ class Hub(threading.Thread):
                 channel.try_send({"type": "status_request", "stacks": stacks})
 
     def _decide_stop(self) -> None:
-        """Decides for the latest of the points that the ranks have reported, once all have."""
+        """Picks the latest of the reported points as the one to stop at, once all ranks have reported."""
         if self._stop_why is None or not self._left.union(self._next_points).issuperset(self._channels):
             return
         decision = {

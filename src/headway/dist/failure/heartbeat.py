@@ -83,7 +83,7 @@ class Heartbeat:
         return time.monotonic() - self.moved
 
     def watch(self, period: float, *, rank: int = 0, directory: Path | None = None) -> None:
-        """Makes `period` the seconds that this rank may make no progress; 0 switches the check off."""
+        """Sets how many seconds this rank may go without progress; 0 switches the check off."""
         self.period = period
         if period and directory is not None:
             self._stack = files.open_private(

@@ -83,7 +83,7 @@ def split_cpus(cpus: Sequence[int], nproc: int) -> list[set[int]] | None:
 
 
 def _topology_of(cpu: int) -> tuple[int, int, int]:
-    """Socket, core, number: the order in which threads of one core, and cores of one socket, are neighbors."""
+    """Returns the sort key that puts threads of a core, and cores of a socket, side by side."""
     directory = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
     try:
         package, core = (int((directory / name).read_text()) for name in ("physical_package_id", "core_id"))

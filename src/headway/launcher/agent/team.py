@@ -109,7 +109,7 @@ class Team:
                 time.sleep(_POLL_S)
 
     def mark_reported(self) -> None:
-        """Records for the other agents that how this round ended is printed."""
+        """Records for the other agents that the end of this round has been printed."""
         self._write(self.round_dir / "reported.json", {})
 
     def wait_reported(self, timeout_s: float) -> None:

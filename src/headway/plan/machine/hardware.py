@@ -92,7 +92,7 @@ class Node:
         if name not in table:
             raise UsageError(
                 f"{unknown_name('node', name, table)}; or describe your own: "
-                "node: {device: ..., gpus: ..., inter_Gbps: ...}"
+                "node: {device: ..., gpus: ..., inter_Gbps: ...} in YAML, or hw.plan.Node.of(device=..., gpus=...)"
             )
         self._set(name, dict(table[name]), price_per_hour)
 

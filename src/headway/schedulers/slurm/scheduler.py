@@ -39,7 +39,8 @@ class SlurmScheduler(Scheduler):
         self._client = client or SlurmClient()
 
     def detect(self, environ: Mapping[str, str]) -> JobIds | None:
-        """
+        """Reads the job from the variables that SLURM sets.
+
         >>> SlurmScheduler().detect({"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "big"}).start
         '7-0'
         """
