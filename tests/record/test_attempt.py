@@ -59,7 +59,7 @@ def test_whoever_ends_the_process_waits_until_the_end_is_written(
 
     def verdict() -> None:
         assert writing.wait(30)
-        group.current().failures.on_first_failure({"kind": "vanished", "exit_code": 1})
+        group.current().failure_handler.on_first_failure({"kind": "vanished", "exit_code": 1})
         noted.set()
 
     monkeypatch.setattr(Run, "end_attempt", slowly)
@@ -141,7 +141,7 @@ run = Run.open(sys.argv[1])
 config = {"tracker": {"api_key": "canary-config", "url": "https://me:canary-url@host"}}
 with record.recording(run, world, config=config) as attempt:
     if world.rank:
-        assert current().failures.terminal == attempt.log.original_stderr_fd, "a rank that must speak knows where"
+        assert current().failure_handler.terminal == attempt.log.original_stderr_fd, "where people look"
     print("hello from", world.rank)
     if len(sys.argv) > 2 and sys.argv[2] == "fail" and world.rank == 1:
         raise RuntimeError("canary-environment at https://me:canary-url@host")

@@ -14,7 +14,7 @@ import pytest
 from headway.run import Run
 from headway.run.status import record_end, status
 from headway.schedulers.base import Queue
-from headway.schedulers.slurm.queue import ticket as slurm_ticket
+from headway.schedulers.slurm.queue import job_status
 from headway.system.locks import ProcessIdentity
 
 NOBODY = Queue()
@@ -34,9 +34,9 @@ def state(run: Run, queue: Queue = NOBODY) -> tuple[str, str]:
     return found.state, found.why
 
 
-def slurm(**tickets: tuple[str, str]) -> Queue:
-    found = {("slurm", job[1:]): slurm_ticket(word, why) for job, (word, why) in tickets.items()}
-    return Queue(tickets=found)
+def slurm(**statuses: tuple[str, str]) -> Queue:
+    found = {("slurm", job[1:]): job_status(word, why) for job, (word, why) in statuses.items()}
+    return Queue(statuses=found)
 
 
 def test_what_the_run_wrote_down(run: Run) -> None:
@@ -72,7 +72,7 @@ def test_a_killed_owner_is_not_alive(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ticket", "expected"),
+    ("slurm_words", "expected"),
     [
         (("PENDING", "Priority"), ("queued", "Priority")),
         (("PENDING", ""), ("queued", "")),
@@ -87,12 +87,12 @@ def test_a_killed_owner_is_not_alive(run: Run) -> None:
         (("SOMETHING_NEW", ""), ("failed", "something new")),
     ],
 )
-def test_the_schedulers_word(run: Run, ticket: tuple[str, str], expected: tuple[str, str]) -> None:
+def test_the_schedulers_word(run: Run, slurm_words: tuple[str, str], expected: tuple[str, str]) -> None:
     submitted(run, job_id="12")
-    assert state(run, slurm(j12=ticket)) == expected
+    assert state(run, slurm(j12=slurm_words)) == expected
     submitted(run, job_id="12", array_task=3)
-    assert state(run, slurm(j12_3=ticket)) == expected
-    assert state(run, slurm(j12_4=ticket))[0] == "lost"
+    assert state(run, slurm(j12_3=slurm_words)) == expected
+    assert state(run, slurm(j12_4=slurm_words))[0] == "lost"
 
 
 def test_a_job_that_is_queued_again_is_queued_whatever_its_last_attempt_says(run: Run) -> None:

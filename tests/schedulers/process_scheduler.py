@@ -23,9 +23,9 @@ from headway.schedulers.base import (
     JobIds,
     JobRequest,
     JobState,
+    JobStatus,
     Queue,
     Scheduler,
-    Ticket,
 )
 
 RUNNING: list[subprocess.Popen[bytes]] = []
@@ -82,7 +82,9 @@ class ProcessScheduler(Scheduler):
 
     def queue(self, jobs: Iterable[JobIds]) -> Queue:
         states = {ids: (queue_directory() / ids.job_id / "state").read_text() for ids in jobs}
-        return Queue(tickets={(self.name, ids.number): Ticket(state=state) for ids, state in states.items()})  # type: ignore[arg-type]
+        return Queue(
+            statuses={(self.name, ids.number): JobStatus(state=state) for ids, state in states.items()}
+        )  # type: ignore[arg-type]
 
     def requeue(self, ids: JobIds) -> str | None:
         (queue_directory() / ids.job_id / "requeue").touch()

@@ -16,7 +16,7 @@ import pytest
 from headway import schedulers
 from headway.errors import HeadwayError, UsageError
 from headway.launcher.targets import Slurm
-from headway.schedulers.base import JobIds, JobRequest, Queue, Ticket
+from headway.schedulers.base import JobIds, JobRequest, JobStatus, Queue
 from headway.schedulers.slurm.client import SlurmAnswer, SlurmClient
 from headway.schedulers.slurm.refusals import refusal
 from headway.schedulers.slurm.scheduler import SlurmScheduler
@@ -250,25 +250,25 @@ def test_a_machine_without_slurm_has_no_health_and_no_queue(
 
 
 @pytest.mark.parametrize(
-    ("state", "reason", "ticket"),
+    ("state", "reason", "status"),
     [
-        ("PENDING", "Priority", Ticket(state="queued", why="Priority")),
-        ("PENDING", "None", Ticket(state="queued")),
-        ("RUNNING", "n1", Ticket(state="running")),
-        ("COMPLETING", "", Ticket(state="running", why="completing")),
-        ("SUSPENDED", "", Ticket(state="running", why="suspended")),
-        ("COMPLETED", "", Ticket(state="done")),
-        ("CANCELLED by 1000", "", Ticket(state="cancelled")),
-        ("TIMEOUT", "", Ticket(state="failed", why="ran into its time limit")),
-        ("NODE_FAIL", "", Ticket(state="failed", why="a node failed")),
-        ("OUT_OF_MEMORY", "", Ticket(state="failed", why="out of memory")),
-        ("SOMETHING_NEW", "", Ticket(state="failed", why="something new")),
+        ("PENDING", "Priority", JobStatus(state="queued", why="Priority")),
+        ("PENDING", "None", JobStatus(state="queued")),
+        ("RUNNING", "n1", JobStatus(state="running")),
+        ("COMPLETING", "", JobStatus(state="running", why="completing")),
+        ("SUSPENDED", "", JobStatus(state="running", why="suspended")),
+        ("COMPLETED", "", JobStatus(state="done")),
+        ("CANCELLED by 1000", "", JobStatus(state="cancelled")),
+        ("TIMEOUT", "", JobStatus(state="failed", why="ran into its time limit")),
+        ("NODE_FAIL", "", JobStatus(state="failed", why="a node failed")),
+        ("OUT_OF_MEMORY", "", JobStatus(state="failed", why="out of memory")),
+        ("SOMETHING_NEW", "", JobStatus(state="failed", why="something new")),
     ],
 )
-def test_slurms_state_words(state: str, reason: str, ticket: Ticket) -> None:
+def test_slurms_state_words(state: str, reason: str, status: JobStatus) -> None:
     slurm, _ = scheduler((0, f"7|{state}|{reason}\n7_3|{state}|{reason}\n", ""))
     queue = slurm.queue([])
-    assert queue.find(job("7")) == queue.find(job("7_3")) == ticket
+    assert queue.find(job("7")) == queue.find(job("7_3")) == status
     assert queue.find(job("7_4")) is None
 
 
@@ -281,8 +281,8 @@ def test_the_queue_is_asked_once_and_the_accounts_for_what_it_has_forgotten() ->
     assert "--states=all" in client.asked[0], "also of jobs that are just over"
     assert [words[0] for words in client.asked] == ["squeue", "sacct"]
     assert "--jobs=10,9" in client.asked[1]
-    assert queue.find(job("12")) == Ticket(state="queued", why="Priority"), "squeue knows best"
-    assert queue.find(job("9")) == Ticket(state="cancelled")
+    assert queue.find(job("12")) == JobStatus(state="queued", why="Priority"), "squeue knows best"
+    assert queue.find(job("9")) == JobStatus(state="cancelled")
     silent, _ = scheduler((1, "", "slurm_load_jobs error: Unable to contact\n"))
     assert silent.queue([job("9")]).note == "slurm_load_jobs error: Unable to contact"
 

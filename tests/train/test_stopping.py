@@ -21,7 +21,7 @@ from waiting import wait_until
 
 import headway as hw
 from headway.dist.control import stop
-from headway.dist.control.stop import SIGNALS
+from headway.dist.control.signals import STOP_SIGNALS
 from headway.dist.group import current
 from headway.errors import Stopped
 from headway.testing import ranks
@@ -146,11 +146,11 @@ def test_many_signals_are_one_stop(tmp_path: Path) -> None:
                 wait_for_the_word()
             return super().step(batch)
 
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     pipe = make(tmp_path, Many(), every="1h")
     with pytest.raises(Stopped, match="stopped by SIGTERM after step 5"):
         pipe.run()
-    assert {number: signal.getsignal(number) for number in SIGNALS} == before
+    assert {number: signal.getsignal(number) for number in STOP_SIGNALS} == before
     assert sorted(path.name for path in pipe.directory.checkpoints_dir.glob("step-*")) == [
         "step-000000000000",
         "step-000000000005",

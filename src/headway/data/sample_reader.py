@@ -14,7 +14,7 @@ import torch
 from headway.data.order.order import Order
 from headway.data.order.permutation import derive_key
 from headway.data.quarantine import QuarantinedSample
-from headway.data.shards.decode import Decoder, begin, finish
+from headway.data.shards.decode import Decoder, decode_deferred, decode_part
 from headway.data.shards.tar import ShardLimits
 from headway.data.sources.open_shards import OpenShards
 from headway.errors import BadSample, BadShard, HeadwayError
@@ -97,7 +97,7 @@ class SampleReader:
                 name = source.entries.key(sample)
                 parts, value, late, read = source[sample], dict[str, Any](), [], 0
                 for extension, data in parts.items():
-                    value[extension], decoder = begin(extension, data, self._decoders, self._limits)
+                    value[extension], decoder = decode_part(extension, data, self._decoders, self._limits)
                     read += len(data)
                     if decoder is not None:
                         late.append((extension, data, decoder))
@@ -132,7 +132,7 @@ class SampleReader:
         """Decodes the images of a sample; if that fails, those of its substitute."""
         while True:
             try:
-                finish(sample.late, sample.value, self._decoders)
+                decode_deferred(sample.late, sample.value, self._decoders)
             except (BadSample, BadShard) as error:
                 location = self._substitute(sample.location, sample.name, error, sample.bad)
                 sample = self._read_sample(location, sample.bad)

@@ -18,7 +18,7 @@ import torch.distributed as c10d
 
 from headway.dist.control import signals
 from headway.dist.control.agreement import Agreement
-from headway.dist.control.failure_policy import FailurePolicy
+from headway.dist.control.failure_handler import FailureHandler
 from headway.dist.control.hub import Hub
 from headway.dist.control.peer import Peer
 from headway.dist.environment import LaunchEnvironment
@@ -57,7 +57,7 @@ class RankGroup:
         self.store: c10d.Store = c10d.HashStore()
         self.hub: Hub | None = None
         self.peer: Peer | None = None
-        self.failures = FailurePolicy(
+        self.failure_handler = FailureHandler(
             launch, sys.__excepthook__ if sys.excepthook is _excepthook else sys.excepthook
         )
         self.opened_runs: set[Path] = set()
@@ -133,7 +133,7 @@ def hook_exceptions() -> None:
 def leave_current(group: RankGroup) -> None:
     """Restores what joining has changed in this process."""
     abandon(group)
-    sys.excepthook = group.failures.previous_hook
+    sys.excepthook = group.failure_handler.previous_hook
 
 
 def abandon(group: RankGroup) -> None:
@@ -151,7 +151,7 @@ def own_group() -> RankGroup | None:
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     group = own_group()
     if group is not None:
-        group.failures.on_exception(error, trace)
+        group.failure_handler.on_exception(error, trace)
     elif isinstance(error, HeadwayError):  # joining failed before other ranks saw this one
         sys.stderr.write(f"headway: {error}\n")
         raise SystemExit(error.exit_code)

@@ -145,9 +145,9 @@ def _rendezvous(group: RankGroup, timeout: float) -> RankPlacement:
 
 def _follow_hub(group: RankGroup, peer: Peer, root: RankInfo) -> None:
     """From now on the hub's messages, or their absence, end this rank."""
-    failures = group.failures
-    failures.peer, failures.root = peer, root
-    peer.listen(failures.on_abort, failures.on_hub_lost, failures.on_hub_silent)
+    handler = group.failure_handler
+    handler.peer, handler.root = peer, root
+    peer.listen(handler.on_abort, handler.on_hub_lost, handler.on_hub_silent)
 
 
 def _launchers_store(launch: LaunchEnvironment, timeout: float) -> c10d.Store:
@@ -180,8 +180,8 @@ def _open_hub(group: RankGroup, rendezvous: Rendezvous, timeout: float) -> None:
         key,
         group.launch.world_size,
         welcome=welcome,
-        on_first_failure=group.failures.on_first_failure,
-        on_all_down=group.failures.on_all_down,
+        on_first_failure=group.failure_handler.on_first_failure,
+        on_all_down=group.failure_handler.on_all_down,
         heartbeat=HEARTBEAT,
     )
     group.hub.start()

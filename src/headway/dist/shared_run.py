@@ -44,7 +44,7 @@ def choose_run(root: str | Path, *, name: str, config: object, resume: str | Pat
     # sent, not looked up: a network file system may show a new directory to other nodes only later
     chosen = from_root(choose_on_root)
     run = Run(path=Path(chosen["run"]["path"]), id=chosen["run"]["id"], name=chosen["run"]["name"])
-    current().failures.run = run
+    current().failure_handler.run = run
     current().opened_runs.add(run.path)
     HEARTBEAT.set_run(run.path)
     return Choice(run=run, why=chosen["why"], finished=chosen["finished"])
@@ -55,30 +55,30 @@ def record_failures_in(run: Run) -> None:
 
     >>> record_failures_in(Run.open(os.environ["HEADWAY_RUN"]))  # doctest: +SKIP
     """
-    current().failures.run = run
+    current().failure_handler.run = run
     HEARTBEAT.set_run(run.path)
 
 
 def current_run() -> Run | None:
     """Returns the run that this rank trains in; None before there is one."""
-    return current().failures.run if is_initialized() else None
+    return current().failure_handler.run if is_initialized() else None
 
 
 @contextmanager
 def use_terminal(fd: int) -> Iterator[None]:
     """Sends what people must see to `fd`, while this rank's stderr goes to its log file."""
-    failures = current().failures
-    before, failures.terminal = failures.terminal, fd
+    handler = current().failure_handler
+    before, handler.terminal = handler.terminal, fd
     try:
         yield
     finally:
-        failures.terminal = before
+        handler.terminal = before
 
 
 @contextmanager
 def at_failure(callback: Callable[[FailureRecord], None]) -> Iterator[None]:
     """Makes rank 0 call `callback` with the record when another rank fails in here, just before all ranks exit."""
-    callbacks = current().failures.callbacks
+    callbacks = current().failure_handler.callbacks
     callbacks.append(callback)
     try:
         yield

@@ -65,9 +65,9 @@ def status(run: Run, queue: Queue, info: Mapping[str, Any] | None = None) -> Sta
 
 def _status(run: Run, queue: Queue, info: Mapping[str, Any], submitted: Mapping[str, Any]) -> Status:
     job = JobIds.from_submission(submitted)
-    ticket = queue.find(job) if job else None
-    if ticket and not ticket.is_over:
-        return Status(state=ticket.state, why=ticket.why)
+    in_queue = queue.find(job) if job else None
+    if in_queue and not in_queue.is_over:
+        return Status(state=in_queue.state, why=in_queue.why)
     attempts = info["attempts"]
     recorded = _recorded_status(run, attempts[-1]) if attempts else None
     process = _process(submitted) if "pid" in submitted else None
@@ -80,8 +80,8 @@ def _status(run: Run, queue: Queue, info: Mapping[str, Any], submitted: Mapping[
         return recorded if recorded and recorded.state in _RECORDED_ENDS else _by_exit_code(run, ended)
     if recorded and recorded.state != "lost":
         return recorded
-    if ticket:
-        return Status(state=ticket.state, why=ticket.why)
+    if in_queue:
+        return Status(state=in_queue.state, why=in_queue.why)
     if job and recorded is None:
         return Status(state="lost", why=f"{schedulers.describe(job)} is no longer known, and left no record")
     return recorded or process or Status(state="new")

@@ -133,8 +133,8 @@ def queue(jobs: Iterable[JobIds | None]) -> Queue:
         if ids is not None:
             by_scheduler.setdefault(ids.scheduler, []).append(ids)
     found = [_queue(name, some) for name, some in by_scheduler.items()]
-    tickets = {key: ticket for each in found for key, ticket in each.tickets.items()}
-    return Queue(tickets=tickets, note="; ".join(each.note for each in found if each.note) or None)
+    statuses = {key: status for each in found for key, status in each.statuses.items()}
+    return Queue(statuses=statuses, note="; ".join(each.note for each in found if each.note) or None)
 
 
 def _queue(name: str, jobs: list[JobIds]) -> Queue:

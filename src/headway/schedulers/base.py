@@ -1,7 +1,7 @@
 """The interface to a scheduler: how headway gets nodes, learns which job it is in, and starts a job again.
 
     ids = scheduler.submit(request, script=Path("job.sh"))     # from a login node
-    scheduler.queue([ids]).find(ids)                           # Ticket(state="queued", why="Priority")
+    scheduler.queue([ids]).find(ids)                           # JobStatus(state="queued", why="Priority")
 
     ids = scheduler.detect(os.environ)                         # inside the job
     scheduler.end_time(os.environ)                             # seconds since 1970
@@ -131,7 +131,7 @@ class JobRequest:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Ticket:
+class JobStatus:
     """What a scheduler knows about one job: its state, and why where that is not plain."""
 
     state: JobState
@@ -147,12 +147,12 @@ class Ticket:
 class Queue:
     """The jobs that a scheduler still knows; `note` says why it may not be all of them."""
 
-    tickets: Mapping[tuple[str, str], Ticket] = field(default_factory=dict)
+    statuses: Mapping[tuple[str, str], JobStatus] = field(default_factory=dict)
     """by scheduler and number"""
     note: str | None = None
 
-    def find(self, ids: JobIds) -> Ticket | None:
-        return self.tickets.get((ids.scheduler, ids.number))
+    def find(self, ids: JobIds) -> JobStatus | None:
+        return self.statuses.get((ids.scheduler, ids.number))
 
 
 @final

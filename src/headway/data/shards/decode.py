@@ -45,16 +45,16 @@ def decode(
     """
     limits, decoders, values = limits or ShardLimits(), decoders or {}, dict[str, Any]()
     for extension, data in sample.items():
-        values[extension], late = begin(extension, data, decoders, limits)
+        values[extension], late = decode_part(extension, data, decoders, limits)
         if late is not None:
-            finish([(extension, data, late)], values, decoders)
+            decode_deferred([(extension, data, late)], values, decoders)
     return values
 
 
-def begin(
+def decode_part(
     extension: str, data: memoryview, decoders: Mapping[str, Decoder], limits: ShardLimits
 ) -> tuple[Any, Decoder | None]:
-    """Returns the value of a part; or, for images and the user's decoders, the function that `finish` calls for it.
+    """Returns the value of a part; for images and the user's decoders, the function that `decode_deferred` calls.
 
     What the header of an image states is checked here.
     """
@@ -76,10 +76,10 @@ def begin(
         raise _bad(extension, data, error) from error
 
 
-def finish(
+def decode_deferred(
     late: Iterable[tuple[str, memoryview, Decoder]], values: dict[str, Any], decoders: Mapping[str, Decoder]
 ) -> None:
-    """Decodes what `begin` left to do. Kept short: whatever runs between two images runs with a cold cache."""
+    """Decodes what `decode_part` left to do. Kept short: whatever runs between two images runs with a cold cache."""
     try:
         for extension, data, decoder in late:
             values[extension] = decoder(data)

@@ -2,7 +2,7 @@
 
 A `Hub` in rank 0's process has one signed `Channel` to the `Peer` in each rank. Over it ranks report failures, agree
 on the step at which all of them stop (`Agreement`), and say where they are when the run seems to hang (`HangWatch`).
-`failure_policy` is what a rank does when it or another one fails. `stop` turns signals and the end of the job's time
+`failure_handler` is what a rank does when it or another one fails. `stop` turns signals and the end of the job's time
 into a request to stop; `signals` keeps these signals from data workers.
 """
 

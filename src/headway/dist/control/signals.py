@@ -20,7 +20,10 @@ from contextlib import contextmanager
 
 STOP_REQUESTS = (signal.SIGUSR1, signal.SIGUSR2)
 """what schedulers and `headway` send to ask a run to save and stop"""
-_BLOCKED = (*STOP_REQUESTS, signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS = (*STOP_REQUESTS, signal.SIGTERM, signal.SIGINT)
+"""all that make a run save and stop; data workers must not get them"""
+FORWARDED_SIGNALS = (*STOP_SIGNALS, signal.SIGHUP)
+"""what the parent process of ranks passes on to them"""
 
 
 @contextmanager
@@ -29,7 +32,7 @@ def block_signals() -> Iterator[None]:
 
     A new interpreter needs a second until it can ignore a signal; until then the kernel keeps the signal pending.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
@@ -38,9 +41,9 @@ def block_signals() -> Iterator[None]:
 
 def ignore_signals(worker: int = 0) -> None:  # noqa: ARG001 - torch calls a worker_init_fn with the worker's number
     """Makes a worker process ignore stop signals and exit with its rank. For `worker_init_fn`."""
-    for number in _BLOCKED:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     rank = multiprocessing.parent_process()
     if rank is not None:  # nothing else ends a worker that ignores these signals
         threading.Thread(target=_exit_with, args=(rank.sentinel,), name="headway worker", daemon=True).start()

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from headway.dist.control.signals import STOP_SIGNALS
 from headway.dist.group import current
 
-SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 MARGIN_S = 15.0
 """spare time before the end of the job: for leaving, and for clocks that differ"""
 
@@ -71,7 +71,7 @@ def _handle(requests: queue.SimpleQueue[str | None]) -> dict[signal.Signals, Any
         if callable(users) and users is not signal.default_int_handler:
             users(number, frame)
 
-    for number in SIGNALS:
+    for number in STOP_SIGNALS:
         before[number] = signal.getsignal(number)
         signal.signal(number, handler)
     return before

@@ -24,6 +24,7 @@ import psutil
 
 from headway import schedulers
 from headway.checkpoint.format.directory import list_steps
+from headway.dist.control.signals import FORWARDED_SIGNALS, STOP_REQUESTS
 from headway.dist.failure import heartbeat
 from headway.errors import INTERRUPTED, TERMINATED, HeadwayError, Stopped, UsageError
 from headway.launcher.agent.environment import AgentPlacement, cpu_shares, kernel_caches, rank_environment
@@ -35,8 +36,6 @@ from headway.launcher.agent.watchdog import Watchdog
 from headway.system import environment
 from headway.system.log import logger
 
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_STOP_REQUESTS = (signal.SIGUSR1, signal.SIGUSR2)
 _POLL_S = 0.02
 _TEAM_POLL_S = 0.5
 """seconds between two looks at the records of the other agents"""
@@ -107,7 +106,7 @@ class Agent:
             return self._run_in(directory)
 
     def _run_in(self, directory: Path) -> int:
-        handlers = {number: signal.signal(number, self._forward) for number in _FORWARDED}
+        handlers = {number: signal.signal(number, self._forward) for number in FORWARDED_SIGNALS}
         team = self._team or Team(directory, number=0, size=1)
         try:
             self._environ |= self._prepare()
@@ -197,7 +196,7 @@ class Agent:
         status = rank.reap()
         # the scheduler and we may both have signaled it; Python drops its handlers while it exits, so that the second
         # signal ends it
-        was_stopped = -status in _STOP_REQUESTS and -status in self._signals
+        was_stopped = -status in STOP_REQUESTS and -status in self._signals
         self._ended[rank.number] = Stopped.exit_code if was_stopped else status
 
     def _kill(self, number: signal.Signals) -> None:
@@ -218,7 +217,7 @@ class Agent:
                 rank.signal_group(signal.SIGKILL)
             else:
                 rank.signal(number)
-        if number in _STOP_REQUESTS:
+        if number in STOP_REQUESTS:
             self._repeat = (number, time.monotonic() + self._repeat_s)
 
     def _repeat_stop_request(self, now: float) -> None:

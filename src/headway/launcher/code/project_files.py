@@ -41,7 +41,7 @@ _RESULTS = re.compile(
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Code:
+class ProjectFiles:
     """The files to copy, by their names below `root`, and what a user should know about them."""
 
     root: Path
@@ -66,7 +66,7 @@ class Code:
             )
 
 
-def gather(script: Path, *, limit: int) -> Code:
+def gather(script: Path, *, limit: int) -> ProjectFiles:
     """The code that `script` belongs to; a directory stands for whatever is started in it. `limit` is in bytes.
 
     >>> gather(Path("train.py"), limit=10**9).root
@@ -86,7 +86,7 @@ def gather(script: Path, *, limit: int) -> Code:
     return code
 
 
-def _work_tree(root: Path) -> Code:
+def _work_tree(root: Path) -> ProjectFiles:
     """What git tracks below `root`, and the new files that matter; submodules are work trees, too."""
     head = git(root, "rev-parse", "--verify", "--quiet", "HEAD").out.decode().strip()
     modules = _submodules(root)
@@ -109,7 +109,7 @@ def _work_tree(root: Path) -> Code:
         names |= {f"{module}/{name}" for name in inner.names}
         added += [f"{module}/{name}" for name in inner.added]
         left_out += [f"{module}/{name}" for name in inner.left_out]
-    return Code(
+    return ProjectFiles(
         root=root,
         commit=head or None,
         names=tuple(sorted(names | set(added))),
@@ -143,7 +143,7 @@ def _why_not(path: Path, suffixes: re.Pattern[str], reason: str) -> str | None:
     return f"{reason}, and {format_bytes(size)} large" if size > _UNTRACKED_MAX_BYTES else None
 
 
-def _directory(directory: Path, limit: int, *, note: str) -> Code:
+def _directory(directory: Path, limit: int, *, note: str) -> ProjectFiles:
     """All of a directory but caches, results and data; of a home, only the files beside the script."""
     root = _project_root(directory)
     names: list[str] = []
@@ -170,7 +170,7 @@ def _directory(directory: Path, limit: int, *, note: str) -> Code:
                 walk(path)
 
     walk(root)
-    code = Code(root=root, names=tuple(names), left_out=_shortened(left_out), note=note)
+    code = ProjectFiles(root=root, names=tuple(names), left_out=_shortened(left_out), note=note)
     code.check_size(limit)
     return code
 

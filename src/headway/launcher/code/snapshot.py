@@ -22,7 +22,7 @@ from typing import Literal, final
 from urllib.parse import unquote, urlsplit
 
 from headway.errors import UsageError
-from headway.launcher.code.project_files import Code, gather
+from headway.launcher.code.project_files import ProjectFiles, gather
 from headway.run import Run
 from headway.run.source import describe, git
 from headway.system import files
@@ -130,7 +130,7 @@ def _live(run: Run, path: Path) -> Path:
     return here
 
 
-def _refuse_changes(code: Code) -> None:
+def _refuse_changes(code: ProjectFiles) -> None:
     if code.commit is None:
         raise UsageError(
             f"{code.root} has no commit to pin the job to ({code.note or 'nothing is committed yet'}): commit the "
@@ -144,7 +144,7 @@ def _refuse_changes(code: Code) -> None:
         )
 
 
-def _publish(code: Code, run: Run, start: Path) -> str | None:
+def _publish(code: ProjectFiles, run: Run, start: Path) -> str | None:
     """Makes the copy under a hidden name, then renames it; returns a note, if there is one."""
     staged = run.code_dir / f".tree-{secrets.token_hex(8)}.tmp"
     try:
@@ -178,7 +178,7 @@ def _copy(root: Path, name: str, to: Path) -> None:
     target.chmod(0o700 if os.access(source, os.X_OK) else 0o600)
 
 
-def _keep_commit(code: Code, tree: Path) -> str | None:
+def _keep_commit(code: ProjectFiles, tree: Path) -> str | None:
     """Keeps the commit that the files are based on, without history: rebase and gc at the origin do not affect it.
 
     Trackers that ask git for the commit get the true one, and `git diff` in the copy shows what was not committed.

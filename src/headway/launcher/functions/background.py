@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
+from headway.dist.control.signals import FORWARDED_SIGNALS
 from headway.launcher.agent.agent import Agent
 from headway.launcher.functions.worker import Call
 from headway.launcher.targets import Local, Mpi
@@ -20,8 +21,6 @@ from headway.run import Run
 from headway.run.status import record_end
 from headway.system import environment
 from headway.system.log import install_handler
-
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -58,7 +57,7 @@ def _mpirun(target: Mpi, command: Sequence[str], environ: Mapping[str, str]) -> 
     def forward(number: int, _: FrameType | None) -> None:
         process.send_signal(number)
 
-    for number in _FORWARDED:
+    for number in FORWARDED_SIGNALS:
         signal.signal(number, forward)
     code = process.wait()
     return code if code >= 0 else 128 - code

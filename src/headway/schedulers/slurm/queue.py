@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from headway.schedulers.base import JobIds, JobState, Queue, Ticket
+from headway.schedulers.base import JobIds, JobState, JobStatus, Queue
 from headway.schedulers.slurm.client import SlurmClient
 
 _QUEUED = (
@@ -52,16 +52,16 @@ _WITHOUT_PROCESSES = (
 )
 
 
-def ticket(state: str, reason: str = "") -> Ticket:
+def job_status(state: str, reason: str = "") -> JobStatus:
     """What one of SLURM's state words means.
 
-    >>> ticket("PENDING", "Priority")
-    Ticket(state='queued', why='Priority')
+    >>> job_status("PENDING", "Priority")
+    JobStatus(state='queued', why='Priority')
     """
     if state == "PENDING":
-        return Ticket(state="queued", why=reason)
+        return JobStatus(state="queued", why=reason)
     why = _WHY.get(state, state.lower().replace("_", " "))
-    return Ticket(state=_STATES.get(state, "failed"), why=why)
+    return JobStatus(state=_STATES.get(state, "failed"), why=why)
 
 
 def ask_queue(client: SlurmClient, jobs: Iterable[JobIds]) -> Queue:
@@ -74,12 +74,12 @@ def ask_queue(client: SlurmClient, jobs: Iterable[JobIds]) -> Queue:
         return Queue()
     complaint = answer.err.strip().splitlines()
     note = complaint[0] if answer.code and complaint else None
-    tickets = dict(_parse(answer.out))
-    missing = sorted({ids.job_id for ids in jobs if ("slurm", ids.number) not in tickets})
+    statuses = dict(_parse(answer.out))
+    missing = sorted({ids.job_id for ids in jobs if ("slurm", ids.number) not in statuses})
     if missing:  # where SLURM keeps no accounts, nothing is added
         history = client.run("sacct", "-nPX", f"--jobs={','.join(missing)}", "--format=JobID,State,Reason")
-        tickets = {**dict(_parse(history.out)), **tickets}
-    return Queue(tickets=tickets, note=note)
+        statuses = {**dict(_parse(history.out)), **statuses}
+    return Queue(statuses=statuses, note=note)
 
 
 def is_gone(client: SlurmClient, job: str) -> bool | None:
@@ -93,8 +93,8 @@ def is_gone(client: SlurmClient, job: str) -> bool | None:
     return True if all(state in _WITHOUT_PROCESSES for state in states) else None
 
 
-def _parse(out: str) -> Iterator[tuple[tuple[str, str], Ticket]]:
+def _parse(out: str) -> Iterator[tuple[tuple[str, str], JobStatus]]:
     for line in out.splitlines():
         job, state, reason = (*line.split("|"), "", "")[:3]
         if state:  # "CANCELLED by 0" in sacct
-            yield ("slurm", job), ticket(state.split()[0], "" if reason in ("None", "") else reason)
+            yield ("slurm", job), job_status(state.split()[0], "" if reason in ("None", "") else reason)

@@ -33,7 +33,7 @@ _ABORT_TIMEOUT_S = 4.0
 
 
 @final
-class FailurePolicy:
+class FailureHandler:
     """The reaction of one rank to failures, its own and those of others. Most of its methods do not return."""
 
     def __init__(self, launch: LaunchEnvironment, previous_hook: Callable[..., Any]) -> None:
