@@ -98,6 +98,13 @@ def plateau(folder: Path) -> None:
 
 WRONG_DEVICE = [(torch.zeros(4, 10, device="meta"), torch.zeros(4, dtype=torch.long))]
 
+
+def append_again(folder: Path) -> None:
+    stage = Classify()
+    make_pipe(folder).append_stage(stage, max_epochs=1)
+    make_pipe(folder).append_stage(stage, max_epochs=1)
+
+
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "no train dataset": (
         no_dataset,
@@ -200,6 +207,18 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "ema": (
         lambda folder: make_pipe(folder, ema=1.0),
         "ema=1.0 is not a valid decay: give a number between 0 and 1, such as 0.999",
+    ),
+    "no epoch": (
+        lambda folder: make_pipe(folder).append_stage(Classify(), max_epochs=-1, name="none"),
+        "max_epochs=-1: give a whole number of at least 1",
+    ),
+    "half a step": (
+        lambda folder: make_pipe(folder).append_stage(Classify(), max_steps=1.5, name="none"),  # type: ignore[arg-type]
+        "max_steps=1.5: give a whole number of at least 1",
+    ),
+    "a stage of another pipeline": (
+        append_again,
+        "stage 'classify' is part of a pipeline already: append a new one",
     ),
     "not a loader": (
         lambda folder: make_pipe(folder).register_dataset("train", 5),  # type: ignore[arg-type]

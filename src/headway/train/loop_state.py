@@ -91,6 +91,15 @@ class LoopState:
         """over datasets, in this epoch, in the order in which they began"""
         self._passes_begun = 0  # by this process
 
+    def set_limits(self, *, max_epochs: int | None, max_steps: int | None) -> None:
+        """Sets after how many epochs or steps the stage ends, whichever is first."""
+        if max_epochs is None and max_steps is None:
+            raise UsageError(f"stage {self.name!r} would never end: give max_epochs or max_steps")
+        for name, limit in (("max_epochs", max_epochs), ("max_steps", max_steps)):
+            if limit is not None and (type(limit) is not int or limit < 1):
+                raise UsageError(f"{name}={limit!r}: give a whole number of at least 1")
+        self.max_epochs, self.max_steps = max_epochs, max_steps
+
     @property
     def pipe(self) -> Pipeline:
         return self.stage.pipe

@@ -214,13 +214,13 @@ class Pipeline:
         if "_loop" not in vars(stage):
             kind = type(stage).__name__
             raise UsageError(f"{kind}.__init__ does not call super().__init__(): call it, with the settings")
-        if max_epochs is None and max_steps is None:
-            raise UsageError(f"stage {stage.name!r} would never end: give max_epochs or max_steps")
+        if "pipe" in vars(stage):
+            raise UsageError(f"stage {stage.name!r} is part of a pipeline already: append a new one")
         state = stage._loop
         state.name = name or state.name
         if any(state.name == other.name for other in self.stages):
             raise UsageError(f"a stage named {state.name!r} is already registered: pass another name=...")
-        state.max_epochs, state.max_steps = max_epochs, max_steps
+        state.set_limits(max_epochs=max_epochs, max_steps=max_steps)
         vars(stage)["pipe"] = self
         self.stages.append(stage)
 

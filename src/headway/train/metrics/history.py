@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
@@ -41,6 +41,14 @@ class History:
 
     def __getitem__(self, name: str) -> list[Value]:
         return [row.values[name] for row in self.epochs if name in row.values]
+
+    def __contains__(self, name: object) -> bool:
+        """Returns whether any epoch has a value of the metric."""
+        return any(name in row.values for row in self.epochs)
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterates over the names of the metrics that epochs have."""
+        return iter(sorted({name for row in self.epochs for name in row.values}))
 
     def points(self, name: str) -> list[tuple[int, Value]]:
         """Returns the values of a metric at log points, each with its step."""
