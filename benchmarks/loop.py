@@ -303,7 +303,7 @@ class RawStageWithBatches(Stage):
     """A raw loop inside a stage, whose batches come from headway."""
 
     def run_epoch(self) -> None:
-        batches = self._loop.feed(self.datasets["train"])
+        batches = self._loop.device_batches(self.datasets["train"])
         train(batches, self.device, self.models["net"], self.pipe.optimizers["adamw"])
 
 

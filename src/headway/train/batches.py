@@ -38,12 +38,12 @@ def set_epoch(loader: object, epoch: int, *, in_place: bool = False) -> None:
 class Pass:
     """The progress of one pass over a dataset within an epoch."""
 
-    of: int | None = None
+    total_batches: int | None = None
     """batches of a whole pass; None if the loader does not know"""
-    given: int = 0
+    batches_given: int = 0
     """batches that the loop has taken"""
     done: bool = False
-    random: Mapping[str, Any] | None = None
+    rng_state: Mapping[str, Any] | None = None
     """the state of the random number generators when it began, for a loader that cannot save its position"""
     skip: int = 0
     """batches to read again and discard, to get back to the position"""
@@ -51,13 +51,17 @@ class Pass:
 
     @property
     def ends_here(self) -> bool:
-        return self.of is not None and self.given >= self.of
+        return self.total_batches is not None and self.batches_given >= self.total_batches
 
     def state_dict(self) -> dict[str, Any]:
-        return {"of": self.of, "given": self.given, "done": self.done}
+        return {"of": self.total_batches, "given": self.batches_given, "done": self.done}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Pass:
+        return cls(total_batches=state["of"], batches_given=state["given"], done=state["done"])
 
 
-def length(loader: Iterable[Any], limit: int | None) -> int | None:
+def count_batches(loader: Iterable[Any], limit: int | None) -> int | None:
     """Returns the number of batches that a loader yields; None if the loader does not know."""
     try:
         count = len(loader)  # type: ignore[arg-type]
@@ -87,7 +91,7 @@ class FirstBatch:
     def __iter__(self) -> Iterator[Any]:
         if not self._first:
             self._first = list(islice(self._loader, 1))
-        count = length(self._loader, None)
+        count = count_batches(self._loader, None)
         for first in self._first:  # none, if the loader is empty
             yield from repeat(first) if count is None else repeat(first, count)
 

@@ -47,7 +47,7 @@ def train(stage: TrainValStage) -> Iterator[None]:
     accumulate, autocast = settings.accumulate, precision.autocast
     loader, limit = stage.train_dataset(), settings.limit_train_batches
     last = math.inf if state.max_steps is None else state.max_steps
-    batches = state.feed(loader, limit, progress=state.begin_pass(loader, limit))
+    batches = state.device_batches(loader, limit, progress=state.begin_pass(loader, limit))
     train_step, backward, count_samples = stage.train_step, precision.backward, stage.count_samples
     keep = copy_loss if pipe._outputs_are_reused else Tensor.detach  # losses are read at log points
     state.check_lengths()

@@ -16,8 +16,7 @@ from headway import dist
 from headway.dist import set_phase
 from headway.errors import UsageError
 from headway.system.failpoints import armed
-from headway.train import batches as feed
-from headway.train.batches import Pass
+from headway.train.batches import Pass, count_batches, to_device
 from headway.train.metrics.meter import LogPoint, MetricAccumulator, Reduction, Scope
 from headway.train.resume import rng
 from headway.train.resume.state import StatefulObject
@@ -163,30 +162,34 @@ class LoopState:
 
     def begin_pass(self, loader: Iterable[Any], limit: int | None = None) -> Pass:
         """Returns the next pass of this epoch: a new one, or one that had begun when the run was stopped."""
-        of, positioned = feed.length(loader, limit), isinstance(loader, StatefulObject)
+        total, positioned = count_batches(loader, limit), isinstance(loader, StatefulObject)
         if self._passes_begun == len(self.passes):
             keeps = self.pipe._keeper is not None and not positioned
-            self.passes.append(Pass(of=of, random=rng.capture(self.device) if keeps else None))
+            self.passes.append(
+                Pass(total_batches=total, rng_state=rng.capture(self.device) if keeps else None)
+            )
         begun = self.passes[self._passes_begun]
-        if begun.of and of and begun.of != of:  # as many samples on another number of ranks
-            begun.given = round(begun.given * of / begun.of)
-        begun.loader, begun.of, begun.skip = loader, of, 0 if positioned else begun.given
+        before = begun.total_batches
+        if before and total and before != total:  # as many samples on another number of ranks
+            begun.batches_given = round(begun.batches_given * total / before)
+        begun.loader, begun.total_batches = loader, total
+        begun.skip = 0 if positioned else begun.batches_given
         self._passes_begun += 1
         self.pipe._timer.begin_step(1)  # the first batch, for which the loader starts, is always measured
         return begun
 
-    def feed(
+    def device_batches(
         self, loader: Iterable[Any], limit: int | None = None, *, progress: Pass | None = None
     ) -> Iterator[Any]:
         """Yields the batches of a loader, on the device."""
         ledger = self.pipe._ledger if progress is not None else None  # a validation is not a step
-        device, to_device = self.device, feed.to_device
+        device = self.device
         progress = progress or Pass()
-        if progress.done or (progress.given and not self.more_steps):
+        if progress.done or (progress.batches_given and not self.more_steps):
             return
         source = self._open(loader, progress)
-        for batch in source if limit is None else islice(source, max(0, limit - progress.given)):
-            progress.given += 1
+        for batch in source if limit is None else islice(source, max(0, limit - progress.batches_given)):
+            progress.batches_given += 1
             if ledger:
                 ledger.add_batch(loader, batch)
             yield to_device(batch, device)
@@ -200,7 +203,7 @@ class LoopState:
             f"headway: {type(loader).__name__} has no state_dict(): "
             f"{progress.skip:,} batches are read again and left out"
         )
-        with rng.temporary_state(progress.random, self.device):
+        with rng.temporary_state(progress.rng_state, self.device):
             source = iter(loader)
             for _ in range(progress.skip):
                 next(source, None)
@@ -277,10 +280,10 @@ class LoopState:
             self.status = StageStatus.STOPPING if state["stopped"] else StageStatus.IN_EPOCH
         elif self.epoch:
             self.status = StageStatus.STOPPED if state["stopped"] else StageStatus.BETWEEN_EPOCHS
-        self.passes = [Pass(**each) for each in state["passes"]]
+        self.passes = [Pass.from_state_dict(each) for each in state["passes"]]
         self.meter.load_state_dict(state["meter"])
 
     def restore_pass_rng(self, random: Sequence[Mapping[str, Any] | None]) -> None:
         """Gives each pass the random state that it began with on this rank."""
         for each, before in zip(self.passes, random, strict=True):
-            each.random = before
+            each.rng_state = before

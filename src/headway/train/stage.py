@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from headway.errors import UsageError
-from headway.train import batches as feed, loop
+from headway.train import loop
+from headway.train.batches import first_tensor
 from headway.train.loop_state import EpochMetric, LoopState
 from headway.train.metrics.meter import Reduction, Scope
 from headway.train.settings import LOG_EVERY
@@ -82,7 +83,7 @@ class Stage(ABC):
         """Returns how many samples (or tokens) a batch has; by default the length of its first tensor."""
         first = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
         if not isinstance(first, Tensor):
-            first = feed.first_tensor(batch)
+            first = first_tensor(batch)
         return first.shape[0] if first is not None and first.ndim else 1
 
     # --- what you use
@@ -210,7 +211,7 @@ class Stage(ABC):
             raise state.missing_dataset(name)
         progress = state.begin_pass(loader)
         try:
-            for batch in state.feed(loader, progress=progress):
+            for batch in state.device_batches(loader, progress=progress):
                 state.batch = batch
                 state.samples += self.count_samples(batch)
                 timer.mark_step("compute")

@@ -19,7 +19,7 @@ from headway.dist import set_phase
 from headway.dist.collective.exchange import gather_rows
 from headway.errors import HeadwayError, UsageError
 from headway.system.text import shorten_list
-from headway.train import batches as feed
+from headway.train.batches import count_batches
 from headway.train.diagnose import evidence
 from headway.train.loop_state import VALIDATE, LoopState
 from headway.train.metrics.meter import LogPoint, MetricAccumulator, Reduction, Scope
@@ -99,7 +99,7 @@ class TrainValState(LoopState):
 
     def check_lengths(self) -> None:
         """Raises `UsageError` if ranks have different numbers of batches: they would wait for each other forever."""
-        mine = feed.length(self.stage.train_dataset(), self.settings.limit_train_batches)
+        mine = count_batches(self.stage.train_dataset(), self.settings.limit_train_batches)
         if self.pipe.world.world_size == 1:
             return
         lengths = gather_rows(torch.tensor([-1.0 if mine is None else float(mine)], device=self.device))[:, 0]
@@ -116,7 +116,7 @@ class TrainValState(LoopState):
             raise self.no_batch()
 
     def total_steps(self) -> int | None:
-        batches = feed.length(self.stage.train_dataset(), self.settings.limit_train_batches)
+        batches = count_batches(self.stage.train_dataset(), self.settings.limit_train_batches)
         known = [self.max_steps] if self.max_steps is not None else []
         if batches is not None and self.max_epochs is not None:
             known.append(math.ceil(batches / self.settings.accumulate) * self.max_epochs)
@@ -344,7 +344,7 @@ class TrainValState(LoopState):
         A sharded model needs all ranks for each batch: a rank without more data repeats its last batch, and what it
         logs then does not count.
         """
-        batches, mark = self.feed(loader, self.settings.limit_val_batches), self.pipe._timer.mark
+        batches, mark = self.device_batches(loader, self.settings.limit_val_batches), self.pipe._timer.mark
         mark("data")
         if not self.shares_batches:
             for batch in batches:

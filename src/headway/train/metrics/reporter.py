@@ -14,7 +14,7 @@ from headway.checkpoint import SavedCheckpoint
 from headway.dist import World
 from headway.run import Run
 from headway.system.jsonlines import JsonLinesWriter
-from headway.train.batches import FirstBatch, length
+from headway.train.batches import FirstBatch, count_batches
 from headway.train.metrics.display import Display, ProgressSnapshot, open_display
 from headway.train.metrics.meter import LogPoint
 from headway.train.model.parallel import RegisteredModel
@@ -57,7 +57,7 @@ class Reporter:
         for model in models:
             dist.print_root(model.describe())
         for name, loader in datasets.items():
-            batches = length(loader, None)
+            batches = count_batches(loader, None)
             count = "unknown number of" if batches is None else f"{batches:,}"
             fake = ", each the first one (HEADWAY_FAKE_DATA)" if isinstance(loader, FirstBatch) else ""
             dist.print_root(f"dataset {name}: {count} batch{'es' * (batches != 1)}{fake}")

@@ -283,7 +283,7 @@ class Keeper:
         local = {
             "random": rng.capture(pipe.device),
             "datasets": {name: state for name, state in positions.items() if name not in shared},
-            "passes": [each.random for each in stage._loop.passes] if stage else [],
+            "passes": [each.rng_state for each in stage._loop.passes] if stage else [],
         }
         return {"shared": shared, "local": local}
 
