@@ -11,7 +11,7 @@ from typing import get_type_hints
 
 import pytest
 
-from headway.checkpoint.policy import Policy
+from headway.checkpoint.settings import CheckpointSettings
 from headway.train.settings import CheckpointOptions, TrainOptions, TrainSettings
 
 ROOT = Path(__file__).parents[2]
@@ -19,7 +19,7 @@ USER_CODE = Path(__file__).parent / "user_code"
 
 
 @pytest.mark.parametrize(
-    ("settings", "options"), [(TrainSettings, TrainOptions), (Policy, CheckpointOptions)]
+    ("settings", "options"), [(TrainSettings, TrainOptions), (CheckpointSettings, CheckpointOptions)]
 )
 def test_options_have_the_fields_of_the_settings(settings: type, options: type) -> None:
     hints = get_type_hints(settings)

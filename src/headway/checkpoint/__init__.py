@@ -3,7 +3,7 @@
     path = checkpoint.save(run, {"net": net.state_dict(), "adamw": adamw.state_dict(), "epoch": 3}, step=1000)
     loaded = checkpoint.load_latest(run, {"net": net.state_dict(), "adamw": {}, "epoch": None})
 
-`api` saves and loads, `policy` and `retention` say when to save and what to keep. `format` is what lies on disk,
+`api` saves and loads, `settings` and `retention` say when to save and what to keep. `format` is what lies on disk,
 `write` how it gets there, `inspect` shows it. Names are loaded on first use: `verify` needs no torch.
 """
 

@@ -1,7 +1,8 @@
 """The ledger of a run: for each step its loss to the last bit, its samples, and the state of random numbers.
 
-Two runs whose rows are all equal have done the same. Rank 0 appends to `ledger.jsonl` at log points. A resumed attempt
-repeats some steps; its rows, which come later in the file, replace the earlier ones. Needs no torch.
+Two runs whose rows are all equal have done the same. Rank 0 appends to `ledger.jsonl` at log points, by
+`train.resume.ledger_writer`; this module reads it. A resumed attempt repeats some steps; its rows, which come later in
+the file, replace the earlier ones. Needs no torch.
 
     {"kind": "order", "id": "5f0c...", "order": {...}}          what `data.order.locate` needs; named by its digest
     {"kind": "step", "step": 7, "loss": "0x1.9p-1", "samples": "a41e...", "batches": [["5f0c...", 448, 512]], ...}

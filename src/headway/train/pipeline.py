@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from headway import dist, record
-from headway.checkpoint.policy import Policy
+from headway.checkpoint.settings import CheckpointSettings
 from headway.dist import World
 from headway.dist.shared_run import choose_run
 from headway.errors import UsageError, unknown_name
@@ -244,27 +244,27 @@ class Pipeline:
         self._registered_state[name] = thing
 
     def enable_checkpointing(
-        self, root: str | Path | None = None, **policy: Unpack[CheckpointOptions]
+        self, root: str | Path | None = None, **options: Unpack[CheckpointOptions]
     ) -> None:
         """Saves checkpoints, so that the same command resumes a run that was stopped or killed.
 
         `root` is the directory of run directories; by default the pipeline's. The settings are `resume` ("auto",
         "never", "must" or a run directory), `every` ("10min", 500, "1ep"), `keep_last`, `keep_every`, `keep_best`
-        ("val/loss", "max:val/accuracy") and `background`: see `headway.checkpoint.policy.Policy`. The environment
-        variable HEADWAY_SAVE_EVERY overrides `every`; HEADWAY_SAVE_IN_BACKGROUND=0 sets `background=False`.
+        ("val/loss", "max:val/accuracy") and `background`: see `headway.checkpoint.settings.CheckpointSettings`.
+        HEADWAY_SAVE_EVERY overrides `every`, and HEADWAY_SAVE_IN_BACKGROUND=0 sets `background=False`.
 
         >>> pipe.enable_checkpointing("runs", every="10min", keep_last=3, keep_best="val/loss")
         """
-        known = [field.name for field in fields(Policy)]
-        for name in policy:
+        known = [field.name for field in fields(CheckpointSettings)]
+        for name in options:
             if name not in known:
                 raise unknown_name("setting of enable_checkpointing", name, known)
         if environment.SAVE_EVERY in os.environ:
-            policy["every"] = os.environ[environment.SAVE_EVERY]
+            options["every"] = os.environ[environment.SAVE_EVERY]
         if not environment.is_on(environment.SAVE_IN_BACKGROUND, default=True):
-            policy["background"] = False
+            options["background"] = False
         self._root = self._root if root is None else root
-        self._keeper = Keeper(self, Policy(**policy))
+        self._keeper = Keeper(self, CheckpointSettings(**options))
 
     def enable_wandb(
         self,
@@ -309,7 +309,7 @@ class Pipeline:
         smoke_part = smoke.requested_part()
         if smoke_part:
             smoke.shorten(self, smoke_part)
-        name, resume = self.name, self._keeper.policy.resume if self._keeper else "never"
+        name, resume = self.name, self._keeper.settings.resume if self._keeper else "never"
         if any(isinstance(loader, FirstBatch) for loader in self.datasets.values()):
             # weights from repeated batches are useless: real and fake runs never resume each other
             name, resume = f"{name[:59]}-fake", "never" if resume == "never" else "auto"

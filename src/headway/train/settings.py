@@ -93,7 +93,7 @@ class TrainOptions(TypedDict, total=False):
 
 
 class CheckpointOptions(TypedDict, total=False):
-    """The fields of `headway.checkpoint.policy.Policy`, for type checkers."""
+    """The fields of `headway.checkpoint.settings.CheckpointSettings`, for type checkers."""
 
     resume: str | Path
     every: str | int

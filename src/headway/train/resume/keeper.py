@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from headway import checkpoint, data, dist, schedulers
-from headway.checkpoint.policy import Policy
+from headway.checkpoint.settings import CheckpointSettings
 from headway.dist import set_phase
 from headway.dist.collective.exchange import gather_rows
 from headway.dist.collective.guard import from_root
@@ -50,8 +50,8 @@ MAX_FAILURES = 3
 class Keeper:
     """Saves and restores the state of a pipeline. `pipe.enable_checkpointing` creates it."""
 
-    def __init__(self, pipe: Pipeline, policy: Policy) -> None:
-        self.pipe, self.policy = pipe, policy
+    def __init__(self, pipe: Pipeline, settings: CheckpointSettings) -> None:
+        self.pipe, self.settings = pipe, settings
         self.due = False
         """whether to save at the next opportunity"""
         self._saver: checkpoint.Saver | None = None
@@ -77,7 +77,7 @@ class Keeper:
         self._agreement.begin()
         dist.barrier()  # no rank requests a stop before all ranks count their steps
         end = schedulers.end_time() if root else None
-        saver = checkpoint.Saver(run, lock=recording.lock, background=self.policy.background)
+        saver = checkpoint.Saver(run, lock=recording.lock, background=self.settings.background)
         with stop.handle_stop_signals(end, self._lead_time.seconds), saver as self._saver:
             try:
                 yield
@@ -98,7 +98,7 @@ class Keeper:
                 self._log(f"{choice.run.id} has no checkpoint yet: starting from step 0 ({choice.why})")
             self._save_and_wait(None)  # broken storage is detected before the first step
             return
-        if self.policy.resume == "never":
+        if self.settings.resume == "never":
             raise UsageError(
                 f'resume="never", but {choice.run.path} has a checkpoint of step {loaded.step:,}: pass resume="auto" '
                 "to resume from it, or choose a new run directory"
@@ -114,7 +114,7 @@ class Keeper:
     def _record_start(self, step: int) -> None:
         """Records the step where this attempt starts; raises `NoProgress` if the last ones made none."""
         run = self.pipe.directory
-        if self.policy.resume == "auto":
+        if self.settings.resume == "auto":
             attempts.check_progress(run, self._attempt, step)
         run.note_attempt(self._attempt, step_started=step)
 
@@ -126,7 +126,7 @@ class Keeper:
         why = self._agreement.pass_point()
         if why is not None:
             self._stop(stage, why)
-        every = self.policy.interval.steps
+        every = self.settings.interval.steps
         self.due |= every is not None and self.pipe.steps_done % every == 0
         if self.due and not stage._loop.pause_follows():
             self._save(stage)
@@ -159,10 +159,10 @@ class Keeper:
     def after_epoch(self, stage: Stage) -> None:
         """Stops or saves between two epochs, if that is due."""
         self._update_best()
-        if self.pipe.epoch == 1 and self._best is None and (wanted := self.policy.retention.keep_best):
+        if self.pipe.epoch == 1 and self._best is None and (wanted := self.settings.retention.keep_best):
             known = ", ".join(self.pipe.history.names()) or "none"
             self._log(f"keep_best={wanted!r} has not been logged so far; metrics: {known}", logging.WARNING)
-        every = self.policy.interval.epochs
+        every = self.settings.interval.epochs
         self.due |= every is not None and self.pipe.epoch % every == 0
         why = self._agreement.pass_point()
         if why is not None:
@@ -173,7 +173,7 @@ class Keeper:
 
     def log_point_flags(self) -> int:
         """Returns the flag that requests a save by time; at a log point all ranks follow rank 0's clock."""
-        every = self.policy.interval.seconds
+        every = self.settings.interval.seconds
         late = every is not None and not self.due and time.monotonic() - self._since >= every
         return SAVE if late else 0
 
@@ -200,7 +200,7 @@ class Keeper:
             self._lead_time.save_s = saved.total_s
             if self.pipe.world.is_root:
                 self.pipe._reporter.checkpoint(saved)
-                checkpoint.prune(self.pipe.directory, self.policy.retention)
+                checkpoint.prune(self.pipe.directory, self.settings.retention)
 
     # --- saving
 
@@ -291,7 +291,7 @@ class Keeper:
         """Requests a save if the newest metrics are the best so far."""
         at, values = self._values
         scalars = {name: value for name, value in values.items() if isinstance(value, float | int)}
-        better = self.policy.better(scalars, self._best) if at == self.pipe.steps_done else None
+        better = self.settings.better(scalars, self._best) if at == self.pipe.steps_done else None
         if better is not None:
             self._best, self.due = better, True
 

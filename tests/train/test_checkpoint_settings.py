@@ -15,7 +15,7 @@ from torch import Tensor
 
 import headway as hw
 from headway import dist
-from headway.checkpoint.policy import Policy
+from headway.checkpoint.settings import CheckpointSettings
 from headway.errors import (
     HeadwayError,
     NoProgress,
@@ -55,11 +55,11 @@ def cut(folder: Path, at: Any, **options: Any) -> Pipeline:
 
 def test_an_interval_that_is_not_valid_is_refused() -> None:
     with pytest.raises(UsageError, match="every='often' is not a valid interval"):
-        Policy(every="often")
+        CheckpointSettings(every="often")
 
 
 def test_the_best_is_the_least_or_the_largest() -> None:
-    least, most = Policy(keep_best="val/loss"), Policy(keep_best="max:val/accuracy")
+    least, most = CheckpointSettings(keep_best="val/loss"), CheckpointSettings(keep_best="max:val/accuracy")
     assert (least.retention.keep_best, least.retention.best) == ("val/loss", "min")
     assert (most.retention.keep_best, most.retention.best) == ("val/accuracy", "max")
     assert least.better({"val/loss": 0.5}, 0.6) == 0.5
@@ -69,7 +69,7 @@ def test_the_best_is_the_least_or_the_largest() -> None:
     assert least.better({"val/loss": float("nan")}, None) is None
     assert least.better({"other": 1.0}, None) is None
     with pytest.raises(UsageError, match="give a metric such as"):
-        Policy(keep_best="best:val/loss")
+        CheckpointSettings(keep_best="best:val/loss")
 
 
 @alone

@@ -15,7 +15,7 @@ from headway.system.interval import Interval
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Policy:
+class CheckpointSettings:
     """How a pipeline saves its state: the keyword arguments of `pipe.enable_checkpointing`."""
 
     resume: str | Path = "auto"
