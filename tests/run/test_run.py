@@ -383,6 +383,19 @@ def test_run_json_is_on_the_disk_before_its_name_is(tmp_path: Path, monkeypatch:
     assert events == [f"sync {(run.path / 'run.json').stat().st_size} bytes", "rename", "sync directory"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "status", "code"), [("vanished", "failed", 1), ("interrupted", "interrupted", 130)]
+)
+def test_an_attempt_that_could_not_record_its_end_ended_as_its_failure_says(
+    kind: str, status: str, code: int, tmp_path: Path
+) -> None:
+    run = Run.create(tmp_path)
+    run.begin_attempt(world={})
+    run.write_failure({"rank": 1, "kind": kind, "exit_code": code})
+    run.begin_attempt(world={})
+    assert [run.info()["attempts"][0][key] for key in ("status", "exit_code")] == [status, code]
+
+
 def test_first_failure_wins_and_the_next_attempt_sets_it_aside(tmp_path: Path) -> None:
     run = Run.create(tmp_path)
     run.begin_attempt(world={})

@@ -23,7 +23,8 @@ from headway.launcher.functions import pickled
 from headway.launcher.functions.start import BACKGROUND, restart
 from headway.launcher.functions.worker import Call
 from headway.run import Run
-from headway.run.status import State, Status, read_json, status
+from headway.run.info import read_json
+from headway.run.status import State, Status, status
 from headway.schedulers.base import JobIds
 from headway.system import files
 from headway.system.locks import ProcessIdentity

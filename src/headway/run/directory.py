@@ -15,7 +15,7 @@ from headway import schedulers
 from headway.errors import UsageError
 from headway.run import lock as run_lock
 from headway.run.creation import check_name, config_text, create_directory
-from headway.run.info import format_time, has_info, read_info, to_json, write_info
+from headway.run.info import format_time, has_info, read_info, read_json, to_json, write_info
 from headway.run.paths import RunPaths
 from headway.run.plain import to_plain
 from headway.schedulers.base import JobIds
@@ -104,7 +104,7 @@ class Run(RunPaths):
         info = self.info()
         for attempt in info["attempts"]:
             if attempt["status"] == "running":
-                attempt["status"] = "failed" if self.failure_file.exists() else "interrupted"
+                attempt |= self._end_of_killed_attempt()
         number = len(info["attempts"]) + 1
         info["attempts"].append(
             {
@@ -131,6 +131,14 @@ class Run(RunPaths):
             info["attempts"][-1] |= facts
             with files.storage(f"write the attempt to {self.path}"):
                 write_info(self.path, info)
+
+    def _end_of_killed_attempt(self) -> dict[str, Any]:
+        """Returns how an attempt ended whose rank 0 was gone before it could record that: as its failure.json says."""
+        if not self.failure_file.exists():
+            return {"status": "interrupted"}
+        record = read_json(self.failure_file) or {}
+        status = "interrupted" if record.get("kind") == "interrupted" else "failed"
+        return {"status": status, "exit_code": record.get("exit_code")}
 
     def end_attempt(self, number: int, *, status: str, exit_code: int) -> None:
         """Records how an attempt ended: "done", "failed", "stopped" (may be resumed) or "interrupted".

@@ -54,3 +54,12 @@ def to_json(value: object) -> bytes:
 def format_time(moment: datetime) -> str:
     """A moment as run.json writes it: in UTC, so that texts sort as moments do."""
     return moment.astimezone(UTC).isoformat(timespec="microseconds")
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Reads a JSON object; None if the file is missing or not whole."""
+    try:
+        facts = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return facts if isinstance(facts, dict) else None

@@ -14,12 +14,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Literal, final
 
 from headway import schedulers
 from headway.errors import INTERRUPTED, TERMINATED, Stopped
 from headway.run import Run, lock
+from headway.run.info import read_json
 from headway.schedulers.base import JobIds, Queue
 from headway.system import files
 from headway.system.locks import ProcessIdentity
@@ -140,12 +140,3 @@ def record_end(run: Run, code: int, *, error: str | None = None) -> None:
     facts = {"exit_code": code, "time": datetime.now(UTC).isoformat(timespec="milliseconds"), "error": error}
     with files.storage(f"write {run.ended_file}"):
         files.write_atomic(run.ended_file, json.dumps(facts).encode())
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Reads a JSON object; None if the file is missing or not whole."""
-    try:
-        facts = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return facts if isinstance(facts, dict) else None

@@ -18,7 +18,8 @@ from headway import schedulers
 from headway.errors import UsageError
 from headway.launcher import sweep
 from headway.run import Run, has_info, lock, runs_under
-from headway.run.status import Status, read_json, status
+from headway.run.info import read_json
+from headway.run.status import Status, status
 from headway.schedulers.base import JobIds, Queue
 from headway.system import jsonlines
 
