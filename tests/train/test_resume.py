@@ -565,8 +565,8 @@ def test_other_numbers_of_ranks_see_the_same_samples(
             assert mean == pytest.approx(losses[step - 1], rel=1e-4), (step, size)
     (run,) = (tmp_path / "runs").iterdir()
     attempts = json.loads((run / "run.json").read_text())["attempts"]
-    endings = [1, None][: len(sizes) - 1]  # rank 0 writes how an attempt ended, if it can
-    assert [each["exit_code"] for each in attempts] == [*endings, 0]
+    # A rank 0 that was killed could not write how its attempt ended: the failure record says it
+    assert [each["exit_code"] for each in attempts] == [1] * (len(sizes) - 1) + [0]
     for before, after in pairwise(attempts):
         assert after["step_started"] > before["step_started"]
 
