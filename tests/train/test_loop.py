@@ -228,6 +228,47 @@ def test_validation_uses_the_average_and_training_goes_on_without(tmp_path: Path
     assert not torch.equal(average, dict(model.bare.named_parameters())["first.weight"])
 
 
+class Pair(TrainValStage):
+    """Two models in a row, with an optimizer for both."""
+
+    def step(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self.models["head"](self.models["body"](batch[0])), batch[1])
+
+
+class PairByHand(Stage):
+    """The same in a loop of one's own."""
+
+    def run_epoch(self) -> None:
+        for x, y in self.batches("train"):
+            F.cross_entropy(self.models["head"](self.models["body"](x)), y).backward()
+            self.step_optimizer("sgd")
+            self.pipe.optimizers["sgd"].zero_grad()
+
+
+@alone
+@pytest.mark.parametrize("make", [Pair, lambda: Pair(gradient_clip=1.0), PairByHand])
+def test_one_optimizer_moves_the_averages_of_all_its_models(make: Any, tmp_path: Path) -> None:
+    pipe = Pipeline(name="toy", root=tmp_path)
+    torch.manual_seed(0)
+    for name, out in (("body", FEATURES), ("head", 3), ("unused", 3)):
+        pipe.register_model(name, nn.Linear(FEATURES, out), ema=0.5)
+    both = [*pipe.models["body"].parameters(), *pipe.models["head"].parameters()]
+    pipe.register_optimizer("sgd", sgd(both))
+    pipe.register_dataset("train", Batches(2))
+    expected = {name: model.bare.weight.detach().clone() for name, model in pipe.registered_models.items()}  # type: ignore[union-attr, operator]
+
+    def average(*_: Any) -> None:
+        for name, mean in expected.items():
+            mean.lerp_(pipe.models[name].weight.detach(), 0.5)  # type: ignore[union-attr, operator, arg-type]
+
+    pipe.optimizers["sgd"].register_step_post_hook(average)
+    pipe.append_stage(make(), max_epochs=1)
+    pipe.run()
+    found = pipe.state_dict()["averages"]
+    for name, mean in expected.items():
+        assert torch.equal(found[name]["weight"], mean), name
+
+
 @ranks(2)
 def test_any_rank_may_stop_and_all_stop_at_the_same_step(tmp_path: Path) -> None:
     class Impatient(Classify):

@@ -38,7 +38,7 @@ class Ema:
 
     def follows(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer steps weights of this model."""
-        return any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"][:1])
+        return not all(self._ids.isdisjoint(map(id, group["params"])) for group in optimizer.param_groups)
 
     @torch.no_grad()
     def update(self) -> None:
