@@ -18,23 +18,24 @@ REDACTED = "[redacted]"
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _SECRET_NAME = re.compile(
     r"""
-    (?:password|passwd|passphrase|secret|apikey)s?(?:_|$)           # also glued to what is before: PGPASSWORD
-    | (?:^|_)(?:credentials?|jwt|cookies?|authorization)(?:_|$)
-    | (?:access|account|api|app|auth|client|deploy|encryption|hmac|license|master|private|secret|service
+    (?:password|passwd|passphrase|passcode|secret|apikey)s?(?:_|$)    # also glued to what is before: PGPASSWORD
+    | (?:^|_)(?:credentials?|creds?|jwt|cookies?|authorization|otp|psk)(?:_|$)
+    | (?:access|account|api|app|auth|client|deploy|encryption|hmac|license|master|pass|private|secret|service
         |shared|signing|ssh|storage|subscription|wandb)_?keys?(?:_|$)        # a bare `key` is a dictionary's
-    | (?:access|api|auth|bearer|hf|hub|refresh|session)_?tokens?$
-    | (?:^|_)(?:token|auth)$
-    | (?:admin|db|ftp|http|login|mail|mysql|pg|proxy|redis|root|smtp|ssh|user)_pass$
-    | (?<!old)_pwd$                                                  # PWD itself is the working directory
+    | (?:access|api|auth|bearer|hf|hub|refresh|session)_?tok(?:en)?s?$
+    | (?:^|_)(?:token|tok|auth)$
+    | (?:^|(?:admin|db|ftp|http|login|mail|mysql|pg|proxy|redis|root|smtp|ssh|user)_?)(?:pass|pw)$   # not conv_pw
+    | (?:^|_|db|root|user)pwd$
     """,
     re.VERBOSE,
 )
 _PLAIN_NAME = re.compile(
     r"""
-    (?:^|_)(?:count|dim|dir|directory|env|file|len|length|names?|path|size|ttl|type|var)$     # password_file
+    ^old_?pwd$ | ^(?:max|min|n|num|total)_tok$
+    | (?:^|_)(?:count|dim|dir|directory|env|file|len|length|names?|path|size|ttl|type|var)$     # password_file
     | (?:^|_)(?:audio|begin|blank|bos|class|cls|dist|distill|empty|end|eos|first|image|last|mask|new|next|null
         |output|pad|patch|prev|previous|prompt|query|register|sep|special|start|stop|sub|text|think|unk|video
-        |vision|visual|word)_token$                                  # what "token" means to a language model
+        |vision|visual|word)_tok(?:en)?$                                  # what "token" means to a language model
     """,
     re.VERBOSE,
 )
@@ -99,6 +100,8 @@ _NAMED_VALUES = tuple(
         (rf"""["'](?:--)?{_NAME}["']\s*,\s*""", _QUOTED),
     )
 )
+_NUMBER = re.compile(r"""["']?[-+]?[\d.,_]+(?:e[-+]?\d+)?[kKMGTB]?(?:/s)?["']?[,;:)\]}]*""")
+_PLACE = re.compile(r"""["']?(?:[/~.$]|[A-Za-z]:\\)""")
 _NOT_A_SECRET = re.compile(rf"(?:(?i:none|null|true|false)|~|{_TYPE})?[,;:)\]}}]*", re.VERBOSE)
 _SHORTEST_SECRET = 6  # of an environment variable; shorter values ("1", "true") are all over any text
 
@@ -110,8 +113,14 @@ def is_secret_name(name: str) -> bool:
     >>> list(filter(is_secret_name, ["HF_TOKEN", "apiKey", "db-password", "max_tokens", "cls_token"]))
     ['HF_TOKEN', 'apiKey', 'db-password']
     """
-    words = "_".join(_WORD.findall(name)).lower()
+    words = _words(name)
+    if name.lstrip("-") == "PWD":  # the shell's working directory; `pwd` is a password
+        return False
     return bool(_SECRET_NAME.search(words)) and not _PLAIN_NAME.search(words)
+
+
+def _words(name: str) -> str:
+    return "_".join(_WORD.findall(name)).lower()
 
 
 def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
@@ -158,7 +167,9 @@ def redact_tree(value: object) -> object:
     """
     if isinstance(value, Mapping):
         return {
-            redact_tree(key): _blank(item) if is_secret_name(str(key)) else redact_tree(item)
+            redact_tree(key): _blank(item)
+            if is_secret_name(str(key)) and not _is_harmless(str(key), str(item))
+            else redact_tree(item)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
@@ -192,14 +203,23 @@ def _without_values(text: str, head: re.Pattern[str], value: re.Pattern[str]) ->
     """Yields the pieces of the text, with the values after heads of a secret name replaced."""
     end = 0
     for found in head.finditer(text):
-        if found.start() < end or not is_secret_name(found["name"]):
+        if found.start() < end or not (is_secret_name(found["name"]) or found["name"] == "PWD"):
             continue
         secret = value.match(text, found.end())
-        if secret and not _NOT_A_SECRET.fullmatch(secret.group()):
+        if secret and not _is_harmless(found["name"], secret.group()):
             quote = secret.groupdict().get("quote") or ""
             yield f"{text[end : found.end()]}{quote}{REDACTED}{quote}"
             end = secret.end()
     yield text[end:]
+
+
+def _is_harmless(name: str, value: str) -> bool:
+    """Returns whether this value under a secret name is none: some short names are known only by what they hold."""
+    if name == "PWD":  # UID=me;PWD=hunter2
+        return bool(_PLACE.match(value))
+    if _words(name) in ("tok", "pass") and _NUMBER.fullmatch(value):  # tok=1.2M, pass: 2
+        return True
+    return bool(_NOT_A_SECRET.fullmatch(value))
 
 
 def _blank(value: object) -> object:
