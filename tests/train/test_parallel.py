@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from toys import FEATURES, Batches, Classify, make_pipe, warm_up
 
@@ -243,6 +244,152 @@ def test_a_plan_for_modules_that_are_not_there_is_refused(tmp_path: Path) -> Non
         match="the plan splits 'upp', which is not a module of the model: its modules are up, down",
     ):
         pipe.register_model("net", Wide(), parallel=Tp(plan={"upp": ColwiseParallel()}))
+
+
+class Heads(Mixed):
+    """A norm of each head between the split layers, as in Qwen3, and a scale of the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_norm, self.scale = nn.RMSNorm(4), nn.Parameter(torch.linspace(0.5, 1.5, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.up(self.norm(x)).unflatten(-1, (-1, 4))
+        return self.head(self.down((self.q_norm(heads) * self.scale).flatten(-2)))  # type: ignore[no-any-return]
+
+
+def run_plan(
+    folder: Path, net: nn.Module, stage: Any = None, *, batches: Any = None, **model: Any
+) -> Pipeline:
+    pipe = make_pipe(folder, net=net, **model)
+    pipe.register_dataset("train", Batches(6) if batches is None else batches)
+    pipe.append_stage(stage or Classify(), max_epochs=1)
+    pipe.run()
+    return pipe
+
+
+@ranks(2, leaks=False)
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_whole_parameters_between_split_layers_get_all_of_their_gradient(tmp_path: Path) -> None:
+    flat = None
+    both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    for settings in ({"accumulate": 1}, {"accumulate": 3}):
+        alone = run_plan(tmp_path, Heads(), Classify(**settings), parallel="none")
+        for mesh in (flat, both):
+            split = run_plan(
+                tmp_path,
+                Heads(),
+                Classify(**settings),
+                parallel=Tp(plan=plan(), mesh=mesh, partial=("q_n*", "scale")),
+            )
+            assert_close(split, alone)
+            weights = [whole(p).tolist() for p in split.registered_models["net"].bare.parameters()]
+            assert hw.all_gather_object(weights) == [weights] * 2
+
+
+class Late(Heads):
+    """Layers that start with zeros send back no gradient in the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.down.weight)
+
+
+class ByHand(hw.Stage):
+    def run_epoch(self) -> None:
+        for x, y in self.batches():
+            nn.functional.cross_entropy(self.models["net"](x), y).backward()
+            self.step_optimizer("sgd")
+            self.pipe.optimizers["sgd"].zero_grad()
+
+
+@ranks(2, leaks=False)
+def test_what_a_plan_would_train_wrongly_is_refused_in_the_first_steps(tmp_path: Path) -> None:
+    def mistake(net: nn.Module, *partial: str, stage: Any = None, batches: Any = None) -> str:
+        parallel = Tp(plan=plan(), partial=partial)
+        with pytest.raises(UsageError) as caught:
+            run_plan(tmp_path, net, stage, batches=batches, parallel=parallel)
+        return str(caught.value)
+
+    part = r"the gradient of 'q_norm.weight', .* differs .* by \d+%: .* pass Tp\(partial=\('q_norm.weight',\)\), else"
+    for net, stage in ((Heads(), Classify()), (Heads(), ByHand()), (Late(), Classify(gradient_clip=1.0))):
+        assert re.search(part, mistake(net, "scale", stage=stage))
+    assert "'norm.weight', whose gradient is whole on every rank already" in mistake(
+        Heads(), "scale", "q_norm", "norm"
+    )
+    assert "'up.weight', which is not a parameter that the plan leaves whole" in mistake(Heads(), "up.weight")
+    other = Batches(3, rank=hw.rank())
+    assert "split over 2 ranks, which got different batches" in mistake(Wide(), batches=other)
+
+
+class Tied(nn.Module):
+    """Words in, words out, with one weight for both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.words, self.middle, self.out = (
+            nn.Embedding(8, 6),
+            nn.Sequential(nn.Linear(6, 6)),
+            nn.Linear(6, 8, bias=False),
+        )
+        self.out.weight = self.words.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.middle(self.words(x)).mean(1)))  # type: ignore[no-any-return]
+
+
+@ranks(2, leaks=False)
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_tied_parameters_stay_one_parameter(tmp_path: Path) -> None:
+    words = [((b[0] * 9).long() % 8, b[1]) for b in Batches(6)]
+    split = {
+        "words": RowwiseParallel(input_layouts=Replicate()),
+        "out": ColwiseParallel(output_layouts=Replicate()),
+    }
+    both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    alone = run_plan(tmp_path, Tied(), batches=words, parallel="none")
+    for parallel in (Tp(plan=split), Tp(plan=split, mesh=both), Fsdp()):
+        pipe = run_plan(tmp_path, Tied(), batches=words, parallel=parallel)
+        assert sum(len(group["params"]) for group in pipe.optimizers["sgd"].param_groups) == 3
+        assert_close(pipe, alone)
+    for parallel, message in (
+        (Tp(plan={"out": split["out"]}), "'words.weight' and 'out.weight' are one parameter, but the plan"),
+        (Fsdp(blocks=(nn.Embedding,)), "'words.weight' and 'out.weight' were one parameter, which sharding"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            run_plan(tmp_path, Tied(), batches=words, parallel=parallel)
+    net = Tied()
+    pipe = make_pipe(tmp_path, net=net, parallel=Tp(plan=split))
+    net.out.weight = nn.Parameter(net.out.weight.detach().clone())
+    pipe.register_dataset("train", words)
+    pipe.append_stage(Classify(), max_epochs=1)
+    with pytest.raises(UsageError, match="were one parameter"):
+        pipe.run()
+
+
+class Summing(Classify):
+    def step(self, batch: Any) -> Tensor:
+        self.log("seen", len(batch[1]), reduce="sum")
+        return super().step(batch)
+
+
+@ranks(2, leaks=False)
+def test_ranks_that_share_batches_count_them_once(tmp_path: Path) -> None:
+    points: list[Any] = []
+
+    class Watch(hw.Callback):
+        def log_point(self, *arguments: Any) -> None:
+            points.append(arguments[-1])
+
+    for parallel, ranks_with_data in ((Tp(plan=plan()), 1), ("ddp", 2)):
+        pipe = make_pipe(tmp_path, net=Wide(), parallel=parallel)
+        pipe.register_dataset("train", Batches(2))
+        pipe.append_stage(Summing(log_every=2), max_epochs=1)
+        pipe.add_callback(Watch())
+        pipe.run()
+        assert pipe.history["train/seen"] == [32.0 * ranks_with_data]
+    assert [(point.data_ranks, point.values["train/seen"]) for point in points] == [(1, 32.0), (2, 64.0)]
 
 
 @ranks(2)

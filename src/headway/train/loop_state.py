@@ -114,7 +114,7 @@ class LoopState:
 
     @cached_property
     def meter(self) -> MetricAccumulator:
-        return MetricAccumulator(self.device)
+        return MetricAccumulator(self.device, repeats_batches=self.pipe._repeats_batches)
 
     def log(
         self, name: str, value: Tensor | float, weight: Tensor | float, reduce: Reduction, scope: Scope

@@ -26,6 +26,7 @@ from headway.system.log import logger
 from headway.train import loop
 from headway.train.batches import FirstBatch, set_epoch
 from headway.train.callback import Callback
+from headway.train.checks import check_new, check_pipeline, check_stage, watch_first_steps
 from headway.train.diagnose import smoke
 from headway.train.diagnose.evidence import explain_out_of_memory
 from headway.train.loop_state import StageStatus
@@ -135,7 +136,7 @@ class Pipeline:
         a mode of `torch.compile`; `ema` is the decay of an average of the weights, which validation uses;
         `activation_checkpointing` lists the classes of modules that recompute their activations in backward.
         """
-        _check_new("model", name, self.registered_models)
+        check_new("model", name, self.registered_models)
         self.registered_models[name] = prepare(
             name,
             model,
@@ -165,7 +166,7 @@ class Pipeline:
         `scheduler` steps after each step of its optimizer, or after each epoch with `every="epoch"`. A scheduler that
         needs a metric, such as ReduceLROnPlateau, gets the epoch's value of `monitor`.
         """
-        _check_new("optimizer", name, self.optimizers)
+        check_new("optimizer", name, self.optimizers)
         if not isinstance(optimizer, Optimizer):
             optimizer = optimizer(self._parameters(name, model))
         if split_param_groups(optimizer) and isinstance(scheduler, LRScheduler):
@@ -190,7 +191,7 @@ class Pipeline:
 
     def register_dataset(self, name: str, loader: Iterable[Any]) -> None:
         """Adds a dataset: any iterable over batches, such as a DataLoader."""
-        _check_new("dataset", name, self.datasets)
+        check_new("dataset", name, self.datasets)
         if not isinstance(loader, Iterable):
             raise UsageError(
                 f"dataset {name!r} is of type {type(loader).__name__}: register an iterable over batches, such as a "
@@ -207,19 +208,9 @@ class Pipeline:
         name: str | None = None,
     ) -> None:
         """Adds a stage, which ends after `max_epochs` epochs or `max_steps` steps, whichever is first."""
-        if isinstance(stage, type):
-            raise UsageError(
-                f"append_stage got the class {stage.__name__}: pass an instance, {stage.__name__}()"
-            )
-        if "_loop" not in vars(stage):
-            kind = type(stage).__name__
-            raise UsageError(f"{kind}.__init__ does not call super().__init__(): call it, with the settings")
-        if "pipe" in vars(stage):
-            raise UsageError(f"stage {stage.name!r} is part of a pipeline already: append a new one")
+        check_stage(stage, name, self.stages)
         state = stage._loop
         state.name = name or state.name
-        if any(state.name == other.name for other in self.stages):
-            raise UsageError(f"a stage named {state.name!r} is already registered: pass another name=...")
         state.set_limits(max_epochs=max_epochs, max_steps=max_steps)
         vars(stage)["pipe"] = self
         self.stages.append(stage)
@@ -235,7 +226,7 @@ class Pipeline:
 
         >>> pipe.register_state("queue", queue)
         """
-        _check_new("state", name, self._registered_state)
+        check_new("state", name, self._registered_state)
         if not isinstance(thing, StatefulObject):
             raise UsageError(
                 f"state {name!r} is of type {type(thing).__name__}: register an object with state_dict() and "
@@ -305,7 +296,8 @@ class Pipeline:
 
     def run(self) -> Run:
         """Runs all stages and returns the run. Exceptions and Ctrl-C end the run and are raised again."""
-        self._check()
+        check_pipeline(self)
+        watch_first_steps(self)
         smoke_part = smoke.requested_part()
         if smoke_part:
             smoke.shorten(self, smoke_part)
@@ -368,24 +360,6 @@ class Pipeline:
             self._run_hook("post_stage", stage)
         self.current_stage = None
 
-    def _check(self) -> None:
-        if self._run is not None:
-            raise UsageError("this pipeline has already run: create a new Pipeline for each run")
-        if not self.stages:
-            raise UsageError(
-                "the pipeline has no stage: call pipe.append_stage(stage, max_epochs=...) before run()"
-            )
-        known = {id(p) for model in self.registered_models.values() for p in model.bare.parameters()}
-        for name, optimizer in self.optimizers.items():
-            for group in optimizer.param_groups:
-                if any(id(p) not in known for p in group["params"]):
-                    raise UsageError(
-                        f"optimizer {name!r} has parameters that no registered model has: register their model, or "
-                        "pass a function that makes the optimizer from the parameters it gets"
-                    )
-        for stage in self.stages:
-            stage._loop.check()
-
     # --- what the loop uses
 
     @property
@@ -394,6 +368,12 @@ class Pipeline:
         if self._run is None:
             raise UsageError("the pipeline has no run directory yet: use it in pre_run or later")
         return self._run
+
+    @property
+    def _repeats_batches(self) -> bool:
+        """Whether another rank computes on the same batches as this one and counts for both."""
+        groups = [model.tensor_group for model in self.registered_models.values()]
+        return any(group is not None and group.rank > 0 for group in groups)
 
     @property
     def _reporter(self) -> Reporter:
@@ -493,8 +473,3 @@ class Pipeline:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned, into a pipeline with the same names registered."""
         state.restore(self, saved)
-
-
-def _check_new(kind: str, name: str, known: Mapping[str, object]) -> None:
-    if name in known:
-        raise UsageError(f"a {kind} named {name!r} is already registered: choose another name")

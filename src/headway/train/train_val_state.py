@@ -62,7 +62,7 @@ class TrainValState(LoopState):
 
     @cached_property
     def val_meter(self) -> MetricAccumulator:
-        return MetricAccumulator(self.device)
+        return MetricAccumulator(self.device, repeats_batches=self.pipe._repeats_batches)
 
     @cached_property
     def only_optimizer(self) -> Sequence[Optimizer]:

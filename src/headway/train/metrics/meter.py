@@ -33,13 +33,14 @@ Reduction = Literal["mean", "sum", "min", "max", "last"]
 Scope = Literal["global", "rank"]
 Value: TypeAlias = "float | list[Value]"
 Array: TypeAlias = npt.NDArray[np.float64]
+Mask: TypeAlias = npt.NDArray[np.bool_]
 Sums: TypeAlias = tuple[Array, float]
 """the accumulated values of a metric, flat, and their total weight"""
 Key: TypeAlias = tuple[str, str, tuple[int, ...]]
 """name, reduction, shape: what ranks must agree on"""
 
 _START = {"mean": 0.0, "sum": 0.0, "last": 0.0, "min": float("inf"), "max": float("-inf")}
-_HEADER = 3  # hash of the keys, flags, busy seconds
+_HEADER = 4  # hash of the keys, flags, busy seconds, whether the rank's sums count
 
 
 @final
@@ -129,6 +130,8 @@ class LogPoint:
     """the flags of each rank, as a bit mask"""
     busy: Sequence[float]
     """the busy seconds that each rank reported"""
+    data_ranks: int
+    """the ranks with batches of their own; fewer than all where some compute one model together"""
     not_finite: Mapping[str, Sequence[int]]
     """metrics with a non-finite sum, and the ranks that contributed it"""
 
@@ -146,8 +149,9 @@ class MetricAccumulator:
     {'loss': 0.4...}
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, repeats_batches: bool = False) -> None:
         self._device = device
+        self._repeats_batches = repeats_batches  # of another rank, whose sums count for both
         self._cells: dict[str, Cell] = {}  # of scope "global"
         self._rank_cells: dict[str, Cell] = {}  # of scope "rank"
         self._agreed: tuple[Key, ...] = ()
@@ -199,12 +203,13 @@ class MetricAccumulator:
     def reduce(self, flags: int = 0, *, busy: float = 0.0) -> LogPoint:
         """Holds a log point: reduces what all ranks have logged since the last one, and exchanges their flags."""
         mine, agreed = self._keys(), _hash(self._agreed)
-        header = [_hash(mine) if mine else agreed, flags, busy]
+        header = [_hash(mine) if mine else agreed, flags, busy, 0.0 if self._repeats_batches else 1.0]
         table = self._gather(self._agreed, header)
-        found = self._reduce_table(self._agreed, table[:, _HEADER:])
+        counted = table[:, 3] > 0
+        found = self._reduce_table(self._agreed, table[:, _HEADER:], counted)
         if (table[:, 0] != agreed).any():  # some rank has a new metric
             extra = tuple(key for key in _agree(mine) if key not in self._agreed)
-            found |= self._reduce_table(extra, self._gather(extra))
+            found |= self._reduce_table(extra, self._gather(extra), counted)
             self._agreed += extra
         local = {name: _value(cell.key, self._take_local(cell)) for name, cell in self._rank_cells.items()}
         return LogPoint(
@@ -212,6 +217,7 @@ class MetricAccumulator:
             local={name: value for name, value in local.items() if value is not None},
             flags=[int(word) for word in table[:, 1].tolist()],
             busy=table[:, 2].tolist(),
+            data_ranks=int(counted.sum()),
             not_finite={name: ranks for name, (_, ranks) in found.items() if ranks},
         )
 
@@ -263,10 +269,12 @@ class MetricAccumulator:
                 first[place] += cell.device_weight
         return torch.cat([first, *(cell.sums() for cell in cells)])
 
-    def _reduce_table(self, keys: Sequence[Key], table: Array) -> dict[str, tuple[Value, list[int]]]:
+    def _reduce_table(
+        self, keys: Sequence[Key], table: Array, counted: Mask
+    ) -> dict[str, tuple[Value, list[int]]]:
         """Returns the value of each metric that was logged, and the ranks that contributed a non-finite sum.
 
-        `table` has the vectors that `_pack` made on all ranks, without the header.
+        `table` has the vectors that `_pack` made on all ranks, without the header; `counted` says whose sums count.
         """
         found: dict[str, tuple[Value, list[int]]] = {}
         at = len(keys)
@@ -276,7 +284,7 @@ class MetricAccumulator:
                 size = math.prod(shape)
                 sums, weights = table[:, at : at + size], table[:, place]
                 at += size
-                now = _merge_ranks(sums, weights, reduction)
+                now = _merge_ranks(sums, weights, reduction, counted)
                 value = _value(key, now)
                 if value is None:
                     continue
@@ -304,13 +312,15 @@ def _value(key: Key, sums: Sums) -> Value | None:
     return plain
 
 
-def _merge_ranks(sums: Array, weights: Array, reduction: str) -> Sums:
-    """Merges the rows of all ranks into one."""
+def _merge_ranks(sums: Array, weights: Array, reduction: str, counted: Mask) -> Sums:
+    """Merges the rows of all ranks into one; of ranks that share their batches, a sum counts once."""
     if len(weights) == 1:
         return sums[0], float(weights[0])
     match reduction:
-        case "mean" | "sum":
+        case "mean":
             total = sums.sum(0)
+        case "sum":
+            total = sums[counted].sum(0)
         case "min":
             total = sums.min(0)
         case "max":

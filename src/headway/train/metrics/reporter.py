@@ -91,7 +91,7 @@ class Reporter:
         }
         if kind == "train":
             elapsed = now - self._since
-            self._rate = stage._loop.samples / elapsed * self._world.world_size if elapsed > 0 else None
+            self._rate = stage._loop.samples / elapsed * point.data_ranks if elapsed > 0 else None
             whole = sum(seconds.values())
             self._wait = seconds.get("data", 0.0) / whole if whole else None
             row["samples_per_second"] = self._rate

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
-from typing import Literal, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final
 
 import torch
 import torch.distributed as c10d
@@ -27,11 +27,14 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from headway.dist import World
 from headway.errors import UsageError
 from headway.train.model.ema import Ema
+from headway.train.model.tensor_group import TensorGroup
+from headway.train.model.ties import Ties, check_ties, find_ties, restore_ties
 
 Blocks: TypeAlias = Sequence[type[nn.Module]]
 
@@ -73,7 +76,8 @@ class Fsdp:
 class Tp:
     """Every rank holds a part of each layer in the plan (tensor parallelism).
 
-    All ranks of such a group need the same batches, because they compute one result together.
+    All ranks of such a group need the same batches, because they compute one result together. That, and that whole
+    gradients are equal, is checked in the first steps. Tied parameters stay tied if the plan splits both alike.
 
     >>> Tp(plan={"up": ColwiseParallel(), "down": RowwiseParallel()})
     """
@@ -82,6 +86,9 @@ class Tp:
     """names of modules and how to split each; `*` matches any name, as in torch's parallelize_module"""
     mesh: DeviceMesh | None = None
     """the ranks to split over; a 2-D mesh splits layers along its second dimension, and FSDP2 shards along the first"""
+    partial: Sequence[str] = ()
+    """names of modules or parameters that the plan leaves whole and that are applied to this rank's part of a split
+    layer, such as `*.q_norm`: each rank computes a part of their gradients, and the parts are added"""
 
 
 Parallel: TypeAlias = Ddp | Fsdp | Tp | Literal["ddp", "fsdp", "none"]
@@ -92,8 +99,18 @@ Compile: TypeAlias = bool | str
 class RegisteredModel:
     """A registered model: the module, its wrapper, and the average of its weights if it has one."""
 
-    def __init__(self, name: str, bare: nn.Module, wrapped: nn.Module, ema: Ema | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        bare: nn.Module,
+        wrapped: nn.Module,
+        ema: Ema | None,
+        *,
+        ties: Ties = (),
+        tensor_group: TensorGroup | None = None,
+    ) -> None:
         self.name, self.bare, self.wrapped, self.ema = name, bare, wrapped, ema
+        self.ties, self.tensor_group = ties, tensor_group
         self.evaluated: nn.Module = bare
         """what validation calls: without the wrapper, so that ranks may have different numbers of batches"""
 
@@ -106,6 +123,14 @@ class RegisteredModel:
     def sharded(self) -> bool:
         """Whether all ranks must take part in each forward."""
         return any(isinstance(parameter, DTensor) for parameter in self.bare.parameters())
+
+    def watch(self, optimizer: Optimizer, latest_batch: Callable[[], Any]) -> None:
+        """Checks the first steps of an optimizer: whole gradients equal over the ranks that split the model, and
+        parameters that were one still one."""
+        if self.tensor_group is not None:
+            self.tensor_group.watch(optimizer, latest_batch)
+        if self.sharded and self.ties:
+            optimizer.register_step_pre_hook(lambda *_: check_ties(self.name, self.bare, self.ties))
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Sets whether the next forward and backward average gradients over ranks, or only add them up on this rank."""
@@ -168,28 +193,33 @@ def prepare(
             )
         module = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
     _checkpoint_activations(name, module, activation_checkpointing)
-    wrapped = _wrap(name, module, parallel, world)
+    ties = find_ties(module)
+    wrapped, tensor_group = _wrap(name, module, parallel, world)
+    check_ties(name, module, ties)
     if compile:
         mode = None if compile is True else compile
         wrapped.compile(mode=mode)  # in place, so that the names of parameters stay
-    model = RegisteredModel(name, module, wrapped, None if ema is None else Ema(module, ema))
+    average = None if ema is None else Ema(module, ema)
+    model = RegisteredModel(name, module, wrapped, average, ties=ties, tensor_group=tensor_group)
     if compile and wrapped is not module:
         model.evaluated = torch.compile(module, mode=mode)  # type: ignore[assignment]
     return model
 
 
-def _wrap(name: str, module: nn.Module, parallel: Parallel, world: World) -> nn.Module:
+def _wrap(
+    name: str, module: nn.Module, parallel: Parallel, world: World
+) -> tuple[nn.Module, TensorGroup | None]:
     match parallel:
         case "none":
-            return module
+            return module, None
         case "ddp":
             return _wrap(name, module, Ddp(), world)
         case "fsdp":
             return _wrap(name, module, Fsdp(), world)
         case Ddp():
-            return _replicate(module, parallel, world)
+            return _replicate(module, parallel, world), None
         case Fsdp():
-            return _shard(name, module, parallel, world)
+            return _shard(name, module, parallel, world), None
         case Tp():
             return _parallelize(name, module, parallel, world)
     raise UsageError(
@@ -261,7 +291,7 @@ def _shard(name: str, module: nn.Module, settings: Fsdp, world: World) -> nn.Mod
     return module
 
 
-def _parallelize(name: str, module: nn.Module, settings: Tp, world: World) -> nn.Module:
+def _parallelize(name: str, module: nn.Module, settings: Tp, world: World) -> tuple[nn.Module, TensorGroup]:
     mesh = settings.mesh or init_device_mesh(world.device.type, (world.world_size,))
     names = [part for part, _ in module.named_modules() if part]
     for pattern in settings.plan:
@@ -271,10 +301,13 @@ def _parallelize(name: str, module: nn.Module, settings: Tp, world: World) -> nn
                 f"{', '.join(names[:20])}"
             )
     inner = mesh if mesh.ndim == 1 else mesh[_dimension(name, mesh, 1)]
+    ties = find_ties(module)
     module = parallelize_module(module, inner, dict(settings.plan))
+    restore_ties(name, module, ties)
+    group = TensorGroup(name, module, inner, settings.partial)
     if mesh.ndim > 1:
         fully_shard(module, mesh=mesh[_dimension(name, mesh, 0)])
-    return module
+    return module, group
 
 
 def _dimension(name: str, mesh: DeviceMesh, number: int) -> str:
