@@ -75,7 +75,7 @@ def test_the_memory_is_page_locked_and_grows(tmp_path: Path) -> None:
     with Saver(tmp_path) as saver:
         for step, size in enumerate((1000, 1_000_000, 5_000_000, 10)):
             saver.save({"x": torch.full((size,), float(step), device="cuda")}, step=step)
-            assert saver._aside is not None and saver._aside._memory._bytes.is_pinned()
+            assert saver._background is not None and saver._background._memory._bytes.is_pinned()
     for step, size in enumerate((1000, 1_000_000, 5_000_000, 10)):
         loaded = checkpoint.load(tmp_path / f"step-{step:012d}").state["x"]
         assert torch.equal(loaded, torch.full((size,), float(step)))
