@@ -109,7 +109,17 @@ valid: accumulate, precision
     close = closest(str(name), names)
     hint = f" (did you mean {close!r}?)" if close else ""
     more = f", ... and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return UsageError(f"{name!r} is not a valid {kind}{hint}; valid: {', '.join(names[:_MOST_NAMES])}{more}")
+    return UsageError(
+        f"{name!r:.80} is not a valid {kind}{hint}; valid: {', '.join(names[:_MOST_NAMES])}{more}"
+    )
+
+
+def yaml_problem(error: Exception) -> str:
+    """Returns what is wrong with a YAML file and in which line, without the line itself: it may hold a secret."""
+    mark = getattr(error, "problem_mark", None)
+    place = f" in line {mark.line + 1}" if mark is not None else ""
+    problem = " ".join(str(getattr(error, "problem", None) or type(error).__name__).split())
+    return f"{problem:.120}{place}"
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:

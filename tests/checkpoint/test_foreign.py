@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import io
+import json
 import os
 import pickle
 import random
@@ -19,6 +20,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from headway.checkpoint.inspect import opcodes
 from headway.checkpoint.inspect.overview import read
 from headway.cli import checkpoint as command
 from headway.errors import NoValidCheckpoint, UsageError
@@ -52,7 +54,7 @@ def shown(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
 def test_a_torch_file(tmp_path: Path, zipped: bool) -> None:
     torch.save(STATE, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
     assert shown(tmp_path / "x.pt") == EXPECTED
-    assert read(tmp_path / "x.pt").about == {"format": "torch file", "imports": []}
+    assert read(tmp_path / "x.pt").about == {"format": "torch file", "imports": [], "calls": []}
 
 
 def test_a_whole_module_is_shown_by_the_names_of_its_state(tmp_path: Path) -> None:
@@ -73,7 +75,11 @@ def distributed(folder: Path) -> Path:
 def test_a_distributed_checkpoint(tmp_path: Path) -> None:
     expected = {name: about for name, about in EXPECTED.items() if name.startswith("net.")}
     assert shown(distributed(tmp_path / "dcp")) == expected | {"x": ("F32", (2, 3), 24)}
-    assert read(tmp_path / "dcp").about == {"format": "torch distributed checkpoint", "imports": []}
+    assert read(tmp_path / "dcp").about == {
+        "format": "torch distributed checkpoint",
+        "imports": [],
+        "calls": [],
+    }
 
 
 def test_the_command_warns_of_what_a_file_would_import(
@@ -83,6 +89,7 @@ def test_the_command_warns_of_what_a_file_would_import(
     assert command.main(["show", str(tmp_path / "x.pt")]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "would import: posix.mkdir" in out and "1 tensors" in out
+    assert f"would call: posix.mkdir('{tmp_path / 'executed'}')" in out
     assert not (tmp_path / "executed").exists()
 
 
@@ -118,6 +125,53 @@ def test_a_pickle_in_any_place_is_never_executed(tmp_path: Path, place: str, pro
     assert not marker.exists()
     pickle.loads(live)  # it was live
     assert marker.is_dir()
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_bare_pickle_says_what_it_would_have_called(
+    tmp_path: Path, protocol: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    live = pickle.dumps(Bomb(tmp_path / "executed"), protocol)
+    (tmp_path / "model.pt").write_bytes(live)
+    assert command.main(["show", str(tmp_path / "model.pt")]) == 0
+    out = capsys.readouterr().out
+    assert "format: pickle, not written by torch" in out and "damaged" not in out
+    assert f"would call: posix.mkdir('{tmp_path / 'executed'}')" in out
+    (tmp_path / "model.pt").write_bytes(b"\x80\x02" + live[:-1])  # loading fails after the call
+    with pytest.raises(NoValidCheckpoint, match=r"would first call posix\.mkdir"):
+        read(tmp_path / "model.pt")
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_call_of_what_another_call_returns_is_shown(tmp_path: Path) -> None:
+    hidden = b"\x80\x02cbuiltins\ngetattr\ncposix\nfork\nX\x02\x00\x00\x00__\x86R)R."
+    (tmp_path / "x.pt").write_bytes(hidden)
+    assert read(tmp_path / "x.pt").about["calls"] == [
+        "builtins.getattr(posix.fork, '__')",
+        "<builtins.getattr>()",
+    ]
+
+
+def test_a_long_program_and_a_long_list_have_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for body in (b"2" * 1_100_000, b"20" * 60):
+        monkeypatch.setattr(opcodes, "_MOST_INSTRUCTIONS", 12_000_000 if len(body) > 1000 else 100)
+        with pytest.raises(NoValidCheckpoint, match="more instructions than any"):
+            read(archive(tmp_path / "x.pt", b"\x80\x02N" + body + b"."))
+    header = {f"m{i}.w": {"dtype": "U8", "shape": [], "data_offsets": [i, i + 1]} for i in range(1500)}
+    text = json.dumps(header).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(1500))
+    assert command.main(["show", str(tmp_path / "x.safetensors")]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") < 2100 and "... and 500 more: --json lists all" in out and "1500 tensors" in out
+
+
+@pytest.mark.parametrize("length", [0x80, 0x180, 0x280])
+def test_a_header_whose_length_begins_like_a_pickle(tmp_path: Path, length: int) -> None:
+    header = b'{"x":{"dtype":"U8","shape":[],"data_offsets":[0,1]}}'.ljust(length)
+    (tmp_path / "x.safetensors").write_bytes(length.to_bytes(8, "little") + header + b"1")
+    assert shown(tmp_path / "x.safetensors") == {"x": ("U8", (), 1)}
 
 
 def archive(path: Path, data: bytes, compression: int = zipfile.ZIP_STORED) -> Path:

@@ -8,10 +8,13 @@ import pytest
 import yaml
 
 from headway.errors import UsageError
+from headway.launcher.sweep import grid
+from headway.launcher.targets import read_target
 from headway.plan import Layout, Node, preset
 from headway.plan.input.dlcalc import import_dlcalc
 from headway.plan.input.plan_file import parse_plan, read_plan_file
 from headway.plan.machine.calibration import Calibration, load_calibration, save_calibration
+from headway.plan.model.hugging_face import from_hf_config
 from headway.plan.report.estimates import estimate
 
 GOOD = {"model": "gpt2", "node": "h200-sxm8", "layout": {"global_batch": 8}}
@@ -108,8 +111,44 @@ def test_strange_yaml_is_refused(text: str, sentence: str, tmp_path: Path) -> No
 def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
     file = tmp_path / "plan.yaml"
     file.write_bytes(b"a" * (10 << 20))
-    with pytest.raises(UsageError, match=r"10,485,760 bytes; a plan file has at most 1,048,576"):
+    with pytest.raises(UsageError, match=r"has more than 1,048,576 bytes"):
         read_plan_file(file)
+    with pytest.raises(UsageError, match=r"has more than 1,048,576 bytes"):
+        read_plan_file("/dev/zero")
+
+
+def _read_sweep(path: Path) -> object:
+    return grid([str(path)])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "root:hunter2:0:0:/root\nme:hunter2:1:1:/me", "- hunter2", "hunter2", "[hunter2, {a: hunter2}]",
+        "root:*:hunter2:\n  me: !hunter2", "hunter2: [", "a: hunter2\n\tb: hunter2", "1: hunter2", "'hunter2",
+        "d: 2026-99-99",
+        "{hunter2", "@hunter2", "%hunter2", "a: b: hunter2", "model: " + "x" * 100 + "hunter2", '"hunter2"',
+        "x" * 100 + "hunter2: 1",
+    ],
+)  # fmt: skip
+def test_a_message_does_not_print_the_file(text: str, tmp_path: Path) -> None:
+    """Any file may be given by mistake, and messages go to logs that others read."""
+    readers = {
+        "x.yaml": read_plan_file,
+        "x.json": from_hf_config,
+        "y.yaml": read_target,
+        "z.yaml": _read_sweep,
+    }
+    for name, read in readers.items():
+        file = tmp_path / name
+        file.write_text(text)
+        message = None
+        try:
+            read(file)
+        except UsageError as error:
+            message = str(error)
+        assert message or name == "z.yaml", "a sweep may hold these names and values"
+        assert "hunter2" not in (message or "").replace("!hunter2", "")
 
 
 def test_unreadable_files(tmp_path: Path) -> None:

@@ -14,12 +14,14 @@ from rich.text import Text
 from headway.cli.parser import Positional, dispatch, parse
 from headway.cli.screen import console, number, safe
 from headway.errors import DONE, NoValidCheckpoint
-from headway.system.text import format_bytes
+from headway.system.text import format_bytes, shorten_list
 
 if TYPE_CHECKING:
     from headway.checkpoint.inspect.tables import Overview
 
 _Path = Annotated[Path, Positional("PATH")]
+
+_MOST_ROWS = 1000
 
 _USAGE = """\
 usage: headway checkpoint show PATH | verify PATH | export PATH OUT.safetensors
@@ -89,28 +91,35 @@ def _show(argv: list[str]) -> int:
     if metrics := overview.about.get("metrics"):
         told = ", ".join(f"{name} {number(value)}" for name, value in metrics.items())
         screen.print(Text(safe(f"metrics: {told}")), soft_wrap=True)
-    if imports := overview.about.get("imports"):
-        warning = f"loading it with pickle would import: {', '.join(imports)}"
-        screen.print(Text(safe(warning), style="bold red"))
+    for deed in ("import", "call"):
+        if names := overview.about.get(f"{deed}s"):
+            warning = f"loading it with pickle would {deed}: {shorten_list(names, limit=20)}"
+            screen.print(Text(safe(warning), style="bold red"), soft_wrap=True)
     screen.print(table(overview))
     return DONE
 
 
 def table(overview: Overview) -> Table:
-    """The overview for a terminal."""
+    """The overview for a terminal. Its rows have a limit: 100,000 take a minute to lay out, and nobody reads them."""
     from headway.checkpoint.inspect.tables import totals
 
     made = Table(box=None, pad_edge=False)
     for title in ("tensor", "type", "shape", "elements", "bytes"):
         made.add_column(title, justify="right" if title in ("elements", "bytes") else "left", overflow="fold")
+    shown = 0
     for module, tensors in overview.modules().items():
+        if shown >= _MOST_ROWS:
+            break
         sum_of = totals(tensors)
         heading = Text(safe(module) or "(no module)", style="bold")
         made.add_row(heading, "", "", f"{sum_of['elements']:,}", format_bytes(sum_of["bytes"]), style="bold")
-        for tensor in tensors:
+        for tensor in tensors[: _MOST_ROWS - shown]:
+            shown += 1
             name = Text("  " + safe(tensor.name.rpartition(".")[2]))
             shape = " x ".join(map(str, tensor.shape)) or "scalar"
             made.add_row(name, tensor.dtype, shape, "", format_bytes(tensor.bytes))
+    if left := len(overview.tensors) - shown:
+        made.add_row(f"... and {left:,} more: --json lists all", "", "", "", "")
     whole = totals(overview.tensors)
     label = f"{whole['tensors']} tensors"
     made.add_row(label, "", "", f"{whole['elements']:,}", format_bytes(whole["bytes"]), style="bold")

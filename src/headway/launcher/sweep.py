@@ -20,7 +20,7 @@ from typing import Any, final
 
 import yaml
 
-from headway.errors import UsageError
+from headway.errors import UsageError, yaml_problem
 from headway.run import Run
 from headway.system import files
 
@@ -133,7 +133,9 @@ def _read(spec: str) -> list[Settings]:
         content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except OSError as error:
         raise UsageError(f"the sweep {spec!r} cannot be read: {error.strerror}") from error
-    except (ValueError, csv.Error, yaml.YAMLError) as error:
+    except yaml.YAMLError as error:
+        raise UsageError(f"the sweep {spec!r} cannot be read: {yaml_problem(error)}") from error
+    except (ValueError, csv.Error) as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"the sweep {spec!r} cannot be read: {reason}; correct that line") from error
     if isinstance(content, dict):

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Self, final
 import yaml
 
 from headway import schedulers
-from headway.errors import UsageError, unknown_name
+from headway.errors import UsageError, unknown_name, yaml_problem
 from headway.schedulers.base import JobRequest, Scheduler
 from headway.schedulers.slurm.time_limit import parse_time_limit
 
@@ -367,8 +367,8 @@ def read_target(path: Path) -> Target:
         values = yaml.safe_load(path.read_text())
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date that does not exist
+        raise UsageError(f"{path} is not YAML: {yaml_problem(error)}") from error
     if not isinstance(values, dict) or "kind" not in values:
         raise UsageError(
             f"{path} does not say where to run; begin with a line like 'kind: slurm' ({', '.join(KINDS)})"

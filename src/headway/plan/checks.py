@@ -10,7 +10,7 @@ from headway.errors import UsageError, unknown_name
 def require_int(key: str, value: object, *, at_least: int = 1) -> int:
     """Returns the value if it is an integer of at least `at_least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise UsageError(f"{key} is {value!r}; expected an integer of at least {at_least}")
+        raise UsageError(f"{key} is {value!r:.80}; expected an integer of at least {at_least}")
     return value
 
 
@@ -19,7 +19,7 @@ def require_number(key: str, value: object, *, above: float = 0.0, at_most: floa
     number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
     if number is None or not above < number <= at_most or number == float("inf"):
         limit = "" if at_most == float("inf") else f" and at most {at_most:g}"
-        raise UsageError(f"{key} is {value!r}; expected a number above {above:g}{limit}")
+        raise UsageError(f"{key} is {value!r:.80}; expected a number above {above:g}{limit}")
     return number
 
 
@@ -40,7 +40,16 @@ def require_known_keys(where: str, given: Iterable[object], valid: Collection[st
 def require_mapping(where: str, value: object) -> Mapping[str, object]:
     """Returns the value if it is a mapping with strings as keys."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise UsageError(f"{where} is {value!r}; expected a mapping of names to values")
+        raise UsageError(f"{where} is {value!r:.80}; expected a mapping of names to values")
+    return value
+
+
+def require_mapping_in(file: str, value: object) -> Mapping[str, object]:
+    """Returns what a file holds if it is a mapping. The message holds nothing of it: it may be any file."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        kind = {list: "a list", dict: "a mapping with other keys than names", type(None): "nothing"}
+        found = kind.get(type(value), "plain text or a number")
+        raise UsageError(f"{file} holds {found}; expected a mapping of names to values")
     return value
 
 

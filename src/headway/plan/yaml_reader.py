@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from headway.errors import UsageError
+from headway.errors import UsageError, yaml_problem
 from headway.plan import checks
 
 _MAX_BYTES = 1 << 20
@@ -29,10 +29,11 @@ def read_yaml(path: str | Path) -> Mapping[str, object]:
     """Reads a plan file as plain data."""
     file = Path(path)
     try:
-        size = file.stat().st_size
-        if size > _MAX_BYTES:
-            raise UsageError(f"{file} has {size:,} bytes; a plan file has at most {_MAX_BYTES:,}")
-        text = file.read_text(encoding="utf-8")
+        with file.open("rb") as stream:
+            content = stream.read(_MAX_BYTES + 1)  # a device or a pipe has no size, and may be endless
+        if len(content) > _MAX_BYTES:
+            raise UsageError(f"{file} has more than {_MAX_BYTES:,} bytes; a plan file has a few hundred")
+        text = content.decode()
     except OSError as error:
         raise UsageError(f"cannot read {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -56,10 +57,12 @@ def parse_yaml(text: str, where: str) -> Mapping[str, object]:
                 )
             tag = getattr(event, "tag", None)
             if isinstance(event, yaml.AliasEvent) or tag is not None:
-                what = f"the tag {tag}" if tag else "an alias"
+                what = f"the tag {tag:.80}" if tag else "an alias"
                 line = event.start_mark.line + 1
                 raise UsageError(f"{where}, line {line}, has {what}; expected plain names, numbers and lists")
         data = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise UsageError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from error
-    return checks.require_mapping(where, data)
+    except UsageError:
+        raise
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
+        raise UsageError(f"{where} is not valid YAML: {yaml_problem(error)}") from error
+    return checks.require_mapping_in(where, data)

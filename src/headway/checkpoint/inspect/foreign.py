@@ -12,6 +12,7 @@ import re
 import struct
 import zipfile
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -31,6 +32,7 @@ METADATA = ".metadata"  # of torch's distributed checkpoints
 ZIP, PICKLE = b"PK\x03\x04", b"\x80"  # the first bytes of torch's files, today and before 1.6
 
 _LARGEST_PICKLE_BYTES = 256 << 20
+_LARGEST_OLD_PICKLE_BYTES = 1 << 20  # to recognize one; torch writes none
 _MOST_NODES = 400_000
 _DEEPEST = 100
 _LEGACY_PICKLES = 4  # a magic number, a version, facts about the machine, the object
@@ -60,14 +62,28 @@ def read_torch_file(path: Path, stream: BinaryIO) -> Overview:
     """Returns the tensors in a .pt file, by the names they have in it."""
     beginning = stream.read(len(ZIP))
     stream.seek(0)
-    found = _read_zip(stream, path.name) if beginning == ZIP else _read_legacy(stream, path.name)
-    return _overview(path, "torch file", found, list(_tensors_in(found.value, path.name).values()))
+    if beginning == ZIP:
+        kind, found = "torch file", _read_zip(stream, path.name)
+    else:
+        kind, found = _read_pickles(stream, path.name)
+    return _overview(path, kind, found, list(_tensors_in(found.value, path.name).values()))
+
+
+def is_pickle(stream: BinaryIO) -> bool:
+    """Returns whether a file is a pickle of the oldest protocols, which begin with no mark of their own."""
+    try:
+        read(io.BytesIO(stream.read(_LARGEST_OLD_PICKLE_BYTES)), "")
+    except DamagedCheckpoint:
+        return False
+    finally:
+        stream.seek(0)
+    return True
 
 
 def read_distributed(path: Path) -> Overview:
     """Returns the tensors in a directory of torch's distributed checkpointing."""
     with CheckpointDirectory(path) as directory, os.fdopen(directory.open(METADATA), "rb") as stream:
-        found = read(_beginning(stream), METADATA)
+        found = read(_beginning(stream), METADATA, _is_expected)
     entries = _attributes(found.value).get("state_dict_metadata")
     if not isinstance(entries, PickledObject):
         raise DamagedCheckpoint(f"{METADATA}: it does not describe a checkpoint of torch")
@@ -76,9 +92,16 @@ def read_distributed(path: Path) -> Overview:
 
 
 def _overview(path: Path, kind: str, found: PickleContents, tensors: list[TensorSummary]) -> Overview:
-    """Makes the overview; `imports` is what loading with pickle would import beyond what tensors need."""
-    imports = sorted(str(name) for name in found.names if not _EXPECTED.fullmatch(str(name)))
-    return Overview(path=path, about={"format": kind, "imports": imports}, tensors=tuple(tensors))
+    """Makes the overview, with what loading the file would import and call beyond what tensors need."""
+    imports = sorted(str(name) for name in found.names if not _is_expected(str(name)))
+    calls = [str(call) for call in found.calls]
+    about = {"format": kind, "imports": imports, "calls": calls}
+    return Overview(path=path, about=about, tensors=tuple(tensors))
+
+
+@lru_cache(maxsize=4096)
+def _is_expected(name: str) -> bool:
+    return _EXPECTED.fullmatch(name) is not None
 
 
 def _read_zip(stream: BinaryIO, name: str) -> PickleContents:
@@ -103,15 +126,16 @@ def _read_zip(stream: BinaryIO, name: str) -> PickleContents:
         if isinstance(error, DamagedCheckpoint):
             raise
         raise DamagedCheckpoint(f"{name}: it is not a zip archive of torch: {error}") from error
-    return read(io.BytesIO(data), name)
+    return read(io.BytesIO(data), name, _is_expected)
 
 
-def _read_legacy(stream: BinaryIO, name: str) -> PickleContents:
+def _read_pickles(stream: BinaryIO, name: str) -> tuple[str, PickleContents]:
+    """Reads a file of torch before 1.6, which is several pickles, or one pickle that torch has not written."""
     beginning = _beginning(stream)
-    found = [read(beginning, name) for _ in range(_LEGACY_PICKLES)]
-    if found[0].value != _LEGACY_MAGIC:
-        raise DamagedCheckpoint(f"{name}: it is a pickle, but torch has not written it")
-    return found[-1]
+    first = read(beginning, name, _is_expected)
+    if first.value != _LEGACY_MAGIC:
+        return "pickle, not written by torch", first
+    return "torch file", [read(beginning, name, _is_expected) for _ in range(_LEGACY_PICKLES - 1)][-1]
 
 
 def _beginning(stream: BinaryIO) -> io.BytesIO:

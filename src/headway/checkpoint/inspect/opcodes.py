@@ -1,8 +1,8 @@
 """Pickles read as data: nothing in them is imported, called or built.
 
 A pickle is a program for a small stack machine. Here its instructions, decoded by the standard library's `pickletools`,
-move plain values, names and `PickledObject`s. An instruction that would call a function makes a `PickledObject` that
-records the call. torch's `weights_only=True` cannot replace this: it builds objects, refuses files with other classes
+move plain values, names and `PickledObject`s. An instruction that would call a function makes a `PickledObject`, and
+the call is noted. torch's `weights_only=True` cannot replace this: it builds objects, refuses files with other classes
 instead of listing them, and needs torch.
 """
 
@@ -14,6 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NamedTuple, final
 
 from headway.checkpoint.format.directory import DamagedCheckpoint
+from headway.system.text import shorten_list
+
+_MOST_INSTRUCTIONS = 12_000_000  # some seconds; a .pt file with 300,000 tensors has 10 million
+_MOST_ON_STACK = 1_000_000  # picklers write containers in batches of 1000
+_MOST_CALLS = 1000
+_LONGEST_TEXT = 80  # characters of an argument in the description of a call
 
 
 class PickledName(NamedTuple):
@@ -52,21 +58,57 @@ PERSISTENT = PickledName("pickle", "persistent_load")
 @final
 @dataclass(frozen=True)
 class PickleContents:
-    """One pickle: the value that it describes, and the names that loading it would import."""
+    """One pickle: the value that it describes, what loading it would import, and what it would call, in order."""
 
     value: object
     names: frozenset[PickledName]
+    calls: tuple[PickledCall, ...]
 
 
-def read(stream: BinaryIO, name: str) -> PickleContents:
-    """Reads one pickle and stops behind it; `DamagedCheckpoint` if there is none. `name` is for the message."""
-    machine = _PickleMachine()
+@final
+class PickledCall(NamedTuple):
+    """A call that loading the pickle would make."""
+
+    what: object
+    args: object
+
+    def __str__(self) -> str:
+        args = self.args if isinstance(self.args, tuple) else (self.args,)
+        return f"{_describe(self.what)}({', '.join(map(_describe, args[:4]))}{', ...' if args[4:] else ''})"
+
+
+def _describe(value: object) -> str:
+    """Returns a value in a few characters; objects may contain themselves, so their contents are left out."""
+    if isinstance(value, PickledObject):
+        return f"<{_describe(value.what)}>" if isinstance(value.what, PickledName) else "<object>"
+    if isinstance(value, PickledName):
+        return str(value)[:_LONGEST_TEXT]
+    if isinstance(value, tuple):
+        return "(...)"
+    if isinstance(value, str | bytes | bytearray) and len(value) > _LONGEST_TEXT:
+        return f"{value[:_LONGEST_TEXT]!r}..."
+    return repr(value) if not isinstance(value, int) or value.bit_length() < 256 else "<integer>"
+
+
+def read(
+    stream: BinaryIO, name: str, is_expected: Callable[[str], object] = lambda _: False
+) -> PickleContents:
+    """Reads one pickle and stops behind it; `DamagedCheckpoint` if there is none. `name` is for the message.
+
+    Calls of expected names are not kept. A damaged pickle makes its calls before loading it fails, so that the error
+    lists them, too.
+    """
+    machine = _PickleMachine(is_expected)
     try:
-        for instruction, argument, _ in pickletools.genops(stream):
+        for count, (instruction, argument, _) in enumerate(pickletools.genops(stream)):
+            if count >= _MOST_INSTRUCTIONS or len(machine.stack) > _MOST_ON_STACK:
+                raise ValueError("it has more instructions than any that torch writes")
             machine.do(instruction.name, argument)
-        return PickleContents(machine.stack.pop(), frozenset(machine.names))
+        return PickleContents(machine.stack.pop(), frozenset(machine.names), tuple(machine.calls))
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, AttributeError) as error:
-        raise DamagedCheckpoint(f"{name}: it is not a readable pickle: {error}") from error
+        called = shorten_list(machine.calls, limit=3)
+        before = f"; loading it would first call {called}" if called else ""
+        raise DamagedCheckpoint(f"{name}: it is not a readable pickle: {str(error)[:200]}{before}") from error
 
 
 _PUSH = frozenset((
@@ -80,9 +122,11 @@ _SKIP = frozenset(("PROTO", "FRAME", "STOP"))
 
 @final
 class _PickleMachine:
-    def __init__(self) -> None:
+    def __init__(self, is_expected: Callable[[str], object]) -> None:
         self.stack: list[Any] = []
         self.names: set[PickledName] = set()
+        self.calls: list[PickledCall] = []
+        self._is_expected = is_expected
         self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
 
@@ -128,6 +172,14 @@ class _PickleMachine:
     def recall(self, key: int) -> None:
         self.push(self._memo[int(key)])
 
+    def call(self, what: object, args: object, state: object = None) -> None:
+        """Pushes what calling `what` would return, and notes the call unless it is expected."""
+        if len(self.calls) < _MOST_CALLS and not (
+            isinstance(what, PickledName) and self._is_expected(str(what))
+        ):
+            self.calls.append(PickledCall(what, args))
+        self.push(PickledObject(what, args, state=state))
+
     def name(self, module: object, name: object) -> PickledName:
         if not (isinstance(module, str) and isinstance(name, str)):
             raise ValueError("it imports something that is not a name")
@@ -147,7 +199,7 @@ def _make_dict(machine: _PickleMachine) -> None:
 
 def _make_by_class(machine: _PickleMachine) -> None:
     what, *args = machine.since_mark()
-    machine.push(PickledObject(what, tuple(args)))
+    machine.call(what, tuple(args))
 
 
 def _build(machine: _PickleMachine) -> None:
@@ -157,7 +209,7 @@ def _build(machine: _PickleMachine) -> None:
 
 def _call(machine: _PickleMachine, count: int) -> None:
     what, args, *named = machine.pop(count)
-    machine.push(PickledObject(what, args, state=named[0] if named else None))
+    machine.call(what, args, named[0] if named else None)
 
 
 _DO: dict[str, Callable[[_PickleMachine, Any], object]] = {
@@ -189,7 +241,7 @@ _DO: dict[str, Callable[[_PickleMachine, Any], object]] = {
     "SETITEMS": lambda m, _: _add_pairs(m, m.since_mark()),
     "GLOBAL": lambda m, both: m.push(m.name(*both.split(" ", 1))),
     "STACK_GLOBAL": lambda m, _: m.push(m.name(*m.pop(2))),
-    "INST": lambda m, both: m.push(PickledObject(m.name(*both.split(" ", 1)), tuple(m.since_mark()))),
+    "INST": lambda m, both: m.call(m.name(*both.split(" ", 1)), tuple(m.since_mark())),
     "OBJ": lambda m, _: _make_by_class(m),
     "REDUCE": lambda m, _: _call(m, 2),
     "NEWOBJ": lambda m, _: _call(m, 2),

@@ -81,15 +81,19 @@ def _summary(name: str, entry: TensorEntry) -> TensorSummary:
 
 def _read_file(path: Path) -> Overview:
     with _open(path) as stream:
-        beginning = stream.read(8)
-        if beginning.startswith((foreign.ZIP, foreign.PICKLE)):
-            stream.seek(0)
-            return foreign.read_torch_file(path, stream)
-        length = int.from_bytes(beginning, "little")
-        if not 2 <= length <= min(_LARGEST_HEADER_BYTES, os.fstat(stream.fileno()).st_size - 8):
-            raise UsageError(
-                f"{path} is neither a safetensors nor a torch file: only these and checkpoints can be shown"
-            )
+        beginning = stream.read(9)
+        length = int.from_bytes(beginning[:8], "little")
+        limit = min(_LARGEST_HEADER_BYTES, os.fstat(stream.fileno()).st_size - 8)
+        stream.seek(0)
+        # the length of a safetensors header may begin like a pickle, but its ninth byte opens a JSON object
+        if not (2 <= length <= limit and beginning.endswith(b"{")):
+            if beginning.startswith((foreign.ZIP, foreign.PICKLE)) or foreign.is_pickle(stream):
+                return foreign.read_torch_file(path, stream)
+            if not 2 <= length <= limit:
+                raise UsageError(
+                    f"{path} is neither a safetensors nor a torch file: only these and checkpoints can be shown"
+                )
+        stream.seek(8)
         header = parse_json(path.name, stream.read(length))
     return Overview(
         path=path, about={}, tensors=tuple(sorted(_summaries(header, path.name), key=lambda t: t.name))

@@ -53,7 +53,7 @@ def from_hf_config(path: str | Path) -> Transformer:
         raise UsageError(f"cannot read {file}: {error.strerror}") from error
     except ValueError as error:
         raise UsageError(f"{file} is not valid JSON: {error}") from error
-    data = dict(checks.require_mapping(str(file), data))
+    data = dict(checks.require_mapping_in(str(file), data))
     kind = data.get("model_type")
     checks.require_choice(f"{file}: model_type", kind, tuple(_READERS))
     return replace(_READERS[str(kind)](_Config(data, str(file))), name=file.parent.name or str(kind))
