@@ -309,7 +309,7 @@ def test_what_is_done_at_the_end_waits_for_all_and_for_what_they_returned(
     result = run.call_dir / "rank-00000.pickle"
     monkeypatch.setattr(worker, "_prepare_process", lambda *_: None)
     monkeypatch.setattr(dist, "init", lambda **_: SimpleNamespace(rank=0))
-    monkeypatch.setattr(shared_run, "record_failures_in", lambda _: None)
+    monkeypatch.setattr(shared_run, "use_run", lambda _: None)
     parts = (abs, (-3,), {}, events.append)
     monkeypatch.setattr(worker.pickled, "unpack", lambda *_, **__: parts)
     monkeypatch.setattr(dist, "barrier", lambda: events.append(result.exists()))

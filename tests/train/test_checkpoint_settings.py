@@ -16,6 +16,7 @@ from torch import Tensor
 import headway as hw
 from headway import dist
 from headway.checkpoint.settings import CheckpointSettings
+from headway.dist import group
 from headway.errors import (
     HeadwayError,
     NoProgress,
@@ -24,6 +25,7 @@ from headway.errors import (
     StorageError,
     UsageError,
 )
+from headway.record.sinks import Csv
 from headway.run import Run
 from headway.testing import ranks
 from headway.train import Callback, Pipeline
@@ -305,6 +307,17 @@ def test_never_must_and_a_path(tmp_path: Path) -> None:
 
 
 @alone
+def test_no_blank_line_is_between_the_attempts_in_the_ledger(tmp_path: Path) -> None:
+    for at in (8, None):
+        pipe = make(tmp_path, Traced(cut=at), max_epochs=1)
+        pipe.enable_ledger()
+        with pytest.raises(Cut) if at else nullcontext():
+            pipe.run()
+    rows = [json.loads(line) for line in pipe.directory.ledger_file.read_text().splitlines()]
+    assert {row["attempt"] for row in rows if row["kind"] == "step"} == {1, 2}
+
+
+@alone
 def test_another_name_or_other_settings_are_another_run(tmp_path: Path) -> None:
     first = cut(tmp_path, 8)
     other = make(tmp_path, Traced(), max_epochs=1)
@@ -317,6 +330,22 @@ def test_another_name_or_other_settings_are_another_run(tmp_path: Path) -> None:
     assert other.directory.name == "else"
 
 
+def contents(run: Run) -> dict[Path, bytes]:
+    """What is in a run directory, apart from what its ranks print and the beats of its owners."""
+    files = (path for path in run.path.rglob("*") if path.is_file())
+    return {
+        path: path.read_bytes()
+        for path in files
+        if path.parent != run.lock_dir and path != run.log_file(0) and path.suffix != ".offset"
+    }
+
+
+def fail(error: BaseException) -> None:
+    """Does what Python does with an exception that nothing caught."""
+    with pytest.raises(SystemExit):
+        group.current().failure_handler.on_exception(error, error.__traceback__)
+
+
 @alone
 def test_a_run_that_somebody_trains_in_is_left_alone(tmp_path: Path) -> None:
     first = cut(tmp_path, 8)
@@ -324,23 +353,38 @@ def test_a_run_that_somebody_trains_in_is_left_alone(tmp_path: Path) -> None:
         second = make(tmp_path, Traced(), max_epochs=1)
         second.run()
         assert second.directory.id != first.directory.id
-        with pytest.raises(RunLocked):
+        before = contents(first.directory)
+        with pytest.raises(RunLocked) as refused:
             make(tmp_path, Traced(), resume=first.directory.path).run()
+        fail(refused.value)
+        assert contents(first.directory) == before, "the next failure there would seem to be caused by this"
 
 
 @alone
 def test_a_run_that_was_taken_over_is_not_written_to(tmp_path: Path) -> None:
+    before: dict[Path, bytes] = {}
+
     class Taken(Traced):
         def step(self, batch: Any) -> Tensor:
-            if self.pipe.steps_done == 4:  # another process has published the next number
-                lock = self.pipe.directory.path / "lock"
+            if self.pipe.steps_done == 4 and not before:  # another process has published the next number
+                lock = self.pipe.directory.lock_dir
                 (lock / "owner-00002.json").write_bytes((lock / "owner-00001.json").read_bytes())
+                before.update(contents(self.pipe.directory))
             return super().step(batch)
 
-    pipe = make(tmp_path, Taken())
-    with pytest.raises(RunLocked, match="was taken over"):
+    pipe = make(tmp_path, Taken(log_every=1))
+    pipe.enable_ledger()
+    pipe.add_sink(Csv())
+    with pytest.raises(RunLocked, match="was taken over") as taken:
         pipe.run()
+    fail(taken.value)
     assert saved(pipe) == [0, 3]
+    after = contents(pipe.directory)
+    changed = {path.name for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
+    assert not changed - {"metrics.csv", "sink-csv.txt"}, (
+        "the sink gets the rows from before, and says why it ends"
+    )
+    assert pipe.steps_done == 5, "found at the first row"
 
 
 @alone

@@ -28,6 +28,7 @@ from headway.checkpoint.reader import CheckpointReader
 from headway.checkpoint.write.saver import Saver
 from headway.dist.collective.exchange import RankExchange, rank_and_size
 from headway.errors import NoValidCheckpoint, UsageError
+from headway.run import Run
 from headway.run.lock import RunLock
 from headway.system import files
 from headway.system.failpoints import failpoint
@@ -110,8 +111,8 @@ def load_latest(
 def find_valid(where: CheckpointRoot) -> Path | None:
     """Returns the newest valid checkpoint, the same on all ranks; None if there never was one.
 
-    Damaged ones are renamed to step-N.corrupt-M and kept. If there are checkpoints and none is valid, all ranks raise
-    `NoValidCheckpoint`: a run must not start from scratch by itself.
+    Damaged ones are renamed to step-N.corrupt-M and kept, unless another process trains in the run. If there are
+    checkpoints and none is valid, all ranks raise `NoValidCheckpoint`: a run must not start from scratch by itself.
     """
     parent, _ = resolve_root(where)
     damaged: list[str] = []
@@ -121,7 +122,7 @@ def find_valid(where: CheckpointRoot) -> Path | None:
         problems = _verify_on_all_ranks(exchange, path)
         if not problems:
             return path
-        aside = exchange.from_root(partial(_set_aside, path))
+        aside = exchange.from_root(partial(_set_aside, where, path))
         damaged.append(f"{aside}: {problems[0]}")
     if exchange.from_root(lambda: has_checkpoints(parent)):
         raise NoValidCheckpoint(
@@ -150,7 +151,9 @@ def _verify_on_all_ranks(exchange: RankExchange, path: Path) -> list[str]:
     return list(dict.fromkeys(problem for found in exchange.all_gather(check) for problem in found))
 
 
-def _set_aside(path: Path) -> str:
+def _set_aside(where: CheckpointRoot, path: Path) -> str:
+    if isinstance(where, Run) and not where.is_ours():
+        return path.name  # for the process that trains there to find
     number = 1
     while os.path.lexists(aside := path.with_name(f"{path.name}.corrupt-{number}")):
         number += 1

@@ -20,6 +20,7 @@ from headway.checkpoint.format.directory import (
 )
 from headway.checkpoint.format.manifest import Manifest, read_manifest
 from headway.errors import UsageError
+from headway.run import Run
 from headway.system import files
 from headway.system.failpoints import failpoint
 
@@ -73,7 +74,10 @@ def prune(where: CheckpointRoot, retention: Retention) -> list[Path]:
 
     A checkpoint is renamed before its files are removed, so that a kill never leaves a half-deleted one under its name.
     Directories without a valid manifest neither count nor are touched. What cannot be removed is a warning.
+    `RunLocked` if the run is another process's.
     """
+    if isinstance(where, Run):
+        where.check_owner()
     parent, owner = resolve_root(where)
     manifests = _manifests(parent)
     keep = retention.kept(manifests)

@@ -11,7 +11,6 @@ from typing import NamedTuple, final
 
 from headway import dist
 from headway.errors import StorageError
-from headway.system.jsonlines import JsonLinesWriter
 
 
 class QuarantinedSample(NamedTuple):
@@ -38,6 +37,6 @@ class Quarantine:
         run = current_run()
         if new and run is not None:
             path = run.quarantine_file(dist.rank())
-            # a full disk is no reason to stop: bad samples are counted all the same
-            with suppress(StorageError), JsonLinesWriter(path, content="bad samples") as rows:
+            # a full disk, or a run that another process took, is no reason to stop here: they are counted all the same
+            with suppress(StorageError), run.open_rows(path, content="bad samples") as rows:
                 rows.write_all(bad._asdict() for bad in new.values())

@@ -44,19 +44,20 @@ def choose_run(root: str | Path, *, name: str, config: object, resume: str | Pat
     # sent, not looked up: a network file system may show a new directory to other nodes only later
     chosen = from_root(choose_on_root)
     run = Run(path=Path(chosen["run"]["path"]), id=chosen["run"]["id"], name=chosen["run"]["name"])
-    current().failure_handler.run = run
+    use_run(run)
     current().opened_runs.add(run.path)
-    HEARTBEAT.set_run(run.path)
     return Choice(run=run, why=chosen["why"], finished=chosen["finished"])
 
 
-def record_failures_in(run: Run) -> None:
+def use_run(run: Run | None) -> None:
     """Records failures of this rank in `run` until it trains in another: for jobs whose code may not train at all.
 
-    >>> record_failures_in(Run.open(os.environ["HEADWAY_RUN"]))  # doctest: +SKIP
+    None: this rank has no run, for the one it asked for is another process's.
+
+    >>> use_run(Run.open(os.environ["HEADWAY_RUN"]))  # doctest: +SKIP
     """
     current().failure_handler.run = run
-    HEARTBEAT.set_run(run.path)
+    HEARTBEAT.set_run(run and run.path, owner=run.fence.number if run and run.fence else None)
 
 
 def current_run() -> Run | None:

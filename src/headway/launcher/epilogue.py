@@ -44,7 +44,9 @@ def main(path: str, status: str) -> int:
             return code
         if code:
             print(summary(outcome, job.target.nproc), end="", file=sys.stderr, flush=True)
-        record_end(run, code, error=(outcome.get("record") or {}).get("sentence"))
+        record = outcome.get("record") or {}
+        if not record.get("locked_out"):  # else the run is another job's, which may have ended meanwhile
+            record_end(run, code, error=record.get("sentence"))
         if code in (Stopped.exit_code, TERMINATED):
             logger.info(requeue(run, job, os.environ))
         return code

@@ -13,8 +13,8 @@ from typing import final
 from headway.dist import World
 from headway.dist.collective import from_root
 from headway.dist.failure.record import FailureRecord
-from headway.dist.shared_run import at_failure, use_terminal
-from headway.errors import DONE, INTERRUPTED, HeadwayError, Stopped
+from headway.dist.shared_run import at_failure, use_run, use_terminal
+from headway.errors import DONE, INTERRUPTED, HeadwayError, RunLocked, Stopped
 from headway.record import diagnostics, screen
 from headway.record.rank_logs import RankLog, rank_log
 from headway.run import Run
@@ -24,8 +24,9 @@ from headway.run.lock import RunLock
 @final
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """A running attempt: its number, from 1, this rank's log, and, on the root, the run's lock."""
+    """A running attempt: the run to write to, its number, from 1, this rank's log, and, on the root, the run's lock."""
 
+    run: Run
     attempt: int
     log: RankLog
     lock: RunLock | None
@@ -45,15 +46,23 @@ def recording(run: Run, world: World, *, config: object = None) -> Iterator[Reco
     facts: diagnostics.Facts = {}
     with ExitStack() as stack:
 
-        def begin() -> int:
+        def begin() -> tuple[int, int]:
             nonlocal lock
             lock = stack.enter_context(run.lock())
-            number = stack.enter_context(_numbered(run, world))
+            held = run.held_as(lock.fence.number)
+            use_run(held)
+            number = stack.enter_context(_numbered(held, world))
             facts.update(attempt=number, **diagnostics.collect(world, run))
-            diagnostics.write(run, facts)
-            return number
+            diagnostics.write(held, facts)
+            return number, lock.fence.number
 
-        number = from_root(begin)  # if the root cannot begin, all ranks raise its error
+        try:
+            number, owner = from_root(begin)  # if the root cannot begin, all ranks raise its error
+        except RunLocked:
+            use_run(None)  # it is another process's, which must not find this failure in it
+            raise
+        run = run.held_as(owner)
+        use_run(run)
         log = stack.enter_context(rank_log(run, rank=world.rank, attempt=number))
         if world.rank == 0:
             screen.show(screen.describe(run, world, facts, config=config))
@@ -61,7 +70,7 @@ def recording(run: Run, world: World, *, config: object = None) -> Iterator[Reco
             stack.enter_context(use_terminal(log.original_stderr_fd))
         if lock is not None and lock.note:
             print(f"headway: {lock.note}", file=sys.stderr)
-        yield Recording(attempt=number, log=log, lock=lock)
+        yield Recording(run=run, attempt=number, log=log, lock=lock)
 
 
 def ending(error: BaseException | None) -> tuple[str, int]:

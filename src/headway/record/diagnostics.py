@@ -31,7 +31,6 @@ from headway.errors import StorageError
 from headway.run import Run, source
 from headway.run.plain import to_plain
 from headway.system import redact
-from headway.system.jsonlines import JsonLinesWriter
 from headway.system.limits import resource_limits
 
 Facts = dict[str, Any]
@@ -96,7 +95,7 @@ def write(run: Run, facts: Facts) -> None:
 
     write(run, {"attempt": 1, **collect(world, run)})
     """
-    with JsonLinesWriter(run.diagnostics_file, content="diagnostics", default=str) as rows:
+    with run.open_rows(run.diagnostics_file, content="diagnostics", default=str) as rows:
         rows.write(cast(Facts, redact.redact_tree(facts)))
     if rows.lost:
         raise StorageError(f"could not write {run.diagnostics_file}: {rows.error}; check that file system")

@@ -2,7 +2,7 @@
 
 Two runs whose rows are all equal have done the same. Rank 0 appends to `ledger.jsonl` at log points, by
 `train.resume.ledger_writer`; this module reads it. A resumed attempt repeats some steps; its rows, which come later in
-the file, replace the earlier ones. Needs no torch.
+the file, replace those of earlier attempts. Needs no torch.
 
     {"kind": "order", "id": "5f0c...", "order": {...}}          what `data.order.locate` needs; named by its digest
     {"kind": "step", "step": 7, "loss": "0x1.9p-1", "samples": "a41e...", "batches": [["5f0c...", 448, 512]], ...}
@@ -57,7 +57,7 @@ class LedgerContents:
     @property
     def last(self) -> dict[int, LedgerRow]:
         """The last row of each step, by step."""
-        return {row.step: row for row in sorted(self.rows, key=lambda row: row.step)}
+        return {row.step: row for row in sorted(self.rows, key=lambda row: (row.step, row.attempt))}
 
     @property
     def repeated(self) -> int:

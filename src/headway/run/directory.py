@@ -6,13 +6,13 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, final
 
 from headway import schedulers
-from headway.errors import UsageError
+from headway.errors import RunLocked, UsageError
 from headway.run import lock as run_lock
 from headway.run.creation import check_name, config_text, create_directory
 from headway.run.info import format_time, has_info, read_info, read_json, to_json, write_info
@@ -20,6 +20,7 @@ from headway.run.paths import RunPaths
 from headway.run.plain import to_plain
 from headway.schedulers.base import JobIds
 from headway.system import files
+from headway.system.jsonlines import JsonLinesWriter
 from headway.system.redact import redact_tree
 
 _ATTEMPT_ENDS = ("done", "failed", "stopped", "interrupted")
@@ -28,7 +29,10 @@ _ATTEMPT_ENDS = ("done", "failed", "stopped", "interrupted")
 @final
 @dataclass(frozen=True, kw_only=True)
 class Run(RunPaths):
-    """One run directory: its paths, and all writing to run.json and failure.json.
+    """One run directory: its paths, all writing to run.json and failure.json, and the fence before every other write.
+
+    In the processes of an attempt, `fence` is the lock that rank 0 holds. What they write into the run passes
+    `check_owner`, so that an attempt which another process has replaced writes nothing more.
 
     >>> run = Run.create("runs", name="digits", config={"lr": 3e-4})  # doctest: +SKIP
     >>> with run.lock():  # doctest: +SKIP
@@ -38,6 +42,7 @@ class Run(RunPaths):
 
     id: str
     name: str
+    fence: run_lock.Fence | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def create(
@@ -81,13 +86,45 @@ class Run(RunPaths):
         """
         return run_lock.hold(self.lock_dir, attempt=len(self.info()["attempts"]) + 1)
 
+    def held_as(self, owner: int | None) -> Run:
+        """Returns this run for a process of an attempt; `owner` is the number of the lock that its rank 0 holds.
+
+        None stands for a process that never held the run.
+        """
+        fence = None if owner is None else run_lock.Fence(directory=str(self.lock_dir), number=owner)
+        return replace(self, fence=fence)
+
+    def check_owner(self) -> None:
+        """Raises `RunLocked` if the run is another process's. Call it before each write into the run directory."""
+        with files.storage(f"find out who trains in {self.path}"):
+            if self.fence is not None:
+                self.fence.check()
+            else:
+                run_lock.check_free(self.lock_dir)
+
+    def is_ours(self) -> bool:
+        """Returns whether `check_owner` allows this process to write, and the scheduler did not start its job again."""
+        try:
+            self.check_owner()
+        except RunLocked:
+            return False
+        return not self.was_replaced()
+
+    def open_rows(
+        self, path: Path, *, content: str, default: Callable[[Any], Any] | None = None
+    ) -> JsonLinesWriter:
+        """Opens a file of rows in this run; a write raises `RunLocked` once the run is another process's."""
+        return JsonLinesWriter(path, content=content, default=default, before_write=self.check_owner)
+
     def set_config(self, config: object) -> None:
         """Writes the settings of a run that was created, at submission, before its script could give them."""
+        self.check_owner()
         with files.storage(f"write {self.config_file}"):
             files.write_atomic(self.config_file, config_text(config).encode())
 
     def record_snapshot(self, facts: Mapping[str, object]) -> None:
         """Records in run.json which copy of the code runs. Jobs are started by these paths: they are not redacted."""
+        self.check_owner()
         info = self.info()
         info["code"]["snapshot"] = dict(facts)
         with files.storage(f"record the code of {self.path}"):
@@ -101,6 +138,7 @@ class Run(RunPaths):
         Call it under `lock()`: an older attempt that still reads "running" was killed. If it had failed before, it
         left a failure.json, which becomes failure-N.json.
         """
+        self.check_owner()
         info = self.info()
         for attempt in info["attempts"]:
             if attempt["status"] == "running":
@@ -127,7 +165,7 @@ class Run(RunPaths):
     def note_attempt(self, number: int, **facts: int) -> None:
         """Adds facts to an attempt in run.json, such as its first step, unless another attempt followed."""
         info = self.info()
-        if number == len(info["attempts"]):
+        if number == len(info["attempts"]) and self.is_ours():
             info["attempts"][-1] |= facts
             with files.storage(f"write the attempt to {self.path}"):
                 write_info(self.path, info)
@@ -152,7 +190,7 @@ class Run(RunPaths):
                 f"cannot end attempt {number!r} as {status!r}: {self.id} has {len(info['attempts'])} attempts, "
                 f"and they end as one of {', '.join(_ATTEMPT_ENDS)}"
             )
-        if number < len(info["attempts"]):
+        if number < len(info["attempts"]) or not self.is_ours():
             return
         info["attempts"][number - 1] |= {
             "status": status,
@@ -175,9 +213,9 @@ class Run(RunPaths):
     def write_failure(self, record: Mapping[str, object], *, instead: bool = False) -> bool:
         """Writes failure.json if there is none, or replaces it with `instead`. Returns whether it was written.
 
-        An attempt that the scheduler has replaced by another records no failure: the run is about the newer one.
+        A process whose run is another one's records no failure: neither one that was refused nor one that was replaced.
         """
-        if self.was_replaced():
+        if not self.is_ours():
             return False
         with files.storage(f"write {self.failure_file}"):
             data = to_json(redact_tree(record))

@@ -13,8 +13,9 @@ the run takes it only on evidence that this owner is gone. Clocks of different h
     a suspended job                                                  locked
     otherwise, if the counter changes within 10 s of our own clock   locked, and if not: taken, with a note
 
-An owner that was replaced exits within seconds, before it writes over the files of the new owner. A node that was cut
-off from its scheduler may still run such an owner, and hold its flock.
+An owner that was replaced exits within seconds. A node that was cut off from its scheduler may still run such an owner,
+and hold its flock. Until it exits it writes nothing into the run: every write passes `Fence.check`, and those of
+processes that never held the run `check_free`.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Owner:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Fence:
-    """A lock in two plain values, which another process of ours can check; see `RunLock.check`."""
+    """A lock in two plain values, with which every process of an attempt checks whether it may write into the run."""
 
     directory: str
     number: int
@@ -130,7 +131,7 @@ class RunLock:
 
     @property
     def fence(self) -> Fence:
-        """What another process of ours needs to check whether the run is still ours."""
+        """What the other processes of this attempt need to check whether the run is still ours."""
         return Fence(directory=str(self._directory), number=self._number)
 
     def check(self) -> None:
@@ -200,6 +201,21 @@ def hold(
         yield lock
     finally:
         lock.release()
+
+
+def check_free(directory: Path) -> None:
+    """Raises `RunLocked` if another process trains in the run: for a process that writes into it and never held it.
+
+    That is the agent or the job script of the ranks, or a process that failed before it could take the run.
+    """
+    number = _newest(directory) if directory.is_dir() else 0
+    if not number:
+        return
+    owner = Owner.read(_owner_file(directory, number).read_bytes())
+    me = Owner(**ProcessIdentity.of().to_dict(), attempt=0, job=schedulers.detect())
+    ours = owner and (owner.identity == me.identity or (me.job is not None and owner.job == me.job))
+    if not ours and not (owner and _is_gone(owner, me)):
+        raise _in_use(directory, number)
 
 
 def newest_owner(directory: Path) -> Owner | None:

@@ -136,7 +136,12 @@ def _failure(run: Run) -> str:
 
 
 def record_end(run: Run, code: int, *, error: str | None = None) -> None:
-    """Records that the job of a run ended; called by its supervisor, which knows the exit code."""
+    """Records that the job of a run ended; called by its supervisor, which knows the exit code.
+
+    Nothing is recorded if another process trains in the run: this job was refused, or has been replaced.
+    """
+    if not run.is_ours():
+        return
     facts = {"exit_code": code, "time": datetime.now(UTC).isoformat(timespec="milliseconds"), "error": error}
     with files.storage(f"write {run.ended_file}"):
         files.write_atomic(run.ended_file, json.dumps(facts).encode())

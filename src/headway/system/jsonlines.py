@@ -67,18 +67,25 @@ class JsonLinesWriter:
     """Appends rows to a file that no other process writes. Rows that cannot be written are counted in `lost`.
 
     NaN and infinities, which JSON does not have, are written as the strings "nan", "inf" and "-inf". `content` says in
-    the one warning about lost rows what they are. `default` converts what JSON cannot represent.
+    the one warning about lost rows what they are. `default` converts what JSON cannot represent. `before_write` is
+    called before rows are appended, and raises if this process must not write any more.
 
-    >>> with JsonLinesWriter(run.metrics_file(0), content="metric rows") as rows:  # doctest: +SKIP
+    >>> with JsonLinesWriter(Path("metrics.jsonl"), content="metric rows") as rows:  # doctest: +SKIP
     ...     rows.write({"step": 50, "metrics": {"train/loss": 0.7}})
     """
 
     def __init__(
-        self, path: Path, *, content: str = "rows", default: Callable[[Any], Any] | None = None
+        self,
+        path: Path,
+        *,
+        content: str = "rows",
+        default: Callable[[Any], Any] | None = None,
+        before_write: Callable[[], None] = lambda: None,
     ) -> None:
         self.lost = 0
         self.error = ""
         self._content = content
+        self._before_write = before_write
         self._encode = json.JSONEncoder(allow_nan=False, default=default).encode
         self._file = AppendOnlyFile(path)
 
@@ -88,6 +95,7 @@ class JsonLinesWriter:
 
     def write_all(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Appends rows in one system call."""
+        self._before_write()
         text = "".join(self._line(row) for row in rows)
         lost, self.error = self._file.append(text.encode()) if text else (0, "")
         if lost and not self.lost:

@@ -334,14 +334,14 @@ class Pipeline:
         """Opens the rank logs, the metrics files, the ledger and the checkpoints of a run, and closes them."""
         with ExitStack() as stack:
             recording = stack.enter_context(record.recording(directory, self.world, config=self.config))
+            self._run = directory = recording.run
             if self.world.is_root:
                 stack.enter_context(feeding(directory, self._sinks))
             self._open_reporter = stack.enter_context(Reporter(directory, self.world))
             self._reporter.print_inputs(self.registered_models.values(), self.datasets)
             if self._ledger_enabled:
-                self._ledger = stack.enter_context(
-                    LedgerWriter(directory, self.world, attempt=recording.attempt)
-                )
+                ledger = LedgerWriter(directory, self.world, attempt=recording.attempt)
+                self._ledger = stack.enter_context(ledger)
             if self._keeper:
                 stack.enter_context(self._keeper.saving(recording))
             yield

@@ -68,9 +68,9 @@ def begin(target: SaveTarget) -> None:
     """Creates the hidden directory, and removes what killed saves of this owner have left."""
     parent = Path(target.parent)
     with files.storage(f"begin to save step {target.step} in {parent}"):
-        _check_new(target)
         if target.fence is not None:
-            target.fence.check()  # the directory may hold what a newer attempt is just saving
+            target.fence.check()  # first: what is there already may be what a newer attempt has saved
+        _check_new(target)
         if not parent.is_dir():
             files.make_dir(parent)
             files.sync_dir(parent.parent)
@@ -105,9 +105,9 @@ def commit(target: SaveTarget, documents: Mapping[str, bytes], manifest: Manifes
             files.write_new(latest, f"{target.final.name}\n".encode())
             files.sync_dir(target.hidden)
             failpoint("checkpoint.before_rename")
-            _check_new(target)
             if target.fence is not None:
                 target.fence.check()
+            _check_new(target)
             target.hidden.rename(target.final)
             failpoint("checkpoint.after_rename")
             latest.rename(parent / "latest")

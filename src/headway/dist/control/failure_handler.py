@@ -138,7 +138,9 @@ class FailureHandler:
         where = self._failure_file
         try:
             if self._agent_file is not None:
-                content = json.dumps(record | {"failure_file": where and str(where)})
+                fence = self.run and self.run.fence
+                known = {"failure_file": where and str(where), "owner": fence and fence.number}
+                content = json.dumps(record | known)
                 files.publish(self._agent_file, content.encode())
             if self.run:
                 self.run.write_failure(record)

@@ -18,7 +18,7 @@ from types import TracebackType
 
 from headway.dist.failure.heartbeat import Heartbeat
 from headway.dist.failure.record import FailureRecord
-from headway.errors import INTERRUPTED, HeadwayError
+from headway.errors import INTERRUPTED, HeadwayError, RunLocked
 from headway.system.redact import redact
 
 _LOST_PEER = re.compile(
@@ -71,6 +71,7 @@ def exception_record(error: BaseException, trace: TracebackType | None, rank: in
         "exit_code": INTERRUPTED if interrupted else own_code,
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "echo": is_echo(error),
+        "locked_out": isinstance(error, RunLocked),
     }
 
 

@@ -30,7 +30,7 @@ SLACK = 10.0  # a step may take this many times its usual time, if that is more 
 _FILE_BYTES = 4096
 _FIXED = struct.Struct("<4q2d")  # version, pid, 1 if there is a step, step; moved, limit
 _STEP_AND_TIME, _STEP_AND_TIME_OFFSET = struct.Struct("<qd"), 24  # of these, step and moved
-_TEXTS = (_FIXED.size, _FIXED.size + 64, _FILE_BYTES)  # phase, path of the run
+_TEXTS = (_FIXED.size, _FIXED.size + 64, _FIXED.size + 80, _FILE_BYTES)  # phase, owner, path of the run
 _VERSION = 1
 
 
@@ -45,6 +45,8 @@ class HeartbeatReading:
     moved: float
     limit: float
     run: str
+    owner: int | None
+    """the number of the lock that the attempt holds on the run, if it does"""
 
     @property
     def age(self) -> float:
@@ -147,10 +149,11 @@ class Heartbeat:
             self.moved = time.monotonic()
             self._begin(self.moved)
 
-    def set_run(self, run: Path) -> None:
+    def set_run(self, run: Path | None, *, owner: int | None = None) -> None:
         """Stores the run's directory, for the agent that may have to record this rank's failure there."""
         if self._memory is not None:
-            _put(self._memory, 1, str(run))
+            _put(self._memory, 1, "" if owner is None else str(owner))
+            _put(self._memory, 2, "" if run is None else str(run))
 
     def _set_limit(self, limit: float) -> None:
         self.limit = limit
@@ -175,9 +178,15 @@ def read(directory: Path, rank: int) -> HeartbeatReading | None:
     version, pid, there, step, moved, limit = _FIXED.unpack_from(data.ljust(_FILE_BYTES, b"\0"))
     if version != _VERSION:
         return None
-    phase, run = (_get(data, number) for number in (0, 1))
+    phase, owner, run = (_get(data, number) for number in (0, 1, 2))
     return HeartbeatReading(
-        pid=pid, phase=phase, step=step if there else None, moved=moved, limit=limit, run=run
+        pid=pid,
+        phase=phase,
+        step=step if there else None,
+        moved=moved,
+        limit=limit,
+        run=run,
+        owner=int(owner) if owner else None,
     )
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 FailureRecord = dict[str, Any]
 """kind (exception, interrupted, vanished, left, hang), rank, host, pid, phase, step, error, traceback, sentence,
-exit_code"""
+exit_code, locked_out (the run is another process's). The agent's copy also has failure_file and owner, the number of
+the lock that the rank's attempt holds on the run"""
 
 
 def format_cause(record: Mapping[str, Any], world_size: int, where: Path | str | None) -> str:

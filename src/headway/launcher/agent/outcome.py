@@ -87,6 +87,7 @@ def _complete(record: FailureRecord) -> None:
     if not record.get("failure_file"):
         return
     try:
-        Run.open(Path(record["failure_file"]).parent).write_failure(record, instead=True)
+        run = Run.open(Path(record["failure_file"]).parent).held_as(record.get("owner"))
+        run.write_failure(record, instead=True)
     except HeadwayError as error:  # the disk may be the very thing that failed
         logger.error("the failure could not be recorded: %s", error)

@@ -57,8 +57,10 @@ class Watchdog:
             [_status(rank, beat, conditions[rank], stacks.get(rank, "")) for rank, beat in stalled.items()],
             self._world_size,
         )
-        run = next((Run.open(beat.run) for beat in stalled.values() if beat.run), None)
-        return record | {"failure_file": str(run.failure_file) if run else None}
+        beat = next((beat for beat in stalled.values() if beat.run), None)
+        if beat is None:
+            return record | {"failure_file": None}
+        return record | {"failure_file": str(Run.open(beat.run).failure_file), "owner": beat.owner}
 
     def _stacks(self, beats: dict[int, HeartbeatReading]) -> dict[int, str]:
         files = {rank: heartbeat.stack_file(self._directory, rank) for rank in beats}

@@ -60,6 +60,7 @@ def worker_program(run: Run, target: ClusterTarget, cwd: Path) -> Program:
 
 def restart(run: Run) -> None:
     """Starts a job that is over again, in its run directory, with the code it had."""
+    run.check_owner()
     with files.storage(f"start {run.id} again"):
         run.ended_file.unlink(missing_ok=True)
         run.set_failure_aside(len(run.info()["attempts"]))

@@ -56,10 +56,10 @@ def main(argv: Sequence[str]) -> int:
     call = Call.read(run)
     _prepare_process(run, call)
     from headway import dist
-    from headway.dist.shared_run import record_failures_in
+    from headway.dist.shared_run import use_run
 
     world = dist.init(device=call.target.get("device", "auto"))
-    record_failures_in(run)
+    use_run(run)
     mine = run.call_dir / f"rank-{world.rank:05d}"
     result_file, error_file = mine.with_suffix(".pickle"), mine.with_suffix(".error.json")
     for file in (result_file, error_file):  # of an earlier attempt

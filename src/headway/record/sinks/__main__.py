@@ -27,13 +27,18 @@ _STATUS_WAIT_S = 5.0  # a run that was killed may need as long until its record 
 def main() -> None:
     parent = ParentPipe(sys.stdin.fileno())
     request = json.loads(parent.read_line(timeout_s=None) or "{}")
-    run = Run.open(request["run"])
+    run = Run.open(request["run"]).held_as(request["owner"])
     sink = transport.make(request["sink"])
     offset_file = run.sink_offset_file(sink.name)
     tail = Tail(run.metrics_file(0), _read_offset(offset_file))
     sink.open(run)
     ended: dict[str, Any] | None = None
     while True:
+        if not run.is_ours():  # its new owner feeds this sink from here on
+            print(
+                "another process trains in this run now: its rows are not for this process", file=sys.stderr
+            )
+            return
         start = tail.offset
         if rows := [row for row in tail.read() if "step" in row]:
             sink.write(rows)

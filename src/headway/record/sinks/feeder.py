@@ -81,7 +81,8 @@ class Feeder:
             )
         finally:
             os.close(log)
-        self._send({"run": str(run.path), "sink": transport.describe(sink)})
+        owner = run.fence.number if run.fence else None
+        self._send({"run": str(run.path), "owner": owner, "sink": transport.describe(sink)})
 
     def finish(self, status: str, exit_code: int) -> None:
         """Says how the run ended; the sink takes the remaining rows and closes."""

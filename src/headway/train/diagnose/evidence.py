@@ -52,9 +52,10 @@ def _out_of_memory(error: torch.OutOfMemoryError, stage: Stage) -> str:
         peak = torch.cuda.max_memory_allocated(pipe.device)
         whole = torch.cuda.get_device_properties(pipe.device).total_memory
         known.append(f"at most {peak / _GIB:.1f} of {whole / _GIB:.1f} GiB were in use")
-        file = pipe.directory.memory_file(pipe.world.rank)
-        file.write_text(torch.cuda.memory_summary(pipe.device))
-        known.append(f"the allocator's own summary is in {file}")
+        if pipe.directory.is_ours():
+            file = pipe.directory.memory_file(pipe.world.rank)
+            file.write_text(torch.cuda.memory_summary(pipe.device))
+            known.append(f"the allocator's own summary is in {file}")
     known += _planned_memory(pipe.directory)
     advice = "lower the batch size and raise accumulate, pass activation_checkpointing, or shard the model with fsdp"
     return f"{'; '.join(known)}: {advice} ({str(error).splitlines()[0]})"

@@ -13,7 +13,6 @@ from headway import dist
 from headway.checkpoint import SavedCheckpoint
 from headway.dist import World
 from headway.run import Run
-from headway.system.jsonlines import JsonLinesWriter
 from headway.train.batches import FirstBatch, count_batches
 from headway.train.metrics.display import Display, ProgressSnapshot, open_display
 from headway.train.metrics.meter import LogPoint
@@ -36,7 +35,7 @@ class Reporter:
 
     def __init__(self, run: Run, world: World) -> None:
         self._world = world
-        self._rows = JsonLinesWriter(run.metrics_file(world.rank), content="metric rows")
+        self._rows = run.open_rows(run.metrics_file(world.rank), content="metric rows")
         self._display: Display | None = None
         self._since = time.monotonic()  # the last log point or validation
         self._stage_start, self._first_step = self._since, 0  # of the current stage in this process

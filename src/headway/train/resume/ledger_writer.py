@@ -64,7 +64,7 @@ class LedgerWriter:
 
     def __enter__(self) -> LedgerWriter:
         if self._world.is_root:  # a full disk loses rows but not the run; readers see the gap
-            self._rows = JsonLinesWriter(self._run.ledger_file, content="rows of the ledger")
+            self._rows = self._run.open_rows(self._run.ledger_file, content="rows of the ledger")
         return self
 
     def __exit__(self, *_: object) -> None:
