@@ -15,7 +15,7 @@ from torch.utils import data as torch_data
 
 from headway.data.order.batch_split import BatchSplit
 from headway.data.order.lookup import describe_order
-from headway.data.order.order import Order, Shuffle, check_same_order
+from headway.data.order.order import ORDER_VERSION, Order, Shuffle, check_same_order
 from headway.data.order.permutation import Ints, derive_key
 from headway.data.worker_init import preserve_rng, reseed
 from headway.errors import UsageError
@@ -95,7 +95,11 @@ class MapCursor(Cursor, torch_data.Sampler[Any]):
         self.consumed = 0
         self._last_span: tuple[int, int] | None = None
         self._fetcher = _BatchFetcher(dataset, collate, seed)
-        self._order = Order([self.length], Shuffle(seed=seed) if shuffle else None)
+        self._arrange(ORDER_VERSION)
+
+    def _arrange(self, version: int) -> None:
+        self._shuffle = Shuffle(seed=self.seed, version=version)
+        self._order = Order([self.length], self._shuffle if self.shuffle else None)
 
     def torch_arguments(self) -> dict[str, Any]:
         return {"dataset": self._fetcher, "batch_sampler": self}
@@ -129,7 +133,8 @@ class MapCursor(Cursor, torch_data.Sampler[Any]):
         return self._last_span
 
     def order(self) -> dict[str, Any]:
-        return describe_order({"data": [self.length]}, [Shuffle(seed=self.seed)] if self.shuffle else None)
+        shuffles = [self._shuffle] if self.shuffle else None
+        return describe_order({"data": [self.length]}, shuffles, version=self._shuffle.version)
 
     def begin_epoch(self, epoch: int) -> None:
         self.epoch, self.consumed = epoch, 0
@@ -141,11 +146,17 @@ class MapCursor(Cursor, torch_data.Sampler[Any]):
         ours = self._identity()
         if {*state} != {*ours, "epoch", "samples"}:
             raise UsageError(f"this is not the state of a DataLoader: {dict(state)}")
-        check_same_order(state, ours)
+        check_same_order(state, ours | {"version": state["version"]})
+        self._arrange(state["version"])
         self.epoch, self.consumed = int(state["epoch"]), int(state["samples"])
 
     def _identity(self) -> dict[str, Any]:
-        return {"version": 1, "length": self.length, "seed": self.seed, "shuffle": self.shuffle}
+        return {
+            "version": self._shuffle.version,
+            "length": self.length,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+        }
 
     def __iter__(self) -> Iterator[SampleRequest]:
         return self._split_epoch(self.epoch, self.consumed, self.split.rank_and_world_size()[0])

@@ -11,7 +11,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from headway.data.order.order import Order
+from headway.data.order.mix_order import MixOrder
 from headway.data.order.permutation import derive_key
 from headway.data.quarantine import QuarantinedSample
 from headway.data.shards.decode import Decoder, decode_deferred, decode_part
@@ -63,14 +63,14 @@ class SampleReader:
     def __init__(
         self,
         shards: OpenShards,
-        orders: Sequence[Order],
+        order: MixOrder,
         *,
         seed: int,
         transform: Transform | None,
         decoders: dict[str, Decoder],
         limits: ShardLimits,
     ) -> None:
-        self._shards, self._orders, self._seed = shards, orders, seed
+        self._shards, self._orders, self._keys, self._seed = shards, order.orders, order.keys, seed
         self._transform, self._decoders, self._limits = transform, decoders, limits
 
     def read(self, locations: Sequence[SampleLocation]) -> Chunk:
@@ -141,7 +141,8 @@ class SampleReader:
 
     def _apply_transform(self, sample: _ReadSample) -> Any:
         assert self._transform is not None
-        seed = derive_key(self._seed, _TRANSFORM, *sample.location)
+        dataset, *where = sample.location
+        seed = derive_key(self._seed, _TRANSFORM, self._keys[dataset], *where)
         return self._transform(sample.value, np.random.Generator(np.random.Philox(seed)))
 
     def _substitute(

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -26,8 +27,8 @@ from headway.data.counters import Counters, LoaderTrace, Span
 from headway.data.order.batch_split import BatchSplit
 from headway.data.order.batching import EpochBatcher, Tail
 from headway.data.order.lookup import describe_order
-from headway.data.order.order import Order, Shuffle, check_same_order
-from headway.data.order.permutation import derive_key
+from headway.data.order.mix_order import MixOrder, check_places, datasets_changed
+from headway.data.order.order import Shuffle, check_same_order
 from headway.data.order.timeline import Timeline, WeightSegment
 from headway.data.quarantine import Quarantine, QuarantinedSample
 from headway.data.sample_reader import Chunk, SampleLocation, SampleReader, Transform, collate
@@ -105,28 +106,13 @@ class ShardLoader:
         mix = source if isinstance(source, Mix) else Mix({"data": 1.0}, shards={"data": source})
         self._limits = limits or ShardLimits()
         self._sources = find_sources(mix, self._limits, shared=rank is None and dist.is_initialized())
-        self._settings = Shuffle(seed=seed, lanes=lanes, window=window)
-        self._shuffles = [_for_dataset(self._settings, number) for number in range(len(self._sources))]
-        self._orders = [
-            Order(source.counts, own if shuffle else None)
-            for source, own in zip(self._sources, self._shuffles, strict=True)
-        ]
-        self._batcher = EpochBatcher(self._orders, self._split, shuffle=shuffle, tail=tail)
-        self.samples = self._batcher.samples
-        self._shuffle, self._schedule, self._weights = shuffle, mix.schedule, mix.weights
+        self._mix, self._shuffle, self._tail = mix, shuffle, tail
         self._timeline: Timeline | None = None
         self._prefetcher: Prefetcher | None = None
         self._cache = CachedShards(cache, self._limits) if cache else None
-        max_open = sum(order.max_open_shards() for order in self._orders)
-        self._shards = OpenShards(self._sources, max_open, self._limits, self._cache)
-        self._reader = SampleReader(
-            self._shards,
-            self._orders,
-            seed=seed,
-            transform=transform,
-            decoders=dict(decoders or {}),
-            limits=self._limits,
-        )
+        self._transform, self._decoders = transform, dict(decoders or {})
+        self._arrange(Shuffle(seed=seed, lanes=lanes, window=window))
+        self.samples = self._batcher.samples
         self._collate = collate_fn or collate
         self._threads, self._prefetch, self._memory, self._max_bad = threads, prefetch, memory, max_bad
         self._epoch = self._position = self._loops = self.padding = 0
@@ -134,6 +120,24 @@ class ShardLoader:
         self._last_span: tuple[int, int] | None = None
         self._trace_path, self._counters, self._position_lock = trace, Counters(), threading.Lock()
         self.bad, self._quarantine = list[QuarantinedSample](), Quarantine()
+
+    def _arrange(self, settings: Shuffle) -> None:
+        """Numbers the datasets, and makes all that goes by their numbers."""
+        given = {source.name: source.counts for source in self._sources}
+        counts = {name: given[name] for name in self._mix.weights}
+        self._settings, self._order = settings, MixOrder(counts, settings, shuffle=self._shuffle)
+        self._sources.sort(key=lambda source: self._order.names.index(source.name))
+        self._batcher = EpochBatcher(self._order.orders, self._split, shuffle=self._shuffle, tail=self._tail)
+        max_open = sum(order.max_open_shards() for order in self._order.orders)
+        self._shards = OpenShards(self._sources, max_open, self._limits, self._cache)
+        self._reader = SampleReader(
+            self._shards,
+            self._order,
+            seed=settings.seed,
+            transform=self._transform,
+            decoders=self._decoders,
+            limits=self._limits,
+        )
 
     # --- iterating
 
@@ -144,7 +148,7 @@ class ShardLoader:
     def __iter__(self) -> Iterator[Any]:
         self._batcher.check()
         if not (self._shuffle or self._restored):
-            self._position = self._epoch * self.samples
+            self._position = self._batcher.start(self._epoch)
         self._restored = False
         self._loops += 1
         return self._loop(self._loops)
@@ -169,7 +173,7 @@ class ShardLoader:
         if self._loops == number:
             self._epoch, self._begun = self._epoch + 1, False
             if not self._batcher.carries():
-                self._position = self._epoch * self.samples
+                self._position = self._batcher.start(self._epoch)
 
     def _load(self, pool: ThreadPoolExecutor, number: int) -> Iterator[Any]:
         """Yields batches and prefetches the next ones; when weights change, prefetched batches are loaded again."""
@@ -281,12 +285,20 @@ class ShardLoader:
     def _weights_over_time(self) -> Timeline:
         """Returns all weights. Computed late, because a step is a global batch, whose size is known after `init()`."""
         if self._timeline is None:
-            size = self._batcher.size()
-            scheduled = [
-                WeightSegment(step * size, weights) for step, weights in self._schedule if self._shuffle
-            ]
-            self._timeline = Timeline([WeightSegment(0, self._weights), *scheduled])
+            self._timeline = Timeline(
+                self._mix_segments(0), self._order.names, version=self._settings.version
+            )
         return self._timeline
+
+    def _mix_segments(self, position: int) -> list[WeightSegment]:
+        """Returns the weights of the mix from a position on."""
+        size, current, later = self._batcher.size(), self._mix.weights, list[WeightSegment]()
+        for step, weights in self._mix.schedule if self._shuffle else ():
+            if step * size <= position:
+                current = weights
+            else:
+                later.append(WeightSegment(step * size, weights))
+        return [WeightSegment(position, current), *later]
 
     # --- weights
 
@@ -332,10 +344,10 @@ class ShardLoader:
 
     def order(self) -> dict[str, Any]:
         """Describes the order in plain values, from which `SampleLookup` finds the samples of any batch."""
-        counts = {source.name: source.counts for source in self._sources}
+        counts, version = {source.name: source.counts for source in self._sources}, self._order.version
         if not self._shuffle:
-            return describe_order(counts, None)
-        return describe_order(counts, self._shuffles, self._weights_over_time())
+            return describe_order(counts, None, version=version)
+        return describe_order(counts, self._order.shuffles, self._weights_over_time(), version=version)
 
     @property
     def batch_size(self) -> int | None:
@@ -363,24 +375,56 @@ class ShardLoader:
     def state_dict(self) -> dict[str, Any]:
         """Returns what was consumed, in samples of all ranks together, and all weights; equal on all ranks."""
         segments = [[segment.start, segment.weights] for segment in self._weights_over_time().segments]
-        return self._identity() | {"epoch": self._epoch, "position": self._position, "segments": segments}
+        state = self._identity() | {"epoch": self._epoch, "position": self._position, "segments": segments}
+        if self._order.version > 1:
+            state |= {"samples": self.samples, "anchor": list(self._batcher.anchor)}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resumes where `state_dict` was taken, on any number of ranks; refuses other shards or another order."""
-        ours = self._identity()
-        if {*state} != {*ours, "epoch", "position", "segments"}:
+        """Resumes where `state_dict` was taken, on any number of ranks; refuses other shards or another order.
+
+        A mix that names its changes (`Mix(added=..., removed=...)`) may have other datasets.
+        """
+        version, ours, mix = state.get("version", 0), self._identity(), self._mix
+        own = {*ours, "epoch", "position", "segments"} | ({"samples", "anchor"} if version != 1 else set())
+        if {*state} != own:
             raise UsageError(f"this is not the state of a ShardLoader: {dict(state)}")
-        check_same_order(state, ours)
-        self._timeline = Timeline(
-            [WeightSegment(int(start), dict(weights)) for start, weights in state["segments"]]
+        saved, here = state["datasets"], ours["datasets"]
+        changed = datasets_changed(saved, here, mix.added, mix.removed)
+        check_same_order(
+            {**state, "datasets": {name: saved[name] for name in here if name in saved}},
+            {**ours, "datasets": {name: here[name] for name in here if name in saved}, "version": version},
         )
+        if version == 1:
+            check_places(saved, state["segments"], mix.weights)
+        self._arrange(replace(self._settings, version=version))
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
+        segments = [WeightSegment(int(start), dict(weights)) for start, weights in state["segments"]]
+        self._timeline = Timeline(segments, self._order.names, version=self._order.version)
+        if version != 1:
+            epoch, position = map(int, state["anchor"])
+            self._batcher.anchor = epoch, position
+            if changed:
+                begun = position + (self._epoch - epoch) * int(state["samples"])
+                self._change_datasets(self._timeline, begun)
         self._restored = True
         self._loops += 1  # a loop in progress would continue from the old position: it ends with an error
 
+    def _change_datasets(self, timeline: Timeline, begun: int) -> None:
+        """Continues with the datasets of the mix; those that were there before continue where they were.
+
+        The epoch that `begun` at a position now ends when it has as many samples as there are. Without shuffle, it
+        begins again.
+        """
+        if self._shuffle:
+            self._batcher.anchor = self._epoch, max(begun, self._position - self.samples)
+        else:
+            self._position, self._batcher.anchor = self._epoch * self.samples, (0, 0)
+        self._timeline = timeline.until(self._position, self._mix_segments(self._position), self._order.names)
+
     def _identity(self) -> dict[str, Any]:
         return {
-            "version": 1,
+            "version": self._order.version,
             "seed": self._settings.seed,
             "lanes": self._settings.lanes,
             "window": self._settings.window,
@@ -400,7 +444,3 @@ def _cpus_per_rank() -> int:
     """Returns this rank's share of the CPUs that the process may use."""
     cpus = usable_cpus()
     return max(1, cpus // dist.local_world_size()) if dist.is_initialized() else cpus
-
-
-def _for_dataset(settings: Shuffle, dataset: int) -> Shuffle:
-    return Shuffle(seed=derive_key(settings.seed, dataset), lanes=settings.lanes, window=settings.window)

@@ -1,7 +1,8 @@
 """The order of samples: a pure function of seed, epoch and position.
 
-permutation (keyed hashes and bijections) -> order (one dataset) and timeline (the proportions of several) -> lookup
-(which samples lie at which positions) -> batch_split (a batch between ranks) and batching (passes and batches).
+permutation (keyed hashes and bijections) -> order (one dataset), timeline (the proportions of several) and mix_order
+(the orders of several) -> lookup (which samples lie at which positions) -> batch_split (a batch between ranks) and
+batching (passes and batches).
 """
 
 from __future__ import annotations

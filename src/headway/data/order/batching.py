@@ -39,6 +39,8 @@ class EpochBatcher:
             raise unknown_name("tail", tail, get_args(Tail))
         self._orders, self._split, self._shuffle, self._tail = orders, split, shuffle, tail
         self.samples = sum(order.samples for order in orders)
+        self.anchor = 0, 0
+        """an epoch and the position at which it begins: moved when datasets are added or removed"""
 
     def size(self) -> int:
         """Returns the samples of all ranks together in a full batch."""
@@ -54,7 +56,11 @@ class EpochBatcher:
 
     def start(self, epoch: int) -> int:
         """Returns the position at which a pass begins."""
-        start = epoch * self.samples
+        start = self._boundary(epoch)
+        if start < 0:
+            raise UsageError(
+                f"epoch {epoch} cannot be found again: datasets were added or removed in epoch {self.anchor[0]}"
+            )
         return start // self.size() * self.size() if self.carries() else start
 
     def carries(self) -> bool:
@@ -63,7 +69,7 @@ class EpochBatcher:
 
     def length(self, epoch: int) -> int:
         """Returns the batches of this rank in a whole pass."""
-        whole, rest = divmod((epoch + 1) * self.samples - self.start(epoch), self.size())
+        whole, rest = divmod(self._boundary(epoch + 1) - self.start(epoch), self.size())
         if self._tail == "pad":
             return whole + bool(rest)
         mine = self._split.rank_slice(rest)
@@ -71,7 +77,7 @@ class EpochBatcher:
 
     def batches(self, timeline: Timeline, epoch: int, position: int) -> Iterator[GlobalBatch]:
         """Yields the batches of a pass, from a position on."""
-        size, stop = self.size(), (epoch + 1) * self.samples
+        size, stop = self.size(), self._boundary(epoch + 1)
         count, most = 1, max(1, _MAX_POSITIONS // size)
         while position < stop:
             whole = min(count, (stop - position) // size)
@@ -87,6 +93,10 @@ class EpochBatcher:
                     first = stop - self.samples + np.arange(size - real) % self.samples
                     by_lane = np.concatenate([by_lane, self._locate(timeline, first)])
                 yield GlobalBatch(by_lane, real, position)
+
+    def _boundary(self, epoch: int) -> int:
+        """Returns the position of the first sample of an epoch, which may lie within a batch."""
+        return self.anchor[1] + (epoch - self.anchor[0]) * self.samples
 
     def _may_be_short(self) -> bool:
         """Whether the last batch holds what is left, and ranks may differ by one batch: in validation."""

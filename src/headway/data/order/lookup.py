@@ -11,9 +11,9 @@ from typing import Any, Protocol, final, runtime_checkable
 
 import numpy as np
 
-from headway.data.order.order import Order, Shuffle
+from headway.data.order.order import ORDER_VERSION, Order, Shuffle
 from headway.data.order.permutation import Ints, distinct_values
-from headway.data.order.timeline import Timeline, WeightSegment
+from headway.data.order.timeline import Timeline, WeightSegment, in_order
 
 
 @runtime_checkable
@@ -29,11 +29,16 @@ def describe_order(
     counts: Mapping[str, Sequence[int]],
     shuffles: Sequence[Shuffle] | None,
     timeline: Timeline | None = None,
+    *,
+    version: int = ORDER_VERSION,
 ) -> dict[str, Any]:
-    """Describes an order in plain values: samples per shard of each dataset, their shuffles and their weights."""
+    """Describes an order in plain values: samples per shard of each dataset, their shuffles and their weights.
+
+    Shuffles belong to the names in their order, sorted; in version 1, in the order of the keys.
+    """
     segments = [[segment.start, dict(segment.weights)] for segment in timeline.segments] if timeline else None
     settings = [[each.seed, each.lanes, each.window] for each in shuffles] if shuffles else None
-    return {
+    return ({"version": version} if version > 1 else {}) | {
         "datasets": {name: list(map(int, of)) for name, of in counts.items()},
         "shuffles": settings,
         "segments": segments,
@@ -50,16 +55,20 @@ class SampleLookup:
 
     def __init__(self, order: Mapping[str, Any]) -> None:
         counts: Mapping[str, Sequence[int]] = order["datasets"]
-        shuffles = order["shuffles"] or [None] * len(counts)
-        self._names = list(counts)
+        version, shuffles = order.get("version", 1), order["shuffles"] or [None] * len(counts)
+        self._names = in_order(counts, version)
         self._single_shard = [len(of) for of in counts.values()] == [1]
         self._orders = [
-            Order(of, each and Shuffle(seed=each[0], lanes=each[1], window=each[2]))
-            for of, each in zip(counts.values(), shuffles, strict=True)
+            Order(
+                counts[name], each and Shuffle(seed=each[0], lanes=each[1], window=each[2], version=version)
+            )
+            for name, each in zip(self._names, shuffles, strict=True)
         ]
         segments = order["segments"]
         self._timeline = segments and Timeline(
-            [WeightSegment(int(start), dict(weights)) for start, weights in segments]
+            [WeightSegment(int(start), dict(weights)) for start, weights in segments],
+            self._names,
+            version=version,
         )
 
     def samples(self, start: int, stop: int) -> Ints:

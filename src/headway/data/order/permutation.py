@@ -13,7 +13,10 @@ UInts = npt.NDArray[np.uint64]
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_ROUNDS = 10  # with fewer, some permutations of five elements occur more often than others
+_ROUNDS = 10
+_MAX_RANKED = (
+    32  # elements; the grid's shifts favor some orders of few elements: of seven, half of them twofold
+)
 _MAX_BINCOUNT = 16384
 
 
@@ -59,19 +62,40 @@ def _mix_array(words: UInts) -> UInts:
 # --- bijections
 
 
-def permute(index: Ints, size: int | Ints, secret: int | UInts) -> Ints:
+def permute(index: Ints, size: int | Ints, secret: int | UInts, *, uniform: bool = True) -> Ints:
     """Maps each index of range(size) to its place in the shuffled range, by a keyed bijection.
 
-    `size` and `secret` may differ from index to index.
+    `size` and `secret` may differ from index to index. Without `uniform`, small ranges are shuffled as they were in the
+    first version of the order.
 
     >>> sorted(permute(np.arange(5), 5, derive_key(7)).tolist())
     [0, 1, 2, 3, 4]
     """
     sizes = as_uints(size)
+    out = _on_grid(index, sizes, as_uints(secret))
+    if uniform:
+        small = np.flatnonzero(np.broadcast_to(sizes <= np.uint64(_MAX_RANKED), index.shape))
+        if small.size:
+            words = np.broadcast_to(as_uints(secret), index.shape)[small]
+            out[small] = _ranked(index[small], np.broadcast_to(sizes, index.shape)[small], words)
+    return out
+
+
+def _ranked(index: Ints, sizes: UInts, secret: UInts) -> Ints:
+    """Ranks each index by its hash, which differs from that of all others: all orders are equally likely."""
+    start = _mix_array(secret + np.uint64(_GOLDEN))
+    mine, rank = _mix_array(start ^ index.astype(np.uint64)), np.zeros_like(index)
+    for other in range(int(sizes.max())):
+        rank += (_mix_array(start ^ np.uint64(other)) < mine) & (np.uint64(other) < sizes)
+    return rank
+
+
+def _on_grid(index: Ints, sizes: UInts, secret: UInts) -> Ints:
+    """Shuffles by shifting the rows and columns of a grid, by amounts that are hashes of the other coordinate."""
     # a grid that is barely larger than size
     rows = np.sqrt(sizes.astype(np.float64)).astype(np.uint64) + np.uint64(1)
     columns = (sizes + rows - np.uint64(1)) // rows
-    secrets = [_mix_array(as_uints(secret) + np.uint64(turn * _GOLDEN & _MASK)) for turn in range(_ROUNDS)]
+    secrets = [_mix_array(secret + np.uint64(turn * _GOLDEN & _MASK)) for turn in range(_ROUNDS)]
     out = _feistel(index.astype(np.uint64), rows, columns, secrets)
     outside = np.flatnonzero(out >= sizes)
     while outside.size:  # cycle walking: the few that fall outside the range are permuted again

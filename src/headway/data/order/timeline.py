@@ -3,65 +3,89 @@
 How many samples each dataset has contributed after k samples is a formula, not a series of draws: the k samples are
 split between two halves of the datasets, each part again, rounding to nearest. The error stays below one sample per
 level of that tree, whatever k is; i.i.d. draws are off by hundreds after a million. A change of weights begins a new
-segment, and the list of segments is all that must be saved.
+segment, and the list of segments is all that must be saved. A segment may have other datasets than the one before.
+
+Datasets go by name: a segment splits them in the order of their names, whatever the order of its keys. (In version 1 of
+the order, they went by place.)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, final
 
 import numpy as np
 
+from headway.data.order.order import ORDER_VERSION
 from headway.data.order.permutation import Ints, distinct_values
 from headway.errors import UsageError, unknown_name
 
-_ONE = (
-    2**26
-)  # the sum of all weights, about; 37 bits are left for the samples of a segment in 64-bit arithmetic
-_MAX_INT64_SAMPLES = 2**36
+_HALF_BITS, _HALF_MASK = 31, 2**31 - 1  # numbers below 2**62 are multiplied in two halves
+_FIRST_ONE = 2**26  # the sum of all weights in version 1, about
+_FIRST_MAX_INT64_SAMPLES = 2**36
 
 
 def apply_weights(weights: Mapping[str, float], changes: Mapping[str, float]) -> dict[str, float]:
     """Returns the weights after a change of some of them, whose names must be known."""
     check_names(changes, weights)
     new = {**weights, **{name: float(weight) for name, weight in changes.items()}}
-    to_fixed_point(new)
+    to_whole_numbers(new)
     return new
 
 
-def check_names(names: Mapping[str, object], known: Mapping[str, object]) -> None:
+def check_names(names: Iterable[str], known: Mapping[str, object]) -> None:
     """Refuses names that are not datasets of the mix."""
     for name in names:
         if name not in known:
             raise unknown_name("dataset of the mix", name, known)
 
 
-def to_fixed_point(weights: Mapping[str, float]) -> list[int]:
-    """Converts weights to integers with a sum near 2**26, so that all machines count alike."""
+def to_whole_numbers(weights: Mapping[str, float]) -> list[int]:
+    """Converts weights to whole numbers in exactly the same proportions.
+
+    >>> to_whole_numbers({"a": 0.75, "b": 0.5})
+    [3, 2]
+    """
     values = list(weights.values())
     if not all(math.isfinite(value) and value >= 0 for value in values) or not any(values):
         raise UsageError(f"weights must be finite and at least 0, one of them above 0, not {dict(weights)}")
-    total = math.fsum(values)
-    return [max(round(value / total * _ONE), 1 if value else 0) for value in values]
+    ratios = [value.as_integer_ratio() for value in values]
+    largest = max(denominator for _, denominator in ratios)  # all of them are powers of two
+    return [numerator * (largest // denominator) for numerator, denominator in ratios]
 
 
-def count_by_dataset(k: Ints, weights: Sequence[int]) -> Ints:
+Split = Callable[[Ints, int, int], Ints]
+"""how many of the first k samples go to the left, by the weights of the left and of both sides"""
+
+
+def split_exactly(k: Ints, left: int, total: int) -> Ints:
+    """Returns k * left / total, rounded; the ratio is exact to 62 bits. All machines count alike."""
+    share = (2 * (left << 2 * _HALF_BITS) + total) // (2 * total)
+    high, low = np.uint64(share >> _HALF_BITS), np.uint64(share & _HALF_MASK)
+    k_high, k_low = (k >> _HALF_BITS).astype(np.uint64), (k & _HALF_MASK).astype(np.uint64)
+    bits, half = np.uint64(_HALF_BITS), np.uint64(2 ** (2 * _HALF_BITS - 1))
+    middle = k_high * low + k_low * high + ((k_low * low + half) >> bits)
+    result: Ints = (k_high * high + (middle >> bits)).astype(np.int64)
+    return result
+
+
+def count_by_dataset(k: Ints, weights: Sequence[int], split: Split = split_exactly) -> Ints:
     """Returns how many of the first k samples come from each dataset: an array of datasets x len(k).
 
     >>> count_by_dataset(np.array([1, 10]), [3, 1, 1]).tolist()
     [[1, 6], [0, 2], [0, 2]]
     """
-    if k.dtype != object and k.size and int(k.max()) >= _MAX_INT64_SAMPLES:
-        return count_by_dataset(k.astype(object), weights).astype(np.int64)
     if len(weights) == 1:
         return k[None]
     middle = len(weights) // 2
     left, total = sum(weights[:middle]), sum(weights)
-    first = (k * left + total // 2) // total if total else k
+    first = split(k, left, total) if total else k
     return np.concatenate(
-        [count_by_dataset(first, weights[:middle]), count_by_dataset(k - first, weights[middle:])]
+        [
+            count_by_dataset(first, weights[:middle], split),
+            count_by_dataset(k - first, weights[middle:], split),
+        ]
     )
 
 
@@ -72,48 +96,88 @@ class WeightSegment(NamedTuple):
     weights: dict[str, float]
 
 
+class _Split(NamedTuple):
+    """How a segment splits samples between its datasets."""
+
+    numbers: Ints
+    """of its datasets, in the order of its tree"""
+    weights: list[int]
+    before: Ints
+    """samples of every dataset before the segment"""
+
+
 @final
 class Timeline:
-    """The stream of a mix: which dataset a position belongs to, and how many samples of that dataset precede it."""
+    """The stream of a mix: which dataset a position belongs to, and how many samples of that dataset precede it.
 
-    def __init__(self, segments: Sequence[WeightSegment]) -> None:
+    `names` are the datasets by number; by default, those of the last segment. Earlier segments may have others, which
+    were removed since: they are counted, but their samples cannot be drawn.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[WeightSegment],
+        names: Sequence[str] | None = None,
+        *,
+        version: int = ORDER_VERSION,
+    ) -> None:
         if not segments or segments[0].start != 0:
             raise UsageError("a timeline begins at position 0")
         starts = [segment.start for segment in segments]
         if starts != sorted(set(starts)):
             raise UsageError(f"segments must begin at increasing positions, not {starts}")
-        self.segments = list(segments)
-        self.names = list(segments[0].weights)
-        self._weights = [to_fixed_point(segment.weights) for segment in segments]
-        self._bases = [np.zeros(len(self.names), np.int64)]
-        for weights, start, end in zip(self._weights, starts, starts[1:], strict=False):
-            self._bases.append(self._bases[-1] + count_by_dataset(np.array([end - start]), weights)[:, 0])
+        self.segments, self.version = list(segments), version
+        self.names = in_order(segments[-1].weights, version) if names is None else list(names)
+        ever = dict.fromkeys(name for segment in segments for name in segment.weights)
+        self._known = [*self.names, *(name for name in ever if name not in set(self.names))]
+        self._split = split_exactly if version > 1 else _split_rounded
+        self._splits: list[_Split] = []
+        before = np.zeros(len(self._known), np.int64)
+        for segment, end in zip(segments, [*starts[1:], starts[-1]], strict=True):
+            self._splits.append(self._splitting(segment.weights, before))
+            before = self._counts(self._splits[-1], end - segment.start)
+
+    def _splitting(self, weights: Mapping[str, float], before: Ints) -> _Split:
+        names = in_order(weights, self.version)
+        numbers = np.array([self._known.index(name) for name in names])
+        convert = to_whole_numbers if self.version > 1 else _to_26_bits
+        return _Split(numbers, convert({name: weights[name] for name in names}), before)
+
+    def _counts(self, split: _Split, samples: int) -> Ints:
+        """Returns the samples of every dataset after some samples of a segment."""
+        counts = split.before.copy()
+        counts[split.numbers] += count_by_dataset(np.array([samples]), split.weights, self._split)[:, 0]
+        return counts
 
     def with_weights(self, position: int, weights: Mapping[str, float]) -> Timeline:
         """Returns the timeline with other weights from a position on, until the next change that is scheduled."""
-        before = [segment for segment in self.segments if segment.start < position]
+        changed = WeightSegment(position, apply_weights(self.weights_at(position), weights))
         after = [segment for segment in self.segments if segment.start > position]
-        current = [segment for segment in self.segments if segment.start <= position][-1].weights
-        return Timeline([*before, WeightSegment(position, apply_weights(current, weights)), *after])
+        return self.until(position, [changed, *after], self.names)
+
+    def until(self, position: int, then: Sequence[WeightSegment], names: Sequence[str]) -> Timeline:
+        """Returns the timeline up to a position, followed by other segments, which may have other datasets."""
+        before = [segment for segment in self.segments if segment.start < position]
+        return Timeline([*before, *then], names, version=self.version)
 
     def weights_at(self, position: int) -> dict[str, float]:
         """Returns the weights at a position."""
         return next(segment.weights for segment in reversed(self.segments) if segment.start <= position)
 
     def counts_at(self, position: int) -> dict[str, int]:
-        """Returns the samples of each dataset before a position."""
+        """Returns the samples of each dataset before a position, also of those that were removed."""
         number = self._segment_of(np.array([position]))[0]
-        within = count_by_dataset(np.array([position - self.segments[number].start]), self._weights[number])
-        return dict(zip(self.names, (self._bases[number] + within[:, 0]).tolist(), strict=True))
+        counts = self._counts(self._splits[number], position - self.segments[number].start)
+        return dict(zip(self._known, counts.tolist(), strict=True))
 
     def shares_at(self, position: int) -> dict[str, tuple[float, float]]:
         """Returns, for each dataset, its share of the samples since weights last changed, and its target share."""
         number = self._segment_of(np.array([position]))[0]
-        since, weights = position - self.segments[number].start, self._weights[number]
-        counts = count_by_dataset(np.array([since]), weights)[:, 0].tolist()
+        since, split = position - self.segments[number].start, self._splits[number]
+        counts = count_by_dataset(np.array([since]), split.weights, self._split)[:, 0].tolist()
         return {
-            name: (count / max(since, 1), weight / sum(weights))
-            for name, count, weight in zip(self.names, counts, weights, strict=True)
+            self._known[dataset]: (count / max(since, 1), weight / sum(split.weights))
+            for dataset, count, weight in zip(split.numbers.tolist(), counts, split.weights, strict=True)
         }
 
     def draw(self, positions: Ints) -> tuple[Ints, Ints]:
@@ -122,12 +186,38 @@ class Timeline:
         segment_of = self._segment_of(positions)
         for number in distinct_values(segment_of):
             here = np.flatnonzero(segment_of == number)
-            k, weights = positions[here] - self.segments[number].start, self._weights[number]
-            before, after = count_by_dataset(k, weights), count_by_dataset(k + 1, weights)
-            dataset[here] = chosen = np.argmax(after - before, axis=0)
-            cursor[here] = self._bases[number][chosen] + before[chosen, np.arange(len(here))]
+            k, split = positions[here] - self.segments[number].start, self._splits[number]
+            before = count_by_dataset(k, split.weights, self._split)
+            after = count_by_dataset(k + 1, split.weights, self._split)
+            place = np.argmax(after - before, axis=0)
+            dataset[here] = chosen = split.numbers[place]
+            cursor[here] = split.before[chosen] + before[place, np.arange(len(here))]
+        if dataset.size and int(dataset.max()) >= len(self.names):
+            raise UsageError(
+                f"position {int(positions[np.argmax(dataset)])} has a sample of "
+                f"{self._known[int(dataset.max())]!r}, which was removed from the mix since"
+            )
         return dataset, cursor
 
     def _segment_of(self, positions: Ints) -> Ints:
         starts = np.array([segment.start for segment in self.segments])
         return np.searchsorted(starts, positions, side="right") - 1
+
+
+def in_order(names: Iterable[str], version: int) -> list[str]:
+    """Returns the names of datasets in the order of their numbers: sorted; in version 1, as they were given."""
+    return sorted(names) if version > 1 else list(names)
+
+
+# --- version 1
+
+
+def _to_26_bits(weights: Mapping[str, float]) -> list[int]:
+    total = math.fsum(weights.values())
+    return [max(round(value / total * _FIRST_ONE), 1 if value else 0) for value in weights.values()]
+
+
+def _split_rounded(k: Ints, left: int, total: int) -> Ints:
+    if k.size and int(k.max()) >= _FIRST_MAX_INT64_SAMPLES:
+        return ((k.astype(object) * left + total // 2) // total).astype(np.int64)
+    return (k * left + total // 2) // total

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import final
 
 from headway.data.catalog.catalog import Catalog
 from headway.data.catalog.shard_files import ShardSpec
-from headway.data.order.timeline import apply_weights, check_names, to_fixed_point
+from headway.data.order.timeline import apply_weights, check_names, to_whole_numbers
 from headway.errors import UsageError
 
 
@@ -21,6 +21,10 @@ class Mix:
     Weights need not add up to one. `shards` gives a directory, a pattern or a list of files for each name; without it,
     the names themselves are directories, patterns, or names in the `catalog` (by default, `Catalog()`). `schedule`
     changes weights at given steps; names that it omits keep theirs.
+
+    Datasets go by name, in any order. A run resumes with the datasets that it was saved with, unless the change is
+    stated: `added` names those that the checkpoint may lack, `removed` those that it may have beyond these. Then all
+    others continue where they were, and the weights and the schedule given here apply from there on.
     """
 
     def __init__(
@@ -30,16 +34,24 @@ class Mix:
         shards: Mapping[str, ShardSpec] | None = None,
         catalog: Catalog | None = None,
         schedule: Sequence[tuple[int, Mapping[str, float]]] = (),
+        added: Collection[str] = (),
+        removed: Collection[str] = (),
     ) -> None:
         if not isinstance(weights, Mapping):
             raise UsageError(
                 f'a Mix needs a weight for each name, as in Mix({{"laion": 0.5}}), not {weights!r}'
             )
         self.weights = {str(name): float(weight) for name, weight in weights.items()}
-        to_fixed_point(self.weights)
+        to_whole_numbers(self.weights)
         self.shards: dict[str, ShardSpec] = {name: (shards or {}).get(name, name) for name in self.weights}
         check_names(shards or {}, self.weights)
         self.catalog = catalog
+        self.added, self.removed = _names("added", added), _names("removed", removed)
+        check_names(self.added, self.weights)
+        if self.removed & self.weights.keys():
+            raise UsageError(
+                f"removed={sorted(self.removed & self.weights.keys())} are datasets of this mix: remove their weights"
+            )
         steps = [step for step, _ in schedule]
         if any(step < 1 for step in steps) or steps != sorted(set(steps)):
             raise UsageError(f"the steps of a schedule must be increasing numbers from 1 on, not {steps}")
@@ -48,3 +60,9 @@ class Mix:
         for step, changes in schedule:
             current = apply_weights(current, changes)
             self.schedule.append((step, current))
+
+
+def _names(argument: str, names: Collection[str]) -> frozenset[str]:
+    if isinstance(names, str):
+        raise UsageError(f"{argument}={names!r}: give a list of names, [{names!r}]")
+    return frozenset(map(str, names))

@@ -1,0 +1,61 @@
+"""The orders of all datasets of a mix, by number; and what a saved position requires of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, final
+
+from headway.data.order.order import Order, Shuffle
+from headway.data.order.permutation import derive_key
+from headway.data.order.timeline import in_order
+from headway.errors import UsageError
+
+
+@final
+class MixOrder:
+    """The orders of the datasets of a mix. Each depends on the name of its dataset, and not on the others."""
+
+    def __init__(self, counts: Mapping[str, Sequence[int]], settings: Shuffle, *, shuffle: bool) -> None:
+        self.version = settings.version
+        self.names = in_order(counts, self.version)
+        self.keys = [
+            _name_key(name) if self.version > 1 else number for number, name in enumerate(self.names)
+        ]
+        """what stands for each dataset where random numbers are derived; in version 1, its place"""
+        self.shuffles = [replace(settings, seed=derive_key(settings.seed, key)) for key in self.keys]
+        self.orders = [
+            Order(counts[name], own if shuffle else None)
+            for name, own in zip(self.names, self.shuffles, strict=True)
+        ]
+
+
+def _name_key(name: str) -> int:
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def datasets_changed(
+    saved: Collection[str], here: Collection[str], added: Collection[str], removed: Collection[str]
+) -> bool:
+    """Whether a mix has other datasets than when its position was saved; refuses a change that was not stated."""
+    new, gone = sorted({*here} - {*saved}), sorted({*saved} - {*here})
+    words = [f"added={new}"] * (not {*new} <= {*added}) + [f"removed={gone}"] * (not {*gone} <= {*removed})
+    if words:
+        raise UsageError(
+            f"the position belongs to a mix of the datasets {sorted(saved)}, and this one has {sorted(here)}: if that "
+            f"is intended, say so with Mix(..., {', '.join(words)})"
+        )
+    return bool(new or gone)
+
+
+def check_places(saved: Iterable[str], segments: Iterable[Sequence[Any]], here: Iterable[str]) -> None:
+    """Refuses a position of version 1, in which datasets went by place, if they are not in the same places here."""
+    for names in (saved, *(weights for _, weights in segments)):
+        if list(names) != list(here):
+            raise UsageError(
+                f"the position was saved by an earlier version of headway, which went by the order of the datasets, "
+                f"{list(names)} there and {list(here)} here: give the Mix its datasets in the order of that run, or "
+                "start without this state"
+            )
