@@ -337,12 +337,50 @@ def test_a_bad_sample_is_replaced_by_the_same_one_every_time(tmp_path: Path) -> 
 def test_too_many_bad_samples_stop_the_run(tmp_path: Path) -> None:
     damaged(tmp_path, set(range(0, 200, 20)))
     with pytest.raises(
-        HeadwayError, match=r"2 of \d+ samples could not be used, more than max_bad=0\.001.*shard-000000"
+        HeadwayError, match=r"10 of \d+ samples could not be used, more than max_bad=0\.001.*shard-000000"
     ):
         list(ShardLoader(tmp_path, batch_size=10))
+    with pytest.raises(HeadwayError, match=r"1 of \d+ samples could not be used, more than max_bad=0;"):
+        list(ShardLoader(tmp_path, batch_size=10, max_bad=0))
     loader = ShardLoader(tmp_path, batch_size=10, max_bad=0.2)
     assert sum(len(batch["cls"]) for batch in loader) == 200
     assert len(loader.bad) >= 10
+
+
+def test_two_bad_samples_on_one_of_many_ranks_are_chance(tmp_path: Path) -> None:
+    """Two of 4,000 are half of what may be bad, and stopped the rank that met both."""
+    damaged(tmp_path / "good", set(), 4000)
+    batches = iter(ShardLoader(tmp_path / "good", batch_size=25, rank=3, world_size=16, threads=1))
+    bad = set(next(batches)["cls"].tolist()[:2])
+    batches.close()
+    damaged(tmp_path / "bad", bad, 4000)
+    loader = ShardLoader(tmp_path / "bad", batch_size=25, rank=3, world_size=16, threads=1)
+    assert [len(batch["cls"]) for batch in loader] == [25] * 10
+    assert {int(sample.key) for sample in loader.bad} == bad
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_validation_leaves_bad_samples_out(world_size: int, tmp_path: Path) -> None:
+    """A mean over what is there is exact on any number of ranks; in the last batch, one rank has nothing left."""
+    bad = {0, 7, 8, 9, 10, 11, 22}
+    damaged(tmp_path, bad, 23)
+    good = sorted(set(range(23)) - bad)
+    loaders = group(world_size, tmp_path, global_batch_size=6, shuffle=False, max_bad=0.5)
+    seen = [number for loader in loaders for batch in loader for number in batch["cls"].tolist()]
+    assert sorted(seen) == good
+    assert sorted(int(each.key) for loader in loaders for each in loader.bad) == sorted(bad)
+    assert sum(loader.counters()["bad"] for loader in loaders) == len(bad)
+    for tail, length in (("pad", 24), ("drop", 18)):
+        loaders = group(world_size, tmp_path, global_batch_size=6, shuffle=False, max_bad=1, tail=tail)
+        seen, steps, rows = [], set(), 0
+        for loader in loaders:
+            batches = [(batch["cls"].tolist(), loader.padding) for batch in loader]
+            seen += [number for batch, padding in batches for number in batch[: len(batch) - padding]]
+            rows += sum(len(batch) for batch, _ in batches)
+            steps.add(len(batches))
+        assert sorted(seen) == [number for number in good if number < length], "the rest is padding"
+        assert steps == {length // 6}, "all ranks take equally many steps"
+        assert rows == 24 if tail == "pad" else rows < 18
 
 
 def test_a_shard_of_nothing_but_bad_samples_ends(tmp_path: Path) -> None:

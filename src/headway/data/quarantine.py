@@ -1,16 +1,24 @@
-"""Samples that could not be used, each listed once in a file per rank in the run directory.
+"""Samples that could not be used: how many are too many, and a list of them in a file per rank in the run directory.
 
 runs/NAME/log/quarantine-00003.jsonl       {"dataset": "web", "shard": "/data/7.tar", "key": "a", "reason": "..."}
 """
 
 from __future__ import annotations
 
+import math
+import zlib
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 from headway import dist
-from headway.errors import StorageError
+from headway.dist.collective.exchange import RankExchange
+from headway.errors import HeadwayError, StorageError
+
+_MIN_BAD = 10  # fewer are chance, or a dataset so small that its share says little
+_MIN_SHARDS = 3
+_SIGNIFICANCE = -math.log(1e-4)  # of an excess; a bound, so that chance stops fewer runs than that
+_MAX_SHARDS = 10_000  # that a rank lists for the others
 
 
 class QuarantinedSample(NamedTuple):
@@ -24,14 +32,27 @@ class QuarantinedSample(NamedTuple):
 
 @final
 class Quarantine:
-    """Writes bad samples to the run directory, each of them once."""
+    """The bad samples of a loader: writes each of them once to the run directory, and stops the run at too many.
 
-    def __init__(self) -> None:
-        self._known: set[tuple[str, str]] = set()
+    `max_bad` is a share of all samples, on all ranks. Two rules decide, and neither is fooled by samples that are bad
+    together, because their shard is: that shard may come early, and then all is well for the rest of the epoch.
+    """
+
+    def __init__(self, max_bad: float, epoch_samples: int) -> None:
+        self.samples: list[QuarantinedSample] = []
+        """those of this rank"""
+        self._max_bad, self._epoch_samples = max_bad, epoch_samples
+        self._written: set[tuple[str, str]] = set()
+        self._shards: set[int] = set()
+        self._taken = self._on_all_ranks = 0
 
     def add(self, samples: Iterable[QuarantinedSample]) -> None:
-        new = {(bad.shard, bad.key): bad for bad in samples if (bad.shard, bad.key) not in self._known}
-        self._known |= new.keys()
+        """Adds bad samples of this rank."""
+        samples = list(samples)
+        self.samples += samples
+        self._shards |= {zlib.crc32(bad.shard.encode("utf-8", "surrogateescape")) for bad in samples}
+        new = {(bad.shard, bad.key): bad for bad in samples if (bad.shard, bad.key) not in self._written}
+        self._written |= new.keys()
         from headway.dist.shared_run import current_run  # needs torch
 
         run = current_run()
@@ -40,3 +61,53 @@ class Quarantine:
             # a full disk, or a run that another process took, is no reason to stop here: they are counted all the same
             with suppress(StorageError), run.open_rows(path, content="bad samples") as rows:
                 rows.write_all(bad._asdict() for bad in new.values())
+
+    def check(self, seen: int, seen_by_all: int) -> None:
+        """Raises `HeadwayError` if this rank alone has too many, of the samples that it and all ranks have seen."""
+        bad = len(self.samples)
+        if bad and self._too_many(bad, len(self._shards), seen, seen_by_all):
+            raise self._error(bad, seen, self.samples[-1])
+
+    def take(self) -> int:
+        """Returns the bad samples of this rank since the last call."""
+        new, self._taken = len(self.samples) - self._taken, len(self.samples)
+        return new
+
+    def check_all_ranks(self, new: int, seen_by_all: int, part: int) -> None:
+        """Raises `HeadwayError` on all ranks if they have too many together, given those since the last call.
+
+        Only if there may be too many, ranks exchange which shards they are in. Ranks with the same `part` of the data
+        have the same bad samples, which count once.
+        """
+        self._on_all_ranks += new
+        bad = self._on_all_ranks
+        if not new or not self._too_many(bad, bad, seen_by_all, seen_by_all):
+            return
+        mine: list[Any] = [part, len(self.samples), sorted(self._shards)[:_MAX_SHARDS], self.samples[-1:]]
+        found = RankExchange("count their bad samples").all_gather(lambda: mine)
+        by_part = {row[0]: row for row in found}
+        bad = sum(row[1] for row in by_part.values())
+        shards = {shard for row in by_part.values() for shard in row[2]}
+        if self._too_many(bad, len(shards), seen_by_all, seen_by_all):
+            last = next(row[3][0] for row in found if row[3])
+            raise self._error(bad, seen_by_all, QuarantinedSample(*last))
+
+    def _too_many(self, bad: int, shards: int, seen: int, seen_by_all: int) -> bool:
+        """Whether there are more than any epoch may have, or so many shards with bad samples that it cannot be chance.
+
+        The second is a bound for the tail of Poisson's distribution, from which follows that of the binomial one.
+        """
+        if not self._max_bad:
+            return bad > 0
+        if bad >= _MIN_BAD and bad > self._max_bad * max(seen_by_all, self._epoch_samples):
+            return True
+        expected = self._max_bad * seen
+        if shards < _MIN_SHARDS or shards <= expected:
+            return False
+        return shards * math.log(shards / expected) - shards + expected > _SIGNIFICANCE
+
+    def _error(self, bad: int, seen: int, last: QuarantinedSample) -> HeadwayError:
+        return HeadwayError(
+            f"{bad} of {seen} samples could not be used, more than max_bad={self._max_bad:g}; "
+            f"the last is {last.key!r} in {last.shard}: {last.reason}"
+        )

@@ -39,6 +39,8 @@ class Chunk:
     read: int = 0
     """bytes in the shards"""
     bad: list[QuarantinedSample] = field(default_factory=list)
+    substitutes: set[int] = field(default_factory=set)
+    """which of the values replace bad samples"""
     times: list[tuple[float, ...]] = field(default_factory=list)
     """for a few samples at a time: when reading began, and when reading, decoding and any transform ended"""
 
@@ -58,7 +60,7 @@ class _ReadSample:
 
 @final
 class SampleReader:
-    """Reads, decodes and transforms samples."""
+    """Reads, decodes and transforms samples; leaves out bad ones, or with `substitute` replaces them."""
 
     def __init__(
         self,
@@ -66,11 +68,13 @@ class SampleReader:
         order: MixOrder,
         *,
         seed: int,
+        substitute: bool,
         transform: Transform | None,
         decoders: dict[str, Decoder],
         limits: ShardLimits,
     ) -> None:
         self._shards, self._orders, self._keys, self._seed = shards, order.orders, order.keys, seed
+        self._replaces = substitute
         self._transform, self._decoders, self._limits = transform, decoders, limits
 
     def read(self, locations: Sequence[SampleLocation]) -> Chunk:
@@ -79,8 +83,11 @@ class SampleReader:
         chunk = Chunk(threading.get_native_id())
         samples, size, began = list[_ReadSample](), 0, time.perf_counter()
         for location in locations:
-            samples.append(self._read_sample(location, []))
-            size += samples[-1].read
+            sample = self._read_sample(location, [], chunk)
+            if sample is None:
+                continue
+            samples.append(sample)
+            size += sample.read
             if size > _READ_BYTES:
                 self._finish(chunk, samples, began)
                 samples, size, began = [], 0, time.perf_counter()
@@ -88,7 +95,10 @@ class SampleReader:
             self._finish(chunk, samples, began)
         return chunk
 
-    def _read_sample(self, location: SampleLocation, bad: list[QuarantinedSample]) -> _ReadSample:
+    def _read_sample(
+        self, location: SampleLocation, bad: list[QuarantinedSample], chunk: Chunk
+    ) -> _ReadSample | None:
+        """Reads a sample or, if it is bad, its substitute; None if it is left out."""
         while True:
             dataset, _, shard, sample = location
             name = f"sample {sample}"  # until its shard is open
@@ -102,7 +112,11 @@ class SampleReader:
                     if decoder is not None:
                         late.append((extension, data, decoder))
             except (BadSample, BadShard) as error:
-                location = self._substitute(location, name, error, bad)
+                substitute = self._substitute(location, name, error, bad)
+                if substitute is None:
+                    chunk.bad += bad
+                    return None
+                location = substitute
                 continue
             value["__key__"] = name
             return _ReadSample(location, name, value, late, read, bad)
@@ -110,32 +124,45 @@ class SampleReader:
     def _finish(self, chunk: Chunk, samples: list[_ReadSample], began: float) -> None:
         """Decodes images. A transform follows each at once, while it is in the cache, and often makes it smaller."""
         read, transforming = time.perf_counter(), 0.0
-        for number, each in enumerate(samples):
-            samples[number] = sample = self._decode(each)
+        finished = list[_ReadSample]()
+        for each in samples:
+            sample = self._decode(each, chunk)
+            if sample is None:
+                continue
             if self._transform is not None:
                 decoded, before = time.perf_counter(), _bytes(sample.value)
                 value = self._apply_transform(sample)
                 chunk.size += max(before, _bytes(value))
                 chunk.values.append(value)
                 transforming += time.perf_counter() - decoded
+            finished.append(sample)
         end = time.perf_counter()
         if self._transform is None:
-            chunk.values += [sample.value for sample in samples]
-            chunk.size += sum([_bytes(sample.value) for sample in samples])
+            chunk.values += [sample.value for sample in finished]
+            chunk.size += sum([_bytes(sample.value) for sample in finished])
             chunk.times.append((began, read, end))
         else:
             chunk.times.append((began, read, end - transforming, end))
-        chunk.read += sum([sample.read for sample in samples])
-        chunk.bad += [bad for sample in samples for bad in sample.bad]
+        first = len(chunk.values) - len(finished)
+        for number, sample in enumerate(finished, first):
+            chunk.read += sample.read
+            if sample.bad:
+                chunk.bad += sample.bad
+                chunk.substitutes.add(number)
 
-    def _decode(self, sample: _ReadSample) -> _ReadSample:
-        """Decodes the images of a sample; if that fails, those of its substitute."""
+    def _decode(self, sample: _ReadSample, chunk: Chunk) -> _ReadSample | None:
+        """Decodes the images of a sample or, if that fails, of its substitute; None if it is left out."""
         while True:
             try:
                 decode_deferred(sample.late, sample.value, self._decoders)
             except (BadSample, BadShard) as error:
                 location = self._substitute(sample.location, sample.name, error, sample.bad)
-                sample = self._read_sample(location, sample.bad)
+                if location is None:
+                    chunk.bad += sample.bad
+                    return None
+                substitute = self._read_sample(location, sample.bad, chunk)
+                assert substitute is not None, "they are left out all or none"
+                sample = substitute
             else:
                 return sample
 
@@ -147,12 +174,14 @@ class SampleReader:
 
     def _substitute(
         self, location: SampleLocation, name: str, error: HeadwayError, bad: list[QuarantinedSample]
-    ) -> SampleLocation:
+    ) -> SampleLocation | None:
         """Records a bad sample, and returns the location of its substitute: the same on every rank, in every run."""
         dataset, epoch, shard, sample = location
         source, order = self._shards.sources[dataset], self._orders[dataset]
         position = derive_key(self._seed, _SUBSTITUTE, epoch, shard, sample, len(bad)) % order.samples
         bad.append(QuarantinedSample(source.name, str(source.paths[shard]), name, str(error)))
+        if not self._replaces:
+            return None
         if len(bad) == _MAX_SUBSTITUTES:
             raise HeadwayError(
                 f"{_MAX_SUBSTITUTES} consecutive samples could not be used; the last is {name!r} in "

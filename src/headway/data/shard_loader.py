@@ -37,7 +37,7 @@ from headway.data.shards.tar import ShardLimits
 from headway.data.sources.mix import Mix
 from headway.data.sources.open_shards import OpenShards, find_sources
 from headway.dist.shared_run import current_run
-from headway.errors import HeadwayError, UsageError
+from headway.errors import UsageError
 from headway.system.limits import usable_cpus
 
 _MAX_CHUNK_SAMPLES = 16  # that a thread loads at a time
@@ -68,8 +68,11 @@ class ShardLoader:
     `"pad"` fills the batch with the first samples of the pass; `padding` is how many of them end the current batch.
     `transform` gets a decoded sample and a random generator that depends on seed, dataset, epoch and sample.
 
-    A sample that cannot be decoded is replaced by another one of its dataset, always the same one, and listed in `bad`;
-    a larger share of them than `max_bad` stops the run. Prefetched batches take at most `memory` bytes, or are one.
+    A sample that cannot be decoded is listed in `bad`. In training, another one of its dataset replaces it, always the
+    same one; with `shuffle=False` it is left out (with `"drop"` and `"pad"`, its substitute counts as padding). A
+    larger share of them than `max_bad`, over all ranks and not by chance, stops the run.
+
+    Prefetched batches take at most `memory` bytes, or are one.
     `cache=hw.data.NodeCache()` copies shards to the memory of the node before they are needed.
     `trace="traces/train.json"` writes a trace of the stages, a file per rank, for Perfetto or chrome://tracing; within
     a run, the path is relative to the run directory.
@@ -114,12 +117,12 @@ class ShardLoader:
         self._arrange(Shuffle(seed=seed, lanes=lanes, window=window))
         self.samples = self._batcher.samples
         self._collate = collate_fn or collate
-        self._threads, self._prefetch, self._memory, self._max_bad = threads, prefetch, memory, max_bad
-        self._epoch = self._position = self._loops = self.padding = 0
+        self._threads, self._prefetch, self._memory = threads, prefetch, memory
+        self._epoch = self._position = self._loops = self.padding = self._seen = self._seen_here = 0
         self._restored = self._begun = False
         self._last_span: tuple[int, int] | None = None
         self._trace_path, self._counters, self._position_lock = trace, Counters(), threading.Lock()
-        self.bad, self._quarantine = list[QuarantinedSample](), Quarantine()
+        self._quarantine = Quarantine(max_bad, self.samples)
 
     def _arrange(self, settings: Shuffle) -> None:
         """Numbers the datasets, and makes all that goes by their numbers."""
@@ -134,6 +137,7 @@ class ShardLoader:
             self._shards,
             self._order,
             seed=settings.seed,
+            substitute=self._shuffle or self._tail != "carry",
             transform=self._transform,
             decoders=self._decoders,
             limits=self._limits,
@@ -209,16 +213,17 @@ class ShardLoader:
                     continue  # another thread has just changed weights: this batch is no longer the next
                 self._check_loop(number)
                 self._last_span = self._position, batch.end
+                self._seen += batch.end - self._position
                 self._position, self._begun = (
                     batch.end,
                     True,
                 )  # from here on, the position is after this batch
             if self._prefetcher is not None:
                 self._prefetcher.advance(batch.end)
-            self.padding = batch.padding
-            self._count(loaded, waited)
-            if loaded:
-                yield self._collate_timed([value for one in loaded for value in one.values])
+            self._count(loaded, waited, len(batch.locations))
+            values = self._values(loaded, batch)
+            if values:
+                yield self._collate_timed(values)
 
     def _chunks(self, locations: list[SampleLocation]) -> Iterator[list[SampleLocation]]:
         """Splits a batch into chunks: a few samples each, because tasks have a cost, but enough for all threads."""
@@ -236,17 +241,35 @@ class ShardLoader:
                 "create a second loader for the second loop"
             )
 
+    def _values(self, loaded: list[Chunk], batch: _RankBatch) -> list[Any]:
+        """Returns the samples of a batch. In validation, substitutes of bad samples are padding, or are left out."""
+        values = [value for one in loaded for value in one.values]
+        self.padding = batch.padding
+        if self._shuffle or not any(one.substitutes for one in loaded):
+            return values
+        starts = np.cumsum([0, *(len(one.values) for one in loaded)]).tolist()
+        replaced = {
+            at + number for at, one in zip(starts, loaded, strict=False) for number in one.substitutes
+        }
+        real = range(len(values) - batch.padding)
+        good = [values[number] for number in real if number not in replaced]
+        if self._tail == "drop" and good:
+            return good
+        self.padding = len(values) - len(good)  # all ranks take equally many steps, so a batch is never empty
+        return good + [values[number] for number in real if number in replaced] + values[len(real) :]
+
     def _collate_timed(self, values: list[Any]) -> Any:
         began = time.perf_counter()
         batch = self._collate(values)
         self._counters.add(Span("collate", threading.get_native_id(), began, time.perf_counter()))
         return batch
 
-    def _count(self, loaded: list[Chunk], waited: Span) -> None:
+    def _count(self, loaded: list[Chunk], waited: Span, wanted: int) -> None:
         """Adds a batch to the counters and its bad samples to the quarantine; raises if there are too many."""
         counted = self._counters
         counted.batches += bool(loaded)
         counted.add(waited)
+        self._seen_here += wanted
         for one in loaded:
             counted.samples += len(one.values)
             counted.bytes_read += one.read
@@ -254,14 +277,23 @@ class ShardLoader:
             for times in one.times:
                 counted.add_stages(one.thread, times)
             if one.bad:
-                self.bad += one.bad
                 self._quarantine.add(one.bad)
-        if len(self.bad) > 1 + self._max_bad * counted.samples:
-            last = self.bad[-1]
-            raise HeadwayError(
-                f"{len(self.bad)} of {counted.samples} samples could not be used, more than max_bad={self._max_bad:g}; "
-                f"the last is {last.key!r} in {last.shard}: {last.reason}"
-            )
+        self._quarantine.check(self._seen_here, self._seen)
+
+    # --- bad samples
+
+    @property
+    def bad(self) -> list[QuarantinedSample]:
+        """The bad samples that this rank has met, in the order in which it did."""
+        return self._quarantine.samples
+
+    def take_bad(self) -> int:
+        """Returns the bad samples of this rank since the last call."""
+        return self._quarantine.take()
+
+    def check_bad(self, new: int) -> None:
+        """Raises on all ranks if they have too many bad samples, given those of all ranks since the last call."""
+        self._quarantine.check_all_ranks(new, self._seen, self._split.rank_and_world_size()[0])
 
     # --- what to load
 

@@ -106,7 +106,7 @@ def validate(stage: TrainValStage) -> None:
     if keeper:
         keeper.after_val_batches(stage)
     timer.mark("wait")
-    point = state.val_meter.reduce()
+    point = state.reduce_validation()
     timer.mark("other")
     state.end_validation(point)
 

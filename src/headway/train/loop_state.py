@@ -17,6 +17,7 @@ from headway.dist import set_phase
 from headway.errors import UsageError
 from headway.system.failpoints import armed
 from headway.train.batches import Pass, count_batches, to_device
+from headway.train.metrics.bad_samples import QuarantiningLoader, check_bad, log_bad, quarantining
 from headway.train.metrics.meter import LogPoint, MetricAccumulator, Reduction, Scope
 from headway.train.resume import rng
 from headway.train.resume.state import StatefulObject
@@ -243,11 +244,19 @@ class LoopState:
             f"pipe.register_dataset({name!r}, loader) before run()"
         )
 
+    @cached_property
+    def quarantining(self) -> dict[str, QuarantiningLoader]:
+        """The loaders whose bad samples are counted at the log points of training."""
+        return quarantining(self.stage.datasets)
+
     def before_log_point(self) -> None:
         """Logs what was put off until now."""
+        if self.steps_done != self.logged_at:
+            log_bad(self.quarantining, self.meter)
 
     def examine(self, point: LogPoint) -> None:
         """Looks at the result of a log point; may stop the run."""
+        check_bad(self.quarantining, point)
 
     def epoch_values(self) -> dict[str, Any]:
         """Returns the metrics of the finished epoch, the same on all ranks."""

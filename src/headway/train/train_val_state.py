@@ -22,6 +22,7 @@ from headway.system.text import shorten_list
 from headway.train.batches import count_batches
 from headway.train.diagnose import evidence
 from headway.train.loop_state import VALIDATE, LoopState
+from headway.train.metrics.bad_samples import QuarantiningLoader, check_bad, log_bad, quarantining
 from headway.train.metrics.meter import LogPoint, MetricAccumulator, Reduction, Scope
 from headway.train.model.mesh_groups import total_norm
 from headway.train.model.precision import MixedPrecision
@@ -245,7 +246,20 @@ class TrainValState(LoopState):
 
     # --- a log point
 
+    @cached_property
+    def quarantining(self) -> dict[str, QuarantiningLoader]:
+        return {
+            name: each for name, each in super().quarantining.items() if name not in self.val_quarantining
+        }
+
+    @cached_property
+    def val_quarantining(self) -> dict[str, QuarantiningLoader]:
+        """The loader whose bad samples are counted at the end of a validation, if it counts them."""
+        loader = self.stage.val_dataset()
+        return quarantining({name: each for name, each in self.stage.datasets.items() if each is loader})
+
     def before_log_point(self) -> None:
+        super().before_log_point()
         if self.recent_losses:
             losses = torch.stack([loss for _, loss, _ in self.recent_losses])
             counts = [count for _, _, count in self.recent_losses]
@@ -260,6 +274,7 @@ class TrainValState(LoopState):
 
     def examine(self, point: LogPoint) -> None:
         """Raises on all ranks if the loss of any is non-finite, with the first such step and the evidence."""
+        super().examine(point)
         prefix = self.stage.train_metric_prefix()
         if ranks := point.not_finite.get(prefix + self.stage.loss_metric_name()):
             bad = [step for step, loss, _ in self.recent_losses if not loss.isfinite()]
@@ -367,6 +382,11 @@ class TrainValState(LoopState):
             mark("data")
         self.logging_off = False
 
+    def reduce_validation(self) -> LogPoint:
+        """Reduces what all ranks have logged in a validation, and counts their bad samples."""
+        log_bad(self.val_quarantining, self.val_meter)
+        return self.val_meter.reduce()
+
     def end_validation(self, point: LogPoint) -> None:
         """Records the result of a validation, for its own row and for the epoch's."""
         self.val_meter.finish_epoch()
@@ -376,6 +396,7 @@ class TrainValState(LoopState):
         if self.pipe._keeper:
             self.pipe._keeper.after_validation(self.stage)
         self.pipe._timer.stop()
+        check_bad(self.val_quarantining, point)
 
     def epoch_values(self) -> dict[str, Any]:
         values = super().epoch_values() | self._val_values
