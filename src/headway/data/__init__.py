@@ -27,7 +27,12 @@ if TYPE_CHECKING:
     from headway.data.loader import DataLoader as DataLoader
     from headway.data.order import Order as Order, Shuffle as Shuffle
     from headway.data.shard_loader import ShardLoader as ShardLoader
-    from headway.data.shards import Shard as Shard, ShardLimits as ShardLimits, pack as pack
+    from headway.data.shards import (
+        Shard as Shard,
+        ShardLimits as ShardLimits,
+        decode_rgb as decode_rgb,
+        pack as pack,
+    )
     from headway.data.sources import Mix as Mix
 
 __getattr__, __dir__, __all__ = lazy.exports(__name__)

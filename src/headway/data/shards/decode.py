@@ -26,7 +26,7 @@ from headway.errors import BadSample, HeadwayError, MissingExtra
 Decoder = Callable[[memoryview], Any]
 Pixels = npt.NDArray[np.uint8]
 
-_SCAN = b"\xff\xda"
+_START, _SCAN = b"\xff\xd8", b"\xff\xda"
 # markers of segments with a length: frames that are not progressive, tables and comments
 _SEGMENTS = {0xC0, 0xC1, 0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}
 _SEGMENT, _FRAME = struct.Struct(">BBH"), struct.Struct(">HHB")
@@ -70,7 +70,7 @@ def decode_part(
         if kind in _IMAGES:
             return None, _image(kind, data, limits)
         if kind in _TEXT and len(data) > limits.text_bytes:
-            raise ValueError(f"more than {limits.text_bytes} bytes of text")
+            raise _above("text_bytes", limits.text_bytes, "it has", "bytes of text")
         return (_PLAIN[kind](data) if kind in _PLAIN else np.frombuffer(data, np.uint8)), None
     except _BROKEN as error:
         raise _bad(extension, data, error) from error
@@ -139,23 +139,44 @@ _TEXT = _PLAIN.keys() - {"npy"}
 
 
 def _image(kind: str, data: memoryview, limits: ShardLimits) -> Decoder:
-    """Returns the decoder of an image to RGB, height x width x 3."""
-    by_pillow = partial(_pillow, limits=limits)
-    if kind not in ("jpg", "jpeg"):
+    """Returns the decoder of an image: to RGB, height x width x 3; PNGs of other than colors stay as they are."""
+    by_pillow = partial(_pillow, limits=limits, keep=kind == "png")
+    simplejpeg = _simplejpeg()
+    if kind not in ("jpg", "jpeg") or simplejpeg is None:
         return by_pillow
-    simplejpeg, size = _simplejpeg(), _plain_size(data)
-    if size is None and bytes(data).count(_SCAN) > limits.scans:
-        raise ValueError(f"more than {limits.scans} scans")
-    if simplejpeg is None:
-        return by_pillow
+    size = _plain_size(data)
     if size is None:
-        height, width, colors, _ = simplejpeg.decode_jpeg_header(data)
+        _check_scans(data, limits)
+        try:
+            height, width, colors, _ = simplejpeg.decode_jpeg_header(data)
+        except ValueError:
+            return by_pillow
         if colors in ("CMYK", "YCCK"):
             return by_pillow
         size = height, width
-    _check(size[1], size[0], data, limits)
-    decode_jpeg: Decoder = simplejpeg.decode_jpeg  # to RGB by default
-    return decode_jpeg
+    _check(size[1], size[0], _RGB, data, limits)
+    return partial(_jpeg, simplejpeg.decode_jpeg, by_pillow)
+
+
+def _jpeg(decode_jpeg: Decoder, by_pillow: Decoder, data: memoryview) -> Any:
+    """Decodes a JPEG to RGB. Pillow decides on what libjpeg-turbo refuses, such as extra bytes before the end: which
+    samples are good must not depend on what is installed."""
+    try:
+        return decode_jpeg(data)
+    except ValueError:
+        return by_pillow(data)
+
+
+def decode_rgb(data: memoryview) -> Pixels:
+    """Decodes a JPEG, PNG or WebP image to RGB, height x width x 3, also one with a palette.
+
+    hw.data.ShardLoader(shards, batch_size=64, decoders={"png": hw.data.decode_rgb})
+    """
+    try:
+        pixels: Pixels = _pillow(data, ShardLimits())
+    except _BROKEN as error:
+        raise _bad("image", data, error) from error
+    return pixels
 
 
 @cache
@@ -189,25 +210,55 @@ def _plain_size(data: memoryview) -> tuple[int, int] | None:
     return None
 
 
-def _pillow(data: memoryview, limits: ShardLimits) -> Pixels:
-    """Decodes the first frame of a JPEG, PNG or WebP image; Pillow's other parsers are not used."""
+def _pillow(data: memoryview, limits: ShardLimits, *, keep: bool = False) -> npt.NDArray[Any]:
+    """Decodes the first frame of a JPEG, PNG or WebP image to RGB; Pillow's other parsers are not used.
+
+    With `keep`, a PNG with a palette becomes its indices, as in masks, and a gray one of 16 bits its values: height x
+    width, uint8 or uint16.
+    """
     try:
         from PIL import Image
     except ModuleNotFoundError as error:
         raise MissingExtra("pillow", extra="images", purpose="to decode images") from error
     try:
         with Image.open(io.BytesIO(data), formats=["JPEG", "PNG", "WEBP"]) as image:
-            _check(*image.size, data, limits)
+            stored = image.tile[0][3] if image.format == "PNG" and image.tile else ""
+            _check(*image.size, _STORED_BYTES.get(image.mode, _RGB) if stored else _RGB, data, limits)
+            if data[:2] == _START and _plain_size(data) is None:
+                _check_scans(data, limits)
             if getattr(image, "n_frames", 1) > limits.frames:  # formats without frames do not have it
-                raise ValueError(f"more than {limits.frames} frames")
-            return np.asarray(image.convert("RGB"))
+                raise _above("frames", limits.frames, "it has")
+            gray = keep and image.mode.startswith("I")
+            if str(stored).endswith("16B") and not gray:
+                raise ValueError(
+                    "16 bits per color do not fit uint8; pass decoders={...} with your own function"
+                )
+            if gray:
+                return np.asarray(image).astype(np.uint16)
+            return np.asarray(image if keep and image.mode == "P" else image.convert("RGB"))
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ValueError(str(error)) from error
 
 
-def _check(width: int, height: int, data: memoryview, limits: ShardLimits) -> None:
+_RGB = 3  # bytes per pixel
+_STORED_BYTES = {"1": 1, "L": 1, "P": 1, "LA": 2, "I": 2, "I;16": 2}  # per pixel of a PNG, by Pillow's mode
+
+
+def _check(width: int, height: int, pixel_bytes: int, data: memoryview, limits: ShardLimits) -> None:
     """Checks what the header states, before anything is decoded."""
     if width * height > limits.pixels:
-        raise ValueError(f"{width} x {height} is more than {limits.pixels} pixels")
-    if 3 * width * height > max(_SMALL_IMAGE_BYTES, limits.ratio * len(data)):
-        raise ValueError(f"{width} x {height} is more than {limits.ratio} times the size of the file")
+        raise _above("pixels", limits.pixels, f"{width} x {height} is")
+    if pixel_bytes * width * height > max(_SMALL_IMAGE_BYTES, limits.ratio * len(data)):
+        raise _above("ratio", limits.ratio, f"{width} x {height} decodes to", "times the size of the file")
+
+
+def _check_scans(data: memoryview, limits: ShardLimits) -> None:
+    if data[:2] == _START and bytes(data).count(_SCAN) > limits.scans:
+        raise _above("scans", limits.scans, "it has")
+
+
+def _above(limit: str, value: int, found: str, unit: str = "") -> ValueError:
+    """Returns the error for an image or a text that exceeds a limit, with the setting that raises it."""
+    return ValueError(
+        f"{found} more than {value} {unit or limit}; if that is intended, set ShardLimits({limit}=...)"
+    )
