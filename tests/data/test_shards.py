@@ -401,16 +401,16 @@ def test_packing_never_overwrites(tmp_path: Path) -> None:
 
 
 def test_images_become_rgb() -> None:
-    grey, palette, alpha = (io.BytesIO() for _ in range(3))
+    grey, pair, alpha = (io.BytesIO() for _ in range(3))
     Image.new("L", (30, 20), 90).save(grey, "JPEG")
-    Image.new("P", (30, 20)).save(palette, "PNG")
+    Image.new("LA", (30, 20)).save(pair, "PNG")
     Image.new("RGBA", (30, 20)).save(alpha, "WEBP")
     cmyk = io.BytesIO()
     Image.new("CMYK", (30, 20)).save(cmyk, "JPEG")
     raw = {
         "jpg": jpeg(),
         "grey.jpeg": grey.getvalue(),
-        "png": palette.getvalue(),
+        "png": pair.getvalue(),
         "webp": alpha.getvalue(),
         "c.jpg": cmyk.getvalue(),
     }
