@@ -20,7 +20,7 @@ import psutil
 
 from headway.dist.environment import LaunchEnvironment
 from headway.errors import MissingExtra, UsageError
-from headway.system import files
+from headway.system import files, ownership
 from headway.system.environment import runs_root
 
 if TYPE_CHECKING:
@@ -96,12 +96,7 @@ class FileRendezvous(Rendezvous):
         try:
             # listing the directory makes a network file system forget that the file did not exist a moment ago
             list(self.path.parent.iterdir())
-            with os.fdopen(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW)) as file:
-                if os.fstat(file.fileno()).st_uid != os.geteuid():
-                    raise UsageError(
-                        f"{self.path} belongs to another user, so the ranks cannot meet there; remove it"
-                    )
-                return HubAddress.from_json(file.read())
+            return HubAddress.from_json(ownership.read_private(self.path).decode())
         except FileNotFoundError:
             return None
 

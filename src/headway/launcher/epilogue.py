@@ -32,7 +32,7 @@ def main(path: str, status: str) -> int:
     """Returns the exit code of the job in whose script this runs; `status` is that of the agents' step."""
     install_handler()
     try:
-        run = Run.open(Path(path).resolve())
+        run = Run.open_private(path)
         job = JobFile.read(run)
         directory = job.launch_directory(run, os.environ)
         outcome = read_outcome(directory, job.target.nodes, int(status))

@@ -20,7 +20,7 @@ from headway.launcher import targets
 from headway.launcher.targets import ClusterTarget
 from headway.run import Run
 from headway.schedulers.base import JobIds
-from headway.system import files
+from headway.system import files, ownership
 from headway.system.environment import STAGED
 
 _FORMAT = 1
@@ -66,7 +66,7 @@ class JobFile:
     @classmethod
     def read(cls, run: Run) -> JobFile:
         try:
-            facts: dict[str, Any] = json.loads(run.job_file.read_bytes())
+            facts: dict[str, Any] = json.loads(ownership.read_private(run.job_file))
             if facts["format"] != _FORMAT:
                 raise ValueError(f"format {facts['format']}")
             nproc = facts["program"].pop("processes")
@@ -76,6 +76,8 @@ class JobFile:
             return cls(program=Program(nproc=nproc, **facts["program"]), target=target)
         except FileNotFoundError:
             raise UsageError(f"{run.path} was not submitted: it has no {run.job_file.name}") from None
+        except UsageError:
+            raise
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{run.job_file} cannot be read: {error}; submit the run again") from error
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from pathlib import Path
 from types import FrameType
 
 from headway.data.cache.staging import stage
@@ -27,7 +26,7 @@ def main(path: str) -> int:
     install_handler()
     for number in (*STOP_REQUESTS, signal.SIGTERM):
         signal.signal(number, _stop)
-    run = Run.open(Path(path).resolve())
+    run = Run.open_private(path)
     job = JobFile.read(run)
     team, _ = team_of(run, job, os.environ)
     try:

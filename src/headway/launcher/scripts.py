@@ -19,6 +19,7 @@ from headway.launcher.submission import check_target, submit_runs
 from headway.launcher.targets import ClusterTarget
 from headway.run import Run, check_name
 from headway.schedulers.base import JobIds
+from headway.system import ownership
 from headway.system.text import shorten_list
 
 _NAMED = 5
@@ -105,6 +106,8 @@ def prepare_runs(
     name = _checked(script, name)
     runs: list[Run] = []
     is_new = not root.exists()
+    if not is_new:
+        ownership.check_root(root)
     try:
         for values in settings:
             command = [script.name, *sweep.arguments(script.args, values)]

@@ -36,6 +36,8 @@ def submit_runs(runs: Sequence[Run], programs: Sequence[Program], target: Cluste
         JobFile(program=program, target=target).write(run)
         with files.storage(f"write {run.job_script}"):
             files.write_atomic(run.job_script, text.encode())
+    for run in runs:
+        run.check_private()  # the scheduler and the job read what others could have put there
     if not target.array:
         ids = scheduler.submit(request, runs[0].job_script)
         _record(runs[0], ids)
@@ -48,6 +50,7 @@ def submit_runs(runs: Sequence[Run], programs: Sequence[Program], target: Cluste
 
 def submit_successor(run: Run, job: JobFile, ids: JobIds, env: Mapping[str, str]) -> JobIds:
     """Submits a job's script once more, to start when the job is over: for sites that do not requeue jobs."""
+    run.check_private()
     scheduler = job.target.scheduler
     request = _request(run, job.target.without_array(), run.path)
     request = replace(request, after=ids, env={**request.env, **env})

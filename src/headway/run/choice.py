@@ -14,7 +14,7 @@ from headway import schedulers
 from headway.errors import RunLocked, UsageError
 from headway.run import Run, config_text, runs_under
 from headway.schedulers.base import JobIds
-from headway.system import environment
+from headway.system import environment, ownership
 from headway.system.redact import redact_argv
 
 NEW = "new"
@@ -47,7 +47,7 @@ def choose(
     """
     given = environ.get(environment.RUN)
     if given is not None and Path(given).absolute() not in opened:
-        run = Run.open(given)
+        run = _open_own(given)
         if config is not None and not run.info()["attempts"]:
             run.set_config(config)
         return Choice(
@@ -69,16 +69,29 @@ def choose(
 
 def _open(path: str | Path) -> Run:
     try:
-        return Run.open(path)
+        return _open_own(path)
     except UsageError as error:
         raise UsageError(
             f'resume={str(path)!r}: {error}; give "auto", "never", "must" or a run directory'
         ) from error
 
 
+def _open_own(path: str | Path) -> Run:
+    """Opens a run of this user, to train in it."""
+    run = Run.open(path)
+    for each in (run.path.resolve(), run.info_file):
+        ownership.check_owner(each)
+    return run
+
+
+def _is_own(run: Run) -> bool:
+    """Whether a run is this user's: the runs of others in a shared directory are theirs to resume."""
+    return run.path.stat().st_uid == os.geteuid()
+
+
 def _find(root: str | Path, name: str, config: str, environ: Mapping[str, str]) -> Choice | None:
     """Returns the newest run of that name and those settings that this job began or that is unfinished."""
-    alike = [run for run in runs_under(root, name=name) if _config_of(run) == config]
+    alike = [run for run in runs_under(root, name=name) if _is_own(run) and _config_of(run) == config]
     job = schedulers.detect(environ)
     for run in alike:
         # only an earlier start of this job counts: one start may train in several runs

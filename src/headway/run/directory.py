@@ -19,7 +19,7 @@ from headway.run.info import format_time, has_info, read_info, read_json, to_jso
 from headway.run.paths import RunPaths
 from headway.run.plain import to_plain
 from headway.schedulers.base import JobIds
-from headway.system import files
+from headway.system import files, ownership
 from headway.system.jsonlines import JsonLinesWriter
 from headway.system.redact import redact_tree
 
@@ -73,6 +73,24 @@ class Run(RunPaths):
         path = Path(path).absolute()
         info = read_info(path)
         return cls(path=path, id=info["id"], name=info["name"])
+
+    @classmethod
+    def open_private(cls, path: str | os.PathLike[str]) -> Run:
+        """Opens a run to execute what its files say, after `check_private`; `path` may be a link that headway made."""
+        given = Path(path).absolute()
+        if given.is_symlink():  # of a job array
+            ownership.check_private(given.parent)
+            ownership.check_root(given.parent.parent)
+        real = given.resolve()
+        if has_info(real):
+            RunPaths(path=real).check_private()
+        run = cls.open(real)
+        snapshot = run.info().get("code", {}).get("snapshot") or {}
+        tree = real / snapshot.get("tree", "")  # the runs of a sweep use the copy of the first
+        for directory in (tree, *tree.parents):
+            if directory.parent.is_relative_to(real.parent):
+                ownership.check_private(directory)
+        return run
 
     def info(self) -> dict[str, Any]:
         """Returns run.json as it is now."""

@@ -15,8 +15,11 @@ runs/digits-2026.11.15-14.30-x7k2/
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
+
+from headway.system import ownership
 
 
 def step_name(step: int) -> str:
@@ -33,6 +36,26 @@ class RunPaths:
     """The files and directories of one run directory."""
 
     path: Path
+
+    def check_private(self) -> None:
+        """Raises `UsageError` unless only this user can write what a job reads and then acts on.
+
+        That is every directory from the root down, and the files that say what to run. Call it before a job is
+        submitted, and in the job: others may have replaced a run while it was queued.
+        """
+        ownership.check_root(self.path.parent)
+        ownership.check_private(self.path)
+        for path in (
+            self.info_file,
+            self.job_file,
+            self.job_script,
+            self.code_dir,
+            self.snapshot_dir,
+            self.call_dir,
+            self.launch_dir,
+        ):
+            if os.path.lexists(path):
+                ownership.check_private(path)
 
     # --- the run as a whole
 

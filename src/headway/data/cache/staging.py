@@ -29,7 +29,7 @@ from headway.data.cache.copier import copy_bytes
 from headway.data.shards.checksums import CHUNK_BYTES, update_digest
 from headway.data.shards.shard import ShardFile
 from headway.errors import BadShard, StorageError, UsageError
-from headway.system import files
+from headway.system import files, ownership
 from headway.system.limits import boot_id
 from headway.system.locks import Deadline, FileLock
 from headway.system.log import logger
@@ -98,13 +98,9 @@ def _target_directory(to: str | os.PathLike[str] | None) -> Path:
     try:
         with suppress(FileExistsError):
             files.make_dir(directory)
-        owner = directory.stat().st_uid
+        ownership.check_private(directory.resolve())  # the ranks take what is there for the data of this user
     except OSError as error:
         raise UsageError(f"{directory} cannot be used for staging: {error.strerror}") from error
-    if owner != os.geteuid():
-        raise UsageError(
-            f"{directory} belongs to another user: give a directory of your own, like {directory / 'staged'}"
-        )
     return directory
 
 

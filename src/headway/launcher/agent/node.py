@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from headway import schedulers
 from headway.dist.environment import detect
@@ -21,7 +20,7 @@ from headway.system import environment
 
 def run_submitted(path: str) -> int:
     """Runs on this node what was submitted into a run directory. The job's epilogue reports how it ended."""
-    run = Run.open(Path(path).resolve())
+    run = Run.open_private(path)
     job = JobFile.read(run)
     team, node = team_of(run, job, os.environ)
     return Agent(

@@ -25,7 +25,7 @@ from typing import Any, final
 
 from headway.errors import RankFailure
 from headway.launcher.agent.environment import AgentPlacement
-from headway.system import files
+from headway.system import files, ownership
 
 GATHER_TIMEOUT_S = 3600.0
 """how long agents wait for each other: one of them may have to copy data to its node first"""
@@ -171,7 +171,7 @@ class Team:
         with suppress(FileNotFoundError):
             # listing the directory makes a network file system look again for a file that was not there before
             list(path.parent.iterdir())
-            found: dict[str, Any] = json.loads(path.read_bytes())
+            found: dict[str, Any] = json.loads(ownership.read_private(path))
             return found
         return None
 
@@ -209,7 +209,9 @@ def free_port() -> int:
 
 
 def _make(directory: Path) -> None:
+    """Makes a directory, unless it is there and ours: what agents read in it decides where their ranks connect."""
     with files.storage(f"make {directory}"):
         for path in (directory.parents[1], directory.parent, directory):
             with suppress(FileExistsError):
                 files.make_dir(path)
+    ownership.check_private(directory)

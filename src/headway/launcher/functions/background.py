@@ -24,7 +24,7 @@ from headway.system.log import install_handler
 
 
 def main(argv: Sequence[str]) -> int:
-    run = Run.open(argv[0])
+    run = Run.open_private(argv[0])
     facts = Call.read(run).target
     target = Mpi.from_dict(facts) if facts["kind"] == Mpi.kind else Local.from_dict(facts)
     command = [sys.executable, "-P", "-m", "headway.launcher.functions.worker", str(run.path)]

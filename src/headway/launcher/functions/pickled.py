@@ -9,15 +9,13 @@ records and whatever else may come from other people are never read here.
 from __future__ import annotations
 
 import io
-import os
 import pickle
-import stat
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from headway.errors import HeadwayError, MissingExtra, StorageError, UsageError
-from headway.system import files
+from headway.errors import HeadwayError, MissingExtra, UsageError
+from headway.system import files, ownership
 
 
 def pack(value: object, *, what: str) -> bytes:
@@ -39,16 +37,7 @@ def pack(value: object, *, what: str) -> bytes:
 def unpack(path: Path, *, what: str) -> Any:
     """Reads a pickle, if it is ours and nobody else could have written it."""
     with files.storage(f"read {what} from {path}"):
-        fd = files.open_private(path, os.O_RDONLY)
-    with os.fdopen(fd, "rb") as file:
-        facts = os.fstat(fd)
-        if (
-            facts.st_uid != os.geteuid()
-            or stat.S_IMODE(facts.st_mode) & 0o022
-            or not stat.S_ISREG(facts.st_mode)
-        ):
-            raise StorageError(f"{path} is not a file that only you can write: headway does not open it")
-        data = file.read()
+        data = ownership.read_private(path)
     try:
         return pickle.loads(data)
     except (pickle.UnpicklingError, EOFError, ImportError, AttributeError, RuntimeError, TypeError) as error:

@@ -26,6 +26,7 @@ BACKGROUND: dict[str, subprocess.Popen[bytes]] = {}
 
 def in_background(run: Run, cwd: Path) -> None:
     """Starts the job in a process of its own. This process waits for it when it ends; Ctrl-C then stops the job."""
+    run.check_private()
     with files.storage(f"start {run.id}"):
         log = files.open_private(run.job_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
@@ -61,6 +62,7 @@ def worker_program(run: Run, target: ClusterTarget, cwd: Path) -> Program:
 def restart(run: Run) -> None:
     """Starts a job that is over again, in its run directory, with the code it had."""
     run.check_owner()
+    run.check_private()
     with files.storage(f"start {run.id} again"):
         run.ended_file.unlink(missing_ok=True)
         run.set_failure_aside(len(run.info()["attempts"]))

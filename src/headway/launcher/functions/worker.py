@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, final
 from headway.errors import DONE
 from headway.launcher.functions import pickled
 from headway.run import Run
-from headway.system import environment, files
+from headway.system import environment, files, ownership
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -43,7 +43,7 @@ class Call:
     @classmethod
     def read(cls, run: Run) -> Call:
         with files.storage(f"read {run.call_dir}"):
-            call = cls(**json.loads((run.call_dir / "call.json").read_bytes()))
+            call = cls(**json.loads(ownership.read_private(run.call_dir / "call.json")))
         if "processes" in call.target:  # the name of `nproc` in older run directories
             nproc = call.target["processes"]
             rest = {name: value for name, value in call.target.items() if name != "processes"}
@@ -52,7 +52,7 @@ class Call:
 
 
 def main(argv: Sequence[str]) -> int:
-    run = Run.open(argv[0])
+    run = Run.open_private(argv[0])
     call = Call.read(run)
     _prepare_process(run, call)
     from headway import dist

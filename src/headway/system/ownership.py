@@ -1,0 +1,104 @@
+"""Who could have written what headway is about to act on: owners and modes of files and directories.
+
+A user who can write to a directory can rename what is in it and put files of his own there, whatever the modes of what
+he renamed. So before headway runs a command, opens a pickle or joins a meeting that it finds on disk, it checks that
+only this user, or root, could have put it there. What is merely shown to people, such as the runs of others, is not
+checked.
+"""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import shlex
+import stat
+from pathlib import Path
+
+from headway.errors import UsageError
+from headway.system import files
+
+
+def check_owner(path: Path) -> None:
+    """Raises `UsageError` unless a file or directory belongs to this user or to root. A link counts as itself."""
+    _check_owner(path, path.lstat())
+
+
+def check_private(path: Path) -> None:
+    """Raises `UsageError` unless a file or directory is this user's, or root's, and nobody else can write to it.
+
+    >>> check_private(Path("/usr"))
+    """
+    _check(path, path.lstat(), sticky=False)
+
+
+def check_root(path: Path) -> None:
+    """Raises `UsageError` unless what this user puts into a directory stays what it is.
+
+    Others may write to the directory if it has the sticky bit: then only the owner of a file can rename it. Of the
+    directories above it, those that everybody can write to need that bit, too.
+
+    >>> check_root(Path("/tmp"))
+    """
+    path = path.resolve()
+    _check(path, path.lstat(), sticky=True)
+    for parent in path.parents:
+        status = parent.lstat()
+        if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+            raise _writable(parent, status, "+t")
+
+
+def read_private(path: Path) -> bytes:
+    """Reads a file that nobody else could have written; `UsageError` if that is not so. Never through a link."""
+    fd = files.open_private(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe in the place of a file must not block
+    with os.fdopen(fd, "rb") as file:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise UsageError(f"{path} is not a regular file: remove it")
+        _check(path, status, sticky=False)
+        return file.read()
+
+
+def _check(path: Path, status: os.stat_result, *, sticky: bool) -> None:
+    if stat.S_ISLNK(status.st_mode):
+        raise UsageError(f"{path} is a symbolic link, and what it leads to can change: give the path itself")
+    _check_owner(path, status)
+    if _others_can_write(status) and not (sticky and status.st_mode & stat.S_ISVTX):
+        raise _writable(path, status, "+t" if sticky else "go-w")
+
+
+def _check_owner(path: Path, status: os.stat_result) -> None:
+    if status.st_uid not in (os.geteuid(), 0):
+        raise UsageError(
+            f"{path} belongs to another user, {_user(status.st_uid)}, who could have it run any code as "
+            f"{_user(os.geteuid())}: use a directory of your own"
+        )
+
+
+def _others_can_write(status: os.stat_result) -> bool:
+    if status.st_mode & stat.S_IWOTH:
+        return True
+    return bool(status.st_mode & stat.S_IWGRP) and not _is_private_group(status.st_gid)
+
+
+def _is_private_group(gid: int) -> bool:
+    """Whether a group is that of this user alone: many systems give each user one, and a umask of 002 with it."""
+    try:
+        me, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
+    except KeyError:  # containers run as users without an entry
+        return False
+    return me.pw_gid == gid and group.gr_name == me.pw_name and set(group.gr_mem) <= {me.pw_name}
+
+
+def _writable(path: Path, status: os.stat_result, mode: str) -> UsageError:
+    return UsageError(
+        f"{path} can be written by others ({stat.filemode(status.st_mode)}), who could have it run any code as "
+        f"{_user(os.geteuid())}: chmod {mode} {shlex.quote(str(path))}"
+    )
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"

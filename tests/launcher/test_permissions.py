@@ -1,0 +1,258 @@
+"""A permission walk over every file and directory that headway reads before it acts on it: each is made writable by
+others, and given to `nobody` where the tests run as root. Whoever reads it refuses, before anything runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.data.cache.directory import NotCached, _open_directory
+from headway.data.cache.staging import stage
+from headway.dist.rendezvous import FileRendezvous, HubAddress
+from headway.errors import UsageError
+from headway.launcher import epilogue, prologue, submission
+from headway.launcher.agent import node
+from headway.launcher.agent.environment import private_directory
+from headway.launcher.agent.team import Team
+from headway.launcher.functions import background, pickled, worker
+from headway.launcher.functions.start import restart
+from headway.launcher.functions.worker import Call
+from headway.launcher.program import JobFile, Program
+from headway.launcher.scripts import Script, prepare_runs
+from headway.launcher.targets import Local, Slurm
+from headway.run import Run
+from headway.run.choice import choose
+from headway.system import ownership
+
+NOBODY = 65534
+IS_ROOT = os.geteuid() == 0
+
+
+class Ran(Exception):
+    """What was read is about to run."""
+
+
+def ran(*_: Any, **__: Any) -> Any:
+    raise Ran
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(node, "Agent", ran)
+    monkeypatch.setattr(background, "Agent", ran)
+    monkeypatch.setattr(prologue, "stage", ran)
+    monkeypatch.setattr(epilogue, "read_outcome", ran)
+    monkeypatch.setattr(worker, "_prepare_process", ran)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = Run.create(tmp_path / "runs", name="x", command=["train"])
+    JobFile(program=Program(command=["train"]), target=Slurm(pre=("/data",), pre_to="/nowhere")).write(run)
+    run.job_script.write_text("#!/bin/bash\n")
+    run.snapshot_dir.mkdir()
+    run.record_snapshot({"tree": "code/tree", "directory": ".", "script": None, "python_path": []})
+    run.call_dir.mkdir()
+    Call(function="f", target=Local().to_dict(), world_size=1, groups=None, sys_path=[]).write(run)
+    (run.call_dir / "call.pickle").write_bytes(pickled.pack((max, (1, 2), {}, None), what="it"))
+    for path in run.path.rglob("*"):
+        path.chmod(0o700 if path.is_dir() else 0o600)
+    return run
+
+
+READERS: dict[str, Callable[[Run], object]] = {
+    "agent": lambda run: node.run_submitted(str(run.path)),
+    "prologue": lambda run: prologue.main(str(run.path)),
+    "epilogue": lambda run: epilogue.main(str(run.path), "0"),
+    "background": lambda run: background.main([str(run.path)]),
+    "worker": lambda run: worker.main([str(run.path)]),
+    "submission": lambda run: submission.submit_runs([run], [Program(command=["train"])], Slurm()),
+    "restart": restart,
+}
+WALK = ("..", ".", "run.json", "job.json", "job.sh", "code", "code/tree", "call")
+
+
+def spoilt(path: Path) -> Iterator[str]:
+    """Makes a file or directory one that others could have written, in each way; yields what is said about it."""
+    mode = path.stat().st_mode & 0o7777
+    path.chmod(mode | 0o002)
+    yield "can be written by others"
+    path.chmod(mode)
+    if IS_ROOT:
+        os.chown(path, NOBODY, NOBODY)
+        yield "belongs to another user, nobody"
+        os.chown(path, 0, 0)
+
+
+def refusal(reader: Callable[[], object], capsys: pytest.CaptureFixture[str]) -> str:
+    try:
+        code = reader()
+    except UsageError as error:
+        return str(error)
+    return capsys.readouterr().err if code == UsageError.exit_code else ""  # the epilogue prints it
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_what_others_could_have_written_is_not_acted_on(
+    name: str, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if name in ("submission", "restart"):
+        monkeypatch.setattr("headway.schedulers.slurm.scheduler.SlurmScheduler.submit", ran)
+    with pytest.raises(Ran):
+        READERS[name](run)
+    for part in WALK:
+        path = (run.path / part).resolve()
+        if name == "submission" and part in ("job.json", "job.sh"):
+            continue  # it writes them
+        for said in spoilt(path):
+            found = refusal(lambda: READERS[name](run), capsys)
+            assert said in found and str(path) in found, (part, found)
+            if "written" in said:
+                assert f"chmod {'+t' if part == '..' else 'go-w'} {path}" in found
+    run.path.parent.chmod(0o1777)
+    with pytest.raises(Ran):  # the sticky bit is enough
+        READERS[name](run)
+
+
+def test_a_run_whose_job_another_user_has_replaced_does_not_run() -> None:
+    """The whole attack, as another user: rename the run, make one of that name, wait for the queued job."""
+    if not IS_ROOT:
+        pytest.skip("only root can act as another user; the walk checks the modes")
+    top = Path(tempfile.mkdtemp(prefix="headway-walk-"))
+    try:
+        top.chmod(0o755)
+        run = Run.create(top / "runs", name="x", command=["train"])
+        JobFile(program=Program(command=["train"]), target=Slurm()).write(run)
+        forged = json.loads(run.job_file.read_text()), json.loads(run.info_file.read_text())
+        run.path.parent.chmod(0o777)
+        commands = f"mv {run.path} {run.path}.old && mkdir -m 755 {run.path} && cd {run.path} && "
+        commands += f"echo '{json.dumps(forged[0])}' > job.json && echo '{json.dumps(forged[1])}' > run.json"
+        subprocess.run(["sh", "-c", commands], check=True, user=NOBODY, group=NOBODY, extra_groups=[])
+        for mode in (0o777, 0o1777, 0o700):  # also when the victim has mended the root meanwhile
+            run.path.parent.chmod(mode)
+            with pytest.raises(UsageError, match=r"can be written by others|belongs to another user, nobody"):
+                node.run_submitted(str(run.path))
+    finally:
+        shutil.rmtree(top)
+
+
+def test_a_link_of_a_job_array_is_ours(run: Run) -> None:
+    links = submission._link_all([run])
+    with pytest.raises(Ran):
+        node.run_submitted(str(links / "0"))
+    for said in spoilt(links):
+        with pytest.raises(UsageError, match=said):
+            node.run_submitted(str(links / "0"))
+
+
+def test_the_copy_of_the_code_that_a_sweep_shares_is_ours(run: Run) -> None:
+    other = Run.create(run.path.parent, name="first")
+    other.snapshot_dir.mkdir(mode=0o700)
+    run.record_snapshot({"tree": str(other.snapshot_dir), "directory": ".", "python_path": []})
+    with pytest.raises(Ran):
+        node.run_submitted(str(run.path))
+    for path in (other.path, other.code_dir, other.snapshot_dir):
+        for said in spoilt(path):
+            with pytest.raises(UsageError, match=said):
+                node.run_submitted(str(run.path))
+
+
+def meet(path: Path) -> object:
+    if not path.exists():
+        FileRendezvous(path).publish(HubAddress(hosts=("127.0.0.1",), port=1, key=b"k" * 32))
+    return FileRendezvous(path).find()
+
+
+def gather(directory: Path) -> None:
+    Team(directory, number=0, size=1).begin_round(0)
+
+
+def open_cache(directory: Path) -> None:
+    try:
+        os.close(_open_directory(directory))
+    except NotCached as error:
+        raise UsageError(f"can be written by others, belongs to another user, nobody: {error}") from error
+
+
+def keep_kernels(parent: Path) -> None:
+    if private_directory(parent) is None:
+        raise UsageError("can be written by others, belongs to another user, nobody")
+
+
+PLACES: dict[str, tuple[str, str, Callable[[Path], object]]] = {
+    "meeting file": ("meeting", "meeting", meet),
+    "agents": (".agents/a/b", ".agents/a/b/round-0", gather),
+    "what an agent wrote": (
+        "agent.json",
+        "agent.json",
+        lambda path: Team(path.parent, number=0, size=2)._read(path),
+    ),
+    "staged data": ("staged", "staged", lambda path: stage([Path(__file__).parent / "conftest.py"], path)),
+    "node cache": ("cache", "cache", open_cache),
+    "compiled kernels": (".", f"headway-{os.geteuid()}", keep_kernels),
+    "call.json": ("call.json", "call.json", ownership.read_private),
+    "pickles": ("p", "p", lambda path: pickled.unpack(path, what="it")),
+    "code to submit": ("root", "root", lambda root: _prepare(root)),
+}
+
+
+def _prepare(root: Path) -> None:
+    with prepare_runs(Script(name=__file__), [], root=root):
+        raise Ran
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_every_other_place_that_is_acted_on(name: str, tmp_path: Path) -> None:
+    start, place, use = PLACES[name]
+    made = tmp_path / start
+    made.parent.mkdir(parents=True, exist_ok=True)
+    if name in ("what an agent wrote", "call.json", "pickles"):
+        made.write_bytes(pickled.pack(1, what="it") if name == "pickles" else b"{}")
+        made.chmod(0o600)
+    if name == "code to submit":
+        made.mkdir(mode=0o700)
+        with pytest.raises(IndexError):
+            use(made)
+    else:
+        use(made)
+    for said in spoilt(tmp_path / place):
+        with pytest.raises(UsageError, match=said):
+            use(made)
+
+
+def test_a_run_of_another_user_is_not_resumed(tmp_path: Path) -> None:
+    if not IS_ROOT:
+        pytest.skip("only root can give a run to another user")
+    facts: dict[str, Any] = {"name": "x", "config": {}, "world": {}, "environ": {}}
+    theirs = Run.create(tmp_path, name="x", config={})
+    theirs.begin_attempt(world={})
+    assert choose(tmp_path, resume="auto", **facts).run == theirs
+    os.chown(theirs.path, NOBODY, NOBODY)
+    assert choose(tmp_path, resume="auto", **facts).run != theirs, "one of our own is made"
+    with pytest.raises(UsageError, match="belongs to another user, nobody"):
+        choose(tmp_path, resume=theirs.path, **facts)
+    with pytest.raises(UsageError, match="belongs to another user, nobody"):
+        choose(tmp_path, resume="auto", **facts | {"environ": {"HEADWAY_RUN": str(theirs.path)}})
+
+
+def test_a_group_of_this_user_alone_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many systems give each user a group and a umask of 002."""
+    path = tmp_path / "runs"
+    path.mkdir()
+    path.chmod(0o770)
+    monkeypatch.setattr(ownership, "_is_private_group", lambda gid: gid == path.stat().st_gid)
+    ownership.check_private(path)
+    monkeypatch.setattr(ownership, "_is_private_group", lambda _: False)
+    with pytest.raises(UsageError, match="can be written by others"):
+        ownership.check_root(path)
+    path.chmod(0o1770)
+    ownership.check_root(path)
