@@ -1,6 +1,6 @@
 """Train ResNet-50 on ImageNet: tar shards, bf16, any number of GPUs on any number of nodes.
 
-    headway data pack imagenet/train shards/train                       # once: directories of classes into shards
+    headway data pack imagenet/train shards/train                       # once: classes into shards, in random order
     headway data pack imagenet/val shards/val
     headway run --nproc 8 examples/imagenet.py --data shards            # a process for each GPU of this machine
     headway submit --nodes 4 --gpus-per-node 8 --pre $PWD/shards examples/imagenet.py --data $PWD/shards

@@ -143,6 +143,26 @@ def test_check_finds_what_is_wrong(laion: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.endswith("3 shards: 2 with problems\n")
 
 
+def test_pack_shuffles_and_check_warns_of_what_is_sorted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number in range(4):
+        Path("in", f"{number}").mkdir(parents=True)
+        for image in range(30):
+            Path("in", f"{number}", f"{image}.webp").touch()
+    facts(capsys, "pack", "in", "shuffled")
+    facts(capsys, "pack", "in", "other", "--seed", "1")
+    facts(capsys, "pack", "in", "sorted", "--no-shuffle")
+    assert Path("shuffled/shard-000000.tar").read_bytes() != Path("other/shard-000000.tar").read_bytes()
+    told = facts(capsys, "check", "shuffled", "sorted", code=1)  # empty images
+    assert [*told["warnings"]] == ["sorted"] and "have the same cls" in told["warnings"]["sorted"]
+    pack([{"__key__": f"{n}", "cls": n // 50} for n in range(200)], "numbers", shuffle=False)
+    assert main(["data", "check", "numbers"]) == 0, "a warning is no problem"
+    out = capsys.readouterr().out
+    assert "numbers: warning: neighbors" in out and "no problems" in out
+
+
 def test_check_finds_names_in_two_shards_when_asked(laion: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "check", "laion", "--unique"]) == 0
     pack([{"__key__": name, "cls": 1} for name in ("new", "03", "15")], laion, name="zz")

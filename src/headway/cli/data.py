@@ -223,7 +223,7 @@ def _add(argv: list[str]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class PackOptions(_DataOptions):
-    """Packs a directory into shards with index and checksums.
+    """Packs a directory into shards with index and checksums, in random order.
 
     The directory has one directory of images for each class, or nothing but files: a.jpg and a.json are one sample.
     """
@@ -234,6 +234,10 @@ class PackOptions(_DataOptions):
     """where shards go: a directory without shards"""
     shard_mb: int = 256
     """megabytes of a shard, at most"""
+    shuffle: bool = True
+    """shuffle the samples; a loader mixes a sample only with those that are stored near it"""
+    seed: int = 0
+    """of the random order"""
 
 
 def _pack(argv: list[str]) -> int:
@@ -247,6 +251,8 @@ def _pack(argv: list[str]) -> int:
             options.directory,
             options.out,
             shard_size=options.shard_mb * 10**6,
+            shuffle=options.shuffle,
+            seed=options.seed,
             done=lambda path: report(f"{path.name} is done"),
         )
     held = sum(path.stat().st_size for path in paths)
@@ -322,7 +328,8 @@ def _stubs(argv: list[str]) -> int:
 class CheckOptions(_DataOptions):
     """Reads whole datasets: checks tar structure, names, index and checksums, and decodes every sample.
 
-    Prints the problems of each shard. Exit code 0 if there are none, else 1.
+    Prints the problems of each shard. Exit code 0 if there are none, else 1. Also warns of datasets that are sorted by
+    class, whose batches would have too few classes in training.
     """
 
     datasets: _Datasets
@@ -332,7 +339,7 @@ class CheckOptions(_DataOptions):
 
 
 def _check(argv: list[str]) -> int:
-    from headway.data.tools import check_shard, find_duplicates
+    from headway.data.tools import check_label_order, check_shard, find_duplicates
 
     options = parse(CheckOptions, argv, verb="data check")
     found = _found(options.datasets, options.catalog(), "check")
@@ -345,9 +352,15 @@ def _check(argv: list[str]) -> int:
             others = ", ".join(place.name for place in places[1:])
             problems[str(places[0])].append(f"{places[0]}: {key!r} is also in {others}")
     bad = {path: told for path, told in problems.items() if told}
+    dependence = {name: check_label_order(shards) for name, shards in found.items()}
+    warnings = {
+        name: f"{told}: for training, write them in random order" for name, told in dependence.items() if told
+    }
     if options.json:
-        print(json.dumps({"shards": len(paths), "problems": bad}, indent=1))
+        print(json.dumps({"shards": len(paths), "problems": bad, "warnings": warnings}, indent=1))
     else:
+        for name, told in warnings.items():
+            print(safe(f"{name}: warning: {told}"))
         for line in (line for told in bad.values() for line in told):
             print(safe(line))
         print(f"{plural(len(paths), 'shard')}: " + (f"{len(bad)} with problems" if bad else "no problems"))

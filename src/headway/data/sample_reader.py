@@ -11,10 +11,12 @@ from typing import Any, final
 import numpy as np
 import torch
 
+from headway.data.label_watch import LabelWatch
 from headway.data.order.mix_order import MixOrder
 from headway.data.order.permutation import derive_key
 from headway.data.quarantine import QuarantinedSample
 from headway.data.shards.decode import Decoder, decode_deferred, decode_part
+from headway.data.shards.label_order import LABEL
 from headway.data.shards.tar import ShardLimits
 from headway.data.sources.open_shards import OpenShards
 from headway.errors import BadSample, BadShard, HeadwayError
@@ -41,6 +43,8 @@ class Chunk:
     bad: list[QuarantinedSample] = field(default_factory=list)
     substitutes: set[int] = field(default_factory=set)
     """which of the values replace bad samples"""
+    labels: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """dataset, shard, sample and label, while the order of labels is of interest"""
     times: list[tuple[float, ...]] = field(default_factory=list)
     """for a few samples at a time: when reading began, and when reading, decoding and any transform ended"""
 
@@ -69,12 +73,13 @@ class SampleReader:
         *,
         seed: int,
         substitute: bool,
+        watch: LabelWatch,
         transform: Transform | None,
         decoders: dict[str, Decoder],
         limits: ShardLimits,
     ) -> None:
         self._shards, self._orders, self._keys, self._seed = shards, order.orders, order.keys, seed
-        self._replaces = substitute
+        self._replaces, self._watch = substitute, watch
         self._transform, self._decoders, self._limits = transform, decoders, limits
 
     def read(self, locations: Sequence[SampleLocation]) -> Chunk:
@@ -118,6 +123,8 @@ class SampleReader:
                     return None
                 location = substitute
                 continue
+            if self._watch.watching and type(value.get(LABEL)) is int:
+                chunk.labels.append((dataset, shard, sample, value[LABEL]))
             value["__key__"] = name
             return _ReadSample(location, name, value, late, read, bad)
 

@@ -24,6 +24,7 @@ from headway.data.cache.node_cache import CachedShards, NodeCache
 from headway.data.cache.prefetch import BatchShards, Prefetcher
 from headway.data.catalog.shard_files import ShardSpec
 from headway.data.counters import Counters, LoaderTrace, Span
+from headway.data.label_watch import LabelWatch
 from headway.data.order.batch_split import BatchSplit
 from headway.data.order.batching import EpochBatcher, Tail
 from headway.data.order.lookup import describe_order
@@ -114,6 +115,7 @@ class ShardLoader:
         self._prefetcher: Prefetcher | None = None
         self._cache = CachedShards(cache, self._limits) if cache else None
         self._transform, self._decoders = transform, dict(decoders or {})
+        self._label_watch = LabelWatch(watching=shuffle)
         self._arrange(Shuffle(seed=seed, lanes=lanes, window=window))
         self.samples = self._batcher.samples
         self._collate = collate_fn or collate
@@ -138,6 +140,7 @@ class ShardLoader:
             self._order,
             seed=settings.seed,
             substitute=self._shuffle or self._tail != "carry",
+            watch=self._label_watch,
             transform=self._transform,
             decoders=self._decoders,
             limits=self._limits,
@@ -162,6 +165,7 @@ class ShardLoader:
             run = current_run()
             path = run.path / self._trace_path if run is not None else Path(self._trace_path)
             self._counters.trace = LoaderTrace(path, rank=self._split.rank_and_world_size()[0])
+        self._label_watch.watching &= self._split.rank_and_world_size()[0] == 0  # one warning is enough
         pool = ThreadPoolExecutor(self._threads or _cpus_per_rank(), "headway load")
         prefetcher = self._prefetcher = (
             None if self._cache is None else Prefetcher(self._cache, self._shards.keep)
@@ -175,6 +179,7 @@ class ShardLoader:
             if self._counters.trace is not None:
                 self._counters.trace.save()
         if self._loops == number:
+            self._label_watch.end_pass(self._order.names)
             self._epoch, self._begun = self._epoch + 1, False
             if not self._batcher.carries():
                 self._position = self._batcher.start(self._epoch)
@@ -276,6 +281,8 @@ class ShardLoader:
             counted.bytes_decoded += one.size
             for times in one.times:
                 counted.add_stages(one.thread, times)
+            if one.labels:
+                self._label_watch.add(one.labels, self._order.names)
             if one.bad:
                 self._quarantine.add(one.bad)
         self._quarantine.check(self._seen_here, self._seen)

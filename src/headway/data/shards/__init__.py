@@ -1,7 +1,7 @@
 """The shard format: tar files in the WebDataset layout.
 
 tar (headers) -> entries (samples) and indexes (index files beside shards) -> shard (reading) -> decode (bytes to
-values), checksums, packing (writing shards) and file_tree (directories as samples).
+values), checksums, packing (writing shards), file_tree (directories as samples) and label_order (are they shuffled?).
 """
 
 from __future__ import annotations

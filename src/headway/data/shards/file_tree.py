@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from random import Random
+from typing import Any, TypeVar
 
 from headway.errors import UsageError
 from headway.system.files import storage
 
+T = TypeVar("T")
+
 _IMAGES = {".jpg", ".jpeg", ".png", ".webp"}
 
 
-def directory_samples(directory: Path) -> tuple[Iterator[dict[str, Any]], list[str] | None]:
-    """Returns the samples in a directory, and the names of its classes, if it has any."""
+def directory_samples(directory: Path, seed: int | None) -> tuple[Iterator[dict[str, Any]], list[str] | None]:
+    """Returns the samples in a directory, and the names of its classes, if it has any.
+
+    They are shuffled by `seed`; if it is None, they come in the order of their names.
+    """
     if not directory.is_dir():
         raise UsageError(
             f"{directory} is not a directory: give one with a directory of images for each class, or with files"
@@ -24,25 +30,55 @@ def directory_samples(directory: Path) -> tuple[Iterator[dict[str, Any]], list[s
     classes = [path for path in here if path.is_dir()]
     files = [path for path in here if path.is_file()]
     if classes and not files:
-        return _by_class(classes), [path.name for path in classes]
+        return _by_class(classes, seed), [path.name for path in classes]
     if files and not classes:
-        return _by_name(files), None
+        return _by_name(files, seed), None
     raise UsageError(
         f"{directory} has {len(classes)} directories and {len(files)} files: expected a directory of images for each "
         "class, or files only"
     )
 
 
-def _by_class(classes: list[Path]) -> Iterator[dict[str, Any]]:
+def shuffled(items: Iterable[T], seed: int | None) -> Iterable[T]:
+    """Returns the items in an order that depends on the seed; as they are, if it is None."""
+    if seed is None:
+        return items
+    listed = list(items)
+    Random(seed).shuffle(listed)
+    return listed
+
+
+def _by_class(classes: list[Path], seed: int | None) -> Iterator[dict[str, Any]]:
+    for number, name in shuffled(_images(classes), seed):
+        image = classes[number] / name
+        yield {
+            "__key__": _class_key(number, name),
+            image.suffix[1:].lower(): image.read_bytes(),
+            "cls": number,
+        }
+
+
+def _images(classes: list[Path]) -> Iterator[tuple[int, str]]:
+    """Yields all images: the number of the class, and the path within its directory."""
     for number, path in enumerate(classes):
+        keys: set[str] = set()
         for image in sorted(path.rglob("*")):
             if image.suffix.lower() in _IMAGES and image.is_file():
-                key = f"{number:06d}/{image.relative_to(path).with_suffix('').as_posix().replace('.', '_')}"
-                yield {"__key__": key, image.suffix[1:].lower(): image.read_bytes(), "cls": number}
+                name = image.relative_to(path).as_posix()
+                key = _class_key(number, name)
+                if key in keys:
+                    raise UsageError(f"{image} has the __key__ {key!r} of another image: rename one of them")
+                keys.add(key)
+                yield number, name
 
 
-def _by_name(files: list[Path]) -> Iterator[dict[str, Any]]:
-    for key, parts in groupby(sorted(files, key=_key), key=_key):
+def _class_key(number: int, name: str) -> str:
+    return f"{number:06d}/{Path(name).with_suffix('').as_posix().replace('.', '_')}"
+
+
+def _by_name(files: list[Path], seed: int | None) -> Iterator[dict[str, Any]]:
+    groups = ((key, list(parts)) for key, parts in groupby(sorted(files, key=_key), key=_key))
+    for key, parts in shuffled(groups, seed):
         yield {"__key__": key} | {path.name.partition(".")[2].lower(): path.read_bytes() for path in parts}
 
 

@@ -6,20 +6,23 @@ import json
 import os
 import tarfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
 from headway.data.shards import checksums
 from headway.data.shards.entries import SampleEntry, SamplePart
-from headway.data.shards.file_tree import directory_samples
+from headway.data.shards.file_tree import directory_samples, shuffled
 from headway.data.shards.indexes import index_text
+from headway.data.shards.label_order import LABEL, LabelOrder
 from headway.data.shards.tar import BLOCK_BYTES
 from headway.errors import UsageError
 from headway.system.files import storage
+from headway.system.log import logger
 
 _RECORD_BYTES = 20 * BLOCK_BYTES
+_MAX_LABELS = 100_000  # whose order is looked at
 
 
 def pack(
@@ -28,6 +31,8 @@ def pack(
     *,
     shard_size: int = 256 * 2**20,
     name: str = "shard",
+    shuffle: bool | None = None,
+    seed: int = 0,
     done: Callable[[Path], None] | None = None,
 ) -> list[Path]:
     """Writes samples into `out/shard-000000.tar` and so on, at most `shard_size` bytes each, and returns the paths.
@@ -36,6 +41,10 @@ def pack(
     be a directory. One with a directory of images per class is packed as `jpg` and `cls`, with classes numbered in the
     order of their names, which `classes.json` lists; in one with files only, `a.jpg` and `a.json` are one sample.
     `done` is called with each finished shard.
+
+    The samples of a directory are shuffled by `seed`, because a loader mixes samples only with those that are stored
+    near them; `shuffle=False` keeps the order of their names. Other samples are written in the order in which they
+    come; `shuffle=True` shuffles a list of them.
 
         samples = ({"__key__": f"{i:06d}", "jpg": jpeg, "cls": label} for i, (jpeg, label) in enumerate(items))
         hw.data.pack(samples, "out")
@@ -47,19 +56,47 @@ def pack(
         raise UsageError(
             f"{out} already has shards named {name}-*.tar: choose another directory, or remove them"
         )
-    classes = None
-    if isinstance(source, str | Path):
-        source, classes = directory_samples(Path(source))
-    paths = []
+    samples, classes = _ordered(source, None if shuffle is False else seed, required=bool(shuffle))
+    labels, paths = LabelOrder(), list[Path]()
+    if shuffle is None and not isinstance(source, str | Path):
+        samples = _watched(samples, labels)
     with storage(f"write shards to {out}"):
         out.mkdir(parents=True, exist_ok=True)
         if classes is not None:
             (out / "classes.json").write_text(json.dumps(classes))
-        for path in _shards(source, out, shard_size, name):
+        for path in _shards(samples, out, shard_size, name):
             paths.append(path)
             if done is not None:
                 done(path)
+    if dependence := labels.dependence():
+        logger.warning(
+            f"{out}: {dependence}; shuffle the samples before packing them, or batches have few classes"
+        )
     return paths
+
+
+def _ordered(
+    source: Iterable[Mapping[str, Any]] | str | Path, seed: int | None, *, required: bool
+) -> tuple[Iterable[Mapping[str, Any]], list[str] | None]:
+    """Returns samples in the order in which they are packed, and the names of classes; shuffles a list if required."""
+    if isinstance(source, str | Path):
+        return directory_samples(Path(source), seed)
+    if not required:
+        return source, None
+    if not isinstance(source, Sequence):
+        raise UsageError(
+            f"shuffle=True with a {type(source).__name__}, whose samples come one after the other: give a list, or "
+            "shuffle what it is made from"
+        )
+    return shuffled(source, seed), None
+
+
+def _watched(samples: Iterable[Mapping[str, Any]], labels: LabelOrder) -> Iterator[Mapping[str, Any]]:
+    """Passes samples on, and notes their labels; as if in one shard, in whose order they are stored."""
+    for number, sample in enumerate(samples):
+        if number < _MAX_LABELS and isinstance(sample.get(LABEL), int):
+            labels.add([(0, number, sample[LABEL])])
+        yield sample
 
 
 def _shards(samples: Iterable[Mapping[str, Any]], out: Path, shard_size: int, name: str) -> Iterator[Path]:

@@ -1,8 +1,9 @@
-"""Checks a shard: structure, names, index, checksum, and whether every sample can be decoded."""
+"""Checks shards: structure, names, index, checksum, whether every sample can be decoded, and the order of labels."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -10,11 +11,13 @@ from headway.data.shards import checksums
 from headway.data.shards.decode import Decoder, decode
 from headway.data.shards.entries import ShardEntries
 from headway.data.shards.indexes import read_dali, stale_index
-from headway.data.shards.shard import Shard, walk
+from headway.data.shards.label_order import LABEL, LabelOrder
+from headway.data.shards.shard import Shard, open_file, walk
 from headway.data.shards.tar import ShardLimits
-from headway.errors import BadSample, BadShard, UsageError
+from headway.errors import BadSample, BadShard, HeadwayError, UsageError
 
 _MAX_PROBLEMS = 100  # that are listed per shard
+_LABELED_SHARDS, _LABELS_PER_SHARD = 64, 512  # at most, whose labels are read
 
 
 def check_shard(
@@ -29,6 +32,25 @@ def check_shard(
     found = list(islice(problems, _MAX_PROBLEMS))
     rest = sum(1 for _ in problems)
     return [*found, f"{path}: and {rest} more problems"] if rest else found
+
+
+def check_label_order(paths: Sequence[Path]) -> str:
+    """Says how often neighbors in the shards of a dataset have the same label, if that is not chance."""
+    order = LabelOrder()
+    chosen = paths[:: -(-len(paths) // _LABELED_SHARDS)] if paths else []
+    for number, path in enumerate(chosen):
+        order.add((number, sample, label) for sample, label in _labels(path))
+    return order.dependence()
+
+
+def _labels(path: Path) -> Iterator[tuple[int, int]]:
+    """Yields the first labels of a shard; what is wrong with it is the business of `check_shard`."""
+    with suppress(HeadwayError, ValueError):
+        entries, file = walk(path), open_file(path)
+        for number in range(min(len(entries), _LABELS_PER_SHARD)):
+            for part in entries.parts(number):
+                if part.extension == LABEL:
+                    yield number, int(file.read(part.offset, part.offset + part.size))
 
 
 def _problems(path: Path, limits: ShardLimits, decoders: Mapping[str, Decoder]) -> Iterator[str]:
