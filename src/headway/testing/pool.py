@@ -6,16 +6,19 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import final
 
 from headway.errors import RankFailure
 from headway.system import environment
+from headway.testing.fork_server import ForkServer, StartRank, clean_environ, start_interpreter
 from headway.testing.process import RankHandle, RankResult
 from headway.testing.protocol import RankTask, WorkerSetup
 
@@ -32,20 +35,20 @@ _ABORT_TIMEOUT_S = 2.0
 class RankPool:
     """`nproc` processes in one group. After `run`, `reusable` says whether they can run another test."""
 
-    def __init__(self, nproc: int, pytest_args: Sequence[str], cwd: Path) -> None:
+    def __init__(self, nproc: int, pytest_args: Sequence[str], start: StartRank) -> None:
         self.reusable = True
         self._in_step = True
         self._processes: list[RankHandle] = []
         rendezvous = Path(tempfile.mkdtemp(prefix="headway-ranks-"))
         try:
             for rank in range(nproc):
-                process = RankHandle(rank, cwd)
+                process = RankHandle(rank, start)
                 self._processes.append(process)
                 process.send(
                     WorkerSetup(
+                        environ=clean_environ(),
                         variables=_variables(rank, nproc, rendezvous),
                         pytest_args=pytest_args,
-                        stack_fd=process.stack.file.fileno(),
                     )
                 )
             self._check_started(self._collect(_START_TIMEOUT_S))
@@ -152,8 +155,10 @@ def _variables(rank: int, nproc: int, rendezvous: Path) -> Mapping[str, str]:
 class RankPools:
     """The pools of one pytest process, by size; when there are too many, the least recently used is closed."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, fork: bool = sys.platform == "linux") -> None:
         self._by_size: dict[int, RankPool] = {}
+        self._fork = fork
+        self._server: ForkServer | None = None
 
     def get(self, nproc: int, pytest_args: Sequence[str], cwd: Path) -> RankPool:
         pool = self._by_size.pop(nproc, None)
@@ -162,7 +167,7 @@ class RankPools:
                 pool.kill()
             if len(self._by_size) == _MAX_POOLS:
                 self._by_size.pop(next(iter(self._by_size))).close()
-            pool = RankPool(nproc, pytest_args, cwd)
+            pool = RankPool(nproc, pytest_args, self._starter(cwd))
         self._by_size[nproc] = pool  # last: used most recently
         return pool
 
@@ -173,3 +178,17 @@ class RankPools:
     def close(self) -> None:
         while self._by_size:
             self._by_size.popitem()[1].close()
+        self._close_server()
+
+    def _starter(self, cwd: Path) -> StartRank:
+        if not self._fork:
+            return partial(start_interpreter, cwd)
+        if self._server is not None and not self._server.fits():
+            self._close_server()
+        self._server = self._server or ForkServer(cwd)
+        return self._server.fork
+
+    def _close_server(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None

@@ -5,20 +5,17 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe
-from pathlib import Path
 from typing import Any, final
 
 import psutil
 
 from headway.dist.failure.record import describe_exit_status
-from headway.system import environment
+from headway.testing.fork_server import StartRank
 from headway.testing.protocol import RankReport
 
 _CLEAN_UP_S = 1.0
@@ -63,27 +60,19 @@ class _OutputFile:
 
 @final
 class RankHandle:
-    """One rank: a fresh interpreter whose output goes to unnamed files."""
+    """One rank: a process whose output goes to unnamed files."""
 
-    def __init__(self, rank: int, cwd: Path) -> None:
+    def __init__(self, rank: int, start: StartRank) -> None:
         self.rank = rank
         self.stdout, self.stderr, self.stack = _OutputFile(), _OutputFile(), _OutputFile()
         self.connection: Connection[Any, Any]
         self.connection, far_end = Pipe()
-        code = (
-            f"import sys; sys.path[:] = {sys.path!r}; "
-            f"from headway.testing.worker import main; main({far_end.fileno()})"
-        )
         with far_end:
-            self.process = subprocess.Popen(
-                [sys.executable, "-u", "-c", code],
-                stdin=subprocess.DEVNULL,
-                stdout=self.stdout.file,
-                stderr=self.stderr.file,
-                pass_fds=(far_end.fileno(), self.stack.file.fileno()),
-                env=_environ(),
-                cwd=cwd,
-                start_new_session=True,  # Ctrl-C is pytest's to handle; and a rank's children can be ended with it
+            self.process = start(
+                stdout=self.stdout.file.fileno(),
+                stderr=self.stderr.file.fileno(),
+                connection=far_end.fileno(),
+                stack=self.stack.file.fileno(),
             )
 
     def send(self, message: object) -> None:
@@ -171,10 +160,3 @@ def find_culprit(stderr: str, rank: int) -> int | None:
     """Returns the rank because of which headway.dist ended this one, by what it printed; None if it was its own end."""
     ranks = [int(match[2] or match[1]) for match in _ENDED_BECAUSE.finditer(stderr)]
     return ranks[-1] if ranks and ranks[-1] != rank else None
-
-
-def _environ() -> dict[str, str]:
-    """Returns this environment without what is meant for pytest itself or for a single test."""
-    for_pytest = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", environment.FAILPOINT)
-    kept = {name: value for name, value in os.environ.items() if name not in for_pytest}
-    return kept | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

@@ -18,10 +18,10 @@ Outcome = Literal["passed", "failed", "skip", "xfail", "exit"]
 class WorkerSetup:
     """What a new process needs to become a rank that imports tests as pytest does."""
 
+    environ: Mapping[str, str]
     variables: Mapping[str, str]
+    """what the node agent gives to a rank"""
     pytest_args: Sequence[str]
-    stack_fd: int
-    """where the stack of this process is written if it crashes or is aborted"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""A rank that runs tests: a fresh interpreter that joins the group once and then runs the tests that it is sent."""
+"""A rank that runs tests: a process that joins the group once and then runs the tests that it is sent."""
 
 from __future__ import annotations
 
@@ -32,8 +32,11 @@ from headway.testing import body, leaks
 from headway.testing.protocol import Outcome, RankReport, RankTask, WorkerSetup
 
 
-def main(fd: int) -> None:
-    """Becomes a rank and runs the tests that come through `fd`, until a None comes."""
+def main(fd: int, stack_fd: int) -> None:
+    """Becomes a rank and runs the tests that come through `fd`, until a None comes.
+
+    If this process crashes or is aborted, its stack is written to `stack_fd`.
+    """
     connection: Connection[Any, Any] = Connection(fd)
     os.register_at_fork(
         after_in_child=connection.close
@@ -43,12 +46,13 @@ def main(fd: int) -> None:
     threading.Thread(
         target=_receive_tasks, args=(connection, tasks), name="headway tasks", daemon=True
     ).start()
-    faulthandler.enable(file=start.stack_fd)
+    faulthandler.enable(file=stack_fd)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    inherited = dict(os.environ)
-    os.environ.update(start.variables)
+    inherited = dict(start.environ)
+    os.environ.clear()
+    os.environ.update({**inherited, **start.variables})
     config = _configure(list(start.pytest_args))
-    from headway import dist  # not before: torch counts its threads, OMP_NUM_THREADS, when it is imported
+    from headway import dist  # not before: a torch that is imported here reads OMP_NUM_THREADS
 
     dist.init(device="cpu", setup_timeout=100.0)
     del os.environ[environment.RENDEZVOUS]  # its directory is removed after the rendezvous
