@@ -1,6 +1,7 @@
 """A training that can be started, killed and started again many times: torch is imported once, ranks are forks.
 
-python mill.py      reads {"run", "ranks", "kill": [rank, seconds] or null} line by line, answers with exit codes
+python mill.py      reads {"run", "ranks", "workers", "fault", "kill": [rank, rows, seconds] or null} line by line,
+                    answers with exit codes
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from waiting import EXIT_LIMIT_S
 
 import headway as hw
 import headway.checkpoint.write.saver  # now, not once per rank
@@ -38,7 +40,7 @@ class Fit(hw.TrainValStage):
         return nn.functional.mse_loss(self.models["net"](x), y)
 
 
-def train(epochs: int = EPOCHS) -> None:
+def train(epochs: int = EPOCHS, *, workers: int = 0) -> None:
     hw.seed(3, scope="rank")
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(SAMPLES, 8, generator=generator)
@@ -49,7 +51,9 @@ def train(epochs: int = EPOCHS) -> None:
     pipe = hw.Pipeline(name="mill")
     pipe.register_model("net", net, ema=0.9)
     pipe.register_optimizer("adam", lambda params: torch.optim.Adam(params, lr=3e-3))
-    pipe.register_dataset("train", hw.data.DataLoader(data, global_batch_size=BATCH, shuffle=True, seed=5))
+    how = {"num_workers": workers, "persistent_workers": workers > 0}
+    train_loader = hw.data.DataLoader(data, global_batch_size=BATCH, shuffle=True, seed=5, **how)
+    pipe.register_dataset("train", train_loader)
     pipe.register_dataset("val", hw.data.DataLoader(data, global_batch_size=BATCH * 2))
     pipe.append_stage(Fit(log_every=1, val_every="2 epochs"), max_epochs=epochs)
     pipe.enable_checkpointing(resume="must", every=EVERY, keep_last=3)
@@ -63,7 +67,7 @@ def become_rank(trial: dict[str, Any], rank: int, meeting: str) -> None:
     os.environ |= {FAILPOINT: trial["fault"]} if trial["fault"] else {}
     os.environ["HEADWAY_RENDEZVOUS"] = f"{meeting}/address"
     dist.init(device="cpu", setup_timeout=25)  # there is no agent to tell that a rank died before it came
-    train()
+    train(workers=trial["workers"])
     dist.leave()
 
 
@@ -78,6 +82,7 @@ def run(trial: dict[str, Any]) -> dict[str, Any]:
         for rank in range(trial["ranks"]):
             if not (pid := os.fork()):
                 os.dup2(2, 1)  # stdout is for answers
+                os.setpgid(0, pids[0] if pids else 0)
                 code = 1
                 try:
                     become_rank(trial, rank, meeting)
@@ -87,6 +92,8 @@ def run(trial: dict[str, Any]) -> dict[str, Any]:
                 finally:
                     os._exit(code)
             pids.append(pid)
+            with suppress(OSError):  # the child was faster
+                os.setpgid(pid, pids[0])
         began = time.monotonic()
         codes: list[int | None] = [None] * len(pids)
         kill, written = trial["kill"], Path(trial["run"]) / "ledger.jsonl"
@@ -103,7 +110,7 @@ def run(trial: dict[str, Any]) -> dict[str, Any]:
             if kill and due is not None and time.monotonic() >= due:
                 if codes[kill[0]] is None:
                     os.kill(pids[kill[0]], signal.SIGKILL)
-                    deadline = time.monotonic() + 60
+                    deadline = time.monotonic() + EXIT_LIMIT_S
                 kill = None
             time.sleep(0.002)
         for rank, pid in enumerate(pids):
@@ -111,7 +118,20 @@ def run(trial: dict[str, Any]) -> dict[str, Any]:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
                 codes[rank] = 999
-        return {"codes": codes, "seconds": time.monotonic() - began}
+        return {"codes": codes, "seconds": time.monotonic() - began, "left": wait_for_group(pids[0])}
+
+
+def wait_for_group(group: int) -> bool:
+    """Whether a data worker or a writer of the ranks outlives them; it is killed."""
+    deadline = time.monotonic() + EXIT_LIMIT_S
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return False
+        time.sleep(0.01)
+    os.killpg(group, signal.SIGKILL)
+    return True
 
 
 def import_what_ranks_import() -> None:

@@ -1,8 +1,9 @@
 """kill -9 of any rank at any time, again and again: no checkpoint is lost, and in the end nothing shows.
 
 5 kills on 3 ranks here; 300 on 4 ranks with `HEADWAY_FAULTS=full` (in parts, with another HEADWAY_FAULTS_SEED for each:
-HEADWAY_FAULTS_KILLS=50). Checkpoints are judged by a checker that shares no code with headway; the ledger of the run
-that was killed is compared with that of one that was not.
+HEADWAY_FAULTS_KILLS=50). The runs that are killed have data workers, the one to compare with has none. Checkpoints are
+judged by a checker that shares no code with headway; the ledger of the run that was killed is compared with that of one
+that was not.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from headway.run import Run
 from headway.testing.verify import compare
 
 MILL = Path(__file__).with_name("mill.py")
+HELPERS = Path(__file__).parents[1] / "helpers"
 FULL = os.environ.get("HEADWAY_FAULTS") == "full"
 KILLS, RANKS = (int(os.environ.get("HEADWAY_FAULTS_KILLS", "300")), 4) if FULL else (5, 3)
 EVERY = 7  # steps between saves, as in the mill
@@ -38,14 +40,21 @@ class Mill:
         self._process = process
 
     def run(
-        self, run: Run, *, ranks: int, kill: tuple[int, int, float] | None = None, fault: str = ""
+        self,
+        run: Run,
+        *,
+        ranks: int,
+        kill: tuple[int, int, float] | None = None,
+        fault: str = "",
+        workers: int = 0,
     ) -> tuple[list[int], float]:
         """The exit codes of all ranks, and how long it took."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        trial = {"run": str(run.path), "ranks": ranks, "kill": kill, "fault": fault}
+        trial = {"run": str(run.path), "ranks": ranks, "kill": kill, "fault": fault, "workers": workers}
         self._process.stdin.write(json.dumps(trial) + "\n")
         self._process.stdin.flush()
         answer = json.loads(self._process.stdout.readline())
+        assert not answer["left"], "a data worker or a writer outlives its rank"
         return answer["codes"], answer["seconds"]
 
 
@@ -60,7 +69,7 @@ def mill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mill]:
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HELPERS)},
         ) as process,
     ):
         yield Mill(process)
@@ -121,7 +130,7 @@ def mill_until_done(mill: Mill, run: Run, tally: Tally, chance: random.Random) -
         # every fourth dies while it starts, resumes or makes its first steps; the others after up to 60 steps
         rows, seconds = (0, chance.uniform(0, 3)) if chance.random() < 0.25 else (chance.randint(1, 60), 0.1)
         kill = (rank, rows, chance.uniform(0, seconds)) if tally.kills < KILLS else None
-        codes, _ = mill.run(run, ranks=RANKS, kill=kill)
+        codes, _ = mill.run(run, ranks=RANKS, kill=kill, workers=1)
         tally.hung += 999 in codes
         assert 999 not in codes, codes
         if codes == [0] * RANKS:
@@ -163,7 +172,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_samples(
     golden_run, run = new_run(tmp_path), new_run(tmp_path)
     assert mill.run(golden_run, ranks=ranks)[0] == [0] * ranks
     golden = ledger.load(golden_run)
-    codes, _ = mill.run(run, ranks=ranks, fault=f"train.step:rank={ranks - 1}:nth=100:kill9")
+    codes, _ = mill.run(run, ranks=ranks, fault=f"train.step:rank={ranks - 1}:nth=100:kill9", workers=1)
     assert codes[-1] == -9
     assert mill.run(run, ranks=after)[0] == [0] * after
     found = ledger.load(run)

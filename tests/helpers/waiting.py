@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
+import psutil
 import pytest
 
 T = TypeVar("T")
+
+EXIT_LIMIT_S = 40.0
+"""how long ranks that were killed, have failed or were told to stop may take to be gone, on a busy machine"""
 
 
 def describe_load() -> str:
@@ -54,4 +60,25 @@ def check_duration(seconds: float, limit_s: float, what: str) -> None:
     if seconds >= limit_s:
         pytest.fail(
             f"ran out of time: {seconds:.1f} s until {what}, at most {limit_s:g} s expected ({describe_load()})"
+        )
+
+
+def exit_in_time(process: subprocess.Popen[str], *, limit_s: float = EXIT_LIMIT_S) -> str:
+    """Returns what a process that was told to end has printed; kills it, and fails, if it lives on.
+
+    >>> process.send_signal(signal.SIGTERM)
+    >>> text = exit_in_time(process)
+    """
+    __tracebackhide__ = True
+    family = psutil.Process(process.pid).children(recursive=True)
+    try:
+        return process.communicate(timeout=limit_s)[0]
+    except subprocess.TimeoutExpired:
+        for each in family:
+            with suppress(psutil.Error):
+                each.kill()
+        process.kill()
+        text = process.communicate()[0]
+        pytest.fail(
+            f"ran out of time: alive {limit_s:g} s after it should have ended ({describe_load()})\n{text}"
         )

@@ -37,16 +37,18 @@ data = torch.utils.data.TensorDataset(torch.linspace(0, 1, 32)[:, None])
 pipe = hw.Pipeline(name="fit")
 pipe.register_model("net", torch.nn.Linear(1, 1))
 pipe.register_optimizer("adam", lambda parameters: torch.optim.Adam(parameters, lr=0.1))
-pipe.register_dataset("train", hw.data.DataLoader(data, global_batch_size=4, shuffle=True))
+pipe.register_dataset("train", hw.data.DataLoader(data, global_batch_size=4, shuffle=True, num_workers={workers}))
 pipe.append_stage(Fit(log_every=3), max_epochs=2)
 {keeps}
 pipe.run()
 """
 
 
-def script(folder: Path, *, forgets: str = "", keeps: str = "pipe.enable_checkpointing()") -> str:
+def script(
+    folder: Path, *, forgets: str = "", keeps: str = "pipe.enable_checkpointing()", workers: int = 0
+) -> str:
     path = folder / "fit.py"
-    path.write_text(SCRIPT.format(forgets=forgets, keeps=keeps))
+    path.write_text(SCRIPT.format(forgets=forgets, keeps=keeps, workers=workers))
     return str(path)
 
 
@@ -142,7 +144,7 @@ def test_the_last_checkpoints_are_compared(tmp_path: Path) -> None:
 @pytest.mark.timeout(400)
 def test_a_script_that_keeps_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--nproc", "1", "--other-nproc", "2", "--at", "first-epoch", "--json", "--keep", str(tmp_path)]
-    assert main(["verify-resume", *options, script(tmp_path)]) == 0
+    assert main(["verify-resume", *options, script(tmp_path, workers=1)]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] and report["steps"] == 16
     same, other, end = report["verdicts"]

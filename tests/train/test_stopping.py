@@ -17,7 +17,7 @@ import torch
 import torch.distributed as c10d
 from test_resume import SCRIPT, Traced, assert_same, make, seeded, weights
 from torch import Tensor
-from waiting import wait_until
+from waiting import exit_in_time, wait_until
 
 import headway as hw
 from headway.dist.control import stop
@@ -258,7 +258,7 @@ def test_between_log_points_nothing_is_sent_for_checkpoints(
 
 def start(folder: Path, *command: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [*command, str(SCRIPT), str(folder), "slow"],
+        [*command, str(SCRIPT), str(folder), "slow", "workers"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -284,7 +284,7 @@ def finish(folder: Path, *command: str) -> None:
 def test_a_script_alone_exits_with_75(tmp_path: Path) -> None:
     process = start(tmp_path, sys.executable)
     process.send_signal(signal.SIGTERM)
-    text, _ = process.communicate(timeout=300)
+    text = exit_in_time(process)
     assert process.returncode == 75, text
     assert text.rstrip().endswith("with a checkpoint: the same command resumes"), text
     assert "Traceback" not in text
@@ -295,7 +295,7 @@ def test_a_script_alone_exits_with_75(tmp_path: Path) -> None:
 def test_ranks_under_headway_run_exit_with_75(tmp_path: Path) -> None:
     process = start(tmp_path, sys.executable, "-m", "headway", "run", "--nproc", "2")
     process.send_signal(signal.SIGUSR1)
-    text, _ = process.communicate(timeout=300)
+    text = exit_in_time(process)
     assert process.returncode == 75, text
     assert "stopped by SIGUSR1" in text and "Traceback" not in text and "failed" not in text, text
     (run,) = (tmp_path / "runs").iterdir()

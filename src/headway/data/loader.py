@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
 import torch
 from torch.utils import data as torch_data
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from headway.data.counters import Counters, Span
 from headway.data.cursor import Collate, Cursor, MapCursor
@@ -90,6 +92,7 @@ class DataLoader:
         self._loops = 0
         self._restored = False
         self._counters = Counters()
+        self._torch_iterator: Callable[[], object] = lambda: None
         self._torch: torch_data.DataLoader[Any] = torch_data.DataLoader(
             **self._cursor.torch_arguments(),
             collate_fn=_identity,
@@ -119,6 +122,7 @@ class DataLoader:
         cursor = self._cursor
         with block_signals():  # workers start with the signals blocked that are meant for the rank
             batches = iter(self._torch)
+        self._torch_iterator = weakref.ref(batches)  # it ends its workers when the loop drops it
         while True:
             began = time.perf_counter()
             loaded = next(batches, _END)
@@ -140,6 +144,13 @@ class DataLoader:
             yield batch
         if self._loops == number:
             cursor.begin_epoch(cursor.epoch + 1)
+
+    def close(self) -> None:
+        """Ends the worker processes of the loop in progress, and persistent ones. The next loop starts new ones."""
+        iterator = self._torch_iterator()
+        if isinstance(iterator, _MultiProcessingDataLoaderIter):
+            iterator._shutdown_workers()
+        self._torch._iterator = None
 
     def counters(self) -> dict[str, float]:
         """Returns the totals of this rank: batches and samples consumed, and seconds that the loop waited for them."""

@@ -175,7 +175,7 @@ def _watch_forks() -> None:
 def _in_forked_child() -> None:
     """Closes a data worker's copies of the rank's connections, which would hide that the rank has exited."""
     if _group is not None:
-        signals.ignore_stop_requests()
+        signals.reset_in_child()
         if _group.peer is not None:
             _group.peer.close()
         if _group.hub is not None:

@@ -21,6 +21,7 @@ from headway.dist.control.peer import Peer, connect_to_hub
 from headway.dist.device import check_kind, choose_device
 from headway.dist.environment import LaunchEnvironment, detect
 from headway.dist.failure.capture import HEARTBEAT
+from headway.dist.failure.exit_deadline import end_daemonic_children
 from headway.dist.group import (
     RankGroup,
     World,
@@ -88,7 +89,9 @@ def init(*, device: str = "auto", setup_timeout: float = 300.0, step_timeout: fl
         if group.peer is None:  # no other rank has seen this one; else the exception hook informs them
             abandon(group)
         raise
-    atexit.register(leave)
+    atexit.unregister(_end_children)
+    atexit.register(_end_children, os.getpid())
+    atexit.register(leave)  # runs first
     if group.launch.rank == 0:
         logger.info("launched by: %s", _launched_by(group.world, placement))
     return group.world
@@ -271,6 +274,12 @@ def _make_process_group(group: RankGroup, step_timeout: float) -> None:
         device_id=world.device if cuda else None,
     )
     hook_exceptions()
+
+
+def _end_children(rank_pid: int) -> None:
+    """Ends the data workers of a rank at its exit; a forked child leaves those of its rank alone."""
+    if os.getpid() == rank_pid:
+        end_daemonic_children()
 
 
 def leave() -> None:

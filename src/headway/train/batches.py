@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice, repeat
-from typing import Any, Protocol, final, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from headway.data import DataLoader
 from headway.errors import UsageError
+
+if TYPE_CHECKING:
+    from headway.train.pipeline import Pipeline
+
+_CLOSE_S = 3.0
+"""how long a run that ends waits for its loaders; the other ranks learn of a failure only then"""
 
 
 @runtime_checkable
@@ -32,6 +41,28 @@ def set_epoch(loader: object, epoch: int, *, in_place: bool = False) -> None:
     for part in {id(part): part for part in parts}.values():
         if isinstance(part, EpochAware):
             part.set_epoch(epoch)
+
+
+@contextmanager
+def closing_loaders(pipe: Pipeline) -> Iterator[None]:
+    """Ends what loaders have started, however the block is left: an exception keeps their iterators alive.
+
+    A worker that is busy, or stuck in a file system, is not waited for: it ends with the process.
+    """
+    try:
+        yield
+    finally:
+        closing = threading.Thread(target=_close_loaders, args=(pipe,), name="headway close", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_S)
+
+
+def _close_loaders(pipe: Pipeline) -> None:
+    for stage in pipe.stages:
+        stage._loop.close_batches()
+    for loader in pipe.datasets.values():
+        if isinstance(loader, DataLoader):
+            loader.close()
 
 
 @dataclass

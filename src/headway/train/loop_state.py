@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +91,7 @@ class LoopState:
         self.passes: list[Pass] = []
         """over datasets, in this epoch, in the order in which they began"""
         self._passes_begun = 0  # by this process
+        self._open_batches: WeakSet[Generator[Any]] = WeakSet()
 
     def set_limits(self, *, max_epochs: int | None, max_steps: int | None) -> None:
         """Sets after how many epochs or steps the stage ends, whichever is first."""
@@ -183,6 +185,18 @@ class LoopState:
         self, loader: Iterable[Any], limit: int | None = None, *, progress: Pass | None = None
     ) -> Iterator[Any]:
         """Yields the batches of a loader, on the device."""
+        batches = self._device_batches(loader, limit, progress)
+        self._open_batches.add(batches)
+        return batches
+
+    def close_batches(self) -> None:
+        """Ends the iterations over loaders that an exception has left open, and with them their threads and workers."""
+        for batches in list(self._open_batches):
+            batches.close()
+
+    def _device_batches(
+        self, loader: Iterable[Any], limit: int | None, progress: Pass | None
+    ) -> Generator[Any]:
         ledger = self.pipe._ledger if progress is not None else None  # a validation is not a step
         device = self.device
         progress = progress or Pass()

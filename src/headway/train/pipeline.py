@@ -24,7 +24,7 @@ from headway.run import Run, check_name
 from headway.system import environment
 from headway.system.log import logger
 from headway.train import loop
-from headway.train.batches import FirstBatch, set_epoch
+from headway.train.batches import FirstBatch, closing_loaders, set_epoch
 from headway.train.callback import Callback
 from headway.train.checks import check_new, check_pipeline, check_stage, watch_first_steps
 from headway.train.diagnose import smoke
@@ -311,7 +311,7 @@ class Pipeline:
             if self.world.is_root:
                 logger.info(f"{choice.run.id} is already finished ({choice.why}): nothing to do")
             return choice.run
-        with self._recording(choice.run):
+        with closing_loaders(self), self._recording(choice.run):
             self._run_hook("pre_run", self)
             if self._keeper:
                 self._keeper.start(choice)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 from headway.dist.control import signals
 from headway.dist.control.hang_watch import own_status, silent_root_status
@@ -20,6 +20,7 @@ from headway.dist.control.hub import lost_rank_record
 from headway.dist.control.peer import Peer
 from headway.dist.environment import LaunchEnvironment
 from headway.dist.failure import capture, hang
+from headway.dist.failure.exit_deadline import limit_exit
 from headway.dist.failure.record import FailureRecord, format_cause, format_pointer
 from headway.dist.roster import RankInfo
 from headway.errors import HeadwayError, Stopped, StorageError
@@ -51,10 +52,9 @@ class FailureHandler:
     def on_exception(self, error: BaseException, trace: TracebackType | None) -> None:
         """Ends this rank, whose main thread has raised an exception that nothing caught."""
         if isinstance(error, Stopped):  # on all ranks alike, and not a failure
-            if self._launch.rank == 0:
-                logger.info("%s", error)
-            raise SystemExit(error.exit_code)
+            self._exit_stopped(error)
         record = capture.exception_record(error, trace, self._launch.rank)
+        limit_exit(record["exit_code"], f"rank {self._launch.rank} failed")
         if self.peer is None:
             self._exit_alone(record, error, trace)
             return
@@ -63,6 +63,15 @@ class FailureHandler:
         self.peer.report_failure(record)
         time.sleep(_ABORT_TIMEOUT_S)  # the hub's abort ends this process from another thread: see `on_abort`
         capture.hard_exit(record["exit_code"])
+
+    def _exit_stopped(self, error: Stopped) -> NoReturn:
+        signals.ignore_termination()  # the scheduler may repeat its signal, which would replace the exit code
+        limit_exit(error.exit_code, f"rank {self._launch.rank} has stopped")
+        if self.peer is not None:
+            self.peer.leave(0)  # the ranks exit one by one, and none of them is lost
+        if self._launch.rank == 0:
+            logger.info("%s", error)
+        raise SystemExit(error.exit_code)
 
     def _exit_alone(self, record: FailureRecord, error: BaseException, trace: TracebackType | None) -> None:
         where = self._write(record)

@@ -2,7 +2,7 @@
 
 SLURM may send a stop signal to every process of a step, data workers included. A worker that exits takes the rank down
 before it can save, and a forked worker that inherits the rank's handler handles the signal a second time. So workers
-ignore such signals from the start.
+ignore such signals from the start; only the SIGTERM of their own rank, which exits, ends them.
 
     with block_signals():
         batches = iter(DataLoader(..., worker_init_fn=ignore_signals))
@@ -17,6 +17,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 STOP_REQUESTS = (signal.SIGUSR1, signal.SIGUSR2)
 """what schedulers and `headway` send to ask a run to save and stop"""
@@ -40,13 +41,17 @@ def block_signals() -> Iterator[None]:
 
 
 def ignore_signals(worker: int = 0) -> None:  # noqa: ARG001 - torch calls a worker_init_fn with the worker's number
-    """Makes a worker process ignore stop signals and exit with its rank. For `worker_init_fn`."""
+    """Makes a worker process ignore stop signals, except its rank's, and exit with the rank. For `worker_init_fn`."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    rank = multiprocessing.parent_process()
+    rank, blocked = multiprocessing.parent_process(), set[int]()
     if rank is not None:  # nothing else ends a worker that ignores these signals
+        if hasattr(signal, "sigwaitinfo"):  # not on macOS
+            blocked = {signal.SIGTERM}  # so that it stays pending until a thread takes it
+            signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+            threading.Thread(target=_exit_for, args=(rank.pid,), name="headway worker", daemon=True).start()
         threading.Thread(target=_exit_with, args=(rank.sentinel,), name="headway worker", daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*STOP_SIGNALS} - blocked)
 
 
 def _exit_with(sentinel: int) -> None:
@@ -55,10 +60,23 @@ def _exit_with(sentinel: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def ignore_stop_requests() -> None:
-    """Ignores stop requests in a forked child, whose inherited handler would act for the rank."""
+def _exit_for(rank: int | None) -> None:
+    """Exits when the rank sends SIGTERM, as multiprocessing does at its end; a scheduler's SIGTERM is for the rank."""
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != rank:
+        pass
+    os._exit(0)  # torch reports a worker that a signal has ended as a failure
+
+
+replaced: dict[signal.Signals, Any] = {}
+"""the handlers that this process had before those of `stop`, while these are installed"""
+
+
+def reset_in_child() -> None:
+    """Ends a forked child on SIGTERM again, and ignores stop requests: inherited handlers would act for the rank."""
     for number in STOP_REQUESTS:
         signal.signal(number, signal.SIG_IGN)
+    if signal.SIGTERM in replaced:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def ignore_termination() -> None:
@@ -66,4 +84,5 @@ def ignore_termination() -> None:
 
     Through the C library, because Python allows it in the main thread only, which may be stuck in a collective.
     """
-    ctypes.CDLL(None).signal(signal.SIGTERM, ctypes.c_void_p(signal.SIG_IGN))
+    for number in (signal.SIGTERM, *STOP_REQUESTS):
+        ctypes.CDLL(None).signal(number, ctypes.c_void_p(signal.SIG_IGN))

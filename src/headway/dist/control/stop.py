@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from headway.dist.control.signals import STOP_SIGNALS
+from headway.dist.control.signals import STOP_SIGNALS, replaced
 from headway.dist.group import current
 
 MARGIN_S = 15.0
@@ -50,6 +50,7 @@ def handle_stop_signals(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        replaced.clear()
         requests.put(None)
         thread.join()
 
@@ -74,6 +75,7 @@ def _handle(requests: queue.SimpleQueue[str | None]) -> dict[signal.Signals, Any
     for number in STOP_SIGNALS:
         before[number] = signal.getsignal(number)
         signal.signal(number, handler)
+    replaced.update(before)
     return before
 
 

@@ -6,7 +6,6 @@ counts as the cause.
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import re
 import socket
@@ -16,11 +15,14 @@ from contextlib import AbstractContextManager, suppress
 from datetime import UTC, datetime
 from types import TracebackType
 
+from headway.dist.failure.exit_deadline import exit_within
 from headway.dist.failure.heartbeat import Heartbeat
 from headway.dist.failure.record import FailureRecord
 from headway.errors import INTERRUPTED, HeadwayError, RunLocked
 from headway.system.redact import redact
 
+_FLUSH_S = 2.0
+"""how long a process that exits may wait for whoever reads its output"""
 _LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket (timeout|closed)|timed out (after )?waiting|"
     r"remote process (has terminated|exited)|communicator was aborted|connection was likely closed|"
@@ -85,8 +87,7 @@ def is_echo(error: BaseException) -> bool:
 
 def hard_exit(code: int) -> None:
     """Ends this process now, even if threads are stuck in a collective or in a full pipe."""
-    # a C thread that ends the process in any case, because flushing below may block for ever
-    faulthandler.dump_traceback_later(2, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
+    exit_within(_FLUSH_S, code)  # flushing may block for ever
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # a closed pipe or stream
             stream.flush()

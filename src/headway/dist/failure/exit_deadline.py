@@ -1,0 +1,133 @@
+"""The end of a process in bounded time and with its exit code, whatever threads and children it still has.
+
+Python joins threads and child processes when it exits, without a limit: one that never ends keeps the process, its
+allocation and its exit code, on which the scheduler waits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import multiprocessing
+import multiprocessing.process
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.process import BaseProcess
+
+import psutil
+
+EXIT_S = 10.0
+"""how long a rank that has stopped or failed may take to exit; less than `stop.MARGIN_S`"""
+_TERMINATE_S = 2.0
+"""how long a daemonic child has after SIGTERM, and again after SIGKILL"""
+_REPORT_S = 2.0
+"""how long the report on what is still alive may take"""
+_CLOCK_MONOTONIC, _SIGEV_THREAD = 1, 2  # of Linux
+
+
+def exit_within(seconds: float, code: int) -> None:
+    """Ends this process with `code` after `seconds`, from C: whether or not the interpreter still runs."""
+    event = _SigEvent(value=code, signo=0, notify=_SIGEV_THREAD)
+    times = _TimerSpec(0, 0, int(seconds), int(seconds % 1 * 1e9))
+    timer = ctypes.c_void_p()
+    try:
+        libc = ctypes.CDLL(None)
+        event.function = ctypes.cast(libc._exit, ctypes.c_void_p)
+        made = libc.timer_create(_CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)) == 0
+        made = made and libc.timer_settime(timer, 0, ctypes.byref(times), None) == 0
+    except AttributeError:  # not Linux
+        made = False
+    if not made:  # the code is lost, but the process ends
+        faulthandler.dump_traceback_later(seconds, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
+
+
+class _SigEvent(ctypes.Structure):
+    """`struct sigevent` of Linux: a timer calls `function(value)` in a new thread."""
+
+    _fields_ = (
+        ("value", ctypes.c_int64),
+        ("signo", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("function", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("padding", ctypes.c_char * 64),
+    )
+
+
+class _TimerSpec(ctypes.Structure):
+    """`struct itimerspec`: the interval, and the first time, in seconds and nanoseconds."""
+
+    _fields_ = tuple((name, ctypes.c_long) for name in ("every_s", "every_ns", "first_s", "first_ns"))
+
+
+def limit_exit(code: int, why: str, *, seconds: float = EXIT_S) -> None:
+    """Lets the exit of this process, which begins now, take at most `seconds`; then names what is alive and exits.
+
+    Call it when the exit code is known and nothing can keep the process from exiting.
+    """
+    watch = threading.Timer(seconds, _report_and_exit, [code, why, seconds])
+    watch.name, watch.daemon = "headway exit", True
+    watch.start()
+    exit_within(seconds + _REPORT_S, code)  # no thread of Python runs once the interpreter is being finalized
+
+
+def _report_and_exit(code: int, why: str, seconds: float) -> None:
+    text = (
+        f"headway: {why}, but the process did not exit within {seconds:g} s; still alive: "
+        f"{'; '.join(describe_survivors())}. It is ended with exit code {code}\n"
+    )
+    os.write(2, text.encode())
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
+    os._exit(code)
+
+
+def describe_survivors() -> list[str]:
+    """Describes what keeps this process from exiting: its threads, its child processes, and where it waits."""
+    main = threading.main_thread()
+    threads = [
+        f"thread {each.name!r}" for each in threading.enumerate() if not each.daemon and each is not main
+    ]
+    children = []
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):  # it has just exited
+            children.append(f"process {child.pid} ({child.name()})")
+    place = []
+    if (frame := sys._current_frames().get(main.ident or 0)) is not None:
+        code = frame.f_code
+        place = [f"the main thread in {code.co_qualname} ({code.co_filename}:{frame.f_lineno})"]
+    return [*threads, *children, *place]
+
+
+def end_daemonic_children(*, timeout_s: float = _TERMINATE_S) -> None:
+    """Ends the daemonic children of this process, such as data workers; for its exit.
+
+    Python's own exit sends them SIGTERM and then waits for ever, for one that is stuck in the kernel, too.
+    """
+    children = [child for child in multiprocessing.active_children() if child.daemon]
+    if not children:
+        return
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a worker was killed
+    for end in (BaseProcess.terminate, BaseProcess.kill):
+        children = _end(children, end, timeout_s)
+    for child in children:
+        # not joined again by multiprocessing, which would wait for the file system that this one is stuck in
+        multiprocessing.process._children.discard(child)  # type: ignore[attr-defined]
+
+
+def _end(
+    children: Sequence[BaseProcess], end: Callable[[BaseProcess], None], timeout_s: float
+) -> list[BaseProcess]:
+    """Ends children in one way; returns those that are still alive after the time."""
+    for child in children:
+        end(child)
+    deadline = time.monotonic() + timeout_s
+    for child in children:
+        child.join(max(0.0, deadline - time.monotonic()))
+    return [child for child in children if child.is_alive()]

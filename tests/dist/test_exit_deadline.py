@@ -1,0 +1,131 @@
+"""The end of a process: in bounded time, with its exit code, whatever it still has."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from waiting import EXIT_LIMIT_S, wait_until
+
+import headway as hw
+from headway.dist.control import ignore_signals, stop
+from headway.dist.failure.exit_deadline import EXIT_S, end_daemonic_children, exit_within, limit_exit
+
+Child = Callable[[Callable[[], object]], tuple[int, str]]
+
+
+@pytest.fixture
+def child(tmp_path: Path) -> Child:
+    """Runs a function in a forked process; returns its exit code and what it wrote to stderr."""
+
+    def run(body: Callable[[], object]) -> tuple[int, str]:
+        said = tmp_path / "stderr"
+        if not (pid := os.fork()):
+            os.dup2(os.open(said, os.O_CREAT | os.O_WRONLY), 2)
+            try:
+                body()
+            finally:
+                os._exit(99)  # it was not ended
+        ended = wait_until(lambda: [s for p, s in [os.waitpid(pid, os.WNOHANG)] if p], "the child ends")
+        return os.waitstatus_to_exitcode(ended[0]), said.read_text()
+
+    return run
+
+
+def test_what_is_still_alive_is_named(child: Child) -> None:
+    def body() -> None:
+        stuck = threading.Thread(target=time.sleep, args=(60,), name="upload")
+        stuck.start()
+        worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+        worker.start()
+        os.write(2, f"{worker.pid}\n".encode())
+        limit_exit(75, "rank 3 has stopped", seconds=0.2)
+        stuck.join()
+
+    code, said = child(body)
+    worker, line = said.splitlines()
+    assert code == 75
+    assert line.startswith(
+        "headway: rank 3 has stopped, but the process did not exit within 0.2 s; still alive: thread 'upload'; "
+        f"process {worker} ("
+    )
+    assert "; the main thread in " in line and line.endswith(". It is ended with exit code 75")
+    wait_until(lambda: not Path(f"/proc/{worker}").exists(), "its worker is gone")
+
+
+def test_an_interpreter_that_is_stuck_exits_too(
+    child: Child,
+) -> None:
+    """Native code that holds the interpreter lock, as a destructor may: no thread of Python runs."""
+
+    def body() -> None:
+        exit_within(0.2, 74)
+        ctypes.PyDLL(None).sleep(60)
+
+    assert child(body) == (74, "")
+
+
+def test_children_that_ignore_termination_are_killed(
+    child: Child,
+) -> None:
+    def body() -> None:
+        ready, far = multiprocessing.Pipe()
+
+        def run() -> None:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            far.send("deaf")
+            time.sleep(60)
+
+        multiprocessing.get_context("fork").Process(target=run, daemon=True).start()
+        ready.recv()
+        end_daemonic_children(timeout_s=0.1)
+        os._exit(len(multiprocessing.active_children()))
+
+    assert child(body)[0] == 0
+
+
+def test_a_worker_ends_for_its_rank_and_for_nobody_else() -> None:
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+
+    def work() -> None:
+        ignore_signals()
+        while True:
+            there.send(there.recv())
+
+    worker = context.Process(target=work, daemon=True)
+    worker.start()
+    here.send("ready")
+    assert here.recv() == "ready"
+    for number in ("TERM", "USR1", "USR2", "INT"):  # from a scheduler
+        subprocess.run(["kill", f"-{number}", str(worker.pid)], check=True)
+        here.send(number)
+        assert here.recv() == number
+    worker.terminate()  # from its rank, which exits
+    worker.join(20)
+    assert worker.exitcode == 0
+
+
+def test_a_forked_child_does_not_keep_the_handler_of_its_rank(
+    child: Child,
+) -> None:
+    hw.init(device="cpu")
+    try:
+        with stop.handle_stop_signals():
+            code, _ = child(lambda: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(10)))
+    finally:
+        hw.dist.leave()
+    assert code == -signal.SIGTERM
+
+
+def test_the_limits_fit_together() -> None:
+    """A rank that hangs at its exit is gone before the end of its job, and before a test that kills it gives up."""
+    assert EXIT_S < stop.MARGIN_S and EXIT_S < EXIT_LIMIT_S
