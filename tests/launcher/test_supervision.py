@@ -19,6 +19,7 @@ import pytest
 from headway.errors import UsageError
 from headway.launcher.agent.agent import Agent, check_nproc
 from headway.launcher.agent.environment import AgentPlacement, rank_environment
+from headway.launcher.agent.outcome import summary
 from headway.launcher.agent.team import Team
 
 TOP = """
@@ -316,3 +317,13 @@ def test_ranks_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> Non
     found = rank_environment(placement, 1, {})
     assert (found["RANK"], found["LOCAL_RANK"], found["OMP_NUM_THREADS"]) == ("5", "3", "2")
     assert rank_environment(placement, 1, {"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
+
+
+def test_ranks_that_could_not_save_when_they_were_told_to_end_say_so(tmp_path: Path) -> None:
+    agent, team = Agent(["true"], nproc=1), Team(tmp_path, number=0, size=1)
+    agent._signals, agent._ended = [signal.SIGTERM], {0: 74}
+    team.round_dir.mkdir(parents=True, exist_ok=True)
+    record = {"kind": "exception", "rank": 0, "exit_code": 74, "sentence": "stopped, without a checkpoint"}
+    (team.round_dir / "failure.json").write_text(json.dumps(record))
+    outcome = agent._outcome(team)
+    assert outcome["exit_code"] == 143 and summary(outcome, 1) == "headway: stopped, without a checkpoint\n"

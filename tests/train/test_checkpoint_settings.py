@@ -225,7 +225,7 @@ def test_a_save_that_fails_costs_no_run_and_three_in_a_row_do(
     from headway.checkpoint import Saver
 
     original, calls = Saver.save, iter(range(100))
-    failing: set[int] = {1, 3, 4}
+    failing: set[int] = {1, 3, 4}  # at step 6; and at step 12 with its retry
 
     def save(self: Saver, state: Any, **options: Any) -> None:
         if next(calls) in failing:
@@ -234,10 +234,17 @@ def test_a_save_that_fails_costs_no_run_and_three_in_a_row_do(
 
     monkeypatch.setattr(Saver, "save", save)
     make(tmp_path, Traced(), every=6).run()
-    assert "the save at step 6 failed, training continues: no space left" in capfd.readouterr().err
-    calls, failing = iter(range(100)), {2, 3, 4}
+    said = capfd.readouterr().err
+    assert (
+        "the save at step 6 failed, training continues: no space left; the newest checkpoint is that of"
+        in said
+    )
+    assert "of step 7, written 0s ago" in said, "the retry"
+    calls, failing = iter(range(100)), {2, 3, 4, 5, 6}  # at step 12, 18 and 24, with retries
     pipe = make(tmp_path, Traced(), every=6)
-    with pytest.raises(StorageError, match="no space left"):
+    with pytest.raises(
+        StorageError, match="no space left; the newest checkpoint is that of step 6, written 0s ago"
+    ):
         pipe.run()
     assert pipe.steps_done == 24
 

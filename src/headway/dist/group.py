@@ -17,7 +17,7 @@ import torch
 import torch.distributed as c10d
 
 from headway.dist.control import signals
-from headway.dist.control.agreement import Agreement
+from headway.dist.control.agreement import SUBJECTS, Agreement
 from headway.dist.control.failure_handler import FailureHandler
 from headway.dist.control.hub import Hub
 from headway.dist.control.peer import Peer
@@ -63,7 +63,7 @@ class RankGroup:
         self.opened_runs: set[Path] = set()
         self.calls: dict[str, int] = {}
         """how many exchanges of each channel this rank has made: the same on all ranks"""
-        self._own_agreement = Agreement()
+        self._own_agreements = {subject: Agreement() for subject in SUBJECTS}
         self._environ: dict[str, str | None] = {}
 
     def export(self, name: str, value: str, *, override: bool = True) -> None:
@@ -81,18 +81,30 @@ class RankGroup:
                 os.environ[name] = value
 
     @property
+    def agreements(self) -> dict[str, Agreement]:
+        """The agreements of all ranks on where to stop, and where to repeat a save."""
+        return self._own_agreements if self.peer is None else self.peer.agreements
+
+    @property
     def agreement(self) -> Agreement:
         """The agreement of all ranks on where to stop."""
-        return self._own_agreement if self.peer is None else self.peer.agreement
+        return self.agreements["stop"]
 
     def request_stop(self, why: str) -> None:
         """Asks all ranks to stop at one point: see `agreement`. May be called from any thread, and repeatedly."""
-        if self.agreement.decided:
-            return
+        if not self.agreement.decided:
+            self._request("stop", why)
+
+    def request_save(self, why: str) -> None:
+        """Asks all ranks to save at one point, as `request_stop` does; once for each time that they are to save."""
+        self._request("save", why)
+
+    def _request(self, subject: str, why: str) -> None:
         if self.peer is None:
-            self._own_agreement.decide(self._own_agreement.propose(), why)
+            own = self._own_agreements[subject]
+            own.decide(own.propose(), why)
         else:
-            self.peer.request_stop(why)
+            self.peer.request(subject, why)
 
 
 _group: RankGroup | None = None

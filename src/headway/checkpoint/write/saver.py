@@ -10,9 +10,10 @@ and no byte of a tensor passes through the interpreter that trains.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from concurrent.futures import Future
+from functools import partial
 from types import TracebackType
 from typing import Any, final
 
@@ -36,7 +37,8 @@ class Saver:
     `background=False`, `save` returns when the checkpoint is complete, and copies nothing.
 
     `lock` is the run's lock, on rank 0: nothing is committed after another process took over the run. A save that is
-    not complete after `timeout_s` seconds is given up; removing what it wrote may take `clean_up_s` more.
+    not complete after `timeout_s` seconds is given up; removing what it wrote may take `clean_up_s` more. `on_failure`
+    is called with its step, from another thread, when a save in the background has failed.
 
     >>> with Saver(run, lock=lock) as saver:  # doctest: +SKIP
     ...     saver.save({"net": net.state_dict()}, step=1000)
@@ -50,7 +52,9 @@ class Saver:
         background: bool = True,
         timeout_s: float = TIMEOUT_S,
         clean_up_s: float = CLEAN_UP_S,
+        on_failure: Callable[[int], object] = lambda _: None,
     ) -> None:
+        self._on_failure = on_failure
         self._parent, self._owner = resolve_root(where)
         self._lock, self._timeout_s = lock, timeout_s
         self._planner = planner.WritePlanner()
@@ -85,12 +89,17 @@ class Saver:
         )
         if self._background is not None:
             self._pending = self._background.start(target, contents, agreed, start)
+            self._pending.add_done_callback(partial(self._observe, step))
             return
         size = write_checkpoint(exchange, target, contents, agreed, InProcessWriter())
         taken = time.monotonic() - start
         self._complete.append(
             SavedCheckpoint(path=target.final, step=step, stall_s=taken, total_s=taken, bytes=size)
         )
+
+    def _observe(self, step: int, save: Future[SavedCheckpoint]) -> None:
+        if not save.cancelled() and save.exception() is not None:
+            self._on_failure(step)
 
     def wait(self) -> None:
         """Returns when no save is pending; raises, on all ranks, what made the last one fail."""

@@ -1,9 +1,9 @@
-"""Agreement on one point of the loop at which all ranks stop, without any rank waiting for the others before it.
+"""Agreement on one point of the loop at which all ranks act, without any rank waiting for the others before it.
 
-The loop counts the points at which it may stop, and all ranks pass the same points in the same order. On a request to
-stop, the hub asks every rank how far it is. A thread of each rank answers with the next point, and the rank does not
-pass that point until the decision is known. All ranks stop at the latest of these points. A rank that reaches its own
-point early waits for a message, not for another rank's work.
+The subject is to stop, or to repeat a save that has failed. The loop counts its points, and all ranks pass the same
+points in the same order. On a request, the hub asks every rank how far it is. A thread of each rank answers with the
+next point, and the rank does not pass that point until the decision is known. All ranks act at the latest of these
+points. A rank that reaches its own point early waits for a message, not for another rank's work.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from __future__ import annotations
 import threading
 from typing import final
 
+SUBJECTS = ("stop", "save")
+
 
 @final
 class Agreement:
-    """What one rank knows about a stop. The loop calls `pass_point`; the connection to the hub calls the rest.
+    """What one rank knows about a subject. The loop calls `pass_point`; the connection to the hub calls the rest.
 
     >>> agreement = Agreement()
     >>> agreement.pass_point()
@@ -25,49 +27,49 @@ class Agreement:
 
     def __init__(self) -> None:
         self.round = 0
-        """how many stops were decided; a request that arrives after the decision belongs to the last round"""
+        """how many points were decided; a request that arrives after the decision belongs to the last round"""
         self._lock = threading.Lock()
         self._decision = threading.Event()
         self._passed = 0
-        self._limit: int | None = None  # not beyond this point without a decision
-        self._why: str | None = None
+        self._proposed: int | None = None  # not beyond this point without a decision
+        self._decided: dict[int, str] = {}  # a rank may be behind a point when the next one is decided
 
     def begin(self) -> None:
         """Starts counting the points of a run from zero. All ranks call it."""
         with self._lock:
-            self._passed, self._limit, self._why = 0, None, None
-            self._decision.clear()
+            self._passed, self._proposed, self._decided = 0, None, {}
 
     def pass_point(self) -> str | None:
-        """Counts a point; returns why to stop if all ranks stop at this point, else None."""
+        """Counts a point; returns why to act if all ranks act at this point, else None."""
         with self._lock:
             self._passed += 1
-            if self._limit is None or self._passed < self._limit:
-                return None
-        self._decision.wait()
-        with self._lock:
-            return self._why if self._passed == self._limit else None
+            wait = self._proposed is not None and self._passed >= self._proposed
+        if wait:
+            self._decision.wait()
+        return self._decided.get(self._passed) if self._decided else None
 
     @property
     def decided(self) -> bool:
-        """Whether the point to stop at is known."""
-        return self._why is not None
+        """Whether a point is known."""
+        return bool(self._decided)
 
     @property
     def stops_next(self) -> bool:
-        """Whether all ranks stop at the next point."""
+        """Whether all ranks act at the next point."""
         with self._lock:
-            return self._why is not None and self._passed + 1 == self._limit
+            return self._passed + 1 in self._decided
 
     def propose(self) -> int:
         """Returns the next point; this rank does not pass it until `decide` is called."""
         with self._lock:
-            self._limit = self._passed + 1
-            return self._limit
+            self._proposed = self._passed + 1
+            self._decision.clear()
+            return self._proposed
 
     def decide(self, point: int, why: str) -> None:
-        """Makes this rank stop at `point`, as all ranks do."""
+        """Makes this rank act at `point`, as all ranks do."""
         with self._lock:
-            self._limit, self._why = point, why
+            self._decided[point] = why
+            self._proposed = None
             self.round += 1
             self._decision.set()

@@ -4,8 +4,8 @@ Each rank keeps one connection to the hub in rank 0's process. The kernel closes
 exits, so a rank that is killed, even with SIGKILL, is noticed in milliseconds, without polling. All reports arrive in
 one place, so the first cause is a fact and not a race, and all ranks get the same record of it.
 
-    rank -> hub    hello, failed, goodbye; status, ping (see `hang_watch`); stop, next_point (see `agreement`)
-    hub -> rank    ack or refused, welcome, abort or farewell; status_request, ack; next_point, stop
+    rank -> hub    hello, failed, goodbye; status, ping (see `hang_watch`); request, next_point (see `agreement`)
+    hub -> rank    ack or refused, welcome, abort or farewell; status_request, ack; next_point, decision
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import final
 
+from headway.dist.control.agreement import SUBJECTS
 from headway.dist.control.channel import Channel, Message, UntrustedPeer
 from headway.dist.control.hang_watch import HangWatch
 from headway.dist.failure.heartbeat import Heartbeat
@@ -64,9 +65,7 @@ class Hub(threading.Thread):
         self._ranks: dict[int, RankInfo] = {}
         self._channels: dict[int, Channel] = {}
         self._left: set[int] = set()
-        self._stop_round = 0
-        self._stop_why: str | None = None  # a stop was requested, and the ranks report how far they are
-        self._next_points: dict[int, int] = {}
+        self._rounds = {subject: _Round() for subject in SUBJECTS}
         self._echo: FailureRecord | None = None
         self._echo_deadline = 0.0
         self._next_notice = time.monotonic() + _NOTICE_EVERY_S
@@ -140,18 +139,17 @@ class Hub(threading.Thread):
             self._register(connection, RankInfo(**message["rank_info"]))
         elif message["type"] == "failed":
             self._on_failure(message["record"])
-        elif message["type"] == "stop" and message["round"] == self._stop_round and self._stop_why is None:
-            self._stop_why, self._next_points = message["why"], {}
-            for channel in self._channels.values():
-                channel.try_send({"type": "next_point"})
+        elif message["type"] == "request":
+            self._begin_round(message)
         elif message["type"] == "next_point":
             assert connection.rank is not None
-            self._next_points[connection.rank] = message["point"]
-            self._decide_stop()
+            self._rounds[message["subject"]].next_points[connection.rank] = message["point"]
+            self._decide(message["subject"])
         elif message["type"] == "goodbye":
             assert connection.rank is not None
             self._left.add(connection.rank)
-            self._decide_stop()
+            for subject in SUBJECTS:
+                self._decide(subject)
             if len(self._left) == self._world_size:
                 for channel in self._channels.values():
                     channel.try_send({"type": "farewell"})
@@ -175,16 +173,22 @@ class Hub(threading.Thread):
             if rank not in self._left:
                 channel.try_send({"type": "status_request", "stacks": stacks})
 
-    def _decide_stop(self) -> None:
-        """Picks the latest of the reported points as the one to stop at, once all ranks have reported."""
-        if self._stop_why is None or not self._left.union(self._next_points).issuperset(self._channels):
+    def _begin_round(self, request: Message) -> None:
+        """Asks all ranks how far they are, unless the same is being decided, or was before the request arrived."""
+        round = self._rounds[request["subject"]]
+        if request["round"] == round.number and round.why is None:
+            round.why, round.next_points = request["why"], {}
+            for channel in self._channels.values():
+                channel.try_send({"type": "next_point", "subject": request["subject"]})
+
+    def _decide(self, subject: str) -> None:
+        """Picks the latest of the reported points as the one to act at, once all ranks have reported."""
+        round = self._rounds[subject]
+        if round.why is None or not self._left.union(round.next_points).issuperset(self._channels):
             return
-        decision = {
-            "type": "stop",
-            "point": max(self._next_points.values(), default=0),
-            "why": self._stop_why,
-        }
-        self._stop_why, self._stop_round = None, self._stop_round + 1
+        point = max(round.next_points.values(), default=0)
+        decision = {"type": "decision", "subject": subject, "point": point, "why": round.why}
+        round.why, round.number = None, round.number + 1
         for channel in self._channels.values():
             channel.try_send(decision)
 
@@ -247,6 +251,16 @@ class Hub(threading.Thread):
         for channel in others:
             _wait_for_end(channel, deadline)
         self._on_all_down(record)
+
+
+@final
+@dataclass
+class _Round:
+    """The decision on one subject: what was requested, and how far the ranks are."""
+
+    number: int = 0
+    why: str | None = None
+    next_points: dict[int, int] = field(default_factory=dict)
 
 
 @final

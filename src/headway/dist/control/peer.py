@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import final
 
-from headway.dist.control.agreement import Agreement
+from headway.dist.control.agreement import SUBJECTS, Agreement
 from headway.dist.control.channel import Channel, Message, UntrustedPeer, connect
 from headway.dist.control.hang_watch import check_interval_s, status_message
 from headway.dist.failure.heartbeat import Heartbeat
@@ -29,7 +29,7 @@ class Peer:
     def __init__(self, channel: Channel, heartbeat: Heartbeat) -> None:
         self._channel = channel
         self._heartbeat = heartbeat
-        self.agreement = Agreement()
+        self.agreements = {subject: Agreement() for subject in SUBJECTS}
         self._sending = threading.Lock()
         self._ended = threading.Event()
         self._leaving = False
@@ -70,9 +70,10 @@ class Peer:
         """Reports that this rank failed. The hub's abort arrives at what `listen` was given."""
         self._send({"type": "failed", "record": record})
 
-    def request_stop(self, why: str) -> None:
-        """Requests that all ranks stop; the point of the stop arrives at `agreement`."""
-        self._send({"type": "stop", "why": why, "round": self.agreement.round})
+    def request(self, subject: str, why: str) -> None:
+        """Requests that all ranks stop or save; the point at which they do arrives at the agreement on it."""
+        number = self.agreements[subject].round
+        self._send({"type": "request", "subject": subject, "why": why, "round": number})
 
     def leave(self, timeout_s: float) -> None:
         """Announces that this connection closes without a failure, and waits a moment until all ranks have done so.
@@ -117,9 +118,11 @@ class Peer:
                     if message["type"] == "status_request":
                         self._send(status_message(heartbeat, message))
                     elif message["type"] == "next_point":
-                        self._send({"type": "next_point", "point": self.agreement.propose()})
-                    elif message["type"] == "stop":
-                        self.agreement.decide(message["point"], message["why"])
+                        subject = message["subject"]
+                        point = self.agreements[subject].propose()
+                        self._send({"type": "next_point", "subject": subject, "point": point})
+                    elif message["type"] == "decision":
+                        self.agreements[message["subject"]].decide(message["point"], message["why"])
                     elif message["type"] != "ack":
                         return message
                 if selector.select(check_interval_s(heartbeat) if heartbeat.period else None):

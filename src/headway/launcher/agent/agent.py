@@ -264,7 +264,8 @@ class Agent:
         if signal.SIGINT in self._signals:
             return {"exit_code": INTERRUPTED, "record": None}
         if signal.SIGTERM in self._signals:
-            return {"exit_code": TERMINATED, "record": None}
+            # a sentence says why the ranks could not save before they ended
+            return {"exit_code": TERMINATED, "record": record if record.get("sentence") else None}
         return {"exit_code": int(record["exit_code"]), "record": record}
 
 

@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from headway.system.text import format_duration
+
 LINE_SECONDS = 10.0
 """seconds between lines where there is no terminal"""
 REFRESH_SECONDS = 0.25
@@ -38,6 +40,8 @@ class ProgressSnapshot:
     data_wait: float | None
     """fraction of the time spent waiting for data, from 0 to 1"""
     seconds_left: float | None
+    checkpoint_age_s: float | None = None
+    """seconds since the newest whole checkpoint was written"""
 
     def cells(self) -> list[tuple[str, str]]:
         """Returns headings and texts, in order."""
@@ -53,6 +57,11 @@ class ProgressSnapshot:
             ("samples/s", rate),
             ("data wait", wait),
             ("ETA", left),
+            *(
+                []
+                if self.checkpoint_age_s is None
+                else [("saved", f"{format_duration(self.checkpoint_age_s)} ago")]
+            ),
         ]
 
 

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
@@ -29,12 +30,15 @@ from headway.dist.seeding import derive_seed
 from headway.errors import HeadwayError, RunLocked, Stopped, StorageError, UsageError
 from headway.record import Recording
 from headway.run.choice import NEW, Choice
+from headway.system import files
 from headway.system.failpoints import failpoint
 from headway.system.log import logger
+from headway.system.text import format_duration
 from headway.train import loop
 from headway.train.loop_state import SAVE
 from headway.train.metrics.meter import LogPoint, Value
 from headway.train.resume import attempts, rng, state
+from headway.train.resume.lead_time import LeadTime
 from headway.train.resume.state import StatefulObject
 
 if TYPE_CHECKING:
@@ -43,7 +47,9 @@ if TYPE_CHECKING:
     from headway.train.train_val import TrainValStage
 
 MAX_FAILURES = 3
-"""failed saves in a row that stop the run; a disk that is full for a while does not"""
+"""scheduled saves in a row that may fail, each with its retry; a disk that is full for a while does not stop a run"""
+_RETRY_PAUSES_S = (0.0, 1.0)
+"""before the retries of a save without which the run would end"""
 
 
 @final
@@ -55,16 +61,20 @@ class Keeper:
         self.due = False
         """whether to save at the next opportunity"""
         self._saver: checkpoint.Saver | None = None
-        self._agreement = Agreement()
+        self._agreement, self._retry_agreement = Agreement(), Agreement()
         self._attempt = 0
-        self._saved_at: int | None = None
+        self._last_save = _SaveAttempt(step=-1, scheduled=False)
+        self._retry = False  # whether to repeat a save that has failed
+        self._newest: tuple[int, float] | None = (
+            None  # step of the newest whole checkpoint, and when it was written
+        )
         self._since = time.monotonic()
         self._failures = 0
         self._best: float | None = None
         self._values: tuple[int, Mapping[str, Value]] = (-1, {})
         self._rng: Callable[[], None] | None = None  # restores the generators where training resumes
         self._before_validation: dict[str, Any] | None = None
-        self._lead_time = _LeadTime()
+        self._lead_time = LeadTime()
 
     # --- around a run
 
@@ -73,11 +83,17 @@ class Keeper:
         """Handles stop signals and allows saves within the context, which surrounds all stages."""
         run, root = self.pipe.directory, self.pipe.world.is_root
         self._attempt = recording.attempt
-        self._agreement = current().agreement
+        self._agreement, self._retry_agreement = current().agreement, current().agreements["save"]
         self._agreement.begin()
+        self._retry_agreement.begin()
         dist.barrier()  # no rank requests a stop before all ranks count their steps
         end = schedulers.end_time() if root else None
-        saver = checkpoint.Saver(run, lock=recording.lock, background=self.settings.background)
+        saver = checkpoint.Saver(
+            run,
+            lock=recording.lock,
+            background=self.settings.background,
+            on_failure=self._request_retry if root else lambda _: None,
+        )
         with stop.handle_stop_signals(end, self._lead_time.seconds), saver as self._saver:
             try:
                 yield
@@ -123,12 +139,10 @@ class Keeper:
     def after_step(self, stage: Stage) -> None:
         """Stops or saves between two steps, if that is due."""
         self._lead_time.step()
-        why = self._agreement.pass_point()
-        if why is not None:
-            self._stop(stage, why)
+        self._pass_point(stage)
         every = self.settings.interval.steps
         self.due |= every is not None and self.pipe.steps_done % every == 0
-        if self.due and not stage._loop.pause_follows():
+        if (self.due or self._retry) and not stage._loop.pause_follows():
             self._save(stage)
 
     def before_validation(self) -> None:
@@ -143,9 +157,7 @@ class Keeper:
 
     def after_val_batches(self, stage: Stage) -> None:
         """Stops after this rank's validation batches if that is due; the resumed run repeats the validation."""
-        why = self._agreement.pass_point()
-        if why is not None:
-            self._stop(stage, why)
+        self._pass_point(stage)
         self._before_validation = None
 
     def after_validation(self, stage: TrainValStage) -> None:
@@ -153,7 +165,7 @@ class Keeper:
         if not stage._loop.settings.validates_between_steps:
             return
         self._update_best()
-        if self.due and not stage._loop.pause_follows():
+        if (self.due or self._retry) and not stage._loop.pause_follows():
             self._save(stage)
 
     def after_epoch(self, stage: Stage) -> None:
@@ -164,10 +176,8 @@ class Keeper:
             self._log(f"keep_best={wanted!r} has not been logged so far; metrics: {known}", logging.WARNING)
         every = self.settings.interval.epochs
         self.due |= every is not None and self.pipe.epoch % every == 0
-        why = self._agreement.pass_point()
-        if why is not None:
-            self._stop(stage, why)
-        if self.due:
+        self._pass_point(stage)
+        if self.due or self._retry:
             self._save(stage)
         self._lead_time.pause()
 
@@ -196,7 +206,7 @@ class Keeper:
     def collect_finished(self) -> None:
         """Reports the saves that have finished, and prunes old checkpoints."""
         for saved in self.saver.finished():
-            self._failures = 0
+            self._failures, self._newest = 0, (saved.step, time.monotonic())
             self._lead_time.save_s = saved.total_s
             if self.pipe.world.is_root:
                 self.pipe._reporter.checkpoint(saved)
@@ -209,66 +219,136 @@ class Keeper:
         assert self._saver is not None, "the run is not open"
         return self._saver
 
+    def _pass_point(self, stage: Stage) -> None:
+        """Stops if all ranks have agreed to stop here; saves soon if they have agreed that the last save failed."""
+        failed = self._retry_agreement.pass_point()
+        if failed is not None and self._last_save.step == int(failed):  # else another save has followed
+            self._retry, self._last_save.failed = True, True
+        why = self._agreement.pass_point()
+        if why is not None:
+            self._stop(stage, why)
+
+    def _request_retry(self, step: int) -> None:
+        """Asks all ranks to repeat the save in the background that has failed. Called by rank 0's saver."""
+        if self._last_save.step == step and self._last_save.scheduled:
+            current().request_save(str(step))
+
     def _stop(self, stage: Stage, why: str) -> None:
-        self._save_and_wait(stage)
-        raise Stopped(
-            f"stopped by {why} after step {self.pipe.steps_done:,}, with a checkpoint: the same command resumes"
-        )
-
-    def _save_and_wait(self, stage: Stage | None) -> None:
-        """Saves and waits until the checkpoint is complete; raises if that fails."""
-        self._save(stage, must=True)
-        self.saver.wait()
-        self.collect_finished()
-
-    def _save(self, stage: Stage | None, *, must: bool = False) -> None:
-        """Saves the current state. If `must`, a failure is raised; otherwise only `MAX_FAILURES` in a row are."""
-        pipe = self.pipe
-        if stage is not None and stage._loop.logged_at != stage.steps_done:
-            loop.log_point(stage)  # raises if a loss is non-finite, before it is saved
-        self.due, self._since = False, time.monotonic()
-        if self._saved_at == pipe.steps_done:
-            return
-        pipe._timer.mark("checkpoint")
-        set_phase("checkpoint", pipe.steps_done)
-        failpoint("train.save")
-        self._check_weights()
+        stopped = f"stopped by {why} after step {self.pipe.steps_done:,}"
         try:
-            self._write()
+            self._save_and_wait(stage)
         except RunLocked:
             raise
         except StorageError as error:
-            self._failures += 1
-            if must:
-                self._write()  # the error may be that of the previous save
-            elif self._failures >= MAX_FAILURES:
-                raise
-            else:
-                self._log(
-                    f"the save at step {pipe.steps_done:,} failed, training continues: {error}",
-                    logging.WARNING,
-                )
-        if not must:  # otherwise the caller waits for storage in this phase
-            set_phase(stage.name if stage else "run", pipe.steps_done)
-        pipe._timer.mark("other")
+            raise StorageError(f"{stopped}, without a checkpoint of that step: {error}") from error
+        raise Stopped(f"{stopped}, with a checkpoint: the same command resumes")
+
+    def _save_and_wait(self, stage: Stage | None) -> None:
+        """Saves and waits until the checkpoint is complete; raises if that fails three times."""
+        self._begin_save(stage)
+        self._settle()
+        for pause_s in (*_RETRY_PAUSES_S, None):
+            try:
+                self._write(scheduled=False)
+                self.saver.wait()
+                break
+            except StorageError as error:
+                self._note_failure(error, then="it is repeated", final=pause_s is None)
+                time.sleep(pause_s or 0.0)
+        self.collect_finished()
+
+    def _save(self, stage: Stage) -> None:
+        """Saves the current state. A failure is repeated at the next step; `MAX_FAILURES` of them are raised."""
+        scheduled = self.due
+        self._begin_save(stage)
+        if not self._is_saved():
+            self._settle()
+            try:
+                self._write(scheduled=scheduled)
+            except StorageError as error:
+                self._note_failure(error)
+                self._retry = scheduled
+        set_phase(stage.name, self.pipe.steps_done)
+        self.pipe._timer.mark("other")
         self._lead_time.pause()
 
-    def _write(self) -> None:
+    def _begin_save(self, stage: Stage | None) -> None:
+        if stage is not None and stage._loop.logged_at != stage.steps_done:
+            loop.log_point(stage)  # raises if a loss is non-finite, before it is saved
+        self.due, self._retry, self._since = False, False, time.monotonic()
+        self.pipe._timer.mark("checkpoint")
+        set_phase("checkpoint", self.pipe.steps_done)
+
+    def _is_saved(self) -> bool:
+        """Whether a save of this state was begun, and has not failed as far as all ranks know."""
+        return self._last_save.step == self.pipe.steps_done and not self._last_save.failed
+
+    def _settle(self) -> None:
+        """Waits for the save in the background, and reports it if it has failed."""
+        try:
+            self.saver.wait()
+        except StorageError as error:
+            self._note_failure(error)
+        self.collect_finished()
+
+    def _note_failure(
+        self, error: StorageError, *, then: str = "training continues", final: bool = False
+    ) -> None:
+        """Reports that the last save failed; raises if another process has the run, or if saves fail too often."""
+        if isinstance(error, RunLocked):
+            raise error
+        save = self._last_save
+        save.failed = True
+        self._failures += save.scheduled
+        if final or self._failures >= MAX_FAILURES:
+            raise StorageError(f"{error}; {self._describe_newest()}") from error
+        self._log(
+            f"the save at step {save.step:,} failed, {then}: {error}; {self._describe_newest()}",
+            logging.WARNING,
+        )
+
+    @property
+    def checkpoint_age_s(self) -> float | None:
+        """Seconds since the newest whole checkpoint was written, as far as this rank knows; None if there is none."""
+        return None if self._newest is None else time.monotonic() - self._newest[1]
+
+    def _describe_newest(self) -> str:
+        if self._newest is None:
+            return "there is no checkpoint yet"
+        age = format_duration(time.monotonic() - self._newest[1])
+        return f"the newest checkpoint is that of step {self._newest[0]:,}, written {age} ago"
+
+    def _write(self, *, scheduled: bool) -> None:
+        """Writes a checkpoint of this state, or begins to, unless that has been done."""
         pipe = self.pipe
+        if self._is_saved():
+            return
+        if self._last_save.step == pipe.steps_done and from_root(self._was_committed):
+            self._last_save.failed, self._newest = False, (pipe.steps_done, time.monotonic())
+            return
+        self._last_save = _SaveAttempt(step=pipe.steps_done, scheduled=scheduled)
+        failpoint("train.save")
+        self._check_weights()
         facts = self._before_validation or self._local_facts()
         shared = {"best": self._best, "seed": torch.initial_seed(), "datasets": facts["shared"]}
         at, values = self._values
         scalars = {name: value for name, value in values.items() if isinstance(value, float | int)}
-        self.saver.wait()
-        self.collect_finished()  # while nothing is in flight
         self.saver.save(
             state.contribution(pipe, state.gather(pipe) | {"run": shared}),
             step=pipe.steps_done,
             local=facts["local"],
             metrics=scalars if at == pipe.steps_done else {},
         )
-        self._saved_at = pipe.steps_done
         self.collect_finished()
+
+    def _was_committed(self) -> bool:
+        """Whether a save that has failed, on rank 0's disk, had come to its end: a checkpoint is never overwritten."""
+        path = self.pipe.directory.checkpoint_dir(self.pipe.steps_done)
+        with files.storage(f"look for {path}"):
+            if not path.exists():
+                return False
+            files.sync_dir(path.parent)  # the failure may have been that of this
+            return True
 
     def _local_facts(self) -> dict[str, Any]:
         """Returns random state and loader positions; "shared" are the positions that count all ranks together."""
@@ -316,7 +396,8 @@ class Keeper:
     def _restore(self, loaded: checkpoint.LoadedCheckpoint) -> None:
         pipe, shared, local = self.pipe, loaded.state["run"], loaded.local
         state.restore(pipe, loaded.state)
-        self._saved_at, self._best = loaded.step, shared["best"]
+        self._last_save, self._best = _SaveAttempt(step=loaded.step, scheduled=False), shared["best"]
+        self._newest = loaded.step, time.monotonic() - self._age_on_disk(loaded.step)
         same = loaded.world_size == pipe.world.world_size
         positions = shared["datasets"] | (local["datasets"] if same else {})
         for name, loader in pipe.datasets.items():
@@ -331,6 +412,11 @@ class Keeper:
             seed = derive_seed(shared["seed"] % 2**64, f"resume at step {loaded.step}")
             self._rng = partial(dist.seed, seed, scope="rank")
             self._log_world_size_change(loaded.world_size)
+
+    def _age_on_disk(self, step: int) -> float:
+        with suppress(OSError):  # only shown to people
+            return max(0.0, time.time() - self.pipe.directory.checkpoint_dir(step).stat().st_mtime)
+        return 0.0
 
     def _log_world_size_change(self, before: int) -> None:
         """Logs what differs from the earlier attempt because the number of ranks has changed."""
@@ -358,6 +444,17 @@ class Keeper:
             logger.log(level, message)
 
 
+@final
+@dataclass
+class _SaveAttempt:
+    """The last save that all ranks have begun; equal on all ranks."""
+
+    step: int
+    scheduled: bool
+    """whether it was due, and not the retry of another"""
+    failed: bool = False
+
+
 def _is_global(loader: object) -> bool:
     """Whether a loader has one position for all ranks together."""
     return isinstance(loader, data.DataLoader | data.ShardLoader) and not loader.per_rank
@@ -378,29 +475,3 @@ def _position(loader: StatefulObject, *, active: bool) -> dict[str, Any]:
     if isinstance(loader, data.DataLoader):
         return position | ({"next": 0, "places": {}} if loader.per_rank else {"samples": 0})
     return position | {"position": loader.samples * position["epoch"]}
-
-
-@final
-class _LeadTime:
-    """How long before the end of a job to request a stop: 1.5 times the last save and twice the slowest step."""
-
-    def __init__(self) -> None:
-        self.save_s = 0.0
-        self._slowest_s = 0.0
-        self._steps = 0
-        self._last: float | None = None
-
-    def seconds(self) -> float:
-        return 1.5 * self.save_s + 2 * self._slowest_s + stop.MARGIN_S
-
-    def step(self) -> None:
-        """Measures the step that has just ended."""
-        now = time.monotonic()
-        self._steps += 1
-        if self._last is not None and self._steps > 3:  # the first ones compile and warm up
-            self._slowest_s = max(self._slowest_s, now - self._last)
-        self._last = now
-
-    def pause(self) -> None:
-        """Excludes what follows from the time of the next step."""
-        self._last = None
