@@ -100,7 +100,13 @@ EXECUTING = {
 # pytest's process and its workers are one program, and tests are code: there, pickle is in order.
 # A launched function travels as pickle, through files of its user's own, next to the code that the same job runs.
 PICKLES = PACKAGE / "launcher" / "functions" / "pickled.py"
-READERS = [path for path in MODULES if "testing" not in path.relative_to(PACKAGE).parts and path != PICKLES]
+# Objects that a user sends to another rank are pickles, too; their signature is checked before they are loaded.
+OBJECTS = PACKAGE / "dist" / "objects.py"
+READERS = [
+    path
+    for path in MODULES
+    if "testing" not in path.relative_to(PACKAGE).parts and path not in (PICKLES, OBJECTS)
+]
 
 
 def calls(path: Path) -> list[ast.Call]:
@@ -120,6 +126,10 @@ def test_pickles_are_read_in_one_module_and_by_jobs_only() -> None:
     }
     found = [ast.unparse(call.func) for call in calls(PICKLES)]
     assert [call for call in found if call in EXECUTING] == ["pickle.loads"]
+    loads = [ast.unparse(call) for call in calls(OBJECTS) if ast.unparse(call.func) in EXECUTING]
+    assert len(loads) == 1 and loads[0].startswith("pickle.loads(verify(")
+    collectives = [path for path in MODULES if re.search(r"c10d\.\w*object\w*\(", path.read_text())]
+    assert collectives == [], "torch's object collectives load pickles that anybody may have sent"
 
 
 def test_nothing_that_reads_can_execute() -> None:

@@ -55,6 +55,8 @@ class RankGroup:
         self.pid = os.getpid()
         self.world: World | None = None
         self.store: c10d.Store = c10d.HashStore()
+        self.key = b""
+        """what the ranks sign their values with; all ranks of this launch have it, and nobody else"""
         self.hub: Hub | None = None
         self.peer: Peer | None = None
         self.failure_handler = FailureHandler(

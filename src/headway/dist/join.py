@@ -42,6 +42,7 @@ from headway.dist.rendezvous import (
     listen,
 )
 from headway.dist.roster import RankInfo, RankPlacement, place_ranks
+from headway.dist.signed_store import SignedStore
 from headway.dist.topology import machine
 from headway.dist.topology.nccl import nccl_settings, read_conf
 from headway.errors import RankFailure, UsageError
@@ -122,7 +123,7 @@ def _rendezvous(group: RankGroup, timeout: float) -> RankPlacement:
         rendezvous.check()
     else:
         group.store = _launchers_store(launch, timeout)
-        rendezvous = StoreRendezvous(group.store)
+        rendezvous = StoreRendezvous(group.store, one_node=launch.local_world_size == launch.world_size)
     if launch.rank == 0:
         _open_hub(group, rendezvous, timeout)
     try:
@@ -143,6 +144,8 @@ def _rendezvous(group: RankGroup, timeout: float) -> RankPlacement:
         _export_address(group, host, int(welcome["store_port"]))
         if launch.rank != 0:
             group.store = c10d.TCPStore(host, int(welcome["store_port"]), timeout=timedelta(seconds=timeout))
+    group.key = group.peer.derive_key("values between ranks")
+    group.store = SignedStore(group.store, group.key)
     return RankPlacement(**welcome["placement"])
 
 

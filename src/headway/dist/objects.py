@@ -1,17 +1,20 @@
 """Small facts and small objects: this process's rank, and objects of the other ranks.
 
-Objects are sent as pickles between the ranks of one run, as torch's own object collectives do; SECURITY.md says what
-that means. headway itself sends nothing that way.
+Objects are sent as pickles. Loading a pickle can run code, and the connections between ranks are not authenticated, so
+each one is signed with the key of the launch and checked before it is loaded. headway itself sends nothing that way.
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
+import pickle
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as c10d
+from torch import Tensor
 
 from headway.dist.group import current, world
+from headway.dist.signed_store import sign, verify
 from headway.errors import UsageError
 
 T = TypeVar("T")
@@ -66,10 +69,15 @@ def broadcast_object(value: T | None = None, *, source: int = 0) -> T:
     >>> split = headway.broadcast_object(make_split() if headway.is_root() else None)
     """
     _check_rank(source)
-    box: list[T | None] = [value]
-    if world_size() > 1:
-        c10d.broadcast_object_list(box, src=source, device=torch.device("cpu"))
-    return box[0]  # type: ignore[return-value]
+    if world_size() == 1:
+        return value  # type: ignore[return-value]
+    number = _next_call()
+    data = _signed(value, number) if rank() == source else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([len(data)])
+    c10d.broadcast(size, src=source)
+    data = data.new_empty(int(size)) if rank() != source else data
+    c10d.broadcast(data, src=source)
+    return value if rank() == source else _verified(data, number, source)  # type: ignore[return-value]
 
 
 def gather_object(value: T, *, destination: int = 0) -> list[T] | None:
@@ -77,17 +85,56 @@ def gather_object(value: T, *, destination: int = 0) -> list[T] | None:
     _check_rank(destination)
     if world_size() == 1:
         return [value]
-    here: list[T] | None = [value] * world_size() if rank() == destination else None
-    c10d.gather_object(value, here, dst=destination)
-    return here
+    number = _next_call()
+    padded, sizes = _padded(_signed(value, number))
+    rows = [torch.empty_like(padded) for _ in sizes] if rank() == destination else None
+    c10d.gather(padded, rows, dst=destination)
+    return None if rows is None else _verified_rows(rows, sizes, number)
 
 
 def all_gather_object(value: T) -> list[T]:
     """Collects one object from each rank, in the order of ranks, on every rank."""
-    everything = [value] * world_size()
-    if world_size() > 1:
-        c10d.all_gather_object(everything, value)
-    return everything
+    if world_size() == 1:
+        return [value]
+    number = _next_call()
+    padded, sizes = _padded(_signed(value, number))
+    rows = [torch.empty_like(padded) for _ in sizes]
+    c10d.all_gather(rows, padded)
+    return _verified_rows(rows, sizes, number)
+
+
+def _next_call() -> int:
+    calls = current().calls
+    calls["objects"] = calls.get("objects", 0) + 1  # in the same order on all ranks
+    return calls["objects"]
+
+
+def _context(number: int, sender: int) -> str:
+    return f"object {number} of rank {sender}"
+
+
+def _signed(value: object, number: int) -> Tensor:
+    data = sign(current().key, _context(number, rank()), pickle.dumps(value))
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _verified(data: Tensor, number: int, sender: int) -> Any:
+    return pickle.loads(verify(current().key, _context(number, sender), data.numpy().tobytes()))
+
+
+def _padded(data: Tensor) -> tuple[Tensor, list[int]]:
+    """Returns the data, as long as the longest of all ranks, and the length of each: collectives need equal sizes."""
+    sizes = [torch.empty(1, dtype=torch.int64) for _ in range(world_size())]
+    c10d.all_gather(sizes, torch.tensor([len(data)]))
+    lengths = [int(size) for size in sizes]
+    return torch.nn.functional.pad(data, (0, max(lengths) - len(data))), lengths
+
+
+def _verified_rows(rows: list[Tensor], sizes: list[int], number: int) -> list[Any]:
+    return [
+        _verified(row[:size], number, sender)
+        for sender, (row, size) in enumerate(zip(rows, sizes, strict=True))
+    ]
 
 
 def store() -> c10d.Store:

@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import socket
+import tempfile
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass
@@ -117,21 +118,41 @@ def _make_directory(path: Path) -> bool:
 
 @final
 class StoreRendezvous(Rendezvous):
-    """A key in the store of torchrun, or in the one behind a user's MASTER_ADDR."""
+    """A key in the store of torchrun, or in the one behind a user's MASTER_ADDR.
+
+    Every user of the node can read that store. Ranks on one node share its file system, so there the key of the launch
+    is in a file that only this user can read, and the store has the path.
+    """
 
     _KEY = "headway/hub"
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *, one_node: bool) -> None:
         self._store = store
+        self._one_node = one_node
+        self._key_file: Path | None = None
 
     def publish(self, address: HubAddress) -> None:
-        self._store.set(self._KEY, address.to_json())
+        fields = json.loads(address.to_json())
+        if self._one_node:
+            fd, name = tempfile.mkstemp(prefix="headway-key-")  # mode 0600
+            self._key_file = Path(name)
+            with os.fdopen(fd, "w") as file:
+                file.write(fields["key"])
+            fields["key"] = name
+        self._store.set(self._KEY, json.dumps(fields))
 
     def find(self) -> HubAddress | None:
-        return HubAddress.from_json(self._store.get(self._KEY).decode())  # waits for the key
+        fields = json.loads(self._store.get(self._KEY))  # waits for the key
+        if self._one_node:
+            try:
+                fields["key"] = ownership.read_private(Path(fields["key"]), secret=True).decode()
+            except FileNotFoundError:
+                return None
+        return HubAddress.from_json(json.dumps(fields))
 
     def close(self) -> None:
-        pass  # the key goes with the store
+        if self._key_file is not None:  # the key in the store goes with it
+            self._key_file.unlink(missing_ok=True)
 
 
 def file_rendezvous(launch: LaunchEnvironment) -> FileRendezvous:

@@ -48,14 +48,19 @@ def check_root(path: Path) -> None:
             raise _writable(parent, status, "+t")
 
 
-def read_private(path: Path) -> bytes:
-    """Reads a file that nobody else could have written; `UsageError` if that is not so. Never through a link."""
+def read_private(path: Path, *, secret: bool = False) -> bytes:
+    """Reads a file that nobody else could have written; `UsageError` if that is not so. Never through a link.
+
+    With `secret`, nobody else may be able to read it, either.
+    """
     fd = files.open_private(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe in the place of a file must not block
     with os.fdopen(fd, "rb") as file:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise UsageError(f"{path} is not a regular file: remove it")
         _check(path, status, sticky=False)
+        if secret and status.st_mode & 0o077:
+            raise UsageError(f"{path} can be read by others ({stat.filemode(status.st_mode)}): remove it")
         return file.read()
 
 

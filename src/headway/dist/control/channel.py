@@ -90,6 +90,10 @@ class Channel:
         if len(self._buffer) > _MAX_LINE_BYTES:
             raise UntrustedPeer("a line longer than any message")
 
+    def derive_key(self, purpose: str) -> bytes:
+        """Returns a key for another purpose, known to all who know the key of the run; neither is ever sent."""
+        return hmac.digest(self._key, purpose.encode(), "sha256")
+
     def close(self) -> None:
         self.socket.close()
 

@@ -34,6 +34,10 @@ class Peer:
         self._ended = threading.Event()
         self._leaving = False
 
+    def derive_key(self, purpose: str) -> bytes:
+        """Returns a key that all ranks of this launch have, and nobody else."""
+        return self._channel.derive_key(purpose)
+
     def register(self, info: RankInfo, timeout: float) -> Message:
         """Registers this rank, waits until all have joined, and returns the hub's welcome."""
         self._channel.send({"type": "hello", "rank_info": asdict(info)})
