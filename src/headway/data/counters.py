@@ -28,7 +28,7 @@ class Counters:
     """Totals of samples, bytes and seconds of one rank. Only the training loop's thread updates them."""
 
     def __init__(self) -> None:
-        self.samples = self.batches = self.bytes_read = self.bytes_decoded = 0
+        self.samples = self.batches = self.bytes_read = self.bytes_decoded = self.read_retries = 0
         self.trace: LoaderTrace | None = None
         self._seconds: dict[str, float] = {}
 
@@ -50,6 +50,7 @@ class Counters:
             "batches": self.batches,
             "bytes_read": self.bytes_read,
             "bytes_decoded": self.bytes_decoded,
+            "read_retries": self.read_retries,
         }
         return counts | {f"seconds/{stage}": round(value, 6) for stage, value in self._seconds.items()}
 

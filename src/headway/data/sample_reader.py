@@ -17,6 +17,7 @@ from headway.data.order.permutation import derive_key
 from headway.data.quarantine import QuarantinedSample
 from headway.data.shards.decode import Decoder, decode_deferred, decode_part
 from headway.data.shards.label_order import LABEL
+from headway.data.shards.retries import retries_in_this_thread
 from headway.data.shards.tar import ShardLimits
 from headway.data.sources.open_shards import OpenShards
 from headway.errors import BadSample, BadShard, HeadwayError
@@ -40,6 +41,7 @@ class Chunk:
     """bytes in memory at most"""
     read: int = 0
     """bytes in the shards"""
+    read_retries: int = 0
     bad: list[QuarantinedSample] = field(default_factory=list)
     substitutes: set[int] = field(default_factory=set)
     """which of the values replace bad samples"""
@@ -87,6 +89,7 @@ class SampleReader:
         from the processor's cache, and whatever runs between two of them takes several times as long."""
         chunk = Chunk(threading.get_native_id())
         samples, size, began = list[_ReadSample](), 0, time.perf_counter()
+        retries = retries_in_this_thread()
         for location in locations:
             sample = self._read_sample(location, [], chunk)
             if sample is None:
@@ -98,6 +101,7 @@ class SampleReader:
                 samples, size, began = [], 0, time.perf_counter()
         if samples:
             self._finish(chunk, samples, began)
+        chunk.read_retries = retries_in_this_thread() - retries
         return chunk
 
     def _read_sample(

@@ -279,6 +279,7 @@ class ShardLoader:
             counted.samples += len(one.values)
             counted.bytes_read += one.read
             counted.bytes_decoded += one.size
+            counted.read_retries += one.read_retries
             for times in one.times:
                 counted.add_stages(one.thread, times)
             if one.labels:
@@ -362,7 +363,7 @@ class ShardLoader:
         return self._weights_over_time().counts_at(self._position)
 
     def counters(self) -> dict[str, float]:
-        """Returns totals of this rank (samples, bytes, bad samples, seconds of each stage) and the proportions.
+        """Returns totals of this rank (samples, bytes, bad samples, repeated reads, seconds) and the proportions.
 
         `seconds/wait` is the training loop's time; `read`, `decode` and `transform` are summed over threads. For each
         dataset, `share/NAME` is its share of the samples since weights last changed, and `target/NAME` its weight.

@@ -5,15 +5,17 @@ Nothing here imports torch, so that commands that list and count answer at once.
 
 from __future__ import annotations
 
+import fnmatch
 import re
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from glob import glob
+from glob import glob, has_magic
 from pathlib import Path
 
 from headway.data.catalog.catalog import Catalog, is_name
 from headway.data.shards.indexes import index_text
+from headway.data.shards.retries import retry
 from headway.data.shards.shard import count_samples, walk
 from headway.data.shards.tar import ShardLimits
 from headway.errors import UsageError
@@ -36,8 +38,10 @@ def find_shards(name: str, spec: ShardSpec, catalog: Catalog | None = None) -> l
         raise UsageError(f"dataset {name!r}: {text!r} is not a path; shards are read from file systems only")
     elif text.count("**") > 1:  # time grows exponentially with them, and files are found several times
         raise UsageError(f"dataset {name!r}: {text!r} has '**' more than once; give it once, or a list")
-    elif Path(spec).is_dir():
-        paths = sorted(Path(spec).glob("*.tar"))
+    elif retry(f"look at {text}", Path(spec).is_dir):
+        paths = _matching(Path(spec), "*.tar")
+    elif has_magic(Path(text).name) and "**" not in text and not has_magic(str(Path(text).parent)):
+        paths = _matching(Path(text).parent, Path(text).name)
     else:
         paths = sorted(Path(path) for path in glob(text, recursive=True))  # noqa: PTH207 - may be absolute
     if isinstance(spec, str) and is_name(spec):
@@ -46,6 +50,19 @@ def find_shards(name: str, spec: ShardSpec, catalog: Catalog | None = None) -> l
         hint = _suggestion(text) if isinstance(spec, str | Path) else _GIVE_SHARDS
         raise UsageError(f"dataset {name!r}: no shards found at {text!r}; {hint}")
     return paths
+
+
+def _matching(directory: Path, pattern: str) -> list[Path]:
+    """Returns the files of a directory that match a pattern, sorted. Unlike `glob`, which takes a directory that cannot
+    be read for an empty one, and a part of the list for the whole, it tries again and then fails."""
+    try:
+        names = retry(f"list {directory}", lambda: [path.name for path in directory.iterdir()])
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise UsageError(f"cannot list {directory}: {error.strerror}") from error
+    found = [name for name in fnmatch.filter(names, pattern) if not name.startswith(".")]
+    return sorted(directory / name for name in found)
 
 
 _GIVE_SHARDS = "give a directory, a pattern or a list"

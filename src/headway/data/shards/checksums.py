@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol, final
 
+from headway.data.shards.retries import read_start
 from headway.data.shards.shard import ShardFile
 from headway.errors import BadShard
 from headway.system.files import storage, write_atomic
@@ -75,13 +76,9 @@ def compute(path: Path) -> Checksum:
 def read(path: Path) -> Checksum | None:
     """Reads the checksum beside a shard; None if there is none. Raises `BadShard` if it is not valid."""
     beside = checksum_path(path)
-    try:
-        with beside.open("rb") as file:
-            text = file.read(_MAX_FILE_BYTES)
-    except FileNotFoundError:
+    text = read_start(beside, _MAX_FILE_BYTES)
+    if text is None:
         return None
-    except OSError as error:
-        raise BadShard(f"cannot read {beside}: {error.strerror}") from error
     try:
         match json.loads(text):
             case {"bytes": int(size), "crc32": str(crc)}:

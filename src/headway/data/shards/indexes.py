@@ -9,8 +9,6 @@ energon's `shard.tar.idx` holds 64-bit offsets: of each sample's header, and of 
 
 from __future__ import annotations
 
-import os
-import stat
 import struct
 from array import array
 from collections.abc import Sequence
@@ -21,6 +19,7 @@ from typing import final
 import numpy as np
 
 from headway.data.shards.entries import SampleEntry, SamplePart, ShardEntries
+from headway.data.shards.retries import read_start, retry
 from headway.data.shards.tar import BLOCK_BYTES, ShardLimits, over_limit
 from headway.errors import BadShard
 
@@ -43,14 +42,13 @@ def read_dali(path: Path, size: int, limits: ShardLimits) -> ShardEntries | None
     index = _dali_file(path)
     if index is None:
         return None
-    with index.open("rb") as file:
-        text = file.read(2 * size + 64)  # each entry describes a header of the shard, which is longer
-        whole = not file.read(1)
+    most = 2 * size + 64  # each entry describes a header of the shard, which is longer
+    text = read_start(index, most + 1) or b""
     version, _, count = text[:64].partition(b"\n")[0].strip().partition(b" ")
     if version not in _WIDTH:
         return None  # an unknown version: the headers of the shard are walked instead
     entries = DaliIndex(text, _WIDTH[version], path, size, limits)
-    if not whole or not count.isdigit() or int(count) != len(entries):
+    if len(text) > most or not count.isdigit() or int(count) != len(entries):
         raise stale_index(path)
     if len(entries) > limits.members:
         raise over_limit(f"{path}: {len(entries)} samples", limits)
@@ -118,25 +116,18 @@ def _names(path: Path) -> tuple[Path, Path]:
 
 def _head(index: Path) -> bytes:
     """Returns the first bytes of a file; nothing if there is no file."""
-    try:  # O_NONBLOCK: opening a pipe would wait for its writer
-        fd = os.open(index, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return b""
-    try:
-        return os.read(fd, 64) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
-    finally:
-        os.close(fd)
+    return read_start(index, 64) or b""
 
 
 def _energon_file(path: Path) -> Path | None:
     index = path.with_name(path.name + ".idx")
-    return index if index.is_file() and index != _dali_file(path) else None
+    return index if retry(f"look for {index}", index.is_file) and index != _dali_file(path) else None
 
 
 def _energon_offsets(index: Path, limits: ShardLimits) -> list[int]:
     """Returns the offset of each sample's header, and where the last sample ends."""
-    size = index.stat().st_size
-    raw = index.read_bytes() if size <= 8 * (limits.members + 1) else b""
+    size = retry(f"look at {index}", index.stat).st_size
+    raw = (read_start(index, size) or b"") if size <= 8 * (limits.members + 1) else b""
     offsets = list(struct.unpack(f"={len(raw) // 8}Q", raw[: len(raw) // 8 * 8]))
     if len(raw) % 8 or not offsets or any(low >= high for low, high in pairwise(offsets)):
         raise BadShard(f"{index} is not a valid energon index; remove it")

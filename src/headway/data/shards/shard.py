@@ -14,9 +14,11 @@ which are ours, are mapped, and their bytes are not copied again.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
@@ -28,8 +30,9 @@ from headway.data.shards.indexes import (
     read_dali,
     stale_index,
 )
+from headway.data.shards.retries import retry
 from headway.data.shards.tar import BLOCK_BYTES, OCTAL_LIMIT_BYTES, ShardLimits, header_size, members
-from headway.errors import BadShard, UsageError
+from headway.errors import BadShard, StorageError, UsageError
 
 _COMPRESSED = {
     b"\x1f\x8b": "gzip -d",
@@ -43,21 +46,23 @@ _MAX_GAP_BYTES = 4 * BLOCK_BYTES  # between two parts of a sample: the rest of a
 
 @final
 class ShardFile:
-    """A file that others may change, read in pieces: `file[512:1024]` returns bytes or raises `BadShard`."""
+    """A file that others may change, read in pieces: `file[512:1024]` returns bytes or raises `BadShard`.
+
+    Reads that fail are tried again; if that does not help, they raise `StorageError`.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self._fd = path, -1
-        try:  # O_NONBLOCK: opening a pipe would wait for its writer
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            self.status = os.fstat(self._fd)
+        try:
+            self._fd, self.status = retry(f"open the shard {path}", lambda: _open(path))
         except OSError as error:
             raise UsageError(f"cannot read the shard {path}: {error.strerror}") from error
         if not stat.S_ISREG(self.status.st_mode):
             raise BadShard(f"{path} is not a regular file; give tar files only")
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at exit, os may be gone
         if self._fd >= 0:
-            os.close(self._fd)
+            close(self._fd)
 
     def __len__(self) -> int:
         return self.status.st_size
@@ -69,6 +74,19 @@ class ShardFile:
     def read(self, start: int, stop: int) -> bytes:
         """Reads the bytes from `start` to `stop`, which must lie within the file as it was opened."""
         try:
+            return self._read(start, stop)
+        except OSError as error:
+            return self._read_again(start, stop, error)
+
+    def _read_again(self, start: int, stop: int, failed: OSError) -> bytes:
+        doing = f"read {self.path} at byte {start}"
+        try:
+            return retry(doing, lambda: self._read(start, stop), failed)
+        except OSError as error:
+            raise StorageError(f"could not {doing}: {error.strerror}; check that file system") from error
+
+    def _read(self, start: int, stop: int) -> bytes:
+        try:
             data = os.pread(self._fd, stop - start, start)
             while len(data) < stop - start:  # interrupted by a signal, or larger than one read may be
                 more = os.pread(self._fd, stop - start - len(data), start + len(data))
@@ -79,8 +97,22 @@ class ShardFile:
                     )
                 data += more
         except OSError as error:
-            raise BadShard(f"cannot read {self.path} at byte {start}: {error.strerror}") from error
+            if error.errno == errno.ESTALE:
+                self._open_again()  # before the next try
+            raise
         return data
+
+    def _open_again(self) -> None:
+        """Replaces a file handle that its server no longer knows by one of the same file, for all threads."""
+        fd, status = _open(self.path)
+        try:
+            if (
+                file_version(status)[1:] != self.version[1:]
+            ):  # all but the device, which a new mount may change
+                raise BadShard(f"{self.path} was replaced while in use; give a changed shard another name")
+            os.dup2(fd, self._fd, inheritable=False)
+        finally:
+            os.close(fd)
 
     def fileno(self) -> int:
         return self._fd
@@ -88,6 +120,15 @@ class ShardFile:
     @property
     def version(self) -> Version:
         return file_version(self.status)
+
+
+def _open(path: Path) -> tuple[int, os.stat_result]:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a pipe would wait for its writer
+    try:
+        return fd, os.fstat(fd)
+    except OSError:
+        os.close(fd)
+        raise
 
 
 def file_version(status: os.stat_result) -> Version:

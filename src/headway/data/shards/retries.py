@@ -1,0 +1,94 @@
+"""Reads that are tried again: a file system that many nodes share fails now and then, and its data is whole.
+
+An error of input or output is not damage. It neither makes a sample bad nor changes the order: the read is tried again,
+with growing waits, and counted. If it never succeeds, that is a `StorageError`, which ends the run so that it can be
+resumed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from headway.errors import StorageError
+from headway.system.log import logger
+
+T = TypeVar("T")
+
+WAITS_S = (0.1, 0.3, 0.9, 2.7, 8.1, 24.3)
+"""before each further try"""
+_NOTICE_PERIOD_S = 10.0
+_NAMES = (
+    "EIO ESTALE EREMOTEIO EAGAIN EINTR EBUSY ENFILE ETIMEDOUT ECONNRESET ECONNABORTED ECONNREFUSED ENOTCONN ESHUTDOWN "
+    "EPIPE EHOSTDOWN EHOSTUNREACH ENETDOWN ENETUNREACH ENOLINK ECOMM EPROTO"
+)
+_TRANSIENT = {getattr(errno, name) for name in _NAMES.split() if hasattr(errno, name)}
+_in_thread = threading.local()
+_next_notice = 0.0
+
+
+def retry(doing: str, action: Callable[[], T], failed: OSError | None = None) -> T:
+    """Returns what a read returns, trying again after errors that may pass; other errors of the system are raised.
+
+    Raises `StorageError` if all tries fail. `failed` is the error of a first try, if there was one.
+    """
+    for wait_s in (*WAITS_S, None):
+        try:
+            if failed is None:
+                return action()
+            raise failed
+        except OSError as error:
+            failed = None
+            if error.errno not in _TRANSIENT:
+                raise
+            if wait_s is None:
+                raise StorageError(
+                    f"could not {doing}: {error.strerror}, {len(WAITS_S) + 1} times in {sum(WAITS_S):.0f} s; check "
+                    "that file system, and resume"
+                ) from error
+            _note(doing, error, wait_s)
+        time.sleep(wait_s)
+    raise AssertionError("the last try returns or raises")
+
+
+def retries_in_this_thread() -> int:
+    """Returns how often this thread has read again. A loader counts the difference over each chunk that it reads."""
+    return getattr(_in_thread, "count", 0)
+
+
+def _note(doing: str, error: OSError, wait_s: float) -> None:
+    global _next_notice
+    _in_thread.count = retries_in_this_thread() + 1
+    if time.monotonic() >= _next_notice:
+        _next_notice = time.monotonic() + _NOTICE_PERIOD_S
+        logger.warning(f"could not {doing}: {error.strerror}; trying again in {wait_s:g} s")
+
+
+def read_start(path: Path, size: int) -> bytes | None:
+    """Reads at most `size` bytes of a file; None if there is no regular file of that name."""
+
+    def read() -> bytes | None:
+        try:  # O_NONBLOCK: opening a pipe would wait for its writer
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except FileNotFoundError:
+            return None
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                return None
+            with os.fdopen(fd, "rb", closefd=False) as file:
+                return file.read(size)
+        finally:
+            os.close(fd)
+
+    try:
+        return retry(f"read {path}", read)
+    except OSError as error:
+        raise StorageError(
+            f"could not read {path}: {error.strerror}; check its permissions, or remove it"
+        ) from error
