@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_resume import Cut, Traced, make, seeded
+from test_resume import Cut, Traced, assert_same, make, seeded, weights
 from torch import Tensor
 
 import headway as hw
@@ -280,21 +281,34 @@ def test_a_run_that_never_got_to_its_first_checkpoint(
 
 
 @alone
-def test_after_the_end_there_is_nothing_to_do(
+def test_after_the_end_there_is_nothing_to_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    first = make(tmp_path, Traced())
+    """What follows in the script, such as writing the model to a file, gets what the run has made."""
+    first = make(tmp_path, Traced(), ema=0.9)
     first.run()
+    drawn = torch.rand(3)
     for way in ("path", "variable"):
         dist.leave()  # as another process
         if way == "variable":
             monkeypatch.setenv("HEADWAY_RUN", str(first.directory.path))
+        torch.manual_seed(99)
         stage = Traced()
-        pipe = make(tmp_path, stage, resume=first.directory.path if way == "path" else "auto")
+        pipe = make(tmp_path, stage, ema=0.9, resume=first.directory.path if way == "path" else "auto")
         assert pipe.run() == first.directory
         assert stage.by_step == {}
-        assert "is already finished" in capfd.readouterr().err
+        said = capfd.readouterr().err
+        assert said.count(f"{first.directory.id} is already finished") == 1
+        assert "models, history and counters of step 33 are restored, and nothing is trained" in said
+        assert_same(weights(pipe), weights(first))
+        assert (pipe.steps_done, pipe.epoch, stage.epoch, stage.steps_done) == (33, 3, 3, 33)
+        assert pipe.history["val/loss"] == first.history["val/loss"] != []
+        assert torch.equal(torch.rand(3), drawn), "as if it had just ended"
     assert len(first.directory.info()["attempts"]) == 1
+    dist.leave()
+    shutil.rmtree(first.directory.checkpoints_dir)
+    with pytest.raises(NoValidCheckpoint, match=r"is already finished .* but has no checkpoint to restore"):
+        make(tmp_path, Traced(), ema=0.9).run()
 
 
 @alone

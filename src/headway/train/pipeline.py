@@ -307,9 +307,8 @@ class Pipeline:
             name, resume = f"{name[:59]}-fake", "never" if resume == "never" else "auto"
         choice = choose_run(self._root, name=name, config=self.config, resume=resume)
         self._run = choice.run
-        if choice.finished:
-            if self.world.is_root:
-                logger.info(f"{choice.run.id} is already finished ({choice.why}): nothing to do")
+        if choice.finished and self._keeper:  # what follows in the script gets what the run has made
+            self._keeper.restore_finished(choice)
             return choice.run
         with closing_loaders(self), self._recording(choice.run):
             self._run_hook("pre_run", self)

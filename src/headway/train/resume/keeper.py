@@ -27,7 +27,7 @@ from headway.dist.control import stop
 from headway.dist.control.agreement import Agreement
 from headway.dist.group import current
 from headway.dist.seeding import derive_seed
-from headway.errors import HeadwayError, RunLocked, Stopped, StorageError, UsageError
+from headway.errors import HeadwayError, NoValidCheckpoint, RunLocked, Stopped, StorageError, UsageError
 from headway.record import Recording
 from headway.run.choice import NEW, Choice
 from headway.system import files
@@ -104,10 +104,7 @@ class Keeper:
 
     def start(self, choice: Choice) -> None:
         """Resumes from the newest complete checkpoint of the run, or saves the first one."""
-        try:
-            loaded = checkpoint.load_latest(choice.run, partial(state.destinations, self.pipe))
-        except UsageError as error:  # the script has changed since
-            raise UsageError(f'{error} (to start a new run, pass resume="never")') from error
+        loaded = self._load(choice)
         from_root(partial(self._record_start, loaded.step if loaded else 0))
         if loaded is None:
             if choice.why != NEW:
@@ -122,6 +119,27 @@ class Keeper:
         self._log(f"resuming {choice.run.id} from step {loaded.step:,} ({choice.why})")
         self._restore(loaded)
         self.pipe._run_hook("resume_run", self.pipe)
+
+    def restore_finished(self, choice: Choice) -> None:
+        """Restores the end of a finished run: the script that was started again continues with trained models."""
+        loaded = self._load(choice)
+        if loaded is None:
+            raise NoValidCheckpoint(
+                f"{choice.run.id} is already finished ({choice.why}), but has no checkpoint to restore its models "
+                'from: to train again, pass resume="never" or choose a new run directory'
+            )
+        self._restore(loaded)
+        self.restore_rng()
+        self._log(
+            f"{choice.run.id} is already finished ({choice.why}): models, history and counters of step "
+            f"{loaded.step:,} are restored, and nothing is trained"
+        )
+
+    def _load(self, choice: Choice) -> checkpoint.LoadedCheckpoint | None:
+        try:
+            return checkpoint.load_latest(choice.run, partial(state.destinations, self.pipe))
+        except UsageError as error:  # the script has changed since
+            raise UsageError(f'{error} (to start a new run, pass resume="never")') from error
 
     def finish(self) -> None:
         """Saves the last checkpoint of a finished run."""
