@@ -309,7 +309,7 @@ def test_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run.begin_attempt(world={}) == 3
     run.end_attempt(3, status="done", exit_code=0)
     attempts = run.info()["attempts"]
-    assert [attempt["status"] for attempt in attempts] == ["stopped", "interrupted", "done"]
+    assert [attempt["status"] for attempt in attempts] == ["stopped", "lost", "done"]
     assert [attempt["exit_code"] for attempt in attempts] == [75, None, 0]
     assert attempts[2]["ended"] >= attempts[2]["started"] >= attempts[0]["ended"]
 
@@ -322,7 +322,7 @@ def test_an_attempt_that_was_killed_after_it_failed_has_failed(tmp_path: Path) -
     run.begin_attempt(world={})
     run.begin_attempt(world={})
     statuses = [attempt["status"] for attempt in run.info()["attempts"]]
-    assert statuses == ["failed", "failed", "interrupted", "running"], "the third left no record"
+    assert statuses == ["failed", "failed", "lost", "running"], "the third left no record"
 
 
 def test_an_attempt_that_was_replaced_writes_nothing(tmp_path: Path) -> None:
@@ -334,7 +334,7 @@ def test_an_attempt_that_was_replaced_writes_nothing(tmp_path: Path) -> None:
     run.note_attempt(first, step_ended=7)
     run.end_attempt(first, status="failed", exit_code=80)
     assert (run.path / "run.json").read_bytes() == before
-    assert [attempt["status"] for attempt in run.info()["attempts"]] == ["interrupted", "running"]
+    assert [attempt["status"] for attempt in run.info()["attempts"]] == ["lost", "running"]
 
 
 @pytest.mark.parametrize(("number", "status"), [(0, "done"), (2, "done"), (1, "running"), (1, "gone")])

@@ -151,3 +151,34 @@ def test_a_job_whose_process_is_gone_or_elsewhere(run: Run) -> None:
     assert word == "lost" and f"pid {os.getpid()} is gone" in why
     submitted(run, **(ProcessIdentity.of().to_dict() | {"machine": "another", "host": "n7"}))
     assert state(run) == ("running", "on n7, which cannot be checked from here")
+
+
+UNRECORDED: dict[str, tuple[dict[str, dict[str, Any]], tuple[str, int | None]]] = {
+    "nothing": ({}, ("lost", None)),
+    "failure": ({"failure.json": {"kind": "vanished", "exit_code": 1}}, ("failed", 1)),
+    "storage": ({"failure.json": {"kind": "exception", "exit_code": 74}}, ("failed", 74)),
+    "Ctrl-C": ({"failure.json": {"kind": "interrupted", "exit_code": 130}}, ("interrupted", 130)),
+    "no code": ({"failure.json": {"kind": "hang"}}, ("failed", 1)),
+    "set aside": ({"failure-2.json": {"kind": "vanished", "exit_code": 1}}, ("failed", 1)),
+    "of another": ({"failure-1.json": {"kind": "vanished", "exit_code": 1}}, ("lost", None)),
+    "terminated": ({"ended.json": {"exit_code": 143, "time": "9"}}, ("interrupted", 143)),
+    "killed": ({"ended.json": {"exit_code": 137, "time": "9"}}, ("failed", 137)),
+    "earlier end": ({"ended.json": {"exit_code": 143, "time": "1"}}, ("lost", None)),
+    "both": (
+        {"failure.json": {"kind": "vanished", "exit_code": 1}, "ended.json": {"exit_code": 143, "time": "9"}},
+        ("failed", 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNRECORDED)
+def test_an_end_that_was_not_recorded_has_one_answer(case: str, run: Run) -> None:
+    """What `headway runs` shows before the next attempt begins is what that attempt writes."""
+    run.end_attempt(run.begin_attempt(world={}), status="stopped", exit_code=75)
+    run.begin_attempt(world={})
+    records, (word, code) = UNRECORDED[case]
+    for name, record in records.items():
+        (run.path / name).write_text(json.dumps({"rank": 1, "error": "x", **record}))
+    assert state(run)[0] == word
+    run.begin_attempt(world={})
+    assert [run.info()["attempts"][1][key] for key in ("status", "exit_code")] == [word, code]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, final
 
 from headway import schedulers
-from headway.errors import RunLocked, UsageError
+from headway.errors import INTERRUPTED, TERMINATED, RunLocked, Stopped, UsageError
 from headway.run import lock as run_lock
 from headway.run.creation import check_name, config_text, create_directory
 from headway.run.info import format_time, has_info, read_info, read_json, to_json, write_info
@@ -24,6 +24,12 @@ from headway.system.jsonlines import JsonLinesWriter
 from headway.system.redact import redact_tree
 
 _ATTEMPT_ENDS = ("done", "failed", "stopped", "interrupted")
+_STATUS_BY_CODE = {
+    Stopped.exit_code: "stopped",
+    INTERRUPTED: "interrupted",
+    TERMINATED: "interrupted",
+}
+"""how an attempt ended whose supervisor knows the exit code; all others failed"""
 
 
 @final
@@ -160,7 +166,7 @@ class Run(RunPaths):
         info = self.info()
         for attempt in info["attempts"]:
             if attempt["status"] == "running":
-                attempt |= self._end_of_killed_attempt()
+                attempt |= self.conclude_end(attempt)
         number = len(info["attempts"]) + 1
         info["attempts"].append(
             {
@@ -188,13 +194,30 @@ class Run(RunPaths):
             with files.storage(f"write the attempt to {self.path}"):
                 write_info(self.path, info)
 
-    def _end_of_killed_attempt(self) -> dict[str, Any]:
-        """Returns how an attempt ended whose rank 0 was gone before it could record that: as its failure.json says."""
-        if not self.failure_file.exists():
-            return {"status": "interrupted"}
-        record = read_json(self.failure_file) or {}
-        status = "interrupted" if record.get("kind") == "interrupted" else "failed"
-        return {"status": status, "exit_code": record.get("exit_code")}
+    def conclude_end(self, attempt: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns status and exit code of an attempt that reads "running" and has no process any more.
+
+        Its rank 0 was gone before it could record its end. What that was is concluded from the record of its failure,
+        else from that of its supervisor; with neither, the attempt is "lost". The next attempt writes the same to
+        run.json as `headway runs` shows before it begins.
+        """
+        number = attempt["number"]
+        # an attempt that began to follow may have set it aside, and been killed before it wrote run.json
+        files_of = [self.old_failure_file(number), *([self.failure_file] if number == self._newest() else [])]
+        for record in filter(None, map(read_json, reversed(files_of))):
+            interrupted = record.get("kind") == "interrupted"
+            status, code = ("interrupted", INTERRUPTED) if interrupted else ("failed", 1)
+            return {"status": status, "exit_code": record.get("exit_code") or code}
+        ended = read_json(self.ended_file) or {"time": "", "exit_code": 0}
+        if number == self._newest() and ended["time"] >= attempt["started"] and ended["exit_code"]:
+            return {
+                "status": _STATUS_BY_CODE.get(ended["exit_code"], "failed"),
+                "exit_code": ended["exit_code"],
+            }
+        return {"status": "lost", "exit_code": None}
+
+    def _newest(self) -> int:
+        return len(self.info()["attempts"])
 
     def end_attempt(self, number: int, *, status: str, exit_code: int) -> None:
         """Records how an attempt ended: "done", "failed", "stopped" (may be resumed) or "interrupted".

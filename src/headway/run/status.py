@@ -102,9 +102,10 @@ def _recorded_status(run: Run, attempt: Mapping[str, Any]) -> Status:
                 state="running", why=f"on {owner.host}, according to its last heartbeat", certain=False
             )
         gone = f"{owner} is gone"
-    # with a failure.json, rank 0 was killed before it could record how the attempt ended
-    failure = _failure(run)
-    return Status(state="failed", why=failure) if failure else Status(state="lost", why=gone)
+    end = run.conclude_end(attempt)
+    if end["status"] == "lost":
+        return Status(state="lost", why=gone)
+    return Status(state=end["status"], why=_failure(run) or f"exit code {end['exit_code']}")
 
 
 def _by_exit_code(run: Run, ended: Mapping[str, Any]) -> Status:
