@@ -35,7 +35,7 @@ check: install  ## style, types, and who may import whom
 	$(BIN)/lint-imports --no-logo
 
 bench: install  ## measurements beside peers, printed as ratios
-	for each in startup failing loop data checkpoint plan; do $(BIN)/python benchmarks/$$each.py; done
+	for each in startup failing control_hub loop data checkpoint plan; do $(BIN)/python benchmarks/$$each.py; done
 
 faults: install services  ## the fault tests with their full counts (kills, bit flips, power cuts): many minutes
 	HEADWAY_FAULTS=full $(BIN)/python -m pytest tests/faults

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import resource
 import secrets
 import socket
 from datetime import timedelta
@@ -50,6 +51,8 @@ from headway.system.environment import HEARTBEAT as HEARTBEAT_VARIABLE, director
 from headway.system.log import install_handler, logger
 from headway.system.text import shorten_list
 
+_OTHER_FILES = 128
+"""open files of a rank beside its connections: libraries, logs, pipes"""
 _LEAVE_TIMEOUT_S = 2.0
 """how long a rank waits at its end for the others to end, too"""
 
@@ -167,6 +170,7 @@ def _launchers_store(launch: LaunchEnvironment, timeout: float) -> c10d.Store:
 
 def _open_hub(group: RankGroup, rendezvous: Rendezvous, timeout: float) -> None:
     """Starts the hub on rank 0 and publishes its address. The kernel picks its port, and that of the store."""
+    _allow_open_files(group.launch.world_size)
     listener, hosts = listen(group.launch)
     key = secrets.token_bytes(32)
     welcome = {}
@@ -192,6 +196,19 @@ def _open_hub(group: RankGroup, rendezvous: Rendezvous, timeout: float) -> None:
     )
     group.hub.start()
     rendezvous.publish(HubAddress(hosts=hosts, port=listener.getsockname()[1], key=key))
+
+
+def _allow_open_files(world_size: int) -> None:
+    """Raises the limit of this process: the hub and the store keep two connections per rank, and gloo one more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 3 * world_size + _OTHER_FILES
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise UsageError(
+            f"rank 0 needs {needed:,} open files for {world_size:,} ranks, and the limit is {hard:,} (ulimit -Hn); "
+            f"raise it in the job script or ask your administrators"
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _export_address(group: RankGroup, host: str, port: int) -> None:

@@ -50,14 +50,15 @@ def place_ranks(ranks: Sequence[RankInfo]) -> list[RankPlacement]:
     for node_rank, here in enumerate(nodes.values()):
         given = [info.local_rank for info in here if info.local_rank is not None]
         local_ranks = given if sorted(given) == list(range(len(here))) else list(range(len(here)))
+        ranks_on_node, assigned = tuple(info.rank for info in here), {info.visible_gpus for info in here}
         for local_rank, info in zip(local_ranks, here, strict=True):
             found[info.rank] = RankPlacement(
                 node_rank=node_rank,
                 nodes=len(nodes),
                 local_rank=local_rank,
                 local_world_size=len(here),
-                ranks_on_node=tuple(other.rank for other in here),
-                gpus_assigned=len({other.visible_gpus for other in here}) > 1,
+                ranks_on_node=ranks_on_node,
+                gpus_assigned=len(assigned) > 1,
                 layout=layout,
             )
     return [found[info.rank] for info in ranks]

@@ -30,6 +30,7 @@ from headway.dist.failure.record import FailureRecord
 from headway.dist.roster import RankInfo
 from headway.system.environment import HEARTBEAT as HEARTBEAT_VARIABLE, directory
 
+Present = Callable[[], Sequence[RankInfo]]
 _CHECKS_PER_PERIOD = 8
 _MAX_INTERVAL_S = 60.0
 _STACKS_TIMEOUT_S = 2.0
@@ -93,6 +94,8 @@ class HangWatch:
     request_status: Callable[[bool], object]
     """asks all ranks where they are, with stacks or without"""
     _replies: dict[int, _StatusReply] = field(default_factory=dict)
+    _fresh: set[int] = field(default_factory=set)
+    """the ranks that have replied since stacks were requested"""
     _since: float | None = None
     _stacks_since: float | None = None
     _asked: float = 0.0
@@ -107,9 +110,15 @@ class HangWatch:
     def observe(self, rank: int, message: Message) -> None:
         """Takes in a status message."""
         self._replies[rank] = _StatusReply(message=message, arrived=time.monotonic())
+        if self._stacks_since is not None:
+            self._fresh.add(rank)
 
-    def check(self, present: Sequence[RankInfo], world_size: int) -> FailureRecord | None:
-        """Asks the ranks if there is reason to; returns the record of a hang. `present`: those that have not left."""
+    def check(self, present: Present, count: int, world_size: int) -> FailureRecord | None:
+        """Asks the ranks if there is reason to; returns the record of a hang.
+
+        `present` returns the ranks that have not left, and `count` is how many these are. The hub calls this after each
+        message, so that ranks are gone through only when all have replied.
+        """
         limit = self.heartbeat.limit
         if not self.heartbeat.period or self.heartbeat.age < limit / 2 or limit == math.inf:
             self._replies, self._since, self._stacks_since = {}, None, None
@@ -119,19 +128,23 @@ class HangWatch:
             self._since = now
         if self._stacks_since is None and now - self._asked >= check_interval_s(self.heartbeat):
             stacks = self.heartbeat.age >= limit
-            self._asked, self._stacks_since = now, now if stacks else None
+            self._asked, self._stacks_since, self._fresh = now, now if stacks else None, set()
             self.request_status(stacks)
-        return self._conclude(present, world_size) if self._stacks_since is not None else None
+        if self._stacks_since is None:
+            return None
+        is_late = now - self._stacks_since >= min(_STACKS_TIMEOUT_S, self.heartbeat.limit / 4)
+        return (
+            self._conclude(present(), world_size, is_late) if is_late or len(self._fresh) >= count else None
+        )
 
-    def _conclude(self, present: Sequence[RankInfo], world_size: int) -> FailureRecord | None:
-        assert self._stacks_since is not None and self._since is not None
+    def _conclude(self, present: Sequence[RankInfo], world_size: int, is_late: bool) -> FailureRecord | None:
+        assert self._since is not None
         now = time.monotonic()
-        fresh = {rank for rank, reply in self._replies.items() if reply.arrived >= self._stacks_since}
-        silent = [info.rank for info in present if info.rank not in fresh]
-        if silent and now - self._stacks_since < min(_STACKS_TIMEOUT_S, self.heartbeat.limit / 4):
+        silent = [info.rank for info in present if info.rank not in self._fresh]
+        if silent and not is_late:
             return None
         self._stacks_since = None
-        makes_progress = any(not self._replies[rank].is_over_limit for rank in fresh)
+        makes_progress = any(not self._replies[rank].is_over_limit for rank in self._fresh)
         if makes_progress or now - self._since < self.heartbeat.limit / 2:
             return None  # a rank works, or none had the time to reply: ask again
         return hang.make_record([self._status(info, present[0], silent) for info in present], world_size)

@@ -4,6 +4,8 @@ Each rank keeps one connection to the hub in rank 0's process. The kernel closes
 exits, so a rank that is killed, even with SIGKILL, is noticed in milliseconds, without polling. All reports arrive in
 one place, so the first cause is a fact and not a race, and all ranks get the same record of it.
 
+With thousands of ranks the hub handles thousands of messages, so that none of them may take a walk over all ranks.
+
     rank -> hub    hello, failed, goodbye; status, ping (see `hang_watch`); request, next_point (see `agreement`)
     hub -> rank    ack or refused, welcome, abort or farewell; status_request, ack; next_point, decision
 """
@@ -78,6 +80,10 @@ class Hub(threading.Thread):
         """Returns the ranks that have not joined yet."""
         return [rank for rank in range(self._world_size) if rank not in self._ranks]
 
+    @property
+    def _is_complete(self) -> bool:
+        return len(self._ranks) == self._world_size
+
     def run(self) -> None:
         while not self.all_left.is_set():
             for key, _ in self._selector.select(self._select_timeout_s()):
@@ -95,10 +101,10 @@ class Hub(threading.Thread):
         """Returns how long there is nothing to do unless a message arrives."""
         if self._echo is not None:
             return max(0.0, self._echo_deadline - time.monotonic())
-        absent = self.missing()
-        if not absent:
+        if self._is_complete:
             return self._hang_watch.timeout_s()
         if time.monotonic() >= self._next_notice:
+            absent = self.missing()
             self._next_notice = time.monotonic() + _NOTICE_EVERY_S
             here = self._world_size - len(absent)
             logger.info(
@@ -113,7 +119,10 @@ class Hub(threading.Thread):
             channel.close()
 
     def _accept(self) -> None:
-        sock, _ = self._listener.accept()
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:  # gone already, or no file is left for it: it stays in the queue
+            return
         try:
             channel = Channel(sock, self._key, is_client=False)
         except OSError:  # gone already
@@ -143,12 +152,13 @@ class Hub(threading.Thread):
             self._begin_round(message)
         elif message["type"] == "next_point":
             assert connection.rank is not None
-            self._rounds[message["subject"]].next_points[connection.rank] = message["point"]
+            self._rounds[message["subject"]].report(connection.rank, message["point"])
             self._decide(message["subject"])
         elif message["type"] == "goodbye":
             assert connection.rank is not None
             self._left.add(connection.rank)
             for subject in SUBJECTS:
+                self._rounds[subject].waiting.discard(connection.rank)
                 self._decide(subject)
             if len(self._left) == self._world_size:
                 for channel in self._channels.values():
@@ -161,12 +171,15 @@ class Hub(threading.Thread):
             connection.channel.send({"type": "ack"})
 
     def _check_for_hang(self) -> None:
-        if self.missing() or self._echo is not None:
+        count = self._world_size - len(self._left)
+        if not self._is_complete or self._echo is not None or not count:
             return
-        here = [info for rank, info in sorted(self._ranks.items()) if rank not in self._left]
-        record = self._hang_watch.check(here, self._world_size) if here else None
+        record = self._hang_watch.check(self._present, count, self._world_size)
         if record is not None:
             self._broadcast_abort(record)
+
+    def _present(self) -> list[RankInfo]:
+        return [info for rank, info in sorted(self._ranks.items()) if rank not in self._left]
 
     def _request_status(self, stacks: bool) -> None:
         for rank, channel in self._channels.items():
@@ -177,17 +190,17 @@ class Hub(threading.Thread):
         """Asks all ranks how far they are, unless the same is being decided, or was before the request arrived."""
         round = self._rounds[request["subject"]]
         if request["round"] == round.number and round.why is None:
-            round.why, round.next_points = request["why"], {}
+            round.why, round.point = request["why"], 0
+            round.waiting = set(self._channels) - self._left
             for channel in self._channels.values():
                 channel.try_send({"type": "next_point", "subject": request["subject"]})
 
     def _decide(self, subject: str) -> None:
         """Picks the latest of the reported points as the one to act at, once all ranks have reported."""
         round = self._rounds[subject]
-        if round.why is None or not self._left.union(round.next_points).issuperset(self._channels):
+        if round.why is None or round.waiting:
             return
-        point = max(round.next_points.values(), default=0)
-        decision = {"type": "decision", "subject": subject, "point": point, "why": round.why}
+        decision = {"type": "decision", "subject": subject, "point": round.point, "why": round.why}
         round.why, round.number = None, round.number + 1
         for channel in self._channels.values():
             channel.try_send(decision)
@@ -203,7 +216,7 @@ class Hub(threading.Thread):
         connection.channel.send({"type": "ack"})
         self._channels[info.rank] = connection.channel
         self._ranks[info.rank] = info
-        if len(self._ranks) == self._world_size:
+        if self._is_complete:
             self._welcome_all()
 
     def _welcome_all(self) -> None:
@@ -220,6 +233,8 @@ class Hub(threading.Thread):
         if connection.rank is None or connection.rank in self._left:
             return
         self._channels.pop(connection.rank, None)
+        for round in self._rounds.values():
+            round.waiting.discard(connection.rank)
         self._on_failure(lost_rank_record(self._ranks[connection.rank]))
 
     def _on_failure(self, record: FailureRecord) -> None:
@@ -256,11 +271,16 @@ class Hub(threading.Thread):
 @final
 @dataclass
 class _Round:
-    """The decision on one subject: what was requested, and how far the ranks are."""
+    """The decision on one subject: what was requested, how far the ranks are, and which have not reported."""
 
     number: int = 0
     why: str | None = None
-    next_points: dict[int, int] = field(default_factory=dict)
+    point: int = 0
+    waiting: set[int] = field(default_factory=set)
+
+    def report(self, rank: int, point: int) -> None:
+        self.point = max(self.point, point)
+        self.waiting.discard(rank)
 
 
 @final

@@ -1,0 +1,130 @@
+"""What the hub does for a message does not depend on how many ranks there are. Counts, not seconds."""
+
+from __future__ import annotations
+
+import importlib.util
+import resource
+import selectors
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headway.dist.control import hang_watch
+from headway.dist.control.hub import Hub
+from headway.dist.join import _allow_open_files
+from headway.dist.roster import RankInfo
+from headway.errors import UsageError
+
+
+class Counted(dict[int, Any]):
+    """A mapping that counts how many of its entries were looked at."""
+
+    looks = 0
+
+    def __contains__(self, key: object) -> bool:
+        self.looks += 1
+        return super().__contains__(key)
+
+    def __iter__(self) -> Iterator[int]:
+        self.looks += len(self)
+        return super().__iter__()
+
+    def items(self) -> Any:
+        self.looks += len(self)
+        return super().items()
+
+    def values(self) -> Any:
+        self.looks += len(self)
+        return super().values()
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    path = Path(__file__).parents[2] / "benchmarks" / "control_hub.py"
+    spec = importlib.util.spec_from_file_location("control_hub", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["control_hub"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_nothing_is_quadratic(benchmark: ModuleType) -> None:
+    def count(hub: Hub) -> None:
+        hub._ranks, hub._channels = Counted(), Counted()
+
+    ranks = 64
+    simulated = benchmark.SimulatedRanks(ranks, 8, prepare=count)
+    try:
+        looks = {}
+        for name in ("join", "stop", "fail"):
+            before = simulated.hub._ranks.looks + simulated.hub._channels.looks
+            getattr(simulated, name)()
+            looks[name] = simulated.hub._ranks.looks + simulated.hub._channels.looks - before
+    finally:
+        simulated.close()
+    assert all(count <= 8 * ranks for count in looks.values()), looks
+
+
+def test_a_connection_that_is_gone_before_it_is_accepted_does_not_end_the_hub(benchmark: ModuleType) -> None:
+    class Flaky(socket.socket):
+        failures = 3
+
+        def accept(self) -> Any:
+            if self.failures:
+                self.failures -= 1
+                raise ConnectionAbortedError
+            return super().accept()
+
+    def replace_listener(hub: Hub) -> None:
+        hub._selector.unregister(hub._listener)
+        hub._listener = Flaky(fileno=hub._listener.detach())
+        hub._selector.register(hub._listener, selectors.EVENT_READ)
+
+    simulated = benchmark.SimulatedRanks(2, 2, prepare=replace_listener)
+    try:
+        simulated.join()
+        simulated.fail()
+    finally:
+        simulated.close()
+
+
+def test_rank_0_may_open_a_file_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: made.append(limits))
+    for soft, hard in ((1024, 4096), (4096, 4096), (1024, resource.RLIM_INFINITY)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limits=(soft, hard): limits)
+        _allow_open_files(1000)
+    assert made == [(3128, 4096), (3128, resource.RLIM_INFINITY)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    with pytest.raises(
+        UsageError, match=r"rank 0 needs 12,416 open files for 4,096 ranks, and the limit is 4,096"
+    ):
+        _allow_open_files(4096)
+
+
+def test_a_hang_goes_through_the_ranks_once_all_have_replied(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, walks, now = 64, [], [1000.0]
+    heartbeat: Any = SimpleNamespace(period=10.0, age=11.0, limit=10.0)
+    watch = hang_watch.HangWatch(heartbeat=heartbeat, request_status=lambda _: None)
+    monkeypatch.setattr(hang_watch, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def present() -> list[RankInfo]:
+        walks.append(now[0])
+        return [
+            RankInfo(rank=rank, host="h", node="h", pid=rank, local_rank=None, visible_gpus=None)
+            for rank in range(ranks)
+        ]
+
+    assert watch.check(present, ranks, ranks) is None  # asks for stacks
+    now[0] += 0.1
+    for rank in range(ranks):
+        age, limit = (0.0, 10.0) if rank == 5 else (11.0, 10.0)
+        watch.observe(rank, {"age": age, "limit": limit})
+        assert watch.check(present, ranks, ranks) is None  # rank 5 makes progress
+    assert len(walks) == 1
