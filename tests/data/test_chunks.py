@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import xarray as xr
@@ -123,3 +125,28 @@ def test_ranks_find_their_own_chunks() -> None:
         [6, 7, 8],
         [9, 10, 11],
     ]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_chunks_go_on_where_a_loader_stopped(workers: int) -> None:
+    """In the second epoch, which has an order of its own."""
+
+    def loader() -> hw.data.DataLoader:
+        dataset = ShardedXrDataset(series(21), "time", 3, shuffle=True, rank=0, world_size=1)
+        return hw.data.DataLoader(dataset, batch_size=None, num_workers=workers)
+
+    def chunks(source: object) -> list[list[int]]:
+        return [chunk["t"].values.tolist() for chunk in source]
+
+    whole = loader()
+    first, second = chunks(whole), chunks(whole)
+    assert sorted(first) == sorted(second) and first != second
+    cut = loader()
+    chunks(cut)
+    iterator = iter(cut)
+    before = chunks(next(iterator) for _ in range(3))
+    state = json.loads(json.dumps(cut.state_dict()))
+    del iterator
+    after = loader()
+    after.load_state_dict(state)
+    assert before + chunks(after) == second

@@ -442,3 +442,113 @@ def test_a_batch_looks_up_no_lazy_name(monkeypatch: pytest.MonkeyPatch) -> None:
         next(batches)
     assert lookups == []
     assert hw.dist.is_initialized() is False and lookups == ["is_initialized"], "it does count"
+
+
+# --- whole batches
+
+
+class Fetched(Numbers):
+    """Counts how it is asked; `__getitems__` may draw random numbers, as a transform on batches does."""
+
+    def __init__(self, count: int, *, draws: bool = False, short: bool = False) -> None:
+        super().__init__(count)
+        self.draws, self.short = draws, short
+        self.single = self.batched = 0
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        self.single += 1
+        return index, random.random() if self.draws else 0.5
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[int, float]]:
+        self.batched += 1
+        samples = [(index, random.random() if self.draws else 0.5) for index in indices]
+        return samples[1:] if self.short else samples
+
+
+class Overridden(Fetched):
+    """Knows more than `__getitems__` of its parent does."""
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        return super().__getitem__(index)[0] + 100, 0.0
+
+
+def pairs(loader: DataLoader) -> list[list[tuple[int, float]]]:
+    return [list(zip(*(part.tolist() for part in batch), strict=True)) for batch in loader]
+
+
+def test_a_dataset_that_can_is_asked_for_whole_batches() -> None:
+    dataset = Fetched(12)
+    batches = pairs(DataLoader(dataset, batch_size=4, shuffle=True))
+    assert (dataset.single, dataset.batched) == (0, 3)
+    assert [[index for index, _ in batch] for batch in batches] == rows(
+        DataLoader(Numbers(12), batch_size=4, shuffle=True)
+    )
+    with pytest.raises(UsageError, match="__getitems__ of Fetched returned 3 samples for 4 indices"):
+        pairs(DataLoader(Fetched(12, short=True), batch_size=4))
+    wrapped = torch_data.Subset(Fetched(12), range(4, 8))
+    assert pairs(DataLoader(wrapped, batch_size=4)) == [[(n, 0.5) for n in range(4, 8)]]
+    assert (wrapped.dataset.single, wrapped.dataset.batched) == (0, 1)
+    assert pairs(DataLoader(Overridden(4), batch_size=4)) == [[(n + 100, 0.0) for n in range(4)]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_random_numbers_of_whole_batches_belong_to_the_sample_all_the_same(workers: int) -> None:
+    class OneByOne(Fetched):
+        __getitems__ = None
+
+    how = {"shuffle": True, "num_workers": workers}
+    exact = dict(
+        pair for batch in pairs(DataLoader(OneByOne(12, draws=True), batch_size=4, **how)) for pair in batch
+    )
+    for size in (4, 3):
+        drawn = pairs(DataLoader(Fetched(12, draws=True), batch_size=size, **how))
+        assert {index: number for batch in drawn for index, number in batch} == exact
+    quiet, other = (
+        torch.cat([batch[1] for batch in DataLoader(kind(12), batch_size=4, collate_fn=noisy_pairs, **how)])
+        for kind in (Fetched, OneByOne)
+    )
+    assert torch.equal(quiet, other), "also those that collate_fn draws after them"
+
+
+def noisy_pairs(samples: list[tuple[int, float]]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.tensor([index for index, _ in samples]), torch.rand(len(samples))
+
+
+def test_batches_that_come_collated_stay_as_they_are() -> None:
+    class Table(Numbers):
+        def __getitems__(self, indices: list[int]) -> dict[str, list[int]]:
+            return {"x": indices}
+
+    assert list(DataLoader(Table(4), batch_size=2, collate_fn=dict)) == [{"x": [0, 1]}, {"x": [2, 3]}]
+
+
+# --- without batches
+
+
+def test_no_batch_size_gives_samples_as_torch_does() -> None:
+    dataset = torch_data.TensorDataset(torch.arange(5), torch.rand(5, 2))
+    theirs = list(torch_data.DataLoader(dataset, batch_size=None))
+    loader = DataLoader(dataset, batch_size=None)
+    assert len(loader) == 5 and loader.batch_size is None
+    for one, other in zip(theirs, loader, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert list(DataLoader(Numbers(3), batch_size=None, collate_fn=str)) == ["0", "1", "2"]
+    assert [len(batch) for batch in DataLoader(Numbers(3))] == [1, 1, 1], "torch's default is one"
+    shared = [DataLoader(Numbers(7), batch_size=None, shuffle=True, rank=r, world_size=2) for r in range(2)]
+    assert sorted({*shared[0], *shared[1]}) == list(range(7)) and len(shared[1]) == 4
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"sampler": torch_data.SequentialSampler([])}, r"sampler=SequentialSampler: .*Subset\(dataset"),
+        ({"batch_sampler": [[0, 1]]}, "batch_sampler=list: .*batch_size=None"),
+        ({"generator": torch.Generator()}, "generator=Generator: .*pass seed"),
+        ({"in_order": False}, "in_order=False: .*remove it"),
+    ],
+)
+def test_arguments_of_torch_that_an_exact_order_excludes(given: dict[str, object], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        DataLoader(Numbers(3), **given)
+    neutral = {"sampler": None, "batch_sampler": None, "generator": None, "in_order": True, "shuffle": None}
+    assert rows(DataLoader(Numbers(3), batch_size=3, **neutral)) == [[0, 1, 2]]

@@ -106,3 +106,54 @@ def test_the_state_of_other_ranks_and_workers_is_refused(there: dict[str, int], 
         DataLoader(Lines(8), batch_size=2).load_state_dict(state)
     with pytest.raises(UsageError, match="not the state of a DataLoader of an iterable dataset"):
         DataLoader(Lines(8), batch_size=2).load_state_dict({"version": 1})
+
+
+class Epochs(Lines):
+    """Its order is that of an epoch, and a state of another one is ignored, as Hugging Face's streams do it."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for row in super().__iter__():
+            yield row + 100 * self.epoch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"] if state["epoch"] == self.epoch else 0
+
+
+def test_a_stream_is_told_its_epoch() -> None:
+    def numbers(loader: DataLoader) -> list[int]:
+        return [int(row[0]) for batch in loader for row in batch]
+
+    loader = DataLoader(Epochs(6), batch_size=2)
+    assert numbers(loader) == [0, 1, 2, 3, 4, 5]
+    next(iter(loader))
+    again = DataLoader(Epochs(6), batch_size=2)
+    again.load_state_dict(loader.state_dict())
+    assert numbers(again) == [102, 103, 104, 105]
+
+
+def test_a_stream_without_batches() -> None:
+    loader = DataLoader(Lines(5), batch_size=None)
+    assert [int(row[0]) for row in loader] == list(range(5))
+
+
+def test_a_hugging_face_stream_that_ranks_do_not_share_is_refused() -> None:
+    class Streamed(Lines):
+        _distributed: object = None
+
+    Streamed.__module__ = "datasets.iterable_dataset"
+    assert len(list(DataLoader(Streamed(4), batch_size=2, rank=0, world_size=1))) == 2
+    loader = DataLoader(Streamed(4), batch_size=2, rank=0, world_size=2)
+    with pytest.raises(
+        UsageError, match=r"to each of 2 ranks: pass datasets\.distributed\.split_dataset_by_node"
+    ):
+        next(iter(loader))
+    Streamed._distributed = object()
+    assert len(list(loader)) == 2

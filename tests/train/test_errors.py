@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from toys import Batches, Classify, make_net, make_pipe, sgd
+from toys import FEATURES, Batches, Classify, make_net, make_pipe, sgd
 from waiting import check_duration
 
 import headway as hw
@@ -63,6 +63,11 @@ def no_dataset(folder: Path) -> None:
 
 def different_lengths(folder: Path) -> None:
     with_stage(Classify(), Batches(3 + hw.rank()))(folder)
+
+
+def unshuffled_remainder(folder: Path) -> None:
+    dataset = torch.utils.data.TensorDataset(torch.rand(5, FEATURES), torch.zeros(5, dtype=torch.int64))
+    with_stage(Classify(), hw.data.DataLoader(dataset, batch_size=2))(folder)
 
 
 def strange_optimizer(folder: Path) -> None:
@@ -125,6 +130,13 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         (
             "stage 'classify' has different numbers of training batches: 3 on rank 0, 4 on rank 1; use "
             "hw.data.DataLoader, drop_last=True, or limit_train_batches"
+        ),
+    ),
+    "a remainder without shuffle": (
+        unshuffled_remainder,
+        (
+            "stage 'classify' has different numbers of training batches: 1 on rank 0, 2 on rank 1; use shuffle=True, "
+            "drop_last=True, or limit_train_batches"
         ),
     ),
     "no loss": (

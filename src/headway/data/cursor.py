@@ -12,12 +12,13 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 from torch.utils import data as torch_data
+from torch.utils.data import default_convert
 
 from headway.data.order.batch_split import BatchSplit
 from headway.data.order.lookup import describe_order
 from headway.data.order.order import ORDER_VERSION, Order, Shuffle, check_same_order
 from headway.data.order.permutation import Ints, derive_key
-from headway.data.worker_init import preserve_rng, reseed
+from headway.data.worker_init import preserve_rng, reseed, rng_states
 from headway.errors import UsageError
 
 _MAX_POSITIONS = 16384  # located at a time: one by one would cost a millisecond per batch
@@ -195,11 +196,29 @@ def _length(dataset: torch_data.Dataset[Any]) -> int:
 
 
 @final
+class Unbatched:
+    """The `collate_fn` of `batch_size=None`: a batch of one sample is the sample itself, converted as torch does."""
+
+    def __init__(self, convert: Callable[[Any], Any] | None) -> None:
+        self._convert = convert or default_convert
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return self._convert(samples[0])
+
+
+@final
 class _BatchFetcher(torch_data.Dataset[Any]):
-    """The dataset as workers see it: whole batches, each sample with random numbers of its own."""
+    """The dataset as workers see it: whole batches, each sample with random numbers of its own.
+
+    A dataset with `__getitems__` is asked for all samples at once. If it draws random numbers then, they cannot belong
+    to a sample; so the batch, and all that follow, are fetched sample by sample.
+    """
 
     def __init__(self, dataset: torch_data.Dataset[Any], collate: Collate, seed: int) -> None:
         self._dataset, self._collate, self._seed = dataset, collate, seed
+        self._fetch_all: Callable[[list[int]], Any] | None = (
+            dataset.__getitems__ if _fetches_batches(type(dataset)) else None  # type: ignore[attr-defined]
+        )
         # draws no random numbers, and seeding would be half of its cost
         self._needs_no_rng = (
             type(dataset) is torch_data.TensorDataset and collate is torch_data.default_collate
@@ -209,8 +228,38 @@ class _BatchFetcher(torch_data.Dataset[Any]):
         if self._needs_no_rng:
             return self._collate([self._dataset[sample] for sample in request.samples])
         with preserve_rng():
-            samples = []
-            for sample in request.samples:
-                reseed(derive_key(self._seed, request.epoch, sample))
-                samples.append(self._dataset[sample])
+            samples = self._fetch_at_once(request) if self._fetch_all else None
+            if samples is None:
+                samples = []
+                for sample in request.samples:
+                    reseed(derive_key(self._seed, request.epoch, sample))
+                    samples.append(self._dataset[sample])
             return self._collate(samples)  # with the random numbers that follow those of the last sample
+
+    def _fetch_at_once(self, request: SampleRequest) -> Any:
+        """Returns what `__getitems__` does; None if samples must be fetched one by one instead."""
+        assert self._fetch_all is not None
+        reseed(derive_key(self._seed, request.epoch, request.samples[-1]))
+        before = rng_states()
+        samples = self._fetch_all(request.samples)
+        if not isinstance(samples, list):  # collated already, so it cannot be made of samples
+            return samples
+        if len(samples) != len(request.samples):
+            raise UsageError(
+                f"__getitems__ of {type(self._dataset).__name__} returned {len(samples)} samples for "
+                f"{len(request.samples)} indices: return one for each"
+            )
+        if rng_states() == before:
+            return samples
+        self._fetch_all = None
+        return None
+
+
+def _fetches_batches(kind: type) -> bool:
+    """Whether a dataset has `__getitems__`, and no class below it overrides `__getitem__` alone."""
+    for each in kind.__mro__:
+        if vars(each).get("__getitems__"):
+            return True
+        if "__getitem__" in vars(each):
+            return False
+    return False

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from types import EllipsisType
 from typing import Any, final
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils import data as torch_data
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from headway.data.counters import Counters, Span
-from headway.data.cursor import Collate, Cursor, MapCursor
+from headway.data.cursor import Collate, Cursor, MapCursor, Unbatched
 from headway.data.order.batch_split import BatchSplit
 from headway.data.stream_cursor import StreamCursor
 from headway.data.worker_init import WorkerInit
@@ -39,13 +40,13 @@ class DataLoader:
     `batch_size` counts the samples of one rank, `global_batch_size` those of all ranks together; with the latter,
     batches do not depend on the number of ranks. Every pass visits every sample once: the last batch may be short, and
     the ranks then get equal parts of it without padding, so that a validation average is exact. `drop_last=True` omits
-    a short batch.
+    a short batch. `batch_size=None` gives samples instead of batches, as torch's loader does.
 
     A shuffled loader is a stream: after a `break`, the next loop continues where the last one stopped. Without shuffle,
     every loop starts from the first sample. A pass that ends begins the next epoch; `set_epoch` begins any other.
 
     Random numbers drawn for a sample, with torch, numpy or `random`, are a function of seed, epoch and sample: neither
-    workers nor ranks nor a restart change them.
+    workers nor ranks nor a restart change them. Datasets with `__getitems__` are asked for whole batches.
 
     An `IterableDataset` with `state_dict` and `load_state_dict` keeps its own order and distributes its samples to
     ranks and workers itself, so its state belongs to one rank and is valid for the same number of both.
@@ -54,8 +55,8 @@ class DataLoader:
     def __init__(
         self,
         dataset: torch_data.Dataset[Any],
-        batch_size: int | None = None,
-        shuffle: bool = False,
+        batch_size: int | EllipsisType | None = ...,
+        shuffle: bool | None = False,
         *,
         global_batch_size: int | None = None,
         seed: int = 0,
@@ -68,23 +69,30 @@ class DataLoader:
         multiprocessing_context: Any = None,
         prefetch_factor: int | None = None,
         persistent_workers: bool = False,
+        sampler: None = None,
+        batch_sampler: None = None,
+        generator: None = None,
+        in_order: bool = True,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        if batch_size is None and global_batch_size is None:
-            batch_size = 1
+        _refuse(in_order, sampler=sampler, batch_sampler=batch_sampler, generator=generator)
+        if batch_size is ...:
+            batch_size = 1 if global_batch_size is None else None
+        unbatched = batch_size is None and global_batch_size is None
         self.dataset = dataset
         self.batch_size = batch_size
-        """samples of each rank; None where `global_batch_size` counts those of all"""
+        """samples of each rank; None where `global_batch_size` counts those of all, and for samples without batches"""
+        size = 1 if unbatched else batch_size
         split = BatchSplit(
-            batch_size=batch_size, global_batch_size=global_batch_size, rank=rank, world_size=world_size
+            batch_size=size, global_batch_size=global_batch_size, rank=rank, world_size=world_size
         )
         self._cursor = _make_cursor(
             dataset,
             split,
-            collate=collate_fn or torch_data.default_collate,
+            collate=Unbatched(collate_fn) if unbatched else collate_fn or torch_data.default_collate,
             seed=seed,
-            shuffle=shuffle,
+            shuffle=bool(shuffle),
             drop_last=drop_last,
             workers=num_workers,
             persistent=persistent_workers,
@@ -200,6 +208,24 @@ class DataLoader:
 
 
 _END = object()
+_INSTEAD = {
+    "sampler": "this loader shuffles and distributes samples to ranks itself, with shuffle=True and seed; to choose "
+    "samples, pass torch.utils.data.Subset(dataset, indices)",
+    "batch_sampler": "this loader makes batches itself, by batch_size or global_batch_size; for batches of your own, "
+    "pass a dataset whose items are batches, and batch_size=None",
+    "generator": "random numbers depend on seed, epoch and sample, so that they can be resumed: pass seed=0",
+}
+
+
+def _refuse(in_order: bool, **given: object) -> None:
+    """Refuses arguments of torch's loader that contradict an exact order, with what to use instead."""
+    if not in_order:
+        raise UsageError(
+            "in_order=False: the position of a loader is a number, so batches come in order; remove it"
+        )
+    for name, value in given.items():
+        if value is not None:
+            raise UsageError(f"{name}={type(value).__name__}: {_INSTEAD[name]}")
 
 
 def _make_cursor(

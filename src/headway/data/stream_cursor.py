@@ -28,6 +28,19 @@ class StatefulDataset(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+@runtime_checkable
+class EpochDataset(Protocol):
+    """A dataset whose order depends on the epoch."""
+
+    def set_epoch(self, epoch: int, /) -> object: ...
+
+
+def _is_unsplit(dataset: object) -> bool:
+    """Whether a dataset is a stream of Hugging Face's that is not distributed to ranks."""
+    ours = type(dataset).__module__.startswith("datasets.")
+    return ours and getattr(dataset, "_distributed", dataset) is None
+
+
 class _StreamBatch(NamedTuple):
     """A batch from a worker, and the state of the worker's dataset after it."""
 
@@ -63,7 +76,7 @@ class StreamCursor(Cursor):
                 f"global_batch_size={split.global_batch_size} with {type(dataset).__name__}: an iterable dataset "
                 "distributes its samples to ranks itself; give batch_size, the samples of each rank"
             )
-        self._split, self._workers = split, max(1, workers)
+        self._dataset, self._split, self._workers = dataset, split, max(1, workers)
         self._stream = _BatchStream(dataset, collate, seed, split.batch_size, drop_last)
 
     def torch_arguments(self) -> dict[str, Any]:
@@ -75,7 +88,18 @@ class StreamCursor(Cursor):
     def begin_pass(self, *, restored: bool) -> None:
         if not restored:
             self.begin_epoch(self.epoch)
-        self._stream.rank = self._split.rank_and_world_size()[0]
+        rank, world_size = self._split.rank_and_world_size()
+        if world_size > 1 and _is_unsplit(self._dataset):
+            raise UsageError(
+                f"{type(self._dataset).__name__} of Hugging Face would give all of its samples to each of {world_size} "
+                "ranks: pass datasets.distributed.split_dataset_by_node(dataset, rank=hw.rank(), "
+                "world_size=hw.world_size())"
+            )
+        if isinstance(self._dataset, EpochDataset):
+            self._dataset.set_epoch(
+                self.epoch
+            )  # its order, and whether it takes its state for that of this epoch
+        self._stream.rank = rank
 
     def consume(self, loaded: Any) -> tuple[Any, int] | None:
         if loaded is None:

@@ -29,6 +29,13 @@ def preserve_rng() -> Iterator[None]:
         np.random.set_state(states[2])
 
 
+def rng_states() -> tuple[bytes, object, object]:
+    """Returns what the random number generators of torch, random and numpy will draw next, for comparison."""
+    _, words, *rest = np.random.get_state(legacy=True)
+    drawn_by_numpy = np.asarray(words).tobytes(), *rest
+    return torch.default_generator.get_state().numpy().tobytes(), random.getstate(), drawn_by_numpy
+
+
 def reseed(seed: int) -> None:
     """Seeds torch, random and numpy; not by `torch.manual_seed`, which queues work for a GPU that is never used."""
     torch.default_generator.manual_seed(seed)

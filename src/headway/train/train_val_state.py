@@ -108,8 +108,8 @@ class TrainValState(LoopState):
         if len(set(known.values())) > 1:
             counts = shorten_list([f"{length:,} on rank {rank}" for rank, length in known.items()])
             raise UsageError(
-                f"stage {self.name!r} has different numbers of training batches: {counts}; use hw.data.DataLoader, "
-                "drop_last=True, or limit_train_batches"
+                f"stage {self.name!r} has different numbers of training batches: {counts}; "
+                f"{_advice_for_equal_lengths(self.stage.train_dataset())}, or limit_train_batches"
             )
 
     def check_progress(self) -> None:
@@ -441,3 +441,14 @@ def fast_zero_grad(optimizer: Optimizer) -> Callable[[], None]:
                 parameter.grad = None
 
     return zero_grad
+
+
+def _advice_for_equal_lengths(loader: Iterable[Any]) -> str:
+    """Returns what gives all ranks equally many training batches."""
+    from headway.data import DataLoader, ShardLoader
+
+    if isinstance(loader, ShardLoader):
+        return 'use shuffle=True, tail="drop"'
+    if isinstance(loader, DataLoader):
+        return "use shuffle=True, drop_last=True"
+    return "use hw.data.DataLoader, drop_last=True"

@@ -135,13 +135,15 @@ def _rank_and_world_size(
 
 @final
 class ShardedXrDataset(IterableDataset["xr.Dataset | xr.DataArray"]):
-    """`sharded_xr_dataset` for torch's DataLoader: workers share their rank's chunks, and each epoch has its own order.
+    """`sharded_xr_dataset` for a DataLoader: workers share their rank's chunks, and each epoch has its own order.
 
-    dataset = hw.data.ShardedXrDataset(ds, "time", chunk_size=24, shuffle=True)
-    for epoch in range(10):
-        dataset.set_epoch(epoch)          # also reaches persistent workers
-        for chunk in DataLoader(dataset, batch_size=None, num_workers=2, persistent_workers=True):
-            ...
+        loader = hw.data.DataLoader(hw.data.ShardedXrDataset(ds, "time", chunk_size=24, shuffle=True), batch_size=None)
+        for epoch in range(10):
+            for chunk in loader:
+                ...
+
+    With `hw.data.DataLoader` it can be resumed, on the same number of ranks and workers. For torch's, call `set_epoch`,
+    which also reaches persistent workers.
     """
 
     def __init__(
@@ -174,6 +176,7 @@ class ShardedXrDataset(IterableDataset["xr.Dataset | xr.DataArray"]):
         # in shared memory, so that set_epoch reaches persistent workers
         self._epoch = torch.zeros((), dtype=torch.int64)
         self._epoch.share_memory_()  # type: ignore[no-untyped-call]
+        self._first = self._given = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch, and with it the order of the next pass."""
@@ -186,7 +189,20 @@ class ShardedXrDataset(IterableDataset["xr.Dataset | xr.DataArray"]):
     def __iter__(self) -> Iterator[xr.Dataset | xr.DataArray]:
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        return _read(self.ds, self.dim, self._chunks()[number::workers], self._load)
+        self._given, self._first = self._first, 0
+        mine = self._chunks()[number::workers]
+        for chunk in _read(self.ds, self.dim, mine[self._given :], self._load):
+            self._given += 1
+            yield chunk
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns how many chunks of the epoch this worker has given."""
+        return {"epoch": int(self._epoch), "chunks": self._given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues after those chunks, in the next pass of this worker."""
+        self.set_epoch(int(state["epoch"]))
+        self._first = int(state["chunks"])
 
     def _chunks(self) -> list[tuple[int, int]]:
         return chunk_and_shard_indices(
