@@ -77,6 +77,12 @@ def test_a_rank_in_an_exchange_waits_unless_it_works_there() -> None:
         ([seen(0, stack=WAITING), seen(1, stack=WAITING)], []),
         ([seen(0, stack=WORKING), seen(1, stack=WORKING)], []),
         ([seen(0, condition="silent"), seen(1, condition="silent")], []),
+        ([seen(0, ended_epoch=1, collectives=7), seen(1, collectives=6)], [0]),
+        ([seen(0, ended_epoch=1, stack=WAITING), seen(1, stack=WAITING)], [0]),
+        ([seen(0, ended_epoch=1, stack=WAITING), seen(1, stack=WORKING)], [1]),
+        ([seen(0, ended_epoch=1), seen(1, step=8)], [1]),
+        ([seen(0, ended_epoch=1), seen(1, ended_epoch=1, stack=WORKING)], [1]),
+        ([seen(0, ended_epoch=1, stack=WAITING), seen(1, ended_epoch=1, stack=WAITING)], []),
     ],
 )
 def test_who_is_to_blame(statuses: list[RankStatus], guilty: list[int]) -> None:
@@ -97,6 +103,12 @@ def test_the_words() -> None:
     )
     assert record["traceback"].count("all_reduce") == 1, "equal stacks are shown once"
     assert record["traceback"].startswith("ranks 0, 2, in train at step 9; most recent call first:\n  File")
+    short = hanging.make_record([seen(0), seen(1, ended_epoch=2, stack=WAITING), seen(2)], 3)
+    assert short["error"] == (
+        "for 30 s no rank has made progress: rank 1 of 3 on node1 (pid 101) has ended epoch 2, since its loader gave "
+        "fewer batches than those of other ranks, in train at step 9; ranks 0, 2 wait for it"
+    )
+    assert "rank 1, in train at step 9, epoch 2 ended; most recent call first:" in short["traceback"]
     alone = hanging.make_record([seen(0)], 1)
     assert alone["error"] == "for 30 s no rank has made progress: rank 0 of 1 is in the same place"
 
@@ -157,8 +169,10 @@ def test_the_pulse_is_seen_from_outside(heart: Heartbeat, tmp_path: Path) -> Non
     heart.watch(5.0, rank=3, directory=tmp_path)
     heart.set_run(Path("/runs/größe"))
     heart.move("validation", 12)
+    heart.set_ended_epoch(4)
     beat = heartbeat.read(tmp_path, 3)
-    assert beat is not None
+    assert beat is not None and beat.ended_epoch == 4
+    heart.set_ended_epoch(None)
     assert (beat.pid, beat.phase, beat.step, beat.run) == (os.getpid(), "validation", 12, "/runs/größe")
     assert beat.limit == 300 and 0 <= beat.age < 60
     for step in range(13, 20):  # until the pace is known, and quicker from then on
@@ -166,6 +180,7 @@ def test_the_pulse_is_seen_from_outside(heart: Heartbeat, tmp_path: Path) -> Non
         time.sleep(0.001)
     later = heartbeat.read(tmp_path, 3)
     assert later is not None and (later.step, later.limit) == (19, 5) and later.moved > beat.moved
+    assert later.ended_epoch is None
     heart.move("train" * 40, None)
     beat = heartbeat.read(tmp_path, 3)
     assert beat is not None and beat.step is None and beat.phase.startswith("traintrain")

@@ -19,9 +19,11 @@ from toys import FEATURES, Batches, Classify, make_net, make_pipe, sgd, warm_up
 
 import headway as hw
 from headway import dist
+from headway.dist.failure.capture import HEARTBEAT
 from headway.errors import HeadwayError
 from headway.testing import ranks
 from headway.train import Callback, Pipeline, Stage, TrainValStage, loop
+from headway.train.metrics.meter import MetricAccumulator
 
 alone = pytest.mark.usefixtures("alone")
 
@@ -95,6 +97,29 @@ def test_stages_epochs_and_log_points_in_order(tmp_path: Path) -> None:
     assert len(pipe.history["train/loss"]) == 4
     assert len(pipe.history["val/loss"]) == 1
     assert [step for step, _ in pipe.history.points("train/loss")] == [2, 3, 4, 6, 9, 10]
+
+
+@alone
+@pytest.mark.parametrize("validates", [False, True])
+def test_a_rank_without_batches_shows_that_its_epoch_has_ended(
+    validates: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the hang report, until all ranks have met: one whose loader is longer waits for a step that never comes."""
+    reduce, seen = MetricAccumulator.reduce, list[tuple[int, int | None]]()
+
+    def observed(self: MetricAccumulator, **options: Any) -> Any:
+        seen.append((pipe.steps_done, HEARTBEAT.ended_epoch))
+        return reduce(self, **options)
+
+    monkeypatch.setattr(MetricAccumulator, "reduce", observed)
+    pipe = make_pipe(tmp_path)
+    pipe.register_dataset("train", Batches(3))
+    pipe.register_dataset("val", Batches(2))
+    pipe.append_stage(Classify(log_every=2, val_every="1 epoch" if validates else None), max_epochs=2)
+    pipe.run()
+    ended = [each for each in seen if each[1] is not None]
+    assert ended == sorted([(3, 1), (6, 2)] * (2 if validates else 1))
+    assert {(2, None), (3, None), (4, None), (6, None)} <= set(seen)
 
 
 @alone

@@ -31,6 +31,7 @@ def epochs(stage: Stage) -> Iterator[None]:
     while state.status.in_epoch or state.more_epochs:  # after a resume, the rest of an epoch may be left
         pipe._begin_epoch(stage)
         yield
+        HEARTBEAT.set_ended_epoch(state.epoch + 1)
         state.check_progress()
         log_point(stage)
         pipe._end_epoch(stage, state.epoch_values())
@@ -80,6 +81,7 @@ def train(stage: TrainValStage) -> Iterator[None]:
         if not state.apply_update():
             del losses[-len(window) :]
         finish_step(stage)
+    HEARTBEAT.set_ended_epoch(state.epoch + 1)  # the others may have batches left, and wait for this rank
     if state.validation_due(epoch_ends=True):
         yield
 
@@ -136,6 +138,7 @@ def log_point(stage: Stage) -> None:
     state.before_log_point()
     timer.mark("wait")
     point = state.meter.reduce(flags=state.log_point_flags(), busy=pipe._busy_s)
+    HEARTBEAT.set_ended_epoch(None)  # all ranks have met
     timer.mark("other")
     state.apply_flags(point.flags)
     pipe._record_log_point(stage, "train", point)

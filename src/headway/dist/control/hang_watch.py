@@ -43,6 +43,7 @@ def status_message(own: Heartbeat, request: Mapping[str, Any]) -> Message:
         "type": "status",
         "phase": own.phase,
         "step": own.step,
+        "ended_epoch": own.ended_epoch,
         "age": own.age,
         "limit": None if own.limit == math.inf else own.limit,
         "collectives": _collectives(),
@@ -159,6 +160,7 @@ class HangWatch:
             pid=info.pid,
             phase=reply.message["phase"],
             step=reply.message["step"],
+            ended_epoch=reply.message["ended_epoch"],
             age=reply.age,
             collectives=reply.message["collectives"],
             stack=reply.message["stack"],
@@ -168,7 +170,7 @@ class HangWatch:
 def own_status(own: Heartbeat, rank: int) -> RankStatus:
     """Returns the status of this rank, for when the hub cannot ask for it."""
     message = status_message(own, {"stacks": True})
-    known = {name: message[name] for name in ("phase", "step", "age", "collectives", "stack")}
+    known = {name: message[name] for name in ("phase", "step", "ended_epoch", "age", "collectives", "stack")}
     return RankStatus(rank=rank, host=socket.gethostname(), pid=os.getpid(), **known)
 
 
@@ -188,6 +190,7 @@ def _silent_status(info: RankInfo, *, same_host: bool, age: float) -> RankStatus
         pid=info.pid,
         phase=reading.phase if reading else None,
         step=reading.step if reading else None,
+        ended_epoch=reading.ended_epoch if reading else None,
         age=reading.age if reading else age,
         condition="silent" if condition == "answers" else condition,
     )

@@ -1,8 +1,9 @@
 """A run that makes no progress: which ranks hold it up, which ones only wait, and the report for people. No torch.
 
 The hub collects the statuses of ranks over its connections, a node agent from shared memory; the analysis is the same.
-Suspects are ranks that are stopped or do not reply; else those that are behind in steps or in collectives; else those
-whose stack is not waiting for others. All other ranks are victims.
+Suspects are ranks that are stopped or do not reply; else those that are behind in steps; else those that have ended
+their epoch while the others wait within theirs; else those that are behind in collectives; else those whose stack is
+not waiting for others. All other ranks are victims.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class RankStatus:
     pid: int
     phase: str | None = None
     step: int | None = None
+    ended_epoch: int | None = None
+    """the epoch that it has ended, counted from 1; None within an epoch"""
     age: float
     """seconds since it made progress"""
     collectives: int | None = None
@@ -64,8 +67,9 @@ def suspects(statuses: Sequence[RankStatus]) -> list[RankStatus]:
     for found in (
         [one for one in statuses if one.condition != "answers"],
         _behind(statuses, [one.step for one in statuses]),
+        _ended_early(statuses),
         _behind(statuses, [one.collectives for one in statuses]),
-        [one for one in statuses if one.stack and not _WAITS.search(one.stack)],
+        [one for one in statuses if _works(one)],
     ):
         if 0 < len(found) < len(statuses):
             return found
@@ -77,6 +81,18 @@ def _behind(statuses: Sequence[RankStatus], counts: Sequence[int | None]) -> lis
     return [
         one for one, count in zip(statuses, counts, strict=True) if count is not None and count < max(known)
     ]
+
+
+def _ended_early(statuses: Sequence[RankStatus]) -> list[RankStatus]:
+    """Returns the ranks without a batch for a step in which all others wait; none if one of those is at work."""
+    if any(one.ended_epoch is None and _works(one) for one in statuses):
+        return []
+    return [one for one in statuses if one.ended_epoch is not None]
+
+
+def _works(one: RankStatus) -> bool:
+    """Whether its stack shows that it does not wait for other ranks."""
+    return bool(one.stack) and not _WAITS.search(one.stack)
 
 
 def make_record(statuses: Sequence[RankStatus], world_size: int) -> FailureRecord:
@@ -111,14 +127,21 @@ def _sentence(statuses: Sequence[RankStatus], suspected: Sequence[RankStatus], w
     first = suspected[0]
     who = f"{format_ranks(one.rank for one in suspected)} of {world_size}"
     who += f" on {first.host} (pid {first.pid})" if len(suspected) == 1 else ""
-    what = _DESCRIPTIONS.get(first.condition) or _plural(
-        suspected, "is behind the others", "are behind the others"
-    )
+    what = _DESCRIPTIONS.get(first.condition) or _fault(suspected)
     place = f", in {first.phase}" if first.phase else ""
     place += f" at step {first.step}" if first.step is not None else ""
     verb = "waits" if len(waiting) == 1 else "wait"
     wait = f"; {format_ranks(waiting)} {verb} for {_plural(suspected, 'it', 'them')}"
     return f"{stalled}: {who} {what}{place}{wait}"
+
+
+def _fault(suspected: Sequence[RankStatus]) -> str:
+    """Says what the suspects, which reply, have done or not done."""
+    epoch = suspected[0].ended_epoch
+    if epoch is None:
+        return _plural(suspected, "is behind the others", "are behind the others")
+    has, its = _plural(suspected, "has", "have"), _plural(suspected, "its loader", "their loaders")
+    return f"{has} ended epoch {epoch}, since {its} gave fewer batches than those of other ranks"
 
 
 def _plural(statuses: Sequence[RankStatus], one: str, many: str) -> str:
@@ -136,6 +159,7 @@ def _describe(one: RankStatus) -> str:
     text = f" {_DESCRIPTIONS[one.condition]}" if one.condition != "answers" else ""
     text += f", in {one.phase}" if one.phase else ""
     text += f" at step {one.step}" if one.step is not None else ""
+    text += f", epoch {one.ended_epoch} ended" if one.ended_epoch is not None else ""
     text += f", in collective {one.collectives}" if one.collectives is not None else ""
     stack = trim_stack(one.stack)
     return text + (f"; most recent call first:\n{stack}" if stack else "")

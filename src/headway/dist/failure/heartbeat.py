@@ -30,7 +30,8 @@ SLACK = 10.0  # a step may take this many times its usual time, if that is more 
 _FILE_BYTES = 4096
 _FIXED = struct.Struct("<4q2d")  # version, pid, 1 if there is a step, step; moved, limit
 _STEP_AND_TIME, _STEP_AND_TIME_OFFSET = struct.Struct("<qd"), 24  # of these, step and moved
-_TEXTS = (_FIXED.size, _FIXED.size + 64, _FIXED.size + 80, _FILE_BYTES)  # phase, owner, path of the run
+_TEXTS = (_FIXED.size, *(_FIXED.size + at for at in (64, 80, 96)), _FILE_BYTES)
+_PHASE, _OWNER, _ENDED_EPOCH, _RUN = range(4)  # of these texts
 _VERSION = 1
 
 
@@ -47,6 +48,8 @@ class HeartbeatReading:
     run: str
     owner: int | None
     """the number of the lock that the attempt holds on the run, if it does"""
+    ended_epoch: int | None = None
+    """see `Heartbeat.ended_epoch`"""
 
     @property
     def age(self) -> float:
@@ -68,6 +71,8 @@ class Heartbeat:
     def __init__(self) -> None:
         self.phase = "setup"
         self.step: int | None = None
+        self.ended_epoch: int | None = None
+        """the epoch, counted from 1, that this rank has ended while others may still train in it"""
         self.moved = time.monotonic()
         self.limit = math.inf
         self.period = 0.0
@@ -152,15 +157,21 @@ class Heartbeat:
     def set_run(self, run: Path | None, *, owner: int | None = None) -> None:
         """Stores the run's directory, for the agent that may have to record this rank's failure there."""
         if self._memory is not None:
-            _put(self._memory, 1, "" if owner is None else str(owner))
-            _put(self._memory, 2, "" if run is None else str(run))
+            _put(self._memory, _OWNER, "" if owner is None else str(owner))
+            _put(self._memory, _RUN, "" if run is None else str(run))
+
+    def set_ended_epoch(self, epoch: int | None) -> None:
+        """Stores that this rank has no more batches in an epoch; None once all ranks have met after it."""
+        changed, self.ended_epoch = epoch != self.ended_epoch, epoch
+        if changed and self._memory is not None:
+            _put(self._memory, _ENDED_EPOCH, "" if epoch is None else str(epoch))
 
     def _set_limit(self, limit: float) -> None:
         self.limit = limit
         if self._memory is not None:
             there = self.step is not None
             _FIXED.pack_into(self._memory, 0, _VERSION, os.getpid(), there, self.step or 0, self.moved, limit)
-            _put(self._memory, 0, self.phase)
+            _put(self._memory, _PHASE, self.phase)
         if limit != math.inf:
             # late, so that the hub or the agent, which can tell which rank holds up the others, goes first
             faulthandler.dump_traceback_later(2.25 * limit, file=2)
@@ -178,7 +189,7 @@ def read(directory: Path, rank: int) -> HeartbeatReading | None:
     version, pid, there, step, moved, limit = _FIXED.unpack_from(data.ljust(_FILE_BYTES, b"\0"))
     if version != _VERSION:
         return None
-    phase, owner, run = (_get(data, number) for number in (0, 1, 2))
+    phase, owner, epoch, run = (_get(data, number) for number in (_PHASE, _OWNER, _ENDED_EPOCH, _RUN))
     return HeartbeatReading(
         pid=pid,
         phase=phase,
@@ -187,6 +198,7 @@ def read(directory: Path, rank: int) -> HeartbeatReading | None:
         limit=limit,
         run=run,
         owner=int(owner) if owner else None,
+        ended_epoch=int(epoch) if epoch else None,
     )
 
 

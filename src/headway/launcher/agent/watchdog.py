@@ -81,6 +81,7 @@ def _status(rank: int, beat: HeartbeatReading, condition: hang.Condition, stack:
         pid=beat.pid,
         phase=beat.phase,
         step=beat.step,
+        ended_epoch=beat.ended_epoch,
         age=beat.age,
         condition=condition,
         stack=stack,
