@@ -30,8 +30,8 @@ from headway.data.cache import copier, directory
 from headway.data.cache.directory import CacheDirectory, NotCached
 from headway.data.cache.node_cache import CachedShards, NodeCache
 from headway.data.shards import checksums
-from headway.data.shards.shard import ShardFile
-from headway.errors import BadShard, UsageError
+from headway.data.shards.shard_file import ShardFile
+from headway.errors import BadSample, BadShard, UsageError
 from headway.system import failpoints, locks
 from headway.system.locks import Deadline, LockTimeout
 
@@ -220,11 +220,17 @@ def test_a_shard_cut_off_while_it_is_copied_is_read_at_its_source(
     assert taken(tmp_path) == 0
 
 
-def test_damage_at_the_source_is_a_bad_shard_and_leaves_nothing(shards: list[Path], tmp_path: Path) -> None:
+def test_damage_at_the_source_is_found_and_leaves_nothing(shards: list[Path], tmp_path: Path) -> None:
     raw = bytearray(shards[0].read_bytes())
     raw[5000] ^= 1
     shards[0].write_bytes(raw)
     cache = at(tmp_path)
+    with pytest.raises(BadSample, match="do not match"):
+        contents(cache, shards[0])
+    assert cache.counts["source"] == 1
+    stated = checksums.read(shards[0])
+    assert stated is not None
+    checksums.write(shards[0], stated._replace(samples=""))
     with pytest.raises(BadShard, match="CRC32"):
         cache.open(shards[0])
     assert taken(tmp_path) == 0

@@ -140,7 +140,7 @@ def test_the_node_cache_copies_over_an_error_that_passes(
 
 def test_open_shards_end_with_the_interpreter_without_noise(folder: Path) -> None:
     code = (
-        "import sys, os\nfrom pathlib import Path\nfrom headway.data.shards.shard import ShardFile\n"
+        "import sys, os\nfrom pathlib import Path\nfrom headway.data.shards.shard_file import ShardFile\n"
         "class Late:\n    def __init__(self, file): self.file = file\n"
         "sys.late = Late(ShardFile(Path(sys.argv[1])))\nsys.modules['os'].close = None\n"
     )

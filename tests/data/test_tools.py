@@ -46,8 +46,8 @@ def test_a_good_shard_has_no_problems_with_or_without_what_is_beside_it(tmp_path
 def test_a_flipped_bit_in_the_bytes_of_a_sample_is_found_by_the_checksum_alone(tmp_path: Path) -> None:
     path = made(tmp_path)
     flip(path, 2 * 512 + 300 - 512)  # a pixel: the image is decoded all the same
-    (problem,) = check_shard(path)
-    assert "CRC32" in problem and str(path) in problem
+    whole, sample = check_shard(path)
+    assert "CRC32" in whole and str(path) in whole and "'0': its bytes do not match" in sample
     checksums.write(path, checksums.compute(path))
     assert check_shard(path) == []
 
@@ -62,7 +62,10 @@ def test_every_kind_of_problem_is_told(tmp_path: Path) -> None:
     raw = bad.read_bytes()
     bad.write_bytes(raw.replace(b"\xff\xd8\xff", b"\xff\xd8\xfe", 1))
     problems = check_shard(bad)
-    assert len(problems) == 2 and "CRC32" in problems[0] and "'0': a jpg of" in problems[1]
+    assert len(problems) == 2 and "CRC32" in problems[0] and "'0': its bytes do not" in problems[1]
+    checksums.checksum_path(bad).unlink()
+    (problem,) = check_shard(bad)
+    assert "'0': a jpg of" in problem
 
     twice = tmp_path / "twice.tar"
     with tarfile.open(twice, "w") as archive:
@@ -103,5 +106,7 @@ def test_a_checksum_is_one_line_of_json_for_whoever_may_read_the_shard(tmp_path:
     assert json.loads(beside.read_text()) == {
         "bytes": path.stat().st_size,
         "crc32": checksums.read(path).crc32,
+        "samples": checksums.read(path).samples,
     }
     assert beside.stat().st_mode & 0o777 == 0o640
+    assert len(checksums.read(path).sample_sums()) == 5

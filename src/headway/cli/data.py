@@ -272,7 +272,7 @@ class IndexOptions(_DataOptions):
     overwrite: bool = False
     """also replace an index that exists"""
     checksums: bool = False
-    """also write a checksum beside shards that have none; reads all of them"""
+    """also write checksums beside shards whose samples have none; reads all of them"""
 
 
 def _index(argv: list[str]) -> int:
@@ -287,8 +287,11 @@ def _index(argv: list[str]) -> int:
         )
         written[name] = sum(path is not None for path in done)
         for path in show_progress(paths if options.checksums else [], len(paths), f"summing {name}"):
-            if checksums.read(path) is None:
-                checksums.write(path, checksums.compute(path))
+            stated = checksums.read(path)
+            if stated is None or not stated.samples:
+                found = checksums.compute(path)
+                checksums.compare(path, found)
+                checksums.write(path, found)
     if options.json:
         print(json.dumps(written))
     else:

@@ -18,7 +18,7 @@ from headway.data.cache import budget as budgets
 from headway.data.cache.directory import CachedCopy, CacheDirectory, CopyNote, NotCached
 from headway.data.shards import checksums
 from headway.data.shards.checksums import Crc32, Digest
-from headway.data.shards.shard import ShardFile, file_version
+from headway.data.shards.shard_file import ShardFile, file_version
 from headway.errors import BadShard
 from headway.system.failpoints import failpoint
 from headway.system.limits import boot_id
@@ -147,11 +147,23 @@ def _copy(part: FileLock, source: ShardFile, request: CopyRequest) -> CopyNote:
     for now in (os.fstat(source.fileno()), source.path.stat()):
         if file_version(now) != source.version:
             raise NotCached("it changed while it was copied")
-    checksums.compare(source.path, checksums.Checksum(len(source), crc.hexdigest()))
+    _compare(source, crc)
     note = _note(source, crc)
     os.ftruncate(part.fd, _write(part.fd, note.line(), len(source)))
     failpoint("cache.copied")
     return note
+
+
+def _compare(source: ShardFile, crc: Crc32) -> None:
+    """Compares a copy with the checksum beside the shard. A damaged shard is read at its source if its samples have
+    checksums of their own, which are compared there: the same samples are bad with a cache and without."""
+    try:
+        checksums.compare(source.path, checksums.Checksum(len(source), crc.hexdigest()))
+    except BadShard as error:
+        stated = checksums.read(source.path)
+        if stated is not None and stated.samples:
+            raise NotCached(str(error)) from error
+        raise
 
 
 def _note(source: ShardFile, crc: Crc32) -> CopyNote:

@@ -6,7 +6,8 @@ Shards on a disk of this machine are in its page cache anyway, and read in place
 share are copied once per node, before they are needed, and removed when they are needed last.
 
 If anything goes wrong with the cache, shards are read at their source: it may make a run slower, but never stops one.
-The one exception is a shard that does not match its checksum: that is a `BadShard` with and without a cache.
+Checksums are compared with and without a cache, and the same samples are bad: those that do not match their own, or all
+of a shard whose file of checksums has only one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from headway.data.cache.budget import is_local, parse_budget, shortage_bytes, to
 from headway.data.cache.copier import CopyRequest, fetch, identify
 from headway.data.cache.directory import CachedCopy, CacheDirectory, CacheEntry, NotCached, size_of
 from headway.data.shards.checksums import CHUNK_BYTES, Crc32, update_digest
-from headway.data.shards.shard import Shard, ShardFile, ShardIndex, open_file
+from headway.data.shards.shard import Shard, ShardIndex
+from headway.data.shards.shard_file import ShardFile, open_file
 from headway.data.shards.tar import ShardLimits
 from headway.errors import HeadwayError, UsageError
 from headway.system.locks import Deadline, LockTimeout

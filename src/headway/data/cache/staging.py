@@ -27,7 +27,7 @@ from typing import final
 from headway import schedulers
 from headway.data.cache.copier import copy_bytes
 from headway.data.shards.checksums import CHUNK_BYTES, update_digest
-from headway.data.shards.shard import ShardFile
+from headway.data.shards.shard_file import ShardFile
 from headway.errors import BadShard, StorageError, UsageError
 from headway.system import files, ownership
 from headway.system.limits import boot_id

@@ -1,7 +1,8 @@
 """The shard format: tar files in the WebDataset layout.
 
-tar (headers) -> entries (samples) and indexes (index files beside shards) -> shard (reading) -> decode (bytes to
-values), checksums, packing (writing shards), file_tree (directories as samples) and label_order (are they shuffled?).
+retries and shard_file (reading bytes) -> tar (headers) -> entries (samples), indexes and checksums (files beside
+shards) -> shard (reading samples) -> decode (bytes to values), packing (writing shards), file_tree (directories as
+samples) and label_order (are they shuffled?).
 """
 
 from __future__ import annotations

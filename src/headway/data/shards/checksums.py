@@ -1,26 +1,32 @@
-"""The checksum of a shard, in a file of its own beside it: `shard-000000.tar.sum`, one line of JSON.
+"""The checksums of a shard, in a file of its own beside it: `shard-000000.tar.sum`, one line of JSON.
 
-    {"bytes": 268435456, "crc32": "9a3c0f1e"}
+    {"bytes": 268435456, "crc32": "9a3c0f1e", "samples": "0b31c7e29a3c0f1e..."}
 
-`pack` writes it. Whatever reads a whole shard compares the checksum: the node cache when it copies one, and
-`headway data check`. When a single sample is read, only its tar header is checked.
+`crc32` is of the whole shard, and compared by whatever reads all of it: the node cache when it copies one, and
+`headway data check`. `samples` has eight digits for the parts of each sample, and is compared when that sample is read.
+Files that were written earlier lack it: then the whole shard is compared when it is opened.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import zlib
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple, Protocol, final
 
-from headway.data.shards.retries import read_start
-from headway.data.shards.shard import ShardFile
+from headway.data.shards.entries import group_samples
+from headway.data.shards.retries import read_start, retry
+from headway.data.shards.shard_file import ShardFile, open_file
+from headway.data.shards.tar import members
 from headway.errors import BadShard
 from headway.system.files import storage, write_atomic
 
 CHUNK_BYTES = 8 * 2**20
-_MAX_FILE_BYTES = 256
+_MAX_FILE_BYTES = 256  # without the checksums of samples
+_BYTES_PER_DIGIT = 64  # of a shard, at least: a sample has eight digits, and a header of 512 bytes
 
 
 class Digest(Protocol):
@@ -55,10 +61,18 @@ def update_digest(
 
 
 class Checksum(NamedTuple):
-    """Size and CRC32 of a shard when it was written."""
+    """Size and CRC32 of a shard when it was written, and of each of its samples."""
 
     bytes: int
     crc32: str
+    samples: str = ""
+    """eight hexadecimal digits for each sample"""
+
+    def sample_sums(self) -> array[int]:
+        sums = array("I", bytes.fromhex(self.samples))
+        if sys.byteorder == "little":
+            sums.byteswap()
+        return sums
 
 
 def checksum_path(path: Path) -> Path:
@@ -66,24 +80,52 @@ def checksum_path(path: Path) -> Path:
     return path.with_name(path.name + ".sum")
 
 
-def compute(path: Path) -> Checksum:
-    """Computes the checksum of a shard by reading all of it."""
-    file, crc = ShardFile(path), Crc32()
+def sum_sample(parts: Iterable[bytes | memoryview]) -> int:
+    """Returns the CRC32 of the parts of a sample, one after the other."""
+    crc = 0
+    for part in parts:
+        crc = zlib.crc32(part, crc)
+    return crc
+
+
+def join_sums(sums: Iterable[int]) -> str:
+    """Returns the checksums of samples as they are written."""
+    return "".join(f"{crc:08x}" for crc in sums)
+
+
+def sum_file(file: ShardFile) -> Checksum:
+    """Computes the checksum of a whole shard by reading all of it."""
+    crc = Crc32()
     update_digest(crc, file)
     return Checksum(len(file), crc.hexdigest())
 
 
+def compute(path: Path) -> Checksum:
+    """Computes all checksums of a shard by reading all of it."""
+    file = open_file(path)
+    entries = group_samples(members(file, str(path)), str(path))
+    sums = (
+        sum_sample(file.read(part.offset, part.offset + part.size) for part in entries.parts(number))
+        for number in range(len(entries))
+    )
+    return sum_file(file)._replace(samples=join_sums(sums))
+
+
 def read(path: Path) -> Checksum | None:
-    """Reads the checksum beside a shard; None if there is none. Raises `BadShard` if it is not valid."""
+    """Reads the checksums beside a shard; None if there are none. Raises `BadShard` if they are not valid."""
     beside = checksum_path(path)
-    text = read_start(beside, _MAX_FILE_BYTES)
+    size = retry(f"look at {path}", path.stat).st_size
+    text = read_start(beside, _MAX_FILE_BYTES + size // _BYTES_PER_DIGIT)
     if text is None:
         return None
     try:
         match json.loads(text):
-            case {"bytes": int(size), "crc32": str(crc)}:
-                return Checksum(size, crc)
-    except ValueError:
+            case {"bytes": int(stated), "crc32": str(crc), "samples": str(samples)}:
+                if len(bytes.fromhex(samples)) % 4 == 0:
+                    return Checksum(stated, crc, samples)
+            case {"bytes": int(stated), "crc32": str(crc)}:
+                return Checksum(stated, crc)
+    except (ValueError, RecursionError):
         pass
     raise BadShard(f"{beside} is not a valid checksum file; remove it")
 
@@ -98,10 +140,19 @@ def write(path: Path, checksum: Checksum) -> Path:
 
 
 def compare(path: Path, found: Checksum) -> None:
-    """Raises `BadShard` if the checksum beside a shard states another one."""
+    """Raises `BadShard` if the checksum beside a shard states another one of the whole shard."""
     stated = read(path)
-    if stated is not None and stated != found:
-        raise BadShard(
-            f"{path} has {found.bytes} bytes with CRC32 {found.crc32}, but {checksum_path(path).name} states "
-            f"{stated.bytes} bytes with CRC32 {stated.crc32}: it is damaged or was replaced; copy both again"
+    if stated is not None and stated[:2] != found[:2]:
+        raise mismatch(
+            path,
+            f"has {found.bytes} bytes with CRC32 {found.crc32}",
+            f"{stated.bytes} bytes with CRC32 {stated.crc32}",
         )
+
+
+def mismatch(path: Path, found: str, stated: str) -> BadShard:
+    """Returns the error for a shard that is not what its checksums state."""
+    return BadShard(
+        f"{path} {found}, but {checksum_path(path).name} states {stated}: it is damaged or was replaced; copy both "
+        "again"
+    )

@@ -107,7 +107,7 @@ def _shards(samples: Iterable[Mapping[str, Any]], out: Path, shard_size: int, na
     while sample is not None:
         path = out / f"{name}-{number:06d}.tar"
         entries: list[SampleEntry] = []
-        crc = 0
+        crc, sums = 0, list[int]()
         staged = path.with_name(f".{path.name}.tmp")
         try:
             with staged.open("wb") as file:
@@ -122,10 +122,11 @@ def _shards(samples: Iterable[Mapping[str, Any]], out: Path, shard_size: int, na
                     start = file.tell()
                     file.write(data)
                     crc = zlib.crc32(data, crc)
+                    sums.append(checksums.sum_sample(data[at : at + size] for _, at, size in entry.parts))
                     parts = tuple(part._replace(offset=part.offset + start) for part in entry.parts)
                     entries.append(replace(entry, parts=parts))
                     sample = next(waiting, None)
-                checksum = _finish(file, crc)
+                checksum = _finish(file, crc)._replace(samples=checksums.join_sums(sums))
             index = index_text(entries)
             if index is not None:
                 path.with_suffix(".idx").write_text(index, "utf-8", "surrogateescape")

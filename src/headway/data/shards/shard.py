@@ -14,15 +14,13 @@ which are ours, are mapped, and their bytes are not copied again.
 
 from __future__ import annotations
 
-import errno
 import mmap
-import os
-import stat
-from collections.abc import Callable
+from array import array
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
+from headway.data.shards import checksums
 from headway.data.shards.entries import EntryTable, SamplePart, ShardEntries, group_samples
 from headway.data.shards.indexes import (
     compare_with_energon,
@@ -30,110 +28,11 @@ from headway.data.shards.indexes import (
     read_dali,
     stale_index,
 )
-from headway.data.shards.retries import retry
+from headway.data.shards.shard_file import ShardFile, Version, open_file
 from headway.data.shards.tar import BLOCK_BYTES, OCTAL_LIMIT_BYTES, ShardLimits, header_size, members
-from headway.errors import BadShard, StorageError, UsageError
+from headway.errors import BadSample, BadShard
 
-_COMPRESSED = {
-    b"\x1f\x8b": "gzip -d",
-    b"\x28\xb5\x2f\xfd": "zstd -d",
-    b"BZh": "bzip2 -d",
-    b"\xfd7zXZ": "xz -d",
-}
-Version = tuple[int, ...]
 _MAX_GAP_BYTES = 4 * BLOCK_BYTES  # between two parts of a sample: the rest of a block, a header, a long name
-
-
-@final
-class ShardFile:
-    """A file that others may change, read in pieces: `file[512:1024]` returns bytes or raises `BadShard`.
-
-    Reads that fail are tried again; if that does not help, they raise `StorageError`.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path, self._fd = path, -1
-        try:
-            self._fd, self.status = retry(f"open the shard {path}", lambda: _open(path))
-        except OSError as error:
-            raise UsageError(f"cannot read the shard {path}: {error.strerror}") from error
-        if not stat.S_ISREG(self.status.st_mode):
-            raise BadShard(f"{path} is not a regular file; give tar files only")
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at exit, os may be gone
-        if self._fd >= 0:
-            close(self._fd)
-
-    def __len__(self) -> int:
-        return self.status.st_size
-
-    def __getitem__(self, part: slice) -> bytes:
-        start, stop, _ = part.indices(len(self))
-        return self.read(start, stop)
-
-    def read(self, start: int, stop: int) -> bytes:
-        """Reads the bytes from `start` to `stop`, which must lie within the file as it was opened."""
-        try:
-            return self._read(start, stop)
-        except OSError as error:
-            return self._read_again(start, stop, error)
-
-    def _read_again(self, start: int, stop: int, failed: OSError) -> bytes:
-        doing = f"read {self.path} at byte {start}"
-        try:
-            return retry(doing, lambda: self._read(start, stop), failed)
-        except OSError as error:
-            raise StorageError(f"could not {doing}: {error.strerror}; check that file system") from error
-
-    def _read(self, start: int, stop: int) -> bytes:
-        try:
-            data = os.pread(self._fd, stop - start, start)
-            while len(data) < stop - start:  # interrupted by a signal, or larger than one read may be
-                more = os.pread(self._fd, stop - start - len(data), start + len(data))
-                if not more:
-                    raise BadShard(
-                        f"{self.path} had {len(self)} bytes when it was opened, and now ends at byte "
-                        f"{start + len(data)}: it was truncated or rewritten while in use; copy it again"
-                    )
-                data += more
-        except OSError as error:
-            if error.errno == errno.ESTALE:
-                self._open_again()  # before the next try
-            raise
-        return data
-
-    def _open_again(self) -> None:
-        """Replaces a file handle that its server no longer knows by one of the same file, for all threads."""
-        fd, status = _open(self.path)
-        try:
-            if (
-                file_version(status)[1:] != self.version[1:]
-            ):  # all but the device, which a new mount may change
-                raise BadShard(f"{self.path} was replaced while in use; give a changed shard another name")
-            os.dup2(fd, self._fd, inheritable=False)
-        finally:
-            os.close(fd)
-
-    def fileno(self) -> int:
-        return self._fd
-
-    @property
-    def version(self) -> Version:
-        return file_version(self.status)
-
-
-def _open(path: Path) -> tuple[int, os.stat_result]:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a pipe would wait for its writer
-    try:
-        return fd, os.fstat(fd)
-    except OSError:
-        os.close(fd)
-        raise
-
-
-def file_version(status: os.stat_result) -> Version:
-    """Returns a value that changes when a file is written or replaced."""
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 @final
@@ -146,18 +45,36 @@ class ShardIndex:
     """of the shard that it describes"""
     stated: bool
     """whether it comes from a file beside the shard, and not from the headers"""
+    sums: array[int] | None = None
+    """the CRC32 of each sample, where the file of checksums states them"""
 
     @classmethod
     def read(
         cls, path: Path, data: ShardFile | mmap.mmap, version: Version, limits: ShardLimits
     ) -> ShardIndex:
         """Reads the index from the file beside a shard, or from its headers."""
+        sums = _stated_sums(path, data)
         entries = read_dali(path, len(data), limits)
-        if entries is not None:
-            return cls(entries, version, stated=True)
-        walked = group_samples(members(data, str(path), limits), str(path))
-        compare_with_energon(path, walked, limits)
-        return cls(walked, version, stated=False)
+        stated = entries is not None
+        if entries is None:
+            entries = group_samples(members(data, str(path), limits), str(path))
+            compare_with_energon(path, entries, limits)
+        if sums is not None and len(sums) != len(entries):
+            raise checksums.mismatch(path, f"has {len(entries)} samples", f"{len(sums)}")
+        return cls(entries, version, stated, sums)
+
+
+def _stated_sums(path: Path, data: ShardFile | mmap.mmap) -> array[int] | None:
+    """Returns the checksum of each sample. Where there is only one of the whole shard, all of it is compared now; a
+    copy in the node cache was compared when it was made."""
+    stated = checksums.read(path)
+    if stated is None:
+        return None
+    if stated.bytes != len(data):
+        raise checksums.mismatch(path, f"has {len(data)} bytes", f"{stated.bytes}")
+    if not stated.samples and isinstance(data, ShardFile):
+        checksums.compare(path, checksums.sum_file(data))
+    return stated.sample_sums() if stated.samples else None
 
 
 @final
@@ -203,8 +120,15 @@ class Shard:
             return table.cut(number, view)
         parts = self.entries.parts(number)
         if _are_contiguous(parts):
-            return self._read(parts)
-        return {part.extension: self._read([part])[part.extension] for part in parts}
+            found = self._read(parts)
+        else:
+            found = {part.extension: self._read([part])[part.extension] for part in parts}
+        if self.index.sums is not None and checksums.sum_sample(found.values()) != self.index.sums[number]:
+            raise BadSample(
+                f"its bytes do not match {checksums.checksum_path(self.path).name}: they are damaged, or the shard was "
+                "replaced; copy both again"
+            )
+        return found
 
     def _read(self, parts: list[SamplePart]) -> dict[str, memoryview]:
         """Reads contiguous parts at once, and validates their headers, as the shard or its index may have changed.
@@ -254,18 +178,6 @@ def _are_contiguous(parts: list[SamplePart]) -> bool:
             return False
         end = offset + size
     return True
-
-
-def open_file(path: Path) -> ShardFile:
-    """Opens a shard; refuses compressed and empty files."""
-    file = ShardFile(path)
-    head = file[:6]
-    for magic, command in _COMPRESSED.items():
-        if head.startswith(magic):
-            raise UsageError(f"{path} is compressed, and does not allow random access: run {command} {path}")
-    if not head:
-        raise BadShard(f"{path} is empty; copy it again")
-    return file
 
 
 def walk(path: Path, limits: ShardLimits | None = None) -> ShardEntries:

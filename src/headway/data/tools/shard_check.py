@@ -12,7 +12,8 @@ from headway.data.shards.decode import Decoder, decode
 from headway.data.shards.entries import ShardEntries
 from headway.data.shards.indexes import read_dali, stale_index
 from headway.data.shards.label_order import LABEL, LabelOrder
-from headway.data.shards.shard import Shard, open_file, walk
+from headway.data.shards.shard import Shard, walk
+from headway.data.shards.shard_file import open_file
 from headway.data.shards.tar import ShardLimits
 from headway.errors import BadSample, BadShard, HeadwayError, UsageError
 
@@ -64,7 +65,7 @@ def _problems(path: Path, limits: ShardLimits, decoders: Mapping[str, Decoder]) 
     yield from _repeated_keys(path, entries)
     try:
         if checksums.read(path) is not None:
-            checksums.compare(path, checksums.compute(path))
+            checksums.compare(path, checksums.sum_file(open_file(path)))
     except BadShard as error:
         yield str(error)
     try:
