@@ -30,6 +30,15 @@ class CheckpointSettings:
     """whether to write while training continues"""
 
     def __post_init__(self) -> None:
+        given: dict[str, object] = vars(self)  # a caller without a type checker may pass anything
+        if not isinstance(given["resume"], str | Path):
+            raise UsageError(
+                f'resume={self.resume!r} is not valid: use "auto", "never", "must" or a run directory'
+            )
+        if not isinstance(given["background"], bool):
+            raise UsageError(f"background={self.background!r} is not valid: give True or False")
+        if not isinstance(given["keep_best"], str | None):
+            raise self._invalid_best()
         _ = self.interval, self.retention
 
     @cached_property
@@ -40,12 +49,15 @@ class CheckpointSettings:
     def retention(self) -> Retention:
         which, _, name = (self.keep_best or "").rpartition(":")
         if which not in ("", "min", "max"):
-            raise UsageError(
-                f'keep_best={self.keep_best!r} is not valid: give a metric such as "val/loss" or "max:val/accuracy"'
-            )
+            raise self._invalid_best()
         best: Literal["min", "max"] = "max" if which == "max" else "min"
         return Retention(
             keep_last=self.keep_last, keep_every=self.keep_every, keep_best=name or None, best=best
+        )
+
+    def _invalid_best(self) -> UsageError:
+        return UsageError(
+            f'keep_best={self.keep_best!r} is not valid: give a metric such as "val/loss" or "max:val/accuracy"'
         )
 
     def better(self, metrics: Mapping[str, float], before: float | None) -> float | None:

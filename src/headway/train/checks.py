@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from headway import data
+from headway.dist import World
+from headway.dist.collective.exchange import gather_rows
 from headway.errors import UsageError
+from headway.system.text import shorten_list
+from headway.train.metrics.epoch_metrics import EpochMetric
 from headway.train.stage import Stage
 
 if TYPE_CHECKING:
     from headway.train.pipeline import Pipeline
+    from headway.train.train_val import TrainValStage
 
 
 def check_new(kind: str, name: str, known: Mapping[str, object]) -> None:
@@ -35,6 +45,75 @@ def check_stage(stage: Stage, name: str | None, others: Sequence[Stage]) -> None
         raise UsageError(f"stage {stage.name!r} is part of a pipeline already: append a new one")
     if any((name or stage.name) == other.name for other in others):
         raise UsageError(f"a stage named {name or stage.name!r} is already registered: pass another name=...")
+
+
+def check_optimizers(stage: TrainValStage, returned: object) -> None:
+    """Raises `UsageError` unless `optimizers()` returned registered optimizers, at least one."""
+    known = stage.pipe.optimizers
+    given = list(returned) if isinstance(returned, Collection) and not isinstance(returned, str) else []
+    if not given or not all(isinstance(each, Optimizer) for each in given):
+        shown = type(returned).__name__ if isinstance(returned, Optimizer) else f"{returned!r:.80}"
+        raise UsageError(
+            f"optimizers() of stage {stage.name!r} returned {shown}: return those that it steps in a list, such as "
+            f"[self.pipe.optimizers[{next(iter(known), 'sgd')!r}]]"
+        )
+    if any(each not in known.values() for each in given):
+        raise UsageError(
+            f"optimizers() of stage {stage.name!r} returned an optimizer that is not registered, and would not be "
+            "saved: call pipe.register_optimizer()"
+        )
+
+
+def check_lengths(stage: TrainValStage, batches: int | None) -> None:
+    """Raises `UsageError` on all ranks unless they have the same number of batches; None if a rank does not know."""
+    mine = torch.tensor([-1.0 if batches is None else float(batches)], device=stage.device)
+    lengths = gather_rows(mine)[:, 0].tolist()
+    known = {rank: int(length) for rank, length in enumerate(lengths) if length >= 0}
+    if len(set(known.values())) > 1:
+        counts = shorten_list([f"{length:,} on rank {rank}" for rank, length in known.items()])
+        raise UsageError(
+            f"stage {stage.name!r} has different numbers of training batches: {counts}; "
+            f"{_advice_for_equal_lengths(stage.train_dataset())}, or limit_train_batches"
+        )
+
+
+def _advice_for_equal_lengths(loader: object) -> str:
+    """Returns what gives all ranks equally many training batches."""
+    if isinstance(loader, data.ShardLoader):
+        return 'use shuffle=True, tail="drop"'
+    if isinstance(loader, data.DataLoader):
+        return "use shuffle=True, drop_last=True"
+    return "use hw.data.DataLoader, drop_last=True"
+
+
+def not_a_loss(stage: TrainValStage, returned: object) -> UsageError:
+    """Returns the error for what a training step returned instead of a loss."""
+    if not isinstance(returned, Tensor):
+        return UsageError(
+            f"train_step of stage {stage.name!r} returned {type(returned).__name__} instead of a loss: return the "
+            "tensor to call backward() on"
+        )
+    if returned.ndim:
+        return UsageError(
+            f"train_step of stage {stage.name!r} returned a loss of shape {tuple(returned.shape)}: return one "
+            "number, such as loss.mean()"
+        )
+    return UsageError(
+        f"train_step of stage {stage.name!r} returned a loss that depends on no parameter: do not detach it, and "
+        "let the model's parameters require gradients"
+    )
+
+
+def keep_metric(name: str, metric: EpochMetric, world: World) -> None:
+    """Makes a metric that is registered save its state, which those of torchmetrics do only if asked."""
+    if world.world_size > 1:
+        raise UsageError(
+            f"state {name!r} is a metric, which has another state on each of the {world.world_size} ranks, and only "
+            "one is saved: log sums with self.log(), or compute it in validations, which are repeated as a whole"
+        )
+    persistent = getattr(metric, "persistent", None)
+    if callable(persistent):
+        persistent(True)
 
 
 def check_pipeline(pipe: Pipeline) -> None:

@@ -36,7 +36,7 @@ def epochs(stage: Stage) -> Iterator[None]:
         log_point(stage)
         pipe._end_epoch(stage, state.epoch_values())
         pipe._run_hook("post_epoch", stage)
-        state.apply_flags(state.meter.reduce(flags=state.log_point_flags()).flags)
+        state.log_after_epoch()
         if pipe._keeper:
             pipe._keeper.after_epoch(stage)
 
@@ -93,7 +93,6 @@ def validate(stage: TrainValStage) -> None:
         return
     log_point(stage)  # the training so far is reported first, and its time is not the validation's
     state, timer, keeper = stage._loop, stage.pipe._timer, stage.pipe._keeper
-    loss_name = stage.loss_metric_name()
     with state.evaluating():
         for batch in state.val_batches(loader):
             timer.mark("validation")
@@ -102,7 +101,7 @@ def validate(stage: TrainValStage) -> None:
             with state.precision.autocast or nullcontext():
                 loss = stage.val_step(batch)
             if loss is not None:
-                stage.log(loss_name, loss, weight=stage.count_samples(batch))
+                state.log_own(stage.loss_metric_name(), loss, weight=state.checked_count(batch))
             if keeper and keeper.stops_in_validation and not state.shares_batches:
                 break
     if keeper:

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from enum import Enum
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,11 +18,14 @@ from headway import dist
 from headway.dist import set_phase
 from headway.errors import UsageError
 from headway.system.failpoints import armed
+from headway.system.log import logger
 from headway.train.batches import Pass, count_batches, to_device
 from headway.train.metrics.bad_samples import QuarantiningLoader, check_bad, log_bad, quarantining
+from headway.train.metrics.epoch_metrics import EpochMetric, check_names, compute_metrics
 from headway.train.metrics.meter import LogPoint, MetricAccumulator, Reduction, Scope
 from headway.train.resume import rng
 from headway.train.resume.state import StatefulObject
+from headway.train.settings import check_whole
 
 if TYPE_CHECKING:
     from headway.train.pipeline import Pipeline
@@ -29,15 +33,7 @@ if TYPE_CHECKING:
 
 STOP, SAVE, VALIDATE = 1, 2, 4
 """what a rank may ask for at a log point: any rank for a stop, rank 0 for a save or a validation by its clock"""
-
-
-@runtime_checkable
-class EpochMetric(Protocol):
-    """What `add_metric` takes: any torchmetrics metric, or an object with these two methods."""
-
-    def compute(self) -> Any: ...
-
-    def reset(self) -> None: ...
+_MOST_PARTS = 100  # of a container that is looked through: a list of a million losses has no modules
 
 
 class StageStatus(Enum):
@@ -62,8 +58,7 @@ class LoopState:
     """The progress of one stage, and what the loop does with it. Users never see it."""
 
     def __init__(self, stage: Stage, *, log_every: int) -> None:
-        if log_every < 1:
-            raise UsageError(f"log_every={log_every!r}: give the steps between two log points, at least 1")
+        check_whole("log_every", log_every)
         self.stage = stage
         self.log_every = log_every
         self.name = type(stage).__name__.lower()
@@ -77,6 +72,8 @@ class LoopState:
         self.steps_done = 0
         self.samples = 0
         """samples that this rank has trained on since the last log point"""
+        self.steps_left_open = 0
+        """steps that ended with `break`, which the loop has not counted yet"""
         self.batch: Any = None
         """the batch that was taken last"""
         self.failpoints_armed = False
@@ -92,14 +89,15 @@ class LoopState:
         """over datasets, in this epoch, in the order in which they began"""
         self._passes_begun = 0  # by this process
         self._open_batches: WeakSet[Generator[Any]] = WeakSet()
+        self._warned = False
 
     def set_limits(self, *, max_epochs: int | None, max_steps: int | None) -> None:
         """Sets after how many epochs or steps the stage ends, whichever is first."""
         if max_epochs is None and max_steps is None:
             raise UsageError(f"stage {self.name!r} would never end: give max_epochs or max_steps")
         for name, limit in (("max_epochs", max_epochs), ("max_steps", max_steps)):
-            if limit is not None and (type(limit) is not int or limit < 1):
-                raise UsageError(f"{name}={limit!r}: give a whole number of at least 1")
+            if limit is not None:
+                check_whole(name, limit)
         self.max_epochs, self.max_steps = max_epochs, max_steps
 
     @property
@@ -123,6 +121,51 @@ class LoopState:
         self, name: str, value: Tensor | float, weight: Tensor | float, reduce: Reduction, scope: Scope
     ) -> None:
         self.meter.log(name, value, weight=weight, reduce=reduce, scope=scope)
+
+    def add_metric(self, name: str, metric: EpochMetric) -> None:
+        self.epoch_metrics[name] = metric
+
+    def checked_count(self, batch: Any) -> int:
+        """Returns how many samples a batch has; raises `UsageError` if `count_samples` returns something else."""
+        count: object = self.stage.count_samples(batch)  # a caller without a type checker may return anything
+        if not isinstance(count, int | float | np.number):
+            raise UsageError(
+                f"count_samples of stage {self.name!r} returned a {type(count).__name__}: return a number, such as "
+                "len(batch), or int(mask.sum())"
+            )
+        return count  # type: ignore[return-value]
+
+    # --- modules that the user assigned to the stage
+
+    def own_modules(self) -> dict[str, nn.Module]:
+        """Returns modules among the attributes of the stage, alone or in a container, that are not metrics."""
+        found: dict[str, nn.Module] = {}
+        for name, value in vars(self.stage).items():
+            parts = value.values() if isinstance(value, dict) else value
+            several = isinstance(value, dict | list | tuple)
+            for part in islice(parts, _MOST_PARTS) if several else (value,):
+                if isinstance(part, nn.Module) and not isinstance(part, EpochMetric):
+                    found[name] = part
+        return found
+
+    def unregistered(self) -> str | None:
+        """Returns the name of an attribute with trainable parameters that no registered model has."""
+        models = self.pipe.registered_models.values()
+        known = {id(p) for model in models for p in model.bare.parameters()}
+        for name, module in self.own_modules().items():
+            if any(p.requires_grad and id(p) not in known for p in module.parameters()):
+                return name
+        return None
+
+    def check_modules(self) -> None:
+        """Warns of a module that is not registered: the loop is the user's, so it may be trained nevertheless."""
+        name = self.unregistered()
+        if name is not None and self.pipe.world.is_root and not self._warned:
+            self._warned = True
+            logger.warning(
+                f"stage {self.name!r} has a module with trainable parameters that is not registered, {name!r}: it is "
+                f"not saved, and not averaged over ranks; call pipe.register_model({name!r}, ...)"
+            )
 
     # --- progress
 
@@ -153,6 +196,7 @@ class LoopState:
     def begin_epoch(self) -> None:
         """Begins an epoch, unless one was under way when the run was stopped."""
         self.failpoints_armed = armed()
+        self.check_modules()  # pre_stage may have assigned some
         if not self.status.in_epoch:
             self.status, self.epoch_start, self.passes = StageStatus.IN_EPOCH, self.steps_done, []
         self._passes_begun = 0
@@ -228,6 +272,7 @@ class LoopState:
 
     def check(self) -> None:
         """Raises `UsageError` for what cannot work, before the run starts."""
+        self.check_modules()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -271,16 +316,19 @@ class LoopState:
     def examine(self, point: LogPoint) -> None:
         """Looks at the result of a log point; may stop the run."""
         check_bad(self.quarantining, point)
+        check_names(self.epoch_metrics, point.values)
+
+    def log_after_epoch(self) -> None:
+        """Agrees on requests to stop, and adds what a hook has logged since the epoch ended to its metrics."""
+        point = self.meter.reduce(flags=self.log_point_flags())
+        self.meter.finish_epoch()
+        self.apply_flags(point.flags)
+        if point.values or point.local:
+            self.pipe._extend_epoch(self.stage, point)
 
     def epoch_values(self) -> dict[str, Any]:
         """Returns the metrics of the finished epoch, the same on all ranks."""
-        values: dict[str, Any] = dict(self.meter.finish_epoch())
-        for name in sorted(self.epoch_metrics):
-            metric = self.epoch_metrics[name]
-            result = metric.compute()
-            values[name] = result.tolist() if isinstance(result, Tensor) else float(result)
-            metric.reset()
-        return values
+        return compute_metrics(self.epoch_metrics, self.meter.finish_epoch())
 
     # --- checkpoints
 

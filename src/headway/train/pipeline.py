@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, Unpack
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from headway import dist, record
 from headway.checkpoint.settings import CheckpointSettings
@@ -26,10 +26,17 @@ from headway.system.log import logger
 from headway.train import loop
 from headway.train.batches import FirstBatch, closing_loaders, set_epoch
 from headway.train.callback import Callback
-from headway.train.checks import check_new, check_pipeline, check_stage, watch_first_steps
+from headway.train.checks import (
+    check_new,
+    check_pipeline,
+    check_stage,
+    keep_metric,
+    watch_first_steps,
+)
 from headway.train.diagnose import smoke
 from headway.train.diagnose.evidence import explain_out_of_memory
 from headway.train.loop_state import StageStatus
+from headway.train.metrics.epoch_metrics import EpochMetric
 from headway.train.metrics.history import History, MetricRow
 from headway.train.metrics.meter import LogPoint
 from headway.train.metrics.reporter import Reporter
@@ -37,25 +44,15 @@ from headway.train.metrics.stragglers import Stragglers, busy
 from headway.train.metrics.timing import PhaseTimer
 from headway.train.model.mesh_groups import split_param_groups
 from headway.train.model.parallel import Blocks, Compile, Parallel, RegisteredModel, prepare
+from headway.train.model.schedules import Schedule, SchedulerLike, make_schedule
 from headway.train.resume import state
 from headway.train.resume.keeper import Keeper
 from headway.train.resume.ledger_writer import LedgerWriter
 from headway.train.resume.state import StatefulObject
 from headway.train.settings import CheckpointOptions
-from headway.train.stage import Stage
+from headway.train.stage import Stage, finish_open_steps
 
 OptimizerLike: TypeAlias = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
-SchedulerLike: TypeAlias = LRScheduler | Callable[[Optimizer], LRScheduler]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """A learning-rate scheduler, and when it steps."""
-
-    scheduler: LRScheduler
-    optimizer: Optimizer
-    every: Literal["step", "epoch"]
-    monitor: str | None
 
 
 class Pipeline:
@@ -167,26 +164,22 @@ class Pipeline:
         needs a metric, such as ReduceLROnPlateau, gets the epoch's value of `monitor`.
         """
         check_new("optimizer", name, self.optimizers)
-        if not isinstance(optimizer, Optimizer):
+        if not isinstance(optimizer, Optimizer) and callable(optimizer):
             optimizer = optimizer(self._parameters(name, model))
+        if not isinstance(optimizer, Optimizer):
+            raise UsageError(
+                f"optimizer {name!r} is {optimizer!r:.80}: give an optimizer, or a function that makes one from the "
+                "parameters it gets"
+            )
         if split_param_groups(optimizer) and isinstance(scheduler, LRScheduler):
             raise UsageError(
                 f"the scheduler of optimizer {name!r} was made before its parameter groups were split by mesh: pass a "
                 "function that makes the scheduler from the optimizer"
             )
         self.optimizers[name] = optimizer
-        if scheduler is not None:
-            made = scheduler if isinstance(scheduler, LRScheduler) else scheduler(optimizer)
-            if isinstance(made, ReduceLROnPlateau):
-                every = "epoch"
-                if monitor is None:
-                    raise UsageError(
-                        f"the scheduler of optimizer {name!r} needs a metric: pass its name, such as monitor='val/loss'"
-                    )
-            self.schedulers[name] = made
-            self._schedules[name] = Schedule(
-                scheduler=made, optimizer=optimizer, every=every, monitor=monitor
-            )
+        schedule = make_schedule(name, optimizer, scheduler, every=every, monitor=monitor)
+        if schedule is not None:
+            self.schedulers[name], self._schedules[name] = schedule.scheduler, schedule
         return optimizer
 
     def register_dataset(self, name: str, loader: Iterable[Any]) -> None:
@@ -217,6 +210,10 @@ class Pipeline:
 
     def add_callback(self, callback: Callback) -> None:
         """Adds an object with hooks that are called at stages, epochs and log points."""
+        if not isinstance(callback, Callback):
+            raise UsageError(
+                f"add_callback got {callback!r:.80}: pass an instance of a subclass of hw.Callback"
+            )
         self._callbacks.append(callback)
 
     def register_state(self, name: str, thing: StatefulObject) -> None:
@@ -232,6 +229,8 @@ class Pipeline:
                 f"state {name!r} is of type {type(thing).__name__}: register an object with state_dict() and "
                 "load_state_dict()"
             )
+        if isinstance(thing, EpochMetric):
+            keep_metric(name, thing, self.world)
         self._registered_state[name] = thing
 
     def enable_checkpointing(
@@ -321,6 +320,7 @@ class Pipeline:
                 with self._running_stage(stage):
                     for _ in loop.epochs(stage):
                         stage.run_epoch()
+                        finish_open_steps(stage)
             if self._keeper:
                 self._keeper.finish()
             if smoke_part:
@@ -357,6 +357,7 @@ class Pipeline:
             self._run_hook("pre_stage", stage)
             yield
             self._run_hook("post_stage", stage)
+            stage._loop.log_after_epoch()
         self.current_stage = None
 
     # --- what the loop uses
@@ -434,12 +435,22 @@ class Pipeline:
         if self._keeper:
             self._keeper.record_metrics(values)
         for schedule in self._schedules.values():
-            if schedule.every != "epoch":
-                continue
-            if schedule.monitor is None:
-                schedule.scheduler.step()
-            elif schedule.monitor in values:
-                schedule.scheduler.step(values[schedule.monitor])
+            schedule.end_epoch(values)
+
+    def _extend_epoch(self, stage: Stage, point: LogPoint) -> None:
+        """Adds what was logged after an epoch to its metrics."""
+        row = self.history.epochs[-1] if self.history.epochs else None
+        if row is None or row.stage != stage.name:
+            return  # the stage has not had an epoch
+        for name in point.values:
+            if name in row.values:
+                raise UsageError(
+                    f"metric {name!r} was logged after the epoch that has it already: choose another name"
+                )
+        self.history.epochs[-1] = replace(row, values={**row.values, **point.values})
+        self._reporter.extend_epoch(row, point)
+        if self._keeper:
+            self._keeper.record_metrics(point.values)
 
     def _after_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Callable[[], object]]:
         """Returns what to call after the optimizers step: their schedulers and the averages of their models."""

@@ -18,6 +18,18 @@ from headway.train.model import precision
 LOG_EVERY = 50
 
 
+def check_whole(name: str, value: object) -> None:
+    """Raises `UsageError` unless the value of a setting is a whole number of at least 1."""
+    if type(value) is not int or value < 1:
+        raise UsageError(f"{name}={value!r}: give a whole number of at least 1")
+
+
+def check_norm(name: str, norm: object) -> None:
+    """Raises `UsageError` unless the value of a setting is a norm to clip gradients to, or None."""
+    if norm is not None and not (isinstance(norm, int | float) and not isinstance(norm, bool) and norm > 0):
+        raise UsageError(f"{name}={norm!r}: give a norm above 0, or None for no clipping")
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
@@ -48,12 +60,14 @@ class TrainSettings:
     def __post_init__(self) -> None:
         precision.check_name(self.precision)
         for name in ("accumulate", "log_every", "max_skips"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name}={getattr(self, name)!r}: give a whole number of at least 1")
-        if self.gradient_clip is not None and not self.gradient_clip > 0:
-            raise UsageError(
-                f"gradient_clip={self.gradient_clip!r}: give a norm above 0, or None for no clipping"
-            )
+            check_whole(name, getattr(self, name))
+        for name in ("limit_train_batches", "limit_val_batches"):
+            limit = getattr(self, name)
+            if limit is not None and (type(limit) is not int or limit < 1):
+                raise UsageError(
+                    f"{name}={limit!r}: give a whole number of batches of at least 1, or None for all"
+                )
+        check_norm("gradient_clip", self.gradient_clip)
         if self.on_nan not in ("stop", "skip"):
             raise UsageError(f'on_nan={self.on_nan!r} is unknown: use "stop" or "skip"')
         _ = self.val_interval

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 
-from headway.errors import UsageError
+from headway.errors import UsageError, unknown_name
 from headway.train import loop
 from headway.train.batches import first_tensor
-from headway.train.loop_state import EpochMetric, LoopState
+from headway.train.loop_state import LoopState
+from headway.train.metrics.epoch_metrics import EpochMetric
 from headway.train.metrics.meter import Reduction, Scope
 from headway.train.settings import LOG_EVERY
 
@@ -77,7 +78,7 @@ class Stage(ABC):
         """Called before each epoch."""
 
     def post_epoch(self) -> None:  # noqa: B027
-        """Called after each epoch, when its metrics are in `self.history`."""
+        """Called after each epoch, when its metrics are in `self.history`; what it logs is added to them."""
 
     def count_samples(self, batch: Any) -> int:
         """Returns how many samples (or tokens) a batch has; by default the length of its first tensor."""
@@ -178,14 +179,16 @@ class Stage(ABC):
     def add_metric(self, name: str, metric: EpochMetric) -> None:
         """Computes `metric` at the end of each epoch, on all ranks, and resets it. You update it.
 
-        For metrics that are not weighted means, such as AUROC; torchmetrics bring their own reduction over ranks.
+        In a `TrainValStage`, one whose name begins with `val/` is reset before each validation and computed after it.
+        For metrics that are not weighted means, such as AUROC; torchmetrics bring their own reduction over ranks. A
+        MetricCollection has a value under `name/key` for each of its metrics.
         """
         if not isinstance(metric, EpochMetric):
             raise UsageError(
                 f"metric {name!r} is a {type(metric).__name__}: add an object with compute() and reset(), such as one "
                 "of torchmetrics, or log numbers with self.log()"
             )
-        self._loop.epoch_metrics[name] = metric
+        self._loop.add_metric(name, metric)
 
     @final
     def add_column(self, name: str) -> None:
@@ -204,32 +207,48 @@ class Stage(ABC):
 
     @final
     def batches(self, name: str = "train") -> Iterator[Any]:
-        """Yields the batches of dataset `name` on this rank's device. Each iteration of your loop is one step."""
+        """Yields the batches of dataset `name` on this rank's device. Each iteration of your loop is one step.
+
+        An iteration that ends with `break` is one, too.
+        """
         state, timer = self._loop, self.pipe._timer
         loader = self.datasets.get(name)
         if loader is None:
             raise state.missing_dataset(name)
-        progress = state.begin_pass(loader)
+        finish_open_steps(self)
+        progress, in_step = state.begin_pass(loader), False
         try:
             for batch in state.device_batches(loader, progress=progress):
                 state.batch = batch
-                state.samples += self.count_samples(batch)
+                state.samples += state.checked_count(batch)
                 timer.mark_step("compute")
+                in_step = True
                 yield batch
+                in_step = False
                 loop.finish_step(self)
                 if not state.more_steps:
                     timer.mark("other")
                     return
         finally:
             progress.done = True
+            state.steps_left_open += in_step  # not counted here: this may be an exception that ends the run
 
     @final
     def step_optimizer(self, name: str) -> None:
         """Steps an optimizer in a loop of your own, then its scheduler and the EMA of its model."""
-        optimizer = self.pipe.optimizers[name]
+        optimizer = self.pipe.optimizers.get(name)
+        if optimizer is None:
+            raise unknown_name("optimizer of the pipeline", name, self.pipe.optimizers)
         optimizer.step()
         for follow in self.pipe._after_optimizers([optimizer]):
             follow()
+
+
+def finish_open_steps(stage: Stage) -> None:
+    """Counts the steps of a user's loop that ended with `break`."""
+    while stage._loop.steps_left_open:
+        stage._loop.steps_left_open -= 1
+        loop.finish_step(stage)
 
 
 _AT_APPEND = ("max_epochs", "max_steps", "name")

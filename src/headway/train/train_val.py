@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 from headway.errors import unknown_name
 from headway.train import loop
 from headway.train.model.mesh_groups import group_by_mesh
+from headway.train.model.zero_grad import fast_zero_grad
 from headway.train.settings import TrainOptions, TrainSettings
 from headway.train.stage import Stage
-from headway.train.train_val_state import TrainValState, fast_zero_grad
+from headway.train.train_val_state import TrainValState
 
 
 class TrainValStage(Stage):
@@ -46,9 +47,9 @@ class TrainValStage(Stage):
 
     # --- what you write
 
-    def step(self, batch: Any) -> Tensor | None:
+    def step(self, batch: Any) -> Tensor | None:  # noqa: ARG002
         """Computes forward and loss, for training and validation alike."""
-        raise NotImplementedError
+        raise self._loop.no_step()
 
     def train_step(self, batch: Any) -> Tensor | None:
         """Computes forward and loss in training; by default `step`."""

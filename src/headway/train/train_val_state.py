@@ -6,7 +6,9 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cached_property
+from numbers import Real
 from types import MethodType
 from typing import TYPE_CHECKING, Any, final
 
@@ -18,15 +20,17 @@ from torch.optim import Optimizer
 from headway.dist import set_phase
 from headway.dist.collective.exchange import gather_rows
 from headway.errors import HeadwayError, UsageError
-from headway.system.text import shorten_list
 from headway.train.batches import count_batches
+from headway.train.checks import check_lengths, check_optimizers, not_a_loss
 from headway.train.diagnose import evidence
 from headway.train.loop_state import VALIDATE, LoopState
 from headway.train.metrics.bad_samples import QuarantiningLoader, check_bad, log_bad, quarantining
+from headway.train.metrics.epoch_metrics import EpochMetric, compute_metrics
 from headway.train.metrics.meter import LogPoint, MetricAccumulator, Reduction, Scope
 from headway.train.model.mesh_groups import total_norm
 from headway.train.model.precision import MixedPrecision
-from headway.train.settings import TrainSettings
+from headway.train.model.zero_grad import fast_zero_grad
+from headway.train.settings import TrainSettings, check_norm
 
 if TYPE_CHECKING:
     from headway.train.train_val import TrainValStage
@@ -47,6 +51,9 @@ class TrainValState(LoopState):
             prefix + stage.loss_metric_name()
             for prefix in (stage.train_metric_prefix(), stage.val_metric_prefix())
         ]
+        self.val_metrics: dict[str, EpochMetric] = {}
+        """metrics that are reset before each validation and computed after it"""
+        self._own_names: set[str] = set()  # of metrics that the loop itself logs
         self._base = base
         self._skipped = 0  # steps in a row that were skipped
         self._validated_at = 0  # the steps done at the last validation
@@ -82,35 +89,85 @@ class TrainValState(LoopState):
     ) -> None:
         if self.logging_off:
             return
+        meter, full = self._meter_and_name(name)
+        if full in self._own_names:
+            raise self._is_own(name)
+        meter.log(full, value, weight=weight, reduce=reduce, scope=scope)
+
+    def log_own(
+        self, name: str, value: Tensor | float, *, weight: float = 1.0, reduce: Reduction = "mean"
+    ) -> None:
+        """Logs a metric of the loop itself; refuses it if the step has logged one of that name, which it would mix."""
+        if self.logging_off:
+            return
+        meter, full = self._meter_and_name(name)
+        if full not in self._own_names and meter.has_logged(full):
+            raise self._is_own(name)
+        self._own_names.add(full)
+        meter.log(full, value, weight=weight, reduce=reduce)
+
+    def _meter_and_name(self, name: str) -> tuple[MetricAccumulator, str]:
         if self.training:
-            meter, prefix = self.meter, self.stage.train_metric_prefix()
-        else:
-            meter, prefix = self.val_meter, self.stage.val_metric_prefix()
-        meter.log(prefix + name, value, weight=weight, reduce=reduce, scope=scope)
+            return self.meter, self.stage.train_metric_prefix() + name
+        return self.val_meter, self.stage.val_metric_prefix() + name
+
+    def _is_own(self, name: str) -> UsageError:
+        what = (
+            "the loss that step() returns"
+            if name == self.stage.loss_metric_name()
+            else "a metric of the loop"
+        )
+        return UsageError(f"{name!r} is the name of {what}: log your value under another name")
+
+    def add_metric(self, name: str, metric: EpochMetric) -> None:
+        train, val = self.stage.train_metric_prefix(), self.stage.val_metric_prefix()
+        if name == train + self.stage.loss_metric_name():
+            raise UsageError(
+                f"{name!r} is the name of the loss that step() returns: add the metric under another name"
+            )
+        if val and name.startswith(val):
+            self.val_metrics[name] = metric
+            return
+        if self.settings.validates_between_steps and not name.startswith(train):
+            raise UsageError(
+                f"metric {name!r} would mix the validations of an epoch: call it {val + name!r} to compute it in each, "
+                f"or {train + name!r} if you update it in training"
+            )
+        super().add_metric(name, metric)
 
     # --- before training
 
     def check(self) -> None:
-        if self._is_default("step") and self._is_default("train_step"):
-            raise UsageError(
+        super().check()
+        if self._is_default("step"):
+            validates = self.settings.val_interval is not None and self._is_default("val_step")
+            if self._is_default("train_step") or (validates and self.stage.val_dataset() is not None):
+                raise self.no_step()
+        self.stage.train_dataset()
+        check_optimizers(self.stage, self.stage.optimizers())
+
+    def no_step(self) -> UsageError:
+        if self._is_default("train_step"):
+            return UsageError(
                 f"stage {self.name!r} has no step: define step(self, batch) that returns the loss"
             )
-        self.stage.train_dataset()
-        self.stage.optimizers()
+        return UsageError(
+            f"stage {self.name!r} has no step for validation: define val_step(self, batch), or pass val_every=None"
+        )
+
+    def check_modules(self) -> None:
+        name = self.unregistered()
+        if name is not None:
+            raise UsageError(
+                f"stage {self.name!r} has a module with trainable parameters that is not registered, {name!r}: call "
+                f"pipe.register_model({name!r}, ...) to train it, or requires_grad_(False) to freeze it"
+            )
 
     def check_lengths(self) -> None:
         """Raises `UsageError` if ranks have different numbers of batches: they would wait for each other forever."""
-        mine = count_batches(self.stage.train_dataset(), self.settings.limit_train_batches)
-        if self.pipe.world.world_size == 1:
-            return
-        lengths = gather_rows(torch.tensor([-1.0 if mine is None else float(mine)], device=self.device))[:, 0]
-        known = {rank: int(length) for rank, length in enumerate(lengths.tolist()) if length >= 0}
-        if len(set(known.values())) > 1:
-            counts = shorten_list([f"{length:,} on rank {rank}" for rank, length in known.items()])
-            raise UsageError(
-                f"stage {self.name!r} has different numbers of training batches: {counts}; "
-                f"{_advice_for_equal_lengths(self.stage.train_dataset())}, or limit_train_batches"
-            )
+        if self.pipe.world.world_size > 1:
+            mine = count_batches(self.stage.train_dataset(), self.settings.limit_train_batches)
+            check_lengths(self.stage, mine)
 
     def check_progress(self) -> None:
         if self.steps_done == self.epoch_start:
@@ -142,7 +199,12 @@ class TrainValState(LoopState):
     def shares(self, window: Sequence[Any]) -> Sequence[Tensor | float]:
         """Returns the weight of each batch's mean loss in the mean over all samples of the window, on all ranks."""
         self.pipe._timer.mark_step("backward")  # waiting for other ranks counts as backward, as in DDP
-        counts = [self.stage.count_samples(batch) for batch in window]
+        counts = [self.checked_count(batch) for batch in window]
+        if not sum(counts):
+            raise UsageError(
+                f"stage {self.name!r} counts no sample in the {len(window)} batches of a step: return how many "
+                "samples a batch has from count_samples()"
+            )
         mine, size = sum(counts), self.pipe.world.world_size
         if size == 1:
             return [count / mine for count in counts]
@@ -156,30 +218,12 @@ class TrainValState(LoopState):
             model.set_gradient_sync(enabled)
 
     def not_a_loss(self, returned: object) -> UsageError:
-        """Returns the error for what a training step returned instead of a loss."""
-        if not isinstance(returned, Tensor):
-            return UsageError(
-                f"train_step of stage {self.name!r} returned {type(returned).__name__} instead of a loss: return the "
-                "tensor to call backward() on"
-            )
-        if returned.ndim:
-            return UsageError(
-                f"train_step of stage {self.name!r} returned a loss of shape {tuple(returned.shape)}: return one "
-                "number, such as loss.mean()"
-            )
-        return UsageError(
-            f"train_step of stage {self.name!r} returned a loss that depends on no parameter: do not detach it, and "
-            "let the model's parameters require gradients"
-        )
+        return not_a_loss(self.stage, returned)
 
     def parameters(self) -> list[nn.Parameter]:
         """Returns all parameters that this stage's optimizers step and that have a gradient."""
         groups = [group for optimizer in self.stage.optimizers() for group in optimizer.param_groups]
         return [p for group in groups for p in group["params"] if p.grad is not None]
-
-    def begin_epoch(self) -> None:
-        super().begin_epoch()
-        self._updates = self._fixed_updates()
 
     def apply_update(self) -> bool:
         """Clips gradients and steps optimizers, schedulers and averages; returns False if it skips the step."""
@@ -189,6 +233,7 @@ class TrainValState(LoopState):
             return True
         stage, settings = self.stage, self.settings
         optimizers, limit = stage.optimizers(), stage.gradient_clip()
+        check_norm("gradient_clip()", limit)
         norm = None
         if limit is not None or settings.on_nan == "skip":
             for optimizer in optimizers:
@@ -198,7 +243,7 @@ class TrainValState(LoopState):
         if made:
             if norm is not None and limit is not None:
                 stage.clip_gradients(norm, limit)
-                stage.log("grad_norm", norm)
+                self.log_own("grad_norm", norm)
             stage.optimize()
             for follow in self.pipe._after_optimizers(optimizers):
                 follow()
@@ -235,7 +280,7 @@ class TrainValState(LoopState):
             self._skipped = 0
             return True
         self._skipped += 1
-        self.stage.log("skipped_steps", 1, reduce="sum")
+        self.log_own("skipped_steps", 1, reduce="sum")
         if self._skipped > self.settings.max_skips:
             raise HeadwayError(
                 f"stage {self.name!r}: the gradients of {self._skipped} steps in a row, up to step "
@@ -263,6 +308,8 @@ class TrainValState(LoopState):
         if self.recent_losses:
             losses = torch.stack([loss for _, loss, _ in self.recent_losses])
             counts = [count for _, _, count in self.recent_losses]
+            if not all(isinstance(count, Real) for count in counts):
+                self.checked_count(self.batch)
             self.samples = sum(counts)
             total = max(self.samples, 1)
             if min(counts) == max(counts):
@@ -270,7 +317,7 @@ class TrainValState(LoopState):
             else:
                 weights = torch.tensor(counts, dtype=torch.float64, device=losses.device)
                 mean = losses.double() @ weights / total
-            self.stage.log(self.stage.loss_metric_name(), mean, weight=total)
+            self.log_own(self.stage.loss_metric_name(), mean, weight=total)
 
     def examine(self, point: LogPoint) -> None:
         """Raises on all ranks if the loss of any is non-finite, with the first such step and the evidence."""
@@ -289,6 +336,11 @@ class TrainValState(LoopState):
                 'lower the learning rate, set gradient_clip, check the data of that step, or pass on_nan="skip"'
             )
         self.recent_losses.clear()
+
+    def begin_epoch(self) -> None:
+        super().begin_epoch()
+        self._own_names.add(self.stage.train_metric_prefix() + self.stage.loss_metric_name())
+        self._updates = self._fixed_updates()
 
     # --- validation
 
@@ -329,7 +381,9 @@ class TrainValState(LoopState):
     def evaluating(self) -> Iterator[None]:
         """Sets models to eval mode, without wrappers and with averaged weights, within the context."""
         registered = self.pipe.registered_models
-        modes = [(part, part.training) for model in registered.values() for part in model.bare.modules()]
+        own = self.own_modules().values()
+        models = [*(model.bare for model in registered.values()), *own]
+        modes = [(part, part.training) for model in models for part in model.modules()]
         if self.pipe._keeper:
             self.pipe._keeper.before_validation()
         self.training = False
@@ -337,9 +391,12 @@ class TrainValState(LoopState):
         set_phase("validation", self.pipe.steps_done)
         try:
             with ExitStack() as stack:
+                for module in models:
+                    module.eval()
                 for model in registered.values():
-                    model.bare.eval()
                     stack.enter_context(model.evaluating())
+                for metric in self.val_metrics.values():
+                    metric.reset()  # a validation that was stopped is repeated from its beginning
                 stack.enter_context(torch.no_grad())
                 yield
         finally:
@@ -376,6 +433,12 @@ class TrainValState(LoopState):
                     f"rank {self.pipe.world.rank} has no validation batch, but a sharded model needs one on each rank: "
                     "register a larger dataset"
                 )
+            if batch is None and self.val_metrics:
+                raise UsageError(
+                    f"metric {min(self.val_metrics)!r} would count a batch twice, since ranks have different numbers "
+                    "of validation batches and a sharded model needs all ranks: pass limit_val_batches, or log means "
+                    "with self.log()"
+                )
             self.logging_off = batch is None
             last = last if batch is None else batch
             yield last
@@ -390,6 +453,8 @@ class TrainValState(LoopState):
     def end_validation(self, point: LogPoint) -> None:
         """Records the result of a validation, for its own row and for the epoch's."""
         self.val_meter.finish_epoch()
+        if self.val_metrics:
+            point = replace(point, values=compute_metrics(self.val_metrics, point.values))
         self._val_values, self._validated_at = dict(point.values), self.steps_done
         self._validation_requested, self._validation_clock = False, time.monotonic()
         self.pipe._record_log_point(self.stage, "validation", point)
@@ -401,6 +466,8 @@ class TrainValState(LoopState):
     def epoch_values(self) -> dict[str, Any]:
         values = super().epoch_values() | self._val_values
         self._val_values = {}
+        if self.settings.val_interval is None or self.stage.val_dataset() is None:
+            return compute_metrics(self.val_metrics, values)  # the user validates
         return values
 
     # --- checkpoints
@@ -425,30 +492,3 @@ class TrainValState(LoopState):
         self._val_values, self._validated_at = state["validated"], state["validated_at"]
         if clock := state.get("val_clock"):  # only if val_every is a time
             self._validation_requested, self._carried_s = clock["requested"], clock["since_s"]
-
-
-def fast_zero_grad(optimizer: Optimizer) -> Callable[[], None]:
-    """Returns a function that does what `optimizer.zero_grad()` does, without its profiler record (40 us per call).
-
-    An optimizer with a `zero_grad` of its own keeps it.
-    """
-    if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
-        return optimizer.zero_grad
-
-    def zero_grad() -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
-
-    return zero_grad
-
-
-def _advice_for_equal_lengths(loader: Iterable[Any]) -> str:
-    """Returns what gives all ranks equally many training batches."""
-    from headway.data import DataLoader, ShardLoader
-
-    if isinstance(loader, ShardLoader):
-        return 'use shuffle=True, tail="drop"'
-    if isinstance(loader, DataLoader):
-        return "use shuffle=True, drop_last=True"
-    return "use hw.data.DataLoader, drop_last=True"

@@ -179,6 +179,11 @@ class MetricAccumulator:
             )
         cell.add(value, weight)
 
+    def has_logged(self, name: str) -> bool:
+        """Whether a value was logged under this name since the last log point, by any weight on the host."""
+        cell = self._cells.get(name) or self._rank_cells.get(name)
+        return cell is not None and (cell.weight != 0 or cell.device_weight is not None)
+
     def _new_cell(self, name: str, value: Tensor | float, reduce: Reduction, scope: Scope) -> Cell:
         cells = {"global": self._cells, "rank": self._rank_cells}.get(scope)
         if cells is None:

@@ -15,6 +15,7 @@ from headway.dist import World
 from headway.run import Run
 from headway.train.batches import FirstBatch, count_batches
 from headway.train.metrics.display import Display, ProgressSnapshot, open_display
+from headway.train.metrics.history import MetricRow
 from headway.train.metrics.meter import LogPoint
 from headway.train.model.parallel import RegisteredModel
 
@@ -145,6 +146,23 @@ class Reporter:
             )
         if self._display is not None:
             self._display.end_epoch(self._snapshot(stage, step))
+
+    def extend_epoch(self, row: MetricRow, point: LogPoint) -> None:
+        """Writes what was logged after the row of an epoch as another row of the same epoch."""
+        self._shown.update(point.values)
+        values = dict(point.values) if self._world.is_root else {}
+        if values or point.local:
+            self._rows.write(
+                {
+                    "kind": "epoch",
+                    "time": time.time(),
+                    "stage": row.stage,
+                    "epoch": row.epoch,
+                    "step": row.step,
+                    "metrics": values,
+                    "rank_metrics": dict(point.local),
+                }
+            )
 
     def _snapshot(self, stage: Stage, step: int) -> ProgressSnapshot:
         total, done = stage._loop.total_steps(), stage.steps_done - self._first_step

@@ -24,7 +24,7 @@ class Ema:
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
-        if not 0 < decay < 1:
+        if not isinstance(decay, float) or not 0 < decay < 1:
             raise UsageError(
                 f"ema={decay!r} is not a valid decay: give a number between 0 and 1, such as 0.999"
             )

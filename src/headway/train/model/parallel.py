@@ -185,6 +185,8 @@ def prepare(
     activation_checkpointing: Blocks,
 ) -> RegisteredModel:
     """Moves a model to this rank's device, wraps and compiles it."""
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"model {name!r} is of type {type(module).__name__}: register a torch.nn.Module")
     module = module.to(world.device)
     if sync_batchnorm and world.world_size > 1:
         if world.device.type == "cpu":

@@ -1,15 +1,71 @@
-"""Learning rates: warm-up with cosine decay, and scaling with the global batch size."""
+"""Learning rates: when schedulers step, warm-up with cosine decay, and scaling with the global batch size."""
 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, final
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from headway import dist
 from headway.errors import UsageError
+
+SchedulerLike: TypeAlias = LRScheduler | Callable[[Optimizer], LRScheduler]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """A learning-rate scheduler, and when it steps."""
+
+    scheduler: LRScheduler
+    optimizer: Optimizer
+    every: Literal["step", "epoch"]
+    monitor: str | None
+
+    def end_epoch(self, values: Mapping[str, Any]) -> None:
+        """Steps a scheduler that steps after each epoch; one that needs a metric, if the epoch has it."""
+        if self.every == "step":
+            return
+        if self.monitor is None:
+            self.scheduler.step()
+        elif self.monitor in values:
+            self.scheduler.step(values[self.monitor])
+
+
+def make_schedule(
+    name: str,
+    optimizer: Optimizer,
+    scheduler: SchedulerLike | None,
+    *,
+    every: Literal["step", "epoch"],
+    monitor: str | None,
+) -> Schedule | None:
+    """Returns the schedule of the optimizer that is registered as `name`; None if it has no scheduler."""
+    if every not in ("step", "epoch"):
+        raise UsageError(f'every={every!r} is unknown: use "step" or "epoch"')
+    if scheduler is None:
+        return None
+    made: object = scheduler
+    if not isinstance(made, LRScheduler) and callable(scheduler):
+        made = scheduler(optimizer)
+    if not isinstance(made, LRScheduler):
+        raise UsageError(
+            f"the scheduler of optimizer {name!r} is {made!r:.80}: give a scheduler, or a function that makes one from "
+            "the optimizer"
+        )
+    if isinstance(made, ReduceLROnPlateau):
+        every = "epoch"
+        if monitor is None:
+            raise UsageError(
+                f"the scheduler of optimizer {name!r} needs a metric: pass its name, such as monitor='val/loss'"
+            )
+    if monitor is not None and every == "step":
+        raise UsageError(f'monitor={monitor!r} needs every="epoch": pass both, or leave out monitor')
+    return Schedule(scheduler=made, optimizer=optimizer, every=every, monitor=monitor)
 
 
 def warmup_cosine(optimizer: Optimizer, *, warmup: int, total: int, floor: float = 0.0) -> LambdaLR:
