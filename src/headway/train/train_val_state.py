@@ -466,7 +466,7 @@ class TrainValState(LoopState):
     def epoch_values(self) -> dict[str, Any]:
         values = super().epoch_values() | self._val_values
         self._val_values = {}
-        if self.settings.val_interval is None or self.stage.val_dataset() is None:
+        if self.val_metrics and (self.settings.val_interval is None or self.stage.val_dataset() is None):
             return compute_metrics(self.val_metrics, values)  # the user validates
         return values
 

@@ -43,7 +43,7 @@ class TensorGroup:
         self._hooked: dict[int, Tensor] = {}
         self._whole_already: set[str] = set()
         self._compares_parts = True
-        for name in self._summed:
+        for name in self._summed if self.size > 1 else ():
             owner, _, attribute = name.rpartition(".")
             hook = partial(self._sum_gradient_of, name, attribute)
             module.get_submodule(owner).register_forward_pre_hook(hook)
