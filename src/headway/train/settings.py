@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Real
 from pathlib import Path
 from typing import Literal, TypedDict, final
+
+import numpy as np
 
 from headway.errors import UsageError
 from headway.system.interval import Interval
@@ -27,7 +28,7 @@ def check_whole(name: str, value: object) -> None:
 
 def check_norm(name: str, norm: object) -> None:
     """Raises `UsageError` unless the value of a setting is a norm to clip gradients to, or None."""
-    if norm is not None and not (isinstance(norm, Real) and not isinstance(norm, bool) and norm > 0):
+    if norm is not None and not (isinstance(norm, int | float | np.number) and norm is not True and norm > 0):
         raise UsageError(f"{name}={norm!r}: give a norm above 0, or None for no clipping")
 
 
