@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -12,13 +13,18 @@ from headway.run.status import status
 from headway.schedulers.base import Queue
 
 from .bench import Cluster
-from .jobs import SCRIPTS, Result, Submitted, local_result, submit
+from .jobs import HEADWAY, SCRIPTS, Result, Submitted, local_result, submit
 from .test_submit import STOPS, project
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 FIT = SCRIPTS / "fit.py"
 TWO_NODES = ("--nodes", "2", "--ntasks-per-node", "1")
+DEAF = """
+import os, signal, time
+for number in (signal.SIGUSR2, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)
+while "SLURM_RESTART_COUNT" not in os.environ: time.sleep(0.05)
+"""
 FULL = os.environ.get("HEADWAY_FAULTS") == "full"
 
 
@@ -63,12 +69,14 @@ def test_its_time_is_over_and_another_is_cancelled(one_cluster: Cluster, undistu
     """The limit is a minute, and SLURM looks every half: with this lead the ranks hear of it after 10 to 40 seconds.
 
     A `Pipeline` also looks at the clock itself; a plain script knows of its end by SLURM's signal alone.
-    Meanwhile another job is cancelled: it saves and stays away.
+    One that ignores it runs into its limit, where SLURM would end it for good. Meanwhile another job is cancelled: it
+    saves and stays away.
     """
     cluster, a_minute = one_cluster, ("--time", "1", "--signal-lead", "20")
     (late,) = submit(cluster, FIT, "1.0", options=(*TWO_NODES, *a_minute))
-    project(cluster, stops=STOPS)
+    project(cluster, stops=STOPS, deaf=DEAF)
     (plain,) = submit(cluster, "stops.py", "1", options=a_minute)
+    (deaf,) = submit(cluster, "deaf.py", options=a_minute)
     (job,) = submit(cluster, FIT, "0.3", options=TWO_NODES)
     job.until_step(7)
     cluster.run(["scontrol", "update", f"jobid={job.job}", "requeue=1"], check=True)
@@ -88,8 +96,10 @@ def test_its_time_is_over_and_another_is_cancelled(one_cluster: Cluster, undistu
     assert cluster.restarts(late.job) >= 1
     assert late.attempts()[0][0] == "stopped"
 
-    assert plain.wait() == "COMPLETED", plain.log
-    assert cluster.restarts(plain.job) == 1
+    for each in (plain, deaf):
+        assert each.wait() == "COMPLETED", each.log
+        assert cluster.restarts(each.job) == 1
+    assert "the time limit of the job came before its ranks had stopped" in deaf.log
 
 
 def test_nodes_are_lost(impatient_cluster: Cluster, undisturbed: Result, tmp_path: Path) -> None:
@@ -121,6 +131,36 @@ def test_nodes_are_lost(impatient_cluster: Cluster, undisturbed: Result, tmp_pat
     for job in (crashed, cut):
         assert not (job.path / "failure.json").exists(), "what the old attempt says is not about the new one"
         assert status(Run.open(job.path), Queue()).state == "done", "nor how its job script ended"
+
+
+def test_a_step_that_outlives_its_agents_is_ended(one_cluster: Cluster, undisturbed: Result) -> None:
+    """srun waits for ever where the process is gone by which SLURM knows a task, and for a node that crashed and is
+    back before SLURM misses it."""
+    cluster = one_cluster
+    (orphan,) = submit(cluster, FIT, "0.3", options=(*TWO_NODES, "--exclusive"))
+    (back,) = submit(cluster, FIT, "0.3", options=(*TWO_NODES, "--exclusive"))
+    for job in (orphan, back):
+        job.until_step(3)
+    assert (nodes_of(orphan), nodes_of(back)) == ("n[1-2]", "n[3-4]")
+    assert cluster.node("n2").run("pkill", "-KILL", "slurmstepd").returncode == 0
+    cluster.node("n4").crash()
+    cluster.node("n4").start()
+    held = f"SLURM job {back.job} still holds its nodes"
+    back.until(lambda: held in listed(back)["why"], "what headway runs says", timeout=30)
+    assert listed(back)["state"] == "running" and "attempt 1 is failed: rank 1" in listed(back)["why"]
+    assert orphan.wait() == "COMPLETED", orphan.log
+    assert orphan.result() == undisturbed and orphan.attempts() == [("done", 0)]
+    assert back.wait() == "COMPLETED", back.log
+    assert back.result() == undisturbed and cluster.restarts(back.job) == 1
+    assert [status for status, _ in back.attempts()] == ["failed", "done"]
+    assert "the agent on n4 left no record" in back.log, back.log
+
+
+def listed(job: Submitted) -> dict[str, str]:
+    """The run as `headway runs` lists it."""
+    done = job.cluster.run([HEADWAY, "runs", "--json", "--root", job.path.parent], check=True)
+    (row,) = [row for row in json.loads(done.stdout) if row["id"] == job.path.name]
+    return row  # type: ignore[no-any-return]
 
 
 def nodes_of(job: Submitted) -> str:

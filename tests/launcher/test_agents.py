@@ -21,7 +21,7 @@ from headway.errors import RankFailure
 from headway.launcher.agent import environment, team as teams
 from headway.launcher.agent.agent import Agent
 from headway.launcher.agent.environment import cpu_shares, kernel_caches, private_directory, split_cpus
-from headway.launcher.agent.team import Team, place_ranks
+from headway.launcher.agent.team import LaunchRecords, Team, place_ranks
 from headway.launcher.epilogue import read_outcome
 
 AGENT = [sys.executable, "-m", "headway", "agent"]
@@ -82,9 +82,10 @@ def test_who_says_first_how_it_ended_decides(tmp_path: Path) -> None:
 
 def test_the_script_reads_the_last_round(tmp_path: Path) -> None:
     launch = tmp_path / "5-0"
-    assert read_outcome(launch, 2, 0)["exit_code"] == 1, "srun said 0, but nobody knows of an end"
-    assert read_outcome(launch, 2, 143)["exit_code"] == 1, "nor of having been told to go"
-    early = read_outcome(launch, 2, 128 + signal.SIGUSR2)
+    records = LaunchRecords(launch, size=2)
+    assert read_outcome(records, 0)["exit_code"] == 1, "srun said 0, but nobody knows of an end"
+    assert read_outcome(records, 143)["exit_code"] == 1, "nor of having been told to go"
+    early = read_outcome(records, 128 + signal.SIGUSR2)
     assert early["exit_code"] == 75, "a stop request that came before the agents could hear it"
     agents = [Team(launch, number=number, size=2) for number in range(2)]
     _gather(agents, [1, 1])
@@ -94,15 +95,15 @@ def test_the_script_reads_the_last_round(tmp_path: Path) -> None:
         if code:
             agents[0].conclude({"exit_code": code, "record": None})
         agents[0].mark_ended(code)
-    assert read_outcome(launch, 2, 0)["exit_code"] == 1, "one agent has not said how it ended"
+    assert read_outcome(records, 0)["exit_code"] == 1, "one agent has not said how it ended"
     agents[1].mark_ended(0)
-    assert read_outcome(launch, 2, 143)["exit_code"] == 0, "all ended well, whatever srun says"
+    assert read_outcome(records, 143)["exit_code"] == 0, "all ended well, whatever srun says"
     agents[0].mark_ended(143)
-    assert read_outcome(launch, 2, 143)["exit_code"] == 143, "all had to go"
+    assert read_outcome(records, 143)["exit_code"] == 143, "all had to go"
     (launch / "round-10" / "ended-00001.json").unlink()
-    assert read_outcome(launch, 2, 143)["exit_code"] == 1, "one of them has died, and so the other had to go"
+    assert read_outcome(records, 143)["exit_code"] == 1, "one of them has died, and so the other had to go"
     agents[0].conclude({"exit_code": 75, "record": None})
-    assert read_outcome(launch, 2, 143)["exit_code"] == 75, "there is a checkpoint"
+    assert read_outcome(records, 143)["exit_code"] == 75, "there is a checkpoint"
 
 
 # ---- what a rank finds

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,9 @@ import pytest
 from headway.errors import HeadwayError
 from headway.launcher import epilogue
 from headway.launcher.agent.outcome import first_failure, record_failure
-from headway.launcher.agent.team import Team
+from headway.launcher.agent.team import LaunchRecords, Team
 from headway.launcher.program import JobFile, Program
+from headway.launcher.step import Step, StepEnd
 from headway.launcher.targets import Slurm
 from headway.run import Run
 from headway.run.status import status
@@ -104,16 +108,74 @@ def test_a_cause_is_said_though_it_cannot_be_written(
     assert json.loads((tmp_path / "failure.json").read_text()) == gone, "for the other agents"
 
 
+# ---- what the job script sees of the step
+
+
+class Srun:
+    """A child process in place of srun, and the records of the two agents for which it waits."""
+
+    def __init__(self, directory: Path) -> None:
+        self.process = subprocess.Popen(["sleep", "100"])
+        self.agents = [Team(directory, number=number, size=2) for number in range(2)]
+        self.step = Step(self.process.pid, LaunchRecords(directory, size=2), over_s=0.3)
+        for agent in self.agents:
+            agent.begin_round(0)
+
+    @property
+    def runs(self) -> bool:
+        return Path(f"/proc/{self.process.pid}").exists()
+
+
+@pytest.fixture
+def srun(tmp_path: Path) -> Iterator[Srun]:
+    srun = Srun(tmp_path / "launch")
+    yield srun
+    srun.process.kill()
+    srun.process.wait()
+
+
+def test_a_step_that_outlives_its_agents_is_ended(srun: Srun) -> None:
+    for agent in srun.agents:
+        agent.mark_ended(0)
+    assert srun.step.wait() == StepEnd(status=143)
+    assert not srun.runs
+
+
+def test_an_agent_without_a_record_is_lost_once_another_has_failed(srun: Srun) -> None:
+    srun.agents[0].mark_ended(0)
+    looks = iter([False] * 5)
+    assert srun.step.wait(until=lambda: next(looks, True)) == StepEnd(status=None), "it may still be training"
+    srun.agents[0].conclude({"exit_code": 1, "record": None})
+    assert srun.step.wait() == StepEnd(status=143, lost=(1,))
+
+
+def test_another_round_is_not_the_end(srun: Srun) -> None:
+    srun.agents[0].conclude({"exit_code": 1, "record": None})
+    srun.agents[1].begin_round(1)
+    looks = iter([False] * 8)
+    assert srun.step.wait(until=lambda: next(looks, True)) == StepEnd(status=None)
+
+
+def test_a_stop_of_all_agents_waits_for_no_step(srun: Srun) -> None:
+    srun.agents[0].conclude({"exit_code": 75, "record": None})
+    for agent in srun.agents:
+        agent.mark_ended(75)
+    assert srun.step.wait() == StepEnd(status=None)
+    assert srun.runs, "the scheduler ends it with the job"
+
+
 # ---- what the job script does about it
 
 
-def ended(run: Run, code: int, target: Slurm, *, attempt: int = 0) -> int:
-    """The last line of the job script, after an agent has ended with this code."""
+def ended(run: Run, code: int, target: Slurm, *, attempt: int = 0, step: Sequence[str] = ("0",)) -> int:
+    """The last line of the job script, after the first agent has ended with this code."""
     JobFile(program=Program(command=["train"]), target=target).write(run)
-    team = Team(run.launch_dir / f"7-{attempt}", number=0, size=1)
+    team = Team(run.launch_dir / f"7-{attempt}", number=0, size=target.nodes)
     team.begin_round(0)
+    if code in (1, 75):
+        team.conclude({"exit_code": code, "record": None})
     team.mark_ended(code)
-    return epilogue.main(str(run.path), "0")
+    return epilogue.main(str(run.path), *step)
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, **answers: tuple[int, str, str]) -> list[Any]:
@@ -144,6 +206,52 @@ def test_only_what_was_stopped_is_queued_again(
     assert ended(run, code, Slurm()) == code
     assert [command[:3] for command in asked] == ([("scontrol", "requeue", "7")] if requeued else [])
     assert json.loads(run.ended_file.read_text())["exit_code"] == code
+
+
+@pytest.mark.usefixtures("start")
+@pytest.mark.parametrize(("code", "requeued"), [(1, True), (86, False)])
+def test_a_lost_node_does_not_end_the_run(
+    code: int, requeued: bool, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It crashed and was back before SLURM missed it: SLURM would have started the job again."""
+    asked = answering(monkeypatch, scontrol=DONE)
+    lost = StepEnd(status=143, lost=(1,))
+    monkeypatch.setattr(epilogue.Step, "wait", lambda *_, **__: lost)
+    assert ended(run, code, Slurm(nodes=2), step=("--step", "1")) == code
+    assert "headway: the agent on node 1 left no record" in capsys.readouterr().err
+    assert [command[:3] for command in asked] == ([("scontrol", "requeue", "7")] if requeued else [])
+
+
+@pytest.mark.usefixtures("start")
+@pytest.mark.parametrize(
+    ("code", "reason", "requeued", "expected"),
+    [
+        pytest.param(None, "TimeLimit", True, 143, id="the time is over before the ranks have stopped"),
+        pytest.param(75, "TimeLimit", True, 75, id="or before the job could be queued again"),
+        pytest.param(0, "TimeLimit", False, 0, id="or when the run is done"),
+        pytest.param(75, "None", False, 143, id="the job is cancelled"),
+        pytest.param(None, "None", False, 143, id="the job is cancelled before the ranks have stopped"),
+    ],
+)
+def test_the_end_of_the_time_does_not_end_the_run(
+    code: int | None, reason: str, requeued: bool, expected: int, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = answering(monkeypatch, scontrol=DONE, squeue=(0, f"{reason}\n", ""))
+
+    def wait(_: Step, until: Callable[[], object]) -> StepEnd:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert until()
+        return StepEnd(status=None)
+
+    monkeypatch.setattr(epilogue.Step, "wait", wait)
+    if code is None:
+        JobFile(program=Program(command=["train"]), target=Slurm()).write(run)
+        assert epilogue.main(str(run.path), "--step", "1") == expected
+    else:
+        assert ended(run, code, Slurm(), step=("--step", "1")) == expected
+    assert ("scontrol", "requeue", "7") in [command[:3] for command in asked] or not requeued
+    assert run.ended_file.exists() == (reason == "TimeLimit")
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ from headway.dist import World, group
 from headway.errors import NoValidCheckpoint, RunLocked, Stopped, StorageError
 from headway.record import recording
 from headway.run import Run
+from headway.system import files
 
 Lines = Callable[..., list[str]]
 
@@ -95,6 +97,24 @@ def test_how_it_ended(run: Run, world: World, error: BaseException, status: str,
     assert (attempt["status"], attempt["exit_code"]) == (status, code)
 
 
+@pytest.mark.parametrize(
+    "error", [StorageError("the save failed"), Stopped("with a checkpoint"), ValueError("x")]
+)
+def test_an_end_that_cannot_be_written_does_not_replace_its_cause(
+    run: Run, world: World, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_space(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(type(error)) as caught, recording(run, world):
+        monkeypatch.setattr(files, "write_atomic", no_space)
+        raise error
+    assert caught.value is error
+    monkeypatch.undo()
+    with pytest.raises(StorageError, match="could not end attempt 2"), recording(run, world):
+        monkeypatch.setattr(files, "write_atomic", no_space)
+
+
 def test_a_forked_child_does_not_end_the_attempt(run: Run, world: World) -> None:
     class InTheChild(Exception):
         pass
@@ -136,6 +156,7 @@ import headway as hw
 from headway import record
 from headway.dist.group import current
 from headway.run import Run
+from headway.system import files
 world = hw.init(device="cpu")
 run = Run.open(sys.argv[1])
 config = {"tracker": {"api_key": "canary-config", "url": "https://me:canary-url@host"}}

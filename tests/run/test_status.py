@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,37 @@ def test_a_job_that_is_queued_again_is_queued_whatever_its_last_attempt_says(run
     assert state(run) == ("stopped", "")
     run.begin_attempt(world={})  # the note of its earlier end does not speak for the new attempt
     assert state(run, slurm(j12=("NODE_FAIL", ""))) == ("failed", "a node failed")
+
+
+def test_a_job_that_outlives_its_attempt_says_so(run: Run) -> None:
+    """srun may wait for a node that crashed and came back: the run is over, and its nodes are kept."""
+    submitted(run, job_id="12")
+
+    def running_since(seconds: float) -> Queue:
+        started = datetime.fromtimestamp(time.time() - seconds).isoformat(timespec="seconds")
+        return Queue(statuses={("slurm", "12"): job_status("RUNNING", "", started)})
+
+    number = run.begin_attempt(world={})
+    with run.lock():
+        assert state(run, running_since(9)) == ("running", ""), "it trains"
+    run.write_failure({"rank": 1, "step": 7, "error": "is gone"})
+    held = "SLURM job 12 still holds its nodes"
+    by_its_record = ("running", f"attempt 1 is failed: rank 1 at step 7: is gone; {held}")
+    assert state(run, running_since(9)) == by_its_record, "rank 0 was killed before it could record its end"
+    run.end_attempt(number, status="failed", exit_code=1)
+    assert state(run, running_since(9)) == by_its_record
+    assert state(run, running_since(-9)) == ("running", ""), "the attempt is that of an earlier start"
+    run.failure_file.unlink()
+    run.end_attempt(run.begin_attempt(world={}), status="done", exit_code=0)
+    assert state(run, running_since(9)) == ("running", f"attempt 2 is done; {held}")
+
+
+def test_a_stop_that_came_too_late_has_a_reason(run: Run) -> None:
+    submitted(run, job_id="12")
+    run.end_attempt(run.begin_attempt(world={}), status="stopped", exit_code=75)
+    assert state(run, slurm(j12=("TIMEOUT", ""))) == ("stopped", "ran into its time limit")
+    record_end(run, 75)
+    assert state(run, slurm(j12=("TIMEOUT", ""))) == ("stopped", "ran into its time limit")
 
 
 def test_a_scheduler_that_does_not_answer_is_no_evidence(run: Run) -> None:

@@ -52,7 +52,6 @@ def test_values() -> None:
     assert environment.directory(environment.DATA, environ) is None
     assert not environment.is_on(environment.LEDGER, environ)
     assert environment.watchdog_s(5.0, environ) == 1000 and environment.watchdog_s(5.0, {}) == 5
-    assert environment.is_supervised({"HEADWAY_RENDEZVOUS": "/x"}) and not environment.is_supervised({})
 
 
 @pytest.mark.parametrize(

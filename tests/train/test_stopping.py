@@ -207,13 +207,24 @@ def test_the_end_of_the_jobs_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         def step(self, batch: Any) -> Tensor:
             if self.pipe.steps_done == 4:
                 assert not current().agreement.decided
-                self.pipe._keeper._lead_time.save_s = 20.0  # type: ignore[union-attr]  # 1.5 x 20 s
+                self.pipe._keeper._lead_time.save_s = 20.0  # type: ignore[union-attr]  # twice
                 wait_for_the_word()
             return super().step(batch)
 
     pipe = make(tmp_path, Slow(), every="1h")
     with pytest.raises(Stopped, match="stopped by the end of the job's time after step 5"):
         pipe.run()
+
+    class Later(Traced):
+        def step(self, batch: Any) -> Tensor:
+            if self.pipe.steps_done == 6:
+                wait_for_the_word()
+            return super().step(batch)
+
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 30))
+    pipe.directory.ended_file.write_text('{"exit_code": 75, "time": "2026", "exit_s": 30.0}')
+    with pytest.raises(Stopped, match="stopped by the end of the job's time"):
+        make(tmp_path, Later(), every="1h").run()  # the last job took so long to queue itself again
 
 
 @ranks(2)

@@ -1,81 +1,145 @@
 """What a job does when its ranks have ended: report why, and queue itself again if it was only stopped.
 
-The job script calls it as its last command, so its exit code is the job's. It is reached only if the ranks ended by
-themselves: on a cancel, a requeue by others or the time limit, the scheduler ends this process, too. So a requeue from
-here never competes with the scheduler's.
+The job script calls it as its last command, so its exit code is the job's: with the exit status of the agents' step, or
+with the step's process while that runs. Then it is there before the ranks end, when every second counts, and ends a
+step that outlives its agents. On a cancel and a requeue by others the scheduler ends this process, too, and it has no
+say. At the time limit the scheduler would end the job for good, and so a job that is not over is queued again.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import shutil
+import signal
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from headway.dist.control.signals import STOP_REQUESTS
-from headway.errors import DONE, TERMINATED, HeadwayError, Stopped
-from headway.launcher.agent.outcome import summary
+from headway.errors import (
+    DONE,
+    TERMINATED,
+    HeadwayError,
+    NoProgress,
+    NoValidCheckpoint,
+    Stopped,
+    StorageError,
+)
+from headway.launcher.agent.outcome import is_crash, summary
+from headway.launcher.agent.team import LaunchRecords
 from headway.launcher.program import JobFile
+from headway.launcher.step import Step, StepEnd
 from headway.launcher.submission import submit_successor
 from headway.run import Run
 from headway.run.status import record_end
 from headway.system.environment import EARLIER_STARTS
-from headway.system.log import install_handler, logger
+from headway.system.log import install_handler, logger, print_last
+
+_RESTART_S = 60.0
+"""how long agents may take to agree on another round"""
+_KEPT_CODES = tuple(each.exit_code for each in (StorageError, Stopped, NoValidCheckpoint, NoProgress))
+"""exit codes of agents that say what to do next, and with which their step ends, too"""
+_TIMED_OUT = (
+    "the time limit of the job came before its ranks had stopped: the next start resumes from the newest checkpoint; "
+    "give them more time by --signal-lead"
+)
 
 
-def main(path: str, status: str) -> int:
-    """Returns the exit code of the job in whose script this runs; `status` is that of the agents' step."""
+def main(path: str, status: str, pid: str | None = None) -> int:
+    """Returns the exit code of the job in whose script this runs.
+
+    `status` is that of the agents' step, or the word `--step`, and `pid` the step's process, a child of this one.
+    """
     install_handler()
+    with _noting_termination() as signals:
+        try:
+            run = Run.open_private(path)
+            job = JobFile.read(run)
+            records = LaunchRecords(job.launch_directory(run, os.environ), size=job.target.nodes)
+            end = StepEnd(status=int(status)) if pid is None else _wait(int(pid), job, records, signals)
+
+            @cache
+            def timed_out() -> bool:  # asked once: between SIGTERM and SIGKILL there is little time
+                return job.target.scheduler.timed_out(job.ids(os.environ))
+
+            def is_cancelled() -> bool:
+                return bool(signals) and not timed_out()
+
+            return TERMINATED if is_cancelled() else _finish(run, job, records, end, is_cancelled)
+        except HeadwayError as error:
+            logger.error(error)
+            return error.exit_code
+
+
+@contextmanager
+def _noting_termination() -> Iterator[list[int]]:
+    """Collects SIGTERM instead of ending by it: at the time limit there is still something to do."""
+    signals: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
     try:
-        run = Run.open_private(path)
-        job = JobFile.read(run)
-        directory = job.launch_directory(run, os.environ)
-        outcome = read_outcome(directory, job.target.nodes, int(status))
-        shutil.rmtree(directory, ignore_errors=True)  # an agent on a lost node may still be writing there
-        code = int(outcome["exit_code"])
-        if run.was_replaced():  # this node was cut off, and the scheduler could not end us
-            label = job.target.scheduler.label
-            logger.warning("%s has started this job again meanwhile; this start leaves the run to it", label)
-            return code
-        if code:
-            print(summary(outcome, job.target.nproc), end="", file=sys.stderr, flush=True)
-        record = outcome.get("record") or {}
+        yield signals
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _wait(pid: int, job: JobFile, records: LaunchRecords, signals: Sequence[int]) -> StepEnd:
+    spare_s = _RESTART_S if job.target.max_restarts else 0.0
+    return Step(pid, records, spare_s=spare_s).wait(until=lambda: signals)
+
+
+def _finish(
+    run: Run, job: JobFile, records: LaunchRecords, end: StepEnd, is_cancelled: Callable[[], bool]
+) -> int:
+    """Reports how the launch ended, and queues the job again if it is not over."""
+    outcome = read_outcome(records, end.status)
+    lost = ", ".join(records.host(number) for number in end.lost)
+    shutil.rmtree(records.directory, ignore_errors=True)  # an agent on a lost node may still be writing there
+    code = int(outcome["exit_code"])
+    if run.was_replaced():  # this node was cut off, and the scheduler could not end us
+        label = job.target.scheduler.label
+        logger.warning("%s has started this job again meanwhile; this start leaves the run to it", label)
+        return code
+    if lost:
+        logger.error(
+            "the agent on %s left no record, and the job's step waited for it: the step was ended", lost
+        )
+    record = outcome.get("record") or {}
+    try:
         if not record.get("locked_out"):  # else the run is another job's, which may have ended meanwhile
             record_end(run, code, error=record.get("sentence"))
-        if code in (Stopped.exit_code, TERMINATED):
-            logger.info(requeue(run, job, os.environ))
-        return code
-    except HeadwayError as error:
-        logger.error(error)
-        return error.exit_code
+    except StorageError as error:  # it may be the cause itself; the job ends by that, and not by this
+        logger.error("%s", error)
+    if code:
+        print_last(summary(outcome, job.target.nproc))
+    is_over = code not in (Stopped.exit_code, TERMINATED) and not (lost and is_crash(outcome))
+    if not is_over and not is_cancelled():
+        logger.info(requeue(run, job, os.environ))
+    return code
 
 
-def read_outcome(directory: Path, agents: int, status: int) -> dict[str, Any]:
-    """How the launch ended, from what its agents have left in `directory`; `status` is that of their step."""
-    rounds = [entry for entry in directory.glob("round-*") if re.fullmatch(r"round-\d+", entry.name)]
-    last = max(rounds, key=lambda entry: int(entry.name.partition("-")[2]), default=directory / "round-0")
-    outcome: dict[str, Any] = {"exit_code": 0, "record": None}
-    with suppress(FileNotFoundError):
-        outcome = json.loads((last / "outcome.json").read_bytes())
-    ends = [json.loads(file.read_bytes())["exit_code"] for file in last.glob("ended-*.json")]
-    code = outcome["exit_code"] or max(ends, default=0)
+def read_outcome(records: LaunchRecords, status: int | None) -> dict[str, Any]:
+    """How the launch ended, from what its agents have left; `status` is that of their step, None if it still runs."""
+    outcome: dict[str, Any] = records.outcome() or {"exit_code": 0, "record": None}
+    ends = records.ends()
+    code = outcome["exit_code"] or max(ends.values(), default=0)
     # srun ends all agents by SIGTERM when one of them fails, as SLURM does when the job must go: only in the second
     # case does each of them leave a record
-    if code not in (DONE, TERMINATED) or len(ends) == agents:
+    if code not in (DONE, TERMINATED) or len(ends) == records.size:
         return outcome | {"exit_code": code}
+    if status is None:
+        return {"exit_code": TERMINATED, "record": {"sentence": _TIMED_OUT}}
     # an agent that had only just been started had no handler yet, and the signal ended it
     if status - 128 in STOP_REQUESTS:
         sentence = "stopped before the ranks had started"
         return {"exit_code": Stopped.exit_code, "record": {"sentence": sentence}}
+    if status in _KEPT_CODES:  # the disk may be full, so that no agent could record its end
+        return {"exit_code": status, "record": None}
     logger.error(
         "%d of %d node agents recorded how they ended; their step's exit status is %d",
         len(ends),
-        agents,
+        records.size,
         status,
     )
     return {"exit_code": 1, "record": None}

@@ -14,11 +14,12 @@ from headway.dist import World
 from headway.dist.collective import from_root
 from headway.dist.failure.record import FailureRecord
 from headway.dist.shared_run import at_failure, use_run, use_terminal
-from headway.errors import DONE, INTERRUPTED, HeadwayError, RunLocked, Stopped
+from headway.errors import DONE, INTERRUPTED, HeadwayError, RunLocked, Stopped, StorageError
 from headway.record import diagnostics, screen
 from headway.record.rank_logs import RankLog, rank_log
 from headway.run import Run
 from headway.run.lock import RunLock
+from headway.system.log import logger
 
 
 @final
@@ -120,4 +121,9 @@ def _numbered(run: Run, world: World) -> Iterator[int]:
             raise
         finally:
             if os.getpid() == pid:  # a forked child that leaves the block must not end the attempt
-                end(*ending(error))
+                try:
+                    end(*ending(error))
+                except StorageError as unwritten:
+                    if error is None:
+                        raise
+                    logger.error("%s", unwritten)  # the cause is the error that ends the attempt

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Literal, final
 
@@ -20,7 +20,7 @@ from headway import schedulers
 from headway.errors import INTERRUPTED, TERMINATED, Stopped
 from headway.run import Run, lock
 from headway.run.info import read_json
-from headway.schedulers.base import JobIds, Queue
+from headway.schedulers.base import JobIds, JobStatus, Queue
 from headway.system import files
 from headway.system.locks import ProcessIdentity
 
@@ -66,9 +66,10 @@ def status(run: Run, queue: Queue, info: Mapping[str, Any] | None = None) -> Sta
 def _status(run: Run, queue: Queue, info: Mapping[str, Any], submitted: Mapping[str, Any]) -> Status:
     job = JobIds.from_submission(submitted)
     in_queue = queue.find(job) if job else None
-    if in_queue and not in_queue.is_over:
-        return Status(state=in_queue.state, why=in_queue.why)
     attempts = info["attempts"]
+    if job and in_queue and not in_queue.is_over:
+        held = _held_after_the_end(run, job, in_queue, attempts[-1]) if attempts else None
+        return held or Status(state=in_queue.state, why=in_queue.why)
     recorded = _recorded_status(run, attempts[-1]) if attempts else None
     process = _process(submitted) if "pid" in submitted else None
     for sign in (recorded, process):
@@ -76,6 +77,9 @@ def _status(run: Run, queue: Queue, info: Mapping[str, Any], submitted: Mapping[
             return sign
     ended = read_json(run.ended_file)
     of_an_earlier_start = ended and attempts and ended["time"] < attempts[-1]["started"]
+    why = in_queue.why if in_queue and in_queue.state == "failed" else ""  # such as its time limit
+    if recorded and recorded.state in _RECORDED_ENDS and not recorded.why:
+        recorded = replace(recorded, why=why)
     if ended and not of_an_earlier_start:
         return recorded if recorded and recorded.state in _RECORDED_ENDS else _by_exit_code(run, ended)
     if recorded and recorded.state != "lost":
@@ -85,6 +89,21 @@ def _status(run: Run, queue: Queue, info: Mapping[str, Any], submitted: Mapping[
     if job and recorded is None:
         return Status(state="lost", why=f"{schedulers.describe(job)} is no longer known, and left no record")
     return recorded or process or Status(state="new")
+
+
+def _held_after_the_end(
+    run: Run, job: JobIds, in_queue: JobStatus, attempt: Mapping[str, Any]
+) -> Status | None:
+    """Returns the status of a job that runs although its attempt has ended; None if the attempt may not be its own."""
+    begin = datetime.fromisoformat(attempt["started"]).timestamp()
+    if in_queue.state != "running" or in_queue.started is None or begin < in_queue.started:
+        return None
+    recorded = _recorded_status(run, attempt)
+    if recorded.state == "running":
+        return None
+    how = f"{recorded.state}: {recorded.why}" if recorded.why else recorded.state
+    why = f"attempt {attempt['number']} is {how}; {schedulers.describe(job)} still holds its nodes"
+    return Status(state="running", why=why)
 
 
 def _recorded_status(run: Run, attempt: Mapping[str, Any]) -> Status:
@@ -143,6 +162,26 @@ def record_end(run: Run, code: int, *, error: str | None = None) -> None:
     """
     if not run.is_ours():
         return
-    facts = {"exit_code": code, "time": datetime.now(UTC).isoformat(timespec="milliseconds"), "error": error}
+    now = datetime.now(UTC)
+    facts = {
+        "exit_code": code,
+        "time": now.isoformat(timespec="milliseconds"),
+        "error": error,
+        "exit_s": _since_last_attempt(run, now),
+    }
     with files.storage(f"write {run.ended_file}"):
         files.write_atomic(run.ended_file, json.dumps(facts).encode())
+
+
+def exit_seconds(run: Run) -> float:
+    """Returns how long the last job took from the end of its attempt to the record of its own end; 0 if unknown.
+
+    So long before its time limit must a job have saved: ranks and agents end, and only then is it queued again.
+    """
+    return float((read_json(run.ended_file) or {}).get("exit_s") or 0.0)
+
+
+def _since_last_attempt(run: Run, now: datetime) -> float | None:
+    attempts = run.info()["attempts"]
+    ended = attempts[-1]["ended"] if attempts else None
+    return round((now - datetime.fromisoformat(ended)).total_seconds(), 3) if ended else None

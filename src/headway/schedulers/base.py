@@ -106,7 +106,8 @@ class JobRequest:
     agent: Sequence[str]
     """the command that each node runs, with the run directory as its last argument"""
     epilogue: Sequence[str]
-    """the last command of the job, with the run directory and the agents' exit status; its status is the job's"""
+    """the last command of the job, whose status is the job's: with the run directory and the agents' exit status, or
+    with the run directory, `--step` and the pid of the process that runs the agents, a child of this one"""
     prologue: Sequence[str] | None = None
     """a command that each node runs before the agents, with the run directory; if it fails, no agent starts"""
     nodes: int = 1
@@ -136,6 +137,8 @@ class JobStatus:
 
     state: JobState
     why: str = ""
+    started: float | None = None
+    """when it started last, in seconds since 1970; None if that is not known"""
 
     @property
     def is_over(self) -> bool:
@@ -249,6 +252,10 @@ class Scheduler(ABC):
     @abstractmethod
     def is_gone(self, ids: JobIds) -> bool | None:
         """Whether no process of a job is left; False if it is suspended and will come back, None if unknown."""
+
+    def timed_out(self, ids: JobIds) -> bool:  # noqa: ARG002
+        """Whether the scheduler ends this job because its time is over, and not because somebody cancelled it."""
+        return False
 
     # --- for people
 

@@ -48,11 +48,6 @@ EARLIER_STARTS = "HEADWAY_EARLIER_STARTS"
 """how often the run was started by the jobs before this one, where jobs cannot be requeued"""
 
 
-def is_supervised(environ: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether a node agent started this rank and prints why it failed."""
-    return RENDEZVOUS in environ
-
-
 def is_on(name: str, environ: Mapping[str, str] = os.environ, *, default: bool = False) -> bool:
     """Returns whether a variable is on (1, true, yes, on) or off (0, false, no, off); `default` if unset or empty.
 

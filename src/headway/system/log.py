@@ -10,8 +10,9 @@ logger before that; the handler is then left out:
 from __future__ import annotations
 
 import logging
+import os
 import sys
-from contextlib import suppress
+from pathlib import Path
 from typing import final
 
 logger = logging.getLogger("headway")
@@ -22,10 +23,21 @@ class StderrHandler(logging.Handler):
     """Prints messages to what `sys.stderr` is at that moment: a rank log may have replaced it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = self.format(record)
-        with suppress(OSError, ValueError, AttributeError):  # the terminal is gone, closed, or there is none
-            sys.stderr.write(f"headway: {text}\n")
-            sys.stderr.flush()
+        print_last(f"headway: {self.format(record)}\n")
+
+
+def print_last(text: str) -> None:
+    """Prints to standard error, and to nowhere if that takes nothing: the disk behind it may be full.
+
+    Python tries to print again at the exit what it could not, and would replace the exit code by 120.
+    """
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except OSError:  # the terminal is gone, or the disk is full
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
+    except (ValueError, AttributeError):  # it is closed, or there is none
+        pass
 
 
 def install_handler() -> None:

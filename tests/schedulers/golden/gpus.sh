@@ -23,7 +23,7 @@ source env.sh
 run='/data/my runs/x-1'
 # One agent per node starts the ranks there. `--wait=0`: nodes that end early do not hurry the others.
 srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=24 --kill-on-bad-exit=1 --wait=0 \
-  /opt/venv/bin/python -P -m headway agent --run "$run"
+  /opt/venv/bin/python -P -m headway agent --run "$run" &
 # srun's exit status does not say how the run ended; what the agents have left in the run directory does.
-# The status of this last command is the job's.
-exec /opt/venv/bin/python -P -m headway.launcher.epilogue "$run" $?
+# This last command waits for srun, ends it should it outlive the agents, and has the job's exit status.
+exec /opt/venv/bin/python -P -m headway.launcher.epilogue "$run" --step $!

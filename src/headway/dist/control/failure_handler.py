@@ -26,7 +26,7 @@ from headway.dist.roster import RankInfo
 from headway.errors import HeadwayError, Stopped, StorageError
 from headway.run import Run
 from headway.system import files
-from headway.system.environment import RENDEZVOUS, directory, is_supervised
+from headway.system.environment import RENDEZVOUS, directory
 from headway.system.log import logger
 
 _ABORT_TIMEOUT_S = 4.0
@@ -46,6 +46,7 @@ class FailureHandler:
         self.root: RankInfo | None = None
         self.terminal: int | None = None
         """where people look, while this rank's stderr goes to its log file"""
+        self._agent_knows = False  # that is, it has the record, and prints it
         self.callbacks: list[Callable[[FailureRecord], None]] = []
         """called by rank 0 with the first cause, before the ranks exit"""
 
@@ -102,7 +103,7 @@ class FailureHandler:
 
     def on_all_down(self, record: FailureRecord) -> None:
         """Prints the cause on rank 0, when all other ranks have exited: it is the last thing on the screen."""
-        if not is_supervised():  # else the agent prints it
+        if not self._agent_knows:  # else the agent prints it
             sys.stderr.write(format_cause(record, self._launch.world_size, self._failure_file))
         capture.hard_exit(record["exit_code"])
 
@@ -122,7 +123,7 @@ class FailureHandler:
 
     def _exit_without_hub(self, record: FailureRecord) -> None:
         where = self._write(record)
-        if self._launch.rank == 1 and not is_supervised():  # one rank must print it, and only one
+        if self._launch.rank == 1 and not self._agent_knows:  # one rank must print it, and only one
             text = format_cause(record, self._launch.world_size, where)
             os.write(self.terminal if self.terminal is not None else 2, text.encode())
         else:

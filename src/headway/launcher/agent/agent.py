@@ -12,7 +12,6 @@ import itertools
 import math
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -33,8 +32,8 @@ from headway.launcher.agent.process import RankProcess, start_rank
 from headway.launcher.agent.scratch import scratch_directory
 from headway.launcher.agent.team import Outcome, Team
 from headway.launcher.agent.watchdog import Watchdog
-from headway.system import environment
-from headway.system.log import logger
+from headway.system import environment, files
+from headway.system.log import logger, print_last
 
 _POLL_S = 0.02
 _TEAM_POLL_S = 0.5
@@ -145,7 +144,8 @@ class Agent:
 
     def _round(self, team: Team, placement: AgentPlacement, beats: Path) -> Outcome:
         """Starts the ranks, waits for their end, and agrees with the other agents on what it was."""
-        beats.mkdir()
+        with files.storage(f"make {beats}"):
+            beats.mkdir()
         shares = cpu_shares(placement.nproc, self._environ)
         self._ended, self._pids = {}, {}
         for index in range(placement.nproc):
@@ -244,8 +244,9 @@ class Agent:
             timeout_s = math.inf if self._max_restarts else 0  # they may need us for another round
         team.wait_ended(timeout_s, unless=lambda: signal.SIGTERM in self._signals)
         outcome = team.outcome() if code or timeout_s else None
-        if first and self._report and not (managed and code == Stopped.exit_code):
-            print(summary(mine, world_size), end="", file=sys.stderr, flush=True)
+        reports = self._report or team.is_silent
+        if first and reports and not (managed and code == Stopped.exit_code):
+            print_last(summary(mine, world_size))
         if first:
             team.mark_reported()
         elif code and self._report:

@@ -78,7 +78,13 @@ def first_failure(path: Path, ended: Mapping[int, int], pids: Mapping[int, int])
 
 def record_failure(record: FailureRecord, path: Path) -> None:
     """Records what the agent itself has found, unless the ranks were faster."""
-    if files.publish(path, json.dumps(record).encode()):
+    first = True
+    try:
+        with files.storage(f"write {path}"):
+            first = files.publish(path, json.dumps(record).encode())
+    except HeadwayError as error:
+        logger.error("the failure could not be recorded: %s", error)
+    if first:
         _complete(record)
 
 

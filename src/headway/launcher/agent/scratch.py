@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from headway.system import files
 from headway.system.locks import FileLock
 
 _PREFIX = "headway-agent-"
@@ -25,7 +26,8 @@ def scratch_directory() -> Iterator[Path]:
     ...     (directory / "heartbeat-0").mkdir()
     """
     _sweep()
-    directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    with files.storage(f"make a directory in {tempfile.gettempdir()}"):
+        directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
     with FileLock.open_directory(directory) as lock:
         try:
             with suppress(OSError):  # no locks on this file system: then no other agent can sweep, either

@@ -14,18 +14,21 @@ They meet in a directory that all of them can write. Each file has one writer, a
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, final
 
-from headway.errors import RankFailure
+from headway.errors import RankFailure, StorageError
 from headway.launcher.agent.environment import AgentPlacement
+from headway.run.info import read_json
 from headway.system import files, ownership
+from headway.system.log import logger
 
 GATHER_TIMEOUT_S = 3600.0
 """how long agents wait for each other: one of them may have to copy data to its node first"""
@@ -47,6 +50,8 @@ class Team:
         self.number = number
         self.size = size
         self._round = 0
+        self.is_silent = False
+        """whether a record of this agent could not be written: the other agents and the job do not know of its end"""
 
     @property
     def round_dir(self) -> Path:
@@ -84,8 +89,14 @@ class Team:
         _make(self.round_dir)
 
     def conclude(self, outcome: Outcome) -> bool:
-        """Records how this round ended, unless another agent has; returns whether this one was first."""
-        return files.publish(self.round_dir / "outcome.json", json.dumps(outcome).encode())
+        """Records how this round ended, unless another agent has; returns whether this one was first.
+
+        Where that cannot be written, each agent is the first, as far as it knows.
+        """
+        path, first = self.round_dir / "outcome.json", True
+        with self._trying_to_write(path):
+            first = files.publish(path, json.dumps(outcome).encode())
+        return first
 
     def outcome(self) -> Outcome | None:
         """The record of the first agent to fail or stop in this round."""
@@ -97,7 +108,9 @@ class Team:
 
     def mark_ended(self, code: int) -> None:
         """Records for the other agents that the ranks of this one have ended."""
-        self._write(self._ended_file(self.number), {"exit_code": code})
+        path = self._ended_file(self.number)
+        with self._trying_to_write(path):
+            self._write(path, {"exit_code": code})
 
     def wait_ended(self, timeout_s: float, *, unless: Callable[[], bool]) -> None:
         """Waits until the ranks of all agents have ended, at most `timeout_s`: a lost node never records it."""
@@ -110,7 +123,9 @@ class Team:
 
     def mark_reported(self) -> None:
         """Records for the other agents that the end of this round has been printed."""
-        self._write(self.round_dir / "reported.json", {})
+        path = self.round_dir / "reported.json"
+        with self._trying_to_write(path):
+            self._write(path, {})
 
     def wait_reported(self, timeout_s: float) -> None:
         """Waits until the first agent to fail has printed why, at most `timeout_s`: its node may be lost."""
@@ -123,8 +138,9 @@ class Team:
         file = self.round_dir / "restart.json"
         if self.number == 0:
             restart = decide()
-            self._write(file, {"restart": restart})
-            return restart
+            with self._trying_to_write(file):
+                self._write(file, {"restart": restart})
+            return restart and not self.is_silent
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if (decision := self._read(file)) is not None:
@@ -134,7 +150,9 @@ class Team:
 
     def leave(self) -> None:
         """Removes the directory, if this is the last agent to leave it."""
-        self._write(self.directory / f"left-{self.number:05d}.json", {})
+        path = self.directory / f"left-{self.number:05d}.json"
+        with self._trying_to_write(path):
+            self._write(path, {})
         if len(list(self.directory.glob("left-*.json"))) == self.size:
             shutil.rmtree(self.directory, ignore_errors=True)  # two may both be the last
 
@@ -157,15 +175,26 @@ class Team:
         )
 
     def _agent_file(self, number: int) -> Path:
-        return self.directory / f"agent-{number:05d}.json"
+        return self.directory / _agent_name(number)
 
     def _ended_file(self, number: int) -> Path:
-        return self.round_dir / f"ended-{number:05d}.json"
+        return self.round_dir / _ended_name(number)
 
     def _write(self, path: Path, facts: Mapping[str, object]) -> None:
         _make(path.parent)
         with files.storage(f"write {path}"):
             files.write_atomic(path, json.dumps(facts).encode())
+
+    @contextmanager
+    def _trying_to_write(self, path: Path) -> Iterator[None]:
+        """Surrounds records of an end: a disk that takes none must not hide why the ranks ended."""
+        try:
+            with files.storage(f"write {path}"):
+                yield
+        except StorageError as error:
+            if not self.is_silent:
+                logger.error("the end of this agent could not be recorded: %s", error)
+            self.is_silent = True
 
     def _read(self, path: Path) -> dict[str, Any] | None:
         with suppress(FileNotFoundError):
@@ -174,6 +203,46 @@ class Team:
             found: dict[str, Any] = json.loads(ownership.read_private(path))
             return found
         return None
+
+
+@final
+class LaunchRecords:
+    """What the agents of a launch have left in their directory, as others read it: the script of their job.
+
+    >>> LaunchRecords(Path("/tmp/x"), size=2).missing()
+    (0, 1)
+    """
+
+    def __init__(self, directory: Path, *, size: int) -> None:
+        self.directory, self.size = directory, size
+
+    @property
+    def last_round(self) -> Path:
+        rounds = [path for path in self.directory.glob("round-*") if re.fullmatch(r"round-\d+", path.name)]
+        return max(
+            rounds, key=lambda path: int(path.name.partition("-")[2]), default=self.directory / "round-0"
+        )
+
+    def outcome(self) -> Outcome | None:
+        """The record of the first agent to fail or stop in the last round."""
+        return read_json(self.last_round / "outcome.json")
+
+    def ends(self) -> dict[int, int]:
+        """The exit codes of the agents that have recorded their end, by number."""
+        found = {path: read_json(path) for path in self.last_round.glob("ended-*.json")}
+        return {
+            int(path.stem.partition("-")[2]): facts["exit_code"] for path, facts in found.items() if facts
+        }
+
+    def missing(self) -> tuple[int, ...]:
+        """The agents that have not recorded their end."""
+        ended = {path.name for path in self.last_round.glob("ended-*.json")}
+        return tuple(number for number in range(self.size) if _ended_name(number) not in ended)
+
+    def host(self, number: int) -> str:
+        """The node of an agent, as the agent itself calls it."""
+        facts = read_json(self.directory / _agent_name(number)) or {}
+        return str(facts.get("host", f"node {number}"))
 
 
 def place_ranks(members: list[dict[str, Any]], number: int) -> AgentPlacement:
@@ -199,6 +268,14 @@ def place_ranks(members: list[dict[str, Any]], number: int) -> AgentPlacement:
         master=members[0]["host"] if len(hosts) > 1 else "127.0.0.1",
         port=members[0]["port"],
     )
+
+
+def _agent_name(number: int) -> str:
+    return f"agent-{number:05d}.json"
+
+
+def _ended_name(number: int) -> str:
+    return f"ended-{number:05d}.json"
 
 
 def free_port() -> int:

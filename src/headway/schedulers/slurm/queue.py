@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime
 
 from headway.schedulers.base import JobIds, JobState, JobStatus, Queue
 from headway.schedulers.slurm.client import SlurmClient
@@ -52,8 +53,8 @@ _WITHOUT_PROCESSES = (
 )
 
 
-def job_status(state: str, reason: str = "") -> JobStatus:
-    """What one of SLURM's state words means.
+def job_status(state: str, reason: str = "", started: str = "") -> JobStatus:
+    """What one of SLURM's state words means; `started` is when the job started last, as SLURM writes it.
 
     >>> job_status("PENDING", "Priority")
     JobStatus(state='queued', why='Priority')
@@ -61,7 +62,19 @@ def job_status(state: str, reason: str = "") -> JobStatus:
     if state == "PENDING":
         return JobStatus(state="queued", why=reason)
     why = _WHY.get(state, state.lower().replace("_", " "))
-    return JobStatus(state=_STATES.get(state, "failed"), why=why)
+    return JobStatus(state=_STATES.get(state, "failed"), why=why, started=parse_time(started))
+
+
+def parse_time(text: str) -> float | None:
+    """A moment as SLURM writes it, in seconds since 1970; None for N/A.
+
+    >>> parse_time("N/A"), parse_time("Unknown")
+    (None, None)
+    """
+    try:
+        return datetime.fromisoformat(text.strip()).timestamp()
+    except ValueError:
+        return None
 
 
 def ask_queue(client: SlurmClient, jobs: Iterable[JobIds]) -> Queue:
@@ -69,7 +82,7 @@ def ask_queue(client: SlurmClient, jobs: Iterable[JobIds]) -> Queue:
 
     A machine without SLURM has an empty queue; a SLURM that does not answer in time has one with a note.
     """
-    answer = client.run("squeue", "--me", "--noheader", "--array", "--states=all", "--format=%i|%T|%r")
+    answer = client.run("squeue", "--me", "--noheader", "--array", "--states=all", "--format=%i|%T|%r|%S")
     if answer.not_installed:
         return Queue()
     complaint = answer.err.strip().splitlines()
@@ -95,6 +108,6 @@ def is_gone(client: SlurmClient, job: str) -> bool | None:
 
 def _parse(out: str) -> Iterator[tuple[tuple[str, str], JobStatus]]:
     for line in out.splitlines():
-        job, state, reason = (*line.split("|"), "", "")[:3]
+        job, state, reason, started = (*line.split("|"), "", "", "")[:4]
         if state:  # "CANCELLED by 0" in sacct
-            yield ("slurm", job), job_status(state.split()[0], "" if reason in ("None", "") else reason)
+            yield ("slurm", job), job_status(state.split()[0], "" if reason == "None" else reason, started)

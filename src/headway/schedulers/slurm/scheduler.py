@@ -6,7 +6,6 @@ import re
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Literal, final
 
@@ -67,10 +66,7 @@ class SlurmScheduler(Scheduler):
         if ids is None or given.isdecimal():
             return float(given) if ids else None
         answer = self._client.run("squeue", "--noheader", f"--jobs={ids.job_id}", "--format=%e")
-        try:
-            return datetime.fromisoformat(answer.out.strip()).timestamp()
-        except ValueError:  # "N/A": there is no limit
-            return None
+        return slurm_queue.parse_time(answer.out)  # N/A: there is no limit
 
     def local_disk(self, environ: Mapping[str, str]) -> str | None:
         return environ.get("SLURM_TMPDIR")  # many sites set it; SLURM itself does not
@@ -124,6 +120,12 @@ class SlurmScheduler(Scheduler):
 
     def is_gone(self, ids: JobIds) -> bool | None:
         return slurm_queue.is_gone(self._client, ids.job_id)
+
+    def timed_out(self, ids: JobIds) -> bool:
+        answer = self._client.run(
+            "squeue", "--noheader", "--states=all", "--format=%r", f"--jobs={ids.job_id}"
+        )
+        return "TimeLimit" in answer.lines
 
     def commands(self, ids: JobIds) -> Mapping[Literal["look", "cancel"], str]:
         return {"look": f"squeue --jobs {ids.number}", "cancel": f"scancel {ids.number}"}

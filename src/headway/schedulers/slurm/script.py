@@ -20,10 +20,10 @@ _TEXT = """\
 run={quoted_run}
 {prologue}# One agent per node starts the ranks there. `--wait=0`: nodes that end early do not hurry the others.
 {step} \\
-  {agent} "$run"
+  {agent} "$run" &
 # srun's exit status does not say how the run ended; what the agents have left in the run directory does.
-# The status of this last command is the job's.
-exec {epilogue} "$run" $?
+# This last command waits for srun, ends it should it outlive the agents, and has the job's exit status.
+exec {epilogue} "$run" --step $!
 """
 
 _PROLOGUE = """\

@@ -30,6 +30,7 @@ from headway.dist.seeding import derive_seed
 from headway.errors import HeadwayError, NoValidCheckpoint, RunLocked, Stopped, StorageError, UsageError
 from headway.record import Recording
 from headway.run.choice import NEW, Choice
+from headway.run.status import exit_seconds
 from headway.system import files
 from headway.system.failpoints import failpoint
 from headway.system.log import logger
@@ -88,6 +89,7 @@ class Keeper:
         self._retry_agreement.begin()
         dist.barrier()  # no rank requests a stop before all ranks count their steps
         end = schedulers.end_time() if root else None
+        self._lead_time.exit_s = exit_seconds(run) if root else 0.0
         saver = checkpoint.Saver(
             run,
             lock=recording.lock,
@@ -225,7 +227,7 @@ class Keeper:
         """Reports the saves that have finished, and prunes old checkpoints."""
         for saved in self.saver.finished():
             self._failures, self._newest = 0, (saved.step, time.monotonic())
-            self._lead_time.save_s = saved.total_s
+            self._lead_time.save_s = max(self._lead_time.save_s, saved.total_s)
             if self.pipe.world.is_root:
                 self.pipe._reporter.checkpoint(saved)
                 checkpoint.prune(self.pipe.directory, self.settings.retention)

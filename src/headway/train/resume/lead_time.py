@@ -10,16 +10,20 @@ from headway.dist.control import stop
 
 @final
 class LeadTime:
-    """How long before the end of a job to request a stop: 1.5 times the last save and twice the slowest step."""
+    """How long before the end of a job to request a stop: the slowest step and save, each twice, and the exit.
+
+    A save may have to wait for the one before it. The exit is what the last start needed to queue the job again.
+    """
 
     def __init__(self) -> None:
         self.save_s = 0.0
+        self.exit_s = 0.0
         self._slowest_s = 0.0
         self._steps = 0
         self._last: float | None = None
 
     def seconds(self) -> float:
-        return 1.5 * self.save_s + 2 * self._slowest_s + stop.MARGIN_S
+        return 2 * self.save_s + 2 * self._slowest_s + max(stop.MARGIN_S, 1.5 * self.exit_s)
 
     def step(self) -> None:
         """Measures the step that has just ended."""

@@ -1,0 +1,107 @@
+"""The step of a job that runs its agents, as the job script sees it: srun, a process that should end with them.
+
+It may outlive them. srun waits for ever for a task whose slurmstepd was killed, and for a node that crashed and is back
+before SLURM misses it; the job would keep its nodes until its time limit. What counts is the agents' own records: once
+they say that the launch is over, the step has some time to end, and is then ended.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from headway.errors import TERMINATED, Stopped
+from headway.launcher.agent.team import LaunchRecords, Outcome
+
+_POLL_S = 0.1
+_READ_S = 1.0
+"""seconds between two looks at the records of the agents"""
+_OVER_S = 20.0
+"""how long the step may outlive its agents, and an agent the failure of another; both need a few seconds"""
+_STOPPING_S = 180.0
+"""the same after a stop: each agent grants its ranks two minutes, and waits one more for the others"""
+_SRUN_S = 60.0
+"""how long srun has to end; it gives its tasks KillWait, 30 s by default"""
+_STOPS = (Stopped.exit_code, TERMINATED)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class StepEnd:
+    """How the step ended: its exit status, and the agents that left no record and for which it still waited.
+
+    A step that still runs has no status: the job's own end came first.
+    """
+
+    status: int | None
+    lost: tuple[int, ...] = ()
+
+
+@final
+class Step:
+    """The process of the step, a child of this one, and the records that its agents leave in a directory.
+
+    >>> Step(pid, records, spare_s=60.0).wait()
+    StepEnd(status=0, lost=())
+    """
+
+    def __init__(
+        self, pid: int, records: LaunchRecords, *, spare_s: float = 0.0, over_s: float = _OVER_S
+    ) -> None:
+        self._pid, self._records = pid, records
+        self._over_s = over_s + spare_s
+        self._since: tuple[Path, float] | None = None  # the last round, and since when it is over
+
+    def wait(self, until: Callable[[], object] = lambda: False) -> StepEnd:
+        """Waits for the end of the step, which is ended if it outlives its agents; at most until `until` holds.
+
+        Once all agents have ended and the job was stopped, it waits no more: the time of the job may be nearly over.
+        """
+        next_look = 0.0
+        while (status := self._poll()) is None and not until():
+            if (now := time.monotonic()) >= next_look:
+                next_look = now + _READ_S
+                outcome, missing = self._records.outcome(), self._records.missing()
+                if outcome and outcome["exit_code"] in _STOPS and not missing:
+                    break
+                if self._outlives(outcome, missing, now):
+                    return StepEnd(status=self._end(), lost=missing)
+            time.sleep(_POLL_S)
+        return StepEnd(status=status)
+
+    def _outlives(self, outcome: Outcome | None, missing: tuple[int, ...], now: float) -> bool:
+        """Whether the agents' records say for some time that the launch is over."""
+        if outcome is None and missing:
+            self._since = None
+            return False
+        last = self._records.last_round
+        if self._since is None or self._since[0] != last:
+            self._since = (last, now)
+        stops = missing and outcome is not None and outcome["exit_code"] == Stopped.exit_code
+        return now - self._since[1] > (_STOPPING_S if stops else self._over_s)
+
+    def _end(self) -> int:
+        """Ends the step: by SIGTERM, which srun passes on as SIGKILL, then without it."""
+        for number, patience_s in ((signal.SIGTERM, _SRUN_S), (signal.SIGKILL, _SRUN_S)):
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, number)
+            deadline = time.monotonic() + patience_s
+            while (status := self._poll()) is None and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+            if status is not None:
+                return status
+        return 128 + signal.SIGKILL
+
+    def _poll(self) -> int | None:
+        """The exit status as a shell has it; None while the step runs."""
+        pid, status = os.waitpid(self._pid, os.WNOHANG)
+        if not pid:
+            return None
+        code = os.waitstatus_to_exitcode(status)
+        return code if code >= 0 else 128 - code
