@@ -14,7 +14,7 @@ import pytest
 
 from headway.errors import HeadwayError
 from headway.launcher import epilogue
-from headway.launcher.agent.outcome import first_failure, record_failure
+from headway.launcher.agent.outcome import first_failure, record_failure, summary
 from headway.launcher.agent.team import LaunchRecords, Team
 from headway.launcher.program import JobFile, Program
 from headway.launcher.step import Step, StepEnd
@@ -73,6 +73,14 @@ def test_an_agent_knows_what_its_rank_died_of(run: Run, tmp_path: Path) -> None:
     assert found["error"].startswith("was killed by SIGKILL")
     assert (found["hint"], found["exit_code"]) == (None, 1)
     assert json.loads(run.failure_file.read_text()) == found
+    assert "output" not in found, "a kill has no reason of its own"
+    run.log_file(1).write_text(
+        "".join(f"step {step}\n" for step in range(50)) + "what(): 8 vs 4. Mismatch?\n"
+    )
+    aborted = first_failure(tmp_path / "failure.json", {1: -6}, {1: 5})
+    last = summary({"exit_code": 1, "record": aborted}, 2).splitlines()
+    assert last[0].endswith("crashed in native code (SIGABRT)") and last[2] == "step 43"
+    assert last[-2:] == ["what(): 8 vs 4. Mismatch?", f"record: {run.failure_file}"]
     left = first_failure(tmp_path / "failure.json", {1: 86}, {1: 5})
     assert (left["error"], left["exit_code"]) == ("exited with code 86 while the others still worked", 86)
 

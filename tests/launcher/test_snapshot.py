@@ -217,8 +217,15 @@ def test_refuse(project: Path, run: Run) -> None:
     (project / "model.py").write_text("size = 2\n")
     with pytest.raises(UsageError, match="changes that are not committed"):
         take(run, "train.py", dirty="refuse")
-    git(project, "commit", "-qam", "second")
+    (project / ".gitignore").write_text("_version.py\nmine.py\n")
+    git(project, "add", ".")
+    git(project, "commit", "-qm", "second")
+    (project / "_version.py").write_text("version = 1\n")  # generated: nobody can commit it
+    (project / "mine.py").write_text("print(1)\n")
+    with pytest.raises(UsageError, match=r"changes that are not committed \(new: mine.py\)"):
+        take(run, "mine.py", dirty="refuse")  # a script is written by hand, though git ignores it
     assert take(run, "train.py", dirty="refuse") == run.snapshot_dir
+    assert (run.snapshot_dir / "_version.py").exists()
 
 
 def test_live(project: Path, run: Run) -> None:

@@ -51,6 +51,14 @@ def test_one_step_that_stands_for_many_may_have_been_out_of_luck() -> None:
     assert told[9] is not None and "at 10 log points in a row" in told[9]
 
 
+def test_of_two_ranks_the_slower_one_is_named() -> None:
+    stragglers = Stragglers()
+    assert [stragglers.observe([1.0, 1.2], whole=3.0) for _ in range(5)] == [None] * 5
+    told = [stragglers.observe([1.4, 1.0], whole=3.0) for _ in range(3)]
+    assert told[2] is not None and told[2].startswith("rank 0 is slower than the others")
+    assert told[2].endswith("now 1.40 s against 1.00 s")
+
+
 def test_what_costs_nothing_is_not_worth_a_word() -> None:
     for times, whole in (
         ([0.01, 0.01, 0.05], 3.0),  # most of the time goes elsewhere

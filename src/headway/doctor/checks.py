@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 Verdict = Literal["ok", "warn", "bad"]
 
 _GIB = 2**30
+_OPEN_FILES_MIN = 4096
+"""for data workers and sockets"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,9 +255,11 @@ def open_files(soft: int, hard: int) -> CheckResult:
     """Checks the limit on open files."""
     if soft == resource.RLIM_INFINITY:
         return _ok("open files", "no limit")
-    if soft < 4096:
-        most = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
-        return _warn("open files", f"at most {soft}", f"data workers and sockets need more: ulimit -n {most}")
+    if soft < _OPEN_FILES_MIN:
+        how = f"ulimit -n {_OPEN_FILES_MIN}"
+        if hard != resource.RLIM_INFINITY and hard < _OPEN_FILES_MIN:
+            how = f"ask the site to raise the hard limit of {hard} (nofile) to {_OPEN_FILES_MIN}"
+        return _warn("open files", f"at most {soft}", f"data workers and sockets need more: {how}")
     return _ok("open files", f"at most {soft}")
 
 

@@ -152,6 +152,7 @@ class FailureHandler:
                 known = {"failure_file": where and str(where), "owner": fence and fence.number}
                 content = json.dumps(record | known)
                 files.publish(self._agent_file, content.encode())
+                self._agent_knows = True
             if self.run:
                 self.run.write_failure(record)
         except (OSError, StorageError) as error:  # the disk may be what failed

@@ -9,8 +9,9 @@ from typing import Any
 
 FailureRecord = dict[str, Any]
 """kind (exception, interrupted, vanished, left, hang), rank, host, pid, phase, step, error, traceback, sentence,
-exit_code, locked_out (the run is another process's). The agent's copy also has failure_file and owner, the number of
-the lock that the rank's attempt holds on the run"""
+exit_code, locked_out (the run is another process's), output (native code crashed: the end of the rank's log). The
+agent's copy also has failure_file and owner, the number of the lock that the rank's attempt holds on the run"""
+_NATIVE_CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
 
 
 def format_cause(record: Mapping[str, Any], world_size: int, where: Path | str | None) -> str:
@@ -30,6 +31,7 @@ def format_cause(record: Mapping[str, Any], world_size: int, where: Path | str |
     else:
         hint = f": {record['hint']}" if record.get("hint") else ""
         text = f"headway: {who} {record['error']}{doing}{hint}\n"
+        text += f"\n{record['output']}\n" if record.get("output") else ""
     return text + (f"record: {where}\n" if where is not None else "")
 
 
@@ -38,6 +40,11 @@ def format_pointer(rank: int, record: Mapping[str, Any], where: Path | str | Non
     place = f"see {where}" if where is not None else "the cause is at the end of this output"
     what = "no rank makes progress" if record.get("kind") == "hang" else f"rank {record['rank']} failed"
     return f"headway: rank {rank} stops because {what} ({record['error']}); {place}\n"
+
+
+def is_native_crash(status: int) -> bool:
+    """Whether a process ended by a crash in native code, which gives its reason on standard error, if at all."""
+    return status < 0 and signal.Signals(-status).name in _NATIVE_CRASHES
 
 
 def describe_exit_status(status: int) -> str:
@@ -51,6 +58,6 @@ def describe_exit_status(status: int) -> str:
     name = signal.Signals(-status).name
     if name == "SIGKILL":
         return "was killed by SIGKILL (kill -9, or the out-of-memory killer: see dmesg)"
-    if name in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL"):
+    if name in _NATIVE_CRASHES:
         return f"crashed in native code ({name})"
     return f"was terminated by {name}"

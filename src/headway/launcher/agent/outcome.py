@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headway.dist.failure.record import FailureRecord, describe_exit_status, format_cause
+from headway.dist.failure.record import FailureRecord, describe_exit_status, format_cause, is_native_crash
 from headway.errors import (
     INTERRUPTED,
     TERMINATED,
@@ -31,6 +32,7 @@ _NOT_CRASHES = {
     TERMINATED: "stopped by SIGTERM",
 }
 """exit codes that need no failure report, each with its sentence"""
+_TAIL_LINES, _TAIL_BYTES = 8, 8192
 
 
 def is_crash(outcome: Mapping[str, Any]) -> bool:
@@ -61,6 +63,8 @@ def first_failure(path: Path, ended: Mapping[int, int], pids: Mapping[int, int])
             status = ended[record["rank"]]
             early = " while the others still worked" if status >= 0 else ""
             record |= {"error": describe_exit_status(status) + early, "hint": None}
+            if is_native_crash(status) and record.get("failure_file"):
+                record["output"] = _end_of_log(Path(record["failure_file"]).parent, record["rank"])
             if status in _NOT_CRASHES:
                 record["exit_code"] = status
             _complete(record)
@@ -86,6 +90,17 @@ def record_failure(record: FailureRecord, path: Path) -> None:
         logger.error("the failure could not be recorded: %s", error)
     if first:
         _complete(record)
+
+
+def _end_of_log(run: Path, rank: int) -> str | None:
+    """The last lines of a rank's log, where native code has said why it aborts; None if they cannot be read."""
+    try:
+        with Run.open(run).log_file(rank).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().decode(errors="backslashreplace").splitlines()
+    except (OSError, HeadwayError):
+        return None
+    return "\n".join(lines[-_TAIL_LINES:])
 
 
 def _complete(record: FailureRecord) -> None:

@@ -49,6 +49,8 @@ class ProjectFiles:
     names: tuple[str, ...]
     added: tuple[str, ...] = ()
     """the names that git does not track"""
+    generated: tuple[str, ...] = ()
+    """those of them that git is told to ignore: nobody can commit them"""
     left_out: tuple[str, ...] = ()
     """what is not copied, each with the reason"""
     submodules: dict[str, str] = field(default_factory=dict)
@@ -80,10 +82,17 @@ def gather(script: Path, *, limit: int) -> ProjectFiles:
     if _is_home(root):
         return _directory(directory, limit, note=f"the repository is all of {root}")
     code = _work_tree(root)
-    if script.is_file() and (name := str(script.relative_to(root))) not in code.names:
-        code = replace(code, names=(*code.names, name), added=(*code.added, name))  # ignored, but code
+    if script.is_file():
+        code = _with_script(code, str(script.relative_to(root)))
     code.check_size(limit)
     return code
+
+
+def _with_script(code: ProjectFiles, name: str) -> ProjectFiles:
+    """A script that git ignores is code all the same, and somebody wrote it."""
+    if name not in code.names:
+        code = replace(code, names=(*code.names, name), added=(*code.added, name))
+    return replace(code, generated=tuple(each for each in code.generated if each != name))
 
 
 def _work_tree(root: Path) -> ProjectFiles:
@@ -100,7 +109,7 @@ def _work_tree(root: Path) -> ProjectFiles:
             map(is_link, PurePath(name).parents)
         )  # a directory that became a link leads to other files
     }
-    added, left_out = _new_files(root)
+    added, generated, left_out = _new_files(root)
     for module in modules:
         if not (root / module / ".git").exists():
             left_out.append(f"{module}/ (a submodule that is not checked out)")
@@ -108,21 +117,24 @@ def _work_tree(root: Path) -> ProjectFiles:
         inner = _work_tree(root / module)
         names |= {f"{module}/{name}" for name in inner.names}
         added += [f"{module}/{name}" for name in inner.added]
+        generated += [f"{module}/{name}" for name in inner.generated]
         left_out += [f"{module}/{name}" for name in inner.left_out]
     return ProjectFiles(
         root=root,
         commit=head or None,
         names=tuple(sorted(names | set(added))),
         added=tuple(sorted(added)),
+        generated=tuple(sorted(generated)),
         left_out=_shortened(left_out),
         submodules=modules,
     )
 
 
-def _new_files(root: Path) -> tuple[list[str], list[str]]:
-    """Of what git does not track: the files that the code may need, and the rest, with reasons."""
+def _new_files(root: Path) -> tuple[list[str], list[str], list[str]]:
+    """Of what git does not track: the files that the code may need, those that git ignores, the rest with reasons."""
     is_run = cache(lambda directory: has_info(root / directory))
     verdicts: dict[str, str | None] = {}  # why a name is left out; None: it is copied
+    ignored: set[str] = set()
     for name in _names(root, "--others", "--exclude-standard"):
         if not any(map(is_run, PurePath(name).parents)):
             verdicts[name] = _why_not(root / name, _SOURCE, "not tracked by git")
@@ -132,8 +144,10 @@ def _new_files(root: Path) -> tuple[list[str], list[str]]:
         if not noise and not (root / name / "pyvenv.cfg").exists():
             # a generated _version.py or a compiled extension is needed, even if git ignores it
             verdicts[name] = _why_not(root / name, _IMPORTABLE, "ignored by git")
+            ignored.add(name)
     added = [name for name, reason in verdicts.items() if reason is None]
-    return added, [f"{name} ({reason})" for name, reason in verdicts.items() if reason]
+    left_out = [f"{name} ({reason})" for name, reason in verdicts.items() if reason]
+    return added, [name for name in added if name in ignored], left_out
 
 
 def _why_not(path: Path, suffixes: re.Pattern[str], reason: str) -> str | None:

@@ -136,8 +136,9 @@ def _refuse_changes(code: ProjectFiles) -> None:
             f"{code.root} has no commit to pin the job to ({code.note or 'nothing is committed yet'}): commit the "
             "code, or submit it as it is with --dirty snapshot"
         )
-    if describe(code.root).dirty or code.added:
-        new = f"new: {', '.join(code.added[:5])}" if code.added else "see git status"
+    written = [name for name in code.added if name not in code.generated]
+    if describe(code.root).dirty or written:
+        new = f"new: {', '.join(written[:5])}" if written else "see git status"
         raise UsageError(
             f"{code.root} has changes that are not committed ({new}): commit them, or submit them as they are with "
             "--dirty snapshot"
