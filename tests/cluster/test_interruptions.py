@@ -125,9 +125,7 @@ def test_nodes_are_lost(impatient_cluster: Cluster, undisturbed: Result, tmp_pat
     cut.until(lambda: not lives_on(cluster, "n3", "slurmstepd"), "SLURM to hear of it from its node")
     assert cut.result() == alone
     assert [status for status, _ in crashed.attempts()] == ["failed", "done"], crashed.log
-    assert [status for status, _ in cut.attempts()] == ["interrupted", "done"], (
-        "the replaced rank wrote nothing"
-    )
+    assert [status for status, _ in cut.attempts()] == ["lost", "done"], "the replaced rank wrote nothing"
     for job in (crashed, cut):
         assert not (job.path / "failure.json").exists(), "what the old attempt says is not about the new one"
         assert status(Run.open(job.path), Queue()).state == "done", "nor how its job script ended"

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 from headway.errors import HeadwayError
 from headway.launcher import epilogue
+from headway.launcher.agent.agent import Agent
 from headway.launcher.agent.outcome import first_failure, record_failure, summary
 from headway.launcher.agent.team import LaunchRecords, Team
 from headway.launcher.program import JobFile, Program
@@ -114,6 +116,51 @@ def test_a_cause_is_said_though_it_cannot_be_written(
     record_failure(gone, tmp_path / "failure.json")
     assert "headway: the failure could not be recorded" in capsys.readouterr().err
     assert json.loads((tmp_path / "failure.json").read_text()) == gone, "for the other agents"
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from headway.dist.failure.heartbeat import Heartbeat
+from headway.run import Run
+run = Run.open(sys.argv[1])
+with run.lock() as lock:
+    if os.environ["HEADWAY_RUN"] == "unknown":  # the agent knows it by the heartbeat
+        heartbeat = Heartbeat()
+        heartbeat.watch(100.0, directory=Path(os.environ["HEADWAY_HEARTBEAT"]))
+        heartbeat.set_run(run.path, owner=lock.fence.number)
+    number = run.begin_attempt(world={})
+    if sys.argv[2] == "ended":
+        run.end_attempt(number, status="done", exit_code=0)
+    exec(sys.argv[3])
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "end", "expected"),
+    [
+        ("unknown", "os.kill(os.getpid(), 9)", ("failed", 1)),
+        ("running", "os._exit(75)", ("stopped", 75)),
+        ("running", "os._exit(0)", ("running", None)),
+        ("ended", "os._exit(1)", ("done", 0)),
+    ],
+)
+def test_an_agent_records_how_an_attempt_ended_that_could_not(
+    how: str, end: str, expected: tuple[str, int | None], run: Run
+) -> None:
+    command = [sys.executable, "-c", KILLED, str(run.path), how, end]
+    environ = os.environ | {"HEADWAY_RUN": "unknown" if how == "unknown" else str(run.path)}
+    code = Agent(command, nproc=1, environ=environ).run()
+    (attempt,) = run.info()["attempts"]
+    assert (attempt["status"], attempt["exit_code"]) == expected
+    assert code == (1 if how == "ended" else expected[1] or 0)
+
+
+def test_an_agent_leaves_the_attempt_of_another_process_alone(run: Run) -> None:
+    number = run.begin_attempt(world={})  # of this process: of none that the agent started
+    Agent([sys.executable, "-c", "1 / 0"], nproc=1, environ=os.environ | {"HEADWAY_RUN": str(run.path)}).run()
+    (attempt,) = run.info()["attempts"]
+    assert (attempt["number"], attempt["status"]) == (number, "running")
 
 
 # ---- what the job script sees of the step

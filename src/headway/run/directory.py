@@ -241,6 +241,22 @@ class Run(RunPaths):
         with files.storage(f"end attempt {number} in {self.path}"):
             write_info(self.path, info)
 
+    def end_killed_attempt(self, pid: int, exit_code: int) -> None:
+        """Records how the last attempt ended, if it is that of process `pid` of this host and nobody has recorded it.
+
+        For the parent of rank 0, which knows how that ended and may be the only one left to record it.
+        """
+        attempts = self.info()["attempts"]
+        last = attempts[-1] if attempts else {}
+        is_killed = (last.get("status"), last.get("host"), last.get("pid")) == (
+            "running",
+            socket.gethostname(),
+            pid,
+        )
+        if is_killed and exit_code:  # a rank 0 that left with 0 in the middle of its attempt has not said how
+            status = _STATUS_BY_CODE.get(exit_code, "failed")
+            self.end_attempt(len(attempts), status=status, exit_code=exit_code)
+
     def was_replaced(self) -> bool:
         """Returns whether the scheduler has started the job of this process again, and the run is the newer start's."""
         with suppress(UsageError):  # run.json cannot be read: a failure must be reported all the same

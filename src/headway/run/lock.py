@@ -213,9 +213,16 @@ def check_free(directory: Path) -> None:
         return
     owner = Owner.read(_owner_file(directory, number).read_bytes())
     me = Owner(**ProcessIdentity.of().to_dict(), attempt=0, job=schedulers.detect())
-    ours = owner and (owner.identity == me.identity or (me.job is not None and owner.job == me.job))
+    ours = owner and (owner.identity == me.identity or _is_same_start(owner.job, me.job))
     if not ours and not (owner and _is_gone(owner, me)):
         raise _in_use(directory, number)
+
+
+def _is_same_start(job: JobIds | None, ours: JobIds | None) -> bool:
+    """Whether both are of one start of a job, in whatever step of it: ranks, agents and the job's script."""
+    if job is None or ours is None:
+        return False
+    return (job.scheduler, job.cluster_name, job.start) == (ours.scheduler, ours.cluster_name, ours.start)
 
 
 def newest_owner(directory: Path) -> Owner | None:

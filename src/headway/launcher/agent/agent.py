@@ -32,6 +32,7 @@ from headway.launcher.agent.process import RankProcess, start_rank
 from headway.launcher.agent.scratch import scratch_directory
 from headway.launcher.agent.team import Outcome, Team
 from headway.launcher.agent.watchdog import Watchdog
+from headway.run import Run
 from headway.system import environment, files
 from headway.system.log import logger, print_last
 
@@ -130,6 +131,18 @@ class Agent:
                 signal.signal(each, handler)
             _clear_cache()
 
+    def _end_attempt(self, beats: Path, code: int) -> None:
+        """Records how the attempt ended where rank 0 could not: it was killed, or lost the race with its own end."""
+        beat = heartbeat.read(beats, 0)
+        path = (beat and beat.run) or self._environ.get(environment.RUN)
+        if path is None or 0 not in self._pids:
+            return
+        try:
+            run = Run.open(path).held_as(beat.owner if beat else None)
+            run.end_killed_attempt(self._pids[0], code)
+        except HeadwayError as error:  # the disk may be what failed; the next attempt records it
+            logger.error("%s", error)
+
     def _keep_run(self, beats: Path) -> None:
         """Makes the ranks of the next round resume the run of the last one."""
         found = (heartbeat.read(beats, rank) for rank in self._pids)
@@ -166,7 +179,9 @@ class Agent:
         ranks = range(placement.first_rank, placement.first_rank + placement.nproc)
         self._supervise(team, Watchdog(beats, ranks=ranks, world_size=placement.world_size))
         managed = any(heartbeat.read(beats, rank) for rank in ranks)
-        return self._conclude(team, placement.world_size, managed=managed)
+        mine = self._outcome(team)
+        self._end_attempt(beats, int(mine["exit_code"]))
+        return self._conclude(team, mine, placement.world_size, managed=managed)
 
     def _supervise(self, team: Team, watchdog: Watchdog) -> None:
         """Waits for all ranks. Once one has failed, here or elsewhere, the others have a grace period to end."""
@@ -229,12 +244,12 @@ class Agent:
             rank.signal(self._repeat[0])
         self._repeat = (self._repeat[0], now + self._repeat_s) if starting else None
 
-    def _conclude(self, team: Team, world_size: int, *, managed: bool) -> Outcome:
+    def _conclude(self, team: Team, mine: Outcome, world_size: int, *, managed: bool) -> Outcome:
         """Agrees with the other agents on what happened, and reports it once, after everything else.
 
+        `mine` is how the ranks of this agent ended.
         `managed`: the ranks use headway, and have reported themselves that they stopped, and where.
         """
-        mine = self._outcome(team)
         code = int(mine["exit_code"])
         first = team.conclude(mine) if code else False
         team.mark_ended(code)

@@ -123,7 +123,7 @@ class SlurmScheduler(Scheduler):
 
     def timed_out(self, ids: JobIds) -> bool:
         answer = self._client.run(
-            "squeue", "--noheader", "--states=all", "--format=%r", f"--jobs={ids.job_id}"
+            "squeue", "--noheader", "--states=all", "--format=%r", f"--jobs={ids.number}"
         )
         return "TimeLimit" in answer.lines
 
