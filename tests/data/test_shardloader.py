@@ -16,7 +16,7 @@ from hypothesis import given, settings, strategies as st
 import headway as hw
 from headway import dist
 from headway.data import Mix, ShardLoader, pack
-from headway.errors import HeadwayError, UsageError
+from headway.errors import BadSample, HeadwayError, UsageError
 from headway.testing import ranks
 
 SIZES = {"a": [7, 13, 1, 9], "b": [20, 5], "c": [3]}
@@ -421,6 +421,31 @@ def test_default_batches(tmp_path: Path) -> None:
     assert batch["txt"] == ["t"] * 4
     assert torch.equal(batch["json"]["n"], torch.arange(4))
     assert batch["__key__"] == ["0", "1", "2", "3"]
+
+
+def test_a_part_that_one_sample_lacks_is_not_lost_in_silence(tmp_path: Path) -> None:
+    """It was missing from the whole batch; within JSON, nothing is lost either."""
+    made = [
+        {"__key__": f"{n:02d}", "cls": n, "json": {"n": n} | ({"m": 1} if n == 2 else {})} for n in range(8)
+    ]
+    del made[5]["cls"]
+    pack(made, tmp_path)
+    with pytest.raises(
+        HeadwayError, match="sample '05' has no 'cls', as other samples of its batch have: add it"
+    ):
+        list(ShardLoader(tmp_path, batch_size=8, shuffle=False))
+
+    def need(sample: dict[str, object], rng: object) -> dict[str, object]:  # noqa: ARG001
+        if "cls" not in sample:
+            raise BadSample("it has no cls")
+        return sample
+
+    for how, expected in (({"shuffle": False}, 7), ({"lanes": 1}, 8)):
+        loader = ShardLoader(tmp_path, batch_size=8, transform=need, max_bad=1, **how)
+        (batch,) = loader
+        assert len(batch["cls"]) == expected and 5 not in batch["cls"]
+        assert {(bad.key, bad.reason) for bad in loader.bad} == {("05", "it has no cls")}
+        assert {"n": 2, "m": 1} in batch["json"]
 
 
 def test_counters_tell_what_was_done(folder: Path) -> None:

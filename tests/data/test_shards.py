@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import simplejpeg
+import torch
 import webdataset
 from hypothesis import given, settings, strategies as st
 from PIL import Image
@@ -374,6 +375,12 @@ def test_a_name_with_a_space_has_no_index_and_is_read(tmp_path: Path) -> None:
         ([{"__key__": "/etc/x", "txt": "x"}], "__key__='/etc/x'"),
         ([{"__key__": "a"}], "has no parts"),
         ([{"__key__": "a", "x": object()}], "is of type object"),
+        ([{"__key__": "a", "cls": 2.5}], "'cls' of sample 'a' is 2.5, and is read as a whole number"),
+        ([{"__key__": "a", "cls": np.float32("nan")}], "is nan, and is read as a whole number"),
+        ([{"__key__": "a", "cls": True}], "is of type bool"),
+        ([{"__key__": "a", "jpg": np.zeros(3)}], r"'jpg' of sample 'a' is an array: use the extension npy"),
+        ([{"__key__": "a", "npy": np.array([object()])}], "holds Python objects"),
+        ([{"__key__": "a", "json": {"x": object()}}], "json cannot hold a value of type object"),
         ([{"__key__": "a", "txt": "x"}, {"__key__": "a", "txt": "y"}], "two consecutive samples"),
     ],
 )
@@ -381,6 +388,28 @@ def test_samples_that_cannot_be_packed(made: list[dict[str, object]], says: str,
     with pytest.raises(UsageError, match=says):
         pack(made, tmp_path)
     assert not list(tmp_path.iterdir()), "nothing half-written stays"
+
+
+def test_numbers_and_arrays_of_numpy_and_torch_are_packed(tmp_path: Path) -> None:
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    made = {
+        "cls": np.int64(7),
+        "index": 3.0,
+        "txt": np.float32(0.5),
+        "npy": array.T,
+        "mask.npy": torch.tensor([True, False]),
+        "one.npy": 2.5,
+        "json": {"box": array, "n": np.int16(3), "t": torch.tensor(4), "x": 1.5, "ok": np.bool_(True)},
+        "a.json": array,
+        "b.json": 2.5,
+    }
+    (path,) = pack([{"__key__": "a", **made}], tmp_path)
+    value = decode(Shard.open(path)[0])
+    assert (value["cls"], value["index"], value["txt"]) == (7, 3, "0.5")
+    assert np.array_equal(value["npy"], array.T) and value["npy"].dtype == np.float32
+    assert value["mask.npy"].tolist() == [True, False] and value["one.npy"].tolist() == 2.5
+    assert value["json"] == {"box": array.tolist(), "n": 3, "t": 4, "x": 1.5, "ok": True}
+    assert (value["a.json"], value["b.json"]) == (array.tolist(), 2.5)
 
 
 @pytest.mark.parametrize("size", [20_480, 25_000, 30_720, 33_333])

@@ -97,9 +97,7 @@ class DataLoader:
             workers=num_workers,
             persistent=persistent_workers,
         )
-        self._loops = 0
-        self._restored = False
-        self._counters = Counters()
+        self._loops, self._restored, self._counters = 0, False, Counters()
         self._torch_iterator: Callable[[], object] = lambda: None
         self._torch: torch_data.DataLoader[Any] = torch_data.DataLoader(
             **self._cursor.torch_arguments(),

@@ -57,11 +57,15 @@ class _ReadSample:
 
     location: SampleLocation
     name: str
-    value: dict[str, Any]
+    value: Any
+    """its parts by extension, until it is transformed"""
     late: list[tuple[str, memoryview, Decoder]]
     """images, and the functions that decode them"""
     read: int
     bad: list[QuarantinedSample]
+    size: int = 0
+    """bytes in memory at most, with a transform"""
+    transform_s: float = 0.0
 
 
 @final
@@ -134,38 +138,33 @@ class SampleReader:
 
     def _finish(self, chunk: Chunk, samples: list[_ReadSample], began: float) -> None:
         """Decodes images. A transform follows each at once, while it is in the cache, and often makes it smaller."""
-        read, transforming = time.perf_counter(), 0.0
-        finished = list[_ReadSample]()
-        for each in samples:
-            sample = self._decode(each, chunk)
-            if sample is None:
-                continue
-            if self._transform is not None:
-                decoded, before = time.perf_counter(), _bytes(sample.value)
-                value = self._apply_transform(sample)
-                chunk.size += max(before, _bytes(value))
-                chunk.values.append(value)
-                transforming += time.perf_counter() - decoded
-            finished.append(sample)
+        read = time.perf_counter()
+        finished = [sample for each in samples if (sample := self._complete(each, chunk)) is not None]
         end = time.perf_counter()
         if self._transform is None:
-            chunk.values += [sample.value for sample in finished]
             chunk.size += sum([_bytes(sample.value) for sample in finished])
             chunk.times.append((began, read, end))
         else:
+            chunk.size += sum([sample.size for sample in finished])
+            transforming = sum([sample.transform_s for sample in finished])
             chunk.times.append((began, read, end - transforming, end))
-        first = len(chunk.values) - len(finished)
-        for number, sample in enumerate(finished, first):
+        for sample in finished:
             chunk.read += sample.read
             if sample.bad:
                 chunk.bad += sample.bad
-                chunk.substitutes.add(number)
+                chunk.substitutes.add(len(chunk.values))
+            chunk.values.append(sample.value)
 
-    def _decode(self, sample: _ReadSample, chunk: Chunk) -> _ReadSample | None:
-        """Decodes the images of a sample or, if that fails, of its substitute; None if it is left out."""
+    def _complete(self, sample: _ReadSample, chunk: Chunk) -> _ReadSample | None:
+        """Decodes and transforms a sample or, if that finds it bad, its substitute; None if it is left out."""
         while True:
             try:
                 decode_deferred(sample.late, sample.value, self._decoders)
+                if self._transform is not None:
+                    began, size = time.perf_counter(), _bytes(sample.value)
+                    sample.value = self._apply_transform(sample)
+                    sample.size = max(size, _bytes(sample.value))
+                    sample.transform_s = time.perf_counter() - began
             except (BadSample, BadShard) as error:
                 location = self._substitute(sample.location, sample.name, error, sample.bad)
                 if location is None:
@@ -215,15 +214,37 @@ def _bytes(value: Any) -> int:
 
 
 def collate(samples: list[Any]) -> Any:
-    """Collates dicts to a dict of batches: numbers and arrays of one shape become a tensor, all else a list."""
+    """Collates dicts to a dict of batches: numbers and arrays of one shape become a tensor, all else a list.
+
+    Samples must have the same parts: one that lacks a part would remove it from the whole batch.
+    """
+    if not isinstance(samples[0], dict):
+        return _collate(samples)
+    names = dict.fromkeys(name for sample in samples for name in sample)
+    for sample in samples:
+        if missing := [name for name in names if name not in sample]:
+            raise HeadwayError(
+                f"sample {sample.get('__key__')!r} has no {missing[0]!r}, as other samples of its batch have: add it, "
+                "raise headway.errors.BadSample in a transform to replace such samples, or pass collate_fn"
+            )
+    return {name: _collate([sample[name] for sample in samples]) for name in names}
+
+
+def _collate(samples: list[Any]) -> Any:
     first = samples[0]
-    if isinstance(first, dict):
-        names = [name for name in first if all(name in sample for sample in samples)]
-        return {name: collate([sample[name] for sample in samples]) for name in names}
-    if isinstance(first, int | float):
+    if isinstance(first, dict) and all(
+        isinstance(each, dict) and each.keys() == first.keys() for each in samples
+    ):
+        return {name: _collate([sample[name] for sample in samples]) for name in first}
+    if all(isinstance(each, int | float) for each in samples):
         return torch.tensor(samples)
-    if isinstance(first, np.ndarray) and len({(each.shape, each.dtype) for each in samples}) == 1:
+    if isinstance(first, np.ndarray) and _are_alike(samples):
         return torch.from_numpy(np.stack(samples))
-    if isinstance(first, torch.Tensor) and len({(each.shape, each.dtype) for each in samples}) == 1:
+    if isinstance(first, torch.Tensor) and _are_alike(samples):
         return torch.stack(samples)
     return samples
+
+
+def _are_alike(samples: list[Any]) -> bool:
+    kind = type(samples[0])
+    return len({(each.shape, each.dtype) if type(each) is kind else None for each in samples}) == 1

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import tarfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
 from typing import IO, Any
+
+import numpy as np
 
 from headway.data.shards import checksums
 from headway.data.shards.entries import SampleEntry, SamplePart
@@ -37,10 +41,10 @@ def pack(
 ) -> list[Path]:
     """Writes samples into `out/shard-000000.tar` and so on, at most `shard_size` bytes each, and returns the paths.
 
-    A sample is a dict: `__key__`, and for each extension bytes, text, a number or a JSON-able value. `source` may also
-    be a directory. One with a directory of images per class is packed as `jpg` and `cls`, with classes numbered in the
-    order of their names, which `classes.json` lists; in one with files only, `a.jpg` and `a.json` are one sample.
-    `done` is called with each finished shard.
+    A sample is a dict: `__key__`, and for each extension bytes, text, a number, an array (`npy`) or anything that JSON
+    can hold (`json`), of Python, numpy or torch. `source` may also be a directory. One with a directory of images per
+    class is packed as `jpg` and `cls`, with classes numbered in the order of their names, which `classes.json` lists;
+    in one with files only, `a.jpg` and `a.json` are one sample. `done` is called with each finished shard.
 
     The samples of a directory are shuffled by `seed`, because a loader mixes samples only with those that are stored
     near them; `shuffle=False` keeps the order of their names. Other samples are written in the order in which they
@@ -94,8 +98,8 @@ def _ordered(
 def _watched(samples: Iterable[Mapping[str, Any]], labels: LabelOrder) -> Iterator[Mapping[str, Any]]:
     """Passes samples on, and notes their labels; as if in one shard, in whose order they are stored."""
     for number, sample in enumerate(samples):
-        if number < _MAX_LABELS and isinstance(sample.get(LABEL), int):
-            labels.add([(0, number, sample[LABEL])])
+        if number < _MAX_LABELS and isinstance(sample.get(LABEL), Integral):
+            labels.add([(0, number, int(sample[LABEL]))])
         yield sample
 
 
@@ -170,14 +174,51 @@ def _member_bytes(sample: Mapping[str, Any]) -> tuple[SampleEntry, bytes]:
 
 
 def _encoded(extension: str, value: Any, key: str) -> bytes:
+    """Returns the bytes of a part, from which `decode` makes the same value, if its extension is that of one."""
+    kind = extension.rpartition(".")[2]
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if isinstance(value, str):
         return value.encode()
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value).encode()
-    if extension.rpartition(".")[2] == "json":
-        return json.dumps(value).encode()
+    if kind == "npy":
+        return _npy(np.asarray(value), extension, key)
+    value = _plain(value) if _is_scalar(value) else value
+    if kind == "json":
+        return json.dumps(value, default=_plain).encode()
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if kind in ("cls", "index") and isinstance(value, float) and not whole:
+        raise UsageError(
+            f"{extension!r} of sample {key!r} is {value}, and is read as a whole number: use json or txt"
+        )
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(int(value) if kind in ("cls", "index") else value).encode()
+    if hasattr(value, "__array__"):
+        raise UsageError(
+            f"{extension!r} of sample {key!r} is an array: use the extension npy (or {extension}.npy), or give bytes"
+        )
     raise UsageError(
-        f"{extension!r} of sample {key!r} is of type {type(value).__name__}: give bytes, text or a number"
+        f"{extension!r} of sample {key!r} is of type {type(value).__name__}: give bytes, text, a number, an array as "
+        "npy, or anything as json"
     )
+
+
+def _is_scalar(value: Any) -> bool:
+    """Whether a value is a number of numpy's or torch's."""
+    return hasattr(value, "__array__") and getattr(value, "shape", None) == ()
+
+
+def _plain(value: Any) -> Any:
+    """Returns numbers and arrays of numpy and torch as plain numbers and lists."""
+    if not hasattr(value, "tolist"):
+        raise UsageError(f"json cannot hold a value of type {type(value).__name__}: convert it first")
+    return value.tolist()
+
+
+def _npy(array: np.ndarray[Any, Any], extension: str, key: str) -> bytes:
+    if array.dtype.hasobject:
+        raise UsageError(
+            f"{extension!r} of sample {key!r} holds Python objects: convert it to numbers, or use json"
+        )
+    file = io.BytesIO()
+    np.lib.format.write_array(file, array, allow_pickle=False)
+    return file.getvalue()
