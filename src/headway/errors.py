@@ -11,6 +11,7 @@
     │   └── RunLocked            74    another process is training in this run directory
     ├── Stopped                  75    stopped on request, with a checkpoint: the same command resumes
     ├── NoValidCheckpoint        86    checkpoints exist, but none is valid; headway never starts over silently
+    │   └── NewerFormat          86    a checkpoint was written by a newer headway; it is left as it is
     └── NoProgress               93    three attempts without a new step: do not requeue
 
 A plan that needs more memory than the device has ends with 3, Ctrl-C with 130, SIGTERM without a save with 143
@@ -89,6 +90,10 @@ class NoValidCheckpoint(HeadwayError):
     """Raised when checkpoints exist but none is valid. Starting over would discard work, so headway refuses."""
 
     exit_code = 86
+
+
+class NewerFormat(NoValidCheckpoint):
+    """Raised when a checkpoint was written by a newer version of headway: unknown is not damaged."""
 
 
 class NoProgress(HeadwayError):

@@ -554,7 +554,8 @@ def test_another_kind_of_optimiser_is_refused(kind: type[torch.optim.Optimizer],
     pipe = make(tmp_path, Traced())
     (group,) = pipe.optimizers["sgd"].param_groups
     pipe.optimizers["sgd"] = kind(group["params"])
-    with pytest.raises(UsageError, match=r"optimizer 'sgd' was saved without .*, or start a new run"):
+    said = f"optimizer 'sgd' was saved as SGD and is now {kind.__name__}: .* or start a new run"
+    with pytest.raises(UsageError, match=said):
         pipe.run()
 
 

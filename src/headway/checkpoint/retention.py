@@ -19,7 +19,7 @@ from headway.checkpoint.format.directory import (
     step_dir,
 )
 from headway.checkpoint.format.manifest import Manifest, read_manifest
-from headway.errors import UsageError
+from headway.errors import NewerFormat, UsageError
 from headway.run import Run
 from headway.system import files
 from headway.system.failpoints import failpoint
@@ -112,6 +112,6 @@ def _manifests(parent: Path) -> dict[int, Manifest]:
         try:
             with CheckpointDirectory(step_dir(parent, step)) as directory:
                 found[step] = read_manifest(directory)
-        except DamagedCheckpoint:
-            continue  # it does not count; `find_valid` renames it
+        except (DamagedCheckpoint, NewerFormat):
+            continue  # it does not count; `find_valid` renames or refuses it
     return found

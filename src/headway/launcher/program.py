@@ -68,7 +68,9 @@ class JobFile:
         try:
             facts: dict[str, Any] = json.loads(ownership.read_private(run.job_file))
             if facts["format"] != _FORMAT:
-                raise ValueError(f"format {facts['format']}")
+                raise ValueError(
+                    f"it has format {facts['format']}, and this version of headway reads {_FORMAT}"
+                )
             nproc = facts["program"].pop("processes")
             target = targets.from_dict(facts["target"])
             if not isinstance(target, ClusterTarget):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from headway.checkpoint.format.directory import CheckpointDirectory, DamagedCheckpoint, step_dir
+from headway.errors import NewerFormat
 
 FORMAT = 1  # of the manifest; raised when readers of the old form would misunderstand the new one
 MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.json"
@@ -71,13 +72,14 @@ class Manifest:
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
         body, seal = data[:-_SEAL_BYTES], _SEAL.fullmatch(data[-_SEAL_BYTES:])
+        if seal is None:
+            _refuse_newer(data)  # a newer form may be sealed in another way
         if seal is None or f"{zlib.crc32(body):08x}".encode() != seal[1]:
             raise DamagedCheckpoint(f"{MANIFEST}: its checksum is wrong")
         match parse_json(MANIFEST, data):
             case {"format": int(form)} if form != FORMAT:
-                raise DamagedCheckpoint(
-                    f"{MANIFEST}: format {form} is not known to this version of headway ({FORMAT} is)"
-                )
+                _refuse_newer(data)
+                raise DamagedCheckpoint(f"{MANIFEST}: format {form} is not valid: {FORMAT} is expected")
             case {
                 "step": int(step), "save": str(save), "created": str(created), "world": {"size": int(world_size)},
                 "versions": dict(versions), "metrics": dict(metrics), "files": dict(listed),
@@ -88,6 +90,19 @@ class Manifest:
                     metrics=metrics, files=facts,
                 )  # fmt: skip
         raise DamagedCheckpoint(f"{MANIFEST}: it is not a manifest")
+
+
+def _refuse_newer(data: bytes) -> None:
+    """Raises `NewerFormat` if this is the manifest of a later version."""
+    try:
+        match json.loads(data):
+            case {"format": int(form)} if form > FORMAT:
+                raise NewerFormat(
+                    f"{MANIFEST} has format {form}, and this version of headway reads {FORMAT}: it was written by a "
+                    "newer headway; upgrade headway to load it"
+                )
+    except (ValueError, RecursionError):
+        return  # not JSON: damaged
 
 
 @final
@@ -117,7 +132,10 @@ class TensorEntry:
 
 
 def read_manifest(directory: CheckpointDirectory) -> Manifest:
-    manifest = Manifest.from_bytes(directory.read(MANIFEST))
+    try:
+        manifest = Manifest.from_bytes(directory.read(MANIFEST))
+    except NewerFormat as error:
+        raise NewerFormat(f"{directory.path}: {error}") from None
     if step_dir(directory.path.parent, manifest.step).name != directory.path.name.partition(".corrupt-")[0]:
         raise DamagedCheckpoint(
             f"{MANIFEST}: it belongs to step {manifest.step}, not to {directory.path.name}"

@@ -7,7 +7,8 @@ else is rank 0's: buffers (DDP broadcasts them from rank 0 anyway), models witho
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -23,6 +24,11 @@ from headway.errors import UsageError
 
 if TYPE_CHECKING:
     from headway.train.pipeline import Pipeline
+
+
+_DECOUPLED = (
+    "decoupled_weight_decay"  # what distinguishes AdamW from Adam among the settings that torch saves
+)
 
 
 @runtime_checkable
@@ -66,17 +72,22 @@ def restore(pipe: Pipeline, state: Mapping[str, Any]) -> None:
         _check_names(kind, known, state[kind])
     names = parameter_names(pipe)
     for name, model in pipe.registered_models.items():
-        model.bare.load_state_dict(state["models"][name])
+        _check_tensors(name, model.bare.state_dict(), state["models"][name])
+        with _loading("model", name):
+            model.bare.load_state_dict(state["models"][name])
         if model.ema is not None:
-            model.ema.load_state_dict(state["averages"][name])
+            with _loading("average of model", name):
+                model.ema.load_state_dict(state["averages"][name])
     for name, optimizer in pipe.optimizers.items():
         _load_by_name(name, optimizer, names, state["optimizers"][name])
     for name, scheduler in pipe.schedulers.items():
-        scheduler.load_state_dict(state["schedulers"][name])
+        with _loading("scheduler", name):
+            scheduler.load_state_dict(state["schedulers"][name])
     for stage in pipe.stages:
         stage._loop.load_state_dict(state["stages"][stage.name])
     for name, each in pipe._registered_state.items():
-        each.load_state_dict(state["registered"][name])
+        with _loading("state", name):
+            each.load_state_dict(state["registered"][name])
     pipe.history.load_state_dict(state["history"])
     pipe.steps_done, pipe.epoch = state["progress"]["step"], state["progress"]["epoch"]
 
@@ -170,6 +181,7 @@ def _by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     """Returns the optimizer's state with the names of parameters instead of their numbers."""
     packed, order = optimizer.state_dict(), _order(optimizer, names)
     return {
+        "class": type(optimizer).__qualname__,
         "state": {order[number]: values for number, values in packed["state"].items()},
         "groups": [
             group | {"params": [order[number] for number in group["params"]]}
@@ -181,6 +193,7 @@ def _by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
 def _load_by_name(
     name: str, optimizer: Optimizer, names: Mapping[int, str], state: Mapping[str, Any]
 ) -> None:
+    _check_class(name, optimizer, state)
     order = _order(optimizer, names)
     saved = [group["params"] for group in state["groups"]]
     here = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
@@ -199,7 +212,8 @@ def _load_by_name(
         ],
     }
     try:
-        optimizer.load_state_dict(numbered)
+        with _loading("optimizer", name):
+            optimizer.load_state_dict(numbered)
         # torch has filled in the settings of its newer versions
         missing = [key for key in optimizer.defaults if any(key not in g for g in optimizer.param_groups)]
     except KeyError as error:
@@ -209,6 +223,50 @@ def _load_by_name(
             f"optimizer {name!r} was saved without {missing[0]!r}, by another optimizer class: create it as in the "
             'saved run, or start a new run with resume="never"'
         )
+
+
+def _check_class(name: str, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Raises `UsageError` if another class of optimizer was saved: torch loads AdamW into Adam without a word."""
+    here, saved = type(optimizer).__qualname__, state.get("class")
+    if saved is None:  # written by an older version; of these two, only one setting tells
+        wanted, found = (
+            {bool(g.get(_DECOUPLED)) for g in gs} for gs in (optimizer.param_groups, state["groups"])
+        )
+        if wanted == found or not any(_DECOUPLED in group for group in state["groups"]):
+            return
+        saved = "AdamW" if True in found else "Adam"
+    if saved != here:
+        raise UsageError(
+            f"optimizer {name!r} was saved as {saved} and is now {here}: create it as in the saved run, or start a new "
+            'run with resume="never"'
+        )
+
+
+def _check_tensors(name: str, here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raises `UsageError` unless a model has what was saved; `destinations` has refused what was not saved."""
+    if gone := [key for key in saved if key not in here]:
+        more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
+        raise UsageError(
+            f"the checkpoint has {gone[0]!r}{more}, which model {name!r} no longer has: build it as in the saved "
+            'run, or start a new run with resume="never"'
+        )
+
+
+@contextmanager
+def _loading(kind: str, name: str) -> Iterator[None]:
+    """Turns an object's refusal of a saved state into a `UsageError`: no attempt with this script can succeed."""
+    try:
+        yield
+    except (UsageError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
+        if isinstance(error, KeyError) and kind == "optimizer":
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UsageError(
+            f"{kind} {name!r} does not accept the state in the checkpoint ({reason:.200}): create it as in the saved "
+            'run, or start a new run with resume="never"'
+        ) from error
 
 
 def _order(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
