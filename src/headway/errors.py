@@ -2,7 +2,8 @@
 
     HeadwayError                  1    something failed; the message says what, what was expected and what to do
     ├── UsageError                2    a bad setting, argument or environment; nothing was started or created
-    │   └── MissingExtra          2    an optional package is needed; the message holds the pip command
+    │   ├── MissingExtra          2    an optional package is needed; the message holds the pip command
+    │   └── UnreadableRun        86    a run with checkpoints cannot be read; headway never starts over silently
     ├── RankFailure               1    another rank failed, and this one stops because of it
     │   └── BarrierTimeout        1    some ranks did not reach a barrier; the message names them
     ├── BadShard                  1    a file is not a complete archive of samples
@@ -52,6 +53,12 @@ class MissingExtra(UsageError):
 
     def __init__(self, package: str, *, extra: str, purpose: str) -> None:
         super().__init__(f"{package} is needed {purpose}: pip install 'headway[{extra}]'")
+
+
+class UnreadableRun(UsageError):
+    """Raised when a run has checkpoints, but its run.json or config.yaml is damaged or of a newer headway."""
+
+    exit_code = 86
 
 
 class RankFailure(HeadwayError):

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import get_args
 
 from rich.text import Text
@@ -15,6 +16,7 @@ from headway.cli.parser import Parser, natural
 from headway.cli.screen import ago, console, number, state_style
 from headway.errors import DONE
 from headway.launcher.sweep import label
+from headway.run.rebuild import describe, rebuild
 from headway.run.status import State
 from headway.system.log import logger
 from headway.system.text import format_duration
@@ -27,6 +29,7 @@ examples:
   headway runs --name digits -n 100 --root /scratch/me/runs
   headway runs --json
   headway runs samples RUN --step 37      which samples were in a step
+  headway runs rebuild RUN                write a damaged run.json again
 
 A run is running if its job is in squeue, its process is alive, or its heartbeat is fresh. A run without any of these
 that did not end is lost: it was killed. A stopped run has a checkpoint: start it again to resume.
@@ -36,6 +39,8 @@ that did not end is lost: it was killed. A stopped run has a checkpoint: start i
 def main(argv: list[str]) -> int:
     if argv[:1] == ["samples"]:
         return samples.main(argv[1:])
+    if argv[:1] == ["rebuild"]:
+        return _rebuild(argv[1:])
     parser = Parser(
         "runs", "Lists runs, the newest first: queued, running, done, stopped, failed, and why.", _EXAMPLES
     )
@@ -63,6 +68,18 @@ def main(argv: list[str]) -> int:
         print(json.dumps([row.to_dict() for row in rows], indent=2))
     else:
         _show(rows, options.root)
+    return DONE
+
+
+def _rebuild(argv: list[str]) -> int:
+    parser = Parser(
+        "runs rebuild",
+        "Writes a damaged run.json again, from the name of the directory, its diagnostics and its settings.",
+        "examples:\n  headway runs rebuild runs/digits-2026.11.15-14.30-x7k2\n",
+    )
+    parser.add_argument("run", metavar="RUN", help="the run directory")
+    path = Path(parser.parse_args(argv).run)
+    print(describe(path, rebuild(path)))
     return DONE
 
 

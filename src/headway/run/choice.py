@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import final
 
 from headway import schedulers
-from headway.errors import RunLocked, UsageError
+from headway.errors import RunLocked, UnreadableRun, UsageError
 from headway.run import Run, config_text, runs_under
+from headway.run.plain import is_yaml
+from headway.run.rebuild import named_run
 from headway.schedulers.base import JobIds
 from headway.system import environment, ownership
 from headway.system.redact import redact_argv
@@ -70,6 +72,8 @@ def choose(
 def _open(path: str | Path) -> Run:
     try:
         return _open_own(path)
+    except UnreadableRun:
+        raise
     except UsageError as error:
         raise UsageError(
             f'resume={str(path)!r}: {error}; give "auto", "never", "must" or a run directory'
@@ -91,7 +95,7 @@ def _is_own(run: Run) -> bool:
 
 def _find(root: str | Path, name: str, config: str, environ: Mapping[str, str]) -> Choice | None:
     """Returns the newest run of that name and those settings that this job began or that is unfinished."""
-    alike = [run for run in runs_under(root, name=name) if _is_own(run) and _config_of(run) == config]
+    alike = [run for run in runs_under(root, name=name) if _is_own(run) and run.has_config(config)]
     job = schedulers.detect(environ)
     for run in alike:
         # only an earlier start of this job counts: one start may train in several runs
@@ -104,7 +108,27 @@ def _find(root: str | Path, name: str, config: str, environ: Mapping[str, str]) 
                 run=run,
                 why=f"the newest unfinished run of that name with these settings{_other_command(run)}",
             )
+    _check_unreadable(Path(root), name, config)
     return None
+
+
+def _check_unreadable(root: Path, name: str, config: str) -> None:
+    """Raises `UnreadableRun` if a run of that name might have been resumed, but for a damaged run.json."""
+    for path in sorted(root.glob(f"{name}-*")) if root.is_dir() else ():
+        if named_run(path) != name or path.is_symlink() or path.stat().st_uid != os.geteuid():
+            continue
+        try:
+            Run.open(path)
+        except UnreadableRun:
+            settings = path / "config.yaml"
+            if (
+                not settings.exists()
+                or not is_yaml(found := settings.read_text(errors="replace"))
+                or found == config
+            ):
+                raise
+        except UsageError:
+            continue  # there is no checkpoint in it
 
 
 def _other_command(run: Run) -> str:
@@ -116,13 +140,6 @@ def _other_command(run: Run) -> str:
 def _finished(run: Run) -> bool:
     attempts = run.info()["attempts"]
     return bool(attempts) and attempts[-1]["status"] == "done"
-
-
-def _config_of(run: Run) -> str | None:
-    try:
-        return run.config_file.read_text()
-    except OSError:
-        return None
 
 
 def _is_free(run: Run) -> bool:

@@ -66,6 +66,7 @@ def create_directory(
         "code": _code(source),
         "versions": _versions(),
         "world": redact_tree(world),
+        "config": config_text(settings),  # config.yaml is for people; of two copies, one may be damaged
         "attempts": [],
     }
     with _staging(root) as staged, files.storage(f"write a new run in {root}"):

@@ -12,15 +12,24 @@ from pathlib import Path
 from typing import Any, final
 
 from headway import schedulers
-from headway.errors import INTERRUPTED, TERMINATED, RunLocked, Stopped, UsageError
+from headway.errors import INTERRUPTED, TERMINATED, RunLocked, Stopped, UnreadableRun, UsageError
 from headway.run import lock as run_lock
 from headway.run.creation import check_name, config_text, create_directory
-from headway.run.info import format_time, has_info, read_info, read_json, to_json, write_info
+from headway.run.info import (
+    format_time,
+    has_info,
+    newest_step,
+    read_info,
+    read_json,
+    to_json,
+    write_info,
+)
 from headway.run.paths import RunPaths
-from headway.run.plain import to_plain
+from headway.run.plain import is_yaml, to_plain
 from headway.schedulers.base import JobIds
 from headway.system import files, ownership
 from headway.system.jsonlines import JsonLinesWriter
+from headway.system.log import logger
 from headway.system.redact import redact_tree
 
 _ATTEMPT_ENDS = ("done", "failed", "stopped", "interrupted")
@@ -143,8 +152,46 @@ class Run(RunPaths):
     def set_config(self, config: object) -> None:
         """Writes the settings of a run that was created, at submission, before its script could give them."""
         self.check_owner()
+        text = config_text(config)
         with files.storage(f"write {self.config_file}"):
-            files.write_atomic(self.config_file, config_text(config).encode())
+            files.write_atomic(self.config_file, text.encode())
+            write_info(self.path, self.info() | {"config": text})
+
+    def has_config(self, text: str) -> bool:
+        """Returns whether these are the settings of the run. A damaged copy of them, of two, is written again.
+
+        `UnreadableRun` if there is no whole copy to compare with, and the run has checkpoints.
+        """
+        info = self.info()
+        try:
+            found: str | None = self.config_file.read_text()
+        except (OSError, ValueError):
+            found = None
+        if text not in (info.get("config"), found):
+            if "config" not in info and (found is None or not is_yaml(found)):  # of an older version
+                self._refuse_damaged_config()
+            return False
+        if found != text or info.get("config", text) != text:
+            self._restore_config(text, info)
+        return True
+
+    def _refuse_damaged_config(self) -> None:
+        step = newest_step(self.path)
+        if step is not None:
+            raise UnreadableRun(
+                f"{self.config_file} is damaged, and {self.id} has checkpoints up to step {step:,}, perhaps of these "
+                f"settings; to resume it, pass resume={str(self.path)!r}, or move it away to start over"
+            )
+
+    def _restore_config(self, text: str, info: dict[str, Any]) -> None:
+        if not self.is_ours():
+            return
+        logger.warning(
+            "the settings of %s were damaged, and are written again from their second copy", self.id
+        )
+        with files.storage(f"write {self.config_file}"):
+            files.write_atomic(self.config_file, text.encode())
+            write_info(self.path, info | {"config": text})
 
     def record_snapshot(self, facts: Mapping[str, object]) -> None:
         """Records in run.json which copy of the code runs. Jobs are started by these paths: they are not redacted."""

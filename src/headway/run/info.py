@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from headway.errors import UsageError
+from headway.errors import UnreadableRun, UsageError
 from headway.system import files
 
 FORMAT = 1
 """of run.json; to be raised when readers of the old form would misunderstand the new one"""
 _NAME = "run.json"
+_STEP = re.compile(r"step-([0-9]{12,18})")
 
 Info = dict[str, Any]
 
@@ -27,17 +30,41 @@ def read_info(path: Path) -> Info:
     try:
         info = json.loads((path / _NAME).read_bytes())
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise UsageError(f"{path} is not a run directory: it has no {_NAME}") from error
+        if newest_step(path) is None:
+            raise UsageError(f"{path} is not a run directory: it has no {_NAME}") from error
+        raise _unreadable(path, "is missing") from error
     except OSError as error:
         raise UsageError(f"{path}/{_NAME} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise UsageError(f"{path}/{_NAME} is damaged: {error}") from error
+        raise _unreadable(path, f"is damaged: {error}") from error
     match info:
-        case {"format": int(form), "id": str(), "name": str(), "created": str(), "attempts": list()}:
-            if form == FORMAT:
+        case {"format": int(form)} if form > FORMAT:
+            problem = (
+                f"has format {form}, and this version of headway reads {FORMAT}: a newer one has written it"
+            )
+            raise _unreadable(path, problem, remedy="upgrade headway to use it")
+        case {"format": 1, "id": str(id_), "name": str(name), "created": str(), "attempts": list()}:
+            if id_.startswith(f"{name}-"):
                 return dict(info)
-    raise UsageError(
-        f"{path}/{_NAME} was not written by this version of headway: format {FORMAT} is expected"
+    raise _unreadable(
+        path, f"is damaged: it is not the record of a run, of which format {FORMAT} is expected"
+    )
+
+
+def newest_step(path: Path) -> int | None:
+    """Returns the step of the newest checkpoint in a run directory, valid or not; None if there is none."""
+    found = (_STEP.fullmatch(each.name) for each in (path / "checkpoints").glob("step-*"))
+    return max((int(each[1]) for each in found if each), default=None)
+
+
+def _unreadable(path: Path, problem: str, *, remedy: str = "") -> UsageError:
+    """Returns the error for a run.json that cannot be used: another one if work would be lost by starting over."""
+    step = newest_step(path)
+    if step is None:
+        return UsageError(f"{path}/{_NAME} {problem}" + (f"; {remedy}" if remedy else ""))
+    remedy = remedy or f"write it again with: headway runs rebuild {shlex.quote(str(path))}"
+    return UnreadableRun(
+        f"{path}/{_NAME} {problem}, and the run has checkpoints up to step {step:,}; {remedy}"
     )
 
 

@@ -87,6 +87,18 @@ def to_yaml(plain: object) -> str:
     return text
 
 
+def is_yaml(text: str) -> bool:
+    """Returns whether a text may be what `to_yaml` returned for settings, and is not damaged as far as one can see.
+
+    >>> is_yaml("lr: 0.001\\n"), is_yaml(""), is_yaml("lr: [0.0")
+    (True, False, False)
+    """
+    try:
+        return bool(text.strip()) and not isinstance(yaml.safe_load(text), str)
+    except yaml.YAMLError:
+        return False
+
+
 def _plain(value: object, *, at: str, inside: tuple[int, ...]) -> object:
     """Converts one node of the tree: `at` is its place for messages, `inside` the ids of the objects around it."""
     if id(value) in inside:

@@ -1,0 +1,121 @@
+"""Writing run.json again when it was damaged, from the directory's name, the diagnostics and the settings."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from headway.errors import UnreadableRun, UsageError
+from headway.run import lock
+from headway.run.info import FORMAT, Info, format_time, newest_step, read_info, read_json, write_info
+from headway.run.paths import RunPaths
+from headway.run.plain import is_yaml
+from headway.system import files, jsonlines
+
+_ID = re.compile(r"(?P<name>.+)-(?P<made>\d{4}\.\d\d\.\d\d-\d\d\.\d\d)-[a-z0-9]{4}")
+
+
+def named_run(path: Path) -> str | None:
+    """Returns the name of the run for which a directory was made, by the directory's own name.
+
+    >>> named_run(Path("runs/digits-2026.11.15-14.30-x7k2"))
+    'digits'
+    """
+    found = _ID.fullmatch(path.name)
+    return found["name"] if found else None
+
+
+def rebuild(path: Path) -> Info:
+    """Writes run.json again, if it cannot be read; what it was is kept as run.json.corrupt-N. Returns what it says now.
+
+    How the attempts ended is not known any more: they count as interrupted. `UsageError` if run.json is whole, or too
+    little is left: the directory must have its own name, and a checkpoint.
+    """
+    path = path.absolute()
+    paths = RunPaths(path=path)
+    try:
+        read_info(path)
+    except UnreadableRun:
+        if is_newer(paths.info_file):
+            raise
+    else:
+        raise UsageError(f"{paths.info_file} is whole: there is nothing to rebuild")
+    found = _ID.fullmatch(path.name)
+    if found is None:
+        raise UsageError(
+            f"{path.name!r} is not the name that headway gave to a run, like digits-2026.11.15-14.30-x7k2"
+        )
+    lock.check_free(paths.lock_dir)
+    rows = list(jsonlines.read(paths.diagnostics_file))
+    last: Mapping[str, Any] = rows[-1] if rows else {}
+    packages, made = (
+        last.get("packages") or {},
+        datetime.strptime(found["made"], "%Y.%m.%d-%H.%M").astimezone(),
+    )
+    info: Info = {
+        "format": FORMAT,
+        "id": path.name,
+        "name": found["name"],
+        "created": format_time(made),
+        "command": last.get("argv") or [],
+        "cwd": last.get("cwd"),
+        "code": {**(last.get("code") or {}), "diff": None},
+        "versions": {name: packages.get(name) for name in ("headway", "torch")},
+        "world": last.get("world"),
+        "config": _config(paths.config_file),
+        "attempts": list(_attempts(rows)),
+    }
+    with files.storage(f"write {paths.info_file}"):
+        if os.path.lexists(paths.info_file):
+            paths.info_file.rename(aside(paths.info_file))
+        write_info(path, info)
+    return info
+
+
+def is_newer(file: Path) -> bool:
+    """Returns whether a run.json was written by a newer headway, and is not damaged."""
+    form = (read_json(file) or {}).get("format")
+    return isinstance(form, int) and form > FORMAT
+
+
+def aside(path: Path) -> Path:
+    """Returns the name under which a damaged file is kept."""
+    number = 1
+    while os.path.lexists(kept := path.with_name(f"{path.name}.corrupt-{number}")):
+        number += 1
+    return kept
+
+
+def _attempts(rows: list[jsonlines.Row]) -> Iterator[dict[str, Any]]:
+    for number, row in enumerate(rows or [{}], start=1):
+        started = datetime.fromisoformat(row["time"]) if "time" in row else datetime.now().astimezone()
+        yield {
+            "number": number,
+            "status": "interrupted",
+            "exit_code": None,
+            "started": format_time(started),
+            "ended": None,
+            "host": row.get("host"),
+            "pid": row.get("pid"),
+            "scheduler": None,
+            "ids": {},
+            "world": row.get("world"),
+            "step_started": 0,  # without it, all of them would count as attempts without progress
+        }
+
+
+def _config(path: Path) -> str | None:
+    try:
+        text = path.read_text()
+    except (OSError, ValueError):
+        return None
+    return text if is_yaml(text) else None
+
+
+def describe(path: Path, info: Info) -> str:
+    """Says in one sentence what a rebuilt run is."""
+    return f"{info['id']}: {len(info['attempts'])} attempts, checkpoints up to step {newest_step(path):,}"
