@@ -39,7 +39,7 @@ def publish() -> None:
 
 world = hw.init(device="cpu")
 random.seed(world.rank)
-data = torch.utils.data.TensorDataset(torch.randn(120, 4))
+data = torch.utils.data.TensorDataset(torch.randn(120, 4, generator=torch.Generator().manual_seed(0)))
 pipe = hw.Pipeline(name="soak")
 pipe.register_model("net", torch.nn.Linear(4, 1))
 pipe.register_optimizer("sgd", lambda parameters: torch.optim.SGD(parameters, lr=0.01))
