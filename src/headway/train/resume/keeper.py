@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 
 from headway import checkpoint, data, dist, schedulers
 from headway.checkpoint.settings import CheckpointSettings
-from headway.data.fingerprint import fingerprint
 from headway.dist import set_phase
 from headway.dist.collective.exchange import gather_rows
 from headway.dist.collective.guard import from_root
@@ -109,7 +108,7 @@ class Keeper:
     def start(self, choice: Choice) -> None:
         """Resumes from the newest complete checkpoint of the run, or saves the first one."""
         loaded = self._load(choice)
-        from_root(partial(self._compare_datasets, loaded.state["run"] if loaded else {}))
+        self._fingerprints = from_root(partial(state.compare_datasets, self.pipe, loaded and loaded.state))
         from_root(partial(self._record_start, loaded.step if loaded else 0))
         if loaded is None:
             if choice.why != NEW:
@@ -149,18 +148,6 @@ class Keeper:
     def finish(self) -> None:
         """Saves the last checkpoint of a finished run."""
         self._save_and_wait(None)
-
-    def _compare_datasets(self, saved: Mapping[str, Any]) -> None:
-        """Raises `UsageError` if a dataset has other content than when the run was saved. Called on rank 0."""
-        now = {name: fingerprint(loader) for name, loader in self.pipe.datasets.items()}
-        self._fingerprints = {name: digest for name, digest in now.items() if digest is not None}
-        before = saved.get("fingerprints", {})  # older checkpoints have none
-        for name, digest in self._fingerprints.items():
-            if before.get(name, digest) != digest:
-                raise UsageError(
-                    f"dataset {name!r} is not the one that {self.pipe.directory.id} was trained on: it has as many "
-                    'samples but other content; restore it, or start a new run with resume="never"'
-                )
 
     def _record_start(self, step: int) -> None:
         """Records the step where this attempt starts; raises `NoProgress` if the last ones made none."""
@@ -365,8 +352,8 @@ class Keeper:
         failpoint("train.save")
         self._check_weights()
         facts = self._before_validation or self._local_facts()
-        shared = {"best": self._best, "seed": torch.initial_seed(), "datasets": facts["shared"]}
-        shared["fingerprints"] = self._fingerprints
+        shared = {"best": self._best, "seed": torch.initial_seed(), "fingerprints": self._fingerprints}
+        shared["datasets"] = facts["shared"]
         at, values = self._values
         scalars = {name: value for name, value in values.items() if isinstance(value, float | int)}
         self.saver.save(
