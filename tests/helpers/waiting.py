@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import TypeVar
 
 import psutil
@@ -82,3 +83,14 @@ def exit_in_time(process: subprocess.Popen[str], *, limit_s: float = EXIT_LIMIT_
         pytest.fail(
             f"ran out of time: alive {limit_s:g} s after it should have ended ({describe_load()})\n{text}"
         )
+
+
+def check_exit(directory: Path, ended: float, *, limit_s: float = EXIT_LIMIT_S) -> None:
+    """Fails if a launch took too long from its first failure, recorded in a run below `directory`, to its end.
+
+    >>> check_exit(tmp_path, time.time())
+    """
+    __tracebackhide__ = True
+    recorded = [path.stat().st_mtime for path in directory.rglob("failure*.json")]
+    if recorded:
+        check_duration(ended - max(recorded), limit_s, "all ranks were gone after the first failure")

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise, product
@@ -25,6 +26,7 @@ from torch.utils.data import (
     default_collate,
 )
 from toys import FEATURES, Classify, Net, make_net, sgd, warm_up
+from waiting import check_exit
 
 import headway as hw
 from headway.errors import Stopped
@@ -490,6 +492,8 @@ def launch(folder: Path, nproc: int, *words: str, fault: str = "") -> tuple[int,
         *words,
     ]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, cwd=folder)
+    if fault:
+        check_exit(folder, time.time())
     return done.returncode, done.stdout + done.stderr
 
 
@@ -545,7 +549,7 @@ def test_other_numbers_of_ranks_see_the_same_samples(
     """Begun on 3 ranks and killed, gone on with 2 and killed, finished by 1."""
     kills = ["train.step:rank=1:nth=7:kill9", "train.step:rank=0:nth=5:kill9"][: len(sizes) - 1]
     for number, (size, fault) in enumerate(zip(sizes, [*kills, ""], strict=True)):
-        code, text = launch(tmp_path, size, parallel, fault=fault)
+        code, text = launch(tmp_path, size, parallel, "workers", fault=fault)
         assert code != 0 if fault else code == 0, text
         assert "was killed by SIGKILL" in text if fault else "done at step 15" in text, text
         if number:

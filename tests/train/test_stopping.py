@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as c10d
-from test_resume import SCRIPT, Traced, assert_same, make, seeded, weights
+from test_resume import BATCH, SCRIPT, Traced, assert_same, dataset, make, seeded, weights
 from torch import Tensor
+from torch.utils.data import DataLoader as TorchLoader
 from waiting import exit_in_time, wait_until
 
 import headway as hw
@@ -185,6 +187,27 @@ def test_handlers_of_the_users_own_are_called_too(tmp_path: Path) -> None:
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert heard == [signal.SIGUSR1]
+
+
+@alone
+@pytest.mark.parametrize("kind", [TorchLoader, hw.data.DataLoader])
+def test_a_signal_to_all_processes_does_not_end_data_workers(kind: Any, tmp_path: Path) -> None:
+    """SLURM sends SIGTERM to every process of a step: a worker that dies of it takes along its rank before it saves."""
+
+    class Flooded(Traced):
+        def step(self, batch: Any) -> Tensor:
+            if self.pipe.steps_done == 4:
+                workers = [each.pid for each in multiprocessing.active_children()]
+                assert len(workers) == 1
+                subprocess.run(["kill", "-TERM", *map(str, workers), str(os.getpid())], check=True)
+                wait_for_the_word()
+            return super().step(batch)
+
+    loader = kind(dataset(), batch_size=BATCH, shuffle=True, num_workers=1, prefetch_factor=2)
+    pipe = make(tmp_path, Flooded(), every="1h", loader=loader)
+    with pytest.raises(Stopped, match="stopped by SIGTERM after step 5"):
+        pipe.run()
+    assert multiprocessing.active_children() == [], "the worker is gone when run() is left"
 
 
 @alone

@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any, Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader as TorchDataLoader
 
 from headway.data import DataLoader
+from headway.data.worker_init import WorkerInit
+from headway.dist.control.signals import block_signals
 from headway.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,6 +44,16 @@ def set_epoch(loader: object, epoch: int, *, in_place: bool = False) -> None:
     for part in {id(part): part for part in parts}.values():
         if isinstance(part, EpochAware):
             part.set_epoch(epoch)
+
+
+def open_loader(loader: Iterable[Any]) -> Iterator[Any]:
+    """Returns `iter(loader)`; the workers of torch's own loader ignore stop signals, as those of `hw.data` do."""
+    if not isinstance(loader, TorchDataLoader) or not loader.num_workers:
+        return iter(loader)
+    if not isinstance(loader.worker_init_fn, WorkerInit):
+        loader.worker_init_fn = WorkerInit(loader.worker_init_fn)
+    with block_signals():
+        return iter(loader)
 
 
 @contextmanager

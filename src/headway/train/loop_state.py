@@ -19,7 +19,7 @@ from headway.dist import set_phase
 from headway.errors import UsageError
 from headway.system.failpoints import armed
 from headway.system.log import logger
-from headway.train.batches import Pass, count_batches, to_device
+from headway.train.batches import Pass, count_batches, open_loader, to_device
 from headway.train.metrics.bad_samples import QuarantiningLoader, check_bad, log_bad, quarantining
 from headway.train.metrics.epoch_metrics import EpochMetric, check_names, compute_metrics
 from headway.train.metrics.meter import LogPoint, MetricAccumulator, Reduction, Scope
@@ -257,13 +257,13 @@ class LoopState:
     def _open(self, loader: Iterable[Any], progress: Pass) -> Iterator[Any]:
         """Iterates over the batches that are left of a pass."""
         if not progress.skip:
-            return iter(loader)
+            return open_loader(loader)
         dist.print_root(
             f"headway: {type(loader).__name__} has no state_dict(): "
             f"{progress.skip:,} batches are read again and left out"
         )
         with rng.temporary_state(progress.rng_state, self.device):
-            source = iter(loader)
+            source = open_loader(loader)
             for _ in range(progress.skip):
                 next(source, None)
         return source

@@ -32,6 +32,9 @@ from headway.system.log import logger
 _ABORT_TIMEOUT_S = 4.0
 """how long a failing rank waits for the hub's abort, which names the first cause; the hub takes at most two seconds"""
 
+_ALONE_EXIT_S = 60.0
+"""how long a rank without others may take to exit after a failure: nobody waits for it but, say, an upload of logs"""
+
 
 @final
 class FailureHandler:
@@ -55,10 +58,10 @@ class FailureHandler:
         if isinstance(error, Stopped):  # on all ranks alike, and not a failure
             self._exit_stopped(error)
         record = capture.exception_record(error, trace, self._launch.rank)
-        limit_exit(record["exit_code"], f"rank {self._launch.rank} failed")
         if self.peer is None:
             self._exit_alone(record, error, trace)
             return
+        limit_exit(record["exit_code"], f"rank {self._launch.rank} has failed")
         if self.terminal is not None:  # stderr is a log file, which keeps this rank's own traceback
             sys.stderr.write(record["traceback"])
         self.peer.report_failure(record)
@@ -77,12 +80,13 @@ class FailureHandler:
     def _exit_alone(self, record: FailureRecord, error: BaseException, trace: TracebackType | None) -> None:
         where = self._write(record)
         if self._agent_file is not None and self._agent_file.exists():
-            raise SystemExit(record["exit_code"])  # the agent prints the record
-        if record["sentence"] is None and record["kind"] != "interrupted":
-            self.previous_hook(type(error), error, trace)
+            pass  # the agent prints the record
+        elif record["sentence"] is None and record["kind"] != "interrupted":
+            self.previous_hook(type(error), error, trace)  # this may be a debugger
             sys.stderr.write(f"record: {where}\n" if where else "")
         else:
             sys.stderr.write(format_cause(record, self._launch.world_size, where))
+        limit_exit(record["exit_code"], "the run has failed", seconds=_ALONE_EXIT_S)
         raise SystemExit(record["exit_code"])
 
     def on_first_failure(self, record: FailureRecord) -> None:

@@ -68,8 +68,10 @@ class _TimerSpec(ctypes.Structure):
 def limit_exit(code: int, why: str, *, seconds: float = EXIT_S) -> None:
     """Lets the exit of this process, which begins now, take at most `seconds`; then names what is alive and exits.
 
-    Call it when the exit code is known and nothing can keep the process from exiting.
+    Call it when the exit code is known and nothing can keep the process from exiting. With `python -i` it does not.
     """
+    if sys.flags.inspect:
+        return
     watch = threading.Timer(seconds, _report_and_exit, [code, why, seconds])
     watch.name, watch.daemon = "headway exit", True
     watch.start()
