@@ -387,6 +387,25 @@ def test_modules_of_a_stage_are_evaluated_in_validation(
     assert len(warnings) == 1 and "is not registered, 'net': it is not saved" in warnings[0]
 
 
+@alone
+def test_a_scheduler_whose_metric_is_missing_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(logger, "warning", warnings.append)
+    pipe = Pipeline(name="toy", root=tmp_path)
+    pipe.register_model("net", make_net())
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    pipe.register_optimizer("sgd", sgd, scheduler=plateau, monitor="val/los")  # type: ignore[arg-type]
+    pipe.register_dataset("train", Batches(1))
+    pipe.append_stage(Classify(), max_epochs=2)
+    pipe.run()
+    (warning,) = warnings
+    assert warning.startswith(
+        "the scheduler of optimizer 'sgd' does not step before monitor='val/los' is logged"
+    )
+
+
 class Scored(Classify):
     """A metric over the steps of an epoch, saved with the run."""
 

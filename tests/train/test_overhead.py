@@ -93,7 +93,7 @@ def test_a_step_makes_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     calls, steps = Calls(), LAST - FIRST
     run(tmp_path, calls)
     within_a_step = [
-        "device_batches",
+        "_device_batches",
         "to_device",
         "train_step",
         "models",

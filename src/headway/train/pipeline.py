@@ -434,8 +434,14 @@ class Pipeline:
         self.epoch += 1
         if self._keeper:
             self._keeper.record_metrics(values)
-        for schedule in self._schedules.values():
+        for name, schedule in self._schedules.items():
             schedule.end_epoch(values)
+            if self.epoch == 1 and schedule.monitor not in (None, *values) and self.world.is_root:
+                known = ", ".join(sorted(values)) or "none"
+                logger.warning(
+                    f"the scheduler of optimizer {name!r} does not step before monitor={schedule.monitor!r} is logged; "
+                    f"metrics of the first epoch: {known}"
+                )
 
     def _extend_epoch(self, stage: Stage, point: LogPoint) -> None:
         """Adds what was logged after an epoch to its metrics."""

@@ -92,7 +92,8 @@ def scale_lr(
 ) -> float:
     """Scales a learning rate that was tuned with `base_batch_size` to the global batch size of this run.
 
-    `batch_size` is that of one rank, and is multiplied by the number of ranks. "linear" suits SGD, "sqrt" suits Adam.
+    `batch_size` is that of one rank, and is multiplied by the number of ranks; where a plan splits a model over ranks,
+    which share their batches, divide it by their number. "linear" suits SGD, "sqrt" suits Adam.
 
     >>> hw.scale_lr(0.1, batch_size=64, base_batch_size=256)  # on 8 ranks
     0.2
