@@ -19,6 +19,7 @@ from headway.cli import data as data_verbs
 from headway.data import Shard, ShardLimits, ShardLoader, pack
 from headway.data.catalog import count_shards
 from headway.data.shards import shard as shards
+from headway.data.shards.checksums import checksum_path
 from headway.data.shards.decode import decode
 from headway.data.sources import Mix, OpenShards, Source, find_sources
 from headway.errors import BadSample, BadShard, UsageError
@@ -242,7 +243,9 @@ def test_an_index_is_read_anew_with_its_shard(tmp_path: Path, monkeypatch: pytes
     opened = OpenShards([Source("data", paths, [3, 3])], 2, ShardLimits())
     assert bytes(opened.get(0, 0)[1]["bin"]) == b"x00001"
     assert bytes(opened.get(0, 1)[1]["bin"]) == b"x00004"
-    unindexed(tmp_path / "again", 2, 3, fill=b"longer")[0].replace(paths[0])
+    again = unindexed(tmp_path / "again", 2, 3, fill=b"longer")[0]
+    checksum_path(again).replace(checksum_path(paths[0]))
+    again.replace(paths[0])
     assert bytes(opened.get(0, 0)[1]["bin"]) == b"longer00001"
 
 
@@ -275,3 +278,27 @@ def test_a_shard_that_was_refilled_is_refused_by_every_thread(tmp_path: Path) ->
 def test_shards_are_counted_in_their_order(quick: float, tmp_path: Path) -> None:
     paths = [packed(tmp_path / str(count), count) for count in range(1, 71)]
     assert list(count_shards(paths, quick_s=quick)) == list(range(1, 71))
+
+
+def test_damaged_shards_that_cannot_be_counted_are_left_out_up_to_max_bad(
+    tmp_path: Path, messages: list[str]
+) -> None:
+    for shard in range(4):
+        (path,) = pack([{"__key__": f"{shard}-{n}", "cls": n} for n in range(5)], tmp_path, name=f"s{shard}")
+        path.with_suffix(".idx").unlink()
+    cut, empty = tmp_path / "s1-000000.tar", tmp_path / "s2-000000.tar"
+    cut.write_bytes(cut.read_bytes()[:2000])
+    empty.write_bytes(b"")
+    with pytest.raises(
+        BadShard, match=r"2 of 4 shards .*max_bad=0\.001; the first of them: .*s1-.*truncated"
+    ):
+        ShardLoader(tmp_path, batch_size=5)
+    assert not messages
+    loader = ShardLoader(tmp_path, batch_size=5, max_bad=0.5)
+    assert [message for message in messages if "2 of 4 shards cannot be counted, and are left out" in message]
+    keys = [key for batch in loader for key in batch["__key__"]]
+    assert sorted(keys) == [f"{shard}-{n}" for shard in (0, 3) for n in range(5)] and not loader.bad
+    path.write_bytes(b"")
+    (tmp_path / "s0-000000.tar").write_bytes(b"")
+    with pytest.raises(UsageError, match="none of its 4 shards has a sample"):
+        ShardLoader(tmp_path, batch_size=5, max_bad=1)

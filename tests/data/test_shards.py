@@ -238,7 +238,11 @@ def test_an_index_gives_what_walking_gives(tmp_path: Path) -> None:
     assert [*with_index] == [*walked] == walked[:] and len(walked) == 5
     lines = [" ".join(w for i, w in enumerate(line.split()) if i % 4 != 3) for line in text.splitlines()[1:]]
     index_file.write_text("\n".join(["v1.1 5", *lines]))
-    assert [entry.parts for entry in Shard.open(path).entries] == [entry.parts for entry in walked]
+    assert [*Shard.open(path).entries] == [*walked], "with the keys, which this index lacks"
+    assert count_samples(path) == 5
+    index_file.write_text("\n".join(["v1.1 4", *lines[:4]]))
+    with pytest.raises(BadShard, match=r"does not match .* 4 samples there, 5 in the shard"):
+        Shard.open(path)
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,8 @@ class ShardLoader:
         _check(prefetch, threads, max_bad)
         mix = source if isinstance(source, Mix) else Mix({"data": 1.0}, shards={"data": source})
         self._limits = limits or ShardLimits()
-        self._sources = find_sources(mix, self._limits, shared=rank is None and dist.is_initialized())
+        shared = rank is None and dist.is_initialized()
+        self._sources = find_sources(mix, self._limits, shared=shared, max_bad=max_bad)
         self._mix, self._shuffle, self._tail = mix, shuffle, tail
         self._timeline: Timeline | None = None
         self._prefetcher: Prefetcher | None = None

@@ -18,7 +18,7 @@ from headway.data.shards.indexes import index_text
 from headway.data.shards.retries import retry
 from headway.data.shards.shard import count_samples, walk
 from headway.data.shards.tar import ShardLimits
-from headway.errors import UsageError
+from headway.errors import BadShard, UsageError
 from headway.system.files import storage, write_atomic
 
 _THREADS = 16  # counting mostly waits for the file system
@@ -89,22 +89,38 @@ def _by_name(name: str, here: list[Path], catalog: Catalog) -> list[Path]:
 
 
 def count_shards(
-    paths: Sequence[Path], limits: ShardLimits | None = None, *, quick_s: float = _QUICK_S
+    paths: Sequence[Path],
+    limits: ShardLimits | None = None,
+    *,
+    quick_s: float = _QUICK_S,
+    damaged: dict[Path, str] | None = None,
 ) -> Iterator[int]:
     """Yields the number of samples of each shard, as it becomes known.
+
+    With `damaged`, shards that cannot be counted are added to it, with the reason, and have 0 samples.
 
     Shards are counted in this thread while each takes at most `quick_s`, and by a thread pool from then on: a task for
     a pool costs about as much as reading one index.
     """
+
+    def count(path: Path) -> int:
+        try:
+            return count_samples(path, limits)
+        except BadShard as error:
+            if damaged is None:
+                raise
+            damaged[path] = str(error)
+            return 0
+
     began, done = time.perf_counter(), 0
     while done < len(paths) and time.perf_counter() - began <= quick_s * (done + _WARMUP_SHARDS):
-        yield count_samples(paths[done], limits)
+        yield count(paths[done])
         done += 1
     paths = paths[done:]
     size = 1 + len(paths) // (4 * _THREADS)
     groups = [paths[at : at + size] for at in range(0, len(paths), size)]
     with ThreadPoolExecutor(_THREADS, "headway count") as pool:
-        for counts in pool.map(lambda group: [count_samples(path, limits) for path in group], groups):
+        for counts in pool.map(lambda group: [count(path) for path in group], groups):
             yield from counts
 
 

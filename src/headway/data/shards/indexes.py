@@ -1,8 +1,11 @@
 """Index files beside shards: DALI's text format (`shard.idx`), which `pack` writes too, and energon's binary one.
 
     v1.2 2                                       DALI: version, number of samples
-    jpg 512 70412 a.jpg cls 71680 1 a.cls        one line each: extension, offset, size, name (v1.1: no name)
+    jpg 512 70412 a.jpg cls 71680 1 a.cls        one line each: extension, offset, size, name
     ...
+
+An index of v1.1 has no names, without which samples have no keys: it states how many there are, and the headers of the
+shard are walked.
 
 energon's `shard.tar.idx` holds 64-bit offsets: of each sample's header, and of the end of the last sample.
 """
@@ -24,7 +27,8 @@ from headway.data.shards.tar import BLOCK_BYTES, ShardLimits, over_limit
 from headway.errors import BadShard
 
 _DALI = b"v1."
-_WIDTH = {b"v1.1": 3, b"v1.2": 4}
+_NAMED = b"v1.2"
+_WIDTH = 4  # words for each part of a sample
 
 
 def indexed_count(path: Path, limits: ShardLimits) -> int | None:
@@ -45,9 +49,9 @@ def read_dali(path: Path, size: int, limits: ShardLimits) -> ShardEntries | None
     most = 2 * size + 64  # each entry describes a header of the shard, which is longer
     text = read_start(index, most + 1) or b""
     version, _, count = text[:64].partition(b"\n")[0].strip().partition(b" ")
-    if version not in _WIDTH:
-        return None  # an unknown version: the headers of the shard are walked instead
-    entries = DaliIndex(text, _WIDTH[version], path, size, limits)
+    if version != _NAMED:
+        return None  # without names, or unknown: the headers of the shard are walked instead
+    entries = DaliIndex(text, path, size, limits)
     if len(text) > most or not count.isdigit() or int(count) != len(entries):
         raise stale_index(path)
     if len(entries) > limits.members:
@@ -70,26 +74,26 @@ class DaliIndex(ShardEntries):
     """The samples in DALI's index. A line is parsed when its sample is read: a loader that resumes in the middle of
     large shards needs few of them, and should not wait for all."""
 
-    def __init__(self, text: bytes, width: int, path: Path, size: int, limits: ShardLimits) -> None:
+    def __init__(self, text: bytes, path: Path, size: int, limits: ShardLimits) -> None:
         self._text = text if text.endswith(b"\n") else text + b"\n"
         ends = np.flatnonzero(np.frombuffer(self._text, np.uint8) == ord("\n"))
         self._ends = array("q", ends.astype(np.int64).tobytes())
-        self._width, self._path, self._size, self._limits = width, path, size, limits
+        self._path, self._size, self._limits = path, size, limits
 
     def __len__(self) -> int:
         return len(self._ends) - 1
 
     def key(self, number: int) -> str:
         words = self._words(number)
-        name = words[3] if self._width == 4 and len(words) > 3 else b""
+        name = words[3] if len(words) > 3 else b""
         return name.removesuffix(b"." + words[0]).decode("utf-8", "surrogateescape") if words else ""
 
     def parts(self, number: int) -> list[SamplePart]:
-        words, width = self._words(number), self._width
-        if not words or len(words) % width:
+        words = self._words(number)
+        if not words or len(words) % _WIDTH:
             raise stale_index(self._path)
         parts = []
-        for at in range(0, len(words), width):
+        for at in range(0, len(words), _WIDTH):
             if not (words[at + 1].isdigit() and words[at + 2].isdigit()):
                 raise stale_index(self._path)
             offset, size = int(words[at + 1]), int(words[at + 2])
@@ -134,11 +138,14 @@ def _energon_offsets(index: Path, limits: ShardLimits) -> list[int]:
     return offsets
 
 
-def compare_with_energon(path: Path, entries: Sequence[SampleEntry], limits: ShardLimits) -> None:
-    """Refuses an energon index whose number of samples is not the shard's."""
-    index = _energon_file(path)
-    if index is not None and len(_energon_offsets(index, limits)) - 1 != len(entries):
-        raise BadShard(f"{index} does not match {path}, which has {len(entries)} samples; remove it")
+def compare_count(path: Path, walked: Sequence[SampleEntry], limits: ShardLimits) -> None:
+    """Refuses an index that states another number of samples than the headers of its shard."""
+    stated = indexed_count(path, limits)
+    if stated is not None and stated != len(walked):
+        index = _dali_file(path) or _energon_file(path)
+        raise BadShard(
+            f"{index} does not match {path}: {stated} samples there, {len(walked)} in the shard; remove it"
+        )
 
 
 def index_text(entries: Sequence[SampleEntry]) -> str | None:

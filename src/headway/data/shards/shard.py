@@ -23,7 +23,7 @@ from typing import final
 from headway.data.shards import checksums
 from headway.data.shards.entries import EntryTable, SamplePart, ShardEntries, group_samples
 from headway.data.shards.indexes import (
-    compare_with_energon,
+    compare_count,
     indexed_count,
     read_dali,
     stale_index,
@@ -58,7 +58,7 @@ class ShardIndex:
         stated = entries is not None
         if entries is None:
             entries = group_samples(members(data, str(path), limits), str(path))
-            compare_with_energon(path, entries, limits)
+            compare_count(path, entries, limits)
         if sums is not None and len(sums) != len(entries):
             raise checksums.mismatch(path, f"has {len(entries)} samples", f"{len(sums)}")
         return cls(entries, version, stated, sums)
@@ -121,9 +121,11 @@ class Shard:
         parts = self.entries.parts(number)
         if _are_contiguous(parts):
             found = self._read(parts)
-        else:
+        else:  # an index may name them in any order
             found = {part.extension: self._read([part])[part.extension] for part in parts}
-        if self.index.sums is not None and checksums.sum_sample(found.values()) != self.index.sums[number]:
+            parts.sort(key=lambda part: part.offset)
+        sums = self.index.sums
+        if sums is not None and checksums.sum_sample([found[part[0]] for part in parts]) != sums[number]:
             raise BadSample(
                 f"its bytes do not match {checksums.checksum_path(self.path).name}: they are damaged, or the shard was "
                 "replaced; copy both again"

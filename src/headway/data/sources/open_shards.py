@@ -47,13 +47,21 @@ class Source:
 
 
 def find_sources(
-    mix: Mix, limits: ShardLimits, *, shared: bool, notice_after_s: float = _NOTICE_AFTER_S
+    mix: Mix,
+    limits: ShardLimits,
+    *,
+    shared: bool,
+    max_bad: float = 0.0,
+    notice_after_s: float = _NOTICE_AFTER_S,
 ) -> list[Source]:
-    """Finds the datasets of a mix; with `shared`, on rank 0 for all ranks, which must all call this."""
+    """Finds the datasets of a mix; with `shared`, on rank 0 for all ranks, which must all call this.
+
+    Up to a share of `max_bad`, shards so damaged that their samples cannot be counted are left out.
+    """
 
     def find() -> list[tuple[str, list[str], list[int]]]:
         found = [
-            (name, *_find(name, spec, limits, mix.catalog, notice_after_s))
+            (name, *_find(name, spec, limits, mix.catalog, max_bad, notice_after_s))
             for name, spec in mix.shards.items()
         ]
         return [(name, [str(path) for path in paths], counts) for name, paths, counts in found]
@@ -63,19 +71,32 @@ def find_sources(
 
 
 def _find(
-    name: str, spec: ShardSpec, limits: ShardLimits, catalog: Catalog | None, notice_after_s: float
+    name: str,
+    spec: ShardSpec,
+    limits: ShardLimits,
+    catalog: Catalog | None,
+    max_bad: float,
+    notice_after_s: float,
 ) -> tuple[list[Path], list[int]]:
-    paths = find_shards(name, spec, catalog)
-    counts = _count(name, paths, limits, notice_after_s)
+    paths, damaged = find_shards(name, spec, catalog), dict[Path, str]()
+    counts = _count(name, paths, limits, notice_after_s, damaged)
+    if damaged:
+        first = damaged[min(damaged)]
+        found = f"dataset {name!r}: {len(damaged)} of {len(paths)} shards cannot be counted"
+        if len(damaged) > max_bad * len(paths):
+            raise BadShard(f"{found}, more than max_bad={max_bad:g}; the first of them: {first}")
+        logger.warning(f"{found}, and are left out; the first of them: {first}")
     if not any(counts):
         raise UsageError(f"dataset {name!r}: none of its {len(paths)} shards has a sample")
     return paths, counts
 
 
-def _count(name: str, paths: Sequence[Path], limits: ShardLimits, notice_after_s: float) -> list[int]:
+def _count(
+    name: str, paths: Sequence[Path], limits: ShardLimits, notice_after_s: float, damaged: dict[Path, str]
+) -> list[int]:
     """Counts the samples of each shard. If that takes long for lack of an index, logs how to write one."""
     began, noticed, counts = time.monotonic(), False, list[int]()
-    for path, count in zip(paths, count_shards(paths, limits), strict=True):
+    for path, count in zip(paths, count_shards(paths, limits, damaged=damaged), strict=True):
         counts.append(count)
         slow = time.monotonic() - began > notice_after_s
         if not noticed and slow and indexed_count(path, limits) is None:
