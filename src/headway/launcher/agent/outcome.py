@@ -63,7 +63,9 @@ def first_failure(path: Path, ended: Mapping[int, int], pids: Mapping[int, int])
             status = ended[record["rank"]]
             early = " while the others still worked" if status >= 0 else ""
             record |= {"error": describe_exit_status(status) + early, "hint": None}
-            if is_native_crash(status) and record.get("failure_file"):
+            if (
+                is_native_crash(status) and record["rank"] and record.get("failure_file")
+            ):  # rank 0's is on the screen
                 record["output"] = _end_of_log(Path(record["failure_file"]).parent, record["rank"])
             if status in _NOT_CRASHES:
                 record["exit_code"] = status
