@@ -71,7 +71,7 @@ class Step:
                 if outcome and outcome["exit_code"] in _STOPS and not missing:
                     break
                 if self._outlives(outcome, missing, now):
-                    return StepEnd(status=self._end(), lost=missing)
+                    return StepEnd(status=self._end(until), lost=missing)
             time.sleep(_POLL_S)
         return StepEnd(status=status)
 
@@ -86,15 +86,15 @@ class Step:
         stops = missing and outcome is not None and outcome["exit_code"] == Stopped.exit_code
         return now - self._since[1] > (_STOPPING_S if stops else self._over_s)
 
-    def _end(self) -> int:
+    def _end(self, until: Callable[[], object]) -> int | None:
         """Ends the step: by SIGTERM, which srun passes on as SIGKILL, then without it."""
         for number, patience_s in ((signal.SIGTERM, _SRUN_S), (signal.SIGKILL, _SRUN_S)):
             with suppress(ProcessLookupError):
                 os.kill(self._pid, number)
             deadline = time.monotonic() + patience_s
-            while (status := self._poll()) is None and time.monotonic() < deadline:
+            while (status := self._poll()) is None and time.monotonic() < deadline and not until():
                 time.sleep(_POLL_S)
-            if status is not None:
+            if status is not None or until():
                 return status
         return 128 + signal.SIGKILL
 

@@ -262,7 +262,7 @@ class Agent:
         reports = self._report or team.is_silent
         if first and reports and not (managed and code == Stopped.exit_code):
             print_last(summary(mine, world_size))
-        if first:
+        if first and self._report:
             team.mark_reported()
         elif code and self._report:
             team.wait_reported(self._grace_s)  # mpirun ends all agents with the first that leaves
