@@ -113,7 +113,12 @@ def test_a_kept_run_makes_few_calls_more(tmp_path: Path, monkeypatch: pytest.Mon
     pipe.register_dataset("train", Watched(calls))
     pipe.append_stage(Quiet(), max_epochs=1)
     pipe.run()
-    expected = {"after_step": 1, "step": 1, "_pass_point": 1, "pass_point": 2}  # to stop, and to repeat a save
+    expected = {
+        "after_step": 1,
+        "step": 1,
+        "_pass_point": 1,
+        "pass_point": 2,
+    }  # to stop, and to repeat a save
     assert {name: calls.python[name] / steps for name in expected} == expected
     assert calls.python.total() == 14 * steps
 
