@@ -18,7 +18,7 @@ import headway as hw
 from headway import dist
 from headway.checkpoint.settings import CheckpointSettings
 from headway.dist import group
-from headway.dist.failure.capture import exception_record
+from headway.dist.control import failure_handler
 from headway.errors import (
     HeadwayError,
     NoProgress,
@@ -363,10 +363,10 @@ def contents(run: Run) -> dict[Path, bytes]:
 
 
 def fail(error: BaseException) -> None:
-    """Does what a rank does about an exception that nothing caught, without the deadline that ends this process."""
-    record = exception_record(error, error.__traceback__, 0)
-    with pytest.raises(SystemExit):
-        group.current().failure_handler._exit_alone(record, error, error.__traceback__)
+    """Does what Python does with an exception that nothing caught, without the deadline that ends this process."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(failure_handler, "limit_exit", lambda *_, **__: None)
+        group.current().failure_handler.on_exception(error, error.__traceback__)
 
 
 @alone

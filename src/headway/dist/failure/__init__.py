@@ -2,8 +2,8 @@
 
 `capture` turns an exception into a record, `record` formats it for people, `remote` moves exceptions between ranks.
 `heartbeat` shows whether a rank makes progress, and `hang` tells ranks that hold up a run from those that wait;
-`exit_deadline` ends a process in bounded time. Nothing here needs torch: node agents use it, too. What a rank does about
-a failure is in `dist.control.failure_handler`.
+`exit_deadline` ends a process in bounded time. Nothing here needs torch: node agents use it, too. What a rank does
+about a failure is in `dist.control.failure_handler`.
 """
 
 from __future__ import annotations
