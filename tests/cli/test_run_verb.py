@@ -88,7 +88,7 @@ def test_the_cause_is_said_once(ranks: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (["run", "--nproc", "0", WHO], "--nproc 0: expected at least one process"),
+        (["run", "--nproc", "0", WHO], "argument --nproc: '0' is not a whole number of 1 or more"),
         (["run", "--nproc", "100000", WHO], "--nproc 100000: this machine's free memory is enough for about"),
         (["run", "nowhere.py"], "there is no file 'nowhere.py'"),
         (["rnu", "x.py"], "there is no verb 'rnu' (did you mean 'run'?); see: headway --help"),

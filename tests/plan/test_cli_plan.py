@@ -128,7 +128,7 @@ def test_the_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (
             ["preset", "gpt2", "--dp", "many"],
-            "argument --dp: invalid int value: 'many'; see: headway plan preset --help",
+            "argument --dp: 'many' is not a whole number; see: headway plan preset --help",
         ),
         (
             ["preset", "gpt2", "--precision", "fp7"],
@@ -140,7 +140,7 @@ def test_the_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (
             ["measure", "x.py:f", "--batch-size", "a"],
-            "argument --batch-size: invalid int value: 'a'; see: headway plan measure --help",
+            "argument --batch-size: 'a' is not a whole number; see: headway plan measure --help",
         ),
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headway.cli.parser import Parser, natural
+from headway.cli.parser import Parser, natural, positive
 from headway.launcher.agent import node
 from headway.launcher.program import python_command
 
@@ -23,7 +23,9 @@ def main(argv: list[str]) -> int:
         "Starts the ranks of this node; the ranks of all nodes start and end together.",
         _EXAMPLES,
     )
-    parser.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks of this agent (default: 1)")
+    parser.add_argument(
+        "--nproc", type=positive, default=1, metavar="N", help="ranks of this agent (default: 1)"
+    )
     parser.add_argument(
         "--max-restarts", type=natural, default=0, metavar="N", help="as for `headway run` (default: 0)"
     )

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headway.cli.parser import Positional, dispatch, parse
+from headway.cli.parser import Positional, above_zero, dispatch, parse
 from headway.cli.screen import console, number, safe
 from headway.errors import DONE, NoValidCheckpoint
 from headway.system.text import format_bytes, shorten_list
@@ -65,7 +65,7 @@ class ExportOptions:
     out: Annotated[Path, Positional("OUT.safetensors")]
     part: str | None = None
     """only this part of the state, like models.net of a Pipeline; its name is left out of those of the tensors"""
-    shard_gb: float = 5.0
+    shard_gb: Annotated[float, above_zero] = 5.0
     """gigabytes that one file may hold; what is larger becomes OUT-00001-of-0000N.safetensors with an index"""
     json: bool = False
     """print facts for programs"""
@@ -151,7 +151,7 @@ def _export(argv: list[str]) -> int:
     from headway.checkpoint.inspect import overview as overviews
 
     (path, *_) = overviews.find(options.path)
-    written = export(path, options.out, part=options.part, shard_bytes=int(options.shard_gb * 1e9))
+    written = export(path, options.out, part=options.part, shard_bytes=max(1, int(options.shard_gb * 1e9)))
     total = sum(file.stat().st_size for file in written)
     if options.json:
         print(json.dumps({"source": str(path), "files": [str(file) for file in written], "bytes": total}))

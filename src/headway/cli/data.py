@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from headway.cli.parser import Positional, dispatch, parse, require_path
+from headway.cli.parser import Positional, above_zero, dispatch, natural, parse, positive, require_path
 from headway.cli.progress import show_progress, throttled_printer
 from headway.cli.screen import console, safe
 from headway.data.catalog import Catalog, Dataset
@@ -232,11 +232,11 @@ class PackOptions(_DataOptions):
     """the files to pack"""
     out: Annotated[Path, Positional("OUT")]
     """where shards go: a directory without shards"""
-    shard_mb: int = 256
+    shard_mb: Annotated[int, positive] = 256
     """megabytes of a shard, at most"""
     shuffle: bool = True
     """shuffle the samples; a loader mixes a sample only with those that are stored near it"""
-    seed: int = 0
+    seed: Annotated[int, natural] = 0
     """of the random order"""
 
 
@@ -376,13 +376,13 @@ class BenchOptions(_DataOptions):
 
     datasets: _Datasets
     """names, directories, patterns or shards"""
-    threads: int | None = None
+    threads: Annotated[int | None, positive] = None
     """threads that read and decode (default: one per core)"""
-    batch_size: int = 64
+    batch_size: Annotated[int, positive] = 64
     """samples of a batch"""
-    seconds: float = 3.0
+    seconds: Annotated[float, above_zero] = 3.0
     """time for each stage of the measurement, approximately"""
-    need: float | None = None
+    need: Annotated[float | None, above_zero] = None
     """samples per second that training takes"""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
+import math
 import re
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,6 +32,7 @@ from typing import (
 
 from headway.errors import DONE, UsageError, closest
 
+_LARGEST = 1e9
 T = TypeVar("T")
 
 Verb = Callable[[list[str]], int]
@@ -118,11 +120,44 @@ def unknown_verb(word: str, verbs: Iterable[str], group: str = "", *, kind: str 
     return UsageError(f"there is no {group}{kind} {word!r}{meant}; see: headway {group}--help")
 
 
+def whole(text: str) -> int:
+    """A whole number, for `type=` of an option."""
+    if not re.fullmatch(r"[-+]?[0-9]{1,18}", text):
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is not a whole number")
+    return int(text)
+
+
 def natural(text: str) -> int:
     """A whole number of 0 or more, for `type=` of an option."""
-    if not text.isdecimal():
+    if not re.fullmatch(r"\+?[0-9]{1,18}", text):
         raise argparse.ArgumentTypeError(f"{text!r:.40} is not a whole number of 0 or more")
     return int(text)
+
+
+def positive(text: str) -> int:
+    """A whole number of 1 or more, for `type=` of an option."""
+    if not re.fullmatch(r"\+?[0-9]{1,18}", text) or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is not a whole number of 1 or more")
+    return int(text)
+
+
+def finite(text: str) -> float:
+    """A number that is neither infinite nor nan, for `type=` of an option."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is not a finite number")
+    return number
+
+
+def above_zero(text: str) -> float:
+    """A number above 0 that is not absurd, for `type=` of an option: no clock takes 1e300 seconds."""
+    number = finite(text)
+    if not 0 < number <= _LARGEST:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is not a number above 0 and at most {_LARGEST:g}")
+    return number
 
 
 def require_path(path: Path, kind: Literal["file", "directory"]) -> Path:
@@ -143,7 +178,10 @@ def require_path(path: Path, kind: Literal["file", "directory"]) -> Path:
 
 @dataclass(frozen=True)
 class Positional:
-    """Marks a field that is given without a flag: `path: Annotated[Path, Positional("PATH")]`."""
+    """Marks a field that is given without a flag: `path: Annotated[Path, Positional("PATH")]`.
+
+    A field with a flag may be marked with its reader instead: `steps: Annotated[int, positive]`.
+    """
 
     metavar: str
 
@@ -182,8 +220,8 @@ def _add_option(
     required = default is MISSING
     if default not in (MISSING, None, False, (), {}) and "default:" not in help:
         help = f"{help} (default: %(default)s)".lstrip()
-    if get_origin(kind) is Annotated:
-        kind, mark = get_args(kind)
+    kind, mark = get_args(kind) if get_origin(kind) is Annotated else (kind, None)
+    if isinstance(mark, Positional):
         many = get_origin(kind) is tuple
         group.add_argument(
             dest,
@@ -198,7 +236,13 @@ def _add_option(
     elif get_origin(kind) is tuple:
         item = get_args(kind)[0]
         group.add_argument(
-            flag, dest=dest, type=_reader(item), nargs="*", metavar=_metavar(item), default=default, help=help
+            flag,
+            dest=dest,
+            type=mark or _reader(item),
+            nargs="*",
+            metavar=_metavar(item),
+            default=default,
+            help=help,
         )
     elif get_origin(kind) is dict:
         group.add_argument(
@@ -208,7 +252,7 @@ def _add_option(
         kind = _without_none(kind)
         given: dict[str, Any] = {"choices": get_args(kind)}
         if get_origin(kind) is not Literal:
-            given = {"type": _reader(kind), "metavar": _metavar(kind)}
+            given = {"type": mark or _reader(kind), "metavar": _metavar(kind)}
         group.add_argument(flag, dest=dest, required=required, default=default, help=help, **given)
 
 
@@ -219,7 +263,8 @@ def _without_none(kind: Any) -> Any:
 
 
 def _reader(kind: Any) -> Callable[[str], Any]:
-    return {int: int, float: float, Path: Path, str: str}[kind]
+    readers: dict[Any, Callable[[str], Any]] = {int: whole, float: finite, Path: Path, str: str}
+    return readers[kind]
 
 
 def _metavar(kind: Any) -> str | None:
@@ -228,7 +273,7 @@ def _metavar(kind: Any) -> str | None:
 
 def _pair(text: str) -> tuple[str, int]:
     name, _, number = text.partition("=")
-    if not re.fullmatch(r"-?\d+", number) or not name:
+    if not re.fullmatch(r"-?[0-9]{1,18}", number) or not name:
         raise argparse.ArgumentTypeError(f"{text!r:.40} is not NAME=NUMBER")
     return name, int(number)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Annotated
 
 from rich.console import Console
 
-from headway.cli.parser import Positional, dispatch, parse, unknown_verb
+from headway.cli.parser import Positional, above_zero, dispatch, parse, positive, unknown_verb
 from headway.errors import DOES_NOT_FIT, DONE, UsageError
 from headway.plan.cost.economy import Workload
 from headway.plan.model.layout import Layout
@@ -68,7 +69,7 @@ class PresetOptions(OutputOptions):
     workload: Workload
     node: str = "h200-sxm8"
     """A catalog name (headway plan list) or "this"."""
-    price_per_hour: float | None = None
+    price_per_hour: Annotated[float | None, above_zero] = None
     """Price of one node, in your currency."""
 
 
@@ -99,9 +100,9 @@ class MeasureOptions:
     """A few real steps on the device here, against the prediction."""
 
     trace: TraceSettings
-    also: tuple[int, ...] = ()
+    also: Annotated[tuple[int, ...], positive] = ()
     """Further batch sizes: that of --batch-size calibrates, these test."""
-    steps: int = 10
+    steps: Annotated[int, positive] = 10
     """Timed steps of each batch size, at least; on a GPU as many as fit into a second."""
     save: Path | None = None
     """Write the constants that were found, for `headway plan module --calibration FILE`."""
@@ -232,7 +233,7 @@ def _module(argv: list[str]) -> int:
     from headway.plan.input.plan_file import read_calibration, read_node
     from headway.plan.tracer.request import estimate_trace
 
-    options = parse(ModuleOptions, _with_factory(argv), verb="plan module")
+    options = parse(ModuleOptions, _with_factory(argv, "module"), verb="plan module")
     constants = read_calibration(options.calibration, Path(), options.node)
     found = estimate_trace(
         options.trace,
@@ -243,18 +244,24 @@ def _module(argv: list[str]) -> int:
     return _print(found, options)
 
 
-def _with_factory(argv: list[str]) -> list[str]:
+def _with_factory(argv: list[str], verb: str) -> list[str]:
     """The factory may stand first, without its flag."""
-    return ["--factory", *argv] if argv and not argv[0].startswith("-") else argv
+    if argv and not argv[0].startswith("-"):
+        return ["--factory", *argv]
+    if not any(word in ("-h", "--help") or word.split("=")[0] == "--factory" for word in argv):
+        raise UsageError(
+            f"give the function that returns your module first: headway plan {verb} FILE.py:function"
+        )
+    return argv
 
 
 def _depth(given: str | None) -> tuple[str, int] | None:
     if given is None:
         return None
     name, _, number = given.partition("=")
-    if not name.isidentifier() or not number.isdigit():
+    if not name.isidentifier() or not re.fullmatch(r"[1-9][0-9]{0,8}", number):
         raise UsageError(
-            f"--extrapolate is {given!r}; expected the factory's argument and a number: layers=96"
+            f"--extrapolate is {given!r:.80}; expected the factory's argument and a number: layers=96"
         )
     return name, int(number)
 
@@ -265,7 +272,7 @@ def _measure(argv: list[str]) -> int:
     from headway.plan.tracer.measurement import measure_module
     from headway.plan.tracer.measurement_table import print_measurement
 
-    options = parse(MeasureOptions, _with_factory(argv), verb="plan measure")
+    options = parse(MeasureOptions, _with_factory(argv, "measure"), verb="plan measure")
     node = None if options.node is None else read_node(options.node)
     constants = read_calibration(options.calibration, Path(), options.node)
     found = measure_module(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headway.cli.parser import Parser, natural
+from headway.cli.parser import Parser, natural, positive
 from headway.errors import UsageError
 from headway.launcher.agent.agent import Agent
 from headway.launcher.local_runs import run_smoke, run_sweep
@@ -24,7 +24,9 @@ Exit codes: 0 all ranks ended well; 1 a rank failed (the last lines say which an
 
 def main(argv: list[str]) -> int:
     parser = Parser("run", "Runs a script here, on N processes that start and end together.", _EXAMPLES)
-    parser.add_argument("--nproc", type=int, default=1, metavar="N", help="number of processes (default: 1)")
+    parser.add_argument(
+        "--nproc", type=positive, default=1, metavar="N", help="number of processes (default: 1)"
+    )
     parser.add_argument(
         "--max-restarts",
         type=natural,

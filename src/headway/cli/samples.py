@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from headway.cli.parser import Parser
+from headway.cli.parser import Parser, positive
 from headway.errors import DONE
 from headway.watch.runs import resolve
 from headway.watch.samples import samples_of
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
         _EXAMPLES,
     )
     parser.add_argument("run", metavar="RUN", help="run directory, id, or beginning or end of an id")
-    parser.add_argument("--step", type=int, required=True, metavar="N", help="counted from 1")
+    parser.add_argument("--step", type=positive, required=True, metavar="N", help="counted from 1")
     parser.add_root()
     parser.add_json()
     options = parser.parse_args(argv)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headway import schedulers
-from headway.cli.parser import Parser
+from headway.cli.parser import Parser, whole
 from headway.errors import UsageError
 from headway.launcher import scripts
 from headway.launcher.job import Job
@@ -73,7 +73,7 @@ def _add(group: argparse._ArgumentGroup, name: str, kind: Any, help: str) -> Non
     if kind == "bool":
         group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
     elif kind in ("int", "int | None"):
-        group.add_argument(flag, type=int, metavar="N", **common)
+        group.add_argument(flag, type=whole, metavar="N", **common)
     elif kind.startswith("Mapping"):
         group.add_argument(flag, action="append", metavar="NAME=VALUE", **common)
     elif kind.startswith("tuple"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from headway.cli.parser import Parser
+from headway.cli.parser import Parser, above_zero, positive
 from headway.errors import DONE
 from headway.system.log import logger
 
@@ -22,9 +22,11 @@ Exit codes: 0 all the same; 1 something differs, or the script failed; 2 bad usa
 def main(argv: list[str]) -> int:
     does = "Runs a script, kills it at four points, resumes it, and compares every step to the last bit."
     parser = Parser("verify-resume", does, _EXAMPLES)
-    parser.add_argument("--nproc", type=int, default=1, metavar="N", help="number of processes (default: 1)")
     parser.add_argument(
-        "--other-nproc", type=int, metavar="N", help="also resume on this number of processes"
+        "--nproc", type=positive, default=1, metavar="N", help="number of processes (default: 1)"
+    )
+    parser.add_argument(
+        "--other-nproc", type=positive, metavar="N", help="also resume on this number of processes"
     )
     parser.add_argument(
         "--at",
@@ -34,7 +36,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--keep", metavar="DIR", help="keep the runs there (default: a temporary directory)")
     parser.add_argument(
-        "--timeout", type=float, default=3600.0, metavar="S", help="seconds for one start of the script"
+        "--timeout", type=above_zero, default=3600.0, metavar="S", help="seconds for one start of the script"
     )
     parser.add_json()
     parser.add_script(module=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
+from headway.errors import UsageError
 from headway.launcher import sweep
 from headway.launcher.code import snapshot
 from headway.launcher.code.snapshot import Dirty
@@ -65,6 +67,7 @@ class SubmittedJob:
 def dry_run(script: Script, target: ClusterTarget, *, root: Path, name: str | None = None) -> str:
     """The job script that `submit` would submit; nothing is made."""
     name = _checked(script, name)
+    _check_root(root)
     sweep.grid(target.array)
     path = root.absolute() / ("ARRAY" if target.array else f"{name}-DATE-TIME-XXXX")
     request = target.request(name=name, directory=path, log=Path("log/job.txt"))
@@ -79,6 +82,7 @@ def submit(
     >>> submit(Script(name="train.py"), Slurm(nodes=2), root=Path("runs"))  # doctest: +SKIP
     """
     name = _checked(script, name)
+    _check_root(root)
     settings = sweep.grid(target.array) if target.array else [{}]
     check_target(target)
     with prepare_runs(script, settings, root=root, name=name, dirty=dirty) as (runs, notes):
@@ -105,9 +109,8 @@ def prepare_runs(
     """
     name = _checked(script, name)
     runs: list[Run] = []
+    _check_root(root)
     is_new = not root.exists()
-    if not is_new:
-        ownership.check_root(root)
     try:
         for values in settings:
             command = [script.name, *sweep.arguments(script.args, values)]
@@ -128,6 +131,15 @@ def _checked(script: Script, name: str | None) -> str:
     """The name of its runs, once the script is known to be there."""
     python_command(script.name, script.args, module=script.module)
     return check_name(name or script.run_name)
+
+
+def _check_root(root: Path) -> None:
+    """Refuses a root in which no runs can be made, or which others could change."""
+    nearest = next(path for path in (root.absolute(), *root.absolute().parents) if os.path.lexists(path))
+    if not nearest.is_dir():
+        raise UsageError(f"{str(nearest)!r} is not a directory: give --root a directory for runs")
+    if nearest == root.absolute():
+        ownership.check_root(root)
 
 
 def _pin(runs: Sequence[Run], script: Script, dirty: Dirty) -> list[str]:

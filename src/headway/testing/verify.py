@@ -30,6 +30,7 @@ from headway.system import environment
 from headway.system.text import plural
 from headway.testing import faults
 
+_LONGEST_TIMEOUT_S = 1e9
 _OUTPUT_CHARS = 2000  # of the end of a script's output, shown when it fails
 
 POINTS = {
@@ -133,8 +134,13 @@ def verify_resume(
         raise UsageError(f"there is no file {str(script)!r} in {Path.cwd()}")
     if unknown := [name for name in at if name not in POINTS]:
         raise unknown_name("point to kill at", unknown[0], POINTS)
-    for count in (nproc, nproc if other_nproc is None else other_nproc):
-        check_nproc(count)
+    check_nproc(nproc)
+    if other_nproc is not None:
+        check_nproc(other_nproc, "--other-nproc")
+    if not 0 < timeout <= _LONGEST_TIMEOUT_S:
+        raise UsageError(
+            f"timeout is {timeout!r:.40}; expected seconds above 0 and at most {_LONGEST_TIMEOUT_S:g}"
+        )
     start = time.monotonic()
     with ExitStack() as stack:
         directory = Path(keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="headway-verify-")))

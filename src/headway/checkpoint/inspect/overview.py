@@ -31,6 +31,8 @@ _LARGEST_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
 def find(path: Path) -> list[Path]:
     """Returns the checkpoints that a path means, newest first: one, all of a run, or all in a directory."""
     path = path.absolute()
+    if not os.path.lexists(path):
+        raise UsageError(f"there is no file or directory {str(path)!r}: give a checkpoint or a run")
     if not path.is_dir():
         raise UsageError(
             f"{path} is neither a checkpoint nor a run: give a directory, or a .safetensors or .pt file to show"

@@ -293,12 +293,12 @@ def _clear_cache() -> None:
         NodeCache(patience=1.0).sweep()
 
 
-def check_nproc(nproc: int) -> None:
+def check_nproc(nproc: int, option: str = "--nproc") -> None:
     """Refuses a number of processes that cannot work, before anything is started."""
     if nproc < 1:
-        raise UsageError(f"--nproc {nproc}: expected at least one process")
+        raise UsageError(f"{option} {nproc}: expected at least one process")
     room = max(1, psutil.virtual_memory().available // _RANK_MEMORY_BYTES)
     if nproc > room:
         raise UsageError(
-            f"--nproc {nproc}: this machine's free memory is enough for about {room} processes with torch; use fewer"
+            f"{option} {nproc}: this machine's free memory is enough for about {room} processes with torch; use fewer"
         )
