@@ -9,7 +9,6 @@ import json
 import math
 import runpy
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 
 from headway import checkpoint
 from headway.record import ledger
@@ -42,7 +42,7 @@ def stopped_run(project: Path) -> Run:
 
 
 def headway(*arguments: str | Path, cwd: Path) -> str:
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-m", "headway", *map(str, arguments)], cwd=cwd, capture_output=True, text=True
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

@@ -12,18 +12,19 @@ from pathlib import Path
 
 import psutil
 import pytest
+import warm
 from waiting import check_duration, wait_until
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 FAIL = str(SCRIPTS / "fail.py")
 BIN = Path(sys.executable).parent
 RUN = [str(BIN / "headway"), "run", "--nproc", "4"]
-TORCHRUN = [str(BIN / "torchrun"), "--nproc-per-node", "4"]
+TORCHRUN = [str(BIN / "torchrun"), "--nproc-per-node", "2"]
 
 
 def run(command: list[str], *args: str, how: str, rank: int = 2) -> tuple[int, str]:
     environ = os.environ | {"FAIL": how, "FAIL_RANK": str(rank)}
-    done = subprocess.run([*command, FAIL, *args], env=environ, capture_output=True, text=True, timeout=60)
+    done = warm.run([*command, FAIL, *args], env=environ, capture_output=True, text=True, timeout=60)
     return done.returncode, done.stderr
 
 
@@ -81,9 +82,9 @@ def test_ranks_that_never_meet_in_a_collective_notice_too(how: str) -> None:
 
 @pytest.mark.parametrize("how", ["raise", "exit0"])
 def test_under_torchrun(how: str) -> None:
-    status, text = run(TORCHRUN, how=how)
+    status, text = run(TORCHRUN, how=how, rank=1)
     assert status == 1
-    assert "rank 2 of 4" in text
+    assert "rank 1 of 2" in text
     assert ("ValueError: the third step is cursed" in text) == (how == "raise")
 
 
@@ -128,7 +129,7 @@ def test_one_process_fails_as_python_does_but_with_the_right_code(tmp_path: Path
 
 def test_ctrl_c_reaches_the_ranks_and_a_second_one_ends_them() -> None:
     environ = os.environ | {"FAIL": "never"}
-    with subprocess.Popen(
+    with warm.Popen(
         [*RUN[:-1], "2", FAIL, "--busy"], env=environ, stderr=subprocess.PIPE, text=True
     ) as agent:
         assert agent.stderr is not None
@@ -151,9 +152,7 @@ time.sleep(60)
 
 def test_ranks_die_with_a_killed_agent(tmp_path: Path) -> None:
     (tmp_path / "pids.py").write_text(PIDS)
-    with subprocess.Popen(
-        [*RUN[:-1], "2", str(tmp_path / "pids.py")], stdout=subprocess.PIPE, text=True
-    ) as agent:
+    with warm.Popen([*RUN[:-1], "2", str(tmp_path / "pids.py")], stdout=subprocess.PIPE, text=True) as agent:
         assert agent.stdout is not None
         pids = json.loads(agent.stdout.readline())
         agent.kill()
@@ -185,7 +184,7 @@ def test_a_forked_child_does_not_hide_its_parents_death(tmp_path: Path) -> None:
     for rank in range(2):
         place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
         environ = os.environ | place | {"HEADWAY_RENDEZVOUS": str(tmp_path / "rendezvous.json")}
-        processes.append(subprocess.Popen([sys.executable, "forks.py"], env=environ, cwd=tmp_path))
+        processes.append(warm.Popen([sys.executable, "forks.py"], env=environ, cwd=tmp_path))
     assert processes[0].wait(30) == 1
     assert not (tmp_path / "slept-well").exists(), "it was woken at once"
     assert processes[1].wait(30) == -signal.SIGKILL

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import warm
 
 from headway.dist.failure import hang as hanging, heartbeat
 from headway.dist.failure.hang import RankStatus
@@ -227,7 +227,7 @@ def hang(command: list[str], folder: Path, *, how: str, rank: int) -> tuple[floa
         "HEADWAY_WATCHDOG": str(PERIOD),
     }
     with (folder / "screen").open("w") as screen:
-        process = subprocess.Popen([*command, SCRIPT], env=environ, stderr=screen, start_new_session=True)
+        process = warm.Popen([*command, SCRIPT], env=environ, stderr=screen, start_new_session=True)
         try:
             while process.poll() is None and "\nrecord: " not in (folder / "screen").read_text():
                 time.sleep(0.1)

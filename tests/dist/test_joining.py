@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed
+import warm
 from waiting import wait_until
 
 import headway as hw
@@ -162,12 +163,12 @@ def test_a_meeting_point_that_others_could_have_written_is_refused(meeting: File
 
 def test_a_hundred_launches_at_once() -> None:
     command = [sys.executable, str(SCRIPTS / "many.py"), "100"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=True)
+    done = warm.run(command, capture_output=True, text=True, timeout=110, check=True)
     assert done.stdout == "200 of 200 ranks joined their own launch\n"
 
 
 def run(code: str, cwd: Path, environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return warm.run(
         [sys.executable, "-c", code],
         cwd=cwd,
         env=os.environ | environ,

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "soak.py"
 SECONDS = 300 if os.environ.get("HEADWAY_FAULTS") == "full" else 12
@@ -23,7 +24,7 @@ def test_nothing_is_taken_for_a_hang(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "headway", "run", "--nproc", "3", str(SCRIPT), str(tmp_path)]
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
         try:
-            done = subprocess.run(command, env=environ, capture_output=True, text=True)
+            done = warm.run(command, env=environ, capture_output=True, text=True)
         finally:
             busy.kill()
     assert done.returncode == 0, done.stderr

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+import warm
 from waiting import wait_until
 
 import headway as hw
@@ -109,6 +110,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (tmp_path / "work_of_ranks.py").write_text(WORK)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "Popen", warm.Popen)  # jobs start at once
     sys.modules.pop("work_of_ranks", None)
     import work_of_ranks  # type: ignore[import-not-found]
 
@@ -205,7 +207,7 @@ def scaled(factor):
 job = hw.launch(scaled(10), Point(4))
 def late(path):
     import time
-    time.sleep(3)
+    time.sleep(1)
     open(path, "w").close()
 other = hw.launch(late, "late")
 result = job.result()

@@ -8,10 +8,11 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+import warm
 
 from headway import dist
 from headway.dist import World, group
@@ -170,12 +171,16 @@ with record.recording(run, world, config=config) as attempt:
 """
 
 
-def launch(run: Run, *arguments: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
+AGENT = ("headway", "run", "--nproc", "2")
+
+
+def launch(run: Run, launcher: Sequence[str], *arguments: str) -> subprocess.CompletedProcess[str]:
     script = run.path.parent / "train.py"
     script.write_text(SCRIPT)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return subprocess.run(
-        [*torchrun, str(script), str(run.path), *arguments],
+    start = warm.run if launcher is AGENT else subprocess.run
+    return start(
+        [sys.executable, "-m", *launcher, str(script), str(run.path), *arguments],
         capture_output=True,
         text=True,
         timeout=100,
@@ -188,7 +193,7 @@ def every_file(run: Run) -> str:
 
 
 def test_two_ranks_and_no_secret_anywhere(run: Run, lines: Lines) -> None:
-    done = launch(run, "train", "--api-key", "canary-argv", "https://me:canary-url@host")
+    done = launch(run, TORCHRUN, "train", "--api-key", "canary-argv", "https://me:canary-url@host")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "hello from 0\n"
     assert "hello from 0" in lines(0)
@@ -202,7 +207,7 @@ def test_two_ranks_and_no_secret_anywhere(run: Run, lines: Lines) -> None:
 
 
 def test_a_rank_that_fails_ends_its_log_with_the_cause(run: Run, lines: Lines) -> None:
-    done = launch(run, "fail")
+    done = launch(run, AGENT, "fail")
     assert done.returncode != 0
     assert lines(1)[:2] == ["hello from 1", "Traceback (most recent call last):"]
     assert "train.py" in lines(1)[2], "the traceback begins with the user's code"

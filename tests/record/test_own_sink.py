@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 from headway.run import find_latest
 
@@ -65,12 +66,18 @@ if __name__ == "__main__":
 
 
 def train(script: Path, database: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return warm.run(
         [sys.executable, str(script), str(database), *arguments],
         cwd=database.parent,
         capture_output=True,
         text=True,
     )
+
+
+def write(directory: Path, sink: str) -> None:
+    """A script with its sink in a module of its own, whose process does without torch."""
+    (directory / "sqlite_sink.py").write_text(sink)
+    (directory / "train.py").write_text("from sqlite_sink import SqliteSink\n" + TRAIN)
 
 
 def ends(database: Path) -> list[tuple[object, ...]]:
@@ -83,8 +90,7 @@ def test_a_users_sink_gets_every_row_and_the_end(where: str, tmp_path: Path) -> 
     scripts = tmp_path / "scripts"  # not the directory in which the run is started
     scripts.mkdir()
     if where == "a module":
-        (scripts / "sqlite_sink.py").write_text(SINK)
-        (scripts / "train.py").write_text("from sqlite_sink import SqliteSink\n" + TRAIN)
+        write(scripts, SINK)
     else:
         (scripts / "train.py").write_text(SINK + TRAIN)
     database = tmp_path / "metrics.db"
@@ -105,7 +111,7 @@ def test_a_users_sink_gets_every_row_and_the_end(where: str, tmp_path: Path) -> 
 
 
 def test_it_learns_that_the_run_failed(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SINK + TRAIN)
+    write(tmp_path, SINK)
     done = train(tmp_path / "train.py", tmp_path / "metrics.db", "fail")
     assert done.returncode == 1
     assert ends(tmp_path / "metrics.db")[0][:2] == ("failed", 1)
@@ -116,7 +122,7 @@ def test_a_sink_that_raises_does_not_touch_the_run(method: str, tmp_path: Path) 
     broken = SINK.replace(
         f"def {method}(", f"def {method}(self, *arguments): raise OSError('gone')\n    def unused("
     )
-    (tmp_path / "train.py").write_text(broken + TRAIN)
+    write(tmp_path, broken)
     done = train(tmp_path / "train.py", tmp_path / "metrics.db")
     assert done.returncode == 0, done.stderr
     assert "headway: SqliteSink failed: OSError: gone; all metrics are in the run directory" in done.stderr

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 
 from headway import checkpoint
 from headway.cli import main
@@ -42,6 +44,12 @@ pipe.append_stage(Fit(log_every=3), max_epochs=2)
 {keeps}
 pipe.run()
 """
+
+
+@pytest.fixture
+def quick_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a script that is started many times, and whose end is as any other's."""
+    monkeypatch.setattr(subprocess, "Popen", warm.Popen)
 
 
 def script(
@@ -156,6 +164,7 @@ def test_a_script_that_keeps_everything(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.usefixtures("quick_starts")
 def test_a_script_that_forgets_something(tmp_path: Path) -> None:
     report = verify_resume(script(tmp_path, forgets="x = x * (1 + calls)"), at=["first-epoch"])
     verdict = report.verdicts[0]
@@ -165,6 +174,7 @@ def test_a_script_that_forgets_something(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.usefixtures("quick_starts")
 def test_what_cannot_be_verified(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no file"):
         verify_resume(tmp_path / "absent.py")

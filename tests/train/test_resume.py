@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from contextlib import nullcontext
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import warm
 from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader as TorchLoader,
@@ -491,7 +491,7 @@ def launch(folder: Path, nproc: int, *words: str, fault: str = "") -> tuple[int,
         str(folder),
         *words,
     ]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, cwd=folder)
+    done = warm.run(command, env=environ, capture_output=True, text=True, timeout=300, cwd=folder)
     if fault:
         check_exit(folder, time.time())
     return done.returncode, done.stdout + done.stderr

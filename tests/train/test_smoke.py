@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 from toys import Batches, Classify, make_pipe
 
 import headway as hw
@@ -46,7 +47,7 @@ def smoke(tmp_path: Path, text: str) -> subprocess.CompletedProcess[str]:
     script.write_text(text)
     command = [sys.executable, "-m", "headway", "run", "--smoke", str(script)]
     environ = {"PATH": "/usr/bin:/bin", "TMPDIR": str(tmp_path), "HOME": str(tmp_path)}
-    return subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    return warm.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=110)
 
 
 def script(tmp_path: Path, *, load: str = "pass") -> str:

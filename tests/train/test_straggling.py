@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
+
+import warm
 
 from headway.train.metrics.stragglers import Stragglers, busy
 
@@ -85,7 +86,7 @@ def test_a_slow_rank_of_a_real_run_is_named(tmp_path: Path) -> None:
         str(tmp_path / "slow.py"),
         str(tmp_path / "runs"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=dict(os.environ))
+    done = warm.run(command, capture_output=True, text=True, timeout=100, env=dict(os.environ))
     assert done.returncode == 0, done.stderr
     text = done.stdout + done.stderr
     assert text.count("is slower than the others") == 1, text

@@ -1,0 +1,252 @@
+"""Starts Python processes as forks of one that has imported torch: a rank costs hundredths of a second, not three.
+
+`Popen` and `run` are those of `subprocess`. The process is a child of this one, with its own pid, signals, files,
+directory and variables, and a node agent among them forks its ranks likewise. What differs: torch is imported already,
+with the variables that it read when the server started, so what is about imports needs real processes.
+
+>>> warm.run([sys.executable, "-m", "headway", "run", "--nproc", "2", "train.py"], capture_output=True, text=True)
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import importlib
+import inspect
+import json
+import logging
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+import weakref
+from collections.abc import Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest import mock
+
+_PRELOADED = ("numpy", "torch._dynamo", "headway.train.pipeline", "headway.checkpoint.write.saver", "psutil")
+_AGENTS = ("headway", "headway.launcher.functions.background")
+"""modules whose process starts ranks, and has no threads when it does"""
+_PR_SET_CHILD_SUBREAPER = 36
+_REQUEST_BYTES = 1 << 17
+_UsualPopen = subprocess.Popen
+
+
+class Popen(subprocess.Popen[Any]):
+    """`subprocess.Popen`; what is no command of this interpreter starts as ever."""
+
+    def _execute_child(self, *args: Any) -> None:
+        usual = super()._execute_child  # type: ignore[misc]
+        given = inspect.signature(usual).bind(*args).arguments
+        command = given["args"]
+        if _parse(command) is None or given["preexec_fn"] or given["pass_fds"]:
+            usual(*args)
+            return
+        environ = dict(os.environ if given["env"] is None else given["env"])
+        cwd = os.path.abspath(given["cwd"] or ".")  # noqa: PTH100  as given, links and all
+        request = {
+            "command": list(command),
+            "cwd": cwd,
+            "environ": environ,
+            "session": given["start_new_session"],
+        }
+        ends = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+        self.pid = _server().fork(request, [number if end == -1 else end for number, end in enumerate(ends)])
+        self._child_created = True
+        pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(given[name] for name in pipes))  # type: ignore[attr-defined]
+
+
+def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:
+    with mock.patch("subprocess.Popen", Popen):
+        return subprocess.run(command, **options)
+
+
+def _parse(command: Sequence[str]) -> tuple[str, list[str]] | None:
+    """Returns -m, -c or "script" and what follows; None if this is no command of this interpreter.
+
+    >>> _parse([sys.executable, "-P", "-m", "headway", "run"])
+    ('-m', ['headway', 'run'])
+    """
+    if command[0] == str(Path(sys.executable).with_name("headway")):
+        return "-m", ["headway", *command[1:]]
+    rest = list(command[1:])
+    while rest and rest[0] == "-P":
+        rest.pop(0)
+    if command[0] != sys.executable or not rest:
+        return None
+    if rest[0] in ("-m", "-c"):
+        return rest[0], rest[1:]
+    return None if rest[0].startswith("-") else ("script", rest)
+
+
+class _Server:
+    """This process's end of the connection to the process that forks; that one ends with this one."""
+
+    def __init__(self) -> None:
+        self._control, far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.settimeout(120)
+        with far_end:
+            self._process = _UsualPopen(
+                [sys.executable, __file__, str(far_end.fileno())],
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                pass_fds=[far_end.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        atexit.register(self._close)
+
+    def fork(self, request: dict[str, Any], files: Sequence[int]) -> int:
+        _adopt_orphans(True)
+        try:
+            socket.send_fds(self._control, [json.dumps(request).encode()], files)
+            return int(self._control.recv(32))
+        finally:
+            _adopt_orphans(False)
+
+    def _close(self) -> None:
+        self._control.close()
+        self._process.wait()
+
+
+@cache
+def _server() -> _Server:
+    return _Server()
+
+
+def _adopt_orphans(adopt: bool) -> None:
+    """Makes this process the parent of what its server forks, so that it can wait for it."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
+
+
+# --- in the server, and in what it forks
+
+
+def _serve(control: socket.socket) -> None:
+    for module in _PRELOADED:
+        importlib.import_module(module)
+    gc.freeze()  # else the first collection in each fork would copy all pages
+    while True:
+        message, files, _, _ = socket.recv_fds(control, _REQUEST_BYTES, 3)
+        if not message:
+            return
+        read_end, write_end = os.pipe()
+        if not (middle := os.fork()):
+            parent = os.getpid()
+            if os.fork():
+                os._exit(0)  # the process is an orphan now, and the one that asked for it adopts it
+            while os.getppid() == parent:
+                time.sleep(0.001)
+            os.write(write_end, str(os.getpid()).encode())
+            _start(files, **json.loads(message))
+        os.waitpid(middle, 0)
+        control.send(os.read(read_end, 32))
+        for copied in (*files, read_end, write_end):
+            os.close(copied)
+
+
+def _start(
+    files: Sequence[int], *, command: list[str], cwd: str, environ: dict[str, str], session: bool
+) -> NoReturn:
+    for number, copied in enumerate(files):
+        os.dup2(copied, number)
+    if session:
+        os.setsid()
+    os.chdir(cwd)
+    _become(command, environ)
+
+
+class _ForkingPopen(subprocess.Popen[Any]):
+    """How an agent starts ranks: all is as ever until the moment at which the child would execute the command."""
+
+    def __init__(self, command: Any, *, env: Any = None, preexec_fn: Any = None, **options: Any) -> None:
+        if _parse(command) is not None:
+            preexec_fn = partial(_become, list(command), dict(env or os.environ), preexec_fn)
+        super().__init__(command, env=env, preexec_fn=preexec_fn, **options)
+
+
+def _become(command: list[str], environ: dict[str, str], prepare: Any = None) -> NoReturn:
+    """Goes on as a new interpreter would that executes the command."""
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if prepare is not None:
+        prepare()
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    kind, arguments = _parse(command) or ("script", command[1:])
+    subprocess.Popen = _ForkingPopen if kind == "-m" and arguments[0] in _AGENTS else _UsualPopen  # type: ignore[misc]
+    os.environ.clear()
+    os.environ.update(environ)
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # what the parent removes at its end
+    library = logging.getLogger("headway")
+    library.handlers.clear()
+    library.propagate, library.level = True, logging.NOTSET
+    sys.modules["numpy"].random.seed()
+    try:
+        _execute(kind, arguments)
+        code = 0
+    except BaseException as error:  # noqa: BLE001  whatever a program raises
+        code = _report(error)
+    _end(code)
+
+
+def _report(error: BaseException) -> int:
+    """Returns the exit code, or minus the signal that ends this process."""
+    if isinstance(error, SystemExit):
+        if isinstance(error.code, int | None):
+            return error.code or 0
+        print(error.code, file=sys.stderr)
+        return 1
+    try:
+        error.__traceback__ = _of_program(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
+    except SystemExit as end:  # that of headway decides on the exit code
+        return _report(end)
+    return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _of_program(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """Leaves out the frames of this module: a traceback begins with the program's."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    return trace
+
+
+def _execute(kind: str, arguments: list[str]) -> None:
+    sys.argv[:] = arguments
+    first = str(Path(arguments[0]).resolve().parent) if kind == "script" else ""
+    path = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+    sys.path[:1] = [first, *(each for each in path if each not in sys.path)]
+    if kind == "-m":
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    elif kind == "script":
+        runpy.run_path(arguments[0], run_name="__main__")
+    else:
+        sys.argv[0] = "-c"
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(arguments[0], vars(main))
+
+
+def _end(code: int) -> NoReturn:
+    """As an interpreter ends: it waits for threads, calls what was registered, and flushes."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(code & 0xFF)
+
+
+if __name__ == "__main__":
+    with socket.socket(fileno=int(sys.argv[1])) as connection:
+        _serve(connection)
