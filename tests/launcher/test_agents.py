@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import warm
 from waiting import wait_until
 
 from headway.data import pack
@@ -249,9 +250,7 @@ def test_twenty_jobs_at_once_do_not_meet() -> None:
     who = str(Path(__file__).parents[1] / "scripts" / "who.py")
     command = [sys.executable, "-m", "headway", "run"]
     jobs = [[*command, "--nproc", "2", who]] * 3 + [[*command, "-m", "timeit", "-n1", "-r1", meets]] * 17
-    running = [
-        subprocess.Popen(job, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for job in jobs
-    ]
+    running = [warm.Popen(job, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for job in jobs]
     for number, job in enumerate(running):
         out, error = job.communicate(timeout=200)
         assert job.returncode == 0, error
