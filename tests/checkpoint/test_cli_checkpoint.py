@@ -134,7 +134,7 @@ def test_export_in_several_files_with_an_index(
         assert torch.equal(load_file(tmp_path / file)[name], STATE["net"][name])  # type: ignore[index]
     with pytest.raises(UsageError, match="exists already"):
         command.main(["export", str(run.path), str(out), "--part", "net", "--shard-gb", "50e-9"])
-    with pytest.raises(UsageError, match="give 1 or more"):
+    with pytest.raises(UsageError, match="is not a number above 0"):
         command.main(["export", str(run.path), str(out), "--shard-gb", "0"])
 
 
