@@ -83,13 +83,14 @@ def test_a_distributed_checkpoint(tmp_path: Path) -> None:
 
 
 def test_the_command_warns_of_what_a_file_would_import(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.save({"x": torch.ones(1), "bomb": Bomb(tmp_path / "executed")}, tmp_path / "x.pt")
+    monkeypatch.chdir(tmp_path)
+    torch.save({"x": torch.ones(1), "bomb": Bomb(Path("executed"))}, tmp_path / "x.pt")
     assert command.main(["show", str(tmp_path / "x.pt")]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "would import: posix.mkdir" in out and "1 tensors" in out
-    assert f"would call: posix.mkdir('{tmp_path / 'executed'}')" in out
+    assert "would call: posix.mkdir('executed')" in out
     assert not (tmp_path / "executed").exists()
 
 
@@ -129,14 +130,15 @@ def test_a_pickle_in_any_place_is_never_executed(tmp_path: Path, place: str, pro
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_a_bare_pickle_says_what_it_would_have_called(
-    tmp_path: Path, protocol: int, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, protocol: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    live = pickle.dumps(Bomb(tmp_path / "executed"), protocol)
+    monkeypatch.chdir(tmp_path)
+    live = pickle.dumps(Bomb(Path("executed")), protocol)
     (tmp_path / "model.pt").write_bytes(live)
     assert command.main(["show", str(tmp_path / "model.pt")]) == 0
     out = capsys.readouterr().out
     assert "format: pickle, not written by torch" in out and "damaged" not in out
-    assert f"would call: posix.mkdir('{tmp_path / 'executed'}')" in out
+    assert "would call: posix.mkdir('executed')" in out
     (tmp_path / "model.pt").write_bytes(b"\x80\x02" + live[:-1])  # loading fails after the call
     with pytest.raises(NoValidCheckpoint, match=r"would first call posix\.mkdir"):
         read(tmp_path / "model.pt")

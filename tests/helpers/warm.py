@@ -1,8 +1,9 @@
 """Starts Python processes as forks of one that has imported torch: a rank costs hundredths of a second, not three.
 
-`Popen` and `run` are those of `subprocess`. The process is a child of this one, with its own pid, signals, files,
-directory and variables, and a node agent among them forks its ranks likewise. What differs: torch is imported already,
-with the variables that it read when the server started, so what is about imports needs real processes.
+`Popen` and `run` are those of `subprocess`; with HEADWAY_FAULTS=full they start real interpreters. The process is a
+child of this one, with its own pid, signals, files, directory and variables, and a node agent among them forks its
+ranks likewise. What differs: torch is imported already, with the variables that it read when the server started, and
+the end of the interpreter is imitated. So what is about imports or the exit needs real processes.
 
 >>> warm.run([sys.executable, "-m", "headway", "run", "--nproc", "2", "train.py"], capture_output=True, text=True)
 """
@@ -35,6 +36,7 @@ from unittest import mock
 _PRELOADED = ("numpy", "torch._dynamo", "headway.train.pipeline", "headway.checkpoint.write.saver", "psutil")
 _AGENTS = ("headway", "headway.launcher.functions.background")
 """modules whose process starts ranks, and has no threads when it does"""
+_REAL = os.environ.get("HEADWAY_FAULTS") == "full"
 _PR_SET_CHILD_SUBREAPER = 36
 _REQUEST_BYTES = 1 << 17
 _UsualPopen = subprocess.Popen
@@ -47,7 +49,7 @@ class Popen(subprocess.Popen[Any]):
         usual = super()._execute_child  # type: ignore[misc]
         given = inspect.signature(usual).bind(*args).arguments
         command = given["args"]
-        if _parse(command) is None or given["preexec_fn"] or given["pass_fds"]:
+        if _REAL or _parse(command) is None or given["preexec_fn"] or given["pass_fds"]:
             usual(*args)
             return
         environ = dict(os.environ if given["env"] is None else given["env"])
