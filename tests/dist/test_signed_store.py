@@ -99,9 +99,9 @@ def test_a_stranger_at_the_port_of_the_store(tmp_path: Path) -> None:
         if me == 0:
             assert hw.broadcast_object(value) == value
         else:
-            with pytest.raises(RankFailure, match="object 1 of rank 0 was not written by a rank"):
+            with pytest.raises(RankFailure, match=r"object \d+ of rank 0 was not written by a rank"):
                 hw.broadcast_object(value)
-        with pytest.raises(RankFailure, match="object 2 of rank 0 was not written by a rank"):
+        with pytest.raises(RankFailure, match=r"object \d+ of rank 0 was not written by a rank"):
             hw.all_gather_object("y" * 300)
     assert hw.all_gather_object(("y" * me, me)) == [("", 0), ("y", 1)]
     assert hw.gather_object(me, destination=1) == ([0, 1] if me == 1 else None)
