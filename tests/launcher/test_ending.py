@@ -309,6 +309,32 @@ def test_the_end_of_the_time_does_not_end_the_run(
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+def test_what_is_ended_three_times_without_a_newer_checkpoint_is_not_queued_again(
+    run: Run, start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = answering(monkeypatch, scontrol=DONE, squeue=(0, "TimeLimit\n", ""))
+    JobFile(program=Program(command=["train"]), target=Slurm()).write(run)
+
+    def wait(_: Step, until: Callable[[], object]) -> StepEnd:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return StepEnd(status=None) if until() else StepEnd(status=1)
+
+    monkeypatch.setattr(epilogue.Step, "wait", wait)
+    queued = []
+    for number, step in enumerate([None, None, 5, 5, 5]):
+        start(number)
+        if step is not None:
+            (run.path / "checkpoints" / f"step-{step:012d}").mkdir(parents=True, exist_ok=True)
+        asked.clear()
+        assert epilogue.main(str(run.path), "--step", "1") == 143
+        queued.append(("scontrol", "requeue", "7") in [command[:3] for command in asked])
+    assert queued == [True, True, True, True, False]
+    said = capsys.readouterr().err
+    assert "resumes from the newest checkpoint" not in said, "there was none"
+    assert "ended 3 times with the newest checkpoint at step 5; " in said
+    assert f"to resume: sbatch {run.job_script}" in said
+
+
 @pytest.mark.parametrize(
     ("restarts", "earlier", "requeued"), [(0, 0, True), (1, 0, True), (2, 0, False), (1, 1, False)]
 )

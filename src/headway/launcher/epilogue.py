@@ -33,7 +33,8 @@ from headway.launcher.program import JobFile
 from headway.launcher.step import Step, StepEnd
 from headway.launcher.submission import submit_successor
 from headway.run import Run
-from headway.run.status import record_end
+from headway.run.info import newest_step
+from headway.run.status import ends_at_same_step, record_end
 from headway.system.environment import EARLIER_STARTS
 from headway.system.log import install_handler, logger, print_last
 
@@ -42,9 +43,10 @@ _RESTART_S = 60.0
 _KEPT_CODES = tuple(each.exit_code for each in (StorageError, Stopped, NoValidCheckpoint, NoProgress))
 """exit codes of agents that say what to do next, and with which their step ends, too"""
 _TIMED_OUT = (
-    "the time limit of the job came before its ranks had stopped: the next start resumes from the newest checkpoint; "
-    "give them more time by --signal-lead"
+    "the time limit of the job came before its ranks had stopped; give them more time by --signal-lead"
 )
+_SAME_STEP_ENDS = 3
+"""after so many ends by the time limit with no newer checkpoint, another start would end like them"""
 
 
 def main(path: str, status: str, pid: str | None = None) -> int:
@@ -115,8 +117,20 @@ def _finish(
         print_last(summary(outcome, job.target.nproc))
     is_over = code not in (Stopped.exit_code, TERMINATED) and not (lost and is_crash(outcome))
     if not is_over and not is_cancelled():
-        logger.info(requeue(run, job, os.environ))
+        logger.info(_why_hopeless(run, job) or requeue(run, job, os.environ))
     return code
+
+
+def _why_hopeless(run: Run, job: JobFile) -> str | None:
+    """Why another start would end like the last ones, in a sentence; None if it may get further."""
+    ends, step = ends_at_same_step(run), newest_step(run.path)
+    if ends < _SAME_STEP_ENDS:
+        return None
+    newest = "without a checkpoint" if step is None else f"with the newest checkpoint at step {step:,}"
+    return (
+        f"not queued again: it was ended {ends} times {newest}; save more often, or give it more time by --time or "
+        f"--signal-lead; to resume: {job.target.scheduler.submit_command(run.job_script)}"
+    )
 
 
 def read_outcome(records: LaunchRecords, status: int | None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any, Literal, final
 from headway import schedulers
 from headway.errors import INTERRUPTED, TERMINATED, Stopped
 from headway.run import Run, lock
-from headway.run.info import read_json
+from headway.run.info import newest_step, read_json
 from headway.schedulers.base import JobIds, JobStatus, Queue
 from headway.system import files
 from headway.system.locks import ProcessIdentity
@@ -169,6 +169,10 @@ def record_end(run: Run, code: int, *, error: str | None = None) -> None:
         "error": error,
         "exit_s": _since_last_attempt(run, now),
     }
+    if code == TERMINATED:  # nothing was saved at the end
+        step, before = newest_step(run.path), read_json(run.ended_file) or {}
+        same = "newest_step" in before and before["newest_step"] == step
+        facts |= {"newest_step": step, "same_step_ends": before["same_step_ends"] + 1 if same else 1}
     with files.storage(f"write {run.ended_file}"):
         files.write_atomic(run.ended_file, json.dumps(facts).encode())
 
@@ -179,6 +183,11 @@ def exit_seconds(run: Run) -> float:
     So long before its time limit must a job have saved: ranks and agents end, and only then is it queued again.
     """
     return float((read_json(run.ended_file) or {}).get("exit_s") or 0.0)
+
+
+def ends_at_same_step(run: Run) -> int:
+    """Returns how many jobs of this run in a row were ended by SIGTERM with the same newest checkpoint, or none."""
+    return int((read_json(run.ended_file) or {}).get("same_step_ends", 0))
 
 
 def _since_last_attempt(run: Run, now: datetime) -> float | None:
