@@ -14,6 +14,7 @@ from headway import checkpoint
 from headway.cli import main
 from headway.errors import UnreadableRun, UsageError
 from headway.launcher import epilogue
+from headway.launcher.code import snapshot
 from headway.run import Run
 from headway.run.choice import choose
 from headway.run.rebuild import rebuild
@@ -114,6 +115,32 @@ def test_damaged_settings_of_an_older_version_are_86(run: Run, tmp_path: Path) -
         with pytest.raises(UnreadableRun, match=f"up to step 546, .* pass resume='{run.path}'"):
             find(tmp_path)
     assert find(tmp_path, resume=run.path) == run
+
+
+def test_settings_that_a_rebuilt_record_lacks_are_86(run: Run, tmp_path: Path) -> None:
+    put(run.info_file, b"{")
+    put(run.config_file, b"")
+    assert rebuild(run.path)["config"] is None
+    with pytest.raises(UnreadableRun, match=f"up to step 546, .* pass resume='{run.path}'"):
+        find(tmp_path)
+    assert find(tmp_path, resume=run.path) == run
+
+
+def test_a_rebuilt_record_knows_the_code_that_starts_it_again(run: Run, tmp_path: Path) -> None:
+    def rebuilt(cwd: Path) -> Path:
+        with run.open_rows(run.diagnostics_file, content="diagnostics") as rows:
+            rows.write({"attempt": 3, "cwd": str(cwd)})
+        put(run.info_file, b"{")
+        rebuild(run.path)
+        return snapshot.load(run).directory
+
+    with pytest.raises(UsageError, match="has no copy of its code"):
+        rebuilt(tmp_path)  # a script that its user starts
+    run.call_dir.mkdir(exist_ok=True)
+    assert rebuilt(tmp_path) == tmp_path, "a function runs where its files are"
+    inside = run.snapshot_dir / "src"
+    inside.mkdir(parents=True)
+    assert rebuilt(inside) == inside and rebuilt(tmp_path) == run.snapshot_dir
 
 
 def test_a_record_of_a_newer_headway_is_left_as_it_is(run: Run, tmp_path: Path) -> None:

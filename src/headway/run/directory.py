@@ -168,7 +168,8 @@ class Run(RunPaths):
         except (OSError, ValueError):
             found = None
         if text not in (info.get("config"), found):
-            if "config" not in info and (found is None or not is_yaml(found)):  # of an older version
+            # None: an older version wrote it, or it was rebuilt without them
+            if info.get("config") is None and (found is None or not is_yaml(found)):
                 self._refuse_damaged_config()
             return False
         if found != text or info.get("config", text) != text:

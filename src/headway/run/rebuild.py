@@ -63,7 +63,7 @@ def rebuild(path: Path) -> Info:
         "created": format_time(made),
         "command": last.get("argv") or [],
         "cwd": last.get("cwd"),
-        "code": {**(last.get("code") or {}), "diff": None},
+        "code": {**(last.get("code") or {}), "diff": None, **_code(paths, last.get("cwd"))},
         "versions": {name: packages.get(name) for name in ("headway", "torch")},
         "world": last.get("world"),
         "config": _config(paths.config_file),
@@ -106,6 +106,25 @@ def _attempts(rows: list[jsonlines.Row]) -> Iterator[dict[str, Any]]:
             "world": row.get("world"),
             "step_started": 0,  # without it, all of them would count as attempts without progress
         }
+
+
+def _code(paths: RunPaths, cwd: str | None) -> dict[str, Any]:
+    """Returns `code.snapshot` for what starts the run again: its copy of the code, or where its ranks ran."""
+    tree = paths.snapshot_dir
+    if not tree.is_dir() and (cwd is None or not paths.call_dir.is_dir()):
+        return {}  # a script that its user starts
+    inside = tree.is_dir() and cwd is not None and Path(cwd).is_relative_to(tree)
+    facts = {
+        "tree": "code/tree" if tree.is_dir() else cwd,
+        "from": cwd,
+        "directory": str(Path(cwd).relative_to(tree)) if inside and cwd else ".",
+        "script": None,
+        "python_path": [],
+        "added": [],
+        "left_out": [],
+        "note": "rebuilt: what was copied, and from where, is not known any more",
+    }
+    return {"snapshot": facts}
 
 
 def _config(path: Path) -> str | None:
