@@ -19,6 +19,7 @@ from hypothesis import given, strategies as st
 from headway.errors import UsageError
 from headway.run import Run, check_name, creation, find_latest
 from headway.run.paths import RunPaths
+from headway.system import files
 
 HOSTILE = [
     "", ".", "..", "../x", "a/b", "/abs", "-rf", ".hidden", "a b", "a;id", "$(id)", "`id`", "a\nb", "a\n", "a\0b",
@@ -532,3 +533,14 @@ def test_a_start_that_slurm_has_replaced_tells_no_failure(
     run.failure_file.unlink()
     (run.path / "run.json").write_text("{")
     assert run.write_failure({"rank": 0}), "whatever failed is told, though run.json cannot be read"
+
+
+def test_directories_keep_the_group_that_their_project_hands_down(tmp_path: Path) -> None:
+    tmp_path.chmod(0o2700)
+    for umask in (0o022, 0o277):
+        before = os.umask(umask)
+        try:
+            files.make_dir(tmp_path / str(umask))
+        finally:
+            os.umask(before)
+        assert (tmp_path / str(umask)).stat().st_mode & 0o7777 == 0o2700

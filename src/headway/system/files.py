@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,7 +39,9 @@ def storage(doing: str) -> Iterator[None]:
 def make_dir(path: Path) -> None:
     """Creates a directory that only its owner may use; an existing one is an error."""
     path.mkdir(mode=0o700)
-    path.chmod(0o700)  # the umask may have removed bits of the owner
+    mode = path.lstat().st_mode
+    if mode & 0o777 != 0o700:  # the umask may have removed bits of the owner
+        path.chmod(0o700 | mode & stat.S_ISGID)  # a project's directory hands down its group with that bit
 
 
 def open_private(path: Path, flags: int) -> int:
