@@ -114,7 +114,7 @@ def _code(paths: RunPaths, cwd: str | None) -> dict[str, Any]:
     if not tree.is_dir() and (cwd is None or not paths.call_dir.is_dir()):
         return {}  # a script that its user starts
     inside = tree.is_dir() and cwd is not None and Path(cwd).is_relative_to(tree)
-    facts = {
+    facts: dict[str, Any] = {
         "tree": "code/tree" if tree.is_dir() else cwd,
         "from": cwd,
         "directory": str(Path(cwd).relative_to(tree)) if inside and cwd else ".",
