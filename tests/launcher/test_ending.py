@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,13 @@ def answering(monkeypatch: pytest.MonkeyPatch, **answers: tuple[int, str, str]) 
     return asked
 
 
+def end_of_the_job(_: Step, until: Callable[[], object]) -> StepEnd:
+    """In place of `Step.wait`: the scheduler ends the job while the step runs."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert until()
+    return StepEnd(status=None)
+
+
 DONE = (0, "", "")
 REFUSED = (1, "", "scontrol: error: Requested operation is presently disabled for job 7")
 
@@ -292,13 +300,7 @@ def test_the_end_of_the_time_does_not_end_the_run(
     code: int | None, reason: str, requeued: bool, expected: int, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = answering(monkeypatch, scontrol=DONE, squeue=(0, f"{reason}\n", ""))
-
-    def wait(_: Step, until: Callable[[], object]) -> StepEnd:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert until()
-        return StepEnd(status=None)
-
-    monkeypatch.setattr(epilogue.Step, "wait", wait)
+    monkeypatch.setattr(epilogue.Step, "wait", end_of_the_job)
     if code is None:
         JobFile(program=Program(command=["train"]), target=Slurm()).write(run)
         assert epilogue.main(str(run.path), "--step", "1") == expected
@@ -309,17 +311,31 @@ def test_the_end_of_the_time_does_not_end_the_run(
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+@pytest.mark.parametrize(("left_s", "requeued"), [(-1, True), (3600, False), (None, False)])
+@pytest.mark.usefixtures("start")
+def test_in_doubt_the_clock_says_whether_the_time_is_over(
+    left_s: int | None,
+    requeued: bool,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = answering(monkeypatch, scontrol=DONE, squeue=(124, "", "squeue did not answer"))
+    if left_s is not None:
+        monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + left_s))
+    monkeypatch.setattr(epilogue.Step, "wait", end_of_the_job)
+    assert ended(run, 75, Slurm(), step=("--step", "1")) == (75 if requeued else 143)
+    assert (("scontrol", "requeue", "7") in [command[:3] for command in asked]) == requeued
+    refusal = "not queued again: SLURM does not say why it ends this job, and its time limit is not reached; "
+    assert (f"{refusal}to resume: sbatch {run.job_script}" in capsys.readouterr().err) != requeued
+
+
 def test_what_is_ended_three_times_without_a_newer_checkpoint_is_not_queued_again(
     run: Run, start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = answering(monkeypatch, scontrol=DONE, squeue=(0, "TimeLimit\n", ""))
     JobFile(program=Program(command=["train"]), target=Slurm()).write(run)
-
-    def wait(_: Step, until: Callable[[], object]) -> StepEnd:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return StepEnd(status=None) if until() else StepEnd(status=1)
-
-    monkeypatch.setattr(epilogue.Step, "wait", wait)
+    monkeypatch.setattr(epilogue.Step, "wait", end_of_the_job)
     queued = []
     for number, step in enumerate([None, None, 5, 5, 5]):
         start(number)

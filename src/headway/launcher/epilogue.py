@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -45,6 +46,8 @@ _KEPT_CODES = tuple(each.exit_code for each in (StorageError, Stopped, NoValidCh
 _TIMED_OUT = (
     "the time limit of the job came before its ranks had stopped; give them more time by --signal-lead"
 )
+_CLOCK_S = 30.0
+"""by how much the clock of a node may be behind that of the scheduler"""
 _SAME_STEP_ENDS = 3
 """after so many ends by the time limit with no newer checkpoint, another start would end like them"""
 
@@ -63,16 +66,31 @@ def main(path: str, status: str, pid: str | None = None) -> int:
             end = StepEnd(status=int(status)) if pid is None else _wait(int(pid), job, records, signals)
 
             @cache
-            def timed_out() -> bool:  # asked once: between SIGTERM and SIGKILL there is little time
-                return job.target.scheduler.timed_out(job.ids(os.environ))
+            def ended_by_others() -> bool:  # asked once: between SIGTERM and SIGKILL there is little time
+                return not _timed_out(run, job, os.environ)
 
             def is_cancelled() -> bool:
-                return bool(signals) and not timed_out()
+                return bool(signals) and ended_by_others()
 
             return TERMINATED if is_cancelled() else _finish(run, job, records, end, is_cancelled)
         except HeadwayError as error:
             logger.error(error)
             return error.exit_code
+
+
+def _timed_out(run: Run, job: JobFile, environ: Mapping[str, str]) -> bool:
+    """Whether the job is ended by its time limit; if not, says that it is not queued again, and why."""
+    scheduler = job.target.scheduler
+    answer = scheduler.timed_out(job.ids(environ))
+    if answer is None:
+        end = scheduler.end_time(environ)
+        answer = end is not None and time.time() > end - _CLOCK_S
+        why = f"{scheduler.label} does not say why it ends this job, and its time limit is not reached"
+    else:
+        why = "the job was cancelled"
+    if not answer:
+        logger.info("not queued again: %s; to resume: %s", why, scheduler.submit_command(run.job_script))
+    return answer
 
 
 @contextmanager

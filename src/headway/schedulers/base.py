@@ -253,8 +253,11 @@ class Scheduler(ABC):
     def is_gone(self, ids: JobIds) -> bool | None:
         """Whether no process of a job is left; False if it is suspended and will come back, None if unknown."""
 
-    def timed_out(self, ids: JobIds) -> bool:  # noqa: ARG002
-        """Whether the scheduler ends this job because its time is over, and not because somebody cancelled it."""
+    def timed_out(self, ids: JobIds) -> bool | None:  # noqa: ARG002
+        """Whether the scheduler ends this job because its time is over, and not because somebody cancelled it.
+
+        None if it does not answer: then the job's end time counts.
+        """
         return False
 
     # --- for people

@@ -121,11 +121,11 @@ class SlurmScheduler(Scheduler):
     def is_gone(self, ids: JobIds) -> bool | None:
         return slurm_queue.is_gone(self._client, ids.job_id)
 
-    def timed_out(self, ids: JobIds) -> bool:
+    def timed_out(self, ids: JobIds) -> bool | None:
         answer = self._client.run(
             "squeue", "--noheader", "--states=all", "--format=%r", f"--jobs={ids.number}"
         )
-        return "TimeLimit" in answer.lines
+        return "TimeLimit" in answer.lines if answer.lines else None
 
     def commands(self, ids: JobIds) -> Mapping[Literal["look", "cancel"], str]:
         return {"look": f"squeue --jobs {ids.number}", "cancel": f"scancel {ids.number}"}
