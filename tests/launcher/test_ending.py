@@ -173,7 +173,7 @@ class Srun:
     def __init__(self, directory: Path) -> None:
         self.process = subprocess.Popen(["sleep", "100"])
         self.agents = [Team(directory, number=number, size=2) for number in range(2)]
-        self.step = Step(self.process.pid, LaunchRecords(directory, size=2), over_s=0.3)
+        self.step = Step(self.process.pid, LaunchRecords(directory, size=2), over_s=0.3, missing_s=0.6)
         for agent in self.agents:
             agent.begin_round(0)
 
@@ -205,6 +205,17 @@ def test_an_agent_without_a_record_is_lost_once_another_has_failed(srun: Srun) -
     assert srun.step.wait() == StepEnd(status=143, lost=(1,))
 
 
+@pytest.mark.parametrize(("missing", "lasts"), [(True, True), (False, False)])
+def test_an_agent_on_a_slow_node_has_more_time_than_a_step_without_agents(
+    missing: bool, lasts: bool, tmp_path: Path
+) -> None:
+    step = Step(1, LaunchRecords(tmp_path, size=2))
+    lost = (1,) if missing else ()
+    assert not step._outlives({"exit_code": 1, "record": None}, lost, 100.0)
+    assert step._outlives({"exit_code": 1, "record": None}, lost, 150.0) != lasts
+    assert step._outlives({"exit_code": 1, "record": None}, lost, 161.0)
+
+
 def test_another_round_is_not_the_end(srun: Srun) -> None:
     srun.agents[0].conclude({"exit_code": 1, "record": None})
     srun.agents[1].begin_round(1)
@@ -223,13 +234,21 @@ def test_a_stop_of_all_agents_waits_for_no_step(srun: Srun) -> None:
 # ---- what the job script does about it
 
 
-def ended(run: Run, code: int, target: Slurm, *, attempt: int = 0, step: Sequence[str] = ("0",)) -> int:
+def ended(
+    run: Run,
+    code: int,
+    target: Slurm,
+    *,
+    attempt: int = 0,
+    step: Sequence[str] = ("0",),
+    record: dict[str, Any] | None = None,
+) -> int:
     """The last line of the job script, after the first agent has ended with this code."""
     JobFile(program=Program(command=["train"]), target=target).write(run)
     team = Team(run.launch_dir / f"7-{attempt}", number=0, size=target.nodes)
     team.begin_round(0)
     if code in (1, 75):
-        team.conclude({"exit_code": code, "record": None})
+        team.conclude({"exit_code": code, "record": record})
     team.mark_ended(code)
     return epilogue.main(str(run.path), *step)
 
@@ -272,15 +291,28 @@ def test_only_what_was_stopped_is_queued_again(
 
 
 @pytest.mark.usefixtures("start")
-@pytest.mark.parametrize(("code", "requeued"), [(1, True), (86, False)])
+@pytest.mark.parametrize(
+    ("code", "kind", "requeued"),
+    [
+        (1, "vanished", True),
+        pytest.param(1, "exception", False, id="a rank has failed, and the other node is only slow"),
+        (86, "vanished", False),
+    ],
+)
 def test_a_lost_node_does_not_end_the_run(
-    code: int, requeued: bool, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    code: int,
+    kind: str,
+    requeued: bool,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """It crashed and was back before SLURM missed it: SLURM would have started the job again."""
     asked = answering(monkeypatch, scontrol=DONE)
     lost = StepEnd(status=143, lost=(1,))
     monkeypatch.setattr(epilogue.Step, "wait", lambda *_, **__: lost)
-    assert ended(run, code, Slurm(nodes=2), step=("--step", "1")) == code
+    record = vanished(run) | {"kind": kind, "traceback": "ValueError"}
+    assert ended(run, code, Slurm(nodes=2), step=("--step", "1"), record=record) == code
     assert "headway: the agent on node 1 left no record" in capsys.readouterr().err
     assert [command[:3] for command in asked] == ([("scontrol", "requeue", "7")] if requeued else [])
 

@@ -133,7 +133,9 @@ def _finish(
         logger.error("%s", error)
     if code:
         print_last(summary(outcome, job.target.nproc))
-    is_over = code not in (Stopped.exit_code, TERMINATED) and not (lost and is_crash(outcome))
+    # an error of a rank comes again, and a node that is only slow to end is no reason to try
+    lost_node = lost and is_crash(outcome) and record.get("kind") == "vanished"
+    is_over = code not in (Stopped.exit_code, TERMINATED) and not lost_node
     if not is_over and not is_cancelled():
         logger.info(_why_hopeless(run, job) or requeue(run, job, os.environ))
     return code

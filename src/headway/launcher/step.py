@@ -23,7 +23,9 @@ _POLL_S = 0.1
 _READ_S = 1.0
 """seconds between two looks at the records of the agents"""
 _OVER_S = 20.0
-"""how long the step may outlive its agents, and an agent the failure of another; both need a few seconds"""
+"""how long the step may outlive its agents; it needs a few seconds"""
+_MISSING_S = 60.0
+"""how long an agent may outlive the failure of another; a slow node needs longer than a few seconds"""
 _STOPPING_S = 180.0
 """the same after a stop: each agent grants its ranks two minutes, and waits one more for the others"""
 _SRUN_S = 60.0
@@ -52,10 +54,16 @@ class Step:
     """
 
     def __init__(
-        self, pid: int, records: LaunchRecords, *, spare_s: float = 0.0, over_s: float = _OVER_S
+        self,
+        pid: int,
+        records: LaunchRecords,
+        *,
+        spare_s: float = 0.0,
+        over_s: float = _OVER_S,
+        missing_s: float = _MISSING_S,
     ) -> None:
         self._pid, self._records = pid, records
-        self._over_s = over_s + spare_s
+        self._over_s, self._missing_s = over_s + spare_s, missing_s + spare_s
         self._since: tuple[Path, float] | None = None  # the last round, and since when it is over
 
     def wait(self, until: Callable[[], object] = lambda: False) -> StepEnd:
@@ -83,8 +91,10 @@ class Step:
         last = self._records.last_round
         if self._since is None or self._since[0] != last:
             self._since = (last, now)
-        stops = missing and outcome is not None and outcome["exit_code"] == Stopped.exit_code
-        return now - self._since[1] > (_STOPPING_S if stops else self._over_s)
+        patience_s = self._missing_s if missing else self._over_s
+        if missing and outcome is not None and outcome["exit_code"] == Stopped.exit_code:
+            patience_s = _STOPPING_S
+        return now - self._since[1] > patience_s
 
     def _end(self, until: Callable[[], object]) -> int | None:
         """Ends the step: by SIGTERM, which srun passes on as SIGKILL, then without it."""
