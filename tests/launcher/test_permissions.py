@@ -17,7 +17,7 @@ import pytest
 from headway.data.cache.directory import NotCached, _open_directory
 from headway.data.cache.staging import stage
 from headway.dist.rendezvous import FileRendezvous, HubAddress
-from headway.errors import UsageError
+from headway.errors import UnreadableRun, UsageError
 from headway.launcher import epilogue, prologue, submission
 from headway.launcher.agent import node
 from headway.launcher.agent.environment import private_directory
@@ -30,7 +30,7 @@ from headway.launcher.scripts import Script, prepare_runs
 from headway.launcher.targets import Local, Slurm
 from headway.run import Run
 from headway.run.choice import choose
-from headway.system import ownership
+from headway.system import files, ownership
 
 NOBODY = 65534
 IS_ROOT = os.geteuid() == 0
@@ -229,7 +229,7 @@ def test_every_other_place_that_is_acted_on(name: str, tmp_path: Path) -> None:
             use(made)
 
 
-def test_a_run_of_another_user_is_not_resumed(tmp_path: Path) -> None:
+def test_a_run_of_another_user_is_not_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     if not IS_ROOT:
         pytest.skip("only root can give a run to another user")
     facts: dict[str, Any] = {"name": "x", "config": {}, "world": {}, "environ": {}}
@@ -237,11 +237,54 @@ def test_a_run_of_another_user_is_not_resumed(tmp_path: Path) -> None:
     theirs.begin_attempt(world={})
     assert choose(tmp_path, resume="auto", **facts).run == theirs
     os.chown(theirs.path, NOBODY, NOBODY)
+    theirs.checkpoint_dir(7).mkdir(parents=True)
     assert choose(tmp_path, resume="auto", **facts).run != theirs, "one of our own is made"
+    assert (
+        f"{theirs.path} has checkpoints up to step 7, and is not resumed: it belongs to nobody" in caplog.text
+    )
     with pytest.raises(UsageError, match="belongs to another user, nobody"):
         choose(tmp_path, resume=theirs.path, **facts)
     with pytest.raises(UsageError, match="belongs to another user, nobody"):
         choose(tmp_path, resume="auto", **facts | {"environ": {"HEADWAY_RUN": str(theirs.path)}})
+
+
+@pytest.fixture
+def mapped_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mount that gives what this user writes to another one, as an NFS export with all_squash does."""
+    open_private, make_dir = files.open_private, files.make_dir
+
+    def open_mapped(path: Path, flags: int) -> int:
+        fd = open_private(path, flags)
+        if flags & os.O_CREAT and IS_ROOT:
+            os.fchown(fd, NOBODY, NOBODY)
+        return fd
+
+    def make_mapped(path: Path) -> None:
+        make_dir(path)
+        if IS_ROOT:
+            os.chown(path, NOBODY, NOBODY)
+
+    monkeypatch.setattr(files, "open_private", open_mapped)
+    monkeypatch.setattr(files, "make_dir", make_mapped)
+    me = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: me + 4242)
+
+
+@pytest.mark.usefixtures("mapped_users")
+def test_where_a_mount_maps_users_what_this_one_wrote_is_its_own(tmp_path: Path) -> None:
+    facts: dict[str, Any] = {"name": "x", "config": {}, "world": {}, "environ": {}}
+    ours = Run.create(tmp_path, name="x", config={})
+    ours.begin_attempt(world={})
+    for resume in ("auto", ours.path):
+        assert choose(tmp_path, resume=resume, **facts).run == ours
+    assert meet(tmp_path / "meeting") is not None
+    files.write_atomic(tmp_path / "agent.json", b"{}")
+    assert Team(tmp_path, number=0, size=2)._read(tmp_path / "agent.json") == {}
+    ours.info_file.write_text("{")
+    ours.checkpoint_dir(3).mkdir(parents=True)
+    with pytest.raises(UnreadableRun, match="up to step 3"):
+        choose(tmp_path, resume="auto", **facts)
+    assert not list(tmp_path.rglob(".*.tmp"))
 
 
 def test_a_group_of_this_user_alone_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

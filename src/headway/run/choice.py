@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -13,10 +13,12 @@ from typing import final
 from headway import schedulers
 from headway.errors import RunLocked, UnreadableRun, UsageError
 from headway.run import Run, config_text, runs_under
+from headway.run.info import newest_step
 from headway.run.plain import is_yaml
 from headway.run.rebuild import named_run
 from headway.schedulers.base import JobIds
 from headway.system import environment, ownership
+from headway.system.log import logger
 from headway.system.redact import redact_argv
 
 NEW = "new"
@@ -88,14 +90,30 @@ def _open_own(path: str | Path) -> Run:
     return run
 
 
-def _is_own(run: Run) -> bool:
+def _is_own(path: Path, uids: Collection[int]) -> bool:
     """Whether a run is this user's: the runs of others in a shared directory are theirs to resume."""
-    return run.path.stat().st_uid == os.geteuid()
+    return path.stat().st_uid in uids
+
+
+def _warn_of_others(runs: Iterable[Run]) -> None:
+    """Names the newest of the runs that are not resumed because of their owner alone, if it has checkpoints."""
+    for run in runs:
+        step = newest_step(run.path)
+        if step is not None:
+            logger.warning(
+                "%s has checkpoints up to step %s, and is not resumed: it belongs to %s; if it is yours, chown it",
+                run.path,
+                f"{step:,}",
+                ownership.user(run.path.stat().st_uid),
+            )
+            return
 
 
 def _find(root: str | Path, name: str, config: str, environ: Mapping[str, str]) -> Choice | None:
     """Returns the newest run of that name and those settings that this job began or that is unfinished."""
-    alike = [run for run in runs_under(root, name=name) if _is_own(run) and run.has_config(config)]
+    uids = {os.geteuid(), ownership.uid_in(Path(root))}
+    named = runs_under(root, name=name)
+    alike = [run for run in named if _is_own(run.path, uids) and run.has_config(config)]
     job = schedulers.detect(environ)
     for run in alike:
         # only an earlier start of this job counts: one start may train in several runs
@@ -108,14 +126,15 @@ def _find(root: str | Path, name: str, config: str, environ: Mapping[str, str]) 
                 run=run,
                 why=f"the newest unfinished run of that name with these settings{_other_command(run)}",
             )
-    _check_unreadable(Path(root), name, config)
+    _check_unreadable(Path(root), name, config, uids)
+    _warn_of_others(run for run in named if not _is_own(run.path, uids))
     return None
 
 
-def _check_unreadable(root: Path, name: str, config: str) -> None:
+def _check_unreadable(root: Path, name: str, config: str, uids: Collection[int]) -> None:
     """Raises `UnreadableRun` if a run of that name might have been resumed, but for a damaged run.json."""
     for path in sorted(root.glob(f"{name}-*")) if root.is_dir() else ():
-        if named_run(path) != name or path.is_symlink() or path.stat().st_uid != os.geteuid():
+        if named_run(path) != name or path.is_symlink() or not _is_own(path, uids):
             continue
         try:
             Run.open(path)

@@ -11,12 +11,27 @@ from __future__ import annotations
 import grp
 import os
 import pwd
+import secrets
 import shlex
 import stat
 from pathlib import Path
 
 from headway.errors import UsageError
 from headway.system import files
+
+
+def uid_in(directory: Path) -> int:
+    """Returns the owner of what this process writes into a directory: a mount may map users, as root_squash does."""
+    probe = directory / f".owner-{secrets.token_hex(8)}.tmp"
+    try:
+        fd = files.open_private(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    except OSError:  # it writes nothing there: no other user stands for this one
+        return os.geteuid()
+    try:
+        return os.fstat(fd).st_uid
+    finally:
+        os.close(fd)
+        probe.unlink(missing_ok=True)
 
 
 def check_owner(path: Path) -> None:
@@ -73,10 +88,12 @@ def _check(path: Path, status: os.stat_result, *, sticky: bool) -> None:
 
 
 def _check_owner(path: Path, status: os.stat_result) -> None:
-    if status.st_uid not in (os.geteuid(), 0):
+    if status.st_uid in (os.geteuid(), 0):
+        return
+    if status.st_uid != uid_in(path if stat.S_ISDIR(status.st_mode) else path.parent):
         raise UsageError(
-            f"{path} belongs to another user, {_user(status.st_uid)}, who could have it run any code as "
-            f"{_user(os.geteuid())}: use a directory of your own"
+            f"{path} belongs to another user, {user(status.st_uid)}, who could have it run any code as "
+            f"{user(os.geteuid())}: use a directory of your own"
         )
 
 
@@ -98,11 +115,12 @@ def _is_private_group(gid: int) -> bool:
 def _writable(path: Path, status: os.stat_result, mode: str) -> UsageError:
     return UsageError(
         f"{path} can be written by others ({stat.filemode(status.st_mode)}), who could have it run any code as "
-        f"{_user(os.geteuid())}: chmod {mode} {shlex.quote(str(path))}"
+        f"{user(os.geteuid())}: chmod {mode} {shlex.quote(str(path))}"
     )
 
 
-def _user(uid: int) -> str:
+def user(uid: int) -> str:
+    """Returns the name of a user, for messages."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
