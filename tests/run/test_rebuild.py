@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -12,10 +13,11 @@ import pytest
 
 from headway import checkpoint
 from headway.cli import main
-from headway.errors import UnreadableRun, UsageError
+from headway.errors import RunLocked, UnreadableRun, UsageError
 from headway.launcher import epilogue
 from headway.launcher.code import snapshot
-from headway.run import Run
+from headway.launcher.functions import start
+from headway.run import Run, lock
 from headway.run.choice import choose
 from headway.run.rebuild import rebuild
 
@@ -141,6 +143,35 @@ def test_a_rebuilt_record_knows_the_code_that_starts_it_again(run: Run, tmp_path
     inside = run.snapshot_dir / "src"
     inside.mkdir(parents=True)
     assert rebuilt(inside) == inside and rebuilt(tmp_path) == run.snapshot_dir
+
+
+def test_an_owner_that_was_killed_elsewhere_does_not_keep_its_run_for_ever(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def leave() -> None:
+        owner = lock.Owner(host="n3", machine="other", pid=77, born="5", attempt=1, job=None, beat=9)
+        newest = len(list(run.lock_dir.glob("owner-*"))) + 1
+        (run.lock_dir / f"owner-{newest:05d}.json").write_bytes(owner.record())
+
+    started: list[Run] = []
+    monkeypatch.setattr(start, "in_background", lambda run, _: started.append(run))
+    monkeypatch.setattr(lock, "hold", functools.partial(lock.hold, silence_s=0.0))
+    snapshot.take(run, tmp_path, dirty="live")
+    leave()
+    start.restart(run)
+    assert started == [run] and "took the run over from pid 77 on n3" in caplog.text
+    leave()
+    put(run.info_file, b"{")
+    rebuild(run.path)
+    assert find(tmp_path) == run and caplog.text.count("took the run over") == 2
+
+
+def test_of_two_that_rebuild_a_run_one_does(run: Run) -> None:
+    put(run.info_file, b"{")
+    with lock.hold(run.lock_dir, attempt=0), pytest.raises(RunLocked, match="in use by pid"):
+        rebuild(run.path)
+    rebuild(run.path)
+    assert len(list(run.path.glob("run.json.corrupt-*"))) == 1
 
 
 def test_a_record_of_a_newer_headway_is_left_as_it_is(run: Run, tmp_path: Path) -> None:

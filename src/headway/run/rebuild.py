@@ -15,6 +15,7 @@ from headway.run.info import FORMAT, Info, format_time, newest_step, read_info, 
 from headway.run.paths import RunPaths
 from headway.run.plain import is_yaml
 from headway.system import files, jsonlines
+from headway.system.log import logger
 
 _ID = re.compile(r"(?P<name>.+)-(?P<made>\d{4}\.\d\d\.\d\d-\d\d\.\d\d)-[a-z0-9]{4}")
 
@@ -37,28 +38,45 @@ def rebuild(path: Path) -> Info:
     """
     path = path.absolute()
     paths = RunPaths(path=path)
-    try:
-        read_info(path)
-    except UnreadableRun:
-        if is_newer(paths.info_file):
-            raise
-    else:
-        raise UsageError(f"{paths.info_file} is whole: there is nothing to rebuild")
+    _check_damaged(paths)
     found = _ID.fullmatch(path.name)
     if found is None:
         raise UsageError(
             f"{path.name!r} is not the name that headway gave to a run, like digits-2026.11.15-14.30-x7k2"
         )
-    lock.check_free(paths.lock_dir)
+    with lock.hold(paths.lock_dir, attempt=0) as held:
+        if held.note:
+            logger.warning("%s", held.note)
+        _check_damaged(paths)  # another process may have rebuilt it meanwhile
+        info = _facts(paths, found)
+        with files.storage(f"write {paths.info_file}"):
+            if os.path.lexists(paths.info_file):
+                paths.info_file.rename(aside(paths.info_file))
+            write_info(path, info)
+    return info
+
+
+def _check_damaged(paths: RunPaths) -> None:
+    try:
+        read_info(paths.path)
+    except UnreadableRun:
+        if is_newer(paths.info_file):
+            raise
+    else:
+        raise UsageError(f"{paths.info_file} is whole: there is nothing to rebuild")
+
+
+def _facts(paths: RunPaths, found: re.Match[str]) -> Info:
+    """Returns what is left of run.json in the other files; `found` is the name of the directory."""
     rows = list(jsonlines.read(paths.diagnostics_file))
     last: Mapping[str, Any] = rows[-1] if rows else {}
     packages, made = (
         last.get("packages") or {},
         datetime.strptime(found["made"], "%Y.%m.%d-%H.%M").astimezone(),
     )
-    info: Info = {
+    return {
         "format": FORMAT,
-        "id": path.name,
+        "id": paths.path.name,
         "name": found["name"],
         "created": format_time(made),
         "command": last.get("argv") or [],
@@ -69,11 +87,6 @@ def rebuild(path: Path) -> Info:
         "config": _config(paths.config_file),
         "attempts": list(_attempts(rows)),
     }
-    with files.storage(f"write {paths.info_file}"):
-        if os.path.lexists(paths.info_file):
-            paths.info_file.rename(aside(paths.info_file))
-        write_info(path, info)
-    return info
 
 
 def is_newer(file: Path) -> bool:

@@ -61,9 +61,10 @@ def worker_program(run: Run, target: ClusterTarget, cwd: Path) -> Program:
 
 def restart(run: Run) -> None:
     """Starts a job that is over again, in its run directory, with the code it had."""
-    run.check_owner()
     run.check_private()
-    with files.storage(f"start {run.id} again"):
+    with run.lock() as held, files.storage(f"start {run.id} again"):
+        if held.note:
+            logger.warning("%s", held.note)
         run.ended_file.unlink(missing_ok=True)
         run.set_failure_aside(len(run.info()["attempts"]))
     if run.job_file.exists():
