@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from test_resume import Cut, Traced, assert_same, make, seeded, weights
-from torch import Tensor
+from torch import Tensor, nn
 
 import headway as hw
 from headway import dist
@@ -310,6 +310,29 @@ def test_after_the_end_there_is_nothing_to_train(
     shutil.rmtree(first.directory.checkpoints_dir)
     with pytest.raises(NoValidCheckpoint, match=r"is already finished .* but has no checkpoint to restore"):
         make(tmp_path, Traced(), ema=0.9).run()
+
+
+class Registering(Callback):
+    """Registers what is kept when the run begins, as some scripts do."""
+
+    def __init__(self) -> None:
+        self.queue = nn.Linear(2, 2)
+
+    def pre_run(self, pipe: Pipeline) -> None:
+        pipe.register_state("queue", self.queue)
+
+
+@alone
+def test_what_pre_run_registers_is_restored_in_a_finished_run(tmp_path: Path) -> None:
+    first, again = Registering(), Registering()
+    pipe = make(tmp_path, Traced())
+    pipe.add_callback(first)
+    run = pipe.run()
+    dist.leave()  # as another process
+    pipe = make(tmp_path, Traced(), resume=run.path)
+    pipe.add_callback(again)
+    assert pipe.run() == run
+    assert_same(again.queue.state_dict(), first.queue.state_dict())
 
 
 @alone

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,8 @@ from headway.errors import UsageError
 from headway.system.log import logger
 from headway.testing import ranks
 from headway.train import Pipeline, Stage, TrainValStage
+from headway.train.model.ema import Ema
+from headway.train.settings import TrainSettings
 
 alone = pytest.mark.usefixtures("alone")
 
@@ -347,6 +350,17 @@ class Leaves(Stage):
                     break
 
 
+def test_settings_take_numbers_of_numpy() -> None:
+    numbers: dict[str, Any] = {
+        "accumulate": np.int64(2),
+        "log_every": np.int32(3),
+        "gradient_clip": np.float32(1),
+    }
+    assert TrainSettings(**numbers).accumulate == 2
+    decay: Any = np.float32(0.5)
+    assert type(Ema(make_net(), decay).decay) is float
+
+
 @alone
 def test_a_step_that_ends_with_break_counts(tmp_path: Path) -> None:
     stage = Leaves(log_every=3)
@@ -360,11 +374,13 @@ class Taught(Classify):
 
     def __init__(self) -> None:
         super().__init__()
-        self.teacher, self.criterion = make_net().requires_grad_(False), nn.CrossEntropyLoss()
-        self.modes: list[tuple[bool, bool]] = []
+        self.teachers = [make_net().requires_grad_(False) for _ in range(2)]
+        self.criterion = nn.CrossEntropyLoss()
+        self.modes: list[tuple[bool, bool, bool]] = []
 
     def step(self, batch: Any) -> Tensor:
-        self.modes.append((self.training, self.teacher.training))
+        first, second = self.teachers
+        self.modes.append((self.training, first.training, second.training))
         return super().step(batch)
 
 
@@ -380,7 +396,7 @@ def test_modules_of_a_stage_are_evaluated_in_validation(
 ) -> None:
     stage = Taught()
     run(tmp_path, stage, batches=1, epochs=2)
-    assert stage.modes == [(True, True), (False, False), (False, False)] * 2
+    assert stage.modes == [(True,) * 3, (False,) * 3, (False,) * 3] * 2
     warnings: list[str] = []
     monkeypatch.setattr(logger, "warning", warnings.append)
     run(tmp_path, OwnModule(), epochs=2)

@@ -141,11 +141,16 @@ class LoopState:
         """Returns modules among the attributes of the stage, alone or in a container, that are not metrics."""
         found: dict[str, nn.Module] = {}
         for name, value in vars(self.stage).items():
-            parts = value.values() if isinstance(value, dict) else value
-            several = isinstance(value, dict | list | tuple)
-            for part in islice(parts, _MOST_PARTS) if several else (value,):
+            match value:
+                case dict():
+                    parts = {f"{name}[{key!r}]": part for key, part in islice(value.items(), _MOST_PARTS)}
+                case list() | tuple():
+                    parts = {f"{name}[{i}]": part for i, part in enumerate(value[:_MOST_PARTS])}
+                case _:
+                    parts = {name: value}
+            for part_name, part in parts.items():
                 if isinstance(part, nn.Module) and not isinstance(part, EpochMetric):
-                    found[name] = part
+                    found[part_name] = part
         return found
 
     def unregistered(self) -> str | None:

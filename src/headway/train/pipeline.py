@@ -307,6 +307,7 @@ class Pipeline:
         choice = choose_run(self._root, name=name, config=self.config, resume=resume)
         self._run = choice.run
         if choice.finished and self._keeper:  # what follows in the script gets what the run has made
+            self._run_hook("pre_run", self)  # it may register what is restored
             self._keeper.restore_finished(choice)
             return choice.run
         with closing_loaders(self), self._recording(choice.run):

@@ -22,7 +22,7 @@ LOG_EVERY = 50
 
 def check_whole(name: str, value: object) -> None:
     """Raises `UsageError` unless the value of a setting is a whole number of at least 1."""
-    if type(value) is not int or value < 1:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
         raise UsageError(f"{name}={value!r}: give a whole number of at least 1")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -24,11 +25,11 @@ class Ema:
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
-        if not isinstance(decay, float) or not 0 < decay < 1:
+        if not isinstance(decay, float | np.floating) or not 0 < decay < 1:
             raise UsageError(
                 f"ema={decay!r} is not a valid decay: give a number between 0 and 1, such as 0.999"
             )
-        self.decay = decay
+        self.decay = float(decay)
         named = dict(module.named_parameters())
         self._names = list(named)
         self._weights: list[Tensor] = list(named.values())
