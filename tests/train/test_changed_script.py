@@ -8,8 +8,9 @@ import shutil
 import tarfile
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from test_checkpoint_settings import cut
@@ -21,11 +22,11 @@ from toys import make_net
 import headway as hw
 from headway import checkpoint
 from headway.checkpoint.retention import Retention, prune
-from headway.data.fingerprint import fingerprint
+from headway.data.fingerprint import fingerprints
 from headway.errors import NewerFormat, NoValidCheckpoint, UsageError
 from headway.run import Run
 from headway.train import Pipeline
-from headway.train.resume.state import _load_by_name
+from headway.train.resume.state import _load_by_name, compare_datasets
 
 alone = pytest.mark.usefixtures("alone")
 
@@ -134,9 +135,12 @@ def test_what_a_fingerprint_sees() -> None:
         (ConcatDataset([whole, whole]), ConcatDataset([tensors(), whole])),
         (Files("/a/1.png", "/a/2.png"), Files("/b/1.png", "/b/2.png")),
         ([1.0, 2.0], [1.0, 2.0]),
+        (np.arange(4), np.arange(4)),
+        (torch.arange(4), torch.arange(4)),
+        (range(4), range(4)),
     ]
     for one, other in alike:
-        assert fingerprint(loader(one)) == fingerprint(loader(other)) != None  # noqa: E711
+        assert fingerprints(loader(one)) == fingerprints(loader(other)) != {}
     different = [
         tensors(1.0),
         Subset(whole, [1, 3]),
@@ -144,22 +148,92 @@ def test_what_a_fingerprint_sees() -> None:
         Files("1.png", "3.png"),
         [1.0, 3.0],
     ]
-    digests = [fingerprint(loader(each)) for each in (*(one for one, _ in alike), *different)]
+    digests = [fingerprints(loader(each))[""] for each in (*(one for one, _ in alike), *different)]
     assert len(set(digests)) == len(digests)
-    assert fingerprint(loader(Secret())) is None and fingerprint([1]) is None
+    assert fingerprints(loader(Secret())) == fingerprints([1]) == {}
+
+
+def test_what_cannot_be_read_has_no_fingerprint() -> None:
+    class Slots:
+        __slots__ = ()
+
+        def __len__(self) -> int:
+            return 3
+
+    class Kept:
+        def __init__(self, data: Any) -> None:
+            self.data = data
+
+        def __len__(self) -> int:
+            return 3
+
+    for each in (
+        Slots(),
+        {0: 1, 1: 2},
+        Kept(torch.tensor(3.0)),
+        Kept(np.array(3.0)),
+        Kept(torch.eye(3).to_sparse()),
+        Subset(Slots(), {1, 2}),  # type: ignore[arg-type]
+    ):
+        assert fingerprints(loader(each)) == {}, each
+
+
+def test_a_dataset_of_hugging_face_whose_function_cannot_be_hashed() -> None:
+    class Mapped:
+        column_names: ClassVar = ["text"]
+
+        def __init__(self, hashed: str, rows: int = 3, name: str = "t-train.arrow") -> None:
+            self._fingerprint, self.num_rows = hashed, rows
+            self.cache_files = [{"filename": f"/a/{file}"} for file in (name, f"cache-{hashed}.arrow")]
+
+        def __len__(self) -> int:
+            return self.num_rows
+
+    digest = fingerprints(loader(Mapped("1")))
+    assert digest == fingerprints(loader(Mapped("2"))) != {}, "it is random in every process"
+    assert fingerprints(loader(Mapped("1", rows=4))) != digest
+    assert fingerprints(loader(Mapped("1", name="t-test.arrow"))) != digest
 
 
 def test_a_shard_that_was_refilled(tmp_path: Path) -> None:
-    def pack(word: str) -> str | None:
-        shutil.rmtree(tmp_path / "shards", ignore_errors=True)
-        samples = [{"__key__": f"{number}", "txt": word} for number in range(4)]
-        hw.data.pack(samples, tmp_path / "shards", index=True) if False else write(
-            tmp_path / "shards", samples
-        )
-        return fingerprint(hw.data.ShardLoader(str(tmp_path / "shards"), batch_size=2))
+    folder = tmp_path / "shards"
 
-    assert pack("one") == pack("one")
+    def found() -> dict[str, str]:
+        return fingerprints(hw.data.ShardLoader(str(folder), batch_size=2))
+
+    def pack(word: str) -> dict[str, str]:
+        shutil.rmtree(folder, ignore_errors=True)
+        write(folder, [{"__key__": f"{number}", "txt": word} for number in range(4)])
+        return found()
+
+    assert pack("one") == pack("one") != {}
     assert pack("one") != pack("two")
+    before = found()
+    assert hw.data.index(str(folder)), "which headway itself advises"
+    assert found() == before
+    shards = hw.data.ShardLoader(str(folder), batch_size=2)
+    (folder / "000.tar").rename(folder / "away")
+    assert fingerprints(shards) == {}, "what cannot be read now is not compared"
+
+
+def test_only_sources_that_both_have_are_compared(tmp_path: Path) -> None:
+    def pipe(**words: str) -> Pipeline:
+        for name, word in words.items():
+            shutil.rmtree(tmp_path / name, ignore_errors=True)
+            write(tmp_path / name, [{"__key__": f"{number}", "txt": word} for number in range(4)])
+        mix = hw.data.Mix(dict.fromkeys(words, 0.5), shards={name: str(tmp_path / name) for name in words})
+        made = Pipeline(name="mix", root=tmp_path / "runs")
+        made.register_dataset("train", hw.data.ShardLoader(mix, batch_size=2))
+        made._run = Run.create(tmp_path / "runs")
+        return made
+
+    saved: dict[str, Any] = {"run": {"fingerprints": compare_datasets(pipe(a="one", b="one"), None)}}
+    compare_datasets(pipe(a="one", c="two"), saved)
+    with pytest.raises(
+        UsageError, match=r"dataset 'train' is not the one .* other content, in 'a'; restore it"
+    ):
+        compare_datasets(pipe(a="two", c="two"), saved)
+    compare_datasets(pipe(a="two", c="two"), {"run": {"fingerprints": {"train": "0123456789abcdef"}}})
 
 
 def write(folder: Path, samples: list[dict[str, str]]) -> None:

@@ -72,7 +72,7 @@ class Keeper:
         self._since = time.monotonic()
         self._failures = 0
         self._best: float | None = None
-        self._fingerprints: Mapping[str, str] = {}
+        self._fingerprints: Mapping[str, Mapping[str, str]] = {}
         self._values: tuple[int, Mapping[str, Value]] = (-1, {})
         self._rng: Callable[[], None] | None = None  # restores the generators where training resumes
         self._before_validation: dict[str, Any] | None = None

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from headway.checkpoint.format import dtypes
 from headway.checkpoint.format.directory import CheckpointDirectory
 from headway.checkpoint.format.manifest import read_index, read_manifest
-from headway.data.fingerprint import fingerprint
+from headway.data.fingerprint import fingerprints
 from headway.errors import UsageError
 
 if TYPE_CHECKING:
@@ -93,17 +93,24 @@ def restore(pipe: Pipeline, state: Mapping[str, Any]) -> None:
     pipe.steps_done, pipe.epoch = state["progress"]["step"], state["progress"]["epoch"]
 
 
-def compare_datasets(pipe: Pipeline, state: Mapping[str, Any] | None) -> dict[str, str]:
-    """Returns the fingerprints of the datasets; `UsageError` if one has other content than when the run was saved."""
+def compare_datasets(pipe: Pipeline, state: Mapping[str, Any] | None) -> dict[str, dict[str, str]]:
+    """Returns the fingerprints of the datasets; `UsageError` if one has other content than when the run was saved.
+
+    Only sources that both have are compared: whether a mix may have others is its loader's to judge.
+    """
     saved = state["run"].get("fingerprints", {}) if state else {}  # older checkpoints have none
-    found = {name: fingerprint(loader) for name, loader in pipe.datasets.items()}
-    now = {name: digest for name, digest in found.items() if digest is not None}
-    for name, digest in now.items():
-        if saved.get(name, digest) != digest:
-            raise UsageError(
-                f"dataset {name!r} is not the one that {pipe.directory.id} was trained on: it has as many samples but "
-                'other content; restore it, or start a new run with resume="never"'
-            )
+    now = {name: fingerprints(loader) for name, loader in pipe.datasets.items()}
+    for name, sources in now.items():
+        then = saved.get(name)
+        if not isinstance(then, Mapping):
+            continue  # none, or of an older form
+        for source, digest in sources.items():
+            if then.get(source, digest) != digest:
+                where = f", in {source!r}" if source else ""
+                raise UsageError(
+                    f"dataset {name!r} is not the one that {pipe.directory.id} was trained on: it has as many samples "
+                    f'but other content{where}; restore it, or start a new run with resume="never"'
+                )
     return now
 
 
