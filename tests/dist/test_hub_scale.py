@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from headway.dist import join as join_module
 from headway.dist.control import hang_watch
 from headway.dist.control.hub import Hub
-from headway.dist.join import _allow_open_files
+from headway.dist.group import RankGroup
 from headway.dist.roster import RankInfo
 from headway.errors import UsageError
 
@@ -94,18 +95,34 @@ def test_a_connection_that_is_gone_before_it_is_accepted_does_not_end_the_hub(be
         simulated.close()
 
 
-def test_rank_0_may_open_a_file_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_may_open_a_file_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def join(rank: int, world_size: int) -> None:
+        """Joins the others as far as to the first thing that needs files."""
+        launch: Any = SimpleNamespace(
+            rank=rank, world_size=world_size, node="n", local_rank=None, store_address=None
+        )
+        with pytest.raises(ConnectionAbortedError):
+            join_module._rendezvous(RankGroup(launch=launch), 1.0)
+
+    def abort(_: object) -> None:
+        raise ConnectionAbortedError
+
+    monkeypatch.setattr(join_module, "file_rendezvous", abort)
     made: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: made.append(limits))
     for soft, hard in ((1024, 4096), (4096, 4096), (1024, resource.RLIM_INFINITY)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, limits=(soft, hard): limits)
-        _allow_open_files(1000)
-    assert made == [(3128, 4096), (3128, resource.RLIM_INFINITY)]
+        join(0, 1000)
+        join(7, 1000)
+    unlimited = resource.RLIM_INFINITY
+    assert made == [(3128, 4096), (1128, 4096), (3128, unlimited), (1128, unlimited)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     with pytest.raises(
         UsageError, match=r"rank 0 needs 12,416 open files for 4,096 ranks, and the limit is 4,096"
     ):
-        _allow_open_files(4096)
+        join(0, 4096)
+    join(7, 4096)
+    assert made[4:] == [(4096, 4096)]
 
 
 def test_a_hang_goes_through_the_ranks_once_all_have_replied(monkeypatch: pytest.MonkeyPatch) -> None:

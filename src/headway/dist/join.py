@@ -120,6 +120,7 @@ def _rendezvous(group: RankGroup, timeout: float) -> RankPlacement:
     )
     if launch.world_size == 1:
         return place_ranks([me])[0]
+    _allow_open_files(launch)
     rendezvous: Rendezvous
     if launch.store_address is None:
         rendezvous = file_rendezvous(launch)
@@ -170,7 +171,6 @@ def _launchers_store(launch: LaunchEnvironment, timeout: float) -> c10d.Store:
 
 def _open_hub(group: RankGroup, rendezvous: Rendezvous, timeout: float) -> None:
     """Starts the hub on rank 0 and publishes its address. The kernel picks its port, and that of the store."""
-    _allow_open_files(group.launch.world_size)
     listener, hosts = listen(group.launch)
     key = secrets.token_bytes(32)
     welcome = {}
@@ -198,15 +198,17 @@ def _open_hub(group: RankGroup, rendezvous: Rendezvous, timeout: float) -> None:
     rendezvous.publish(HubAddress(hosts=hosts, port=listener.getsockname()[1], key=key))
 
 
-def _allow_open_files(world_size: int) -> None:
-    """Raises the limit of this process: the hub and the store keep two connections per rank, and gloo one more."""
+def _allow_open_files(launch: LaunchEnvironment) -> None:
+    """Raises the limit of this process: gloo keeps a connection per rank; on rank 0 the hub and the store, too."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = 3 * world_size + _OTHER_FILES
+    needed = (1 if launch.rank else 3) * launch.world_size + _OTHER_FILES
     if hard != resource.RLIM_INFINITY and hard < needed:
-        raise UsageError(
-            f"rank 0 needs {needed:,} open files for {world_size:,} ranks, and the limit is {hard:,} (ulimit -Hn); "
-            f"raise it in the job script or ask your administrators"
-        )
+        if launch.rank == 0:
+            raise UsageError(
+                f"rank 0 needs {needed:,} open files for {launch.world_size:,} ranks, and the limit is {hard:,} "
+                f"(ulimit -Hn); raise it in the job script or ask your administrators"
+            )
+        needed = hard  # with NCCL, the other ranks may do with fewer
     if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
