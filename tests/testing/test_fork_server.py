@@ -11,7 +11,7 @@ import pytest
 
 import headway
 from headway.errors import RankFailure
-from headway.testing import ranks
+from headway.testing import fork_server, ranks
 from headway.testing.fork_server import ForkServer
 from headway.testing.pool import RankPools
 
@@ -69,3 +69,10 @@ def test_a_server_that_has_ended_is_reported_with_what_it_printed(
         assert not server.fits()
     finally:
         server.close()
+
+
+@pytest.mark.parametrize(
+    "name", ["PYTORCH_NVML_BASED_CUDA_CHECK", "KMP_AFFINITY", "GOMP_CPU_AFFINITY", "ATEN_CPU_CAPABILITY"]
+)
+def test_what_torch_reads_when_it_is_imported_needs_a_server_of_its_own(name: str) -> None:
+    assert fork_server._select({name: "1", "HOME": "/"}) == {name: "1"}

@@ -22,7 +22,9 @@ from typing import Protocol, final
 from headway.errors import RankFailure
 from headway.system import environment
 
-_READ_AT_IMPORT = ("LD_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TORCH")
+_READ_AT_IMPORT = (
+    "ATEN_", "GOMP_", "KMP_", "LD_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH", "TORCH"
+)  # fmt: skip
 """prefixes of the variables that the interpreter and torch read when they start, and not again in a fork"""
 _PRELOADED = ("numpy", "torch", "torch._dynamo", "headway.train.pipeline", "headway.checkpoint.write.saver")
 """what a rank that trains imports; torch._dynamo comes with the first optimizer"""
