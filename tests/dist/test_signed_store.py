@@ -67,6 +67,18 @@ def test_values_of_others_are_refused() -> None:
             c10d.PrefixStore("p", store).get(name)
 
 
+def test_get_of_a_counter_says_how_to_read_it() -> None:
+    signed = SignedStore(c10d.HashStore(), KEY)
+    for store in (signed, c10d.PrefixStore("p", signed)):
+        for count in (1, -2):
+            store.add("n", count)
+            with pytest.raises(
+                UsageError, match=r"n' in the store is a number .* read it with add\(name, 0\)"
+            ):
+                store.get("n")
+        assert store.add("n", 0) == -1
+
+
 @ranks(2)
 def test_a_stranger_at_the_port_of_the_store(tmp_path: Path) -> None:
     me, store = hw.rank(), hw.dist.store()

@@ -138,7 +138,13 @@ def _verified_rows(rows: list[Tensor], sizes: list[int], number: int) -> list[An
 
 
 def store() -> c10d.Store:
-    """Returns the key-value store that all ranks share, for small values."""
+    """Returns the key-value store that all ranks share, for small values.
+
+    A name is that of a value (`set`, `get`) or of a counter (`add`), never of both: values are signed, and counters
+    cannot be. `add(name, 0)` reads a counter.
+
+    >>> headway.dist.store().add("samples seen", 0)  # doctest: +SKIP
+    """
     return c10d.PrefixStore("headway/user", current().store)
 
 

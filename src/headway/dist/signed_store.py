@@ -3,7 +3,8 @@
 torch's store is a port that every user of the node can connect to, list and write. gloo and NCCL take the addresses of
 the other ranks from it, so a stranger who changes one receives, and sends, what ranks exchange. Here each value is
 signed with the key of the launch, together with its name, so a value that a stranger has written, or copied from
-another name, raises. Counters (`add`) are not signed, and keys can be removed: that disturbs a run, and no more.
+another name, raises. Counters (`add`) are not signed, keys can be removed, and an older value of the same name can be
+written back: that disturbs a run, and no more.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import final
 
 import torch.distributed as c10d
 
-from headway.errors import RankFailure
+from headway.errors import RankFailure, UsageError
 
 _TAG_BYTES = 32
 
@@ -50,7 +51,13 @@ class SignedStore(c10d.Store):
         self._inner.set(key, self._sign(key, value))  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
-        return verify(self._key, f"the value of {key!r} in the store", self._inner.get(key))
+        found = self._inner.get(key)
+        if found.removeprefix(b"-").isdigit():  # a signature is no number
+            raise UsageError(
+                f"{key!r} in the store is a number that nobody has signed; if a rank counts there, read it with "
+                f"add(name, 0), which returns it"
+            )
+        return verify(self._key, f"the value of {key!r} in the store", found)
 
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
         expected = (
