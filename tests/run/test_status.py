@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from headway.run import Run
-from headway.run.status import record_end, status
-from headway.schedulers.base import Queue
+from headway.run import Run, lock
+from headway.run.status import Status, record_end, status
+from headway.schedulers.base import JobIds, Queue
 from headway.schedulers.slurm.queue import job_status
 from headway.system.locks import ProcessIdentity
 
@@ -106,6 +106,29 @@ def test_a_job_that_is_queued_again_is_queued_whatever_its_last_attempt_says(run
     assert state(run) == ("stopped", "")
     run.begin_attempt(world={})  # the note of its earlier end does not speak for the new attempt
     assert state(run, slurm(j12=("NODE_FAIL", ""))) == ("failed", "a node failed")
+
+
+def test_a_heartbeat_of_a_job_that_is_over_is_none(run: Run) -> None:
+    """The node was lost: its owner has released nothing, and only its scheduler knows."""
+
+    def leave(job: str) -> None:
+        ids = JobIds(scheduler="slurm", job_id=job)
+        owner = lock.Owner(host="n3", machine="other", pid=77, born="5", attempt=1, job=ids, beat=9)
+        (run.lock_dir / "owner-00001.json").write_bytes(owner.record())
+
+    submitted(run, job_id="12")
+    run.begin_attempt(world={})
+    run.lock_dir.mkdir(exist_ok=True)
+    leave("12")
+    over = slurm(j12=("NODE_FAIL", ""))
+    assert status(run, over) == Status(state="failed", why="a node failed")
+    assert state(run, slurm(j12=("CANCELLED", "")))[0] == "cancelled"
+    assert state(run)[0] == "running", "nobody knows"
+    leave("13")
+    assert state(run, over)[0] == "running", "it is another job's by now"
+    leave("12")
+    run.failure_file.write_text(json.dumps({"rank": 1, "step": 7, "error": "ValueError: bad"}))
+    assert state(run, over) == ("failed", "rank 1 at step 7: ValueError: bad")
 
 
 def test_a_job_that_outlives_its_attempt_says_so(run: Run) -> None:

@@ -70,7 +70,7 @@ def _status(run: Run, queue: Queue, info: Mapping[str, Any], submitted: Mapping[
     if job and in_queue and not in_queue.is_over:
         held = _held_after_the_end(run, job, in_queue, attempts[-1]) if attempts else None
         return held or Status(state=in_queue.state, why=in_queue.why)
-    recorded = _recorded_status(run, attempts[-1]) if attempts else None
+    recorded = _recorded_status(run, attempts[-1], job if in_queue else None) if attempts else None
     process = _process(submitted) if "pid" in submitted else None
     for sign in (recorded, process):
         if sign and sign.state == "running" and sign.certain:
@@ -106,8 +106,11 @@ def _held_after_the_end(
     return Status(state="running", why=why)
 
 
-def _recorded_status(run: Run, attempt: Mapping[str, Any]) -> Status:
-    """Returns what the last attempt recorded, unless it says "running" and its process is gone."""
+def _recorded_status(run: Run, attempt: Mapping[str, Any], over: JobIds | None = None) -> Status:
+    """Returns what the last attempt recorded, unless it says "running" and its process is gone.
+
+    `over` is a job of which the scheduler says that it is over: so are its processes, where they cannot be checked.
+    """
     if attempt["status"] != "running":
         return Status(state=attempt["status"], why=_failure(run) if attempt["status"] == "failed" else "")
     owner = lock.newest_owner(run.lock_dir)
@@ -116,7 +119,7 @@ def _recorded_status(run: Run, attempt: Mapping[str, Any]) -> Status:
         alive = owner.identity.is_alive()
         if alive:
             return Status(state="running")
-        if alive is None:
+        if alive is None and not _is_same_job(owner.job, over):
             return Status(
                 state="running", why=f"on {owner.host}, according to its last heartbeat", certain=False
             )
@@ -125,6 +128,12 @@ def _recorded_status(run: Run, attempt: Mapping[str, Any]) -> Status:
     if end["status"] == "lost":
         return Status(state="lost", why=gone)
     return Status(state=end["status"], why=_failure(run) or f"exit code {end['exit_code']}")
+
+
+def _is_same_job(one: JobIds | None, other: JobIds | None) -> bool:
+    if one is None or other is None:
+        return False
+    return (one.scheduler, one.number) == (other.scheduler, other.number)
 
 
 def _by_exit_code(run: Run, ended: Mapping[str, Any]) -> Status:
