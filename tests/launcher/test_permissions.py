@@ -299,3 +299,28 @@ def test_a_group_of_this_user_alone_may_write(tmp_path: Path, monkeypatch: pytes
         ownership.check_root(path)
     path.chmod(0o1770)
     ownership.check_root(path)
+
+
+def test_refusals_give_advice_that_this_user_can_follow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    with pytest.raises(UsageError, match=r"by others .*: give a directory of your own, like /tmp/\$USER$"):
+        stage([Path(__file__)], shared)
+    with pytest.raises(UsageError, match=f": chmod \\+t {shared}$"):
+        ownership.check_root(shared)
+    me = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: me + 4242)
+    monkeypatch.setattr(ownership, "uid_in", lambda _: me)  # also where the tests do not run as root
+    with pytest.raises(UsageError, match=r"by others .*: use a directory of your own, or ask its owner$"):
+        ownership.check_root(shared)
+
+
+def test_a_user_without_an_entry_has_a_group_of_its_own_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 424242)
+    monkeypatch.setattr(os, "getegid", lambda: 424242)
+    assert ownership._is_private_group(424242) and not ownership._is_private_group(424243)
+    monkeypatch.setattr(os, "getegid", lambda: 0)
+    assert not ownership._is_private_group(0) and not ownership._is_private_group(424242)

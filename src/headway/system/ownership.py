@@ -39,12 +39,14 @@ def check_owner(path: Path) -> None:
     _check_owner(path, path.lstat())
 
 
-def check_private(path: Path) -> None:
+def check_private(path: Path, *, advice: str | None = None) -> None:
     """Raises `UsageError` unless a file or directory is this user's, or root's, and nobody else can write to it.
+
+    `advice` is what to do then, where it is not to change the owner or the mode.
 
     >>> check_private(Path("/usr"))
     """
-    _check(path, path.lstat(), sticky=False)
+    _check(path, path.lstat(), sticky=False, advice=advice)
 
 
 def check_root(path: Path) -> None:
@@ -79,21 +81,21 @@ def read_private(path: Path, *, secret: bool = False) -> bytes:
         return file.read()
 
 
-def _check(path: Path, status: os.stat_result, *, sticky: bool) -> None:
+def _check(path: Path, status: os.stat_result, *, sticky: bool, advice: str | None = None) -> None:
     if stat.S_ISLNK(status.st_mode):
         raise UsageError(f"{path} is a symbolic link, and what it leads to can change: give the path itself")
-    _check_owner(path, status)
+    _check_owner(path, status, advice)
     if _others_can_write(status) and not (sticky and status.st_mode & stat.S_ISVTX):
-        raise _writable(path, status, "+t" if sticky else "go-w")
+        raise _writable(path, status, "+t" if sticky else "go-w", advice)
 
 
-def _check_owner(path: Path, status: os.stat_result) -> None:
+def _check_owner(path: Path, status: os.stat_result, advice: str | None = None) -> None:
     if status.st_uid in (os.geteuid(), 0):
         return
     if status.st_uid != uid_in(path if stat.S_ISDIR(status.st_mode) else path.parent):
         raise UsageError(
             f"{path} belongs to another user, {user(status.st_uid)}, who could have it run any code as "
-            f"{user(os.geteuid())}: use a directory of your own"
+            f"{user(os.geteuid())}: {advice or 'use a directory of your own'}"
         )
 
 
@@ -108,14 +110,16 @@ def _is_private_group(gid: int) -> bool:
     try:
         me, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
     except KeyError:  # containers run as users without an entry
-        return False
+        return gid == os.getegid() == os.geteuid()
     return me.pw_gid == gid and group.gr_name == me.pw_name and set(group.gr_mem) <= {me.pw_name}
 
 
-def _writable(path: Path, status: os.stat_result, mode: str) -> UsageError:
+def _writable(path: Path, status: os.stat_result, mode: str, advice: str | None = None) -> UsageError:
+    if status.st_uid == os.geteuid():
+        advice = advice or f"chmod {mode} {shlex.quote(str(path))}"
     return UsageError(
         f"{path} can be written by others ({stat.filemode(status.st_mode)}), who could have it run any code as "
-        f"{user(os.geteuid())}: chmod {mode} {shlex.quote(str(path))}"
+        f"{user(os.geteuid())}: {advice or 'use a directory of your own, or ask its owner'}"
     )
 
 

@@ -98,7 +98,8 @@ def _target_directory(to: str | os.PathLike[str] | None) -> Path:
     try:
         with suppress(FileExistsError):
             files.make_dir(directory)
-        ownership.check_private(directory.resolve())  # the ranks take what is there for the data of this user
+        # the ranks take what is there for the data of this user
+        ownership.check_private(directory.resolve(), advice="give a directory of your own, like /tmp/$USER")
     except OSError as error:
         raise UsageError(f"{directory} cannot be used for staging: {error.strerror}") from error
     return directory
