@@ -157,13 +157,21 @@ def test_a_link_of_a_job_array_is_ours(run: Run) -> None:
 def test_the_copy_of_the_code_that_a_sweep_shares_is_ours(run: Run) -> None:
     other = Run.create(run.path.parent, name="first")
     other.snapshot_dir.mkdir(mode=0o700)
-    run.record_snapshot({"tree": str(other.snapshot_dir), "directory": ".", "python_path": []})
-    with pytest.raises(Ran):
-        node.run_submitted(str(run.path))
-    for path in (other.path, other.code_dir, other.snapshot_dir):
-        for said in spoilt(path):
-            with pytest.raises(UsageError, match=said):
-                node.run_submitted(str(run.path))
+    link = run.path.parent.with_name("link")
+    link.symlink_to(run.path.parent)
+    tree = other.snapshot_dir.relative_to(link.parent / "runs")
+    for root in (run.path.parent, link):  # the runs may have been made through a link
+        run.record_snapshot({"tree": str(root / tree), "directory": ".", "python_path": []})
+        with pytest.raises(Ran):
+            node.run_submitted(str(root / run.id))
+        for path in (other.path, other.code_dir, other.snapshot_dir):
+            for said in spoilt(path):
+                with pytest.raises(UsageError, match=said):
+                    node.run_submitted(str(root / run.id))
+    other.snapshot_dir.rename(link.parent / "elsewhere")
+    other.snapshot_dir.symlink_to(link.parent / "elsewhere")
+    with pytest.raises(UsageError, match="is a symbolic link"):
+        node.run_submitted(str(link / run.id))
 
 
 def meet(path: Path) -> object:

@@ -103,7 +103,7 @@ class Run(RunPaths):
         snapshot = run.info().get("code", {}).get("snapshot") or {}
         tree = real / snapshot.get("tree", "")  # the runs of a sweep use the copy of the first
         for directory in (tree, *tree.parents):
-            if directory.parent.is_relative_to(real.parent):
+            if directory.parent.resolve().is_relative_to(real.parent):  # the root may be named by a link
                 ownership.check_private(directory)
         return run
 
