@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -420,6 +421,26 @@ def test_a_scheduler_whose_metric_is_missing_is_warned_of(
     assert warning.startswith(
         "the scheduler of optimizer 'sgd' does not step before monitor='val/los' is logged"
     )
+
+
+class Judged(Classify):
+    """Logs what its scheduler monitors after the epoch."""
+
+    def post_epoch(self) -> None:
+        self.log("score", 1.0)
+
+
+@alone
+def test_a_scheduler_sees_what_is_logged_after_the_epoch(tmp_path: Path) -> None:
+    pipe = Pipeline(name="toy", root=tmp_path)
+    pipe.register_model("net", make_net())
+    plateau = partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0)
+    pipe.register_optimizer("sgd", sgd, scheduler=plateau, monitor="train/score")  # type: ignore[arg-type]
+    pipe.register_dataset("train", Batches(1))
+    pipe.append_stage(Judged(val_every=None), max_epochs=3)
+    before = sgd(make_net().parameters()).param_groups[0]["lr"]
+    pipe.run()
+    assert pipe.optimizers["sgd"].param_groups[0]["lr"] == pytest.approx(before / 100)
 
 
 class Scored(Classify):

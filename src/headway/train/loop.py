@@ -37,6 +37,7 @@ def epochs(stage: Stage) -> Iterator[None]:
         pipe._end_epoch(stage, state.epoch_values())
         pipe._run_hook("post_epoch", stage)
         state.log_after_epoch()
+        pipe._step_schedules()
         if pipe._keeper:
             pipe._keeper.after_epoch(stage)
 

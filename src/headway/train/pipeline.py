@@ -426,7 +426,7 @@ class Pipeline:
         dist.set_phase(stage.name, self.steps_done)
 
     def _end_epoch(self, stage: Stage, values: Mapping[str, Any]) -> None:
-        """Counts an epoch, records its metrics, and steps the schedulers that step after each epoch."""
+        """Counts an epoch and records its metrics."""
         self.history.epochs.append(
             MetricRow(stage=stage.name, epoch=stage.epoch, step=self.steps_done, values=values)
         )
@@ -435,6 +435,10 @@ class Pipeline:
         self.epoch += 1
         if self._keeper:
             self._keeper.record_metrics(values)
+
+    def _step_schedules(self) -> None:
+        """Steps the schedulers that step after each epoch, by its metrics, those of `post_epoch` included."""
+        values = self.history.epochs[-1].values
         for name, schedule in self._schedules.items():
             schedule.end_epoch(values)
             if self.epoch == 1 and schedule.monitor not in (None, *values) and self.world.is_root:
