@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,15 @@ from waiting import wait_until
 import headway as hw
 from headway import dist
 from headway.dist import shared_run
-from headway.errors import HeadwayError, MissingExtra, RankFailure, Stopped, StorageError, UsageError
+from headway.errors import (
+    HeadwayError,
+    MissingExtra,
+    RankFailure,
+    RunLocked,
+    Stopped,
+    StorageError,
+    UsageError,
+)
 from headway.launcher import call
 from headway.launcher.functions import pickled, start, worker
 from headway.launcher.functions.worker import Call
@@ -321,6 +329,29 @@ def test_what_is_done_at_the_end_waits_for_all_and_for_what_they_returned(
     with pytest.raises(SystemExit):
         worker.main([str(run.path)])
     assert not result.exists(), "what an earlier start returned is not what this one did"
+
+
+@pytest.mark.parametrize(
+    ("newest", "function", "left"),
+    [(1, "abs(-3)", ["rank-00000.pickle"]), (2, "abs(-3)", []), (1, "1 / 0", ["rank-00000.error.json"]),
+     (2, "1 / 0", [])],
+)  # fmt: skip
+def test_a_rank_whose_run_was_taken_meanwhile_leaves_no_result(
+    newest: int, function: str, left: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = called(tmp_path, hw.Local())
+    monkeypatch.setattr(worker, "_prepare_process", lambda *_: None)
+    monkeypatch.setattr(dist, "init", lambda **_: SimpleNamespace(rank=0))
+    monkeypatch.setattr(shared_run, "use_run", lambda _: None)
+    monkeypatch.setattr(shared_run, "current_run", lambda: run.held_as(1))
+    monkeypatch.setattr(worker.pickled, "unpack", lambda *_, **__: (eval, (function,), {}, None))
+    for _ in range(newest):
+        with run.lock():
+            pass
+    expected = RunLocked if newest == 2 else ZeroDivisionError if function == "1 / 0" else None
+    with pytest.raises(expected) if expected else nullcontext():
+        worker.main([str(run.path)])
+    assert [path.name for path in run.call_dir.glob("rank-*")] == left
 
 
 def test_what_cannot_be_started_leaves_nothing(

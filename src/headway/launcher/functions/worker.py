@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from headway.errors import DONE
+from headway.errors import DONE, RunLocked
 from headway.launcher.functions import pickled
 from headway.run import Run
 from headway.system import environment, files, ownership
@@ -69,15 +69,31 @@ def main(argv: Sequence[str]) -> int:
         if call.groups is not None:
             kwargs = {**kwargs, "group": _group(call.groups, world.rank)}
         result = function(*args, **kwargs)
+        _check_owner(run)
         files.write_atomic(result_file, pickled.pack(result, what=f"what {call.function} returned"))
         if upon_finish is not None:
             dist.barrier()  # all ranks have returned, and their results are written
             if world.rank == 0:
                 upon_finish(result)
+    except RunLocked:  # the run is another process's
+        raise
     except BaseException as error:
+        _check_owner(run)
         _write_error(error_file, error, world.rank)
         raise
     return DONE
+
+
+def _check_owner(run: Run) -> None:
+    """Raises `RunLocked` if the function has trained in the run, and another process has taken it since.
+
+    A rank that has not trained there has no lock to compare with: the owner may be rank 0 of its own launch.
+    """
+    from headway.dist.shared_run import current_run
+
+    trained = current_run()
+    if trained is not None and trained.path == run.path and trained.fence is not None:
+        trained.check_owner()
 
 
 def _prepare_process(run: Run, call: Call) -> None:
