@@ -18,6 +18,7 @@ from headway.data.order.batch_split import BatchSplit
 from headway.data.order.permutation import derive_key
 from headway.data.worker_init import preserve_rng, reseed
 from headway.errors import UsageError
+from headway.system.log import logger
 
 
 @runtime_checkable
@@ -77,6 +78,7 @@ class StreamCursor(Cursor):
                 "distributes its samples to ranks itself; give batch_size, the samples of each rank"
             )
         self._dataset, self._split, self._workers = dataset, split, max(1, workers)
+        self._warned = False
         self._stream = _BatchStream(dataset, collate, seed, split.batch_size, drop_last)
 
     def torch_arguments(self) -> dict[str, Any]:
@@ -90,16 +92,22 @@ class StreamCursor(Cursor):
             self.begin_epoch(self.epoch)
         rank, world_size = self._split.rank_and_world_size()
         if world_size > 1 and _is_unsplit(self._dataset):
-            raise UsageError(
-                f"{type(self._dataset).__name__} of Hugging Face would give all of its samples to each of {world_size} "
-                "ranks: pass datasets.distributed.split_dataset_by_node(dataset, rank=hw.rank(), "
-                "world_size=hw.world_size())"
-            )
+            self._warn_unsplit(world_size)
         if isinstance(self._dataset, EpochDataset):
             self._dataset.set_epoch(
                 self.epoch
             )  # its order, and whether it takes its state for that of this epoch
         self._stream.rank = rank
+
+    def _warn_unsplit(self, world_size: int) -> None:
+        """Says once that ranks may read the same samples; not so if each has files or a shard of its own."""
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                f"{type(self._dataset).__name__} of Hugging Face gives all of its samples to each of {world_size} "
+                "ranks, unless it was made from other files or another .shard() on each: pass "
+                "datasets.distributed.split_dataset_by_node(dataset, rank=hw.rank(), world_size=hw.world_size())"
+            )
 
     def consume(self, loaded: Any) -> tuple[Any, int] | None:
         if loaded is None:
