@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from headway.data import ShardLoader, pack
+from headway.data.label_watch import LabelWatch
 from headway.data.shards.decode import decode
 from headway.data.shards.label_order import LabelOrder
 from headway.data.shards.shard import Shard
@@ -103,6 +104,20 @@ def test_a_loader_is_silent_in_validation_and_says_it_once(tmp_path: Path, messa
     for _ in range(3):
         list(loader)
     assert len(messages) == 1
+
+
+def test_the_samples_of_a_second_epoch_are_no_neighbors_of_the_first(messages: list[str]) -> None:
+    labels = np.random.default_rng(1).integers(100, size=1000).tolist()
+    rows = [(0, 0, number, label) for number, label in enumerate(labels)]
+    watch = LabelWatch(watching=True)
+    for _ in range(2):  # more often within an epoch of a mix
+        watch.add(rows, ["data", "empty"])
+    assert watch.watching and not messages
+    watch.end_pass(["data", "empty"])
+    assert not watch.watching
+    watch.add(rows, ["data", "empty"])
+    watch.end_pass(["data", "empty"])
+    assert not messages and not watch.watching
 
 
 def test_samples_that_come_sorted_are_said_and_a_list_can_be_shuffled(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import Any
 
 import numpy as np
 import pytest
 
+from headway.data import quarantine as quarantine_module
 from headway.data.quarantine import Quarantine, QuarantinedSample
 from headway.errors import HeadwayError
 
@@ -72,3 +76,34 @@ def test_zero_means_none_and_one_means_all() -> None:
     assert not stops([], 10**6, share=0)
     assert not stops([5], 1, share=1e-9), "one is chance"
     assert not stops(range(500), 500, share=1, epoch=500)
+
+
+@pytest.mark.parametrize(("seen", "stopped"), [((100, 200), False), ((200, 100), False), ((100, 110), True)])
+def test_ranks_that_have_seen_different_numbers_decide_alike(
+    seen: tuple[int, int], stopped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They did not: with a limit of batches, one rank asked the others, who had gone on."""
+    meeting, rows = Barrier(2), list[Any]()
+
+    class Exchange:
+        def __init__(self, _: str) -> None:
+            pass
+
+        def all_gather(self, value: Callable[[], Any]) -> list[Any]:
+            rows.append(value())
+            meeting.wait(timeout=2)
+            return rows
+
+    def rank(number: int) -> bool:
+        quarantine = Quarantine(0.001, 10**6)
+        quarantine.add([bad(number * SHARD), bad((2 + number) * SHARD)])
+        try:
+            quarantine.check_all_ranks(4, seen[number], number)
+        except HeadwayError:
+            return True
+        return False
+
+    monkeypatch.setattr(quarantine_module, "RankExchange", Exchange)
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(rank, range(2))] == [stopped, stopped]
+    assert len(rows) == 2

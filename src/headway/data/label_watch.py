@@ -27,15 +27,19 @@ class LabelWatch:
         for dataset, *row in labels:
             if dataset not in self._done:
                 order = self._orders[dataset]
+                known = len(order)
                 order.add([(row[0], row[1], row[2])])
-                if len(order) in _CHECK_AT:
+                if len(order) > known and len(order) in _CHECK_AT:
                     self._check(dataset, names)
         self.watching = len(self._done) < len(names)
 
     def end_pass(self, names: Sequence[str]) -> None:
-        """Looks at datasets of fewer labels, all of which have been read."""
+        """Looks at datasets of fewer labels, all of which have been read: the next pass has no others."""
         for dataset in self._orders.keys() - self._done:
             self._check(dataset, names)
+        self._orders.clear()
+        self._done.update(range(len(names)))
+        self.watching = False
 
     def _check(self, dataset: int, names: Sequence[str]) -> None:
         order = self._orders[dataset]

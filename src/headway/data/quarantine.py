@@ -73,21 +73,28 @@ class Quarantine:
         new, self._taken = len(self.samples) - self._taken, len(self.samples)
         return new
 
-    def check_all_ranks(self, new: int, seen_by_all: int, part: int) -> None:
+    def check_all_ranks(self, new: int, seen: int, part: int) -> None:
         """Raises `HeadwayError` on all ranks if they have too many together, given those since the last call.
 
-        Only if there may be too many, ranks exchange which shards they are in. Ranks with the same `part` of the data
-        have the same bad samples, which count once.
+        Only if there may be too many, ranks exchange which shards they are in. All must decide alike that they do, so
+        from `new` alone: what this rank has `seen` of the samples of all may differ, where a rank met its limit of
+        batches sooner. Ranks with the same `part` of the data have the same bad samples, which count once.
         """
         self._on_all_ranks += new
-        bad = self._on_all_ranks
-        if not new or not self._too_many(bad, bad, seen_by_all, seen_by_all):
+        if not new or (self._max_bad and self._on_all_ranks < min(_MIN_BAD, _MIN_SHARDS)):
             return
-        mine: list[Any] = [part, len(self.samples), sorted(self._shards)[:_MAX_SHARDS], self.samples[-1:]]
+        mine: list[Any] = [
+            part,
+            len(self.samples),
+            sorted(self._shards)[:_MAX_SHARDS],
+            self.samples[-1:],
+            seen,
+        ]
         found = RankExchange("count their bad samples").all_gather(lambda: mine)
         by_part = {row[0]: row for row in found}
         bad = sum(row[1] for row in by_part.values())
         shards = {shard for row in by_part.values() for shard in row[2]}
+        seen_by_all = max(row[4] for row in found)
         if self._too_many(bad, len(shards), seen_by_all, seen_by_all):
             last = next(row[3][0] for row in found if row[3])
             raise self._error(bad, seen_by_all, QuarantinedSample(*last))

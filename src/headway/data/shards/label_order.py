@@ -24,20 +24,20 @@ class LabelOrder:
     """Labels of a dataset and where they are stored: a shard, and a number in it."""
 
     def __init__(self) -> None:
-        self._rows: list[tuple[int, int, int]] = []
+        self._labels: dict[tuple[int, int], int] = {}
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._labels)
 
     def add(self, rows: Iterable[tuple[int, int, int]]) -> None:
-        """Adds shards, numbers of samples within them, and labels; in any sequence."""
-        self._rows += rows
+        """Adds shards, numbers of samples within them, and labels; in any sequence, and each sample once."""
+        self._labels |= {(shard, sample): label for shard, sample, label in rows}
 
     def dependence(self) -> str:
         """Says how often neighbors have the same label, if that is not chance; else an empty text."""
         if len(self) < _MIN_LABELS:
             return ""
-        shard, sample, label = np.array(self._rows, np.int64).T
+        shard, sample, label = np.array([(*at, label) for at, label in self._labels.items()], np.int64).T
         stored = np.lexsort((sample, shard))
         together = np.diff(shard[stored]) == 0
         if not together.any():
