@@ -11,7 +11,6 @@ the end of the interpreter is imitated. So what is about imports or the exit nee
 from __future__ import annotations
 
 import atexit
-import ctypes
 import gc
 import importlib
 import inspect
@@ -33,11 +32,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
+from headway.testing.fork_server import adopt_orphans
+
 _PRELOADED = ("numpy", "torch._dynamo", "headway.train.pipeline", "headway.checkpoint.write.saver", "psutil")
 _AGENTS = ("headway", "headway.launcher.functions.background")
 """modules whose process starts ranks, and has no threads when it does"""
 _REAL = os.environ.get("HEADWAY_FAULTS") == "full"
-_PR_SET_CHILD_SUBREAPER = 36
 _REQUEST_BYTES = 1 << 17
 _UsualPopen = subprocess.Popen
 
@@ -106,12 +106,12 @@ class _Server:
         atexit.register(self._close)
 
     def fork(self, request: dict[str, Any], files: Sequence[int]) -> int:
-        _adopt_orphans(True)
+        adopt_orphans(True)
         try:
             socket.send_fds(self._control, [json.dumps(request).encode()], files)
             return int(self._control.recv(32))
         finally:
-            _adopt_orphans(False)
+            adopt_orphans(False)
 
     def _close(self) -> None:
         self._control.close()
@@ -121,11 +121,6 @@ class _Server:
 @cache
 def _server() -> _Server:
     return _Server()
-
-
-def _adopt_orphans(adopt: bool) -> None:
-    """Makes this process the parent of what its server forks, so that it can wait for it."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
 
 
 # --- in the server, and in what it forks

@@ -57,7 +57,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
     ended = subprocess.run(
         [sys.executable, "-P", "-m", "pytest", *options, *files],
         cwd=folder,
-        env=os.environ | {"NOTEBOOK": str(notebook)},
+        env=os.environ | {"NOTEBOOK": str(notebook), "PYTEST_ADDOPTS": ""},  # reports as they are by default
         capture_output=True,
         text=True,
         timeout=300,

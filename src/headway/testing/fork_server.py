@@ -88,14 +88,14 @@ class ForkServer:
         return self._process.poll() is None and self._read_at_import == _select(clean_environ())
 
     def fork(self, *, stdout: int, stderr: int, connection: int, stack: int) -> StartedRank:
-        _adopt_orphans(True)
+        adopt_orphans(True)
         try:
             socket.send_fds(self._control, [b"fork"], [stdout, stderr, connection, stack])
             pid = int(self._control.recv(32) or 0)
         except OSError:  # it has ended, or its imports take too long
             pid = 0
         finally:
-            _adopt_orphans(False)
+            adopt_orphans(False)
         if not pid:
             self._process.kill()
             self._process.wait()
@@ -175,7 +175,7 @@ def _serve(control: socket.socket) -> Sequence[int] | None:
             os.close(copied)
 
 
-def _adopt_orphans(adopt: bool) -> None:
+def adopt_orphans(adopt: bool) -> None:
     """Makes this process the parent of descendants that lose theirs, so that it can wait for them."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
 

@@ -66,9 +66,8 @@ class Keeper:
         self._attempt = 0
         self._last_save = _SaveAttempt(step=-1, scheduled=False)
         self._retry = False  # whether to repeat a save that has failed
-        self._newest: tuple[int, float] | None = (
-            None  # step of the newest whole checkpoint, and when it was written
-        )
+        self._newest: tuple[int, float] | None = None
+        """step of the newest whole checkpoint, and when it was written"""
         self._since = time.monotonic()
         self._failures = 0
         self._best: float | None = None
