@@ -46,7 +46,7 @@ def train(stage: TrainValStage) -> Iterator[None]:
     """Runs one epoch of training; yields where a validation is due."""
     pipe, state, timer = stage.pipe, stage._loop, stage.pipe._timer
     settings, precision, losses = state.settings, state.precision, state.recent_losses
-    accumulate, autocast = settings.accumulate, precision.autocast
+    accumulate, autocast, update = settings.accumulate, precision.autocast, state.optimizer_step
     loader, limit = stage.train_dataset(), settings.limit_train_batches
     last = math.inf if state.max_steps is None else state.max_steps
     batches = state.device_batches(loader, limit, progress=state.begin_pass(loader, limit))
@@ -62,12 +62,12 @@ def train(stage: TrainValStage) -> Iterator[None]:
         window = () if ended else tuple(islice(batches, accumulate))  # the last one may be short
         if not window:
             break
-        shares = state.shares(window) if accumulate > 1 else ()  # (): torch's own average over ranks
+        shares = update.shares(window) if accumulate > 1 else ()  # (): torch's own average over ranks
         for number, batch in enumerate(window):
             timer.mark_step("compute")
             state.batch = batch
             if shares:
-                state.set_gradient_sync(number + 1 == len(window))  # once per step, with the last batch
+                update.set_gradient_sync(number + 1 == len(window))  # once per step, with the last batch
             if autocast is None:
                 loss = train_step(batch)
             else:
@@ -79,7 +79,7 @@ def train(stage: TrainValStage) -> Iterator[None]:
             backward(loss * shares[number] if shares else loss)
             losses.append((pipe.steps_done + 1, keep(loss), count_samples(batch)))
         timer.mark_step("optimizer")
-        if not state.apply_update():
+        if not update.apply_update():
             del losses[-len(window) :]
         finish_step(stage)
     HEARTBEAT.set_ended_epoch(state.epoch + 1)  # the others may have batches left, and wait for this rank

@@ -80,7 +80,7 @@ class TrainValStage(Stage):
 
     def clip_gradients(self, norm: Tensor, limit: float) -> None:
         """Scales all gradients by one factor, so that their total norm is at most `limit`."""
-        for parameters in group_by_mesh(self._loop.parameters()):
+        for parameters in group_by_mesh(self._loop.optimizer_step.parameters()):
             clip_grads_with_norm_(parameters, limit, norm)
 
     def optimize(self) -> None:

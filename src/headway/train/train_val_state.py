@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -13,8 +13,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-import torch.distributed as c10d
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from headway.dist import set_phase
@@ -27,10 +26,9 @@ from headway.train.loop_state import VALIDATE, LoopState
 from headway.train.metrics.bad_samples import QuarantiningLoader, check_bad, log_bad, quarantining
 from headway.train.metrics.epoch_metrics import EpochMetric, compute_metrics
 from headway.train.metrics.meter import LogPoint, MetricAccumulator, Reduction, Scope
-from headway.train.model.mesh_groups import total_norm
 from headway.train.model.precision import MixedPrecision
-from headway.train.model.zero_grad import fast_zero_grad
-from headway.train.settings import TrainSettings, check_norm
+from headway.train.optimizer_step import OptimizerStep
+from headway.train.settings import TrainSettings
 
 if TYPE_CHECKING:
     from headway.train.train_val import TrainValStage
@@ -55,14 +53,13 @@ class TrainValState(LoopState):
         """metrics that are reset before each validation and computed after it"""
         self._own_names: set[str] = set()  # of metrics that the loop itself logs
         self._base = base
-        self._skipped = 0  # steps in a row that were skipped
+        self.optimizer_step = OptimizerStep(self)
         self._validated_at = 0  # the steps done at the last validation
         self._validation_requested = False  # by rank 0's clock, at a log point
         # when the last validation ended; None until the stage runs
         self._validation_clock: float | None = None
         self._carried_s = 0.0  # the time since the last validation in earlier attempts
         self._val_values: dict[str, Any] = {}
-        self._updates: list[Callable[[], object]] | None = None
 
     @cached_property
     def precision(self) -> MixedPrecision:
@@ -139,15 +136,15 @@ class TrainValState(LoopState):
 
     def check(self) -> None:
         super().check()
-        if self._is_default("step"):
-            validates = self.settings.val_interval is not None and self._is_default("val_step")
-            if self._is_default("train_step") or (validates and self.stage.val_dataset() is not None):
+        if self.is_default("step"):
+            validates = self.settings.val_interval is not None and self.is_default("val_step")
+            if self.is_default("train_step") or (validates and self.stage.val_dataset() is not None):
                 raise self.no_step()
         self.stage.train_dataset()
         check_optimizers(self.stage, self.stage.optimizers())
 
     def no_step(self) -> UsageError:
-        if self._is_default("train_step"):
+        if self.is_default("train_step"):
             return UsageError(
                 f"stage {self.name!r} has no step: define step(self, batch) that returns the loss"
             )
@@ -196,98 +193,12 @@ class TrainValState(LoopState):
 
     # --- a step
 
-    def shares(self, window: Sequence[Any]) -> Sequence[Tensor | float]:
-        """Returns the weight of each batch's mean loss in the mean over all samples of the window, on all ranks."""
-        self.pipe._timer.mark_step("backward")  # waiting for other ranks counts as backward, as in DDP
-        counts = [self.checked_count(batch) for batch in window]
-        if not sum(counts):
-            raise UsageError(
-                f"stage {self.name!r} counts no sample in the {len(window)} batches of a step: return how many "
-                "samples a batch has from count_samples()"
-            )
-        mine, size = sum(counts), self.pipe.world.world_size
-        if size == 1:
-            return [count / mine for count in counts]
-        total = torch.tensor(float(mine), device=self.device)
-        c10d.all_reduce(total)  # ranks may have last batches of different sizes
-        return [count / mine * (mine * size / total) for count in counts]
-
-    def set_gradient_sync(self, enabled: bool) -> None:
-        """Sets whether the next backward averages gradients over ranks, or only adds them up on this rank."""
-        for model in self.pipe.registered_models.values():
-            model.set_gradient_sync(enabled)
-
     def not_a_loss(self, returned: object) -> UsageError:
         return not_a_loss(self.stage, returned)
 
-    def parameters(self) -> list[nn.Parameter]:
-        """Returns all parameters that this stage's optimizers step and that have a gradient."""
-        groups = [group for optimizer in self.stage.optimizers() for group in optimizer.param_groups]
-        return [p for group in groups for p in group["params"] if p.grad is not None]
-
-    def apply_update(self) -> bool:
-        """Clips gradients and steps optimizers, schedulers and averages; returns False if it skips the step."""
-        if self._updates is not None:
-            for update in self._updates:
-                update()
-            return True
-        stage, settings = self.stage, self.settings
-        optimizers, limit = stage.optimizers(), stage.gradient_clip()
-        check_norm("gradient_clip()", limit)
-        norm = None
-        if limit is not None or settings.on_nan == "skip":
-            for optimizer in optimizers:
-                self.precision.unscale(optimizer)
-            norm = total_norm([p.grad for p in self.parameters() if p.grad is not None])
-        made = norm is None or settings.on_nan == "stop" or self._is_finite(norm)
-        if made:
-            if norm is not None and limit is not None:
-                stage.clip_gradients(norm, limit)
-                self.log_own("grad_norm", norm)
-            stage.optimize()
-            for follow in self.pipe._after_optimizers(optimizers):
-                follow()
-        if self.precision.scaler is not None:
-            self.precision.scaler.update()
-        stage.zero_grad()
-        return made
-
-    def _fixed_updates(self) -> list[Callable[[], object]] | None:
-        """Returns all that a step does with its gradients, as calls; None if some of it depends on the step.
-
-        Together with `fast_zero_grad` this saves 21 us of a step of 2,055 us (benchmarks/loop.py, H200).
-        """
-        settings = self.settings
-        if settings.gradient_clip is not None or settings.on_nan == "skip" or self.precision.scaler:
-            return None
-        if not all(map(self._is_default, ("optimizers", "zero_grad", "optimize", "gradient_clip"))):
-            return None
-        optimizers = self.stage.optimizers()
-        steps, clears = [each.step for each in optimizers], [fast_zero_grad(each) for each in optimizers]
-        return [*steps, *self.pipe._after_optimizers(optimizers), *clears]
-
-    def _is_default(self, name: str) -> bool:
+    def is_default(self, name: str) -> bool:
         """Whether a method is headway's own: neither overridden in a class nor assigned to the stage."""
         return bool(getattr(self.stage, name) == MethodType(getattr(self._base, name), self.stage))
-
-    def _is_finite(self, norm: Tensor) -> bool:
-        """Whether the norm is finite on all ranks (for `on_nan="skip"`); raises after too many skips in a row."""
-        bad = (~norm.isfinite()).float()
-        models = self.pipe.registered_models.values()
-        if self.pipe.world.world_size > 1 and not all(model.synced for model in models):
-            c10d.all_reduce(bad, op=c10d.ReduceOp.MAX)
-        if not bad.item():
-            self._skipped = 0
-            return True
-        self._skipped += 1
-        self.log_own("skipped_steps", 1, reduce="sum")
-        if self._skipped > self.settings.max_skips:
-            raise HeadwayError(
-                f"stage {self.name!r}: the gradients of {self._skipped} steps in a row, up to step "
-                f"{self.pipe.steps_done + 1}, are non-finite: lower the learning rate, set gradient_clip, or check the "
-                "data"
-            )
-        return False
 
     # --- a log point
 
@@ -340,7 +251,7 @@ class TrainValState(LoopState):
     def begin_epoch(self) -> None:
         super().begin_epoch()
         self._own_names.add(self.stage.train_metric_prefix() + self.stage.loss_metric_name())
-        self._updates = self._fixed_updates()
+        self.optimizer_step.begin_epoch()
 
     # --- validation
 
@@ -475,7 +386,7 @@ class TrainValState(LoopState):
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict() | {
             "precision": self.precision.state_dict(),
-            "skipped": self._skipped,
+            "skipped": self.optimizer_step.skipped_in_a_row,
             "validated": self._val_values,
             "validated_at": self._validated_at,
         }
@@ -488,7 +399,7 @@ class TrainValState(LoopState):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self.precision.load_state_dict(state["precision"])
-        self._skipped = state["skipped"]
+        self.optimizer_step.skipped_in_a_row = state["skipped"]
         self._val_values, self._validated_at = state["validated"], state["validated_at"]
         if clock := state.get("val_clock"):  # only if val_every is a time
             self._validation_requested, self._carried_s = clock["requested"], clock["since_s"]
