@@ -10,12 +10,17 @@ from headway.plan.model.layout import Layout
 
 
 class CollectiveGroup(NamedTuple):
-    """Ranks that communicate: their number, how many share a node, and the link between them."""
+    """Ranks that communicate: their number, how many share a node, and the links between them."""
 
     size: int
     per_node: int
     bytes_per_s: float
+    """Bandwidth of a ring: the ranks of a node send what leaves it over all their shares of the network."""
     latency_s: float
+    peer_bytes_per_s: float
+    """Bandwidth of one rank to the others of its node."""
+    own_bytes_per_s: float
+    """Bandwidth of one rank to another node: the share of one GPU in the node's network."""
 
     @property
     def nodes(self) -> int:
@@ -42,11 +47,10 @@ def strided_group(size: int, stride: int, node: Node, constants: Calibration) ->
     """Returns the group of `size` ranks that are `stride` apart."""
     per_node = max(1, min(size, node.gpus // stride))
     peer = node.device.peer_bytes_per_s * constants.peer
+    own = min(peer, node.inter_bytes_per_s * constants.network / node.gpus)
     if per_node == size:
-        return CollectiveGroup(size, per_node, peer, constants.peer_latency_s)
-    share = per_node / node.gpus
-    network = node.inter_bytes_per_s * constants.network * share
-    return CollectiveGroup(size, per_node, min(peer, network), constants.network_latency_s)
+        return CollectiveGroup(size, per_node, peer, constants.peer_latency_s, peer, peer)
+    return CollectiveGroup(size, per_node, min(peer, own * per_node), constants.network_latency_s, peer, own)
 
 
 def all_reduce(group: CollectiveGroup, size_bytes: float) -> float:
@@ -66,15 +70,20 @@ all_gather = reduce_scatter
 
 
 def all_to_all(group: CollectiveGroup, size_bytes: float) -> float:
-    """Seconds of an all-to-all: each rank sends (n-1)/n of its bytes directly to the others."""
+    """Seconds of an all-to-all: each rank sends 1/n of its bytes to every other, by its own links.
+
+    The parts for its own node and for others are sent at the same time; the slower of the two counts.
+    """
     if group.size == 1:
         return 0.0
-    return group.latency_s + (group.size - 1) / group.size * size_bytes / group.bytes_per_s
+    inside = (group.per_node - 1) / group.size * size_bytes / group.peer_bytes_per_s
+    outside = (group.size - group.per_node) / group.size * size_bytes / group.own_bytes_per_s
+    return group.latency_s + max(inside, outside)
 
 
 def send(group: CollectiveGroup, size_bytes: float) -> float:
-    """Seconds to send bytes to the next rank."""
-    return 0.0 if group.size == 1 else group.latency_s + size_bytes / group.bytes_per_s
+    """Seconds to send bytes to the next rank, which is on another node if the group spans nodes."""
+    return 0.0 if group.size == 1 else group.latency_s + size_bytes / group.own_bytes_per_s
 
 
 def _latency(group: CollectiveGroup) -> float:
