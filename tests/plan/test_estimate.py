@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 
 import pytest
@@ -120,6 +121,37 @@ def test_young_daly_is_the_best_interval() -> None:
         at = goodput(blocking, best, 300, 1e5)
         assert at >= goodput(blocking, best * 1.5, 300, 1e5)
         assert at >= goodput(blocking, best / 1.5, 300, 1e5)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_checkpoints_are_not_more_frequent_than_they_are_written(asynchronous: bool) -> None:
+    """405B on 16,384 GPUs at 10 GB/s: a write takes 9.5 minutes, and a failure comes every 3 hours."""
+    layout = Layout(tp=8, pp=16, dp=128, zero=1, global_batch=2048, sequence=8192, sequence_parallel=True)
+    workload = Workload(tokens=1e12, async_checkpoint=asynchronous)
+    plan = estimate(preset("llama-3.1-405b"), layout, Node("dgx-h100"), workload=workload)
+    written = plan.answers["checkpoint.write"].value
+    assert written == pytest.approx(405.85e9 * 14 / 10e9, rel=0.01)
+    kind = "async" if asynchronous else "sync"
+    assert plan.answers["checkpoint.interval"] == plan.answers[f"checkpoint.interval.{kind}"]
+    assert plan.answers["checkpoint.interval"].value >= written
+    assert plan.answers["goodput.sync"].value < plan.answers["goodput.async"].value < 0.9
+    assert plan.answers["failure.restart"].value == pytest.approx(300 + written)
+
+
+@pytest.mark.parametrize(
+    ("blocking", "interval", "restart", "mtbf"), [(30, 3240, 300, 178e3), (570, 3500, 900, 11e3)]
+)
+def test_goodput_equals_a_simulated_run(
+    blocking: float, interval: float, restart: float, mtbf: float
+) -> None:
+    """Failures at random, work since the last save is lost: counted event by event."""
+    chance, done, wall = random.Random(1), 0.0, 0.0
+    for _ in range(20_000):
+        left = chance.expovariate(1 / mtbf)
+        wall += left
+        if left > restart:  # a failure while restarting starts the restart over
+            done += (left - restart) // (interval + blocking) * interval
+    assert goodput(blocking, interval, restart, mtbf) == pytest.approx(done / wall, rel=0.02)
 
 
 def test_units_do_not_mix() -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from headway.plan.cost import economy, flops, memory, schedule, states
+from headway.plan.cost import flops, memory, schedule, states
 from headway.plan.cost.activations import layer_bytes
-from headway.plan.cost.economy import Workload
 from headway.plan.cost.memory import RankMemory
 from headway.plan.cost.steptime import StepTime
 from headway.plan.machine.calibration import Calibration
@@ -156,101 +155,5 @@ def time_answers(
             1 / low,
             "share",
             formula=f"flops.{key} x rate.tokens_per_gpu / {peak / 1e12:g} TFLOP/s",
-        )
-    return found
-
-
-def economy_answers(
-    model: Transformer, layout: Layout, node: Node, constants: Calibration, step: StepTime, workload: Workload
-) -> Answers:
-    """Answers about the run: checkpoints, failures, data loading, and totals."""
-    low, high = time_range(node, constants)
-    nodes = -(-layout.gpus // node.gpus)
-    per_parameter = states.bytes_per_parameter(layout)
-    size = economy.checkpoint_bytes(model.parameters, per_parameter, layout.element_bytes.gradient)
-    written = economy.write_seconds(size, nodes, workload)
-    blocking = economy.blocking_seconds(size, layout.gpus, node.device.pcie_GBps, written, workload)
-    mtbf = workload.mtbf_gpu_hours * 3600 / layout.gpus
-    interval = economy.young_daly(blocking, mtbf)
-    good = economy.goodput(blocking, interval, workload.restart_s, mtbf)
-    sample_bytes = workload.sample_bytes or 2.0 * layout.tokens(model)
-    found = {
-        "checkpoint.bytes": exact(size, "bytes", formula="parameters x (weights + optimizer state)"),
-        "checkpoint.write": approximate(
-            written, 0.5, 2.0, "s", formula="bytes / min(nodes x job.writer_GBps, job.storage_GBps)", source="given"
-        ),
-        "checkpoint.blocking": approximate(
-            blocking, 0.5, 2.0, "s", formula="bytes / GPUs / PCIe if asynchronous, else checkpoint.write"
-        ),
-        "failure.mtbf": approximate(
-            mtbf, 0.3, 3.0, "s", formula="job.mtbf_gpu_hours / GPUs (Llama 3: 50,700 GPU-hours)", source="given"
-        ),
-        "checkpoint.interval": approximate(interval, 0.5, 2.0, "s", formula="Daly 2006: sqrt(2 d M)(1 + ...) - d"),
-        "goodput": Quantity(
-            value=good, low=max(0.0, 1 - 3 * (1 - good)), high=1 - (1 - good) / 3, unit="share",
-            formula="1 - d/t - (t/2 + restart)/M",
-        ),
-        "loader.needed_per_node": approximate(
-            layout.global_batch / step.total * sample_bytes / nodes, 1 / high, 1 / low, "bytes/s",
-            formula="rate.samples x job.sample_bytes (2 bytes per token if not given) / nodes",
-        ),
-    }  # fmt: skip
-    if workload.loader_MBps is not None:
-        found["loader.available_per_node"] = exact(
-            workload.loader_MBps * 1e6, "bytes/s", formula="job.loader_MBps", source="given"
-        )
-    return found | _totals(model, layout, node, step, workload, good, (low, high))
-
-
-def _totals(
-    model: Transformer,
-    layout: Layout,
-    node: Node,
-    step: StepTime,
-    workload: Workload,
-    good: float,
-    bounds: tuple[float, float],
-) -> Answers:
-    """Answers about the complete run, if its length is given."""
-    samples = (
-        workload.samples
-        if workload.samples
-        else workload.tokens / layout.tokens(model)
-        if workload.tokens
-        else None
-    )
-    if samples is None or good <= 0:
-        return {}
-    low, high = bounds
-    steps = samples / layout.global_batch
-    hours = steps * step.total / good / 3600
-    watts = node.device.watts * workload.power_share
-    energy = economy.energy_kwh(layout.gpus, watts, hours)
-    found = {
-        "run.steps": exact(steps, formula="samples / global batch"),
-        "run.wall_clock": approximate(hours, low, high, "hours", formula="run.steps x time.step / goodput"),
-        "run.gpu_hours": approximate(
-            hours * layout.gpus, low, high, "hours", formula="run.wall_clock x GPUs"
-        ),
-        "run.energy": approximate(
-            energy,
-            low * 0.8,
-            high * 1.1,
-            "kWh",
-            formula=f"GPUs x {watts:g} W x run.wall_clock; accelerators only",
-        ),
-        "run.energy_facility": approximate(
-            energy * workload.pue, low * 0.8, high * 1.1, "kWh", formula=f"run.energy x PUE {workload.pue:g}"
-        ),
-    }
-    if node.price_per_hour is not None:
-        nodes = -(-layout.gpus // node.gpus)
-        found["run.cost"] = approximate(
-            hours * nodes * node.price_per_hour,
-            low,
-            high,
-            "money",
-            formula="node-hours x node.price_per_hour",
-            source="given",
         )
     return found

@@ -14,7 +14,7 @@ from headway.plan.machine.calibration import Calibration
 from headway.plan.machine.hardware import GIB, Node
 from headway.plan.model.layout import Layout
 from headway.plan.model.transformer import Transformer
-from headway.plan.report import answers
+from headway.plan.report import answers, run_answers
 from headway.plan.report.quantity import Quantity
 from headway.plan.searcher.remedies import Remedy, find_remedies
 
@@ -99,7 +99,7 @@ def estimate(
     found = answers.model_answers(model)
     found |= answers.memory_answers(model, layout, ranks)
     found |= answers.time_answers(model, layout, node, constants, step)
-    found |= answers.economy_answers(model, layout, node, constants, step, workload)
+    found |= run_answers.economy_answers(model, layout, node, constants, step, workload)
     found["device.memory"] = Quantity(
         value=node.device.memory_bytes, low=node.device.memory_bytes, high=node.device.memory_bytes, unit="bytes",
         formula=f"{node.device.name}: {node.device.source}", source="datasheet",
