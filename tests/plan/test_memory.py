@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given, settings, strategies as st
 from truth import TORCHTITAN, torchtitan
 
+from headway.plan import Node, estimate, search
 from headway.plan.cost.activations import layer_bytes
 from headway.plan.cost.memory import peak, rank_memory, representative_stages, reserve_factor, reserved_bytes
 from headway.plan.cost.states import model_states, on_rank
@@ -86,7 +87,7 @@ MODEL = Transformer(layers=16, hidden=1024, heads=16, kv_heads=8, vocab=32000, g
 
 @given(layout=layouts())
 def test_parts_add_up(layout: Layout) -> None:
-    for stage in representative_stages(layout):
+    for stage in representative_stages(MODEL, layout):
         rank = rank_memory(MODEL, layout, stage)
         assert rank.allocated == pytest.approx(sum(rank.parts.values()))
         assert all(size > 0 for size in rank.parts.values())
@@ -96,7 +97,7 @@ def test_parts_add_up(layout: Layout) -> None:
 def test_more_tensor_parallelism_never_raises_parameter_memory(layout: Layout) -> None:
     assume(layout.tp < 8)
     wider = replace(layout, tp=layout.tp * 2)
-    for stage in representative_stages(layout):
+    for stage in representative_stages(MODEL, layout):
         less = on_rank(MODEL, wider, stage)
         assert less.shared <= on_rank(MODEL, layout, stage).shared
         assert model_states(less, wider).total <= model_states(on_rank(MODEL, layout, stage), layout).total
@@ -138,12 +139,12 @@ def leaves_order(layout: Layout, stage: int) -> bool:
 def test_whole_peaks_fall_with_each_zero_stage() -> None:
     ordered = 0
     for layout in GRID:
-        for stage in representative_stages(layout):
+        for stage in representative_stages(MODEL, layout):
             peaks = [rank_memory(MODEL, replace(layout, zero=zero), stage).allocated for zero in range(4)]
             falls = all(less <= more * (1 + 1e-9) for more, less in pairwise(peaks))
             assert falls or not leaves_order(layout, stage), (layout, stage, peaks)
             ordered += falls
-    assert ordered > 0.98 * sum(len(representative_stages(layout)) for layout in GRID)
+    assert ordered > 0.98 * sum(len(representative_stages(MODEL, layout)) for layout in GRID)
 
 
 def test_gathered_weights_can_be_more_than_fsdp_saves() -> None:
@@ -229,3 +230,33 @@ def test_torch_saves_the_inputs_that_it_gathered_along_the_sequence() -> None:
         for precision in ("pure-bf16", "bf16")
     )
     assert torch - megatron == pytest.approx(2 * 2 * 8192 * model.hidden * 7 / 8)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "llama-3.1-405b", "gpt2-xl"])
+@pytest.mark.parametrize(("pp", "vpp"), [(4, 1), (5, 1), (7, 2), (16, 1), (16, 3)])
+def test_the_peak_is_that_of_the_fullest_of_all_stages(name: str, pp: int, vpp: int) -> None:
+    model = preset(name)
+    for microbatches, zero in product((pp, 3 * pp), (0, 1, 3)):
+        layout = Layout(dp=8, pp=pp, vpp=vpp, zero=zero, global_batch=8 * microbatches, sequence=4096)
+        every = [rank_memory(model, layout, stage).allocated for stage in range(pp)]
+        assert peak(model, layout).allocated == max(every)
+        spread = [on_rank(model, layout, stage) for stage in range(pp)]
+        copy = model.vocab * model.hidden if model.tied else 0
+        assert sum(r.shared + r.experts for r in spread) == pytest.approx(model.parameters + copy, rel=1e-9)
+
+
+def test_deepseek_does_not_fit_because_of_its_second_stage() -> None:
+    """The first stage has three dense layers of 61; the second has four with experts and as many in flight."""
+    layout = Layout(pp=16, dp=128, ep=64, zero=1, global_batch=128 * 64, sequence=4096)
+    plan = estimate(preset("deepseek-v3"), layout, Node("h200-sxm8"))
+    assert not plan.fits
+    assert plan.answers["memory.rank.1"].value > 1.1 * plan.answers["memory.rank.0"].value
+    assert plan.answers["memory.allocated"].value == plan.answers["memory.rank.1"].value
+
+
+def test_layouts_that_fit_for_certain_come_first() -> None:
+    found = search(preset("llama-3.1-8b"), Node("dgx-h100"), gpus=8, global_batch=32, keep=10_000)
+    certain = sum(row.safe for row in found.ranked)
+    assert 0 < certain < found.fitting
+    assert all(row.safe == (rank < certain) for rank, row in enumerate(found.ranked))
+    assert all((row.most <= found.capacity) == row.safe for row in found.ranked)

@@ -74,8 +74,9 @@ def _feedforward(model: Transformer, act: int, *, moe: bool) -> list[SavedTensor
     tensors = 4 if model.gated else 2  # gate, up, activation, product; or before and after GELU
     if not moe or model.moe is None:
         return [SavedTensor("feed-forward", tensors * act * model.width, False)]
-    width = model.moe.top_k * model.moe.ffn + model.moe.shared_ffn
-    copies = 2 * act * model.moe.top_k * model.hidden  # tokens sent to the experts and back
+    routed = model.moe.top_k * model.moe.capacity
+    width = routed * model.moe.ffn + model.moe.shared_ffn
+    copies = 2 * act * routed * model.hidden  # tokens sent to the experts and back
     return [
         SavedTensor("experts", tensors * act * width, False),
         SavedTensor("routed tokens", copies, True),

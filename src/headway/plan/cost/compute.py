@@ -79,7 +79,9 @@ def _feedforward_gemms(model: Transformer, layout: Layout, tokens: float, *, moe
         return [Gemm("up", tokens, h, ways * model.width / t), Gemm("down", tokens, model.width / t, h)]
     mix = model.moe
     here = mix.experts / layout.ep
-    each = tokens * mix.top_k * layout.ep / mix.experts  # an expert receives tokens of ep ranks
+    each = (
+        tokens * mix.top_k * mix.capacity * layout.ep / mix.experts
+    )  # an expert receives tokens of ep ranks
     gemms = [
         Gemm("router", tokens, h, mix.experts),
         Gemm("expert up", each, h, ways * mix.ffn / t, here),
@@ -140,7 +142,7 @@ def elementwise_seconds(model: Transformer, layout: Layout, device: Device, cons
     tokens = layout.microbatch * layout.tokens(model) / layout.cp
     h = model.hidden
     replicated = float((2 * (res + act) + 2 * 3 * res + (2 if model.dropout else 0)) * h)
-    width = model.moe.top_k * model.moe.ffn if model.moe else model.width
+    width = model.moe.top_k * model.moe.capacity * model.moe.ffn if model.moe else model.width
     split = float((3 if model.gated else 2) * act * width)
     if model.position == "rope":
         split += 2 * act * (model.heads + model.kv) * model.dim

@@ -9,6 +9,7 @@ All are sums over the products in `compute`; they equal Korthikanti's equation 7
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
@@ -26,6 +27,8 @@ SAC_RECOMPUTED = 0.4
 def forward_flops(model: Transformer, sequence: int) -> tuple[float, float, float]:
     """FLOPs of one sample: weights of the layers, attention (counted in full), and what is outside the layers."""
     layout = Layout(sequence=sequence, flash=False)
+    if model.moe:
+        model = replace(model, moe=replace(model.moe, capacity=1.0))  # padding is not useful work
     dense = sum(gemm.flops for gemm in layer_gemms(model, layout)) * (model.layers - model.moe_layers)
     mixed = sum(gemm.flops for gemm in layer_gemms(model, layout, moe=True)) * model.moe_layers
     scores = sum(gemm.flops for gemm in attention_gemms(model, layout)) * model.layers

@@ -6,6 +6,9 @@ The schedule is 1F1B, interleaved if a rank has several chunks. The tests simula
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
+
+from headway.plan.model.transformer import Transformer
 
 
 def in_flight(pp: int, microbatches: int, stage: int, vpp: int = 1) -> int:
@@ -46,6 +49,45 @@ def chunk_layers(layers: int, pp: int, vpp: int = 1) -> tuple[tuple[int, ...], .
     middle_first = sorted(range(chunks), key=lambda chunk: abs(2 * chunk - (chunks - 1)))
     counts = [base + 1 if chunk in middle_first[:rest] else base for chunk in range(chunks)]
     return tuple(tuple(counts[stage + pp * turn] for turn in range(vpp)) for stage in range(pp))
+
+
+class StageLayers(NamedTuple):
+    """Layers of one stage: dense ones, and those with a mixture of experts."""
+
+    dense: int
+    mixture: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.mixture
+
+
+@lru_cache(maxsize=4096)
+def stage_layers(model: Transformer, pp: int, vpp: int = 1) -> tuple[StageLayers, ...]:
+    """Layers of each stage by kind: the first layers of a model with experts are often dense."""
+    counts = chunk_layers(model.layers, pp, vpp)
+    dense, mixture, begin = [0] * pp, [0] * pp, 0
+    for turn in range(vpp):
+        for stage in range(pp):
+            end = begin + counts[stage][turn]
+            mixed = model.moe_layers_before(end) - model.moe_layers_before(begin)
+            dense[stage] += end - begin - mixed
+            mixture[stage] += mixed
+            begin = end
+    return tuple(StageLayers(*both) for both in zip(dense, mixture, strict=True))
+
+
+@lru_cache(maxsize=4096)
+def distinct_stages(model: Transformer, pp: int, vpp: int = 1) -> tuple[int, ...]:
+    """The stages among which the fullest is: first, last, and the earliest of each kind between them.
+
+    Of two stages with the same layers the earlier one has at least as many microbatches in flight.
+    """
+    kinds: dict[StageLayers, int] = {}
+    for stage, layers in enumerate(stage_layers(model, pp, vpp)[:-1]):
+        if stage:
+            kinds.setdefault(layers, stage)
+    return tuple(sorted({0, pp - 1, *kinds.values()}))
 
 
 def layers_in_flight(layers: int, pp: int, vpp: int, stage: int, microbatches: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from headway.plan.cost.schedule import chunk_layers
+from headway.plan.cost.schedule import stage_layers
 from headway.plan.model.layout import OPTIMIZER_MOMENTS, Layout
 from headway.plan.model.transformer import Transformer
 
@@ -60,16 +60,17 @@ def on_rank(model: Transformer, layout: Layout, stage: int) -> RankParameters:
 
 @lru_cache(maxsize=4096)
 def _on_rank(model: Transformer, tp: int, pp: int, vpp: int, ep: int, stage: int) -> RankParameters:
-    layers = sum(chunk_layers(model.layers, pp, vpp)[stage])
-    moe_layers = layers * model.moe_layers / model.layers
-    dense = layer_on_rank(model, tp, moe=False) if moe_layers < layers else 0.0
-    mixture = layer_on_rank(model, tp, moe=True) if moe_layers else 0.0
+    layers = stage_layers(model, pp, vpp)[stage]
+    dense = layer_on_rank(model, tp, moe=False) if layers.dense else 0.0
+    mixture = layer_on_rank(model, tp, moe=True) if layers.mixture else 0.0
     experts = model.expert_parameters / (ep * tp)
     embedding = _embedding_on_rank(model, tp) if stage == 0 else 0.0
     head = _head_on_rank(model, tp, pp) if stage == pp - 1 else 0.0
-    shared = dense * (layers - moe_layers) + mixture * moe_layers + embedding + head
-    layer = max(dense, mixture + (experts if moe_layers else 0.0))
-    return RankParameters(shared=shared, experts=experts * moe_layers, layer=layer, outer=embedding + head)
+    shared = dense * layers.dense + mixture * layers.mixture + embedding + head
+    layer = max(dense, mixture + (experts if layers.mixture else 0.0))
+    return RankParameters(
+        shared=shared, experts=experts * layers.mixture, layer=layer, outer=embedding + head
+    )
 
 
 def _embedding_on_rank(model: Transformer, tp: int) -> float:

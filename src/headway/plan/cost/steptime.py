@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from headway.plan.cost import collectives, compute
-from headway.plan.cost.schedule import chunk_layers
+from headway.plan.cost.schedule import stage_layers
 from headway.plan.cost.states import on_rank
 from headway.plan.machine.calibration import Calibration
 from headway.plan.machine.hardware import Device, Node
@@ -65,12 +65,11 @@ def _busy_parts(
 ) -> dict[str, float]:
     """Seconds of the slowest stage for all microbatches, by part."""
     dense, mixture = layers
-    count = sum(chunk_layers(model.layers, layout.pp, layout.vpp)[stage])
-    mixed = count * model.moe_layers / model.layers
+    count = stage_layers(model, layout.pp, layout.vpp)[stage]
     microbatches = layout.microbatches
 
     def both(part: str) -> float:
-        each: float = (count - mixed) * getattr(dense, part) + mixed * getattr(mixture, part)
+        each: float = count.dense * getattr(dense, part) + count.mixture * getattr(mixture, part)
         return microbatches * each
 
     head = microbatches * _head(model, layout, node.device, constants) if stage == layout.pp - 1 else 0.0
@@ -95,11 +94,10 @@ def _stage_seconds(
     layers: tuple[LayerCost, LayerCost],
 ) -> list[float]:
     """Seconds of one microbatch on each stage, forward and backward."""
-    share = model.moe_layers / model.layers
-    each = (1 - share) * layers[0].total + share * layers[1].total
+    dense, mixture = layers[0].total, layers[1].total
     fixed = _sends(model, layout, node, constants)
-    counts = chunk_layers(model.layers, layout.pp, layout.vpp)
-    seconds = [sum(chunks) * each + fixed for chunks in counts]
+    counts = stage_layers(model, layout.pp, layout.vpp)
+    seconds = [count.dense * dense + count.mixture * mixture + fixed for count in counts]
     seconds[-1] += _head(model, layout, node.device, constants)
     return seconds
 
@@ -167,7 +165,8 @@ def _expert_parallel(model: Transformer, layout: Layout, node: Node, constants: 
         return 0.0
     ranks = collectives.axis_group("ep", layout, node, constants)
     tokens = layout.microbatch * layout.tokens(model) / layout.cp
-    size = tokens * model.moe.top_k * model.hidden * layout.element_bytes.activation / layout.tp
+    routed = tokens * model.moe.top_k * model.moe.capacity
+    size = routed * model.hidden * layout.element_bytes.activation / layout.tp
     return 4 * collectives.all_to_all(ranks, size)
 
 

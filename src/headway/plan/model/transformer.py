@@ -20,7 +20,7 @@ Position = Literal["learned", "rope", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class Moe:
-    """Mixture-of-experts feed-forward: in all layers after the first `dense_layers`."""
+    """Mixture-of-experts feed-forward: in every `every`-th of the layers after the first `dense_layers`."""
 
     experts: int
     top_k: int
@@ -29,9 +29,14 @@ class Moe:
     shared_ffn: int = 0
     """Total width of the experts that process every token."""
     dense_layers: int = 0
+    every: int = 1
+    """2: every other layer is dense."""
+    capacity: float = 1.0
+    """Tokens that an expert has room for, over its fair share; padding is computed and sent, too."""
 
     def __post_init__(self) -> None:
-        for name in ("experts", "top_k", "ffn"):
+        checks.require_number("model.moe.capacity", self.capacity)
+        for name in ("experts", "top_k", "ffn", "every"):
             checks.require_int(f"model.moe.{name}", getattr(self, name))
         for name in ("shared_ffn", "dense_layers"):
             checks.require_int(f"model.moe.{name}", getattr(self, name), at_least=0)
@@ -216,7 +221,13 @@ class Transformer:
 
     @property
     def moe_layers(self) -> int:
-        return self.layers - self.moe.dense_layers if self.moe else 0
+        return self.moe_layers_before(self.layers)
+
+    def moe_layers_before(self, layer: int) -> int:
+        """Number of mixture-of-experts layers among the first `layer`."""
+        if self.moe is None:
+            return 0
+        return max(0, layer - self.moe.dense_layers) // self.moe.every
 
     @cached_property
     def embedding_parameters(self) -> int:

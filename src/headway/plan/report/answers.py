@@ -14,9 +14,6 @@ from headway.plan.report.quantity import Quantity, approximate, exact
 
 Answers = dict[str, Quantity]
 
-# error of the closed forms on six single-GPU peaks: -6 % to +3 %
-MEMORY_LOW, MEMORY_HIGH = 0.97, 1.07
-
 
 def time_range(node: Node, constants: Calibration) -> tuple[float, float]:
     """Bounds of a step time relative to its estimate, from the errors on published runs."""
@@ -48,7 +45,7 @@ def memory_answers(model: Transformer, layout: Layout, ranks: list[RankMemory]) 
     """Answers about memory: by part, by rank, and what the fullest rank needs."""
     full = max(ranks, key=lambda rank: rank.allocated)
     in_flight = schedule.in_flight(layout.pp, layout.microbatches, full.stage, layout.vpp)
-    allocated, low, high = full.allocated, MEMORY_LOW, MEMORY_HIGH
+    allocated, (low, high) = full.allocated, memory.CLOSED_FORM_ERROR
     found = {
         "memory.state_bytes_per_parameter": exact(
             states.bytes_per_parameter(layout), formula=f"weight + gradient + optimizer; {layout.element_bytes.source}"
@@ -66,8 +63,7 @@ def memory_answers(model: Transformer, layout: Layout, ranks: list[RankMemory]) 
             rank.allocated, low, high, "bytes", formula=f"sum of the parts on pipeline rank {rank.stage}"
         )
     reserve = memory.reserve_factor(layout)
-    least = memory.reserved_bytes(allocated * low, layout, factor=reserve.low)
-    most = memory.reserved_bytes(allocated * high, layout, factor=reserve.high)
+    least, most = memory.reserved_range(allocated, layout)
     found["memory.allocated"] = approximate(
         allocated, low, high, "bytes", formula="sum of memory.part.* on the fullest rank"
     )

@@ -29,7 +29,7 @@ class Estimate:
     fits: bool
     verdict: str
     ranks: list[dict[str, object]] = field(default_factory=list)
-    """Bytes by part on the first, middle and last pipeline rank."""
+    """Bytes by part on the first, middle and last pipeline rank, and on each with other layers."""
     remedies: list[Remedy] = field(default_factory=list)
     products: list[dict[str, object]] = field(default_factory=list)
     """The matrix products of a layer with their rooflines."""
@@ -94,7 +94,8 @@ def estimate(
     """
     workload, constants = workload or Workload(), calibration or Calibration()
     layout.check_model(model)
-    ranks = [memory.rank_memory(model, layout, stage) for stage in memory.representative_stages(layout)]
+    stages = memory.representative_stages(model, layout)
+    ranks = [memory.rank_memory(model, layout, stage) for stage in stages]
     step = step_time(model, layout, node, constants)
     found = answers.model_answers(model)
     found |= answers.memory_answers(model, layout, ranks)

@@ -17,11 +17,14 @@ from headway.plan.model.transformer import Transformer
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A layout that fits, with the bytes it needs and its step time."""
+    """A layout that fits, with the bytes it needs, at most and most likely, and its step time."""
 
     layout: Layout
     needed: float
+    most: float
     step: StepTime
+    safe: bool
+    """Whether it fits even if it needs `most`."""
 
     @property
     def seconds(self) -> float:
@@ -33,6 +36,8 @@ class Candidate:
             "layout": asdict(self.layout),
             "describe": self.layout.describe(),
             "needed_bytes": self.needed,
+            "most_bytes": self.most,
+            "safe": self.safe,
             "step_s": self.seconds,
         }
 
@@ -44,7 +49,7 @@ class SearchResult:
     tried: int
     fitting: int
     ranked: list[Candidate]
-    """The fastest first."""
+    """The fastest first; those that fit only without the upper end of their interval come last."""
     pareto: list[Candidate]
     """Layouts for which no other one is both faster and smaller."""
     smallest: float
@@ -93,23 +98,28 @@ def search(
     tried, smallest, fitting = 0, float("inf"), []
     for layout in layouts(model, node, gpus, global_batch, base):
         tried += 1
-        needed = memory.reserved_bytes(memory.peak(model, layout).allocated, layout)
+        allocated = memory.peak(model, layout).allocated
+        needed = memory.reserved_bytes(allocated, layout)
         smallest = min(smallest, needed)
         if needed <= capacity:
+            step, most = (
+                step_time(model, layout, node, constants),
+                memory.reserved_range(allocated, layout)[1],
+            )
             fitting.append(
-                Candidate(layout=layout, needed=needed, step=step_time(model, layout, node, constants))
+                Candidate(layout=layout, needed=needed, most=most, step=step, safe=most <= capacity)
             )
     if not tried:
         raise UsageError(
             f"no layout of {gpus} GPUs suits global_batch {global_batch}, the model's heads ({model.heads}) and layers "
             f"({model.layers}); choose a global_batch that is a multiple of a divisor of {gpus}"
         )
-    fitting.sort(key=lambda found: (found.seconds, found.needed))
+    fitting.sort(key=lambda found: (not found.safe, found.seconds, found.needed))
     return SearchResult(
         tried=tried,
         fitting=len(fitting),
         ranked=fitting[:keep],
-        pareto=_pareto(fitting),
+        pareto=_pareto(sorted(fitting, key=lambda found: (found.seconds, found.needed))),
         smallest=smallest,
         capacity=capacity,
         reasons=_reasons(model, node, gpus, global_batch, base, constants, fitting),
