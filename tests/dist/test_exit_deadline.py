@@ -16,7 +16,8 @@ import pytest
 from waiting import EXIT_LIMIT_S, wait_until
 
 import headway as hw
-from headway.dist.control import ignore_signals, stop
+from headway.dist.control import STOP_REQUESTS, block_signals, end_by_own_signal, ignore_signals, stop
+from headway.dist.control.signals import STOP_SIGNALS
 from headway.dist.failure.exit_deadline import EXIT_S, end_daemonic_children, exit_within, limit_exit
 
 Child = Callable[[Callable[[], object]], tuple[int, str]]
@@ -102,7 +103,9 @@ def test_a_worker_ends_for_its_rank_and_for_nobody_else() -> None:
             there.send(there.recv())
 
     worker = context.Process(target=work, daemon=True)
-    worker.start()
+    with block_signals():
+        worker.start()
+    end_by_own_signal(worker)
     here.send("ready")
     assert here.recv() == "ready"
     for number in ("TERM", "USR1", "USR2", "INT"):  # from a scheduler
@@ -112,6 +115,43 @@ def test_a_worker_ends_for_its_rank_and_for_nobody_else() -> None:
     worker.terminate()  # from its rank, which exits
     worker.join(20)
     assert worker.exitcode == 0
+
+
+def test_what_a_worker_starts_has_the_signals_of_any_process() -> None:
+    """A dataset ends its ffmpeg by SIGTERM, or by SIGINT, and waits for it."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+
+    def work() -> None:
+        ignore_signals()
+        status = subprocess.check_output(["cat", "/proc/self/status"], text=True)
+        ends = []
+        for number in (signal.SIGTERM, signal.SIGINT, *STOP_REQUESTS):
+            program = subprocess.Popen(["sleep", "60"])
+            program.send_signal(number)
+            try:
+                ends.append(program.wait(10))
+            except subprocess.TimeoutExpired:
+                program.kill()
+                ends.append(0)
+        if not (fork := os.fork()):
+            signal.signal(signal.SIGALRM, lambda *_: os._exit(99))
+            signal.alarm(10)
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.pause()
+        ends.append(os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]))
+        there.send((dict(line.split(":\t") for line in status.splitlines() if "Sig" in line), ends))
+
+    worker = context.Process(target=work, daemon=True)
+    with block_signals():
+        worker.start()
+    end_by_own_signal(worker)
+    masks, ends = here.recv()
+    worker.join(20)
+    assert ends == [-15, -2, -signal.SIGUSR1, -signal.SIGUSR2, -15]
+    assert int(masks["SigBlk"], 16) == 0
+    ignored = int(masks["SigIgn"], 16)
+    assert not [each for each in STOP_SIGNALS if ignored >> (each - 1) & 1]
 
 
 def test_a_forked_child_does_not_keep_the_handler_of_its_rank(

@@ -4,13 +4,12 @@ import os
 import signal
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 
 from torch.utils.data import DataLoader, Dataset
 
 import headway as hw
-from headway.dist.control import block_signals, ignore_signals
+from headway.data.worker_init import WorkerInit, open_workers
 
 KINDS = ("fork", "spawn", "forkserver")
 
@@ -31,10 +30,9 @@ def main(ready: Path) -> None:
     shield = "--bare" not in sys.argv
     loaders = []
     for kind in KINDS:
-        init = ignore_signals if shield else None
+        init = WorkerInit(None) if shield else None
         loader = DataLoader(Endless(), num_workers=2, multiprocessing_context=kind, worker_init_fn=init)
-        with block_signals() if shield else nullcontext():
-            loaders.append(iter(loader))
+        loaders.append(open_workers(loader) if shield else iter(loader))
     for batches in loaders:
         next(batches)
     ready.touch()

@@ -22,8 +22,7 @@ from headway.data.counters import Counters, Span
 from headway.data.cursor import Collate, Cursor, MapCursor, Unbatched
 from headway.data.order.batch_split import BatchSplit
 from headway.data.stream_cursor import StreamCursor
-from headway.data.worker_init import WorkerInit
-from headway.dist.control.signals import block_signals
+from headway.data.worker_init import WorkerInit, open_workers
 from headway.errors import UsageError
 
 
@@ -126,8 +125,7 @@ class DataLoader:
 
     def _loop(self, number: int) -> Iterator[Any]:
         cursor = self._cursor
-        with block_signals():  # workers start with the signals blocked that are meant for the rank
-            batches = iter(self._torch)
+        batches = open_workers(self._torch)
         self._torch_iterator = weakref.ref(batches)  # it ends its workers when the loop drops it
         while True:
             began = time.perf_counter()

@@ -5,13 +5,22 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import torch
 from torch.utils import data as torch_data
 
-from headway.dist.control.signals import ignore_signals
+from headway.dist.control.signals import block_signals, end_by_own_signal, ignore_signals
+
+
+def open_workers(loader: torch_data.DataLoader[Any]) -> Iterator[Any]:
+    """Returns `iter(loader)` of torch's loader, whose `worker_init_fn` is a `WorkerInit`, with workers ended by us."""
+    with block_signals():  # workers start with the signals blocked that are meant for the rank
+        batches = iter(loader)
+    for worker in getattr(batches, "_workers", ()):
+        end_by_own_signal(worker)
+    return batches
 
 
 @contextmanager

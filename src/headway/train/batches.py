@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from headway.data import DataLoader
-from headway.data.worker_init import WorkerInit
-from headway.dist.control.signals import block_signals
+from headway.data.worker_init import WorkerInit, open_workers
 from headway.errors import UsageError
 
 if TYPE_CHECKING:
@@ -52,8 +51,7 @@ def open_loader(loader: Iterable[Any]) -> Iterator[Any]:
         return iter(loader)
     if not isinstance(loader.worker_init_fn, WorkerInit):
         loader.worker_init_fn = WorkerInit(loader.worker_init_fn)
-    with block_signals():
-        return iter(loader)
+    return open_workers(loader)
 
 
 @contextmanager

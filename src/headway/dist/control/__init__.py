@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from headway.dist.control.signals import (
         STOP_REQUESTS as STOP_REQUESTS,
         block_signals as block_signals,
+        end_by_own_signal as end_by_own_signal,
         ignore_signals as ignore_signals,
     )
     from headway.dist.control.stop import handle_stop_signals as handle_stop_signals

@@ -2,10 +2,15 @@
 
 SLURM may send a stop signal to every process of a step, data workers included. A worker that exits takes the rank down
 before it can save, and a forked worker that inherits the rank's handler handles the signal a second time. So workers
-ignore such signals from the start; only the SIGTERM of their own rank, which exits, ends them.
+ignore such signals from the start; a signal that nobody else sends ends them, for their own rank.
 
     with block_signals():
         batches = iter(DataLoader(..., worker_init_fn=ignore_signals))
+    for worker in batches._workers:
+        end_by_own_signal(worker)
+
+What a worker starts has the signals of any process: handlers that do nothing end with `exec`, while a signal that is
+ignored or blocked stays so in every program that is started, and `ffmpeg.terminate()` would do nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 STOP_REQUESTS = (signal.SIGUSR1, signal.SIGUSR2)
@@ -27,44 +33,63 @@ FORWARDED_SIGNALS = (*STOP_SIGNALS, signal.SIGHUP)
 """what the parent process of ranks passes on to them"""
 
 
+_END_WORKER = getattr(signal, "SIGRTMAX", signal.SIGKILL)
+"""what a rank ends its workers with: no scheduler and no library sends it; macOS has no such signal"""
+
+
 @contextmanager
 def block_signals() -> Iterator[None]:
     """Starts processes in here with stop signals blocked; this process receives them when the block ends.
 
     A new interpreter needs a second until it can ignore a signal; until then the kernel keeps the signal pending.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, _END_WORKER})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def end_by_own_signal(worker: BaseProcess) -> None:
+    """Makes `worker.terminate()` end a worker that ignores SIGTERM; so does the exit of this process, and torch."""
+    popen: Any = worker._popen  # type: ignore[attr-defined]
+    popen.terminate = lambda: popen._send_signal(_END_WORKER)
+
+
 def ignore_signals(worker: int = 0) -> None:  # noqa: ARG001 - torch calls a worker_init_fn with the worker's number
-    """Makes a worker process ignore stop signals, except its rank's, and exit with the rank. For `worker_init_fn`."""
+    """Makes a worker process ignore stop signals, and exit with its rank. For `worker_init_fn`."""
     for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    rank, blocked = multiprocessing.parent_process(), set[int]()
-    if rank is not None:  # nothing else ends a worker that ignores these signals
-        if hasattr(signal, "sigwaitinfo"):  # not on macOS
-            blocked = {signal.SIGTERM}  # so that it stays pending until a thread takes it
-            signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
-            threading.Thread(target=_exit_for, args=(rank.pid,), name="headway worker", daemon=True).start()
+        _ignore(number)
+    if _END_WORKER != signal.SIGKILL:
+        signal.signal(_END_WORKER, _exit_worker)
+    if (
+        rank := multiprocessing.parent_process()
+    ) is not None:  # nothing else ends a worker whose rank was killed
         threading.Thread(target=_exit_with, args=(rank.sentinel,), name="headway worker", daemon=True).start()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*STOP_SIGNALS} - blocked)
+    os.register_at_fork(after_in_child=_restore_defaults)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*STOP_SIGNALS, _END_WORKER})
+
+
+def _ignore(number: int) -> None:
+    """Ignores a signal in this process only; system calls in progress do not notice it, those of C libraries too."""
+    signal.signal(number, lambda *_: None)
+    signal.siginterrupt(number, False)
+
+
+def _restore_defaults() -> None:
+    for number in (*STOP_SIGNALS, _END_WORKER):
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _exit_worker(*_: object) -> None:
+    os._exit(0)  # torch reports a worker that a signal has ended as a failure
 
 
 def _exit_with(sentinel: int) -> None:
     """Kills this process when the rank exits. The kernel's parent-death signal would watch the fork server instead."""
     multiprocessing.connection.wait([sentinel])
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _exit_for(rank: int | None) -> None:
-    """Exits when the rank sends SIGTERM, as multiprocessing does at its end; a scheduler's SIGTERM is for the rank."""
-    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != rank:
-        pass
-    os._exit(0)  # torch reports a worker that a signal has ended as a failure
 
 
 replaced: dict[signal.Signals, Any] = {}
@@ -74,7 +99,7 @@ replaced: dict[signal.Signals, Any] = {}
 def reset_in_child() -> None:
     """Ends a forked child on SIGTERM again, and ignores stop requests: inherited handlers would act for the rank."""
     for number in STOP_REQUESTS:
-        signal.signal(number, signal.SIG_IGN)
+        _ignore(number)
     if signal.SIGTERM in replaced:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
