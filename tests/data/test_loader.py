@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -414,7 +415,9 @@ class Shielded(Numbers):
         self.held = signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
     def __getitem__(self, index: int) -> tuple[bool, bool]:
-        return self.held, signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        return self.held, True
 
 
 def test_workers_are_deaf_to_the_signals_of_their_rank() -> None:
@@ -479,15 +482,15 @@ def pairs(loader: DataLoader) -> list[list[tuple[int, float]]]:
 def test_a_dataset_that_can_is_asked_for_whole_batches() -> None:
     dataset = Fetched(12)
     batches = pairs(DataLoader(dataset, batch_size=4, shuffle=True))
-    assert (dataset.single, dataset.batched) == (0, 3)
+    assert (dataset.single, dataset.batched) == (0, 4), "the first sample alone: does it draw random numbers?"
     assert [[index for index, _ in batch] for batch in batches] == rows(
         DataLoader(Numbers(12), batch_size=4, shuffle=True)
     )
-    with pytest.raises(UsageError, match="__getitems__ of Fetched returned 3 samples for 4 indices"):
+    with pytest.raises(UsageError, match="__getitems__ of Fetched returned 0 samples for 1 indices"):
         pairs(DataLoader(Fetched(12, short=True), batch_size=4))
     wrapped = torch_data.Subset(Fetched(12), range(4, 8))
     assert pairs(DataLoader(wrapped, batch_size=4)) == [[(n, 0.5) for n in range(4, 8)]]
-    assert (wrapped.dataset.single, wrapped.dataset.batched) == (0, 1)
+    assert (wrapped.dataset.single, wrapped.dataset.batched) == (0, 2)
     assert pairs(DataLoader(Overridden(4), batch_size=4)) == [[(n + 100, 0.0) for n in range(4)]]
 
 
@@ -508,6 +511,30 @@ def test_random_numbers_of_whole_batches_belong_to_the_sample_all_the_same(worke
         for kind in (Fetched, OneByOne)
     )
     assert torch.equal(quiet, other), "also those that collate_fn draws after them"
+
+
+def test_every_sample_is_fetched_once() -> None:
+    class Noted(Numbers):
+        def __init__(self, count: int, *, draws: bool) -> None:
+            super().__init__(count)
+            self.draws, self.fetched = draws, list[int]()
+
+        def __getitem__(self, index: int) -> tuple[int, float]:
+            self.fetched.append(index)
+            return index, random.random() if self.draws else 0.5
+
+    class AtOnce(Noted):
+        def __getitems__(self, indices: list[int]) -> list[tuple[int, float]]:
+            return [self[index] for index in indices]
+
+    for kind, draws, size in itertools.product((Noted, AtOnce), (True, False), (1, 4, 12)):
+        dataset = kind(12, draws=draws)
+        parts = torch_data.random_split(dataset, [8, 4])
+        for each in (dataset, *parts, torch_data.Subset(parts[0], range(5))):
+            dataset.fetched.clear()
+            batches = pairs(DataLoader(each, batch_size=size, shuffle=True))
+            assert dataset.fetched == [index for batch in batches for index, _ in batch]
+            assert len(dataset.fetched) == len(each)
 
 
 def noisy_pairs(samples: list[tuple[int, float]]) -> tuple[torch.Tensor, torch.Tensor]:

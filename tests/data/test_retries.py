@@ -14,8 +14,8 @@ import pytest
 
 from headway.data import NodeCache, Shard, ShardLoader, pack
 from headway.data.catalog.shard_files import find_shards
-from headway.data.shards import retries
 from headway.errors import BadShard, StorageError
+from headway.system import retries
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import headway as hw
 from headway import dist
 from headway.dist.control.agreement import Agreement
 from headway.dist.group import current
+from headway.system.retries import stop_requested
 from headway.testing import ranks
 
 
@@ -85,3 +86,5 @@ def test_ranks_that_drift_apart_stop_at_the_same_point(tmp_path: Path) -> None: 
         assert passed >= 20
         assert len(set(hw.all_gather_object(why))) == 1, "the first to ask is named by all"
         assert dist.is_initialized()
+        assert stop_requested.is_set(), "reads that wait for their next try hurry, whoever has asked"
+        stop_requested.clear()

@@ -59,15 +59,12 @@ class CheckpointReader(StorageReader):
         for item in plan.items:
             by_file.setdefault(self._chunks[item.storage_index][0].file, []).append(item)
         for name, items in sorted(by_file.items()):
-            fd = self._directory.open(name)
-            try:
+            with self._directory.open(name) as file:
                 for item in items:
                     chunk, dtype = self._chunks[item.storage_index]
                     target = planner.resolve_tensor(item).detach()
-                    read_slice(fd, chunk, BY_NAME[dtype], item.storage_offsets, target)
+                    read_slice(file, chunk, BY_NAME[dtype], item.storage_offsets, target)
                     planner.commit_tensor(item, target)
-            finally:
-                os.close(fd)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -80,11 +77,8 @@ class CheckpointReader(StorageReader):
             target = whole
             for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.shape, strict=True)):
                 target = target.narrow(dim, offset, size)
-            fd = self._directory.open(chunk.file)
-            try:
-                read_slice(fd, chunk, whole.dtype, (0,) * len(chunk.shape), target)
-            finally:
-                os.close(fd)
+            with self._directory.open(chunk.file) as file:
+                read_slice(file, chunk, whole.dtype, (0,) * len(chunk.shape), target)
         return whole
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:

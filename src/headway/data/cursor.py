@@ -210,15 +210,16 @@ class Unbatched:
 class _BatchFetcher(torch_data.Dataset[Any]):
     """The dataset as workers see it: whole batches, each sample with random numbers of its own.
 
-    A dataset with `__getitems__` is asked for all samples at once. If it draws random numbers then, they cannot belong
-    to a sample; so the batch, and all that follow, are fetched sample by sample.
+    A dataset with `__getitems__` is asked for many samples at once. If it draws random numbers then, they cannot belong
+    to a sample; so the first sample is fetched alone, and if it draws, all others are, too.
     """
 
     def __init__(self, dataset: torch_data.Dataset[Any], collate: Collate, seed: int) -> None:
         self._dataset, self._collate, self._seed = dataset, collate, seed
         self._fetch_all: Callable[[list[int]], Any] | None = (
-            dataset.__getitems__ if _fetches_batches(type(dataset)) else None  # type: ignore[attr-defined]
+            dataset.__getitems__ if _fetches_batches(dataset) else None  # type: ignore[attr-defined]
         )
+        self._is_tried = False  # whether `__getitems__` was seen to draw no random numbers
         # draws no random numbers, and seeding would be half of its cost
         self._needs_no_rng = (
             type(dataset) is torch_data.TensorDataset and collate is torch_data.default_collate
@@ -228,36 +229,57 @@ class _BatchFetcher(torch_data.Dataset[Any]):
         if self._needs_no_rng:
             return self._collate([self._dataset[sample] for sample in request.samples])
         with preserve_rng():
-            samples = self._fetch_at_once(request) if self._fetch_all else None
-            if samples is None:
-                samples = []
-                for sample in request.samples:
-                    reseed(derive_key(self._seed, request.epoch, sample))
-                    samples.append(self._dataset[sample])
-            return self._collate(samples)  # with the random numbers that follow those of the last sample
+            # collated with the random numbers that follow those of the last sample
+            return self._collate(self._fetch(request))
 
-    def _fetch_at_once(self, request: SampleRequest) -> Any:
-        """Returns what `__getitems__` does; None if samples must be fetched one by one instead."""
+    def _fetch(self, request: SampleRequest) -> Any:
+        first: list[Any] = []
+        if self._fetch_all is not None and not self._is_tried:
+            first, drew = self._fetch_at_once(request, slice(0, 1))
+            if not isinstance(first, list):  # collated already, so it cannot be made of samples
+                return first if len(request.samples) == 1 else self._fetch_at_once(request, slice(None))[0]
+            self._is_tried = not drew
+            if drew:
+                self._fetch_all = None
+        missing = slice(len(first), None)
+        if not request.samples[missing]:
+            return first
+        if self._fetch_all is not None:
+            rest, drew = self._fetch_at_once(request, missing)
+            if not isinstance(rest, list):
+                return self._fetch_at_once(request, slice(None))[0] if first else rest
+            if not drew:
+                return first + rest
+            self._fetch_all = None  # it draws now and then: these samples are fetched again
+        return first + [self._fetch_one(request, sample) for sample in request.samples[missing]]
+
+    def _fetch_one(self, request: SampleRequest, sample: int) -> Any:
+        reseed(derive_key(self._seed, request.epoch, sample))
+        return self._dataset[sample]
+
+    def _fetch_at_once(self, request: SampleRequest, part: slice) -> tuple[Any, bool]:
+        """Returns what `__getitems__` does, and whether that drew random numbers."""
         assert self._fetch_all is not None
-        reseed(derive_key(self._seed, request.epoch, request.samples[-1]))
+        indices = request.samples[part]
+        reseed(derive_key(self._seed, request.epoch, indices[-1]))
         before = rng_states()
-        samples = self._fetch_all(request.samples)
-        if not isinstance(samples, list):  # collated already, so it cannot be made of samples
-            return samples
-        if len(samples) != len(request.samples):
+        samples = self._fetch_all(indices)
+        if isinstance(samples, list) and len(samples) != len(indices):
             raise UsageError(
                 f"__getitems__ of {type(self._dataset).__name__} returned {len(samples)} samples for "
-                f"{len(request.samples)} indices: return one for each"
+                f"{len(indices)} indices: return one for each"
             )
-        if rng_states() == before:
-            return samples
-        self._fetch_all = None
-        return None
+        return samples, rng_states() != before
 
 
-def _fetches_batches(kind: type) -> bool:
-    """Whether a dataset has `__getitems__`, and no class below it overrides `__getitem__` alone."""
-    for each in kind.__mro__:
+def _fetches_batches(dataset: torch_data.Dataset[Any]) -> bool:
+    """Whether a dataset has `__getitems__`, no class below it overrides `__getitem__` alone, and it saves calls.
+
+    That of torch's `Subset`, which `random_split` returns, calls the dataset within, sample by sample if it must.
+    """
+    for each in type(dataset).__mro__:
+        if each is torch_data.Subset:
+            return _fetches_batches(dataset.dataset)  # type: ignore[attr-defined]
         if vars(each).get("__getitems__"):
             return True
         if "__getitem__" in vars(each):

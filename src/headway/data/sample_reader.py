@@ -17,10 +17,10 @@ from headway.data.order.permutation import derive_key
 from headway.data.quarantine import QuarantinedSample
 from headway.data.shards.decode import Decoder, decode_deferred, decode_part
 from headway.data.shards.label_order import LABEL
-from headway.data.shards.retries import retries_in_this_thread
 from headway.data.shards.tar import ShardLimits
 from headway.data.sources.open_shards import OpenShards
 from headway.errors import BadSample, BadShard, HeadwayError
+from headway.system.retries import retries_in_this_thread
 
 SampleLocation = tuple[int, int, int, int]
 """dataset, epoch, shard, sample"""

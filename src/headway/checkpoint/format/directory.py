@@ -15,14 +15,17 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import final
+from typing import TypeVar, final
 
 from headway.errors import StorageError
 from headway.run import Run, step_name
 from headway.system import files
+from headway.system.retries import retry
+
+T = TypeVar("T")
 
 CheckpointRoot = Run | str | os.PathLike[str]
 """Where checkpoints are: a run, or the directory that holds them."""
@@ -31,12 +34,53 @@ _STEP = re.compile(r"step-([0-9]{12,18})")
 _SET_ASIDE = re.compile(r"step-[0-9]{12,18}\.corrupt-[0-9]+")
 _LARGEST_JSON_BYTES = 1 << 30
 _CHUNK_BYTES = 4 << 20
-# errors that a damaged checkpoint may cause; others, like a missing permission, are not the checkpoint's fault
-_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.EUCLEAN)
+# errors that a damaged checkpoint may cause; others, like a missing permission or a failing disk, are not its fault
+_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 
 
 class DamagedCheckpoint(ValueError):
     """Raised inside this package when a checkpoint is not what it says; the message is one problem."""
+
+
+@final
+class CheckpointFile:
+    """An open file of a checkpoint. A read that fails for a moment is tried again; it is never damage."""
+
+    def __init__(self, directory: CheckpointDirectory, name: str) -> None:
+        self._directory, self.name, self._fd = directory, name, directory.open_descriptor(name)
+
+    @property
+    def bytes(self) -> int:
+        """The size of the file."""
+        return os.fstat(self._fd).st_size
+
+    def read_into(self, view: memoryview, begin: int) -> int:
+        """Reads from byte `begin` on; returns how many bytes were read, 0 at the end of the file."""
+        return self._directory.reading(self.name, lambda: self._read_into(view, begin))
+
+    def _read_into(self, view: memoryview, begin: int) -> int:
+        try:
+            return os.preadv(self._fd, [view], begin)
+        except OSError as error:
+            if error.errno == errno.ESTALE:  # the server forgot the file: the next try needs a new descriptor
+                os.close(self._fd)
+                self._fd = -1
+                self._fd = self._directory.open_descriptor(self.name)
+            raise
+
+    def chunks(self) -> Iterator[memoryview]:
+        """Yields all of the file in chunks, each valid until the next."""
+        buffer, begin = memoryview(bytearray(_CHUNK_BYTES)), 0
+        while got := self.read_into(buffer, begin):
+            yield buffer[:got]
+            begin += got
+
+    def __enter__(self) -> CheckpointFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
 
 
 @final
@@ -48,37 +92,57 @@ class CheckpointDirectory:
 
     def __init__(self, path: Path, *, announced: bool = False) -> None:
         self.path = path
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            self._fd = (
-                files.retry_until_visible(lambda: os.open(path, flags)) if announced else os.open(path, flags)
-            )
-        except OSError as error:
-            raise _unreadable(path.name, path, error) from error
 
-    def open(self, name: str) -> int:
+        def open_directory() -> int:
+            return files.retry_until_visible(self._open) if announced else self._open()
+
+        self._fd = self.reading(path.name, open_directory)
+
+    def _open(self) -> int:
+        return os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def open(self, name: str) -> CheckpointFile:
+        """Opens a file for reading."""
+        return CheckpointFile(self, name)
+
+    def open_descriptor(self, name: str) -> int:
         """Opens a file for reading and returns its descriptor; the caller closes it."""
+        fd, status = self.reading(name, lambda: self._open_file(name))
+        if not stat.S_ISREG(status.st_mode):
+            os.close(fd)
+            raise DamagedCheckpoint(f"{name}: it is not a regular file")
+        return fd
+
+    def _open_file(self, name: str) -> tuple[int, os.stat_result]:
         # O_NONBLOCK: a pipe in the place of a file must not block
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             fd = os.open(name, flags, dir_fd=self._fd)
         except OSError as error:
-            raise _unreadable(name, self.path, error) from error
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            if error.errno == errno.ESTALE:
+                fresh = self._open()
+                os.dup2(fresh, self._fd, inheritable=False)
+                os.close(fresh)
+            raise
+        try:
+            return fd, os.fstat(fd)
+        except OSError:
             os.close(fd)
-            raise DamagedCheckpoint(f"{name}: it is not a regular file")
-        return fd
+            raise
 
     def read(self, name: str) -> bytes:
         """Reads all of a JSON file."""
-        fd = self.open(name)
+        with self.open(name) as file:
+            if file.bytes > _LARGEST_JSON_BYTES:
+                raise DamagedCheckpoint(f"{name}: {file.bytes} bytes are too many for a JSON file")
+            return b"".join(map(bytes, file.chunks()))
+
+    def reading(self, name: str, action: Callable[[], T]) -> T:
+        """Returns what a read of a file returns, tried again if it fails for a moment."""
         try:
-            size = os.fstat(fd).st_size
-            if size > _LARGEST_JSON_BYTES:
-                raise DamagedCheckpoint(f"{name}: {size} bytes are too many for a JSON file")
-            return b"".join(read_chunks(fd, name, self.path))
-        finally:
-            os.close(fd)
+            return retry(f"read {name} in {self.path}", action)
+        except OSError as error:
+            raise _unreadable(name, self.path, error) from error
 
     def __enter__(self) -> CheckpointDirectory:
         return self
@@ -110,21 +174,9 @@ def step_dir(parent: Path, step: int) -> Path:
     return parent / step_name(step)
 
 
-def read_chunks(fd: int, name: str, where: Path) -> Iterator[bytes]:
-    """Yields the bytes of an open file in chunks."""
-    while True:
-        try:
-            chunk = os.read(fd, _CHUNK_BYTES)
-        except OSError as error:
-            raise _unreadable(name, where, error) from error
-        if not chunk:
-            return
-        yield chunk
-
-
 def _names(parent: Path) -> list[str]:
     try:
-        return [path.name for path in parent.iterdir()]
+        return retry(f"list {parent}", lambda: [path.name for path in parent.iterdir()])
     except FileNotFoundError:
         return []
     except OSError as error:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from headway.checkpoint.format.directory import DamagedCheckpoint
+from headway.checkpoint.format.directory import CheckpointFile, DamagedCheckpoint
 from headway.checkpoint.format.manifest import ITEM_BYTES, TensorChunk
 
 
@@ -35,7 +34,7 @@ def header_of(table: str, metadata: dict[str, str]) -> bytes:
 
 
 def read_slice(
-    fd: int, chunk: TensorChunk, dtype: torch.dtype, start: Sequence[int], target: torch.Tensor
+    file: CheckpointFile, chunk: TensorChunk, dtype: torch.dtype, start: Sequence[int], target: torch.Tensor
 ) -> None:
     """Fills `target` with the slice of its shape that begins at `start` in the chunk. Reads whole rows."""
     if not target.numel():
@@ -45,21 +44,21 @@ def read_slice(
     begin = chunk.begin + (start[0] * row_bytes if chunk.shape else 0)
     whole_rows = tuple(target.shape[1:]) == chunk.shape[1:]
     if whole_rows and target.device.type == "cpu" and target.is_contiguous() and target.dtype == dtype:
-        _read_into(fd, chunk.file, begin, bytes_of(target))
+        _read_into(file, begin, bytes_of(target))
         return
     buffer = torch.empty(rows * row_bytes, dtype=torch.uint8)
-    _read_into(fd, chunk.file, begin, bytes_of(buffer))
+    _read_into(file, begin, bytes_of(buffer))
     part = buffer.view(dtype).view(rows, *chunk.shape[1:]) if chunk.shape else buffer.view(dtype).view(())
     for dim in range(1, target.dim()):
         part = part.narrow(dim, start[dim], target.shape[dim])
     target.copy_(part)
 
 
-def _read_into(fd: int, name: str, begin: int, view: memoryview) -> None:
+def _read_into(file: CheckpointFile, begin: int, view: memoryview) -> None:
     while view:
-        got = os.preadv(fd, [view[: 1 << 30]], begin)
+        got = file.read_into(view[: 1 << 30], begin)
         if not got:
-            raise DamagedCheckpoint(f"{name}: it ends before byte {begin + len(view)}")
+            raise DamagedCheckpoint(f"{file.name}: it ends before byte {begin + len(view)}")
         view, begin = view[got:], begin + got
 
 

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Collection
 from pathlib import Path
 
-from headway.checkpoint.format.directory import CheckpointDirectory, DamagedCheckpoint, read_chunks
+from headway.checkpoint.format.directory import CheckpointDirectory, DamagedCheckpoint
 from headway.checkpoint.format.manifest import INDEX, Manifest, read_document, read_index, read_manifest
 
 
@@ -59,11 +59,8 @@ def check_contents(directory: CheckpointDirectory, manifest: Manifest, names: Co
 
 def _measure(directory: CheckpointDirectory, name: str) -> tuple[int, str]:
     size = crc = 0
-    fd = directory.open(name)
-    try:
-        for chunk in read_chunks(fd, name, directory.path):
+    with directory.open(name) as file:
+        for chunk in file.chunks():
             size += len(chunk)
             crc = zlib.crc32(chunk, crc)
-    finally:
-        os.close(fd)
     return size, f"{crc:08x}"

@@ -82,7 +82,10 @@ def is_pickle(stream: BinaryIO) -> bool:
 
 def read_distributed(path: Path) -> Overview:
     """Returns the tensors in a directory of torch's distributed checkpointing."""
-    with CheckpointDirectory(path) as directory, os.fdopen(directory.open(METADATA), "rb") as stream:
+    with (
+        CheckpointDirectory(path) as directory,
+        os.fdopen(directory.open_descriptor(METADATA), "rb") as stream,
+    ):
         found = read(_beginning(stream), METADATA, _is_expected)
     entries = _attributes(found.value).get("state_dict_metadata")
     if not isinstance(entries, PickledObject):

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from headway.data.catalog.catalog import Catalog, is_name
 from headway.data.shards.indexes import index_text
-from headway.data.shards.retries import retry
 from headway.data.shards.shard import count_samples, walk
 from headway.data.shards.tar import ShardLimits
 from headway.errors import BadShard, UsageError
 from headway.system.files import storage, write_atomic
+from headway.system.retries import retry
 
 _THREADS = 16  # counting mostly waits for the file system
 _QUICK_S = 1e-4  # per shard; an index in the page cache is read in a tenth of that

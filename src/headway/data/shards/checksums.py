@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, final
 
 from headway.data.shards.entries import group_samples
-from headway.data.shards.retries import read_start, retry
 from headway.data.shards.shard_file import ShardFile, open_file
 from headway.data.shards.tar import members
 from headway.errors import BadShard
 from headway.system.files import storage, write_atomic
+from headway.system.retries import read_start, retry
 
 CHUNK_BYTES = 8 * 2**20
 _MAX_FILE_BYTES = 256  # without the checksums of samples

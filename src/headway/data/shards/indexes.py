@@ -22,9 +22,9 @@ from typing import final
 import numpy as np
 
 from headway.data.shards.entries import SampleEntry, SamplePart, ShardEntries
-from headway.data.shards.retries import read_start, retry
 from headway.data.shards.tar import BLOCK_BYTES, ShardLimits, over_limit
 from headway.errors import BadShard
+from headway.system.retries import read_start, retry
 
 _DALI = b"v1."
 _NAMED = b"v1.2"

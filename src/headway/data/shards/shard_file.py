@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import final
 
-from headway.data.shards.retries import retry
 from headway.errors import BadShard, StorageError, UsageError
+from headway.system.retries import retry
 
 _COMPRESSED = {
     b"\x1f\x8b": "gzip -d",

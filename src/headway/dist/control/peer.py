@@ -20,6 +20,7 @@ from headway.dist.failure.record import FailureRecord
 from headway.dist.rendezvous import Rendezvous
 from headway.dist.roster import RankInfo
 from headway.errors import RankFailure, UsageError
+from headway.system.retries import stop_requested
 
 
 @final
@@ -123,6 +124,8 @@ class Peer:
                         self._send(status_message(heartbeat, message))
                     elif message["type"] == "next_point":
                         subject = message["subject"]
+                        if subject == "stop":
+                            stop_requested.set()
                         point = self.agreements[subject].propose()
                         self._send({"type": "next_point", "subject": subject, "point": point})
                     elif message["type"] == "decision":

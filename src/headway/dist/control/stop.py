@@ -17,6 +17,7 @@ from typing import Any
 
 from headway.dist.control.signals import STOP_SIGNALS, replaced
 from headway.dist.group import current
+from headway.system.retries import stop_requested
 
 MARGIN_S = 15.0
 """spare time before the end of the job: for leaving, and for clocks that differ"""
@@ -44,6 +45,7 @@ def handle_stop_signals(
         daemon=True,
     )
     before = _handle(requests)
+    stop_requested.clear()
     thread.start()
     try:
         yield
@@ -53,6 +55,7 @@ def handle_stop_signals(
         replaced.clear()
         requests.put(None)
         thread.join()
+        stop_requested.clear()
 
 
 def _handle(requests: queue.SimpleQueue[str | None]) -> dict[signal.Signals, Any]:
@@ -95,4 +98,5 @@ def _forward(
             request, deadline = "the end of the job's time", None
         if request is None:
             return
+        stop_requested.set()
         current().request_stop(request)

@@ -23,7 +23,10 @@ T = TypeVar("T")
 
 WAITS_S = (0.1, 0.3, 0.9, 2.7, 8.1, 24.3)
 """before each further try"""
+_STOPPING_WAIT_S = 1.0
 _NOTICE_PERIOD_S = 10.0
+stop_requested = threading.Event()
+"""set while the ranks are asked to stop: see `headway.dist.control.stop`"""
 _NAMES = (
     "EIO ESTALE EREMOTEIO EAGAIN EINTR EBUSY ENFILE ETIMEDOUT ECONNRESET ECONNABORTED ECONNREFUSED ENOTCONN ESHUTDOWN "
     "EPIPE EHOSTDOWN EHOSTUNREACH ENETDOWN ENETUNREACH ENOLINK ECOMM EPROTO"
@@ -36,25 +39,30 @@ _next_notice = 0.0
 def retry(doing: str, action: Callable[[], T], failed: OSError | None = None) -> T:
     """Returns what a read returns, trying again after errors that may pass; other errors of the system are raised.
 
-    Raises `StorageError` if all tries fail. `failed` is the error of a first try, if there was one.
+    Raises `StorageError` if all tries fail. `failed` is the error of a first try, if there was one. Once a stop is
+    requested, it tries every second, for as long in all: a run can save only after the step that waits for this read.
     """
-    for wait_s in (*WAITS_S, None):
+    began, tries = time.monotonic(), 0
+    while True:
         try:
             if failed is None:
                 return action()
             raise failed
         except OSError as error:
-            failed = None
+            failed, tries, took_s = None, tries + 1, time.monotonic() - began
             if error.errno not in _TRANSIENT:
                 raise
-            if wait_s is None:
+            if tries > len(WAITS_S) and (took_s >= sum(WAITS_S) or not stop_requested.is_set()):
                 raise StorageError(
-                    f"could not {doing}: {error.strerror}, {len(WAITS_S) + 1} times in {sum(WAITS_S):.0f} s; check "
-                    "that file system, and resume"
+                    f"could not {doing}: {error.strerror}, {tries} times in {took_s:.0f} s; check that file system, "
+                    "and resume"
                 ) from error
+            wait_s = WAITS_S[min(tries, len(WAITS_S)) - 1]
             _note(doing, error, wait_s)
-        time.sleep(wait_s)
-    raise AssertionError("the last try returns or raises")
+        if stop_requested.is_set():
+            time.sleep(min(wait_s, _STOPPING_WAIT_S))
+        else:
+            stop_requested.wait(wait_s)
 
 
 def retries_in_this_thread() -> int:
