@@ -233,7 +233,7 @@ class _BatchFetcher(torch_data.Dataset[Any]):
             return self._collate(self._fetch(request))
 
     def _fetch(self, request: SampleRequest) -> Any:
-        first: list[Any] = []
+        first: Any = []
         if self._fetch_all is not None and not self._is_tried:
             first, drew = self._fetch_at_once(request, slice(0, 1))
             if not isinstance(first, list):  # collated already, so it cannot be made of samples
