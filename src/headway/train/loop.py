@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headway.dist.failure.capture import HEARTBEAT
 from headway.system.failpoints import failpoint
+from headway.train.evaluate.mode import shares_batches, val_batches
 from headway.train.loop_state import StageStatus
 from headway.train.model.precision import copy_loss
 
@@ -55,7 +56,7 @@ def train(stage: TrainValStage) -> Iterator[None]:
     state.check_lengths()
     stage.zero_grad()
     while True:
-        if settings.validates_between_steps and state.validation_due(epoch_ends=False):
+        if settings.validates_in_epoch and state.validation_due(epoch_ends=False):
             yield
             timer.mark_step("data")
         ended = state.status is StageStatus.STOPPING or state.steps_done >= last
@@ -89,13 +90,12 @@ def train(stage: TrainValStage) -> Iterator[None]:
 
 def validate(stage: TrainValStage) -> None:
     """Runs one validation, in the same precision, over whatever number of batches each rank has."""
-    loader = stage.val_dataset()
-    if loader is None:
+    state, timer, keeper = stage._loop, stage.pipe._timer, stage.pipe._keeper
+    if not (loaders := state.val_loaders()):
         return
     log_point(stage)  # the training so far is reported first, and its time is not the validation's
-    state, timer, keeper = stage._loop, stage.pipe._timer, stage.pipe._keeper
     with state.evaluating():
-        for batch in state.val_batches(loader):
+        for batch in val_batches(state, loaders):
             timer.mark("validation")
             state.batch = batch
             HEARTBEAT.move("validation", stage.pipe.steps_done)
@@ -103,7 +103,7 @@ def validate(stage: TrainValStage) -> None:
                 loss = stage.val_step(batch)
             if loss is not None:
                 state.log_own(stage.loss_metric_name(), loss, weight=state.checked_count(batch))
-            if keeper and keeper.stops_in_validation and not state.shares_batches:
+            if keeper and keeper.stops_in_validation and not shares_batches(stage.pipe):
                 break
     if keeper:
         keeper.after_val_batches(stage)

@@ -45,6 +45,8 @@ class TrainSettings:
     """largest total norm of the gradients; the norm is logged as train/grad_norm"""
     val_every: str | None = "1 epoch"
     """between validations: "1 epoch", "500 steps" or a time such as "30min" (rank 0's clock); None for no validation"""
+    val_at_start: bool = False
+    """whether to validate before the first step, too: what the weights are worth that training begins with"""
     limit_train_batches: int | None = None
     """batches per epoch, for quick trials"""
     limit_val_batches: int | None = None
@@ -69,6 +71,8 @@ class TrainSettings:
                 raise UsageError(
                     f"{name}={limit!r}: give a whole number of batches of at least 1, or None for all"
                 )
+        if type(self.val_at_start) is not bool:
+            raise UsageError(f"val_at_start={self.val_at_start!r}: give True or False")
         check_norm("gradient_clip", self.gradient_clip)
         if self.on_nan not in ("stop", "skip"):
             raise UsageError(f'on_nan={self.on_nan!r} is unknown: use "stop" or "skip"')
@@ -92,6 +96,11 @@ class TrainSettings:
         """Whether validations happen within epochs rather than at their ends."""
         return self.val_interval is not None and self.val_interval.epochs is None
 
+    @cached_property
+    def validates_in_epoch(self) -> bool:
+        """Whether a validation may be due before the end of an epoch."""
+        return self.validates_between_steps or self.val_at_start
+
 
 class TrainOptions(TypedDict, total=False):
     """The fields of `TrainSettings`, for type checkers."""
@@ -100,6 +109,7 @@ class TrainOptions(TypedDict, total=False):
     accumulate: int
     gradient_clip: float | None
     val_every: str | None
+    val_at_start: bool
     limit_train_batches: int | None
     limit_val_batches: int | None
     log_every: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Unpack, final
 
@@ -65,8 +65,11 @@ class TrainValStage(Stage):
             raise self._loop.missing_dataset("train")
         return self.datasets["train"]
 
-    def val_dataset(self) -> Iterable[Any] | None:
-        """Returns what to validate on; by default the dataset "val", if there is one."""
+    def val_dataset(self) -> Iterable[Any] | Mapping[str, Iterable[Any]] | None:
+        """Returns what to validate on; by default the dataset "val", if there is one.
+
+        Several are a dict: the metrics of `{"val": ..., "ood": ...}` are called `val/loss`, `ood/loss` and so on.
+        """
         return self.datasets.get("val")
 
     def optimizers(self) -> Sequence[Optimizer]:

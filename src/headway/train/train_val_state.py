@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from numbers import Real
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from headway.dist import set_phase
 from headway.dist.collective.exchange import gather_rows
 from headway.errors import HeadwayError, UsageError
 from headway.train.batches import count_batches
 from headway.train.checks import check_lengths, check_optimizers, not_a_loss
 from headway.train.diagnose import evidence
+from headway.train.evaluate.mode import evaluating
 from headway.train.loop_state import VALIDATE, LoopState
 from headway.train.metrics.bad_samples import QuarantiningLoader, check_bad, log_bad, quarantining
 from headway.train.metrics.epoch_metrics import EpochMetric, compute_metrics
@@ -49,12 +49,15 @@ class TrainValState(LoopState):
             prefix + stage.loss_metric_name()
             for prefix in (stage.train_metric_prefix(), stage.val_metric_prefix())
         ]
+        self.val_prefix: str | None = None
+        """of the metrics of the dataset that is being validated"""
         self.val_metrics: dict[str, EpochMetric] = {}
         """metrics that are reset before each validation and computed after it"""
         self._own_names: set[str] = set()  # of metrics that the loop itself logs
         self._base = base
         self.optimizer_step = OptimizerStep(self)
         self._validated_at = 0  # the steps done at the last validation
+        self._validated_at_start = False
         self._validation_requested = False  # by rank 0's clock, at a log point
         # when the last validation ended; None until the stage runs
         self._validation_clock: float | None = None
@@ -106,7 +109,8 @@ class TrainValState(LoopState):
     def _meter_and_name(self, name: str) -> tuple[MetricAccumulator, str]:
         if self.training:
             return self.meter, self.stage.train_metric_prefix() + name
-        return self.val_meter, self.stage.val_metric_prefix() + name
+        prefix = self.stage.val_metric_prefix() if self.val_prefix is None else self.val_prefix
+        return self.val_meter, prefix + name
 
     def _is_own(self, name: str) -> UsageError:
         what = (
@@ -122,7 +126,8 @@ class TrainValState(LoopState):
             raise UsageError(
                 f"{name!r} is the name of the loss that step() returns: add the metric under another name"
             )
-        if val and name.startswith(val):
+        prefixes = (val, *self.val_loaders()) if "pipe" in vars(self.stage) else (val,)
+        if any(prefix and name.startswith(prefix) for prefix in prefixes):
             self.val_metrics[name] = metric
             return
         if self.settings.validates_between_steps and not name.startswith(train):
@@ -210,9 +215,9 @@ class TrainValState(LoopState):
 
     @cached_property
     def val_quarantining(self) -> dict[str, QuarantiningLoader]:
-        """The loader whose bad samples are counted at the end of a validation, if it counts them."""
-        loader = self.stage.val_dataset()
-        return quarantining({name: each for name, each in self.stage.datasets.items() if each is loader})
+        """The loaders whose bad samples are counted at the end of a validation, if they count them."""
+        used = {id(loader) for loader in self.val_loaders().values()}
+        return quarantining({name: each for name, each in self.stage.datasets.items() if id(each) in used})
 
     def before_log_point(self) -> None:
         super().before_log_point()
@@ -257,6 +262,8 @@ class TrainValState(LoopState):
 
     def validation_due(self, *, epoch_ends: bool) -> bool:
         """Whether a validation is due after this step, or at the end of this epoch if `epoch_ends`."""
+        if self.settings.val_at_start and not self.steps_done and not epoch_ends:
+            return not self._validated_at_start
         every = self.settings.val_interval
         if every is None or epoch_ends != (every.epochs is not None):
             return False
@@ -288,73 +295,37 @@ class TrainValState(LoopState):
     def pause_follows(self) -> bool:
         return super().pause_follows() or self.validation_due(epoch_ends=False)
 
+    def val_loaders(self) -> dict[str, Iterable[Any]]:
+        """Returns what to validate on, by the prefix of its metrics."""
+        given = self.stage.val_dataset()
+        if given is None:
+            return {}
+        named = given if isinstance(given, Mapping) else {"val": given}
+        return {self.prefix_of(name): loader for name, loader in named.items()}
+
+    def prefix_of(self, name: str) -> str:
+        """Returns the prefix of the metrics of a dataset that is evaluated under this name."""
+        if name == "val":
+            return self.stage.val_metric_prefix()
+        if f"{name}/" == self.stage.train_metric_prefix():
+            raise UsageError(
+                f"a validation under the name {name!r} would mix its metrics with those of training: choose another"
+            )
+        return f"{name}/"
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Sets models to eval mode, without wrappers and with averaged weights, within the context."""
-        registered = self.pipe.registered_models
-        own = self.own_modules().values()
-        models = [*(model.bare for model in registered.values()), *own]
-        modes = [(part, part.training) for model in models for part in model.modules()]
-        if self.pipe._keeper:
+        """Validates within the context: models in eval mode, metrics under the names of the validation."""
+        if self.pipe._keeper and self.pipe.current_stage is self.stage:
             self.pipe._keeper.before_validation()
+        for metric in self.val_metrics.values():
+            metric.reset()  # a validation that was stopped is repeated from its beginning
         self.training = False
-        self.models = {name: model.evaluated for name, model in registered.items()}
-        set_phase("validation", self.pipe.steps_done)
         try:
-            with ExitStack() as stack:
-                for module in models:
-                    module.eval()
-                for model in registered.values():
-                    stack.enter_context(model.evaluating())
-                for metric in self.val_metrics.values():
-                    metric.reset()  # a validation that was stopped is repeated from its beginning
-                stack.enter_context(torch.no_grad())
+            with evaluating(self):
                 yield
         finally:
             self.training = True
-            self.models = self.pipe.models
-            for part, mode in modes:
-                part.training = mode
-
-    @property
-    def shares_batches(self) -> bool:
-        """Whether all ranks must take part in each batch of a validation."""
-        return any(model.sharded for model in self.pipe.registered_models.values())
-
-    def val_batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yields the batches to validate on.
-
-        A sharded model needs all ranks for each batch: a rank without more data repeats its last batch, and what it
-        logs then does not count.
-        """
-        batches, mark = self.device_batches(loader, self.settings.limit_val_batches), self.pipe._timer.mark
-        mark("data")
-        if not self.shares_batches:
-            for batch in batches:
-                yield batch
-                mark("data")
-            return
-        last = None
-        while True:
-            batch = next(batches, None)
-            if not gather_rows(torch.tensor([float(batch is not None)], device=self.device)).any():
-                break
-            if batch is None and last is None:
-                raise UsageError(
-                    f"rank {self.pipe.world.rank} has no validation batch, but a sharded model needs one on each rank: "
-                    "register a larger dataset"
-                )
-            if batch is None and self.val_metrics:
-                raise UsageError(
-                    f"metric {min(self.val_metrics)!r} would count a batch twice, since ranks have different numbers "
-                    "of validation batches and a sharded model needs all ranks: pass limit_val_batches, or log means "
-                    "with self.log()"
-                )
-            self.logging_off = batch is None
-            last = last if batch is None else batch
-            yield last
-            mark("data")
-        self.logging_off = False
 
     def reduce_validation(self) -> LogPoint:
         """Reduces what all ranks have logged in a validation, and counts their bad samples."""
@@ -366,7 +337,9 @@ class TrainValState(LoopState):
         self.val_meter.finish_epoch()
         if self.val_metrics:
             point = replace(point, values=compute_metrics(self.val_metrics, point.values))
-        self._val_values, self._validated_at = dict(point.values), self.steps_done
+        # a validation before the first step is not one of the epoch
+        self._val_values = dict(point.values) if self.steps_done else {}
+        self._validated_at, self._validated_at_start = self.steps_done, True
         self._validation_requested, self._validation_clock = False, time.monotonic()
         self.pipe._record_log_point(self.stage, "validation", point)
         if self.pipe._keeper:

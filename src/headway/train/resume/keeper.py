@@ -183,7 +183,7 @@ class Keeper:
 
     def after_validation(self, stage: TrainValStage) -> None:
         """Saves after a validation between two steps, if due; at the end of an epoch `after_epoch` saves."""
-        if not stage._loop.settings.validates_between_steps:
+        if not stage._loop.settings.validates_between_steps or not stage.steps_done:
             return
         self._update_best()
         if (self.due or self._retry) and not stage._loop.pause_follows():

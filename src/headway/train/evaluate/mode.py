@@ -1,0 +1,90 @@
+"""Eval mode: models as a validation calls them, and the batches that all ranks take part in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headway.dist import set_phase
+from headway.dist.collective.exchange import gather_rows
+from headway.errors import UsageError
+
+if TYPE_CHECKING:
+    from headway.train.loop_state import LoopState
+    from headway.train.pipeline import Pipeline
+    from headway.train.train_val_state import TrainValState
+
+
+@contextmanager
+def evaluating(state: LoopState) -> Iterator[None]:
+    """Sets models to eval mode, without wrappers and with averaged weights, within the context."""
+    registered = state.pipe.registered_models
+    models = [*(model.bare for model in registered.values()), *state.own_modules().values()]
+    modes = [(part, part.training) for model in models for part in model.modules()]
+    state.models = {name: model.evaluated for name, model in registered.items()}
+    set_phase("validation", state.pipe.steps_done)
+    try:
+        with ExitStack() as stack:
+            for module in models:
+                module.eval()
+            for model in registered.values():
+                stack.enter_context(model.evaluating())
+            stack.enter_context(torch.no_grad())
+            yield
+    finally:
+        state.models = state.pipe.models
+        for part, mode in modes:
+            part.training = mode
+
+
+def shares_batches(pipe: Pipeline) -> bool:
+    """Whether all ranks must take part in each batch of a validation."""
+    return any(model.sharded for model in pipe.registered_models.values())
+
+
+def val_batches(state: TrainValState, loaders: Mapping[str, Iterable[Any]]) -> Iterator[Any]:
+    """Yields the batches to validate on, of one loader after the other; what they log begins with its prefix."""
+    try:
+        for state.val_prefix, loader in loaders.items():
+            yield from _batches_of(state, loader)
+    finally:
+        state.val_prefix = None
+
+
+def _batches_of(state: TrainValState, loader: Iterable[Any]) -> Iterator[Any]:
+    """Yields the batches of one loader.
+
+    A sharded model needs all ranks for each batch: a rank without more data repeats its last batch, and what it
+    logs then does not count.
+    """
+    batches, mark = state.device_batches(loader, state.settings.limit_val_batches), state.pipe._timer.mark
+    mark("data")
+    if not shares_batches(state.pipe):
+        for batch in batches:
+            yield batch
+            mark("data")
+        return
+    last = None
+    while True:
+        batch = next(batches, None)
+        if not gather_rows(torch.tensor([float(batch is not None)], device=state.device)).any():
+            break
+        if batch is None and last is None:
+            raise UsageError(
+                f"rank {state.pipe.world.rank} has no validation batch, but a sharded model needs one on each rank: "
+                "register a larger dataset"
+            )
+        if batch is None and state.val_metrics:
+            raise UsageError(
+                f"metric {min(state.val_metrics)!r} would count a batch twice, since ranks have different numbers "
+                "of validation batches and a sharded model needs all ranks: pass limit_val_batches, or log means "
+                "with self.log()"
+            )
+        state.logging_off = batch is None
+        last = last if batch is None else batch
+        yield last
+        mark("data")
+    state.logging_off = False
