@@ -15,6 +15,7 @@ from headway.plan.cost.economy import goodput, young_daly
 from headway.plan.cost.memory import peak, reserved_bytes
 from headway.plan.cost.steptime import step_time
 from headway.plan.machine.calibration import Calibration
+from headway.plan.machine.hardware import find_device
 from headway.plan.report.quantity import Quantity, format_value
 from headway.plan.searcher.layouts import layouts
 
@@ -71,7 +72,7 @@ def test_two_changes_when_one_is_not_enough() -> None:
 
 def test_little_room_is_said() -> None:
     layout = replace(FSDP, microbatch=2, global_batch=16, recompute="sac")
-    tight = Node.of(device={"memory_GB": 93, "hbm_GBps": 3350, "bf16": 989}, gpus=8)
+    tight = Node.of(device={"memory_GB": 88, "hbm_GBps": 3350, "bf16": 989}, gpus=8)
     plan = estimate(LLAMA, layout, tight)
     assert plan.fits and "little margin" in plan.verdict
 
@@ -105,6 +106,35 @@ def test_loader_and_node_notes() -> None:
     assert plan.answers["loader.needed_per_node"].value == pytest.approx(
         plan.answers["rate.samples"].value * 110e3 / 2
     )
+
+
+def test_a_loader_of_images_reads_images() -> None:
+    """A ViT-B/16 at 32,000 images/s reads 3.5 GB/s of JPEG, not 2 bytes for each of its tokens."""
+    layout = Layout(dp=8, microbatch=64, global_batch=512, precision="amp")
+    found = estimate(preset("vit-b-16"), layout, H200).answers
+    assert found["loader.needed_per_node"].value == pytest.approx(found["rate.samples"].value * 110e3)
+
+
+@pytest.mark.parametrize(
+    ("device", "gib"),
+    [("mi300x-192", 192), ("rtx-4090-24", 24), ("v100-sxm2-32", 32), ("a100-sxm-40", 40), ("h100-pcie-80", 80),
+     ("b200-sxm-180", 180), ("gb200-186", 186)],
+)  # fmt: skip
+def test_vendors_count_gib(device: str, gib: float) -> None:
+    """The driver reports what the vendor calls GB in GiB, less a few hundred MiB: 79.3 of an A100's 80."""
+    assert 0.975 * gib < find_device(device).memory_bytes / 2**30 <= gib
+    own = Node.of(device={"memory_GB": gib, "hbm_GBps": 900, "bf16": 180})
+    assert own.device.memory_bytes / 2**30 == pytest.approx(0.985 * gib)
+
+
+def test_utilization_in_fp8_is_of_the_fp8_peak() -> None:
+    layout = Layout(
+        dp=8, zero=3, microbatch=1, global_batch=8, sequence=8192, precision="fp8", recompute="full"
+    )
+    found = estimate(LLAMA, layout, Node("dgx-h100")).answers
+    expected = found["flops.full"].value * found["rate.tokens_per_gpu"].value / 1979e12
+    assert found["mfu.full"].value == pytest.approx(expected) and found["mfu.full"].value < 0.7
+    assert "1979 TFLOP/s (fp8, dense)" in found["mfu.full"].formula
 
 
 def test_goodput_of_a_thousand_gpus() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from headway.errors import UsageError
 from headway.launcher.sweep import grid
 from headway.launcher.targets import read_target
 from headway.plan import Layout, Node, preset
+from headway.plan.cost.states import on_rank
 from headway.plan.input.dlcalc import import_dlcalc
 from headway.plan.input.plan_file import parse_plan, read_plan_file
 from headway.plan.machine.calibration import Calibration, load_calibration, save_calibration
@@ -237,3 +240,54 @@ def test_dlcalc_mistakes(old: str, new: str, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         plan = parse_plan(import_dlcalc(yaml.safe_load(DLCALC.replace(old, new))))
         estimate(plan.model, plan.layout, plan.node)
+
+
+MIXTRAL_DLCALC = """
+model: {n_layers: 32, hidden_sz: 4096, inter_sz: 14336, n_q_heads: 32, n_kv_heads: 8, head_dim: 128,
+  vocab_sz: 32000, glu: true, rotary_embeds: true, dropout: false, tie_embeddings: false,
+  moe: {n_experts: 8, experts_per_token: 2, expert_inter_sz: 14336, capacity_factor: 1.25, moe_frequency: 0.5,
+    expert_tp_degree: 1}}
+parallelism: {tp: 4, pp: 2, dp: 8, vpp: 1, sp: true, ep: 8, zero_level: 1, n_param_buckets: 5}
+performance: {activation_checkpointing_type: selective}
+data: {gbs: 256, seqlen: 4096, microbatch_sz: 1}
+hardware: {node_type: p5.48xlarge}
+"""
+
+
+def test_dlcalc_experts_are_imported_as_they_are() -> None:
+    """Experts in every other layer: dlcalc counts 26.97 B parameters."""
+    plan = parse_plan(import_dlcalc(yaml.safe_load(MIXTRAL_DLCALC)))
+    assert plan.model.parameters == pytest.approx(26.97e9, rel=0.001)
+    assert plan.model.moe is not None and plan.model.moe.capacity == 1.25 and plan.model.moe_layers == 16
+    assert (plan.layout.ep, plan.layout.expert_tp) == (8, 1)
+    rank = on_rank(plan.model, plan.layout, 0)
+    assert plan.layout.bucket_MB == pytest.approx(4 * (rank.shared + rank.experts) / 5 / 1e6, rel=1e-3)
+    assert rank.experts == plan.model.expert_parameters * 8 / 8  # eight such layers a stage, over eight ranks
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        (
+            "moe_frequency: 0.5",
+            "moe_frequency: 0.4",
+            "moe_frequency is 0.4; a plan has experts in every n-th",
+        ),
+        ("hardware:", "cross_dc: {n_dcs: 2}\nhardware:", "the dlcalc file has 'cross_dc'; a plan is for one"),
+        ("vpp: 1", "vpp: 1, overlap: 3", "'overlap' is not a valid key of parallelism"),
+        ("capacity_factor: 1.25", "capacity: 2", "'capacity' is not a valid key of model.moe"),
+    ],
+)
+def test_dlcalc_keys_are_refused_by_name(old: str, new: str, sentence: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(sentence)):
+        import_dlcalc(yaml.safe_load(MIXTRAL_DLCALC.replace(old, new)))
+
+
+def test_padding_of_experts_costs_time_and_is_not_counted_as_work() -> None:
+    plan = parse_plan(import_dlcalc(yaml.safe_load(MIXTRAL_DLCALC)))
+    assert plan.model.moe is not None
+    fair = replace(plan.model, moe=replace(plan.model.moe, capacity=1.0))
+    padded, exact = (estimate(model, plan.layout, plan.node).answers for model in (plan.model, fair))
+    assert padded["flops.full"].value == exact["flops.full"].value
+    for key in ("time.part.matrix products", "time.part.expert parallel", "memory.part.activations"):
+        assert padded[key].value > 1.01 * exact[key].value

@@ -246,7 +246,7 @@ def test_functions_must_be_found_again() -> None:
 @pytest.mark.usefixtures("small")
 def test_what_would_fit_is_traced_too(cache: TraceCache) -> None:
     before = cache.processes
-    small = hw.plan.Node.of(device={"memory_GB": 0.89, "hbm_GBps": 900, "bf16": 100}, gpus=2)
+    small = hw.plan.Node.of(device={"memory_GB": 0.8415, "hbm_GBps": 900, "bf16": 100}, gpus=2)
     plan = hw.plan.trace(
         f"{ZOO}:tiny_language_model", f"{ZOO}:tiny_batch", batch_size=64, arguments={"layers": 12}, node=small
     )

@@ -32,10 +32,10 @@ def axis_group(axis: str, layout: Layout, node: Node, constants: Calibration) ->
 
     The groups of a node share its network: a ring with r of the node's g ranks gets r/g of the bandwidth.
     """
-    strides = {"tp": 1, "cp": layout.tp, "dp": layout.tp * layout.cp, "pp": layout.tp * layout.cp * layout.dp}
+    inner = layout.tp * layout.cp
+    strides = {"tp": 1, "cp": layout.tp, "dp": inner, "ep": layout.expert_ways, "pp": inner * layout.dp}
     sizes = {"tp": layout.tp, "cp": layout.cp, "dp": layout.dp, "ep": layout.ep, "pp": layout.pp}
-    size, stride = sizes[axis], strides["dp" if axis == "ep" else axis]
-    return strided_group(size, stride, node, constants)
+    return strided_group(sizes[axis], strides[axis], node, constants)
 
 
 def shard_group(layout: Layout, node: Node, constants: Calibration) -> CollectiveGroup:

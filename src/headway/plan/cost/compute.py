@@ -74,21 +74,21 @@ def layer_gemms(model: Transformer, layout: Layout, *, moe: bool = False) -> tup
 
 
 def _feedforward_gemms(model: Transformer, layout: Layout, tokens: float, *, moe: bool) -> list[Gemm]:
-    h, t, ways = model.hidden, layout.tp, 2 if model.gated else 1
+    h, t, gates = model.hidden, layout.tp, 2 if model.gated else 1
     if not moe or model.moe is None:
-        return [Gemm("up", tokens, h, ways * model.width / t), Gemm("down", tokens, model.width / t, h)]
+        return [Gemm("up", tokens, h, gates * model.width / t), Gemm("down", tokens, model.width / t, h)]
     mix = model.moe
     here = mix.experts / layout.ep
-    each = (
-        tokens * mix.top_k * mix.capacity * layout.ep / mix.experts
-    )  # an expert receives tokens of ep ranks
+    ways = layout.expert_ways
+    # an expert receives tokens of ep ranks; each rank of a tensor-parallel group has its own share of them
+    each = tokens * ways / t * mix.top_k * mix.capacity * layout.ep / mix.experts
     gemms = [
         Gemm("router", tokens, h, mix.experts),
-        Gemm("expert up", each, h, ways * mix.ffn / t, here),
-        Gemm("expert down", each, mix.ffn / t, h, here),
+        Gemm("expert up", each, h, gates * mix.ffn / ways, here),
+        Gemm("expert down", each, mix.ffn / ways, h, here),
     ]
     if mix.shared_ffn:
-        gemms.append(Gemm("shared up", tokens, h, ways * mix.shared_ffn / t))
+        gemms.append(Gemm("shared up", tokens, h, gates * mix.shared_ffn / t))
         gemms.append(Gemm("shared down", tokens, mix.shared_ffn / t, h))
     return gemms
 

@@ -30,7 +30,7 @@ class Workload:
     async_checkpoint: bool = True
     """Training waits for the copy to host memory only."""
     sample_bytes: float | None = None
-    """Bytes per sample on disk; 2 per token if not given."""
+    """Bytes per sample on disk; if not given, 2 per token or 110 kB per image."""
     loader_MBps: float | None = None
     """Measured bandwidth of the data loader of one node, in decimal megabytes."""
     pue: float = 1.2

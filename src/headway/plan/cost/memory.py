@@ -90,7 +90,7 @@ def gradients_persist(layout: Layout) -> bool:
 
 def reserve_factor(layout: Layout) -> ReserveFactor:
     """Reserved over allocated bytes of a process."""
-    return RESERVE_FSDP if layout.zero == 3 and layout.shards > 1 and layout.precision == "amp" else RESERVE
+    return RESERVE_FSDP if layout.zero == 3 and layout.shards > 1 and layout.autocast else RESERVE
 
 
 def reserved_bytes(allocated: float, layout: Layout, *, factor: float | None = None) -> float:
@@ -203,7 +203,7 @@ def _logits(model: Transformer, layout: Layout) -> float:
 
 def _casts(layout: Layout, parameters: RankParameters) -> float:
     """Autocast caches 16-bit copies of the weights until the backward pass has used them."""
-    if layout.precision != "amp" or layout.zero == 3 or layout.recompute == "full":
+    if not layout.autocast or layout.zero == 3 or layout.recompute == "full":
         return 0.0
     return 2 * (parameters.shared + parameters.experts)
 

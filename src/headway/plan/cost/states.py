@@ -55,15 +55,16 @@ def layer_on_rank(model: Transformer, tp: int, *, moe: bool) -> float:
 
 def on_rank(model: Transformer, layout: Layout, stage: int) -> RankParameters:
     """Parameters on a rank of this pipeline stage."""
-    return _on_rank(model, layout.tp, layout.pp, layout.vpp, layout.ep, stage)
+    experts_over = layout.ep * layout.expert_ways
+    return _on_rank(model, layout.tp, layout.pp, layout.vpp, experts_over, stage)
 
 
 @lru_cache(maxsize=4096)
-def _on_rank(model: Transformer, tp: int, pp: int, vpp: int, ep: int, stage: int) -> RankParameters:
+def _on_rank(model: Transformer, tp: int, pp: int, vpp: int, experts_over: int, stage: int) -> RankParameters:
     layers = stage_layers(model, pp, vpp)[stage]
     dense = layer_on_rank(model, tp, moe=False) if layers.dense else 0.0
     mixture = layer_on_rank(model, tp, moe=True) if layers.mixture else 0.0
-    experts = model.expert_parameters / (ep * tp)
+    experts = model.expert_parameters / experts_over
     embedding = _embedding_on_rank(model, tp) if stage == 0 else 0.0
     head = _head_on_rank(model, tp, pp) if stage == pp - 1 else 0.0
     shared = dense * layers.dense + mixture * layers.mixture + embedding + head
@@ -91,8 +92,8 @@ def _head_on_rank(model: Transformer, tp: int, pp: int) -> float:
 def model_states(parameters: RankParameters, layout: Layout) -> ModelStates:
     """Bytes of model states on a rank. ZeRO 1 shards the optimizer, 2 also the gradients, 3 also the weights."""
     numbers, shards = layout.element_bytes, layout.shards
-    # expert parallelism already splits the experts over ep data-parallel ranks
-    expert_shards = max(1.0, shards / layout.ep)
+    # expert parallelism already splits the experts over some of these ranks
+    expert_shards = max(1.0, shards * layout.tp / (layout.ep * layout.expert_ways))
 
     def over(per_parameter: float, stage: int) -> float:
         if layout.zero < stage:

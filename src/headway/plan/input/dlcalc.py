@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from headway.errors import UsageError, unknown_name
 from headway.plan import checks
+from headway.plan.cost.states import on_rank
 from headway.plan.input.plan_file import parse_plan
 
 _NODES = {
@@ -25,19 +26,45 @@ _RECOMPUTE = {
 }
 
 
+_KEYS = {
+    "model": ("n_layers", "hidden_sz", "inter_sz", "n_q_heads", "n_kv_heads", "head_dim", "vocab_sz", "glu",
+              "tie_embeddings", "dropout", "rotary_embeds", "moe"),
+    "parallelism": ("tp", "pp", "dp", "vpp", "cp", "ep", "sp", "zero_level", "bucket_size_mb", "n_param_buckets"),
+    "data": ("seqlen", "microbatch_sz", "gbs"),
+    "performance": ("activation_checkpointing_type",),
+    "hardware": ("node_type",),
+}  # fmt: skip
+"""The keys of a dlcalc file that a plan has a word for; another one is refused, not dropped."""
+_MOE_KEYS = ("n_experts", "experts_per_token", "expert_inter_sz", "moe_frequency", "capacity_factor",
+             "expert_tp_degree")  # fmt: skip
+
+
 def import_dlcalc(data: Mapping[str, object]) -> dict[str, object]:
     """Converts a dlcalc configuration to the mapping of a plan file, and checks it.
 
     `tie_embeddings` is taken as it is; note that dlcalc's Llama 3 sample ties embeddings that Meta's model does not.
     """
+    if data.get("cross_dc") is not None:
+        raise UsageError(
+            "the dlcalc file has 'cross_dc'; a plan is for one data center: remove it, and import again"
+        )
+    checks.require_known_keys("the dlcalc file", data, (*_KEYS, "cross_dc"))
+    for name, keys in _KEYS.items():
+        if isinstance(data.get(name), Mapping):
+            checks.require_known_keys(name, _section(data, name), keys)
     model, parallel = _section(data, "model"), _section(data, "parallelism")
     batch, speed, hardware = _section(data, "data"), _section(data, "performance"), _section(data, "hardware")
     plan: dict[str, object] = {
         "model": _model(model, batch),
-        "layout": _layout(parallel, batch, speed),
+        "layout": _layout(model, parallel, batch, speed),
         "node": _node(_get(hardware, "hardware", "node_type")),
     }
-    parse_plan(plan, where="the imported plan")
+    parsed = parse_plan(plan, where="the imported plan")
+    if "n_param_buckets" in parallel:
+        buckets = checks.require_int("parallelism.n_param_buckets", parallel["n_param_buckets"])
+        rank = on_rank(parsed.model, parsed.layout, 0)
+        gradients = parsed.layout.element_bytes.gradient * (rank.shared + rank.experts)
+        plan["layout"] = {**_section(plan, "layout"), "bucket_MB": round(gradients / buckets / 1e6, 3)}
     return plan
 
 
@@ -61,16 +88,32 @@ def _model(model: Mapping[str, object], batch: Mapping[str, object]) -> dict[str
     }
     if model.get("moe") is not None:
         moe = checks.require_mapping("model.moe", model["moe"])
+        checks.require_known_keys("model.moe", moe, _MOE_KEYS)
         found["moe"] = {
             "experts": _get(moe, "model.moe", "n_experts"),
             "top_k": _get(moe, "model.moe", "experts_per_token"),
             "ffn": _get(moe, "model.moe", "expert_inter_sz"),
+            "every": _every(moe.get("moe_frequency", 1)),
+            "capacity": moe.get("capacity_factor", 1.0),
         }
     return found
 
 
+def _every(frequency: object) -> int:
+    """dlcalc gives the fraction of layers with experts: 0.5 is every other layer."""
+    share = checks.require_number("model.moe.moe_frequency", frequency, at_most=1.0)
+    if abs(1 / share - round(1 / share)) > 1e-6:
+        raise UsageError(
+            f"model.moe.moe_frequency is {frequency}; a plan has experts in every n-th layer: 1, 0.5, 0.25, ..."
+        )
+    return round(1 / share)
+
+
 def _layout(
-    parallel: Mapping[str, object], batch: Mapping[str, object], speed: Mapping[str, object]
+    model: Mapping[str, object],
+    parallel: Mapping[str, object],
+    batch: Mapping[str, object],
+    speed: Mapping[str, object],
 ) -> dict[str, object]:
     recompute = str(_get(speed, "performance", "activation_checkpointing_type"))
     checks.require_choice("performance.activation_checkpointing_type", recompute, tuple(_RECOMPUTE))
@@ -88,6 +131,9 @@ def _layout(
         "global_batch": _get(batch, "data", "gbs"),
         "sequence": _get(batch, "data", "seqlen"),
     }
+    moe = model.get("moe")
+    if isinstance(moe, Mapping) and "expert_tp_degree" in moe:
+        found["expert_tp"] = moe["expert_tp_degree"]
     if "bucket_size_mb" in parallel:
         found["bucket_MB"] = parallel["bucket_size_mb"]
     return found

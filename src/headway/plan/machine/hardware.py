@@ -12,6 +12,10 @@ from headway.plan import checks
 from headway.plan.yaml_reader import parse_yaml
 
 GIB = 1 << 30
+FP8 = ("fp8", "amp-fp8")
+"""Precisions whose matrix products are in 8 bits."""
+USABLE_SHARE = 0.985
+"""GiB that a process can allocate over the nominal figure: 79.3 of an A100's 80, 139.8 of an H200's 141."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,17 +52,24 @@ class Device:
 
     @property
     def memory_bytes(self) -> float:
-        """Bytes that a process can allocate, as the driver reports them; where unknown, the nominal size."""
-        return self.usable_GiB * GIB if self.usable_GiB else self.memory_GB * 1e9
+        """Bytes that a process can allocate, as the driver reports them; where unknown, most of the nominal size.
+
+        Vendors write GB and count GiB: an MI300X with "192 GB" reports 192 GiB.
+        """
+        return (self.usable_GiB or USABLE_SHARE * self.memory_GB) * GIB
 
     @property
     def peak_flops(self) -> float:
         """Dense 16-bit FLOP/s: the denominator of every MFU."""
         return (self.bf16 or self.fp16 or 0.0) * 1e12
 
+    def precision_peak(self, precision: str) -> float:
+        """Dense FLOP/s of the data sheet in the precision of the matrix products."""
+        return self.fp8 * 1e12 if precision in FP8 and self.fp8 else self.peak_flops
+
     def matrix_flops(self, precision: str) -> float:
         """FLOP/s that a large matrix product reaches."""
-        if precision == "fp8" and self.fp8:
+        if precision in FP8 and self.fp8:
             return self.fp8 * 1e12 * self.fp8_achievable
         if precision == "fp32":
             # TF32 runs at half the 16-bit rate on every tensor-core device here

@@ -10,7 +10,7 @@ from headway.plan import checks
 from headway.plan.model.transformer import Transformer
 
 Recompute = Literal["none", "selective", "sac", "full"]
-PrecisionName = Literal["bf16", "zero16", "amp", "fp32", "pure-bf16", "fp8"]
+PrecisionName = Literal["bf16", "zero16", "amp", "fp32", "pure-bf16", "fp8", "amp-fp8"]
 OptimizerName = Literal["adamw", "adamw8bit", "sgd", "sgd-momentum", "lion", "muon"]
 
 
@@ -37,6 +37,7 @@ PRECISIONS: dict[str, PrecisionBytes] = {
     "fp32": PrecisionBytes(4, 4, 0, 4, 4, 4, "everything in fp32: 16 with Adam"),
     "pure-bf16": PrecisionBytes(2, 2, 0, 2, 2, 2, "everything in bf16: 8 with Adam"),
     "fp8": PrecisionBytes(2, 4, 4, 4, 2, 2, "bf16 training with fp8 matrix products"),
+    "amp-fp8": PrecisionBytes(4, 4, 0, 4, 2, 4, "as amp, with fp8 matrix products (torchao, torchtitan)"),
 }
 OPTIMIZER_MOMENTS = {
     "adamw": 2.0,
@@ -67,7 +68,9 @@ class Layout:
     cp: int = 1
     """Context parallelism: ranks that split a sequence."""
     ep: int = 1
-    """Expert parallelism, inside dp."""
+    """Expert parallelism: ranks of one stage that hold different experts."""
+    expert_tp: int | None = None
+    """Ranks that split one expert; those of tp if not given. With 1, ep may span dp x cp x tp ranks (folding)."""
     sequence_parallel: bool = False
     """Split the activations that tensor parallelism replicates along the sequence."""
     zero: int = 0
@@ -85,7 +88,7 @@ class Layout:
     recompute: Recompute = "none"
     """selective: the attention core; sac: every other matrix product (torch); full: the complete layer."""
     precision: PrecisionName = "bf16"
-    """Bytes per parameter with Adam: bf16 and fp8 18 (Megatron), zero16 16, amp and fp32 16, pure-bf16 8."""
+    """Bytes per parameter with Adam: bf16 and fp8 18 (Megatron), zero16, amp, amp-fp8 and fp32 16, pure-bf16 8."""
     optimizer: OptimizerName = "adamw"
     """Number of moments: adamw 2, adamw8bit 2 in 8 bits, lion, muon and sgd-momentum 1, sgd none."""
     flash: bool = True
@@ -104,7 +107,7 @@ class Layout:
     def __post_init__(self) -> None:
         for key in ("dp", "tp", "pp", "vpp", "cp", "ep", "microbatch", "global_batch", "loss_chunks"):
             checks.require_int(f"layout.{key}", getattr(self, key))
-        for key in ("shard", "sequence"):
+        for key in ("shard", "sequence", "expert_tp"):
             if getattr(self, key) is not None:
                 checks.require_int(f"layout.{key}", getattr(self, key))
         for key in ("sequence_parallel", "reshard", "flash", "overlap", "offload", "compiled"):
@@ -124,7 +127,9 @@ class Layout:
             )
         if self.shard is not None:
             checks.require_divisor("layout.shard", self.shard, "layout.dp", self.dp)
-        checks.require_divisor("layout.ep", self.ep, "layout.dp", self.dp)
+        whole = self.dp * self.cp * self.tp
+        name = "layout.ep x expert_tp" if self.expert_tp else "layout.ep x tp"
+        checks.require_divisor(name, self.ep * self.expert_ways, "dp x cp x tp", whole)
         if self.vpp > 1 and (self.pp == 1 or self.microbatches % self.pp):
             raise UsageError(
                 f"layout.vpp is {self.vpp}: the interleaved schedule needs pp above 1 (it is {self.pp}) and "
@@ -146,6 +151,11 @@ class Layout:
         return (self.shard or self.dp) * self.cp
 
     @property
+    def expert_ways(self) -> int:
+        """Ranks that split one expert."""
+        return self.expert_tp or self.tp
+
+    @property
     def element_bytes(self) -> PrecisionBytes:
         """Bytes per weight, gradient, master copy, moment and activation."""
         return PRECISIONS[self.precision]
@@ -154,6 +164,11 @@ class Layout:
     def megatron(self) -> bool:
         """Whether the precision is Megatron's or DeepSpeed's, which have their own buffers, and not torch's."""
         return self.precision in ("bf16", "zero16", "fp8")
+
+    @property
+    def autocast(self) -> bool:
+        """Whether weights are fp32 and products in fewer bits, as under torch's autocast."""
+        return self.precision in ("amp", "amp-fp8")
 
     @property
     def residual_bytes(self) -> int:
@@ -198,6 +213,7 @@ class Layout:
         parts += [
             f"{key}{getattr(self, key)}" for key in ("tp", "pp", "vpp", "cp", "ep") if getattr(self, key) > 1
         ]
+        parts += [f"etp{self.expert_tp}"] if self.expert_tp and self.expert_tp != self.tp else []
         parts += [f"zero{self.zero}"] if self.zero else []
         parts += [f"shard{self.shard}"] if self.shard else []
         parts.append(f"mb{self.microbatch}")

@@ -133,7 +133,8 @@ def time_answers(
     found["rate.tokens_per_gpu"] = approximate(
         per_gpu, 1 / high, 1 / low, "tokens/s", formula="rate.tokens / GPUs"
     )
-    peak = node.device.peak_flops
+    peak = node.device.precision_peak(layout.precision)
+    of = f"{peak / 1e12:g} TFLOP/s ({'fp8' if peak != node.device.peak_flops else '16-bit'}, dense)"
     full = flops.model_flops_per_token(model, sequence, "full")
     causal = flops.model_flops_per_token(model, sequence, "causal")
     hardware = flops.hardware_flops_per_token(model, sequence, layout, "full")
@@ -150,6 +151,6 @@ def time_answers(
             1 / high,
             1 / low,
             "share",
-            formula=f"flops.{key} x rate.tokens_per_gpu / {peak / 1e12:g} TFLOP/s",
+            formula=f"flops.{key} x rate.tokens_per_gpu / {of}",
         )
     return found

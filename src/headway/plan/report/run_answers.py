@@ -12,6 +12,9 @@ from headway.plan.model.transformer import Transformer
 from headway.plan.report.answers import Answers, time_range
 from headway.plan.report.quantity import Quantity, approximate, exact
 
+IMAGE_BYTES = 110e3
+"""A JPEG of ImageNet-1k, mean."""
+
 
 def economy_answers(
     model: Transformer, layout: Layout, node: Node, constants: Calibration, step: StepTime, workload: Workload
@@ -86,11 +89,12 @@ def _loader_answers(
 ) -> Answers:
     low, high = bounds
     nodes = -(-layout.gpus // node.gpus)
-    sample_bytes = workload.sample_bytes or 2.0 * layout.tokens(model)
+    usual = IMAGE_BYTES if model.image else 2.0 * layout.tokens(model)
+    sample_bytes = workload.sample_bytes or usual
     found = {
         "loader.needed_per_node": approximate(
             layout.global_batch / step.total * sample_bytes / nodes, 1 / high, 1 / low, "bytes/s",
-            formula="rate.samples x job.sample_bytes (2 bytes per token if not given) / nodes",
+            formula="rate.samples x job.sample_bytes (if not given, 2 per token or 110 kB per image) / nodes",
         ),
     }  # fmt: skip
     if workload.loader_MBps is not None:
