@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import final
+from typing import cast, final
 
 from headway.dist import World
 from headway.dist.collective import from_root
@@ -16,10 +16,13 @@ from headway.dist.failure.record import FailureRecord
 from headway.dist.shared_run import at_failure, use_run, use_terminal
 from headway.errors import DONE, INTERRUPTED, HeadwayError, RunLocked, Stopped, StorageError
 from headway.record import diagnostics, screen
+from headway.record.devices import sampling_devices
+from headway.record.events import EventKind, EventLog, recording_events
 from headway.record.rank_logs import RankLog, rank_log
 from headway.run import Run
 from headway.run.lock import RunLock
 from headway.system.log import logger
+from headway.system.text import plural
 
 
 @final
@@ -31,6 +34,7 @@ class Recording:
     attempt: int
     log: RankLog
     lock: RunLock | None
+    events: EventLog
 
 
 @contextmanager
@@ -44,15 +48,16 @@ def recording(run: Run, world: World, *, config: object = None) -> Iterator[Reco
             train()
     """
     lock: RunLock | None = None
+    events: EventLog | None = None  # rank 0's; it records the end of the attempt, too
     facts: diagnostics.Facts = {}
     with ExitStack() as stack:
 
         def begin() -> tuple[int, int]:
-            nonlocal lock
+            nonlocal lock, events
             lock = stack.enter_context(run.lock())
             held = run.held_as(lock.fence.number)
             use_run(held)
-            number = stack.enter_context(_numbered(held, world))
+            number, events = stack.enter_context(_numbered(held, world))
             facts.update(attempt=number, **diagnostics.collect(world, run))
             diagnostics.write(held, facts)
             return number, lock.fence.number
@@ -71,7 +76,11 @@ def recording(run: Run, world: World, *, config: object = None) -> Iterator[Reco
             stack.enter_context(use_terminal(log.original_stderr_fd))
         if lock is not None and lock.note:
             print(f"headway: {lock.note}", file=sys.stderr)
-        yield Recording(run=run, attempt=number, log=log, lock=lock)
+        if events is None:
+            events = stack.enter_context(recording_events(run, rank=world.rank, attempt=number))
+        if world.local_rank == 0:
+            stack.enter_context(sampling_devices(run, host=world.host))
+        yield Recording(run=run, attempt=number, log=log, lock=lock, events=events)
 
 
 def ending(error: BaseException | None) -> tuple[str, int]:
@@ -95,35 +104,51 @@ def ending(error: BaseException | None) -> tuple[str, int]:
 
 
 @contextmanager
-def _numbered(run: Run, world: World) -> Iterator[int]:
-    """Begins the next attempt, and records how the block ends."""
+def _numbered(run: Run, world: World) -> Iterator[tuple[int, EventLog]]:
+    """Begins the next attempt, and records how the block ends, in run.json and as an event."""
     number, pid = run.begin_attempt(world=world), os.getpid()
     error: BaseException | None = None
     lock, ended = threading.Lock(), False
 
-    def end(status: str, code: int) -> None:
+    def end(status: str, code: int, text: str, **facts: object) -> None:
         """Records the end once. A second caller waits for the first: it may end this process when this returns."""
         nonlocal ended
         with lock:
             if not ended:
                 run.end_attempt(number, status=status, exit_code=code)
+                if run.is_ours():
+                    events.write(cast(EventKind, status), text, exit_code=code, **facts)
             ended = True
 
     def cut_short(record: FailureRecord) -> None:
         # another rank failed: this one may not get to its `finally`
-        end("interrupted" if record["kind"] == "interrupted" else "failed", record["exit_code"])
+        status = "interrupted" if record["kind"] == "interrupted" else "failed"
+        text = f"rank {record.get('rank')}: {record.get('error')}"
+        end(status, record["exit_code"], text, failed_rank=record.get("rank"), step=record.get("step"))
 
-    with at_failure(cut_short):  # until the end is recorded
+    with recording_events(run, rank=0, attempt=number) as events, at_failure(cut_short):
+        where = f"{plural(world.world_size, 'rank')} on {plural(world.nodes, 'node')}"
+        events.write(
+            "start" if number == 1 else "restart",
+            f"attempt {number} starts: {where}",
+            world_size=world.world_size,
+            nodes=world.nodes,
+        )
         try:
-            yield number
+            yield number, events
         except BaseException as caught:
             error = caught
             raise
         finally:
             if os.getpid() == pid:  # a forked child that leaves the block must not end the attempt
                 try:
-                    end(*ending(error))
+                    status, code = ending(error)
+                    end(status, code, f"attempt {number} is {status}{_because(error)}")
                 except StorageError as unwritten:
                     if error is None:
                         raise
                     logger.error("%s", unwritten)  # the cause is the error that ends the attempt
+
+
+def _because(error: BaseException | None) -> str:
+    return "" if error is None else f": {error}" if isinstance(error, HeadwayError) else f": {error!r}"

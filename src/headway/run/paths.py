@@ -9,6 +9,8 @@ runs/digits-2026.11.15-14.30-x7k2/
     metrics/rank-00000.jsonl    metrics.csv, tensorboard/          traces/
     checkpoints/step-000000001000/
     ledger.jsonl                what each step saw and did, if a ledger was enabled
+    events.jsonl                checkpoints, restarts, stops, warnings; log/events-00003.jsonl: warnings of rank 3
+    nodes/cn-l084.jsonl         samples of the devices of a node
     failure.json                the first failing rank of this attempt; failure-N.json: of attempt N
     lock/                       which process trains here: see `headway.run.lock`
 """
@@ -153,6 +155,10 @@ class RunPaths:
         """The allocator's summary from when a rank ran out of memory."""
         return self.log_dir / f"memory-{rank:05d}.txt"
 
+    def device_log(self, host: str) -> Path:
+        """Output of the process that samples the devices of a node."""
+        return self.log_dir / f"devices-{host}.txt"
+
     def sink_log(self, name: str) -> Path:
         """Output of the process that feeds a sink."""
         return self.log_dir / f"sink-{name}.txt"
@@ -185,6 +191,18 @@ class RunPaths:
     @property
     def ledger_file(self) -> Path:
         return self.path / "ledger.jsonl"
+
+    def events_file(self, rank: int) -> Path:
+        """What happened: rank 0 records the run, other ranks only what they warn of."""
+        return self.log_dir / f"events-{rank:05d}.jsonl" if rank else self.path / "events.jsonl"
+
+    @property
+    def nodes_dir(self) -> Path:
+        return self.path / "nodes"
+
+    def node_file(self, host: str) -> Path:
+        """Samples of the devices of a node, as JSON lines."""
+        return self.nodes_dir / f"{host}.jsonl"
 
     @property
     def traces_dir(self) -> Path:

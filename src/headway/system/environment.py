@@ -19,6 +19,8 @@ DATA = "HEADWAY_DATA"
 """directory of datasets"""
 WATCHDOG = "HEADWAY_WATCHDOG"
 """seconds without progress until a run is ended as hanging; 0 switches the check off"""
+SAMPLE_EVERY = "HEADWAY_SAMPLE_EVERY"
+"""seconds between two samples of the devices of a node (default: 15); 0: none"""
 LEDGER = "HEADWAY_LEDGER"
 """1: write down what each step saw and did (ledger.jsonl)"""
 FAKE_DATA = "HEADWAY_FAKE_DATA"
@@ -81,13 +83,24 @@ def watchdog_s(default: float, environ: Mapping[str, str] = os.environ) -> float
     >>> watchdog_s(1800.0, {"HEADWAY_WATCHDOG": "60"})
     60.0
     """
-    text = environ.get(WATCHDOG, str(default))
+    return _seconds(WATCHDOG, default, environ, example="600, or 0 for no limit")
+
+
+def sample_every_s(default: float, environ: Mapping[str, str] = os.environ) -> float:
+    """Returns the seconds between two samples of the devices; 0 means none.
+
+    >>> sample_every_s(15.0, {"HEADWAY_SAMPLE_EVERY": "60"})
+    60.0
+    """
+    return _seconds(SAMPLE_EVERY, default, environ, example="15, or 0 for no samples")
+
+
+def _seconds(name: str, default: float, environ: Mapping[str, str], *, example: str) -> float:
+    text = environ.get(name, str(default))
     try:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
-        raise UsageError(
-            f"{WATCHDOG}={text!r} is not a valid time: give seconds, such as 600, or 0 for no limit"
-        )
+        raise UsageError(f"{name}={text!r} is not a valid time: give seconds, such as {example}")
     return seconds

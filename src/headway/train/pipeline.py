@@ -337,7 +337,7 @@ class Pipeline:
             self._run = directory = recording.run
             if self.world.is_root:
                 stack.enter_context(feeding(directory, self._sinks))
-            self._open_reporter = stack.enter_context(Reporter(directory, self.world))
+            self._open_reporter = stack.enter_context(Reporter(directory, self.world, recording.events))
             self._reporter.print_inputs(self.registered_models.values(), self.datasets)
             if self._ledger_enabled:
                 ledger = LedgerWriter(directory, self.world, attempt=recording.attempt)
@@ -409,7 +409,7 @@ class Pipeline:
     def _check_stragglers(self, point: LogPoint, seconds: Mapping[str, float]) -> None:
         slow = self._stragglers.observe(point.busy, whole=self._interval_s, sampled=self._timer.every > 1)
         if slow is not None and self.world.is_root:
-            logger.warning(slow)
+            logger.warning(slow, extra={"event": "straggler"})
         self._busy_s, self._interval_s = busy(seconds)
 
     def _begin_epoch(self, stage: Stage) -> None:

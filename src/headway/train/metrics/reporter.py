@@ -12,7 +12,9 @@ import torch
 from headway import dist
 from headway.checkpoint import SavedCheckpoint
 from headway.dist import World
+from headway.record.events import EventLog
 from headway.run import Run
+from headway.system.text import format_bytes
 from headway.train.batches import FirstBatch, count_batches
 from headway.train.metrics.display import Display, ProgressSnapshot, open_display
 from headway.train.metrics.history import MetricRow
@@ -34,14 +36,15 @@ class CountingLoader(Protocol):
 class Reporter:
     """Writes and shows the progress of a run. Every rank writes its times; rank 0 writes the metrics as well."""
 
-    def __init__(self, run: Run, world: World) -> None:
-        self._world = world
+    def __init__(self, run: Run, world: World, events: EventLog) -> None:
+        self._world, self._events = world, events
         self._rows = run.open_rows(run.metrics_file(world.rank), content="metric rows")
         self._display: Display | None = None
         self._since = time.monotonic()  # the last log point or validation
         self._stage_start, self._first_step = self._since, 0  # of the current stage in this process
         self._shown: dict[str, Any] = {}  # the newest value of each metric
         self._counting: dict[str, CountingLoader] | None = None
+        self._targets: dict[str, dict[str, float]] = {}  # the weights of each mixture
         self._peak, self._peak_at = 0, float("-inf")  # of the device's memory, and when it was read
         self._rate: float | None = None
         self._wait: float | None = None
@@ -87,6 +90,7 @@ class Reporter:
             "step": step,
             "metrics": dict(point.values) if self._world.is_root else {},
             "rank_metrics": dict(point.local),
+            "host": self._world.host,
             "seconds": {phase: round(value, 6) for phase, value in seconds.items()},
         }
         if kind == "train":
@@ -102,8 +106,10 @@ class Reporter:
             self._counting = {
                 name: each for name, each in stage.datasets.items() if isinstance(each, CountingLoader)
             }
+            self._begin_stage(stage, step)
         if self._counting:
             row["data"] = {name: loader.counters() for name, loader in self._counting.items()}
+            self._note_weights(row["data"], step)
         if self._world.device.type == "cuda":
             row["memory_peak"] = self._memory_peak(now)
         self._rows.write(row)
@@ -112,17 +118,42 @@ class Reporter:
             self._display.update(self._snapshot(stage, step))
 
     def checkpoint(self, saved: SavedCheckpoint) -> None:
-        """Writes the row of a complete save: how long it stalled training, and how long it took."""
-        self._rows.write(
-            {
-                "kind": "checkpoint",
-                "time": time.time(),
-                "step": saved.step,
-                "stall_seconds": round(saved.stall_s, 6),
-                "total_seconds": round(saved.total_s, 6),
-                "bytes": saved.bytes,
-            }
+        """Writes the row and the event of a complete save: how long it stalled training, and how long it took."""
+        facts = {
+            "step": saved.step,
+            "stall_seconds": round(saved.stall_s, 6),
+            "total_seconds": round(saved.total_s, 6),
+            "bytes": saved.bytes,
+        }
+        self._rows.write({"kind": "checkpoint", "time": time.time(), **facts})
+        size = format_bytes(saved.bytes)
+        self._events.write(
+            "checkpoint", f"saved step {saved.step:,}: {size} in {saved.total_s:.1f} s", **facts
         )
+
+    def _begin_stage(self, stage: Stage, step: int) -> None:
+        """Writes the event from which readers know how far the stage will go, at its first log point."""
+        if self._world.is_root:
+            self._events.write(
+                "stage",
+                f"stage {stage.name} trains",
+                stage=stage.name,
+                step=step,
+                first_step=step - stage.steps_done,
+                total_steps=stage._loop.total_steps(),
+                max_epochs=stage.max_epochs,
+            )
+
+    def _note_weights(self, counters: Mapping[str, Mapping[str, float]], step: int) -> None:
+        """Writes an event if the weights of a mixture are not those of the last log point."""
+        if not self._world.is_root:
+            return
+        for name, totals in counters.items():
+            now = {key[7:]: value for key, value in totals.items() if key.startswith("target/")}
+            if now and self._targets.setdefault(name, now) != now:
+                weights = ", ".join(f"{key} {value:.3g}" for key, value in now.items())
+                self._events.write("weights", f"{name} is mixed anew: {weights}", step=step, weights=now)
+            self._targets[name] = now
 
     def _memory_peak(self, now: float) -> int:
         """Returns the peak of the device's memory, read at most once per second because it takes some 100 us."""

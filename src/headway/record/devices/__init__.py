@@ -1,0 +1,16 @@
+"""Samples of the devices of a node while a run trains: GPUs by NVML, the rest by psutil, as rows in `nodes/HOST.jsonl`.
+
+One process per node takes them, a child of local rank 0: a driver call that hangs holds up neither training nor the
+agent that supervises it. The process ends with its parent, and once another process holds the run.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headway import lazy
+
+if TYPE_CHECKING:
+    from headway.record.devices.sampling import sampling_devices as sampling_devices
+
+__getattr__, __dir__, __all__ = lazy.exports(__name__)

@@ -1,0 +1,80 @@
+"""What NVML reports about each GPU of this machine at one moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import pynvml as nv
+
+Sample = dict[str, Any]
+T = TypeVar("T")
+
+_THROTTLING = {
+    nv.nvmlClocksThrottleReasonSwPowerCap: "power cap",
+    nv.nvmlClocksThrottleReasonHwSlowdown: "hardware slowdown",
+    nv.nvmlClocksThrottleReasonSwThermalSlowdown: "heat",
+    nv.nvmlClocksThrottleReasonHwThermalSlowdown: "heat (hardware)",
+    nv.nvmlClocksThrottleReasonHwPowerBrakeSlowdown: "power brake",
+}
+"""reasons for lower clocks that somebody should know; an idle GPU and clocks that a user has set are none"""
+
+
+@contextmanager
+def nvml_session() -> Iterator[list[Any]]:
+    """Yields the handles of all GPUs; none without a driver."""
+    try:
+        nv.nvmlInit()
+    except nv.NVMLError:
+        yield []
+        return
+    try:
+        yield [nv.nvmlDeviceGetHandleByIndex(index) for index in range(nv.nvmlDeviceGetCount())]
+    finally:
+        nv.nvmlShutdown()
+
+
+def sample_gpu(index: int, handle: Any) -> Sample:
+    """Returns utilization (0 to 1), memory (bytes), power (W), temperature (C), clocks (MHz), throttling, ECC errors.
+
+    What a GPU does not report is left out; one that is lost has only its index and the error.
+    """
+    try:
+        found: Sample = {"index": index, "uuid": nv.nvmlDeviceGetUUID(handle)}
+    except nv.NVMLError as error:
+        return {"index": index, "error": str(error)}
+    memory = _ask(lambda: nv.nvmlDeviceGetMemoryInfo(handle))
+    facts = {
+        "utilization": _ask(lambda: nv.nvmlDeviceGetUtilizationRates(handle).gpu / 100),
+        "memory_used": memory and int(memory.used),
+        "memory_total": memory and int(memory.total),
+        "power": _ask(lambda: nv.nvmlDeviceGetPowerUsage(handle) / 1000),
+        "power_limit": _ask(lambda: nv.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000),
+        "temperature": _ask(lambda: nv.nvmlDeviceGetTemperature(handle, nv.NVML_TEMPERATURE_GPU)),
+        "clock": _ask(lambda: nv.nvmlDeviceGetClockInfo(handle, nv.NVML_CLOCK_SM)),
+        "clock_max": _ask(lambda: nv.nvmlDeviceGetMaxClockInfo(handle, nv.NVML_CLOCK_SM)),
+        "throttling": _ask(lambda: throttle_reasons(nv.nvmlDeviceGetCurrentClocksThrottleReasons(handle))),
+        "ecc_errors": _ask(
+            lambda: nv.nvmlDeviceGetTotalEccErrors(
+                handle, nv.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nv.NVML_AGGREGATE_ECC
+            )
+        ),
+    }
+    return found | {name: value for name, value in facts.items() if value is not None}
+
+
+def throttle_reasons(mask: int) -> list[str]:
+    """Returns why the clocks are lower than they could be.
+
+    >>> throttle_reasons(nv.nvmlClocksThrottleReasonSwPowerCap | nv.nvmlClocksThrottleReasonGpuIdle)
+    ['power cap']
+    """
+    return [reason for bit, reason in _THROTTLING.items() if mask & bit]
+
+
+def _ask(call: Callable[[], T]) -> T | None:
+    try:
+        return call()
+    except nv.NVMLError:  # not supported by this GPU, not permitted, or the GPU is lost
+        return None

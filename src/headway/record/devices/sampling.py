@@ -1,0 +1,82 @@
+"""`sampling_devices`, in the training process: starts the process that samples, and ends it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import final
+
+from headway.run import Run
+from headway.system import environment, files
+from headway.system.log import logger
+
+INTERVAL_S = 15.0
+"""seconds between two samples, unless HEADWAY_SAMPLE_EVERY says otherwise"""
+_DELAY_S = 5.0
+"""A run that is over sooner has no samples, and does not pay for a process."""
+
+
+@contextmanager
+def sampling_devices(run: Run, *, host: str, delay_s: float = _DELAY_S) -> Iterator[None]:
+    """Samples the devices of this node while the block runs. Call it on one rank of each node.
+
+    with sampling_devices(run, host=world.host):
+        train()
+    """
+    every_s = environment.sample_every_s(INTERVAL_S)
+    if not every_s:
+        yield
+        return
+    sampler, pid = DeviceSampler(run, host=host, every_s=every_s), os.getpid()
+    timer = threading.Timer(delay_s, sampler.start)
+    timer.daemon = True
+    timer.name = "headway device sampler"
+    timer.start()
+    try:
+        yield
+    finally:
+        if os.getpid() == pid:  # a forked child that leaves the block has no such thread
+            timer.cancel()
+            timer.join()
+            sampler.stop()
+
+
+@final
+class DeviceSampler:
+    """The process that samples, seen from the training process. It ends when its standard input closes."""
+
+    def __init__(self, run: Run, *, host: str, every_s: float) -> None:
+        owner = str(run.fence.number) if run.fence else ""
+        self._command = [sys.executable, "-m", "headway.record.devices"]
+        self._command += [str(run.path), owner, host, str(every_s)]
+        self._log = run.device_log(host)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Starts the process. A node without room for it trains without samples."""
+        try:
+            log = files.open_private(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            try:
+                self._process = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=log,
+                    start_new_session=True,  # Ctrl-C is for the training process
+                )
+            finally:
+                os.close(log)
+        except OSError as error:
+            logger.warning("the devices of this node are not sampled: %s", error)
+
+    def stop(self) -> None:
+        """Ends the process at once: a driver call in it may hang."""
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process.kill()
+            self._process.wait()

@@ -1,0 +1,114 @@
+"""Events of a run: starts, stages, checkpoints, warnings, stragglers, changed weights, and how attempts end, as rows.
+
+Rank 0 writes `events.jsonl`. Another rank has a file of its own, which exists only once it has had to warn.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, final, get_args
+
+from headway.errors import HeadwayError
+from headway.record.terminal_lines import plain
+from headway.run import Run
+from headway.system.jsonlines import JsonLinesWriter
+from headway.system.log import logger
+from headway.system.redact import redact
+
+EventKind = Literal[
+    "start",
+    "restart",
+    "stage",
+    "checkpoint",
+    "weights",
+    "warning",
+    "straggler",
+    "plan",
+    "done",
+    "stopped",
+    "failed",
+    "interrupted",
+]
+"""what happened; the last four are how an attempt ends"""
+_KINDS = frozenset(get_args(EventKind))
+_MAX_CHARACTERS = 2000
+
+
+@final
+class EventLog:
+    """Writes the events of one rank. The file is opened by the first event.
+
+    >>> events.write("checkpoint", "saved step 1,000", step=1000, bytes=4_000_000)
+    """
+
+    def __init__(self, run: Run, *, rank: int, attempt: int) -> None:
+        self._run, self._rank, self._attempt, self._pid = run, rank, attempt, os.getpid()
+        self._rows: JsonLinesWriter | None = None
+
+    def write(self, kind: EventKind, text: str, **facts: Any) -> None:
+        """Appends an event: `text` is for people, `facts` are for programs. A full disk costs events, not the run."""
+        if self._rows is None:
+            self._rows = self._run.open_rows(self._run.events_file(self._rank), content="events")
+        self._rows.write(
+            {
+                "time": time.time(),
+                "kind": kind,
+                "attempt": self._attempt,
+                "rank": self._rank,
+                "text": redact(plain(text))[:_MAX_CHARACTERS],
+                **facts,
+            }
+        )
+
+    def close(self) -> None:
+        """Closes the file, if there is one."""
+        if self._rows is not None:
+            self._rows.close()
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this process made the log: a forked child, such as a data worker, has a copy."""
+        return os.getpid() == self._pid
+
+
+@final
+class EventHandler(logging.Handler):
+    """Makes an event of each warning and error that headway logs.
+
+    `logger.warning(text, extra={"event": "straggler"})` names another kind than "warning".
+    """
+
+    def __init__(self, events: EventLog) -> None:
+        super().__init__(logging.WARNING)
+        self._events, self._writing = events, False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._writing or not self._events.is_own:  # the writer itself warns of a full disk
+            return
+        kind = getattr(record, "event", "warning")
+        self._writing = True
+        try:
+            self._events.write(kind if kind in _KINDS else "warning", record.getMessage())
+        except (
+            HeadwayError
+        ):  # the run is another process's, or its disk is gone: the message has been printed
+            pass
+        finally:
+            self._writing = False
+
+
+@contextmanager
+def recording_events(run: Run, *, rank: int, attempt: int) -> Iterator[EventLog]:
+    """Records what headway warns of within the context as events of this rank."""
+    events = EventLog(run, rank=rank, attempt=attempt)
+    handler = EventHandler(events)
+    logger.addHandler(handler)
+    try:
+        yield events
+    finally:
+        logger.removeHandler(handler)
+        events.close()
