@@ -25,6 +25,7 @@ VERBS = {
     "verify-resume": "kill a script at four points, resume it, and compare every step to the last bit",
     "run": "run a script here, on N processes that start and end together",
     "runs": "list runs: queued, running, done, stopped or failed, and why",
+    "watch": "a live screen of a run: state, losses, speed, ranks, checkpoints, messages",
     "submit": "a SLURM job that runs the code as it is now, and resumes by itself after a preemption",
 }
 

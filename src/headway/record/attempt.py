@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import cast, final
 
+from headway import schedulers
 from headway.dist import World
 from headway.dist.collective import from_root
 from headway.dist.failure.record import FailureRecord
@@ -133,6 +134,7 @@ def _numbered(run: Run, world: World) -> Iterator[tuple[int, EventLog]]:
             f"attempt {number} starts: {where}",
             world_size=world.world_size,
             nodes=world.nodes,
+            ends=schedulers.end_time(),  # of the job's time
         )
         try:
             yield number, events

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, final, get_args
+from typing import Any, Literal, cast, final, get_args
 
 from headway.errors import HeadwayError
 from headway.record.terminal_lines import plain
@@ -89,10 +89,11 @@ class EventHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if self._writing or not self._events.is_own:  # the writer itself warns of a full disk
             return
-        kind = getattr(record, "event", "warning")
+        given = getattr(record, "event", "warning")
+        kind = cast(EventKind, given) if given in _KINDS else "warning"
         self._writing = True
         try:
-            self._events.write(kind if kind in _KINDS else "warning", record.getMessage())
+            self._events.write(kind, record.getMessage())
         except (
             HeadwayError
         ):  # the run is another process's, or its disk is gone: the message has been printed

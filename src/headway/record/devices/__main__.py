@@ -34,4 +34,5 @@ def main(path: str, owner: str, host: str, every_s: float) -> None:
 
 if __name__ == "__main__":
     os.nice(10)  # training comes first
-    main(*sys.argv[1:4], every_s=float(sys.argv[4]))
+    path, owner, host, seconds = sys.argv[1:]
+    main(path, owner, host, every_s=float(seconds))

@@ -99,6 +99,7 @@ class Reporter:
             whole = sum(seconds.values())
             self._wait = seconds.get("data", 0.0) / whole if whole else None
             row["samples_per_second"] = self._rate
+            row["busy_seconds"] = round(stage.pipe._busy_s, 6)  # its own: what readers compare between ranks
             if self._world.is_root and (keeper := stage.pipe._keeper) is not None:
                 row["checkpoint_age_seconds"] = keeper.checkpoint_age_s
         self._since = now

@@ -1,0 +1,82 @@
+"""`headway watch`: a live screen of a run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from headway.cli.parser import Parser
+from headway.cli.screen import console
+from headway.errors import DONE, UsageError
+from headway.run import Run, has_info, runs_under
+from headway.run.info import read_json
+from headway.system.log import logger
+from headway.watch.runs import resolve
+from headway.watch.terminal import follow, layout, watch
+from headway.watch.terminal.screen import Selection
+from headway.watch.view import RunView
+
+_EXAMPLES = """\
+examples:
+  headway watch                              the newest run in runs/ that is running, else the newest
+  headway watch x7k2                         a run by the end of its id
+  headway watch /scratch/me/runs             all runs there: n and p switch
+  headway watch x7k2 --once                  print the screen once
+  headway watch x7k2 | tee watch.txt         a line every ten seconds, until the run is over
+
+keys: q quit, n/p next and previous run, c next curve, up/down a rank and its log, m messages of all ranks.
+It reads the run directory and nothing else: start and leave it when you like, training does not notice.
+"""
+
+
+def main(argv: list[str]) -> int:
+    parser = Parser(
+        "watch", "Shows a run live: state, losses, speed, ranks, checkpoints, messages.", _EXAMPLES
+    )
+    parser.add_argument(
+        "run", metavar="RUN|ROOT", nargs="?", help="run directory, id, end of an id, or a directory of runs"
+    )
+    parser.add_root()
+    parser.add_argument("--once", action="store_true", help="print the screen once, as text")
+    parser.add_json()
+    options = parser.parse_args(argv)
+    runs = find_runs(options.run, options.root)
+    if options.json:
+        print(json.dumps(asdict(RunView(runs[0]).refresh()), default=str))
+    elif options.once:
+        _print_once(runs[0])
+    elif sys.stdout.isatty():
+        watch(runs, console())
+    else:
+        follow(RunView(runs[0]), lambda line: print(line, flush=True))
+    return DONE
+
+
+def find_runs(place: str | None, root: str) -> Sequence[Run]:
+    """Returns the runs that a place means, the one to show first; a root means all runs in it."""
+    if place is not None and not (Path(place).is_dir() and not has_info(Path(place))):
+        return resolve([place], root)
+    directory = root if place is None else place
+    if not Path(directory).is_dir():
+        raise UsageError(f"there is no directory {str(directory)!r}; give a run or the directory of the runs")
+    runs = runs_under(directory, warn=logger.warning)
+    if not runs:
+        raise UsageError(f"there is no run in {directory}; start one: headway run train.py")
+    return sorted(runs, key=_is_idle)
+
+
+def _is_idle(run: Run) -> bool:
+    """Whether a run says of itself that it does not run, by its own record alone: this is for the order only."""
+    attempts = (read_json(run.info_file) or {}).get("attempts") or [{}]
+    return bool(attempts[-1].get("status") != "running")
+
+
+def _print_once(run: Run) -> None:
+    screen = console()
+    width = min(screen.width, 120)
+    height = screen.height if sys.stdout.isatty() else 40
+    for line in layout(RunView(run).refresh(), width, height, Selection(has_keys=False)):
+        screen.print(line, no_wrap=True, overflow="ignore", crop=False)

@@ -1,0 +1,126 @@
+"""`watch`: keeps the screen up to date and reads keys. It only reads the run: training does not notice."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import final
+
+from rich.console import Console, Group
+from rich.live import Live
+
+from headway.run import Run
+from headway.watch.terminal.screen import Selection, layout
+from headway.watch.view import RunView, Snapshot
+from headway.watch.view.run_view import clean_indented
+from headway.watch.view.source import last_lines
+
+REFRESH_S = 1.0
+_KEYS = {"\x1b[A": "up", "\x1b[B": "down", "\x1b[C": "n", "\x1b[D": "p", "\x03": "q", "\x1b": "m"}
+_CYCLE_MOST = 0.08
+"""fraction of a core that the screen may take: a refresh that takes long is followed by a longer pause"""
+
+
+def watch(runs: Sequence[Run], console: Console, *, refresh_s: float = REFRESH_S) -> None:
+    """Shows runs on the terminal, the first one first, until somebody presses q.
+
+    >>> watch([Run.open("runs/digits-2026.11.15-14.30-x7k2")], Console())
+    """
+    watcher = Watcher(runs)
+    with (
+        raw_keys() as descriptor,
+        Live(
+            console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+        ) as live,
+    ):
+        while True:
+            begin = time.monotonic()
+            watcher.refresh()
+            busy_s = time.monotonic() - begin
+            deadline = begin + max(refresh_s, busy_s / _CYCLE_MOST)
+            while True:
+                size = console.size
+                lines = layout(watcher.snapshot, size.width, size.height, watcher.chosen)
+                live.update(Group(*lines), refresh=True)
+                key = read_key(descriptor, max(0.0, deadline - time.monotonic()))
+                if key == "q":
+                    return
+                if key is None or watcher.press(key):
+                    break
+
+
+@final
+class Watcher:
+    """The runs that are watched, and what the keys have chosen."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self._runs, self._views = runs, {0: RunView(runs[0])}
+        self._at = 0
+        self.chosen = Selection(run=(1, len(runs)))
+        self.snapshot: Snapshot = self._views[0].refresh()
+
+    def refresh(self) -> None:
+        """Reads what is new."""
+        view = self._views.get(self._at)
+        if view is None:
+            view = self._views[self._at] = RunView(self._runs[self._at])
+        self.snapshot = view.refresh()
+        self._read_log()
+
+    def press(self, key: str) -> bool:
+        """Does what a key stands for; returns whether another run is to be read."""
+        ranks = [row.rank for row in self.snapshot.ranks] or [0]
+        match key:
+            case "n" | "p":
+                self._at = (self._at + (1 if key == "n" else -1)) % len(self._runs)
+                self.chosen = Selection(run=(self._at + 1, len(self._runs)))
+                return True
+            case "c" | "C":
+                self.chosen = replace(self.chosen, curve=self.chosen.curve + (1 if key == "c" else -1))
+            case "up" | "k" | "down" | "j":
+                at = ranks.index(self.chosen.rank) if self.chosen.rank in ranks else -1
+                at = max(0, at - 1) if key in ("up", "k") else min(len(ranks) - 1, at + 1)
+                self.chosen = replace(self.chosen, rank=ranks[at])
+                self._read_log()
+            case "m":
+                self.chosen = replace(self.chosen, rank=None, log=())
+        return False
+
+    def _read_log(self) -> None:
+        if self.chosen.rank is not None:
+            run = self._runs[self._at]
+            lines = last_lines(run.path, run.log_file(self.chosen.rank))
+            self.chosen = replace(self.chosen, log=[clean_indented(line) for line in lines[-100:]])
+
+
+@contextmanager
+def raw_keys() -> Iterator[int | None]:
+    """Makes single keys readable within the context; yields the terminal's descriptor, or None without one."""
+    descriptor = sys.stdin.fileno() if sys.stdin and sys.stdin.isatty() else None
+    if descriptor is None:
+        yield None
+        return
+    before = termios.tcgetattr(descriptor)
+    try:
+        tty.setcbreak(descriptor)
+        yield descriptor
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+def read_key(descriptor: int | None, timeout_s: float) -> str | None:
+    """Returns the next key; None if there is none in time."""
+    if descriptor is None:
+        time.sleep(timeout_s)
+        return None
+    if not select.select([descriptor], [], [], timeout_s)[0]:
+        return None
+    typed = os.read(descriptor, 16).decode("utf-8", "replace")
+    return _KEYS.get(typed, typed[:1]) if typed else "q"  # the terminal is gone

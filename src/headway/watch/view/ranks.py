@@ -1,0 +1,140 @@
+"""The ranks of a run, from the end of each rank's metrics file; of many, some at each refresh."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from statistics import median_low
+from typing import Any, final
+
+from headway.run import Run
+from headway.watch.view.snapshot import RankRow
+from headway.watch.view.source import Row, RowTail, clean
+
+# as in headway.train.metrics.stragglers, whose package imports torch
+SLOW_FACTOR = 1.3
+SLOW_LOG_POINTS = 3
+MIN_LOST_FRACTION = 0.1
+
+_KEPT_BYTES = 1 << 13
+_KEPT_ROWS = 8
+_BUDGET_S = 0.15
+"""seconds of one refresh; of thousands of ranks on a slow file system, each is read less often"""
+_MAX_RANKS = 1 << 16
+
+
+@final
+class RankTable:
+    """Compares the newest log points of all ranks."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._tails: dict[int, RowTail] = {}
+        self._rows: dict[int, deque[Row]] = {}
+        self._next = 0
+
+    def refresh(self, world_size: int, since: float, budget_s: float = _BUDGET_S) -> None:
+        """Reads what is new of ranks 0 to `world_size` - 1, and forgets what is older than `since`."""
+        count = min(world_size, _MAX_RANKS)
+        begin = time.monotonic()
+        for _ in range(count):
+            self._read(self._next % count)
+            self._next += 1
+            if time.monotonic() - begin > budget_s:
+                break
+        for rank in list(self._rows):
+            rows = self._rows[rank]
+            while rows and rows[0]["time"] < since:
+                rows.popleft()
+            if rank >= count or not rows:
+                del self._rows[rank]
+
+    def _read(self, rank: int) -> None:
+        tail = self._tails.get(rank)
+        if tail is None:
+            tail = self._tails[rank] = RowTail(self._run.path, self._run.metrics_file(rank))
+        tail.skip_to_end(_KEPT_BYTES)
+        rows = self._rows.setdefault(rank, deque(maxlen=_KEPT_ROWS))
+        rows.extend(row for row in tail.read(2 * _KEPT_BYTES) if _is_whole(row))
+
+    def rows(self, nodes: Mapping[str, Mapping[str, Any]]) -> list[RankRow]:
+        """Returns all ranks, the slowest first; `nodes` are the newest device samples by host."""
+        known = {rank: rows for rank, rows in self._rows.items() if rows}
+        if not known:
+            return []
+        newest = {rank: _busy(rows[-1]) for rank, rows in known.items()}
+        usual = median_low(newest.values())
+        slow = self._stragglers(known)
+        gpus = _assign_gpus({rank: str(rows[-1].get("host", "")) for rank, rows in known.items()}, nodes)
+        found = [
+            RankRow(
+                rank=rank,
+                host=clean(rows[-1].get("host", ""), 40),
+                relative=newest[rank] / usual if usual else None,
+                data_share=_data_share(rows[-1]),
+                memory_peak=peak if isinstance(peak := rows[-1].get("memory_peak"), int) else None,
+                step=rows[-1]["step"],
+                is_straggler=rank in slow,
+                gpu=gpus.get(rank, {}),
+            )
+            for rank, rows in known.items()
+        ]
+        return sorted(found, key=lambda row: (-(row.relative or 0.0), row.rank))
+
+    def _stragglers(self, known: Mapping[int, deque[Row]]) -> set[int]:
+        """Returns the ranks that were slow at each of the newest steps that most ranks have, by the loop's own rule."""
+        steps = Counter(row["step"] for rows in known.values() for row in rows)
+        common = sorted(step for step, count in steps.items() if 2 * count > len(known))[-SLOW_LOG_POINTS:]
+        if len(known) < 2 or len(common) < SLOW_LOG_POINTS:
+            return set()
+        slow = set(known)
+        for step in common:
+            here = {rank: row for rank, rows in known.items() for row in rows if row["step"] == step}
+            usual = median_low(_busy(row) for row in here.values())
+            slow &= {
+                rank
+                for rank, row in here.items()
+                if _busy(row) > SLOW_FACTOR * usual
+                and _busy(row) - usual > MIN_LOST_FRACTION * sum(row["seconds"].values())
+            }
+        return slow
+
+
+def _is_whole(row: Row) -> bool:
+    seconds = row.get("seconds")
+    return (
+        row.get("kind") == "train"
+        and isinstance(row.get("step"), int)
+        and isinstance(row.get("time"), int | float)
+        and isinstance(seconds, dict)
+        and all(isinstance(value, int | float) for value in seconds.values())
+    )
+
+
+def _busy(row: Row) -> float:
+    """Seconds that a rank spent on its own, waiting for data and in the forward pass."""
+    found = row.get("busy_seconds")
+    if isinstance(found, int | float):
+        return float(found)
+    return float(row["seconds"].get("data", 0.0) + row["seconds"].get("compute", 0.0))  # by an older version
+
+
+def _data_share(row: Row) -> float | None:
+    whole = sum(row["seconds"].values())
+    return row["seconds"].get("data", 0.0) / whole if whole else None
+
+
+def _assign_gpus(
+    hosts: Mapping[int, str], nodes: Mapping[str, Mapping[str, Any]]
+) -> dict[int, Mapping[str, Any]]:
+    """Returns the GPU of each rank, on nodes that have one for each: they are assigned in the order of rank."""
+    found: dict[int, Mapping[str, Any]] = {}
+    by_host: dict[str, list[int]] = {}
+    for rank in sorted(hosts):
+        by_host.setdefault(hosts[rank], []).append(rank)
+    for host, ranks in by_host.items():
+        gpus = nodes.get(host, {}).get("gpus", [])
+        if isinstance(gpus, list) and len(gpus) == len(ranks):
+            found |= {rank: gpu for rank, gpu in zip(ranks, gpus, strict=True) if isinstance(gpu, dict)}
+    return found

@@ -1,0 +1,318 @@
+"""`RunView`: a run directory as one picture, kept up to date by reading what is new."""
+
+from __future__ import annotations
+
+import heapq
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, final
+
+from headway import schedulers
+from headway.errors import UsageError
+from headway.run import Run, lock
+from headway.run.status import Status, status
+from headway.schedulers.base import JobIds, Queue
+from headway.watch.view.metric_rows import MetricRows
+from headway.watch.view.ranks import RankTable
+from headway.watch.view.snapshot import Failure, Header, Message, Safety, Snapshot, Speed
+from headway.watch.view.source import Row, RowTail, clean, read_object
+
+_QUEUE_S = 15.0
+"""seconds between two questions to the scheduler"""
+_QUEUE_WAIT_S = 0.4
+"""how long the first picture waits for its answer"""
+_HEARTBEAT_WAIT_S = 10.0
+_MAX_MESSAGES = 200
+_MAX_NODES = 4096
+_MAX_WARNING_RANKS = 256
+_SILENT_S = 30.0
+_SILENT_LOG_POINTS = 5
+"""a run is silent after so many times the usual time between log points, and at least `_SILENT_S`"""
+_MESSAGE_KINDS = frozenset(
+    {"warning", "straggler", "plan", "weights", "restart", "stopped", "failed", "interrupted"}
+)
+
+
+@final
+class QueueWatcher:
+    """Asks the scheduler about one job now and then, in a thread: it may take long to answer."""
+
+    def __init__(self, job: JobIds | None) -> None:
+        self._job, self._queue, self._asked = job, Queue(), float("-inf")
+        self._thread: threading.Thread | None = None
+
+    def get(self) -> Queue:
+        """Returns the newest answer."""
+        now = time.monotonic()
+        if self._job is None:
+            return self._queue
+        if now - self._asked > _QUEUE_S and (self._thread is None or not self._thread.is_alive()):
+            is_first, self._asked = self._thread is None, now
+            if is_first:
+                self._queue = Queue(note="the scheduler has not answered yet")
+            self._thread = threading.Thread(target=self._ask, daemon=True)
+            self._thread.start()
+            self._thread.join(_QUEUE_WAIT_S if is_first else 0.0)
+        return self._queue
+
+    def _ask(self) -> None:
+        self._queue = schedulers.queue([self._job])
+
+
+@final
+class RunView:
+    """Reads a run directory; `refresh` returns what is known now. `thorough` reads all of a long metrics file.
+
+    >>> view = RunView(Run.open("runs/digits-2026.11.15-14.30-x7k2"))
+    >>> view.refresh().header.state
+    'running'
+    """
+
+    def __init__(self, run: Run, *, thorough: bool = False) -> None:
+        self.run = run
+        self.metrics = MetricRows(run, thorough=thorough)
+        self.ranks = RankTable(run)
+        self.events: deque[Row] = deque(maxlen=_MAX_MESSAGES)
+        """starts, checkpoints, warnings and ends, the oldest first"""
+        self._tails: dict[str, RowTail] = {}
+        self._nodes: dict[str, Row] = {}
+        self._stage: Row = {}
+        self._checkpoint: Row = {}
+        self._attempts = 0
+        self._queue = QueueWatcher(JobIds.from_submission(read_object(run.path, run.submission_file)))
+        self._beat: tuple[int | None, float] = (None, time.monotonic())
+        self._event_time = 0.0
+        self._ends: object = None  # the end of the job's time
+        self._begun = False
+
+    def refresh(self) -> Snapshot:
+        """Reads what is new and returns the picture."""
+        info = self._info()
+        attempts = [each for each in info.get("attempts", []) if isinstance(each, dict)]
+        attempt: Row = attempts[-1] if attempts else {}
+        started = _timestamp(attempt.get("started"))
+        world = attempt.get("world") or info.get("world") or {}
+        world_size = _positive(world.get("world_size"))
+        if len(attempts) != self._attempts:
+            self._attempts = len(attempts)
+            self.metrics.forget_pace()
+        self.metrics.refresh()
+        self._read_events()
+        self._read_nodes(started)
+        self.ranks.refresh(world_size, since=started - 1, budget_s=0.15 if self._begun else 0.4)
+        self._begun = True
+        now = self._status(info)
+        header = self._header(info, attempts, now, world, world_size)
+        return Snapshot(
+            time=time.time(),
+            header=header,
+            curves=self.metrics.curves,
+            speed=self._speed(),
+            ranks=self.ranks.rows(self._nodes),
+            nodes=list(self._nodes.values()),
+            data=self.metrics.datasets(),
+            safety=self._safety(now),
+            messages=[_message(row) for row in self.events if row.get("kind") in _MESSAGE_KINDS],
+            failure=self._failure() if now.state == "failed" else None,
+        )
+
+    # --- files
+
+    def _info(self) -> Row:
+        try:
+            return self.run.info()
+        except UsageError:  # it is being replaced, or damaged: the files beside it can still be shown
+            return {}
+
+    def _read_events(self) -> None:
+        """Reads the events of all ranks that have any, and merges them by time."""
+        files = [self.run.events_file(0)]
+        files += self._listed("log", r"events-\d{5}\.jsonl")[:_MAX_WARNING_RANKS]
+        found = []
+        for path in files:
+            tail = self._tails.get(str(path))
+            if tail is None:
+                tail = self._tails[str(path)] = RowTail(self.run.path, path)
+                tail.skip_to_end(1 << 20)
+            found.append([row for row in tail.read() if isinstance(row.get("time"), int | float)])
+        new = list(heapq.merge(*found, key=lambda row: row["time"]))
+        for row in new:
+            if row.get("kind") == "stage":
+                self._stage = row
+            elif row.get("kind") == "checkpoint":
+                self._checkpoint = row
+            elif row.get("kind") in ("start", "restart"):
+                self._ends = row.get("ends")
+            self._event_time = max(self._event_time, row["time"])
+        self.events.extend(new)
+
+    def _read_nodes(self, since: float) -> None:
+        for path in self._listed("nodes", r"[\w.-]+\.jsonl")[:_MAX_NODES]:
+            tail = self._tails.get(str(path))
+            if tail is None:
+                tail = self._tails[str(path)] = RowTail(self.run.path, path)
+            tail.skip_to_end(1 << 14)
+            for row in tail.read(1 << 15):
+                if isinstance(row.get("time"), int | float) and row["time"] >= since:
+                    self._nodes[path.stem] = row
+
+    def _listed(self, directory: str, pattern: str) -> list[Path]:
+        try:
+            names = sorted((self.run.path / directory).iterdir())
+        except OSError:
+            return []
+        return [path for path in names if re.fullmatch(pattern, path.name)]
+
+    def _status(self, info: Mapping[str, Any]) -> Status:
+        if not info:
+            return Status(state="new", why="run.json cannot be read")
+        found = status(self.run, self._queue.get(), info)
+        if found.state != "running" or found.certain:
+            return found
+        owner = lock.newest_owner(self.run.lock_dir)
+        beat, now = owner.beat if owner else None, time.monotonic()
+        if beat != self._beat[0]:
+            self._beat = (beat, now)
+        quiet_s = now - self._beat[1]
+        if quiet_s > _HEARTBEAT_WAIT_S:
+            return Status(state="lost", why=f"no heartbeat for {quiet_s:.0f} s", certain=False)
+        return found
+
+    # --- blocks
+
+    def _header(
+        self,
+        info: Mapping[str, Any],
+        attempts: list[Row],
+        now: Status,
+        world: Mapping[str, Any],
+        world_size: int,
+    ) -> Header:
+        last, stage = self.metrics.last, self._stage
+        step = last.get("step")
+        started = _timestamp(attempts[-1].get("started")) if attempts else 0.0
+        is_starting = now.state == "running" and (not last or last["time"] < started)
+        first, total = stage.get("first_step"), stage.get("total_steps")
+        first = first if isinstance(first, int) else 0
+        end = first + total if isinstance(total, int) else None
+        pace = self.metrics.wall_s_per_step
+        running = now.state == "running" and not is_starting
+        epoch, most = last.get("epoch"), stage.get("max_epochs")
+        return Header(
+            id=clean(info.get("id", self.run.id), 120),
+            name=clean(info.get("name", self.run.name), 80),
+            path=str(self.run.path),
+            state="starting" if is_starting else now.state,
+            why=clean(now.why, 1000),
+            step=step,
+            total_steps=end,
+            first_step=first,
+            stage=clean(last["stage"], 60) if "stage" in last else None,
+            epoch=epoch + 1 if isinstance(epoch, int) else None,
+            max_epochs=most if isinstance(most, int) else None,
+            created=_timestamp(info.get("created")),
+            elapsed_s=sum(_elapsed_s(each, now, self.metrics.last) for each in attempts),
+            eta_s=(end - step) * pace if running and end and step is not None and pace else None,
+            silent_s=self._silent_s() if running else None,
+            attempts=len(attempts),
+            job=_job(read_object(self.run.path, self.run.submission_file), attempts),
+            nodes=_positive(world.get("nodes")),
+            world_size=world_size,
+            device=clean(world.get("device", ""), 40),
+        )
+
+    def _silent_s(self) -> float | None:
+        """Returns for how long no row and no event was written, if that is unusual."""
+        usual_s = self.metrics.log_point_s or 0.0
+        silent_s = time.time() - max(self.metrics.last["time"], self._event_time)
+        return silent_s if silent_s > max(_SILENT_S, _SILENT_LOG_POINTS * usual_s) else None
+
+    def _speed(self) -> Speed:
+        median, p95 = self.metrics.step_s
+        rate, mfu = self.metrics.last.get("samples_per_second"), self.metrics.curves.get("mfu")
+        plan = read_object(self.run.path, self.run.plan_file).get("answers", {})
+        planned = plan.get("time.step", {}) if isinstance(plan, dict) else {}
+        planned_s = planned.get("value") if isinstance(planned, dict) else None
+        return Speed(
+            samples_per_s=float(rate) if isinstance(rate, int | float) else None,
+            step_median_s=median,
+            step_p95_s=p95,
+            shares=self.metrics.shares,
+            mfu=mfu.last if mfu else None,
+            planned_step_s=float(planned_s) if isinstance(planned_s, int | float) else None,
+        )
+
+    def _safety(self, now: Status) -> Safety:
+        saved, ends = self._checkpoint, self._ends
+        if not saved:
+            return Safety(limit_left_s=_left_s(ends, now))
+        return Safety(
+            step=saved.get("step"),
+            age_s=max(0.0, time.time() - saved["time"]),
+            size_bytes=saved.get("bytes"),
+            save_s=saved.get("total_seconds"),
+            limit_left_s=_left_s(ends, now),
+        )
+
+    def _failure(self) -> Failure | None:
+        record = read_object(self.run.path, self.run.failure_file)
+        if not record:
+            return None
+        lines = str(record.get("traceback") or "")[-20_000:].splitlines()
+        return Failure(
+            rank=record.get("rank"),
+            host=clean(record.get("host", ""), 60),
+            step=record.get("step"),
+            error=clean(record.get("error", ""), 2000),
+            traceback=[clean_indented(line) for line in lines],
+        )
+
+
+def clean_indented(line: str) -> str:
+    """Cleans a line and keeps its indentation."""
+    return " " * min(40, len(line) - len(line.lstrip(" "))) + clean(line, 500)
+
+
+def _message(row: Row) -> Message:
+    rank = row.get("rank")
+    return Message(
+        time=float(row["time"]),
+        kind=clean(row.get("kind"), 20),
+        rank=rank if isinstance(rank, int) else 0,
+        text=clean(row.get("text", ""), 1000),
+    )
+
+
+def _timestamp(text: object) -> float:
+    try:
+        return datetime.fromisoformat(str(text)).timestamp()
+    except ValueError:
+        return 0.0
+
+
+def _positive(value: object) -> int:
+    return value if isinstance(value, int) and value > 0 else 1
+
+
+def _elapsed_s(attempt: Row, now: Status, last: Row) -> float:
+    """Seconds of an attempt so far. Of one that was killed, up to its last row if that is known."""
+    begin = _timestamp(attempt.get("started"))
+    if attempt.get("ended"):
+        return max(0.0, _timestamp(attempt["ended"]) - begin)
+    if now.state == "running":
+        return max(0.0, time.time() - begin)
+    return max(0.0, float(last.get("time", 0.0)) - begin)
+
+
+def _left_s(ends: object, now: Status) -> float | None:
+    return ends - time.time() if isinstance(ends, int | float) and now.state == "running" else None
+
+
+def _job(submitted: Row, attempts: list[Row]) -> str | None:
+    ids = JobIds.from_submission(submitted) or (JobIds.from_dict(attempts[-1]) if attempts else None)
+    return clean(ids.number, 40) if ids else None

@@ -1,0 +1,128 @@
+"""Curves with a fixed number of points: neighbors are merged when there are too many, and extremes are kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+CAPACITY = 2048
+"""points of a curve, more than a screen has columns"""
+
+
+@final
+@dataclass(kw_only=True)
+class Series:
+    """A curve: steps and times, and of the values between two of them the mean, the smallest and the largest.
+
+    >>> series = Series()
+    >>> series.add(10, 1.5, 0.7)
+    >>> series.steps, series.means
+    ([10], [0.7])
+    """
+
+    steps: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    means: list[float] = field(default_factory=list)
+    lows: list[float] = field(default_factory=list)
+    highs: list[float] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    of_epochs: bool = False
+    """whether only epochs have such values, and log points do not"""
+    last: float | None = None
+    """the newest value, finite or not"""
+    non_finite: int = 0
+    """values that were not numbers"""
+
+    def add(self, step: int, time: float, value: float) -> None:
+        """Appends a value. A step that was before is one that a restart repeats: what follows it is forgotten."""
+        if self.steps and step <= self.steps[-1]:
+            self.cut(step)
+        self.last = value
+        if not math.isfinite(value):
+            self.non_finite += 1
+            return
+        if len(self.steps) >= CAPACITY:
+            self._merge()
+        self._append(step, time, value, value, value, 1)
+
+    def cut(self, step: int) -> None:
+        """Forgets `step` and what follows it."""
+        while self.steps and self.steps[-1] >= step:
+            for column in self._columns():
+                column.pop()
+
+    def _append(self, step: int, time: float, mean: float, low: float, high: float, count: int) -> None:
+        self.steps.append(step)
+        self.times.append(time)
+        self.means.append(mean)
+        self.lows.append(low)
+        self.highs.append(high)
+        self.counts.append(count)
+
+    def _columns(self) -> tuple[list[int] | list[float], ...]:
+        return self.steps, self.times, self.means, self.lows, self.highs, self.counts
+
+    def _merge(self) -> None:
+        """Merges each two neighbors of the older three quarters, where detail matters least, into one point."""
+        points = list(zip(*self._columns(), strict=True))
+        keep = len(points) * 3 // 4 // 2 * 2
+        merged = [
+            (
+                b[0],
+                b[1],
+                (a[2] * a[5] + b[2] * b[5]) / (a[5] + b[5]),
+                min(a[3], b[3]),
+                max(a[4], b[4]),
+                a[5] + b[5],
+            )
+            for a, b in zip(points[:keep:2], points[1:keep:2], strict=True)
+        ]
+        for column, values in zip(self._columns(), zip(*merged, *points[keep:], strict=True), strict=True):
+            column[:] = values
+
+
+def resample(series: Series, width: int) -> list[float | None]:
+    """Returns the means of `width` equal parts of a curve, by step; None where a part has no value.
+
+    >>> resample(Series(steps=[0, 1, 2, 3], means=[1.0, 3.0, 5.0, 7.0]), 2)
+    [2.0, 6.0]
+    """
+    if not series.steps or width < 1:
+        return [None] * max(0, width)
+    first, span = series.steps[0], max(1, series.steps[-1] - series.steps[0])
+    sums, counts = [0.0] * width, [0] * width
+    for step, mean in zip(series.steps, series.means, strict=True):
+        place = min(width - 1, (step - first) * width // (span + 1))
+        sums[place] += mean
+        counts[place] += 1
+    return [total / count if count else None for total, count in zip(sums, counts, strict=True)]
+
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(series: Series, width: int) -> str:
+    """Draws a curve in one line of text.
+
+    >>> sparkline(Series(steps=[0, 1, 2, 3], means=[4.0, 3.0, 2.0, 1.0]), 4)
+    '█▆▃▁'
+    """
+    values = _filled(resample(series, min(width, max(1, len(series.steps)))))
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((value - low) * scale)] for value in values)
+
+
+def _filled(values: Sequence[float | None]) -> list[float]:
+    """Replaces gaps by the value before them."""
+    found: list[float] = []
+    for value in values:
+        if value is not None:
+            found.append(value)
+        elif found:
+            found.append(found[-1])
+    return found

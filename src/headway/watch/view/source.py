@@ -1,0 +1,145 @@
+"""Reading a run directory that may be hostile: bounded, without following links out of it, without blocking."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, final
+
+Row = dict[str, Any]
+
+_LINE_BYTES = 1 << 18
+"""a longer line is skipped"""
+_CHUNK_BYTES = 1 << 20
+_SAMPLED_BYTES = 1 << 13
+_TEXT_BYTES = 1 << 20
+
+
+def open_regular(root: Path, path: Path) -> BinaryIO | None:
+    """Opens a regular file inside `root`; None if there is none, or if a link leads out of it."""
+    try:
+        real = path.parent.resolve(strict=True)
+        if not real.is_relative_to(root.resolve()):
+            return None
+        # a pipe would block without O_NONBLOCK
+        fd = os.open(real / path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, RuntimeError):  # missing, not permitted, a link, or a loop of links
+        return None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        return None
+    return os.fdopen(fd, "rb")
+
+
+def clean(text: object, limit: int = 400) -> str:
+    """Makes a line of text harmless for a terminal: without control characters, and not longer than `limit`.
+
+    >>> clean("a\\x1b[31mred\\nline" + "!" * 500, limit=12)
+    'ared line!!…'
+    """
+    from headway.record.terminal_lines import plain  # a few ms of regular expressions
+
+    whole = " ".join(plain(str(text)[: 4 * limit]).split())
+    shown = "".join(c for c in whole if c.isprintable())
+    return shown if len(shown) <= limit else f"{shown[: limit - 1]}…"
+
+
+def read_text(root: Path, path: Path, limit_bytes: int = _TEXT_BYTES) -> str | None:
+    """Returns the beginning of a text file; None if it cannot be read."""
+    file = open_regular(root, path)
+    if file is None:
+        return None
+    with file:
+        return file.read(limit_bytes).decode("utf-8", "replace")
+
+
+def read_object(root: Path, path: Path) -> Row:
+    """Returns a JSON object from a file; empty if there is none."""
+    try:
+        found = json.loads(read_text(root, path) or "{}")
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def last_lines(root: Path, path: Path, limit_bytes: int = 1 << 16) -> list[str]:
+    """Returns the last lines of a text file, as they are."""
+    file = open_regular(root, path)
+    if file is None:
+        return []
+    with file:
+        start = max(0, os.fstat(file.fileno()).st_size - limit_bytes)
+        file.seek(start)
+        lines = file.read(limit_bytes).decode("utf-8", "replace").splitlines()
+    return lines[1:] if start else lines
+
+
+def parse(lines: Iterable[bytes]) -> Iterator[Row]:
+    """Yields the lines that are JSON objects of a sane size."""
+    for line in lines:
+        if not line or len(line) > _LINE_BYTES:
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict):
+            yield row
+
+
+@final
+class RowTail:
+    """Reads the rows of a file that grows, a bounded number of bytes at a time.
+
+    >>> tail = RowTail(run.path, run.metrics_file(0))
+    >>> tail.skip_to_end(keep_bytes=4096)
+    >>> tail.read()
+    [{'kind': 'train', 'step': 50, ...}]
+    """
+
+    def __init__(self, root: Path, path: Path) -> None:
+        self._root, self._path = root, path
+        self.offset = 0
+
+    @property
+    def size(self) -> int:
+        """The bytes of the file now; 0 if there is none."""
+        file = open_regular(self._root, self._path)
+        if file is None:
+            return 0
+        with file:
+            return os.fstat(file.fileno()).st_size
+
+    def read(self, limit_bytes: int = _CHUNK_BYTES) -> list[Row]:
+        """Returns the next whole rows; an empty list if there are no new ones. A line that is too long is skipped."""
+        file = open_regular(self._root, self._path)
+        if file is None:
+            return []
+        with file:
+            if os.fstat(file.fileno()).st_size < self.offset:  # replaced by a shorter one
+                self.offset = 0
+            file.seek(self.offset)
+            data = file.read(limit_bytes)
+        end = data.rfind(b"\n") + 1
+        if not end and len(data) >= min(limit_bytes, _LINE_BYTES):
+            end = len(data)  # a part of a line that is too long, which does not parse
+        self.offset += end
+        return list(parse(data[:end].split(b"\n")))
+
+    def skip_to_end(self, keep_bytes: int) -> None:
+        """Goes on at most `keep_bytes` before the end; the first line may then be a part of one, which is skipped."""
+        self.offset = max(self.offset, self.size - keep_bytes)
+
+    def sample(self, places: int) -> Iterator[Row]:
+        """Yields a row from each of `places` places, evenly spread over what is before the offset."""
+        file = open_regular(self._root, self._path)
+        if file is None:
+            return
+        with file:
+            for number in range(places):
+                file.seek(self.offset * number // places)
+                lines = file.read(_SAMPLED_BYTES).split(b"\n")
+                yield from parse((lines[0] if number == 0 else lines[1],) if len(lines) > 2 else ())

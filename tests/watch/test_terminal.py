@@ -1,0 +1,133 @@
+"""The screen of a run: at any size, through a real terminal, and as lines in a pipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+from synthetic_run import make_run
+
+from headway.cli import main
+from headway.run import Run
+from headway.watch.terminal import Selection, layout
+from headway.watch.terminal.live import Watcher
+from headway.watch.view import RunView
+
+
+def text_of(run: Run, width: int, height: int, chosen: Selection | None = None) -> list[str]:
+    return [line.plain for line in layout(RunView(run).refresh(), width, height, chosen)]
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 50), (60, 15), (20, 5), (500, 200)])
+def test_every_size_is_filled_and_none_is_exceeded(tmp_path: Path, width: int, height: int) -> None:
+    run = make_run(tmp_path, ranks=64, slow_rank=13)
+    with run.lock():
+        lines = text_of(run, width, height)
+    assert len(lines) == height and max(map(len, lines)) <= width
+    assert lines[-1].startswith("q quit")
+
+
+def test_the_blocks_are_there_at_80_by_24(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ranks=64, slow_rank=13)
+    with run.lock():
+        shown = "\n".join(text_of(run, 80, 24))
+    for expected in (
+        r"synthetic-.* RUNNING",
+        r"step 200 of 400 ━+─+ +50%  ETA 2\ds? · elapsed",
+        r"epoch 1 of 4 · attempt 1 · 8 nodes x 8 cuda",
+        r"learning  train/loss +\d\.\d+ +█",
+        r"speed     4,096 samples/s \(64 per rank\)  step 100\.0 ms",
+        r"▓ forward\+backward 70%  █ data wait 20%",
+        r"data      train: cache hits 90%, 3 bad",
+        r"safety    saved step 100, 1m3\ds ago \(4\.2 GB in 12\.5 s\) · at risk",
+        r"devices   64 GPUs: 97% busy, up to 64 °C, 41,600 W",
+        r"\(slowest of 64\)\n +13 +2\.00x +33% +71\.0 GB +97% +64 +cn001  straggler",
+        r"messages  .*warning the learning rate is high",
+    ):
+        assert re.search(expected, shown), f"{expected}\n{shown}"
+
+
+def test_a_failure_is_pinned_with_its_traceback(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.end_attempt(1, status="failed", exit_code=1)
+    record = {"rank": 3, "host": "cn7", "step": 41, "error": "ValueError: \x1b[31mtoo hot"}
+    run.write_failure(record | {"traceback": 'Traceback:\n  File "x.py", line 3\nValueError: too hot\n'})
+    lines = text_of(run, 80, 24)
+    assert lines[0].endswith("FAILED") and "rank 3 at step 41: ValueError: too hot" in lines[3]
+    assert "ValueError: too hot" in lines[6] and not any("\x1b" in line for line in lines)
+
+
+def test_keys_choose_run_curve_and_rank(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path, ranks=4, slow_rank=2), make_run(tmp_path)]
+    runs[0].log_file(2).write_text("epoch 1\n\x1b[2J  loss \x1b]0;x\x070.5\n")
+    watcher = Watcher(runs)
+    assert not watcher.press("c") and watcher.chosen.curve == 1
+    watcher.press("down")
+    assert watcher.chosen.rank == 2, "the slowest is first"
+    shown = [line.plain for line in layout(watcher.snapshot, 80, 24, watcher.chosen)]
+    assert any(line.startswith("log 2     epoch 1") for line in shown) and any(
+        "  loss 0.5" in line for line in shown
+    )
+    watcher.press("m")
+    assert watcher.chosen.rank is None
+    assert watcher.press("n") and watcher.chosen.run == (2, 2)
+    watcher.refresh()
+    assert watcher.snapshot.header.path == str(runs[1].path)
+    assert watcher.press("n") and watcher.chosen.run == (1, 2)
+
+
+def test_the_real_terminal_is_filled_and_restored(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ranks=64)
+    pid, fd = pty.fork()
+    if pid == 0:
+        command = [sys.executable, "-m", "headway", "watch", str(run.path)]
+        os.execve(sys.executable, command, {**os.environ, "TERM": "xterm-256color", "NO_COLOR": "1"})
+    termios.tcsetwinsize(fd, (24, 80))
+    shown, typed = "", False
+    deadline = time.monotonic() + 60
+    while select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        try:
+            shown += os.read(fd, 65536).decode("utf-8", "replace")
+        except OSError:  # Linux says EIO when the last writer is gone
+            break
+        if "q quit" in shown and not typed:
+            typed = os.write(fd, b"q") == 1
+    os.close(fd)
+    assert os.waitpid(pid, 0)[1] == 0, shown
+    assert shown.startswith("\x1b[?1049h") and shown.rstrip().endswith("\x1b[?25h\x1b[?1049l"), (
+        "the screen before is back"
+    )
+    assert run.id in shown and "train/loss" in shown
+    colors = set(re.findall(r"\x1b\[([0-9;]*)m", shown))
+    assert not any(re.search(r"(^|;)(3\d|9\d)", code) for code in colors), "NO_COLOR"
+
+
+def test_a_pipe_gets_lines_until_the_run_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path)
+    run.end_attempt(1, status="done", exit_code=0)
+    assert main(["watch", str(run.path)]) == 0
+    warning, line = capsys.readouterr().out.splitlines()
+    assert "warning: the learning rate is high" in warning
+    assert re.search(
+        r"done, step 200 of 400 \(50%\), train/loss 2\.96, .*4,096 samples/s, saved 1m3\ds ago", line
+    )
+    assert main(["watch", "--root", str(tmp_path), "--once"]) == 0
+    assert run.id in capsys.readouterr().out
+    assert main(["watch", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["header"]["id"] == run.id and len(found["curves"]["train/loss"]["steps"]) == 20
+
+
+def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", "--root", str(tmp_path / "none")]) == 2
+    assert main(["watch", str(tmp_path)]) == 2
+    assert main(["watch", "x7k2", "--root", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 3

@@ -1,0 +1,166 @@
+"""The view of a run: what is shown is what the files say, in bounded memory, whatever the files are."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from synthetic_run import make_run, row, write_rows
+
+from headway.run import Run
+from headway.watch.view import RunView, ranks, series as curves, source
+from headway.watch.view.series import Series
+
+
+def append(path: Path, *rows: dict[str, Any], tail: str = "") -> None:
+    with path.open("a") as file:
+        file.write("".join(json.dumps(each) + "\n" for each in rows) + tail)
+
+
+def test_what_is_shown_is_what_the_rows_say(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ranks=16, log_points=20, slow_rank=13)
+    with run.lock():
+        shown = RunView(run).refresh()
+    header = shown.header
+    assert (header.state, header.step, header.total_steps, header.progress) == ("running", 200, 400, 0.5)
+    assert (header.nodes, header.world_size, header.attempts, header.epoch) == (2, 16, 1, 1)
+    assert header.eta_s == pytest.approx(20, rel=0.01), "200 steps, ten of them in a second"
+    assert header.silent_s is None and 20 <= header.elapsed_s < 60
+    assert shown.curves["train/loss"].steps == list(range(10, 210, 10))
+    assert shown.speed.step_median_s == pytest.approx(0.1) and shown.speed.samples_per_s == 4096
+    assert sum(shown.speed.shares.values()) == pytest.approx(1) and shown.speed.shares[
+        "data"
+    ] == pytest.approx(0.2)
+    slowest = shown.ranks[0]
+    assert (slowest.rank, slowest.relative, slowest.is_straggler, slowest.host) == (13, 2.0, True, "cn001")
+    assert [each.rank for each in shown.ranks if each.is_straggler] == [13]
+    assert slowest.gpu["uuid"] == "GPU-cn001-5", "the sixth rank of its node has the sixth GPU"
+    assert shown.safety.step == 100 and shown.safety.age_s == pytest.approx(90, abs=20)
+    assert (shown.data[0].bad, shown.data[0].cache_hits) == (3, 0.9)
+    assert [message.text for message in shown.messages] == ["the learning rate is high"]
+
+
+def test_a_rank_is_a_straggler_only_if_it_stays_slow(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ranks=4, log_points=6)
+    append(run.metrics_file(2), row(70, 2, time.time(), slow=3.0))
+    for rank in (0, 1, 3):
+        append(run.metrics_file(rank), row(70, rank, time.time()))
+    slowest = RunView(run).refresh().ranks[0]
+    assert (slowest.rank, slowest.relative, slowest.is_straggler) == (2, 3.0, False)
+
+
+def test_the_rule_is_that_of_the_loop() -> None:
+    from headway.train.metrics import stragglers
+
+    for name in ("SLOW_FACTOR", "SLOW_LOG_POINTS", "MIN_LOST_FRACTION"):
+        assert getattr(ranks, name) == getattr(stragglers, name)
+
+
+def test_new_rows_are_added_and_restarts_replace_what_they_repeat(tmp_path: Path) -> None:
+    run = make_run(tmp_path, log_points=4)
+    view = RunView(run)
+    assert view.refresh().header.step == 40
+    again = row(30, 0, time.time()) | {"metrics": {"train/loss": 9.0}}
+    append(run.metrics_file(0), again, tail='{"kind": "train", "step": 40, "met')
+    shown = view.refresh()
+    assert shown.curves["train/loss"].steps == [10, 20, 30], "step 40 is of an attempt that was lost"
+    assert shown.curves["train/loss"].last == 9 and shown.header.step == 30
+    append(run.metrics_file(0), {"time": 0}, row(40, 0, time.time()))
+    assert view.refresh().curves["train/loss"].steps == [10, 20, 30, 40], "the line that was torn is skipped"
+
+
+def test_silence_is_noticed(tmp_path: Path) -> None:
+    run = make_run(tmp_path, log_points=4, waited_s=1000)
+    rows = [row(10 * n, 0, time.time() - 100 + n) for n in range(1, 5)]
+    write_rows(run.metrics_file(0), rows)
+    run.events_file(0).unlink()
+    with run.lock():
+        header = RunView(run).refresh().header
+    assert header.state == "running" and header.silent_s == pytest.approx(96, abs=10)
+    slow = [row(10 * n, 0, time.time() - 300 + 50 * n) for n in range(1, 5)]
+    write_rows(run.metrics_file(0), slow)
+    with run.lock():
+        assert RunView(run).refresh().header.silent_s is None, "a log point per 50 s is usual here"
+
+
+def test_a_long_file_is_sampled_and_the_end_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path, log_points=6000)
+    monkeypatch.setattr("headway.watch.view.metric_rows._WHOLE_BYTES", 1 << 16)
+    monkeypatch.setattr("headway.watch.view.metric_rows._KEPT_BYTES", 1 << 15)
+    sampled, whole = RunView(run).refresh(), RunView(run, thorough=True).refresh()
+    assert sampled.header.step == whole.header.step == 60_000
+    few, many = sampled.curves["train/loss"], whole.curves["train/loss"]
+    assert 300 < len(few.steps) < 800 and 1000 < len(many.steps) <= curves.CAPACITY
+    for step, mean in zip(few.steps, few.means, strict=True):
+        assert mean == pytest.approx(1 + 2 * math.exp(-step / 1e4)), "a sampled value is a real one"
+    assert sampled.speed.step_median_s == pytest.approx(0.1, rel=0.01)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400), st.integers(4, 32))
+def test_a_merged_curve_keeps_mean_and_extremes(values: list[float], capacity: int) -> None:
+    series = Series()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(curves, "CAPACITY", capacity)
+        for step, value in enumerate(values):
+            series.add(step, float(step), value)
+    assert len(series.steps) <= capacity and series.steps == sorted(set(series.steps))
+    assert (min(series.lows), max(series.highs), series.last) == (min(values), max(values), values[-1])
+    mean = sum(m * c for m, c in zip(series.means, series.counts, strict=True)) / len(values)
+    assert mean == pytest.approx(sum(values) / len(values), abs=1e-3)
+    assert sum(series.counts) == len(values)
+
+
+def test_hostile_directories_are_shown_as_far_as_they_are_sane(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ranks=2, log_points=3)
+    secret = tmp_path / "secret.jsonl"
+    write_rows(secret, [{"time": time.time(), "kind": "warning", "rank": 0, "text": "SECRET"}])
+    (run.path / "log" / "events-00001.jsonl").symlink_to(secret)
+    os.mkfifo(run.path / "log" / "events-00002.jsonl")
+    (run.path / "nodes" / "evil.jsonl").symlink_to("/etc/passwd")
+    noise = random.Random(0).randbytes(200_000) + b"\n"
+    with run.metrics_file(0).open("ab") as file:
+        file.write(
+            noise + b'{"kind": "train", "step": 1e999, "metrics": 7}\n[[[[[\n' + b"[" * 100_000 + b"\n"
+        )
+        file.write(b'{"kind": "train", "step": 7, "time": 1, "pad": "' + b"x" * (3 << 20) + b'"}\n')
+        file.write(b'{"kind": "train", "step": "7", "time": null, "seconds": [1], "data": 3}\n')
+    append(
+        run.events_file(0),
+        {"time": time.time(), "kind": "warning", "rank": "x", "text": "\x1b]0;gone\x07a\nb\u202e"},
+    )
+    append(run.events_file(0), {"time": "never", "kind": 7}, {"kind": "warning"})
+    append(run.metrics_file(0), row(40, 0, time.time()) | {"stage": "\x1b[2Jfit"})
+    run.plan_file.write_text('{"answers": [1, 2]}')
+    shown = RunView(run).refresh()
+    assert shown.header.step == 40 and shown.header.stage == "fit"
+    assert [message.text for message in shown.messages] == ["the learning rate is high", "a b"]
+    assert "SECRET" not in repr(shown) and "root:" not in repr(shown)
+
+
+def test_nothing_is_read_through_a_link_out_of_the_run(tmp_path: Path) -> None:
+    inside, outside = tmp_path / "run", tmp_path / "outside"
+    inside.mkdir()
+    outside.mkdir()
+    (outside / "a.txt").write_text("secret")
+    (inside / "log").symlink_to(outside)
+    (inside / "b.txt").symlink_to(outside / "a.txt")
+    for path in (inside / "log" / "a.txt", inside / "b.txt", inside / ".." / "outside" / "a.txt", inside):
+        assert source.open_regular(inside, path) is None
+    (inside / "c.txt").write_text("mine")
+    assert source.read_text(inside, inside / "c.txt") == "mine"
+
+
+def test_a_run_without_anything_is_shown(tmp_path: Path) -> None:
+    run = Run.create(tmp_path, name="empty")
+    shown = RunView(run).refresh()
+    assert (shown.header.state, shown.header.step, shown.curves, shown.ranks) == ("new", None, {}, [])
+    run.info_file.write_text("{")
+    assert RunView(run).refresh().header.state == "new"
