@@ -15,6 +15,7 @@ from headway.plan.cost.economy import goodput, young_daly
 from headway.plan.cost.memory import peak, reserved_bytes
 from headway.plan.cost.steptime import step_time
 from headway.plan.machine.calibration import Calibration
+from headway.plan.machine.efficiency import default_calibration
 from headway.plan.machine.hardware import find_device
 from headway.plan.report.quantity import Quantity, format_value
 from headway.plan.searcher.layouts import layouts
@@ -89,12 +90,13 @@ def test_plan_json_reads_back() -> None:
 
 
 def test_calibration_moves_the_step_and_narrows_the_interval() -> None:
-    measured = Calibration(scale=1.3, source="measured on this machine")
+    measured = replace(default_calibration(H200.device), scale=1.3, source="measured on this machine")
     before, after = estimate(LLAMA, FSDP, H200), estimate(LLAMA, FSDP, H200, calibration=measured)
     old, new = before.answers["time.step"], after.answers["time.step"]
     assert new.value == pytest.approx(1.3 * old.value)
     assert new.high / new.value < old.high / old.value
-    assert any("uncalibrated" in note for note in before.notes) and not after.notes
+    assert any(note.startswith("100 % of the step time is uncalibrated") for note in before.notes)
+    assert [note.split(" is ")[0] for note in after.notes] == ["8 % of the step time"]  # no link was measured
 
 
 def test_loader_and_node_notes() -> None:

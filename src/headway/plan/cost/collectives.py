@@ -54,30 +54,38 @@ def strided_group(size: int, stride: int, node: Node, constants: Calibration) ->
 
 
 def all_reduce(group: CollectiveGroup, size_bytes: float) -> float:
-    """Seconds of a ring all-reduce: 2(n-1) steps, 2(n-1)/n of the bytes."""
-    return 2 * reduce_scatter(group, size_bytes)
-
-
-def reduce_scatter(group: CollectiveGroup, size_bytes: float) -> float:
-    """Seconds of a ring reduce-scatter: n-1 steps, (n-1)/n of the bytes. An all-gather takes as long."""
+    """Seconds of an all-reduce: 2(n-1)/n of the bytes, and the latency of a ring or of a tree, whichever is less."""
     n = group.size
     if n == 1:
         return 0.0
-    return _latency(group) + (n - 1) / n * size_bytes / group.bytes_per_s
+    tree = 8 * n.bit_length() * group.latency_s
+    return 2 * min(_ring_latency(group), tree) + 2 * (n - 1) / n * size_bytes / group.bytes_per_s
+
+
+def reduce_scatter(group: CollectiveGroup, size_bytes: float, *, pieces: int = 1) -> float:
+    """Seconds of a ring reduce-scatter: n-1 steps, (n-1)/n of the bytes. An all-gather takes as long.
+
+    Bytes that are sent in `pieces`, such as the layers of a sharded model, pay the latency once for each.
+    """
+    n = group.size
+    if n == 1:
+        return 0.0
+    return pieces * _ring_latency(group) + (n - 1) / n * size_bytes / group.bytes_per_s
 
 
 all_gather = reduce_scatter
 
 
-def all_to_all(group: CollectiveGroup, size_bytes: float) -> float:
+def all_to_all(group: CollectiveGroup, size_bytes: float, *, abroad: float = 1.0) -> float:
     """Seconds of an all-to-all: each rank sends 1/n of its bytes to every other, by its own links.
 
-    The parts for its own node and for others are sent at the same time; the slower of the two counts.
+    The parts for its own node and for others are sent at the same time; the slower of the two counts. Of what goes to
+    other nodes only the fraction `abroad` is sent, if the rest is copies for several ranks of the same node.
     """
     if group.size == 1:
         return 0.0
     inside = (group.per_node - 1) / group.size * size_bytes / group.peer_bytes_per_s
-    outside = (group.size - group.per_node) / group.size * size_bytes / group.own_bytes_per_s
+    outside = (group.size - group.per_node) / group.size * abroad * size_bytes / group.own_bytes_per_s
     return group.latency_s + max(inside, outside)
 
 
@@ -86,7 +94,6 @@ def send(group: CollectiveGroup, size_bytes: float) -> float:
     return 0.0 if group.size == 1 else group.latency_s + size_bytes / group.own_bytes_per_s
 
 
-def _latency(group: CollectiveGroup) -> float:
-    """A ring pays the latency once per step; libraries switch to trees for long rings."""
-    steps = group.size - 1
-    return group.latency_s * min(steps, 8 * (steps + 1).bit_length())
+def _ring_latency(group: CollectiveGroup) -> float:
+    """A ring pays the latency once per step, however long it is: there is no tree that scatters or gathers."""
+    return group.latency_s * (group.size - 1)

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from headway.plan.machine.calibration import Calibration
-from headway.plan.machine.hardware import Device
+from headway.plan.machine.hardware import FP8, Device
 from headway.plan.model.layout import Layout
 from headway.plan.model.transformer import Transformer
 
@@ -14,8 +14,15 @@ FORWARD_KERNELS = 14
 """Kernels of one layer: two norms, four products, attention, activation, adds and dropout, casts."""
 BACKWARD_TRAFFIC_RATIO = 1.5
 """Elementwise traffic of the backward over the forward pass: gradients and saved values."""
-FLASH_BACKWARD_RATIO = 2.5
-"""Time of fused attention's backward over its forward pass: five products instead of two."""
+EAGER_TRAFFIC = {"layernorm": 1.45, "rmsnorm": 3.0}
+"""Elementwise traffic of eager torch over that of fused kernels, counted in bytes: copies and bias gradients of a GPT
+block; an RMS norm and rotations that are written as a dozen fp32 operations."""
+COMPILED_TRAFFIC = 1.0
+"""The same under torch.compile, which fuses as much as hand-written kernels."""
+CAST_BYTES = 4
+"""Bytes per element of an fp8 product's input for its cast: 16 bits are read, 8 written twice (also transposed)."""
+PERMUTE_PASSES = 4
+"""Reads and writes of the routed tokens in a forward pass: into the order of the experts, and back."""
 
 
 class Gemm(NamedTuple):
@@ -115,15 +122,26 @@ def head_gemm(model: Transformer, layout: Layout) -> Gemm:
 
 
 def gemm_seconds(gemm: Gemm, layout: Layout, device: Device, constants: Calibration) -> float:
-    """Seconds of one product: the slower of arithmetic and memory traffic, plus a fixed overhead."""
-    arithmetic = gemm.flops / (device.matrix_flops(layout.precision) * constants.matrix)
+    """Seconds of one product: arithmetic and memory traffic, which overlap in part, plus a fixed overhead."""
+    fp8 = layout.precision in FP8 and device.fp8 is not None and gemm.name not in ("head", "router")
+    precision = layout.precision if fp8 or layout.precision not in FP8 else "bf16"
+    reached = constants.matrix_fp8 if fp8 else constants.matrix
+    if gemm.name.startswith("expert"):
+        reached *= constants.experts / constants.matrix
+    arithmetic = gemm.flops / (device.matrix_flops(precision) * reached)
     traffic = gemm.bytes(layout.element_bytes.activation) / _bytes_per_s(device, constants)
-    return max(arithmetic, traffic) + constants.kernel_s
+    overlapped = max(arithmetic, traffic) + constants.serial * min(arithmetic, traffic)
+    cast = 0.0
+    if fp8:
+        weights = gemm.k * gemm.n / layout.microbatches  # cast once per step
+        cast = CAST_BYTES * gemm.batch * (gemm.m * gemm.k + weights) / _bytes_per_s(device, constants)
+    return overlapped + cast + constants.kernel_s
 
 
 def attention_seconds(model: Transformer, layout: Layout, device: Device, constants: Calibration) -> float:
     """Seconds of the attention core, forward: fused, or two batched products that stream the score matrix."""
-    rate = device.matrix_flops("bf16") * constants.attention
+    kernel = constants.fused_attention if layout.megatron else constants.attention
+    rate = device.matrix_flops("bf16") * (kernel if layout.flash else constants.matrix)
     products = attention_gemms(model, layout)
     if layout.flash:
         flops = sum(gemm.flops * (0.5 if gemm.causal else 1.0) for gemm in products)
@@ -136,21 +154,26 @@ def attention_seconds(model: Transformer, layout: Layout, device: Device, consta
     return matrix + scores * passes / stream + 4 * constants.kernel_s
 
 
-def elementwise_seconds(model: Transformer, layout: Layout, device: Device, constants: Calibration) -> float:
+def elementwise_seconds(
+    model: Transformer, layout: Layout, device: Device, constants: Calibration, *, moe: bool = False
+) -> float:
     """Seconds of norms, residual adds, dropout, activation functions and rotations of one layer, forward."""
     act, res = layout.element_bytes.activation, layout.residual_bytes
     tokens = layout.microbatch * layout.tokens(model) / layout.cp
     h = model.hidden
     replicated = float((2 * (res + act) + 2 * 3 * res + (2 if model.dropout else 0)) * h)
-    width = model.moe.top_k * model.moe.capacity * model.moe.ffn if model.moe else model.width
-    split = float((3 if model.gated else 2) * act * width)
+    width, permuted = float(model.width), 0.0
+    if moe and model.moe:
+        routed = model.moe.top_k * model.moe.capacity
+        width = routed * model.moe.ffn + model.moe.shared_ffn
+        permuted = 2 * PERMUTE_PASSES / 2 * act * routed * h
+    split = (3 if model.gated else 2) * act * width + permuted
     if model.position == "rope":
         split += 2 * act * (model.heads + model.kv) * model.dim
-    if layout.compiled:
-        replicated, split = replicated * 0.6, split * 0.7
     traffic = tokens * (replicated / (layout.tp if layout.sequence_parallel else 1) + split / layout.tp)
     kernels = FORWARD_KERNELS * (0.5 if layout.compiled else 1.0)
-    return traffic / _bytes_per_s(device, constants) + kernels * constants.kernel_s
+    stack = 1.0 if layout.megatron else COMPILED_TRAFFIC if layout.compiled else EAGER_TRAFFIC[model.norm]
+    return stack * traffic / _bytes_per_s(device, constants) + kernels * constants.kernel_s
 
 
 @lru_cache(maxsize=16384)
@@ -162,13 +185,13 @@ def layer_forward(
     return LayerTime(
         products=sum(gemm_seconds(gemm, layout, device, constants) for gemm in gemms),
         attention=attention_seconds(model, layout, device, constants),
-        elementwise=elementwise_seconds(model, layout, device, constants),
+        elementwise=elementwise_seconds(model, layout, device, constants, moe=moe),
     )
 
 
-def layer_backward(forward: LayerTime, layout: Layout) -> LayerTime:
+def layer_backward(forward: LayerTime, layout: Layout, constants: Calibration) -> LayerTime:
     """Times of one layer in the backward pass: each product twice, elementwise kernels 1.5 times."""
-    factor = FLASH_BACKWARD_RATIO if layout.flash else 2.0
+    factor = constants.attention_backward if layout.flash else 2.0
     return LayerTime(
         products=2 * forward.products,
         attention=factor * forward.attention,

@@ -138,6 +138,7 @@ def _training_parts(
         "activations": layers * per_layer * compiled,
         "embedding": _embedding(model, layout, stage),
         "between stages": _between_stages(model, layout, stage),
+        "exchanged keys and values": _exchanged(model, layout),
         "16-bit weight copies": _casts(layout, parameters),
         "gathered weights": _gathered(layout, parameters),
         "buckets": _buckets(layout, parameters),
@@ -175,6 +176,15 @@ def _between_stages(model: Transformer, layout: Layout, stage: int) -> float:
     )
     in_flight = schedule.in_flight(layout.pp, layout.microbatches, stage, layout.vpp)
     return tokens * model.hidden * layout.residual_bytes * (in_flight + layout.microbatches * layout.vpp)
+
+
+def _exchanged(model: Transformer, layout: Layout) -> float:
+    """Context parallelism: a block of keys and values to send and one to receive, and as much for their gradients."""
+    if layout.cp == 1:
+        return 0.0
+    tokens = layout.microbatch * layout.tokens(model) / layout.cp
+    block = 2 * tokens * model.kv * model.dim * layout.element_bytes.activation / min(layout.tp, model.kv)
+    return 4 * block
 
 
 def _embedding(model: Transformer, layout: Layout, stage: int) -> float:

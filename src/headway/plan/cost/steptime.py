@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import log, sqrt
 
 from headway.plan.cost import collectives, compute
 from headway.plan.cost.schedule import stage_layers
@@ -52,7 +53,13 @@ def step_time(model: Transformer, layout: Layout, node: Node, constants: Calibra
     parts["pipeline bubble"] = (sum(stages) - slowest) / v
     parts["data parallel"] = _data_parallel(model, layout, node, constants, busy=m * slowest)
     parts["optimizer"] = _optimizer(model, layout, node.device, constants)
+    parts["stragglers"] = sum(parts.values()) * straggling(layout.gpus, constants)
     return StepTime(parts={name: seconds * constants.scale for name, seconds in parts.items() if seconds > 0})
+
+
+def straggling(gpus: int, constants: Calibration) -> float:
+    """How much longer than the mean the slowest of `gpus` normally distributed steps takes: jitter sqrt(2 ln n)."""
+    return constants.jitter * sqrt(2 * log(gpus))
 
 
 def _busy_parts(
@@ -120,7 +127,7 @@ def _layer_cost(
     model: Transformer, layout: Layout, node: Node, constants: Calibration, *, moe: bool
 ) -> LayerCost:
     forward = compute.layer_forward(model, layout, node.device, constants, moe=moe)
-    backward = compute.layer_backward(forward, layout)
+    backward = compute.layer_backward(forward, layout, constants)
     recomputed = compute.layer_recompute(forward, layout)
     return LayerCost(
         products=forward.products + backward.products,
@@ -128,7 +135,9 @@ def _layer_cost(
         elementwise=forward.elementwise + backward.elementwise,
         recompute=recomputed.total,
         tensor_parallel=_tensor_parallel(model, layout, node, constants),
-        context_parallel=_context_parallel(model, layout, node, constants, forward.attention),
+        context_parallel=_context_parallel(
+            model, layout, node, constants, forward.attention, recomputed.attention
+        ),
         expert_parallel=_expert_parallel(model, layout, node, constants) if moe else 0.0,
     )
 
@@ -143,20 +152,42 @@ def _tensor_parallel(model: Transformer, layout: Layout, node: Node, constants: 
     )
     passes = 6 if layout.recompute == "full" else 4
     # a reduce-scatter and an all-gather move what an all-reduce moves (Korthikanti, section 4.2.2)
-    return passes * collectives.all_reduce(ranks, size)
+    exposed = 1 - TP_HIDDEN if layout.tp_overlap else 1.0
+    return exposed * passes * collectives.all_reduce(ranks, size)
+
+
+TP_HIDDEN = 0.45
+"""Fraction of tensor-parallel communication that products hide if it is split into pieces: torchtitan's Llama 3 70B
+takes 27.4 s without and 25.1 s with asynchronous tensor parallelism, of about 5 s of communication."""
 
 
 def _context_parallel(
-    model: Transformer, layout: Layout, node: Node, constants: Calibration, attention: float
+    model: Transformer, layout: Layout, node: Node, constants: Calibration, attention: float, repeated: float
 ) -> float:
-    """Keys and values are sent around the ring while scores are computed; what does not overlap is exposed."""
+    """What context parallelism adds: the exchange that scores do not hide, partial results, and the causal imbalance.
+
+    Keys and values are sent around the ring while scores are computed. After each hop the fp32 output is corrected.
+    Megatron gives each rank an early and a late part of the sequence; in torch the last rank has the most scores.
+    """
     if layout.cp == 1:
         return 0.0
     ranks = collectives.axis_group("cp", layout, node, constants)
     tokens = layout.microbatch * layout.tokens(model) / layout.cp
     block = 2 * tokens * model.kv * model.dim * layout.element_bytes.activation / min(layout.tp, model.kv)
     hops = (layout.cp - 1) * collectives.send(ranks, block)
-    return max(0.0, hops - attention) + max(0.0, 2 * hops - compute.FLASH_BACKWARD_RATIO * attention)
+    forward, backward = attention + repeated, constants.attention_backward * attention
+    passes = 2 if repeated else 1
+    exposed = max(0.0, passes * hops - forward) + max(0.0, 2 * hops - backward)
+    stream = node.device.hbm_GBps * 1e9 * node.device.hbm_achievable * constants.memory
+    merged = tokens * model.heads * model.dim / layout.tp * MERGE_BYTES * (layout.cp - 1) / stream
+    uneven = (
+        0.0 if layout.megatron or not model.causal else (layout.cp - 1) / layout.cp * (forward + backward)
+    )
+    return exposed + (passes + 2) * merged + uneven
+
+
+MERGE_BYTES = 12
+"""Bytes per element to correct an fp32 output by a partial one: two are read, one is written."""
 
 
 def _expert_parallel(model: Transformer, layout: Layout, node: Node, constants: Calibration) -> float:
@@ -164,15 +195,19 @@ def _expert_parallel(model: Transformer, layout: Layout, node: Node, constants: 
     if layout.ep == 1 or model.moe is None:
         return 0.0
     ranks = collectives.axis_group("ep", layout, node, constants)
-    tokens = layout.microbatch * layout.tokens(model) / layout.cp
-    routed = tokens * model.moe.top_k * model.moe.capacity
-    size = routed * model.hidden * layout.element_bytes.activation / layout.tp
-    return 4 * collectives.all_to_all(ranks, size)
+    tokens = layout.microbatch * layout.tokens(model) / layout.cp / layout.tp
+    size = tokens * model.hidden * layout.element_bytes.activation * model.moe.capacity
+    # a token for several experts of one node is sent to that node once, and distributed there
+    distinct = ranks.nodes * (1 - (1 - 1 / ranks.nodes) ** model.moe.top_k) / model.moe.top_k
+    return 4 * collectives.all_to_all(ranks, size * model.moe.top_k, abroad=distinct)
 
 
 def _sends(model: Transformer, layout: Layout, node: Node, constants: Calibration) -> float:
-    """Sends of one microbatch's boundary activations, forward and backward, for each chunk (SC21, section 4.1)."""
-    if layout.pp == 1:
+    """Sends of one microbatch's boundary activations, forward and backward, for each chunk (SC21, section 4.1).
+
+    With several chunks and `overlap`, a chunk is sent while the next one is computed.
+    """
+    if layout.pp == 1 or (layout.vpp > 1 and layout.overlap):
         return 0.0
     ranks = collectives.axis_group("pp", layout, node, constants)
     tokens = layout.microbatch * layout.tokens(model) / layout.cp
@@ -189,21 +224,36 @@ def _data_parallel(
     parameters = on_rank(model, layout, 0)
     count = parameters.shared + parameters.experts
     ranks = collectives.shard_group(layout, node, constants)
-    width, microbatches = layout.element_bytes.activation, layout.microbatches
+    width, m = layout.element_bytes.activation, layout.microbatches
     gradients = count * layout.element_bytes.gradient
-    if layout.zero == 3:
-        total = (2 * microbatches if layout.reshard else 1) * collectives.all_gather(ranks, count * width)
-        total += (microbatches if layout.reshard else 1) * collectives.reduce_scatter(ranks, gradients)
-        hidden = busy  # gathers overlap the forward pass, too
-    else:
-        total = collectives.reduce_scatter(ranks, gradients)
-        total += collectives.all_gather(ranks, count * width if layout.zero else gradients)
-        hidden = busy / microbatches * 2 / 3  # the backward of the last microbatch
+    units = stage_layers(model, layout.pp, layout.vpp)[0].total + 1 if layout.zero == 3 else 1
+    reduce = collectives.reduce_scatter(ranks, gradients, pieces=units)
+    gather = collectives.all_gather(ranks, count * width, pieces=units)
     replicas = _replica_reduce(layout, node, constants, gradients)
+    if layout.zero == 3:
+        times = m if layout.reshard else 1
+        gathers, reduces = (2 if layout.reshard else 1) * times * gather, times * reduce
+        share = (times * busy / m) / 3  # a third of the time is the forward pass
+        exposed = max(0.0, gathers / 2 - share) + max(0.0, gathers / 2 + reduces - 2 * share)
+    else:
+        gathers = gather if layout.zero else collectives.all_gather(ranks, gradients)
+        reduces = reduce
+        exposed = max(
+            0.0, reduce - busy / m * 2 / 3
+        )  # the backward of the last microbatch hides the reduction
+        # the weights of a sharded optimizer are gathered during the next forward, gradients are not
+        exposed += (
+            max(0.0, gathers - busy / m / 3) if layout.zero else gathers - min(gathers, busy / m * 2 / 3)
+        )
     if not layout.overlap:
-        return total + replicas
-    least = total / microbatches * parameters.largest_unit / count
-    return max(least, total - hidden) + replicas
+        return gathers + reduces + replicas
+    total = gathers + reduces
+    exposed = max(exposed, total / m * parameters.largest_unit / count)
+    return exposed + OVERLAP_COST * max(0.0, total - exposed) + replicas
+
+
+OVERLAP_COST = 0.2
+"""A hidden collective slows the products beside it: its kernels take 16 to 32 of 108 to 132 multiprocessors."""
 
 
 def _replica_reduce(layout: Layout, node: Node, constants: Calibration, gradients: float) -> float:

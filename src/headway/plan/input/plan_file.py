@@ -49,7 +49,7 @@ class PlanFile:
     layout: Layout
     node: Node
     workload: Workload
-    calibration: Calibration
+    calibration: Calibration | None
     search: SearchSettings | None = None
 
 
@@ -112,10 +112,10 @@ def read_node(given: object) -> Node:
     return Node.of(name=str(name or "mine"), price_per_hour=price, **keys)
 
 
-def read_calibration(given: object, directory: Path, node: object) -> Calibration:
+def read_calibration(given: object, directory: Path, node: object) -> Calibration | None:
     """Reads constants from a file or from the plan; if the node is "this", those of this machine."""
     if given is None:
-        return load_calibration(calibration_file()) if node == "this" else Calibration()
+        return load_calibration(calibration_file()) if node == "this" else None
     if isinstance(given, str):
         return load_calibration(calibration_file() if given == "this" else directory / given)
     return build(Calibration, "calibration", given)

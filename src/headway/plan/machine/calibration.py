@@ -1,11 +1,12 @@
 """The constants that no data sheet gives: which fraction of its peak a real kernel or link reaches.
 
-Eight constants describe a machine, and four more one model on it. The defaults were fitted on ten of vTrain's 109
-measured A100 steps (docs/plan.md has the error on the other 99); `headway plan calibrate` measures this machine's own.
+The defaults were fitted on ten of vTrain's 109 measured A100 steps (docs/plan.md has the error on the other 99); those
+of other families are in `efficiency`. `headway plan calibrate` measures this machine's own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -20,11 +21,21 @@ from headway.plan.yaml_reader import read_yaml
 class Calibration:
     """Calibration constants. Fractions are relative to what the device can achieve; times are in seconds."""
 
-    matrix: float = 0.853
+    matrix: float = 0.93
     """Fraction of the best matrix product's rate that the products of a model reach."""
-    attention: float = 0.81
-    """Fraction of the best matrix product's rate that attention reaches."""
-    memory: float = 0.835
+    matrix_fp8: float = 0.93
+    """The same for products in fp8, relative to the best product in fp8."""
+    experts: float = 0.93
+    """The same for the grouped products of experts, whose tokens are uneven."""
+    serial: float = 0.5
+    """Fraction of the shorter of arithmetic and memory traffic of a product that does not overlap the longer."""
+    attention: float = 0.62
+    """Fraction of the best matrix product's rate that fused attention reaches, forward, in torch."""
+    fused_attention: float = 0.7
+    """The same in Megatron (cuDNN's kernels)."""
+    attention_backward: float = 2.5
+    """Time of fused attention's backward over its forward pass: five products instead of two."""
+    memory: float = 0.871
     """Fraction of the copy bandwidth that elementwise kernels reach."""
     kernel_s: float = 9e-6
     """Overhead per kernel: launch, ramp-up, tail."""
@@ -36,6 +47,8 @@ class Calibration:
     """Fraction of the node's network bandwidth that collectives between nodes reach."""
     network_latency_s: float = 4.8e-6
     """Latency per step of a ring between nodes."""
+    jitter: float = 0.01
+    """Standard deviation of a rank's step over its mean: all wait for the slowest."""
     scale: float = 1.0
     """Measured over predicted time of the device, once a module has been measured."""
     host_forward: float = 1.0
@@ -45,13 +58,21 @@ class Calibration:
     host_optimizer: float = 1.0
     """Host time per kernel in the optimizer, whose kernels take lists of tensors."""
     source: str = "fitted on ten vTrain runs (A100, 2023)"
+    device: str | None = None
+    """The device that was measured; these constants are used for no other. None: they are given for any device."""
+    measured: tuple[str, ...] = ()
+    """The constants that were measured on `device`; the others are those of its family."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "measured", tuple(self.measured))
+        for name in self.measured:
+            checks.require_choice("calibration.measured", name, _NUMBERS)
         for name in _NUMBERS:
-            checks.require_number(f"calibration.{name}", getattr(self, name))
+            least = -1e-9 if name in ("serial", "jitter") else 0.0
+            checks.require_number(f"calibration.{name}", getattr(self, name), above=least)
 
 
-_NUMBERS = tuple(field.name for field in fields(Calibration) if field.name != "source")
+_NUMBERS = tuple(field.name for field in fields(Calibration) if field.type == "float")
 
 
 def calibration_file() -> Path:
@@ -61,12 +82,34 @@ def calibration_file() -> Path:
 
 def load_calibration(path: str | Path) -> Calibration:
     """Reads a calibration that `save_calibration` wrote."""
-    data = checks.require_mapping("calibration", read_yaml(path).get("calibration", {}))
-    checks.require_known_keys(f"{path}: calibration", data, (*_NUMBERS, "source"))
+    content = read_yaml(path)
+    data = dict(checks.require_mapping("calibration", content.get("calibration", {})))
+    checks.require_known_keys(f"{path}: calibration", data, (*_NUMBERS, "source", "device", "measured"))
     for name, value in data.items():
-        if name != "source" and not isinstance(value, int | float):
+        if name in _NUMBERS and not isinstance(value, int | float):
             raise UsageError(f"{path}: calibration.{name} is {value!r}; expected a number")
+    if "device" not in data:
+        # files of earlier versions name the device beside the constants, and have all of those they could measure
+        data |= {"device": _device_of(content), "measured": [name for name in _FIRST if name in data]}
+    if not isinstance(data.get("measured", []), list):
+        raise UsageError(
+            f"{path}: calibration.measured is {data['measured']!r}; expected a list of constants"
+        )
     return Calibration(**data)  # type: ignore[arg-type]
+
+
+_FIRST = ("matrix", "attention", "memory", "kernel_s", "peer", "peer_latency_s", "scale")
+
+
+def _device_of(content: Mapping[str, object]) -> str | None:
+    """The device that a calibration file describes: that of its node, or the one whose steps were measured."""
+    node, facts = content.get("node"), content.get("measured")
+    device = node.get("device") if isinstance(node, Mapping) else None
+    if device is None and isinstance(facts, Mapping):
+        device = facts.get("device")
+    if isinstance(device, Mapping):
+        device = device.get("name")
+    return None if device is None else str(device)
 
 
 def save_calibration(
@@ -79,7 +122,8 @@ def save_calibration(
     """Writes the constants and the measurements behind them as YAML."""
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
-    content = {"node": node, "calibration": asdict(calibration), "measured": facts}
+    constants = {**asdict(calibration), "measured": list(calibration.measured)}
+    content = {"node": node, "calibration": constants, "measured": facts}
     text = yaml.safe_dump(content, sort_keys=False)
     partial = file.with_name(file.name + ".partial")
     partial.write_text(text)

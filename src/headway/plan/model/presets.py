@@ -51,7 +51,18 @@ def _dino(layers: int, hidden: int, heads: int, **other: object) -> Transformer:
 
 _MIXTRAL = _llama(32, 4096, 32, 8, 14336, 32000)
 
+
+def _gpt_oss(layers: int, experts: int) -> Transformer:
+    base = _llama(layers, 2880, 64, 8, 2880, 201088)
+    # a sink for each head, and a bias of the router
+    more = layers * (64 + experts)
+    moe = Moe(experts=experts, top_k=4, ffn=2880)
+    return replace(base, head_dim=64, bias="all", moe=moe, context=131072, extra_parameters=more)
+
+
 _PRESETS = {
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
     "gpt2": _gpt(12, 768, 12),
     "gpt2-medium": _gpt(24, 1024, 16),
     "gpt2-large": _gpt(36, 1280, 20),
@@ -73,6 +84,9 @@ _PRESETS = {
     "qwen3-8b": _qwen3(36, 4096, 32, 8, 12288, tied=False),
     "qwen3-30b-a3b": replace(
         _qwen3(48, 2048, 32, 4, 6144, tied=False), moe=Moe(experts=128, top_k=8, ffn=768)
+    ),
+    "qwen3-235b-a22b": replace(
+        _qwen3(94, 4096, 64, 4, 12288, tied=False), moe=Moe(experts=128, top_k=8, ffn=1536)
     ),
     "deepseek-v3": replace(
         _llama(61, 7168, 128, 128, 18432, 129280),

@@ -6,20 +6,13 @@ from headway.plan.cost import flops, memory, schedule, states
 from headway.plan.cost.activations import layer_bytes
 from headway.plan.cost.memory import RankMemory
 from headway.plan.cost.steptime import StepTime
-from headway.plan.machine.calibration import Calibration
 from headway.plan.machine.hardware import Node
 from headway.plan.model.layout import Layout
 from headway.plan.model.transformer import Transformer
-from headway.plan.report.quantity import Quantity, approximate, exact
+from headway.plan.report.bounds import TimeBounds
+from headway.plan.report.quantity import Quantity, Source, approximate, exact
 
 Answers = dict[str, Quantity]
-
-
-def time_range(node: Node, constants: Calibration) -> tuple[float, float]:
-    """Bounds of a step time relative to its estimate, from the errors on published runs."""
-    if constants.source.startswith("measured"):
-        return 0.9, 1.1
-    return (0.88, 1.25) if node.device.name.startswith("a100") else (0.8, 1.8)
 
 
 def model_answers(model: Transformer) -> Answers:
@@ -87,6 +80,7 @@ _PART_FORMULAS = {
     "gathered weights": "embedding, head and two layers in the precision of products, at most all weights",
     "gradients on their way": "the full gradient of a layer before ZeRO 2 or 3 scatters it",
     "between stages": "torch's pipeline: outputs in flight, and a gradient buffer for each microbatch",
+    "exchanged keys and values": "context parallelism: blocks to send and to receive, and their gradients",
     "buckets": "DDP: a second copy of the gradients; sharded optimizers: two buckets",
     "optimizer temporaries": "a foreach optimizer's copy of the weights that it updates",
 }
@@ -98,25 +92,30 @@ _TIME_FORMULAS = {
     "recompute": "the repeated part of the forward pass",
     "head and loss": "three output products, and five passes over fp32 logits",
     "tensor parallel": "4 all-reduces per layer (6 with full recompute): 2(n-1)(latency + bytes/n / bandwidth)",
-    "context parallel": "ring of keys and values, what attention does not overlap",
+    "context parallel": "exchange of keys and values that scores do not hide, merging of outputs, causal imbalance",
     "expert parallel": "4 all-to-alls per mixture-of-experts layer",
     "pipeline sends": "boundary activations, forward and backward, for each microbatch and chunk",
     "pipeline bubble": "(p - 1)/v stage times, and the wait for the slowest stage",
     "data parallel": "reduce and gather, what the backward pass does not overlap",
+    "stragglers": "jitter x sqrt(2 ln GPUs) of the rest: every rank waits for the slowest",
     "optimizer": "bytes of the state, read and written once / HBM",
 }
 
 
 def time_answers(
-    model: Transformer, layout: Layout, node: Node, constants: Calibration, step: StepTime
+    model: Transformer, layout: Layout, node: Node, bounds: TimeBounds, step: StepTime
 ) -> Answers:
     """Answers about the step: time by part, throughput and utilization."""
-    low, high = time_range(node, constants)
+    low, high = bounds.low, bounds.high
     seconds, sequence = step.total, layout.tokens(model)
-    found = {
-        f"time.part.{name}": approximate(value, low, high, "s", formula=_TIME_FORMULAS[name])
-        for name, value in step.parts.items()
-    }
+    found = {}
+    for name, value in step.parts.items():
+        part = bounds.parts[name]
+        formula = f"{_TIME_FORMULAS[name]}; {part.source}"
+        source: Source = "measured" if part.source.startswith("measured") else "formula"
+        found[f"time.part.{name}"] = approximate(
+            value, part.low, part.high, "s", formula=formula, source=source
+        )
     found["time.step"] = approximate(seconds, low, high, "s", formula="sum of time.part.*")
     found["time.bubble"] = exact(
         schedule.bubble_fraction(layout.pp, layout.microbatches, layout.vpp), "share",

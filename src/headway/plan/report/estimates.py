@@ -11,10 +11,12 @@ from headway.plan.cost import compute, memory
 from headway.plan.cost.economy import Workload
 from headway.plan.cost.steptime import step_time
 from headway.plan.machine.calibration import Calibration
+from headway.plan.machine.efficiency import scoped_calibration
 from headway.plan.machine.hardware import GIB, Node
 from headway.plan.model.layout import Layout
 from headway.plan.model.transformer import Transformer
 from headway.plan.report import answers, run_answers
+from headway.plan.report.bounds import bound_notes, time_bounds
 from headway.plan.report.quantity import Quantity
 from headway.plan.searcher.remedies import Remedy, find_remedies
 
@@ -92,15 +94,17 @@ def estimate(
     >>> plan.fits, str(plan.answers["parameters"])
     (True, '124.44 M')
     """
-    workload, constants = workload or Workload(), calibration or Calibration()
+    workload = workload or Workload()
+    constants, notes = scoped_calibration(calibration, node.device)
     layout.check_model(model)
     stages = memory.representative_stages(model, layout)
     ranks = [memory.rank_memory(model, layout, stage) for stage in stages]
     step = step_time(model, layout, node, constants)
+    bounds = time_bounds(model, layout, node, constants, step)
     found = answers.model_answers(model)
     found |= answers.memory_answers(model, layout, ranks)
-    found |= answers.time_answers(model, layout, node, constants, step)
-    found |= run_answers.economy_answers(model, layout, node, constants, step, workload)
+    found |= answers.time_answers(model, layout, node, bounds, step)
+    found |= run_answers.economy_answers(model, layout, node, bounds, step, workload)
     found["device.memory"] = Quantity(
         value=node.device.memory_bytes, low=node.device.memory_bytes, high=node.device.memory_bytes, unit="bytes",
         formula=f"{node.device.name}: {node.device.source}", source="datasheet",
@@ -119,7 +123,7 @@ def estimate(
         products=product_table(model, layout, node, constants),
         scaling=scaling_table(model, layout, node, constants),
         sensitivity=sensitivity(model, layout, node, constants),
-        notes=_notes(layout, node, constants, found),
+        notes=notes + bound_notes(bounds, step) + _notes(layout, node, found),
     )
 
 
@@ -182,23 +186,28 @@ def product_table(
 def scaling_table(
     model: Transformer, layout: Layout, node: Node, constants: Calibration
 ) -> list[dict[str, float]]:
-    """Returns weak scaling (the batch grows with the replicas) and strong scaling (the batch is constant)."""
-    rows = []
-    one = step_time(model, replace(layout, dp=1, shard=None, ep=1, global_batch=layout.global_batch // layout.dp),
-                    node, constants).total  # fmt: skip
-    replicas = 1
+    """Returns weak scaling (the batch grows with the replicas) and strong scaling (the batch is constant).
+
+    Efficiency is relative to the fewest replicas that fit; without any, to those of the layout.
+    """
+    rows: list[dict[str, float]] = []
+    experts = layout.ep * layout.expert_ways // (layout.cp * layout.tp)  # replicas that share their experts
+    replicas, first = max(1, experts), None
     while replicas <= max(64, 4 * layout.dp):
         weak = replace(
-            layout, dp=replicas, shard=None, ep=1, global_batch=layout.global_batch // layout.dp * replicas
+            layout, dp=replicas, shard=None, global_batch=layout.global_batch // layout.dp * replicas
         )
-        row = {
-            "gpus": float(weak.gpus),
-            "weak_step_s": step_time(model, weak, node, constants).total,
-            "weak_efficiency": one / step_time(model, weak, node, constants).total,
-        }
+        seconds = step_time(model, weak, node, constants).total
+        needed = memory.reserved_bytes(memory.peak(model, weak).allocated, weak)
+        if first is None and (needed <= node.device.memory_bytes or replicas >= layout.dp):
+            first = seconds
+        if first is None:
+            replicas *= 2
+            continue
+        row = {"gpus": float(weak.gpus), "weak_step_s": seconds, "weak_efficiency": first / seconds}
         microbatches = layout.global_batch // layout.microbatch
         if microbatches % replicas == 0 and not (layout.vpp > 1 and microbatches // replicas % layout.pp):
-            strong = replace(layout, dp=replicas, shard=None, ep=1)
+            strong = replace(layout, dp=replicas, shard=None)
             row["strong_step_s"] = step_time(model, strong, node, constants).total
         rows.append(row)
         replicas *= 2
@@ -218,10 +227,8 @@ def sensitivity(
     return sorted(found, key=lambda row: -row[1])
 
 
-def _notes(layout: Layout, node: Node, constants: Calibration, found: dict[str, Quantity]) -> list[str]:
+def _notes(layout: Layout, node: Node, found: dict[str, Quantity]) -> list[str]:
     notes = []
-    if not constants.source.startswith("measured"):
-        notes.append(f"times are uncalibrated ({constants.source}); run: headway plan calibrate")
     if layout.gpus % node.gpus and layout.gpus > node.gpus:
         notes.append(f"{layout.gpus} GPUs do not fill whole nodes of {node.gpus}")
     if layout.tp > node.gpus:

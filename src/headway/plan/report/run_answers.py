@@ -5,11 +5,11 @@ from __future__ import annotations
 from headway.plan.cost import economy, states
 from headway.plan.cost.economy import Workload
 from headway.plan.cost.steptime import StepTime
-from headway.plan.machine.calibration import Calibration
 from headway.plan.machine.hardware import Node
 from headway.plan.model.layout import Layout
 from headway.plan.model.transformer import Transformer
-from headway.plan.report.answers import Answers, time_range
+from headway.plan.report.answers import Answers
+from headway.plan.report.bounds import TimeBounds
 from headway.plan.report.quantity import Quantity, approximate, exact
 
 IMAGE_BYTES = 110e3
@@ -17,10 +17,10 @@ IMAGE_BYTES = 110e3
 
 
 def economy_answers(
-    model: Transformer, layout: Layout, node: Node, constants: Calibration, step: StepTime, workload: Workload
+    model: Transformer, layout: Layout, node: Node, time: TimeBounds, step: StepTime, workload: Workload
 ) -> Answers:
     """Answers about the run: checkpoints, failures, data loading, and totals."""
-    bounds = time_range(node, constants)
+    bounds = time.low, time.high
     found = _checkpoint_answers(model, layout, node, workload)
     found |= _loader_answers(model, layout, node, step, workload, bounds)
     good = found["goodput"].value

@@ -10,6 +10,7 @@ from headway.plan import checks
 from headway.plan.cost import memory
 from headway.plan.cost.steptime import StepTime, step_time
 from headway.plan.machine.calibration import Calibration
+from headway.plan.machine.efficiency import scoped_calibration
 from headway.plan.machine.hardware import GIB, Node
 from headway.plan.model.layout import Layout, Recompute
 from headway.plan.model.transformer import Transformer
@@ -93,7 +94,7 @@ def search(
     """
     checks.require_int("gpus", gpus)
     checks.require_int("global_batch", global_batch)
-    base, constants = base or Layout(), calibration or Calibration()
+    base, (constants, _) = base or Layout(), scoped_calibration(calibration, node.device)
     capacity = node.device.memory_bytes
     tried, smallest, fitting = 0, float("inf"), []
     for layout in layouts(model, node, gpus, global_batch, base):

@@ -16,6 +16,7 @@ from typing import Any
 from headway.errors import HeadwayError, UsageError
 from headway.plan import checks
 from headway.plan.machine.calibration import Calibration
+from headway.plan.machine.efficiency import default_calibration, scoped_calibration
 from headway.plan.machine.hardware import Device, Node, find_device
 from headway.plan.tracer.request import FunctionReference, function_reference, trace_modules
 from headway.plan.tracer.result import TraceResult
@@ -120,7 +121,8 @@ def measure_module(
     failed = next((found.error for found in traces.values() if found.error), None)
     if failed:
         raise HeadwayError(f"the steps were measured, but could not be predicted: {failed}")
-    node, constants = node or _node_named(result["device"]), calibration or Calibration()
+    node = node or _node_named(result["device"])
+    constants, _ = scoped_calibration(calibration, node.device)
     measured = {size: [row for row in result["rows"] if row["batch_size"] == size] for size in every}
     fitted, notes = fit_calibration(traces, measured, settings.batch_size, node, constants)
     used = {settings.batch_size, order[0]}
@@ -161,7 +163,8 @@ def fit_calibration(
     smallest = min(measured, key=lambda size: size or 0)
     source = f"measured with a batch of {chosen}" if chosen else "measured with one batch"
     host = _host(traces[smallest], measured[smallest], measured[chosen])
-    fitted = replace(constants, source=source, **host)
+    names = ("scale", *host, *(name for name in constants.measured if name not in host))
+    fitted = replace(constants, source=source, device=node.device.name, measured=names, **host)
     scale = _scale(traces[chosen], _step_s(measured[chosen]), node, fitted)
     if scale is not None:
         return replace(fitted, scale=scale), []
@@ -274,13 +277,19 @@ def describe_machine(found: dict[str, Any]) -> tuple[dict[str, object], Calibrat
     chip = find_device(described)
     typical = sum(products.values()) / len(products)
     rate = chip.matrix_flops("bf16") / 1e12
-    constants = Calibration(
-        matrix=min(1.0, typical / rate),
-        attention=min(1.0, found["attention_TFLOPS"] / rate),
-        memory=min(1.2, found["copy_bytes_per_s"] / (chip.hbm_GBps * 1e9 * chip.hbm_achievable)),
-        kernel_s=found["launch_s"],
+    own = {
+        "matrix": min(1.0, typical / rate),
+        "attention": min(1.0, found["attention_TFLOPS"] / rate),
+        "memory": min(1.2, found["copy_bytes_per_s"] / (chip.hbm_GBps * 1e9 * chip.hbm_achievable)),
+        "kernel_s": found["launch_s"],
         **_peer(found, chip),
+    }
+    constants = replace(
+        default_calibration(chip),
         source=f"measured on {found['device']}",
+        device=chip.name,
+        measured=tuple(own),
+        **own,
     )
     return {"name": "this", "device": described, "gpus": found["gpus"]}, constants, found
 

@@ -20,6 +20,7 @@ from typing import Any
 from headway.errors import HeadwayError, UsageError
 from headway.plan import checks
 from headway.plan.machine.calibration import Calibration
+from headway.plan.machine.efficiency import scoped_calibration
 from headway.plan.machine.hardware import Node
 from headway.plan.report.estimates import Estimate
 from headway.plan.tracer.result import TraceResult, extrapolate_depth, trace_estimate
@@ -79,8 +80,10 @@ def estimate_trace(
     timeout: float = 600.0,
 ) -> Estimate:
     """Estimates memory and time of one traced step; if it does not fit, also traces changes that may."""
-    node, constants = node or Node("h200-sxm1"), calibration or Calibration()
+    node = node or Node("h200-sxm1")
+    constants, notes = scoped_calibration(calibration, node.device)
     found = trace_module(settings, extrapolate=extrapolate, timeout=timeout)
+    found = replace(found, notes=[*found.notes, *notes])
     plan = trace_estimate(settings.factory, found, settings, node, constants)
     if plan.fits or found.error is not None:
         return plan

@@ -1,0 +1,118 @@
+"""The constants of each family of GPUs, where they come from, and how far each kind of work may be off.
+
+A constant is measured, or fitted on published steps: `benchmarks/plan.py` prints the fit, and the errors on rows and
+on sources that it did not see. The intervals are wide where no row of a family shows the kind of work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from headway.plan.machine.calibration import Calibration
+from headway.plan.machine.hardware import Device
+
+_AMPERE = Calibration()
+_HOPPER = replace(
+    _AMPERE,
+    matrix=0.798,
+    matrix_fp8=0.791,
+    experts=0.339,
+    serial=0.5,  # eight products on one H200
+    attention=0.538,
+    fused_attention=0.739,
+    attention_backward=3.0,
+    jitter=0.013,
+    source="fitted on 23 published H100 and H200 steps",
+)
+_BLACKWELL = replace(
+    _HOPPER,
+    matrix=0.905,
+    matrix_fp8=0.847,
+    experts=0.607,
+    source="fitted on 4 published B200 and GB200 steps",
+)
+_CONSTANTS = {"ampere": _AMPERE, "hopper": _HOPPER, "blackwell": _BLACKWELL}
+_FAMILIES = {"a100": "ampere", "h100": "hopper", "h200": "hopper", "b200": "blackwell", "gb200": "blackwell",
+             "b300": "blackwell", "gb300": "blackwell"}  # fmt: skip
+
+
+class Interval(NamedTuple):
+    """Bounds of a time relative to its estimate, and what they come from."""
+
+    low: float
+    high: float
+    source: str
+
+
+MEASURED = (0.9, 1.1)
+_KNOWN = {
+    "ampere": {"products": (0.9, 1.2), "experts": (0.6, 2.2), "attention": (0.85, 1.3), "memory": (0.7, 1.6),
+               "peer": (0.8, 1.4), "network": (0.7, 1.5), "jitter": (0.5, 2.0)},
+    "hopper": {"products": (0.89, 1.14), "experts": (0.62, 2.0), "attention": (0.8, 1.25), "memory": (0.75, 1.5),
+               "peer": (0.75, 1.35), "network": (0.65, 1.6), "jitter": (0.4, 1.8)},
+    "blackwell": {"products": (0.85, 1.2), "experts": (0.62, 1.8), "attention": (0.75, 1.35), "memory": (0.7, 1.6),
+                  "peer": (0.7, 1.5), "network": (0.6, 1.8), "jitter": (0.4, 2.0)},
+}  # fmt: skip
+"""By family and kind of work: about nine of ten published steps are within the sum of these (tests/plan)."""
+_UNKNOWN = (0.6, 2.0)
+"""No published step of the family is known: the constants are those of Ampere."""
+_CLASSES = {"matrix": "products", "attention": "attention", "memory": "memory", "peer": "peer",
+            "network": "network", "experts": "experts", "jitter": "jitter"}  # fmt: skip
+
+
+def device_family(device: Device) -> str | None:
+    """Returns the family of a device of the catalog; None if no published step of its family is known."""
+    return _FAMILIES.get(device.name.split("-")[0])
+
+
+def default_calibration(device: Device) -> Calibration:
+    """Returns the constants of the device's family; those of Ampere for a device without one.
+
+    >>> from headway.plan.machine.hardware import find_device
+    >>> default_calibration(find_device("h200-sxm-141")).source
+    'fitted on 23 published H100 and H200 steps'
+    """
+    return _CONSTANTS[device_family(device) or "ampere"]
+
+
+def scoped_calibration(given: Calibration | None, device: Device) -> tuple[Calibration, list[str]]:
+    """Returns the constants for a device, and what to say about them.
+
+    Constants that were measured on another device are not used: a laptop says nothing about an H100.
+    """
+    own = default_calibration(device)
+    if given is None:
+        return own, []
+    if given.device is None:
+        return given, []
+    if given.device != device.name:
+        return own, [
+            f"the calibration of {given.device} is not used for {device.name}, whose constants are {own.source}"
+        ]
+    host = {name: getattr(given, name) for name in ("host_forward", "host_backward", "host_optimizer")}
+    measured = {name: getattr(given, name) for name in given.measured}
+    facts = {"source": given.source, "device": given.device, "measured": given.measured}
+    return replace(own, **{**host, **measured, **facts}), []
+
+
+def intervals(device: Device, constants: Calibration, *, fp8: bool) -> Mapping[str, Interval]:
+    """Returns how far each kind of work may be off: what was measured, what its family shows, or neither.
+
+    A measured step (`scale`) shows what runs on one device, in the precision that was measured, and no link.
+    """
+    family = device_family(device)
+    given = constants.device is None and constants.source.startswith("measured")
+    stepped = given or "scale" in constants.measured
+    found = {}
+    for constant, kind in _CLASSES.items():
+        on_device = kind in ("products", "attention", "memory", "experts")
+        measured = constant in constants.measured or (stepped and on_device)
+        if measured and not (fp8 and kind == "products" and not stepped):
+            found[kind] = Interval(*MEASURED, constants.source)
+        elif family is None:
+            found[kind] = Interval(*_UNKNOWN, f"no published step on {device.name} is known")
+        else:
+            found[kind] = Interval(*_KNOWN[family][kind], _CONSTANTS[family].source)
+    return found

@@ -1,0 +1,70 @@
+"""How far a step time may be off: each part carries the interval of its kernel class or link."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from headway.plan.cost.collectives import axis_group, shard_group
+from headway.plan.cost.steptime import StepTime
+from headway.plan.machine.calibration import Calibration
+from headway.plan.machine.efficiency import Interval, intervals
+from headway.plan.machine.hardware import FP8, Node
+from headway.plan.model.layout import Layout
+from headway.plan.model.transformer import Transformer
+
+_LINKS = {"tensor parallel": "tp", "expert parallel": "ep", "pipeline sends": "pp", "data parallel": "dp"}
+_KINDS = {"attention": "attention", "context parallel": "attention", "elementwise": "memory", "optimizer": "memory",
+          "stragglers": "jitter"}  # fmt: skip
+
+
+class TimeBounds(NamedTuple):
+    """The interval of each part of a step, and of the step: relative to the estimate."""
+
+    parts: dict[str, Interval]
+    low: float
+    high: float
+
+    @property
+    def measured(self) -> bool:
+        return all(interval.source.startswith("measured") for interval in self.parts.values())
+
+
+def time_bounds(
+    model: Transformer, layout: Layout, node: Node, constants: Calibration, step: StepTime
+) -> TimeBounds:
+    """Returns the interval of a step: the sum of its parts' intervals, as if all erred in the same direction."""
+    known = intervals(node.device, constants, fp8=layout.precision in FP8)
+    parts = {name: known[_kind(name, model, layout, node, constants)] for name in step.parts}
+    total = step.total
+    low = sum(step.parts[name] * interval.low for name, interval in parts.items()) / total
+    high = sum(step.parts[name] * interval.high for name, interval in parts.items()) / total
+    return TimeBounds(parts, low, high)
+
+
+def _kind(part: str, model: Transformer, layout: Layout, node: Node, constants: Calibration) -> str:
+    if part in _LINKS:
+        axis = _LINKS[part]
+        group = (
+            shard_group(layout, node, constants)
+            if axis == "dp"
+            else axis_group(axis, layout, node, constants)
+        )
+        link = "peer" if group.nodes == 1 else "network"
+        return "experts" if axis == "ep" else link
+    if part in _KINDS:
+        return _KINDS[part]
+    return "experts" if model.moe else "products"
+
+
+def bound_notes(bounds: TimeBounds, step: StepTime) -> list[str]:
+    """Says which times rest on no measurement of this machine, the largest first; parts below 5 % are left out."""
+    unknown: dict[str, float] = {}
+    for name, interval in bounds.parts.items():
+        if not interval.source.startswith("measured"):
+            unknown[interval.source] = unknown.get(interval.source, 0.0) + step.parts[name]
+    ranked = sorted(unknown.items(), key=lambda item: -item[1])
+    return [
+        f"{100 * seconds / step.total:.0f} % of the step time is uncalibrated: {source}; run: headway plan calibrate"
+        for source, seconds in ranked
+        if seconds > 0.05 * step.total
+    ]
