@@ -4,7 +4,7 @@
 
 `DataLoader` serves any map-style dataset, `ShardLoader` tar shards. Inside: order/ (which sample comes when), shards/
 (the file format), catalog/ (datasets by name), sources/ (the datasets of a mix), cache/ (the node cache, staging),
-arrays/ (xarray and batches), tools/ (checks and benchmarks). Public names are loaded on first use.
+images/ (crops), arrays/ (xarray and batches), tools/ (checks and benchmarks). Public names are loaded on first use.
 """
 
 from __future__ import annotations
@@ -24,6 +24,13 @@ if TYPE_CHECKING:
     )
     from headway.data.cache import NodeCache as NodeCache
     from headway.data.catalog import Catalog as Catalog, Dataset as Dataset, index as index
+    from headway.data.images import (
+        Batch as Batch,
+        CenterCrop as CenterCrop,
+        ImageTransform as ImageTransform,
+        MultiCrop as MultiCrop,
+        RandomResizedCrop as RandomResizedCrop,
+    )
     from headway.data.loader import DataLoader as DataLoader
     from headway.data.order import Order as Order, Shuffle as Shuffle
     from headway.data.shard_loader import ShardLoader as ShardLoader

@@ -6,16 +6,30 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, final
 
 import numpy as np
 import torch
 
+from headway.data.images.batch import SAMPLES, Batch, stack_crops
+from headway.data.images.cpu import crop_image
+from headway.data.images.encoded import IMAGE, EncodedImage
+from headway.data.images.exif import orientation, turn
+from headway.data.images.transforms import ImageTransform
 from headway.data.label_watch import LabelWatch
 from headway.data.order.mix_order import MixOrder
-from headway.data.order.permutation import derive_key
+from headway.data.order.permutation import Ints, UInts, as_uints, derive_key, derive_keys
 from headway.data.quarantine import QuarantinedSample
-from headway.data.shards.decode import Decoder, decode_deferred, decode_part
+from headway.data.shards.decode import (
+    IMAGES,
+    Decoder,
+    decode,
+    decode_deferred,
+    decode_part,
+    decode_rgb,
+    plain_jpeg_size,
+)
 from headway.data.shards.label_order import LABEL
 from headway.data.shards.tar import ShardLimits
 from headway.data.sources.open_shards import OpenShards
@@ -26,6 +40,7 @@ SampleLocation = tuple[int, int, int, int]
 """dataset, epoch, shard, sample"""
 Transform = Callable[[dict[str, Any], np.random.Generator], Any]
 
+_JPEGS = ("jpg", "jpeg")
 _MAX_SUBSTITUTES = 8
 _READ_BYTES = 2**20  # that a thread reads before it decodes
 _TRANSFORM, _SUBSTITUTE = 1, 2  # the purpose of a key: part of what is hashed
@@ -37,6 +52,8 @@ class Chunk:
 
     thread: int
     values: list[Any] = field(default_factory=list)
+    count: int = 0
+    """how many values there were, once the batch is assembled"""
     size: int = 0
     """bytes in memory at most"""
     read: int = 0
@@ -80,12 +97,17 @@ class SampleReader:
         seed: int,
         substitute: bool,
         watch: LabelWatch,
-        transform: Transform | None,
+        transform: Transform | ImageTransform | None,
         decoders: dict[str, Decoder],
         limits: ShardLimits,
+        on_gpu: bool = False,
     ) -> None:
+        self._on_gpu = on_gpu
+        self._gpu_bytes = transform.crop_bytes() if on_gpu and isinstance(transform, ImageTransform) else 0
         self._shards, self._orders, self._keys, self._seed = shards, order.orders, order.keys, seed
         self._replaces, self._watch = substitute, watch
+        if isinstance(transform, ImageTransform):  # crops are of colors, also where a PNG has a palette
+            decoders = {"png": partial(decode_rgb, limits=limits), **decoders}
         self._transform, self._decoders, self._limits = transform, decoders, limits
 
     def read(self, locations: Sequence[SampleLocation]) -> Chunk:
@@ -120,8 +142,11 @@ class SampleReader:
                 name = source.entries.key(sample)
                 parts, value, late, read = source[sample], dict[str, Any](), [], 0
                 for extension, data in parts.items():
-                    value[extension], decoder = decode_part(extension, data, self._decoders, self._limits)
                     read += len(data)
+                    if self._on_gpu and (encoded := self._encoded(extension, data)) is not None:
+                        value[extension] = encoded
+                        continue
+                    value[extension], decoder = decode_part(extension, data, self._decoders, self._limits)
                     if decoder is not None:
                         late.append((extension, data, decoder))
             except (BadSample, BadShard) as error:
@@ -135,6 +160,16 @@ class SampleReader:
                 chunk.labels.append((dataset, shard, sample, value[LABEL]))
             value["__key__"] = name
             return _ReadSample(location, name, value, late, read, bad)
+
+    def _encoded(self, extension: str, data: memoryview) -> EncodedImage | None:
+        """Returns an image that the GPU is to decode; None for all else, which the CPU decodes."""
+        if extension not in _JPEGS or extension in self._decoders:
+            return None
+        size = plain_jpeg_size(data, self._limits)
+        if size is None:
+            return None
+        assert isinstance(self._transform, ImageTransform)
+        return EncodedImage(data, *size, orientation(data) if self._transform.exif else 1)
 
     def _finish(self, chunk: Chunk, samples: list[_ReadSample], began: float) -> None:
         """Decodes images. A transform follows each at once, while it is in the cache, and often makes it smaller."""
@@ -163,7 +198,7 @@ class SampleReader:
                 if self._transform is not None:
                     began, size = time.perf_counter(), _bytes(sample.value)
                     sample.value = self._apply_transform(sample)
-                    sample.size = max(size, _bytes(sample.value))
+                    sample.size = max(size, _bytes(sample.value)) + self._gpu_bytes
                     sample.transform_s = time.perf_counter() - began
             except (BadSample, BadShard) as error:
                 location = self._substitute(sample.location, sample.name, error, sample.bad)
@@ -179,8 +214,48 @@ class SampleReader:
     def _apply_transform(self, sample: _ReadSample) -> Any:
         assert self._transform is not None
         dataset, *where = sample.location
+        if self._on_gpu:
+            assert isinstance(self._transform, ImageTransform)
+            image = _take_image(self._transform, sample)
+            return {SAMPLES: np.array(sample.location), IMAGE: image, **sample.value}
         seed = derive_key(self._seed, _TRANSFORM, self._keys[dataset], *where)
+        if isinstance(self._transform, ImageTransform):
+            crops = crop_image(self._transform, _take_image(self._transform, sample), seed)
+            return {SAMPLES: np.array(sample.location), **crops, **sample.value}
         return self._transform(sample.value, np.random.Generator(np.random.Philox(seed)))
+
+    def transform_keys(self, rows: Ints) -> UInts:
+        """Returns what the random numbers of samples are derived from, given rows of dataset, epoch, shard, sample."""
+        columns = [as_uints(rows[:, number]) for number in (1, 2, 3)]
+        datasets = np.array(self._keys, np.uint64)[rows[:, 0]]
+        return derive_keys(self._seed, np.full(1, _TRANSFORM, np.uint64), datasets, *columns)
+
+    def decode_on_cpu(self, chunk: Chunk, number: int) -> None:
+        """Decodes the image of a sample that the GPU refused; replaces the sample, or leaves it out, if it is bad."""
+        value = chunk.values[number]
+        bad, location = list[QuarantinedSample](), tuple(value[SAMPLES].tolist())
+        while True:
+            image = value[IMAGE]
+            try:
+                if isinstance(image, EncodedImage):
+                    pixels = decode({"jpg": image.data}, limits=self._limits)["jpg"]
+                    value[IMAGE] = turn(pixels, image.turn)
+            except BadSample as error:
+                found = self._substitute(location, value["__key__"], error, bad)
+                sample = None if found is None else self._read_sample(found, bad, chunk)
+                if sample is None:
+                    break
+                finished = self._complete(sample, chunk)
+                assert finished is not None, "they are left out all or none"
+                value, location = finished.value, finished.location
+            else:
+                chunk.values[number] = value
+                if bad:
+                    chunk.substitutes.add(number)
+                    chunk.bad += bad
+                return
+        chunk.bad += bad
+        del chunk.values[number]
 
     def _substitute(
         self, location: SampleLocation, name: str, error: HeadwayError, bad: list[QuarantinedSample]
@@ -199,6 +274,18 @@ class SampleReader:
             )
         found = order.locate(np.array([position]))
         return dataset, epoch, int(found.shard[0]), int(found.sample[0])
+
+
+def _take_image(transform: ImageTransform, sample: _ReadSample) -> Any:
+    """Takes the image out of a sample: its pixels, turned if asked, or an `EncodedImage`."""
+    value = sample.value
+    name = next((name for name in value if name in IMAGES), None)
+    if name is None:
+        raise BadSample(f"it has no image (a part called {', '.join(sorted(IMAGES))}) but {', '.join(value)}")
+    image = value.pop(name)
+    if transform.exif and not isinstance(image, EncodedImage):
+        image = turn(image, next(orientation(data) for part, data, _ in sample.late if part == name))
+    return image
 
 
 def _bytes(value: Any) -> int:
@@ -228,6 +315,14 @@ def collate(samples: list[Any]) -> Any:
                 "raise headway.errors.BadSample in a transform to replace such samples, or pass collate_fn"
             )
     return {name: _collate([sample[name] for sample in samples]) for name in names}
+
+
+def collate_crops(transform: ImageTransform, samples: list[dict[str, Any]]) -> Batch:
+    """Collates samples with the crops of a transform."""
+    names = [group.name for group in transform.groups()]
+    rest = collate([{name: part for name, part in each.items() if name not in names} for each in samples])
+    crops = stack_crops(transform, samples)
+    return Batch({SAMPLES: rest.pop(SAMPLES), **crops, **rest})
 
 
 def _collate(samples: list[Any]) -> Any:

@@ -18,12 +18,17 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import numpy as np
+import torch
 
 from headway import dist
+from headway.data.assembly import AssembledBatch, make_assembler
 from headway.data.cache.node_cache import CachedShards, NodeCache
 from headway.data.cache.prefetch import BatchShards, Prefetcher
 from headway.data.catalog.shard_files import ShardSpec
 from headway.data.counters import Counters, LoaderTrace, Span
+from headway.data.images.batch import Batch
+from headway.data.images.nvjpeg import usable_gpu
+from headway.data.images.transforms import ImageTransform
 from headway.data.label_watch import LabelWatch
 from headway.data.order.batch_split import BatchSplit
 from headway.data.order.batching import EpochBatcher, Tail
@@ -32,7 +37,7 @@ from headway.data.order.mix_order import MixOrder, check_places, datasets_change
 from headway.data.order.order import Shuffle, check_same_order
 from headway.data.order.timeline import Timeline, WeightSegment
 from headway.data.quarantine import Quarantine, QuarantinedSample
-from headway.data.sample_reader import Chunk, SampleLocation, SampleReader, Transform, collate
+from headway.data.sample_reader import Chunk, SampleLocation, SampleReader, Transform
 from headway.data.shards.decode import Decoder
 from headway.data.shards.tar import ShardLimits
 from headway.data.sources.mix import Mix
@@ -54,6 +59,19 @@ class _RankBatch(NamedTuple):
     """the position after the batch"""
 
 
+class _PendingBatch(NamedTuple):
+    """A batch that threads are loading."""
+
+    batch: _RankBatch
+    chunks: list[Future[Chunk]]
+    result: Future[AssembledBatch]
+
+    def cancel(self) -> None:
+        self.result.cancel()
+        for chunk in self.chunks:
+            chunk.cancel()
+
+
 @final
 class ShardLoader:
     """Loads batches from tar shards, for training (shuffled, endless) or validation (`shuffle=False`, in order).
@@ -67,7 +85,9 @@ class ShardLoader:
     A pass is an epoch: as many samples as all datasets have together. `tail` decides on the samples that do not fill a
     batch: `"carry"` begins the next pass with them (without shuffle, the last batch is short), `"drop"` omits them, and
     `"pad"` fills the batch with the first samples of the pass; `padding` is how many of them end the current batch.
-    `transform` gets a decoded sample and a random generator that depends on seed, dataset, epoch and sample.
+    `transform` gets a decoded sample and a random generator that depends on seed, dataset, epoch and sample; or it is
+    one of images (`MultiCrop`, `RandomResizedCrop`, `CenterCrop`), and a batch is a `Batch`. With `device="cuda"`,
+    those are decoded and cropped there; where that is not possible, on the CPU, and a message says so.
 
     A sample that cannot be decoded is listed in `bad`. In training, another one of its dataset replaces it, always the
     same one; with `shuffle=False` it is left out (with `"drop"` and `"pad"`, its substitute counts as padding). A
@@ -90,7 +110,7 @@ class ShardLoader:
         lanes: int = 24,
         window: int = 4096,
         tail: Tail = "carry",
-        transform: Transform | None = None,
+        transform: Transform | ImageTransform | None = None,
         decoders: Mapping[str, Decoder] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         threads: int | None = None,
@@ -99,6 +119,7 @@ class ShardLoader:
         max_bad: float = 0.001,
         limits: ShardLimits | None = None,
         cache: NodeCache | None = None,
+        device: str | torch.device | None = None,
         trace: str | Path | None = None,
         rank: int | None = None,
         world_size: int | None = None,
@@ -116,10 +137,11 @@ class ShardLoader:
         self._prefetcher: Prefetcher | None = None
         self._cache = CachedShards(cache, self._limits) if cache else None
         self._transform, self._decoders = transform, dict(decoders or {})
+        self._gpu = torch.device(device or "cuda") if usable_gpu(device, transform) else None
         self._label_watch = LabelWatch(watching=shuffle)
         self._arrange(Shuffle(seed=seed, lanes=lanes, window=window))
         self.samples = self._batcher.samples
-        self._collate = collate_fn or collate
+        self._collate = collate_fn
         self._threads, self._prefetch, self._memory = threads, prefetch, memory
         self._epoch = self._position = self._loops = self.padding = self._seen = self._seen_here = 0
         self._restored = self._begun = False
@@ -145,6 +167,7 @@ class ShardLoader:
             transform=self._transform,
             decoders=self._decoders,
             limits=self._limits,
+            on_gpu=self._gpu is not None,
         )
 
     # --- iterating
@@ -171,10 +194,13 @@ class ShardLoader:
         prefetcher = self._prefetcher = (
             None if self._cache is None else Prefetcher(self._cache, self._shards.keep)
         )
+        assembling = ThreadPoolExecutor(1 if self._gpu is None else 2, "headway collate")
         try:
-            yield from self._load(pool, number)
+            yield from self._load(pool, assembling, number)
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)
+            assembling.shutdown(wait=True, cancel_futures=True)
+            pool.shutdown(wait=True)
             if prefetcher is not None:
                 prefetcher.stop()
             if self._counters.trace is not None:
@@ -185,16 +211,18 @@ class ShardLoader:
             if not self._batcher.carries():
                 self._position = self._batcher.start(self._epoch)
 
-    def _load(self, pool: ThreadPoolExecutor, number: int) -> Iterator[Any]:
+    def _load(self, pool: ThreadPoolExecutor, assembling: ThreadPoolExecutor, number: int) -> Iterator[Any]:
         """Yields batches and prefetches the next ones; when weights change, prefetched batches are loaded again."""
-        waiting: deque[tuple[list[Future[Chunk]], _RankBatch]] = deque()
+        waiting: deque[_PendingBatch] = deque()
         timeline, largest = self._weights_over_time(), 0
+        how = {"validates": not self._shuffle, "drops": self._tail == "drop"}
+        assembler = make_assembler(self._reader, self._transform, self._collate, self._gpu, **how)
         upcoming = self._rank_batches(timeline, self._position)
         self._prefetch_shards(timeline)
         while True:
             if self._weights_over_time() is not timeline:
-                for future in (future for futures, _ in waiting for future in futures):
-                    future.cancel()
+                for pending in waiting:
+                    pending.cancel()
                 waiting.clear()
                 timeline = self._weights_over_time()
                 upcoming = self._rank_batches(timeline, self._position)
@@ -203,33 +231,32 @@ class ShardLoader:
                 batch = next(upcoming, None)
                 if batch is None:
                     break
-                chunks = self._chunks(batch.locations)
-                waiting.append(([pool.submit(self._reader.read, chunk) for chunk in chunks], batch))
+                chunks = [pool.submit(self._reader.read, chunk) for chunk in self._chunks(batch.locations)]
+                result = assembling.submit(assembler.assemble, chunks, batch.padding)
+                waiting.append(_PendingBatch(batch, chunks, result))
             if not waiting:
                 return
-            futures, batch = waiting.popleft()
+            batch, _, result = waiting.popleft()
             began = time.perf_counter()
-            if futures:
-                futures[-1].exception()  # one wait covers nearly all chunks
-            loaded = [future.result() for future in futures]
+            assembled = result.result()
             waited = Span("wait", threading.get_native_id(), began, time.perf_counter())
-            largest = max(largest, sum(one.size for one in loaded))
+            largest = max(largest, sum(chunk.size for chunk in assembled.chunks))
             with self._position_lock:
                 if self._weights_over_time() is not timeline:
                     continue  # another thread has just changed weights: this batch is no longer the next
                 self._check_loop(number)
                 self._last_span = self._position, batch.end
                 self._seen += batch.end - self._position
-                self._position, self._begun = (
-                    batch.end,
-                    True,
-                )  # from here on, the position is after this batch
+                # from here on, the position is after this batch
+                self._position, self._begun = batch.end, True
             if self._prefetcher is not None:
                 self._prefetcher.advance(batch.end)
-            self._count(loaded, waited, len(batch.locations))
-            values = self._values(loaded, batch)
-            if values:
-                yield self._collate_timed(values)
+            self._count(assembled, waited, len(batch.locations))
+            self.padding = assembled.padding
+            if isinstance(assembled.value, Batch):
+                yield assembled.value.hand_over()
+            elif assembled.value is not None:
+                yield assembled.value
 
     def _chunks(self, locations: list[SampleLocation]) -> Iterator[list[SampleLocation]]:
         """Splits a batch into chunks: a few samples each, because tasks have a cost, but enough for all threads."""
@@ -247,37 +274,16 @@ class ShardLoader:
                 "create a second loader for the second loop"
             )
 
-    def _values(self, loaded: list[Chunk], batch: _RankBatch) -> list[Any]:
-        """Returns the samples of a batch. In validation, substitutes of bad samples are padding, or are left out."""
-        values = [value for one in loaded for value in one.values]
-        self.padding = batch.padding
-        if self._shuffle or not any(one.substitutes for one in loaded):
-            return values
-        starts = np.cumsum([0, *(len(one.values) for one in loaded)]).tolist()
-        replaced = {
-            at + number for at, one in zip(starts, loaded, strict=False) for number in one.substitutes
-        }
-        real = range(len(values) - batch.padding)
-        good = [values[number] for number in real if number not in replaced]
-        if self._tail == "drop" and good:
-            return good
-        self.padding = len(values) - len(good)  # all ranks take equally many steps, so a batch is never empty
-        return good + [values[number] for number in real if number in replaced] + values[len(real) :]
-
-    def _collate_timed(self, values: list[Any]) -> Any:
-        began = time.perf_counter()
-        batch = self._collate(values)
-        self._counters.add(Span("collate", threading.get_native_id(), began, time.perf_counter()))
-        return batch
-
-    def _count(self, loaded: list[Chunk], waited: Span, wanted: int) -> None:
+    def _count(self, assembled: AssembledBatch, waited: Span, wanted: int) -> None:
         """Adds a batch to the counters and its bad samples to the quarantine; raises if there are too many."""
         counted = self._counters
-        counted.batches += bool(loaded)
+        counted.batches += bool(assembled.chunks)
         counted.add(waited)
+        if assembled.collate is not None:
+            counted.add(assembled.collate)
         self._seen_here += wanted
-        for one in loaded:
-            counted.samples += len(one.values)
+        for one in assembled.chunks:
+            counted.samples += one.count
             counted.bytes_read += one.read
             counted.bytes_decoded += one.size
             counted.read_retries += one.read_retries

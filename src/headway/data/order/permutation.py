@@ -50,6 +50,11 @@ def derive_keys(first: int, *parts: UInts) -> UInts:
     return state
 
 
+def hash_streams(keys: UInts, numbers: UInts) -> UInts:
+    """Returns words of the random streams that begin at the keys: the splitmix64 generator, without its state."""
+    return _mix_array(keys + (numbers + np.uint64(1)) * np.uint64(_GOLDEN))
+
+
 def _mix_array(words: UInts) -> UInts:
     words = words ^ (words >> np.uint64(30))
     words *= np.uint64(_MULTIPLIERS[0])

@@ -26,7 +26,7 @@ from headway.errors import BadSample, HeadwayError, MissingExtra
 Decoder = Callable[[memoryview], Any]
 Pixels = npt.NDArray[np.uint8]
 
-_START, _SCAN = b"\xff\xd8", b"\xff\xda"
+_START, _SCAN, _END = b"\xff\xd8", b"\xff\xda", b"\xff\xd9"
 # markers of segments with a length: frames that are not progressive, tables and comments
 _SEGMENTS = {0xC0, 0xC1, 0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}
 _SEGMENT, _FRAME = struct.Struct(">BBH"), struct.Struct(">HHB")
@@ -67,7 +67,7 @@ def decode_part(
             f"or pass decoders={{{extension!r}: your_function}}"
         )
     try:
-        if kind in _IMAGES:
+        if kind in IMAGES:
             return None, _image(kind, data, limits)
         if kind in _TEXT and len(data) > limits.text_bytes:
             raise _above("text_bytes", limits.text_bytes, "it has", "bytes of text")
@@ -108,7 +108,7 @@ _BROKEN: tuple[type[Exception], ...] = (
 _BROKEN += (EOFError, RecursionError, TokenError, struct.error, zlib.error)
 _MAX_REASON_CHARS = 200  # some libraries quote the whole file
 _REFUSED = {"pkl", "pickle", "pyd", "pth", "pt", "ckpt"}
-_IMAGES = {"jpg", "jpeg", "png", "webp"}
+IMAGES = {"jpg", "jpeg", "png", "webp"}
 
 
 def _array(data: memoryview) -> npt.NDArray[Any]:
@@ -167,13 +167,13 @@ def _jpeg(decode_jpeg: Decoder, by_pillow: Decoder, data: memoryview) -> Any:
         return by_pillow(data)
 
 
-def decode_rgb(data: memoryview) -> Pixels:
+def decode_rgb(data: memoryview, limits: ShardLimits | None = None) -> Pixels:
     """Decodes a JPEG, PNG or WebP image to RGB, height x width x 3, also one with a palette.
 
     hw.data.ShardLoader(shards, batch_size=64, decoders={"png": hw.data.decode_rgb})
     """
     try:
-        pixels: Pixels = _pillow(data, ShardLimits())
+        pixels: Pixels = _pillow(data, limits or ShardLimits())
     except _BROKEN as error:
         raise _bad("image", data, error) from error
     return pixels
@@ -186,6 +186,22 @@ def _simplejpeg() -> Any:
         return import_module("simplejpeg")
     except ModuleNotFoundError:
         return None
+
+
+def plain_jpeg_size(data: memoryview, limits: ShardLimits) -> tuple[int, int] | None:
+    """Returns height and width of a JPEG that any decoder can decode: in one scan, gray or in color, and not cut.
+
+    None for all others: which of them are good, the decoders of this module decide. Raises `BadSample` for one that
+    exceeds the limits.
+    """
+    size = _plain_size(data) if data[-2:] == _END else None
+    if size is None or not all(size):
+        return None
+    try:
+        _check(size[1], size[0], _RGB, data, limits)
+    except ValueError as error:
+        raise _bad("jpg", data, error) from error
+    return size
 
 
 def _plain_size(data: memoryview) -> tuple[int, int] | None:

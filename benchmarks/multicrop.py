@@ -1,0 +1,272 @@
+"""Images per second of DINO's multi-crop on one GPU, from JPEGs in memory and from shards, against the decoder alone.
+
+    python benchmarks/multicrop.py [--images 256] [--batches 60] [--rounds 3] [--no-training] [--json results.json]
+
+A photo has about 500 x 375 pixels and 72 kB; 2 crops of 224 pixels and 8 of 96 are made of it, with all of DINOv2's
+changes of color, to bf16. The decoder alone is torchvision's nvJPEG, called for a whole batch at a time by one thread;
+it is the limit. Rounds are interleaved and medians printed, because machines are shared. The floor of the kernels is
+the time that the bytes which they must read and write take, at the rate of a large copy on the same device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import simplejpeg
+import torch
+
+from headway.data import MultiCrop, ShardLoader, pack
+from headway.data.images.batch import SAMPLES
+from headway.data.images.device_batch import GpuBatcher
+from headway.data.images.encoded import IMAGE, EncodedImage
+from headway.data.images.gpu import GpuCropper
+from headway.data.images.nvjpeg import as_tensor, decode_batch
+from headway.data.order.permutation import derive_keys
+from headway.data.sample_reader import collate
+
+BATCH, QUALITY, WANTED_KB = 256, 80, 72
+DEVICE = torch.device("cuda")
+
+
+def photo(height: int, width: int, seed: int) -> np.ndarray:
+    """An image whose JPEG has about the size of a photo's: smooth areas, edges and some grain."""
+    rng = np.random.default_rng(seed)
+    y, x = np.mgrid[0:height, 0:width]
+    pixels = np.stack(
+        [128 + 90 * np.sin(x / (19 + 5 * c) + seed) * np.cos(y / (23 - 3 * c)) for c in range(3)], 2
+    )
+    grain = rng.normal(0, 1, (height // 2 + 1, width // 2 + 1, 1)).repeat(2, 0).repeat(2, 1)[:height, :width]
+    pixels += 6 * grain + rng.normal(0, 5, (height, width, 1))
+    pixels[height // 3 : height // 2, width // 4 : width // 2] = (230, 25, 60)
+    return np.clip(pixels, 0, 255).astype(np.uint8)
+
+
+def make_photos(number: int) -> list[bytes]:
+    rng = np.random.default_rng(0)
+    sizes = [(int(375 + rng.integers(-30, 31)), int(500 + rng.integers(-40, 41))) for _ in range(number)]
+    with ThreadPoolExecutor(16) as pool:
+        pixels = list(pool.map(photo, *zip(*sizes, strict=True), range(number)))
+        quality = QUALITY
+        while True:
+            found = list(
+                pool.map(partial(simplejpeg.encode_jpeg, quality=quality, colorsubsampling="420"), pixels)
+            )
+            mean = statistics.mean(map(len, found)) / 1000
+            if mean > WANTED_KB or quality >= 96:
+                return found
+            quality += 2
+
+
+def timed(work: Callable[[], int]) -> float:
+    """Images per second of some work, which returns how many it did."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    images = work()
+    torch.cuda.synchronize()
+    return images / (time.perf_counter() - began)
+
+
+def decode_only(encoded: list[torch.Tensor], batches: int) -> int:
+    for _ in range(batches):
+        decode_batch(encoded, DEVICE)
+    return batches * len(encoded)
+
+
+def samples(photos: list[bytes], sizes: list[tuple[int, int]], epoch: int) -> list[dict[str, Any]]:
+    return [
+        {
+            SAMPLES: np.array([0, epoch, 0, number]),
+            IMAGE: EncodedImage(memoryview(data), *size, 1),
+            "cls": number,
+        }
+        for number, (data, size) in enumerate(zip(photos, sizes, strict=True))
+    ]
+
+
+def from_memory(photos: list[bytes], threads: int) -> Iterator[Any]:
+    """Batches of crops of photos in memory, as the loader makes them, two batches ahead."""
+    sizes = [simplejpeg.decode_jpeg_header(data)[:2] for data in photos]
+
+    def keys_of(rows: np.ndarray) -> np.ndarray:
+        return derive_keys(0, *(rows[:, column].astype(np.uint64) for column in range(4)))
+
+    batcher = GpuBatcher(MultiCrop(), DEVICE, collate, keys_of)
+
+    def make(epoch: int) -> Any:
+        each = samples(photos, sizes, epoch)
+        assert not batcher.decode(each)
+        return batcher.collate(each)
+
+    with ThreadPoolExecutor(threads) as pool:
+        waiting = [pool.submit(make, epoch) for epoch in range(threads + 1)]
+        for epoch in count(threads + 1):
+            yield waiting.pop(0).result().hand_over()
+            waiting.append(pool.submit(make, epoch))
+
+
+def take(batches: Iterator[Any], number: int) -> int:
+    return sum(batch.global_crops.shape[1] for batch in islice(batches, number))
+
+
+def kernel_times(photos: list[bytes]) -> dict[str, float]:
+    """Milliseconds of the kernels of a batch, and of a copy of the bytes that they cannot avoid."""
+    images = [
+        each
+        for each in decode_batch([as_tensor(memoryview(data)) for data in photos], DEVICE)
+        if each is not None
+    ]
+    cropper = GpuCropper(MultiCrop())
+    keys, sizes = np.arange(len(images), dtype=np.uint64), np.array([each.shape[1:] for each in images])
+    began = time.perf_counter()
+    tables = cropper.draw(keys, sizes)
+    draw_ms = (time.perf_counter() - began) * 1e3
+    crops = cropper.crop(images, tables)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    host = time.perf_counter()
+    events[0].record()
+    for _ in range(20):
+        cropper.crop(images, tables)
+    events[1].record()
+    host_ms = (time.perf_counter() - host) / 20 * 1e3
+    torch.cuda.synchronize()
+    total = sum(each.nbytes for each in images) + sum(each.nbytes for each in crops.values())
+    source = torch.empty(2**31, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    clock = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    target.copy_(source)
+    clock[0].record()
+    for _ in range(5):
+        target.copy_(source)
+    clock[1].record()
+    torch.cuda.synchronize()
+    rate = 5 * 2 * source.nbytes / clock[0].elapsed_time(clock[1])  # bytes per millisecond
+    return {
+        "kernels_ms": events[0].elapsed_time(events[1]) / 20,
+        "launch_host_ms": host_ms,
+        "draw_host_ms": draw_ms,
+        "floor_ms": total / rate,
+        "copy_TB_s": rate / 1e9,
+    }
+
+
+def vit() -> torch.nn.Module:
+    """A ViT-S/16 without its head: 12 layers of 384, 6 heads."""
+    layer = torch.nn.TransformerEncoderLayer(
+        384, 6, 1536, activation="gelu", batch_first=True, norm_first=True, dropout=0
+    )
+    parts = torch.nn.ModuleDict(
+        {
+            "patches": torch.nn.Conv2d(3, 384, 16, 16),
+            "layers": torch.nn.TransformerEncoder(layer, 12, enable_nested_tensor=False),
+        }
+    )
+    return parts.to(DEVICE)
+
+
+def train(batches: Iterator[Any], steps: int) -> tuple[float, float]:
+    """Seconds of a step, and the share of it in which the training waits for a batch."""
+    net = vit()
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    waits, began = 0.0, time.perf_counter()
+    for step in range(steps + 3):
+        if step == 3:
+            torch.cuda.synchronize()
+            waits, began = 0.0, time.perf_counter()
+        asked = time.perf_counter()
+        batch = next(batches)
+        waits += time.perf_counter() - asked
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = torch.zeros((), device=DEVICE)
+            for crops in (batch["global_crops"], batch["local_crops"]):
+                tokens = net["patches"](crops.flatten(0, 1)).flatten(2).transpose(1, 2)
+                loss = loss + net["layers"](tokens).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+    return (time.perf_counter() - began) / steps, waits / (time.perf_counter() - began)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--images", type=int, default=BATCH)
+    parser.add_argument("--batches", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--shard-samples", type=int, default=8192)
+    parser.add_argument("--no-training", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    photos = make_photos(options.images)
+    print(f"{len(photos)} photos, mean {statistics.mean(map(len, photos)) / 1000:.0f} kB", flush=True)
+    results: dict[str, Any] = kernel_times(photos)
+    print({name: round(value, 3) for name, value in results.items()}, flush=True)
+    encoded = [as_tensor(memoryview(data)) for data in photos]
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        repeated = (
+            {"__key__": f"{n:06d}", "jpg": photos[n % len(photos)], "cls": n}
+            for n in range(options.shard_samples)
+        )
+        pack(repeated, directory, shard_size=2**26)
+
+        def shards() -> Iterator[Any]:
+            loader = ShardLoader(
+                directory, batch_size=options.images, transform=MultiCrop(), device="cuda", prefetch=6
+            )
+            while True:
+                yield from loader
+
+        contenders: dict[str, Iterator[Any]] = {
+            "from memory": from_memory(photos, options.threads),
+            "from shards": shards(),
+        }
+        rates: dict[str, list[float]] = {"decode only": [], **{name: [] for name in contenders}}
+        for batches in contenders.values():
+            take(batches, 4)
+        for _ in range(options.rounds):
+            rates["decode only"].append(timed(lambda: decode_only(encoded, options.batches)))
+            for name, batches in contenders.items():
+                take(batches, 4)  # what was prefetched while others ran does not count
+                rates[name].append(timed(lambda batches=batches: take(batches, options.batches)))  # type: ignore[misc]
+        results["images/s"] = {name: statistics.median(each) for name, each in rates.items()}
+        limit = results["images/s"]["decode only"]
+        for name, each in rates.items():
+            print(
+                f"{name:14} {statistics.median(each):8,.0f} images/s  {statistics.median(each) / limit:6.1%}",
+                end="  ",
+            )
+            print([round(value) for value in each], flush=True)
+        if not options.no_training:
+            fixed = take_one(contenders["from shards"])
+            for name, source in (
+                ("fixed batch", iter(lambda: fixed, None)),
+                ("from shards", contenders["from shards"]),
+            ):
+                seconds, share = train(source, 20)
+                results[f"training, {name}"] = {"step_s": seconds, "wait_share": share}
+                print(
+                    f"ViT-S/16, {name}: {seconds * 1e3:.0f} ms a step, {share:.1%} of it waiting", flush=True
+                )
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=2))
+    sys.stdout.flush()
+
+
+def take_one(batches: Iterator[Any]) -> Any:
+    return next(batches)
+
+
+if __name__ == "__main__":
+    main()

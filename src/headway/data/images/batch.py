@@ -1,0 +1,83 @@
+"""`Batch`: what an image transform makes of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast, final
+
+import torch
+from torch import Tensor
+
+from headway.data.images.transforms import ImageTransform
+
+SAMPLES = "samples"
+"""the part of a batch that says which samples it has: rows of dataset, epoch, shard and sample"""
+
+
+@final
+class Batch(dict[str, Any]):
+    """A batch of crops with all other parts of its samples: a dict whose usual parts are attributes, too.
+
+    batch.global_crops, batch.local_crops       # of MultiCrop: crops x samples x 3 x size x size
+    batch.images, batch.labels                  # of RandomResizedCrop and CenterCrop
+    batch["json"]                               # any other part, by its extension
+    """
+
+    ready: Any = None
+    """the event after which a device has made the batch; None once the loader has handed it over"""
+
+    def hand_over(self) -> Batch:
+        """Lets the current stream wait for a batch that a GPU makes; the host does not wait."""
+        if self.ready is not None:
+            stream = torch.cuda.current_stream(self.samples.device)
+            stream.wait_event(self.ready)
+            for part in _on_gpu(self):
+                part.record_stream(stream)
+            self.ready = None
+        return self
+
+    @property
+    def images(self) -> Tensor:
+        """The crops of a transform that makes one of each sample: samples x 3 x size x size."""
+        return cast(Tensor, self["images"])
+
+    @property
+    def global_crops(self) -> Tensor:
+        """The large crops; `flatten(0, 1)` gives all first crops, then all second ones, without a copy."""
+        return cast(Tensor, self["global_crops"])
+
+    @property
+    def local_crops(self) -> Tensor:
+        """The small crops."""
+        return cast(Tensor, self["local_crops"])
+
+    @property
+    def labels(self) -> Tensor:
+        """The class of each sample, its part `cls`."""
+        return cast(Tensor, self["cls"])
+
+    @property
+    def samples(self) -> Tensor:
+        """Which samples these are: rows of dataset (its place among the sorted names), epoch, shard and sample."""
+        return cast(Tensor, self[SAMPLES])
+
+
+def _on_gpu(part: Any) -> list[Tensor]:
+    """Returns the tensors on a GPU in a batch, however deeply they are nested."""
+    if isinstance(part, Tensor):
+        return [part] if part.is_cuda else []
+    if isinstance(part, Mapping):
+        part = list(part.values())
+    return [found for each in part for found in _on_gpu(each)] if isinstance(part, list | tuple) else []
+
+
+def stack_crops(transform: ImageTransform, crops: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Stacks the crops of several images: crops x samples, and samples alone where an image has one crop."""
+    found = dict[str, Tensor]()
+    for group in transform.groups():
+        parts = [each[group.name] for each in crops]
+        stacked = torch.stack(parts, 1)
+        if transform.channels_last:
+            stacked = torch.stack([part.permute(0, 2, 3, 1) for part in parts], 1).permute(0, 1, 4, 2, 3)
+        found[group.name] = stacked if group.name != "images" else stacked[0]
+    return found

@@ -1,0 +1,106 @@
+"""Crops on the CPU: one decoded image at a time, on the threads of the loader.
+
+Resizing is done by torch in bytes, which is several times as fast as Pillow and equal to it but for rounding; color in
+floats, while the crop is in the processor's cache.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from headway.data.images.color import change_colors
+from headway.data.images.draws import Column, CropTable, Factor, Flag, draw_crops
+from headway.data.images.transforms import ImageTransform
+from headway.data.order.permutation import Ints, UInts
+
+Pixels = npt.NDArray[np.uint8]
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "uint8": torch.uint8}
+
+
+def draw_groups(transform: ImageTransform, keys: UInts, sizes: Ints) -> list[CropTable]:
+    """Draws the crops of a batch: a table for each group. Crops are numbered through all groups."""
+    groups = transform.groups()
+    recipes = [recipe for group in groups for recipe in group.recipes]
+    pixels = [group.size for group in groups for _ in group.recipes]
+    table, at, found = draw_crops(recipes, pixels, keys, sizes), 0, list[CropTable]()
+    for group in groups:
+        end = at + len(group.recipes)
+        found.append(CropTable(table.ints[:, at:end], table.floats[:, at:end]))
+        at = end
+    return found
+
+
+def crop_image(transform: ImageTransform, pixels: Pixels, key: int) -> dict[str, Tensor]:
+    """Returns the crops of one image by the names of their groups, each crops x 3 x size x size."""
+    tables = draw_groups(transform, np.array([key], np.uint64), np.array([pixels.shape[:2]]))
+    return cut_crops(transform, pixels, [CropTable(table.ints[0], table.floats[0]) for table in tables])
+
+
+def cut_crops(transform: ImageTransform, pixels: Pixels, tables: list[CropTable]) -> dict[str, Tensor]:
+    """Returns the crops of one image whose parameters are drawn: in each table, a row per crop."""
+    if not pixels.flags.writeable:
+        pixels = pixels.copy()  # torch takes no others
+    found, dtype = dict[str, Tensor](), DTYPES[transform.output]
+    layout = torch.channels_last if transform.channels_last else torch.contiguous_format
+    scale, shift = _normalization(transform)
+    for group, table in zip(transform.groups(), tables, strict=True):
+        out = torch.empty((len(group.recipes), 3, group.size, group.size), dtype=dtype, memory_format=layout)
+        for slot, ints, floats in zip(out, table.ints, table.floats, strict=True):
+            crop = resize(pixels, ints, group.size, transform.interpolation)
+            if ints[Column.FLAGS] & Flag.FLIP:
+                crop = crop.flip(2)
+            if dtype is torch.uint8 and _is_plain(ints, floats):
+                slot.copy_(crop)
+                continue
+            changed = change_colors(crop.float(), ints, floats)
+            if dtype is not torch.uint8:
+                slot.copy_(changed.mul_(scale).add_(shift))
+            else:
+                slot.copy_(changed.round_())
+        found[group.name] = out
+    return found
+
+
+def resize(pixels: Pixels, ints: npt.NDArray[np.int32], size: int, interpolation: str) -> Tensor:
+    """Returns one crop of an image, resized with antialias: 3 x size x size bytes, not flipped.
+
+    Where a crop is the center of a large resized image, only the part of the image that it is made of is resized.
+    """
+    top, left, height, width, rows, columns, row, column = (int(value) for value in ints[:8])
+    box = torch.from_numpy(pixels[top : top + height, left : left + width]).permute(2, 0, 1)[None]
+    if box.shape[2:] == (rows, columns):
+        resized = box[0]
+    else:
+        resized = F.interpolate(box, (rows, columns), mode=interpolation, antialias=True)[0]
+    return resized[:, row : row + size, column : column + size]
+
+
+def _is_plain(ints: npt.NDArray[np.int32], floats: npt.NDArray[np.float32]) -> bool:
+    """Whether a crop keeps its colors."""
+    kept = not ints[Column.FLAGS] & ~int(Flag.FLIP)
+    return bool(kept and not ints[Column.ORDER] and not floats[Factor.SIGMA])
+
+
+def _normalization(transform: ImageTransform) -> tuple[Tensor, Tensor]:
+    """Returns factor and summand that turn bytes into normalized values, per channel."""
+    factors, summands = normalization(transform)
+    return torch.tensor(factors)[:, None, None], torch.tensor(summands)[:, None, None]
+
+
+def normalization(transform: ImageTransform) -> tuple[list[float], list[float]]:
+    """Returns factor and summand that turn values from 0 to 255 into normalized ones, per channel."""
+    factors = [1 / (255 * std) for std in transform.std]
+    return factors, [-mean / std for mean, std in zip(transform.mean, transform.std, strict=True)]
+
+
+def largest_value(transform: ImageTransform) -> float:
+    """Returns the largest absolute value that a normalized pixel can have."""
+    pairs = zip(*normalization(transform), strict=True)
+    return max(max(abs(shift), math.fabs(255 * factor + shift)) for factor, shift in pairs)

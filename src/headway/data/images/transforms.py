@@ -1,0 +1,182 @@
+"""The transforms of images: settings that say which crops a batch has, for the CPU and the GPU alike.
+
+hw.data.ShardLoader(shards, batch_size=64, transform=hw.data.MultiCrop())
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal, final
+
+from headway.data.images.recipe import CropGroup, CropRecipe, Range
+from headway.errors import UsageError
+
+Output = Literal["bf16", "fp16", "fp32", "uint8"]
+OUTPUTS = ("bf16", "fp16", "fp32", "uint8")
+_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "uint8": 1}
+INTERPOLATIONS = ("bicubic", "bilinear")
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageTransform(ABC):
+    """Crops of an image, resized with antialias, with changes of color, normalized.
+
+    All is drawn from the seed of the loader, the dataset, the epoch, the sample and the number of the crop, so the
+    crops are the same on the CPU and on a GPU, on any number of ranks, and after a resume.
+    """
+
+    mean: tuple[float, float, float] = IMAGENET_MEAN
+    std: tuple[float, float, float] = IMAGENET_STD
+    output: Output = "bf16"
+    """the type of the pixels; `"uint8"` ones are from 0 to 255 and not normalized"""
+    channels_last: bool = False
+    """whether the channels of a pixel are neighbors in memory; the shape of a batch is the same"""
+    interpolation: Literal["bicubic", "bilinear"] = "bicubic"
+    exif: bool = False
+    """whether images are turned as their EXIF data says; most datasets for training are made without"""
+
+    def __post_init__(self) -> None:
+        if self.output not in OUTPUTS:
+            raise UsageError(f"output={self.output!r}: give one of {', '.join(OUTPUTS)}")
+        if self.interpolation not in INTERPOLATIONS:
+            raise UsageError(f"interpolation={self.interpolation!r}: give one of {', '.join(INTERPOLATIONS)}")
+        if min(self.std) <= 0:
+            raise UsageError(f"std={self.std}: give three numbers above 0")
+        self.groups()  # checks the rest
+
+    def crop_bytes(self) -> int:
+        """Returns the bytes that the crops of one image take."""
+        return sum(3 * group.size**2 * len(group.recipes) for group in self.groups()) * _BYTES[self.output]
+
+    @abstractmethod
+    def groups(self) -> tuple[CropGroup, ...]:
+        """Returns the crops of an image, by size."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class MultiCrop(ImageTransform):
+    """The crops of DINO: a few large ones and many small ones of every image. The defaults are those of DINOv2.
+
+        loader = hw.data.ShardLoader(shards, batch_size=64, transform=hw.data.MultiCrop())
+        for batch in loader:
+            batch.global_crops      # 2 x 64 x 3 x 224 x 224
+            batch.local_crops       # 8 x 64 x 3 x 96 x 96
+
+    `blur` is how often the first global crop, the other ones, and the local ones are blurred; `solarize` concerns the
+    second global crop.
+    """
+
+    n_global: int = 2
+    n_local: int = 8
+    global_size: int = 224
+    local_size: int = 96
+    global_scale: Range = (0.32, 1.0)
+    local_scale: Range = (0.05, 0.32)
+    ratio: Range = (3 / 4, 4 / 3)
+    flip: float = 0.5
+    jitter: float = 0.8
+    brightness: float = 0.4
+    contrast: float = 0.4
+    saturation: float = 0.2
+    hue: float = 0.1
+    grayscale: float = 0.2
+    blur: tuple[float, float, float] = (1.0, 0.1, 0.5)
+    sigma: Range = (0.1, 2.0)
+    solarize: float = 0.2
+
+    def groups(self) -> tuple[CropGroup, ...]:
+        if self.n_global < 1 or self.n_local < 0:
+            raise UsageError(
+                f"n_global={self.n_global}, n_local={self.n_local}: a batch has at least one global crop"
+            )
+        large = [
+            self._recipe(self.global_scale, self.blur[min(number, 1)], self.solarize * (number == 1))
+            for number in range(self.n_global)
+        ]
+        groups = [CropGroup("global_crops", self.global_size, tuple(large))]
+        if self.n_local:
+            small = self._recipe(self.local_scale, self.blur[2], 0.0)
+            groups.append(CropGroup("local_crops", self.local_size, (small,) * self.n_local))
+        return tuple(groups)
+
+    def _recipe(self, scale: Range, blur: float, solarize: float) -> CropRecipe:
+        return CropRecipe(
+            scale=scale,
+            ratio=self.ratio,
+            flip=self.flip,
+            jitter=self.jitter,
+            brightness=self.brightness,
+            contrast=self.contrast,
+            saturation=self.saturation,
+            hue=self.hue,
+            grayscale=self.grayscale,
+            blur=blur,
+            sigma=self.sigma,
+            solarize=solarize,
+        )
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RandomResizedCrop(ImageTransform):
+    """One random crop of every image, for supervised training; the defaults are those of ImageNet.
+
+    loader = hw.data.ShardLoader(shards, batch_size=256, transform=hw.data.RandomResizedCrop(size=224))
+    for batch in loader:
+        loss = F.cross_entropy(net(batch.images), batch.labels)
+    """
+
+    size: int = 224
+    scale: Range = (0.08, 1.0)
+    ratio: Range = (3 / 4, 4 / 3)
+    flip: float = 0.5
+    jitter: float = 0.0
+    brightness: float = 0.4
+    contrast: float = 0.4
+    saturation: float = 0.4
+    hue: float = 0.1
+    grayscale: float = 0.0
+    blur: float = 0.0
+    sigma: Range = (0.1, 2.0)
+    solarize: float = 0.0
+    interpolation: Literal["bicubic", "bilinear"] = "bilinear"
+
+    def groups(self) -> tuple[CropGroup, ...]:
+        recipe = CropRecipe(
+            scale=self.scale,
+            ratio=self.ratio,
+            flip=self.flip,
+            jitter=self.jitter,
+            brightness=self.brightness,
+            contrast=self.contrast,
+            saturation=self.saturation,
+            hue=self.hue,
+            grayscale=self.grayscale,
+            blur=self.blur,
+            sigma=self.sigma,
+            solarize=self.solarize,
+        )
+        return (CropGroup("images", self.size, (recipe,)),)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class CenterCrop(ImageTransform):
+    """The center of every image, for validation: the short side becomes `resize` pixels, and `size` of them are kept.
+
+    hw.data.ShardLoader(shards, batch_size=256, shuffle=False, transform=hw.data.CenterCrop(size=224, resize=256))
+    """
+
+    size: int = 224
+    resize: int = 256
+    interpolation: Literal["bicubic", "bilinear"] = "bilinear"
+
+    def groups(self) -> tuple[CropGroup, ...]:
+        if self.resize < self.size:
+            raise UsageError(
+                f"resize={self.resize} is less than size={self.size}: the crop would be larger than the image"
+            )
+        return (CropGroup("images", self.size, (CropRecipe(scale=None, resize=self.resize, flip=0.0),)),)

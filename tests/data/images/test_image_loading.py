@@ -1,0 +1,167 @@
+"""`ShardLoader` with transforms of images: batches, bad files, orientation, and the same crops everywhere."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import simplejpeg
+import torch
+from PIL import Image
+
+from headway.data import Batch, CenterCrop, MultiCrop, RandomResizedCrop, ShardLoader, pack
+from headway.data.images.cpu import crop_image
+from headway.data.images.exif import orientation, turn
+
+sys.path.insert(0, str(Path(__file__).parent))
+import oracle
+
+SMALL = MultiCrop(global_size=24, local_size=12, n_local=3, output="fp32")
+
+
+def jpeg(number: int, **how: Any) -> bytes:
+    pixels = oracle.photo(40 + number % 7, 50 + number % 5, number)
+    return simplejpeg.encode_jpeg(pixels, quality=92, **how)
+
+
+def saved(image: Image.Image, kind: str, **how: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **how)
+    return file.getvalue()
+
+
+def shards(tmp_path: Path, samples: list[dict[str, Any]], size: int = 2**16) -> Path:
+    pack(
+        ({"__key__": f"{n:04d}", **sample} for n, sample in enumerate(samples)),
+        tmp_path / "shards",
+        shard_size=size,
+    )
+    return tmp_path / "shards"
+
+
+def batches(source: Path, **how: Any) -> list[Batch]:
+    loader = ShardLoader(source, **{"batch_size": 8, "seed": 3, "threads": 2, **how})
+    return list(loader)
+
+
+def by_sample(found: list[Batch], name: str) -> dict[tuple[int, ...], torch.Tensor]:
+    crops: dict[tuple[int, ...], torch.Tensor] = {}
+    for batch in found:
+        for number, row in enumerate(batch.samples.tolist()):
+            crops[tuple(row)] = batch[name][:, number]
+    return crops
+
+
+def test_batches_have_crops_labels_and_the_numbers_of_their_samples(tmp_path: Path) -> None:
+    source = shards(tmp_path, [{"jpg": jpeg(n), "cls": n % 5, "txt": str(n)} for n in range(24)])
+    found = batches(source, transform=SMALL)
+    assert len(found) == 3 and all(type(batch) is Batch for batch in found)
+    first = found[0]
+    assert first.global_crops.shape == (2, 8, 3, 24, 24) and first.local_crops.shape == (3, 8, 3, 12, 12)
+    assert first.labels.tolist() == [int(text) % 5 for text in first["txt"]]
+    assert next(iter(first.values())).shape[0] == 8, "the first tensor has the samples, which a stage counts"
+    plain = batches(source, transform=RandomResizedCrop(size=16))[0]
+    assert plain.images.shape == (8, 3, 16, 16) and plain.images.dtype == torch.bfloat16
+    last = batches(source, transform=RandomResizedCrop(size=16, channels_last=True))[0]
+    assert last.images.is_contiguous(memory_format=torch.channels_last) and torch.equal(
+        last.images, plain.images
+    )
+
+
+def test_a_sample_has_the_same_crops_on_any_ranks_and_after_a_resume(tmp_path: Path) -> None:
+    source = shards(tmp_path, [{"jpg": jpeg(n), "cls": n} for n in range(32)])
+    whole = by_sample(batches(source, transform=SMALL, batch_size=8), "local_crops")
+    assert len(whole) == 32
+    parts: dict[tuple[int, ...], torch.Tensor] = {}
+    for rank in range(4):
+        parts |= by_sample(
+            batches(source, transform=SMALL, batch_size=2, rank=rank, world_size=4), "local_crops"
+        )
+    assert parts.keys() == whole.keys() and all(torch.equal(parts[key], whole[key]) for key in whole)
+    loader = ShardLoader(source, batch_size=8, seed=3, threads=2, transform=SMALL)
+    running = iter(loader)
+    next(running)
+    state = loader.state_dict()
+    running.close()
+    resumed = ShardLoader(source, batch_size=8, seed=3, threads=1, transform=SMALL)
+    resumed.load_state_dict(state)
+    rest = by_sample(list(resumed), "local_crops")
+    assert len(rest) == 24 and all(torch.equal(rest[key], whole[key]) for key in rest)
+    other = by_sample(batches(source, transform=SMALL, seed=4), "local_crops")
+    assert not any(torch.equal(other[key], whole[key]) for key in whole), "another seed, other crops"
+
+
+def test_images_of_all_kinds_become_crops(tmp_path: Path) -> None:
+    image = Image.fromarray(oracle.photo(40, 50))
+    kinds = [
+        {"jpg": jpeg(1)},
+        {"jpg": saved(image, "JPEG", progressive=True)},
+        {"jpg": saved(image.convert("CMYK"), "JPEG")},
+        {"jpg": saved(image.convert("L"), "JPEG")},
+        {"png": saved(image.quantize(16), "PNG")},
+        {"png": saved(image.convert("L"), "PNG")},
+        {"png": saved(image.convert("RGBA"), "PNG")},
+        {"webp": saved(image, "WEBP")},
+    ]
+    source = shards(tmp_path, kinds)
+    (batch,) = batches(source, transform=CenterCrop(size=24, resize=32, output="uint8"), shuffle=False)
+    assert batch.images.shape == (8, 3, 24, 24)
+    images = batch.images.float()
+    for number in (1, 6, 7):
+        assert (images[number] - images[6]).abs().mean() < 12, "the same photo, but for its compression"
+    for number in (3, 5):
+        assert torch.equal(images[number][0], images[number][1]), "gray stays gray"
+
+
+def test_a_file_that_cannot_be_decoded_never_ends_the_batch(tmp_path: Path) -> None:
+    good = jpeg(3)
+    samples = [{"jpg": jpeg(n), "cls": n} for n in range(16)]
+    samples[5]["jpg"], samples[9]["jpg"] = good[: len(good) // 3], b"\xff\xd8nothing"
+    source = shards(tmp_path, samples)
+    loader = ShardLoader(source, batch_size=8, seed=1, transform=SMALL, max_bad=0.5)
+    found = list(loader)
+    assert [batch.local_crops.shape[1] for batch in found] == [8, 8]
+    assert sorted(bad.key for bad in loader.bad) == ["0005", "0009"]
+    checking = ShardLoader(
+        source, batch_size=8, shuffle=False, transform=CenterCrop(size=8, resize=8), max_bad=0.5
+    )
+    labels = [label for batch in checking for label in batch.labels.tolist()]
+    assert labels == [n for n in range(16) if n not in (5, 9)]
+
+
+@pytest.mark.parametrize("how", range(1, 9))
+def test_photos_are_turned_as_their_exif_data_says_if_asked(how: int, tmp_path: Path) -> None:
+    image = Image.fromarray(oracle.photo(32, 48))
+    exif = Image.Exif()
+    exif[0x0112] = how
+    data = saved(image, "JPEG", exif=exif, quality=95)
+    assert orientation(memoryview(data)) == how
+    pixels = simplejpeg.decode_jpeg(data)
+    from PIL import ImageOps
+
+    expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))))
+    turned = turn(pixels, how)
+    assert turned.shape == expected.shape and np.abs(turned.astype(int) - expected).max() <= 3
+    if how == 6:
+        source = shards(tmp_path, [{"jpg": data}])
+        for exif_asked, like in ((True, turned), (False, pixels)):
+            transform = CenterCrop(size=16, resize=16, output="uint8", exif=exif_asked)
+            (batch,) = batches(source, transform=transform, shuffle=False, batch_size=1)
+            assert torch.equal(batch.images, crop_image(transform, like, 0)["images"])
+
+
+def test_orientation_of_damaged_headers_is_upright() -> None:
+    image = Image.fromarray(oracle.photo(8, 8))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = saved(image, "JPEG", exif=exif)
+    for cut in range(2, 60):
+        assert orientation(memoryview(data[:cut])) in (1, 6)
+    for number in range(20, 50):
+        changed = bytearray(data)
+        changed[number] ^= 0xFF
+        assert 1 <= orientation(memoryview(bytes(changed))) <= 8
