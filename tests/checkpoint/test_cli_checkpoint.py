@@ -179,3 +179,24 @@ checkpoint.main([]); checkpoint.main(["show", {str(run.path)!r}]); checkpoint.ma
 assert "torch" not in sys.modules and "numpy" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_show_lists_all_checkpoints_of_a_run(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint.save(run, STATE, step=3, metrics={"val/loss": 0.2})
+    checkpoint.save(run, STATE, step=4, metrics={"val/loss": 0.9})
+    assert command.main(["show", str(run.path)]) == 0
+    listed = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("step-0")]
+    assert [line[:2] for line in listed[:2]] == [
+        ["step-000000000004", "newest"],
+        ["step-000000000003", "best"],
+    ]
+    assert len(listed) == 4 and listed[3][-2:] == ["val/loss", "0.5"]
+    assert command.main(["show", str(run.path), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["step"] == 4  # as before: what follows is the newest
+    marks = [(each["step"], each["newest"], each["best"]) for each in facts["checkpoints"]]
+    assert marks == [(4, True, False), (3, False, True), (2, False, False), (1, False, False)]
+    state = {**STATE, "run": {"keep_best": "max:val/loss"}}  # what a pipeline was told
+    checkpoint.save(run, state, step=5, metrics={"val/loss": 0.1})
+    assert command.main(["show", str(run.path), "--json"]) == 0
+    assert [c["step"] for c in json.loads(capsys.readouterr().out)["checkpoints"] if c["best"]] == [4]

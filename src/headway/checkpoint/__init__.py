@@ -4,7 +4,8 @@
     loaded = checkpoint.load_latest(run, {"net": net.state_dict(), "adamw": {}, "epoch": None})
 
 `api` saves and loads, `settings` and `retention` say when to save and what to keep. `format` is what lies on disk,
-`write` how it gets there, `inspect` shows it. Names are loaded on first use: `verify` needs no torch.
+`write` how it gets there, `inspect` shows it, and `weights` fills models from it and from files of other tools. Names
+are loaded on first use: `verify` needs no torch.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ if TYPE_CHECKING:
         LoadedCheckpoint as LoadedCheckpoint,
         find_valid as find_valid,
         load as load,
+        load_best as load_best,
         load_latest as load_latest,
         save as save,
     )
     from headway.checkpoint.format.verification import verify as verify
     from headway.checkpoint.inspect.exporter import export as export
     from headway.checkpoint.retention import Retention as Retention, prune as prune
+    from headway.checkpoint.weights.loading import WeightsReport as WeightsReport
+    from headway.checkpoint.weights.source import Weights as Weights
     from headway.checkpoint.write.saver import Saver as Saver
     from headway.checkpoint.write.writer import SavedCheckpoint as SavedCheckpoint
 

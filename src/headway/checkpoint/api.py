@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-import torch.distributed.checkpoint as dcp
 
 from headway.checkpoint.format import dtypes, tree
 from headway.checkpoint.format.directory import (
@@ -22,8 +21,9 @@ from headway.checkpoint.format.directory import (
     resolve_root,
     step_dir,
 )
-from headway.checkpoint.format.manifest import STATE, Manifest, read_document, read_manifest
+from headway.checkpoint.format.manifest import STATE, Manifest, read_document, read_index, read_manifest
 from headway.checkpoint.format.verification import check_contents, check_files
+from headway.checkpoint.inspect.listing import find_best
 from headway.checkpoint.reader import CheckpointReader
 from headway.checkpoint.write.saver import Saver
 from headway.dist.collective.exchange import RankExchange, rank_and_size
@@ -89,7 +89,7 @@ def load(directory: str | os.PathLike[str], state: Mapping[str, Any] | None = No
         raise UsageError(
             f"there is no checkpoint at {path}; list those of a run with: headway checkpoint show RUN"
         )
-    problems = _verify_on_all_ranks(exchange, path)
+    problems = verify_on_all_ranks(exchange, path)
     if problems:
         raise NoValidCheckpoint(f"{path} is damaged: {'; '.join(problems[:5])}. Take another checkpoint")
     return _load(path, state)
@@ -108,6 +108,20 @@ def load_latest(
     return _load(path, state(path) if callable(state) else state)
 
 
+def load_best(
+    where: CheckpointRoot, state: Mapping[str, Any] | None = None, *, metric: str | None = None
+) -> LoadedCheckpoint:
+    """Loads the best checkpoint of a run, by the metric of its `keep_best`. See `load`.
+
+    `metric` chooses by another one, "val/loss" for the smallest value or "max:val/accuracy" for the largest.
+
+    >>> load_best("runs/digits-2026.11.15-14.30-x7k2", {"models": {"net": net.state_dict()}})  # doctest: +SKIP
+    """
+    parent, _ = resolve_root(where)
+    exchange = RankExchange(f"find the best checkpoint in {parent}")
+    return load(exchange.from_root(lambda: str(find_best(parent, metric=metric).path)), state)
+
+
 def find_valid(where: CheckpointRoot) -> Path | None:
     """Returns the newest valid checkpoint, the same on all ranks; None if there never was one.
 
@@ -119,7 +133,7 @@ def find_valid(where: CheckpointRoot) -> Path | None:
     exchange = RankExchange(f"find a valid checkpoint in {parent}")
     for step in exchange.from_root(lambda: list_steps(parent))[::-1]:
         path = step_dir(parent, step)
-        problems = _verify_on_all_ranks(exchange, path)
+        problems = verify_on_all_ranks(exchange, path)
         if not problems:
             return path
         aside = exchange.from_root(partial(_set_aside, where, path))
@@ -132,7 +146,7 @@ def find_valid(where: CheckpointRoot) -> Path | None:
     return None
 
 
-def _verify_on_all_ranks(exchange: RankExchange, path: Path) -> list[str]:
+def verify_on_all_ranks(exchange: RankExchange, path: Path) -> list[str]:
     """Returns the problems of a checkpoint, the same on all ranks; the ranks share the reading."""
 
     def check() -> list[str]:
@@ -183,14 +197,12 @@ def _load(path: Path, state: Mapping[str, Any] | None) -> LoadedCheckpoint:
 def _read(
     directory: CheckpointDirectory, manifest: Manifest, state: Mapping[str, Any] | None
 ) -> LoadedCheckpoint:
-    reader = CheckpointReader(directory, manifest)
+    reader = CheckpointReader(directory, read_index(directory, manifest))
     saved = read_document(directory, manifest, STATE)
     wanted = _wanted_parts(saved, state, directory.path)
     given = tree.split(state or {})[1]
     tensors = _destinations(reader, wanted, given, directory.path)
-    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(tensors, reader.read_metadata(), False)
-    reader.read_data(planner.finish_plan(planner.create_local_plan()), planner)
+    reader.fill(tensors)
     return LoadedCheckpoint(
         path=directory.path,
         step=manifest.step,

@@ -60,9 +60,10 @@ class Retention:
         keep = set(steps[-self.keep_last :])
         if self.keep_every is not None:
             keep |= {step for step in steps if step % self.keep_every == 0}
-        return keep | self._best_of(manifests)
+        return keep | self.best_of(manifests)
 
-    def _best_of(self, manifests: dict[int, Manifest]) -> set[int]:
+    def best_of(self, manifests: dict[int, Manifest]) -> set[int]:
+        """Returns the step with the best value, in a set; an empty one if none has that metric."""
         sign = -1 if self.best == "min" else 1
         name = self.keep_best
         values = [(sign * m.metrics[name], step) for step, m in manifests.items() if name in m.metrics]  # type: ignore[index]
@@ -79,7 +80,7 @@ def prune(where: CheckpointRoot, retention: Retention) -> list[Path]:
     if isinstance(where, Run):
         where.check_owner()
     parent, owner = resolve_root(where)
-    manifests = _manifests(parent)
+    manifests = read_manifests(parent)
     keep = retention.kept(manifests)
     removed = []
     for step in sorted(manifests.keys() - keep):  # the oldest first
@@ -106,7 +107,8 @@ def _remove(path: Path, hidden: Path) -> None:
     failpoint("retention.after_delete")
 
 
-def _manifests(parent: Path) -> dict[int, Manifest]:
+def read_manifests(parent: Path) -> dict[int, Manifest]:
+    """Returns the manifests of all checkpoints that have a valid one, by their steps."""
     found = {}
     for step in list_steps(parent):
         try:

@@ -17,6 +17,7 @@ from headway.errors import DONE, NoValidCheckpoint
 from headway.system.text import format_bytes, shorten_list
 
 if TYPE_CHECKING:
+    from headway.checkpoint.inspect.listing import CheckpointSummary
     from headway.checkpoint.inspect.tables import Overview
 
 _Path = Annotated[Path, Positional("PATH")]
@@ -26,7 +27,8 @@ _MOST_ROWS = 1000
 _USAGE = """\
 usage: headway checkpoint show PATH | verify PATH | export PATH OUT.safetensors
 
-  headway checkpoint show runs/digits-...           tensors by module: shapes, types, bytes, totals
+  headway checkpoint show runs/digits-...           all checkpoints, which is the newest and which the best, and the
+                                                    newest one's tensors by module: shapes, types, bytes, totals
   headway checkpoint show model.safetensors         the same for a plain file; also for model.pt and for a directory of
                                                     torch's distributed checkpointing: nothing in them is executed
   headway checkpoint verify runs/digits-...         read every byte of every checkpoint and compare
@@ -41,7 +43,7 @@ Exit codes: 0 intact, 2 bad input, 74 storage failed, 86 damaged.
 
 @dataclass(frozen=True, kw_only=True)
 class ShowOptions:
-    """Tensors by module: shapes, types, bytes, totals. Nothing is loaded."""
+    """Tensors by module: shapes, types, bytes, totals; of a run, all checkpoints, too. Nothing is loaded."""
 
     path: _Path
     json: bool = False
@@ -79,11 +81,16 @@ def _show(argv: list[str]) -> int:
     from headway.checkpoint.inspect import overview as overviews
 
     options = parse(ShowOptions, argv, verb="checkpoint show")
+    listed = overviews.list_all(options.path)
     overview = overviews.read(options.path)
     if options.json:
-        print(json.dumps(overview.to_dict(), indent=1))
+        several = {"checkpoints": [each.to_dict() for each in listed]} if listed else {}
+        print(json.dumps(overview.to_dict() | several, indent=1))
         return DONE
     screen = console()
+    if listed:
+        screen.print(_listing(listed))
+        screen.print()
     screen.print(Text(safe(str(overview.path)), style="bold"))
     for name in ("format", "step", "world_size", "created"):
         if overview.about.get(name) is not None:
@@ -97,6 +104,25 @@ def _show(argv: list[str]) -> int:
             screen.print(Text(safe(warning), style="bold red"), soft_wrap=True)
     screen.print(table(overview))
     return DONE
+
+
+def _listing(listed: list[CheckpointSummary]) -> Table:
+    """The checkpoints of a run for a terminal, the newest first."""
+    made = Table(box=None, pad_edge=False)
+    for title in ("checkpoint", "", "created", "ranks", "bytes", "metrics"):
+        made.add_column(title, justify="right" if title in ("ranks", "bytes") else "left", overflow="fold")
+    for each in listed:
+        marks = ", ".join(word for word in ("newest", "best") if getattr(each, word))
+        metrics = ", ".join(f"{name} {number(value)}" for name, value in each.metrics.items())
+        made.add_row(
+            each.path.name,
+            Text(marks, style="bold"),
+            safe(each.created[:19]),
+            str(each.world_size),
+            format_bytes(each.bytes),
+            Text(safe(metrics)),
+        )
+    return made
 
 
 def table(overview: Overview) -> Table:

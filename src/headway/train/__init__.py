@@ -7,6 +7,7 @@ model/ places and wraps models; resume/ saves and restores; diagnose/ explains w
 
 from headway.train.callback import Callback
 from headway.train.metrics.history import History
+from headway.train.model.initial_weights import empty_parameters
 from headway.train.model.parallel import Ddp, Fsdp, Tp, count_parameters
 from headway.train.model.schedules import scale_lr, warmup_cosine
 from headway.train.pipeline import Pipeline
@@ -25,6 +26,7 @@ __all__ = [
     "TrainSettings",
     "TrainValStage",
     "count_parameters",
+    "empty_parameters",
     "scale_lr",
     "warmup_cosine",
 ]

@@ -145,3 +145,12 @@ def watch_first_steps(pipe: Pipeline) -> None:
     for model in pipe.registered_models.values():
         for optimizer in pipe.optimizers.values():
             model.watch(optimizer, latest_batch)
+
+
+def check_optimizer(name: str, optimizer: object) -> None:
+    """Raises `UsageError` for what is registered as an optimizer and is none."""
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(
+            f"optimizer {name!r} is {optimizer!r:.80}: give an optimizer, or a function that makes one from the "
+            "parameters it gets"
+        )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, Unpack
 
@@ -15,10 +14,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from headway import dist, record
-from headway.checkpoint.settings import CheckpointSettings
+from headway.checkpoint.weights.loading import Rename
 from headway.dist import World
 from headway.dist.shared_run import choose_run
-from headway.errors import UsageError, unknown_name
+from headway.errors import UsageError
 from headway.record.sinks import Mlflow, Sink, TensorBoard, Wandb, check_sink, feeding
 from headway.run import Run, check_name
 from headway.system import environment
@@ -28,6 +27,7 @@ from headway.train.batches import FirstBatch, closing_loaders, set_epoch
 from headway.train.callback import Callback
 from headway.train.checks import (
     check_new,
+    check_optimizer,
     check_pipeline,
     check_stage,
     keep_metric,
@@ -42,6 +42,7 @@ from headway.train.metrics.meter import LogPoint
 from headway.train.metrics.reporter import Reporter
 from headway.train.metrics.stragglers import Stragglers, busy
 from headway.train.metrics.timing import PhaseTimer
+from headway.train.model.initial_weights import InitialWeights, WeightsLike
 from headway.train.model.mesh_groups import split_param_groups
 from headway.train.model.parallel import Blocks, Compile, Parallel, RegisteredModel, prepare
 from headway.train.model.schedules import Schedule, SchedulerLike, make_schedule
@@ -49,7 +50,7 @@ from headway.train.resume import state
 from headway.train.resume.keeper import Keeper
 from headway.train.resume.ledger_writer import LedgerWriter
 from headway.train.resume.state import StatefulObject
-from headway.train.settings import CheckpointOptions
+from headway.train.settings import CheckpointOptions, checkpoint_settings
 from headway.train.stage import Stage, finish_open_steps
 
 OptimizerLike: TypeAlias = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -126,12 +127,20 @@ class Pipeline:
         compile: Compile = False,
         ema: float | None = None,
         activation_checkpointing: Blocks = (),
+        init_from: WeightsLike | None = None,
+        strict: bool = True,
+        rename: Rename | None = None,
     ) -> nn.Module:
         """Moves a model to this rank's device and wraps it; returns the module to call in training.
 
         `parallel` is "ddp", "fsdp", "none", or `Ddp(...)`, `Fsdp(...)` or `Tp(...)` with settings. `compile` is True or
         a mode of `torch.compile`; `ema` is the decay of an average of the weights, which validation uses;
         `activation_checkpointing` lists the classes of modules that recompute their activations in backward.
+
+        `init_from` is where its weights come from: a run, a checkpoint, a safetensors or torch file, a directory of
+        Hugging Face, or `hw.checkpoint.Weights(run, at="best", ema=True)`. `rename` maps beginnings of names in there
+        to those in the model, or is a function; with `strict=False`, what matches is loaded, and one line says what
+        does not.
         """
         check_new("model", name, self.registered_models)
         self.registered_models[name] = prepare(
@@ -143,6 +152,7 @@ class Pipeline:
             compile=compile,
             ema=ema,
             activation_checkpointing=activation_checkpointing,
+            initial=None if init_from is None else InitialWeights(init_from, strict=strict, rename=rename),
         )
         self._outputs_are_reused |= isinstance(compile, str)  # some modes use CUDA graphs
         self.models[name] = self.registered_models[name].wrapped
@@ -166,11 +176,7 @@ class Pipeline:
         check_new("optimizer", name, self.optimizers)
         if not isinstance(optimizer, Optimizer) and callable(optimizer):
             optimizer = optimizer(self._parameters(name, model))
-        if not isinstance(optimizer, Optimizer):
-            raise UsageError(
-                f"optimizer {name!r} is {optimizer!r:.80}: give an optimizer, or a function that makes one from the "
-                "parameters it gets"
-            )
+        check_optimizer(name, optimizer)
         if split_param_groups(optimizer) and isinstance(scheduler, LRScheduler):
             raise UsageError(
                 f"the scheduler of optimizer {name!r} was made before its parameter groups were split by mesh: pass a "
@@ -245,16 +251,8 @@ class Pipeline:
 
         >>> pipe.enable_checkpointing("runs", every="10min", keep_last=3, keep_best="val/loss")
         """
-        known = [field.name for field in fields(CheckpointSettings)]
-        for name in options:
-            if name not in known:
-                raise unknown_name("setting of enable_checkpointing", name, known)
-        if environment.SAVE_EVERY in os.environ:
-            options["every"] = os.environ[environment.SAVE_EVERY]
-        if not environment.is_on(environment.SAVE_IN_BACKGROUND, default=True):
-            options["background"] = False
         self._root = self._root if root is None else root
-        self._keeper = Keeper(self, CheckpointSettings(**options))
+        self._keeper = Keeper(self, checkpoint_settings(options))
 
     def enable_wandb(
         self,

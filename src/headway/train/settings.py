@@ -6,14 +6,17 @@ that editors complete keyword arguments and mypy rejects unknown ones. A test co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, TypedDict, final
 
 import numpy as np
 
-from headway.errors import UsageError
+from headway.checkpoint.settings import CheckpointSettings
+from headway.errors import UsageError, unknown_name
+from headway.system import environment
 from headway.system.interval import Interval
 from headway.train.model import precision
 
@@ -127,3 +130,16 @@ class CheckpointOptions(TypedDict, total=False):
     keep_every: int | None
     keep_best: str | None
     background: bool
+
+
+def checkpoint_settings(options: CheckpointOptions) -> CheckpointSettings:
+    """Returns the settings for the arguments of `enable_checkpointing`, with what the environment overrides."""
+    known = [field.name for field in fields(CheckpointSettings)]
+    for name in options:
+        if name not in known:
+            raise unknown_name("setting of enable_checkpointing", name, known)
+    if environment.SAVE_EVERY in os.environ:
+        options["every"] = os.environ[environment.SAVE_EVERY]
+    if not environment.is_on(environment.SAVE_IN_BACKGROUND, default=True):
+        options["background"] = False
+    return CheckpointSettings(**options)

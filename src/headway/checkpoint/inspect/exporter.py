@@ -11,7 +11,7 @@ from pathlib import Path
 
 from headway.checkpoint.format import tree
 from headway.checkpoint.format.directory import CheckpointDirectory, DamagedCheckpoint
-from headway.checkpoint.format.manifest import ITEM_BYTES, STATE, read_document, read_manifest
+from headway.checkpoint.format.manifest import ITEM_BYTES, STATE, read_document, read_index, read_manifest
 from headway.checkpoint.format.tensor_file import bytes_of, header_of, table_of
 from headway.checkpoint.format.verification import verify
 from headway.checkpoint.reader import CheckpointReader
@@ -46,7 +46,7 @@ def export(
     try:
         with CheckpointDirectory(source) as opened:
             manifest = read_manifest(opened)
-            reader = CheckpointReader(opened, manifest)
+            reader = CheckpointReader(opened, read_index(opened, manifest))
             names = _chosen(read_document(opened, manifest, STATE), reader, part, source)
             shards = _shards(reader, names, shard_bytes)
             return _write(reader, names, shards, target, {"format": "pt", "step": str(manifest.step)})

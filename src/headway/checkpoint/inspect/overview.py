@@ -21,6 +21,7 @@ from headway.checkpoint.format.manifest import (
 )
 from headway.checkpoint.format.verification import check_files
 from headway.checkpoint.inspect import foreign
+from headway.checkpoint.inspect.listing import CheckpointSummary, list_checkpoints
 from headway.checkpoint.inspect.tables import Overview, TensorSummary
 from headway.errors import NoValidCheckpoint, UsageError
 from headway.run import has_info
@@ -44,6 +45,13 @@ def find(path: Path) -> list[Path]:
     if not found:
         raise UsageError(f"{parent} has no checkpoints")
     return found
+
+
+def list_all(path: Path) -> list[CheckpointSummary]:
+    """Returns all checkpoints of a run, or of a directory of checkpoints; an empty list for anything else."""
+    path = path.absolute()
+    one = os.path.lexists(path / MANIFEST) or path.name.startswith("step-")
+    return list_checkpoints(path) if path.is_dir() and not one else []
 
 
 def read(path: Path) -> Overview:

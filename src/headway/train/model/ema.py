@@ -69,4 +69,5 @@ class Ema:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, average in zip(self._names, self._average, strict=True):
-            average.copy_(state[name])
+            if name in state:  # a model with adapters saves the averages of those alone
+                average.copy_(state[name])

@@ -30,9 +30,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
+from headway.checkpoint import WeightsReport
 from headway.dist import World
 from headway.errors import UsageError
 from headway.train.model.ema import Ema
+from headway.train.model.initial_weights import (
+    InitialWeights,
+    allocate,
+    has_empty_parameters,
+    is_adapted,
+)
 from headway.train.model.tensor_group import TensorGroup
 from headway.train.model.ties import Ties, check_ties, find_ties, restore_ties
 
@@ -108,9 +115,13 @@ class RegisteredModel:
         *,
         ties: Ties = (),
         tensor_group: TensorGroup | None = None,
+        saves_all: bool = True,
     ) -> None:
         self.name, self.bare, self.wrapped, self.ema = name, bare, wrapped, ema
         self.ties, self.tensor_group = ties, tensor_group
+        self.initial: WeightsReport | None = None
+        """what `init_from` has matched"""
+        self._frozen = set() if saves_all else {key for key, p in _named(bare) if not p.requires_grad}
         self.evaluated: nn.Module = bare
         """what validation calls: without the wrapper, so that ranks may have different numbers of batches"""
 
@@ -123,6 +134,19 @@ class RegisteredModel:
     def sharded(self) -> bool:
         """Whether all ranks must take part in each forward."""
         return any(isinstance(parameter, DTensor) for parameter in self.bare.parameters())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a checkpoint holds of the model: all of it, or of a model with adapters what is trained."""
+        return {key: value for key, value in self.bare.state_dict().items() if key not in self._frozen}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.bare.load_state_dict(state, strict=not self._frozen)
+
+    def average_state_dict(self) -> dict[str, Any] | None:
+        """Returns the averages of what `state_dict` returns; None if the model has none."""
+        if self.ema is None:
+            return None
+        return {key: value for key, value in self.ema.state_dict().items() if key not in self._frozen}
 
     def watch(self, optimizer: Optimizer, latest_batch: Callable[[], Any]) -> None:
         """Checks the first steps of an optimizer: whole gradients equal over the ranks that split the model, and
@@ -173,6 +197,10 @@ def count_parameters(module: nn.Module, *, trainable: bool = False) -> int:
     return sum(p.numel() for p in module.parameters() if p.requires_grad or not trainable)
 
 
+def _named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(module.named_parameters(remove_duplicate=False))
+
+
 def prepare(
     name: str,
     module: nn.Module,
@@ -183,11 +211,18 @@ def prepare(
     compile: Compile,
     ema: float | None,
     activation_checkpointing: Blocks,
+    initial: InitialWeights | None = None,
 ) -> RegisteredModel:
-    """Moves a model to this rank's device, wraps and compiles it."""
+    """Moves a model to this rank's device, wraps it, fills it with its initial weights, and compiles it."""
     if not isinstance(module, nn.Module):
         raise UsageError(f"model {name!r} is of type {type(module).__name__}: register a torch.nn.Module")
-    module = module.to(world.device)
+    empty = has_empty_parameters(name, module, given=initial is not None)
+    ties = find_ties(module)
+    if not empty:
+        module = module.to(world.device)
+    elif not isinstance(parallel, Fsdp | Tp) and parallel != "fsdp":
+        allocate(module, world.device)
+        restore_ties(name, module, ties)
     if sync_batchnorm and world.world_size > 1:
         if world.device.type == "cpu":
             raise UsageError(
@@ -195,14 +230,22 @@ def prepare(
             )
         module = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
     _checkpoint_activations(name, module, activation_checkpointing)
-    ties = find_ties(module)
     wrapped, tensor_group = _wrap(name, module, parallel, world)
+    if empty and any(
+        p.is_meta for p in module.parameters()
+    ):  # sharded while they were, so that no rank ever has room for the whole
+        allocate(module, world.device)
+        restore_ties(name, module, ties)
     check_ties(name, module, ties)
+    report = None if initial is None else initial.load(name, module, ties)
     if compile:
         mode = None if compile is True else compile
         wrapped.compile(mode=mode)  # in place, so that the names of parameters stay
     average = None if ema is None else Ema(module, ema)
-    model = RegisteredModel(name, module, wrapped, average, ties=ties, tensor_group=tensor_group)
+    model = RegisteredModel(
+        name, module, wrapped, average, ties=ties, tensor_group=tensor_group, saves_all=not is_adapted(module)
+    )
+    model.initial = report
     if compile and wrapped is not module:
         model.evaluated = torch.compile(module, mode=mode)  # type: ignore[assignment]
     return model

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.distributed.tensor import DTensor
 
-from headway import checkpoint, data, dist, schedulers
+from headway import checkpoint, dist, schedulers
 from headway.checkpoint.settings import CheckpointSettings
 from headway.dist import set_phase
 from headway.dist.collective.exchange import gather_rows
@@ -40,6 +40,7 @@ from headway.train.loop_state import SAVE
 from headway.train.metrics.meter import LogPoint, Value
 from headway.train.resume import attempts, rng, state
 from headway.train.resume.lead_time import LeadTime
+from headway.train.resume.positions import is_global, per_rank_batch_size, position
 from headway.train.resume.state import StatefulObject
 
 if TYPE_CHECKING:
@@ -351,7 +352,8 @@ class Keeper:
         failpoint("train.save")
         self._check_weights()
         facts = self._before_validation or self._local_facts()
-        shared = {"best": self._best, "seed": torch.initial_seed(), "fingerprints": self._fingerprints}
+        best: dict[str, Any] = {"best": self._best, "keep_best": self.settings.keep_best}
+        shared = best | {"seed": torch.initial_seed(), "fingerprints": self._fingerprints}
         shared["datasets"] = facts["shared"]
         at, values = self._values
         scalars = {name: value for name, value in values.items() if isinstance(value, float | int)}
@@ -377,11 +379,11 @@ class Keeper:
         pipe, stage = self.pipe, self.pipe.current_stage
         active = [each.loader for each in stage._loop.passes if not each.done] if stage else []
         positions = {
-            name: _position(loader, active=any(loader is each for each in active))
+            name: position(loader, active=any(loader is each for each in active))
             for name, loader in pipe.datasets.items()
             if isinstance(loader, StatefulObject)
         }
-        shared = {name: state for name, state in positions.items() if _is_global(pipe.datasets[name])}
+        shared = {name: state for name, state in positions.items() if is_global(pipe.datasets[name])}
         local = {
             "random": rng.capture(pipe.device),
             "datasets": {name: state for name, state in positions.items() if name not in shared},
@@ -448,13 +450,13 @@ class Keeper:
             "saved seed and the step"
         )
         for name, loader in self.pipe.datasets.items():
-            if size := _per_rank_batch_size(loader):
+            if size := per_rank_batch_size(loader):
                 self._log(
                     f"dataset {name!r}: batch_size={size} is per rank, so a step has {size * now} samples instead of "
                     f"{size * before}: pass global_batch_size to keep it constant",
                     logging.WARNING,
                 )
-            elif isinstance(loader, StatefulObject) and not _is_global(loader):
+            elif isinstance(loader, StatefulObject) and not is_global(loader):
                 self._log(
                     f"dataset {name!r}: its position was saved per rank, by {before} ranks, so it restarts its epoch",
                     logging.WARNING,
@@ -475,25 +477,3 @@ class _SaveAttempt:
     scheduled: bool
     """whether it was due, and not the retry of another"""
     failed: bool = False
-
-
-def _is_global(loader: object) -> bool:
-    """Whether a loader has one position for all ranks together."""
-    return isinstance(loader, data.DataLoader | data.ShardLoader) and not loader.per_rank
-
-
-def _per_rank_batch_size(loader: object) -> int | None:
-    """Returns the batch size of a training loader whose global batch grows with the number of ranks; None otherwise."""
-    if not isinstance(loader, data.DataLoader | data.ShardLoader) or loader.per_rank:
-        return None
-    return loader.batch_size if loader.state_dict()["shuffle"] else None
-
-
-def _position(loader: StatefulObject, *, active: bool) -> dict[str, Any]:
-    """Returns the position of a loader: 0 for one without shuffle between passes, since each pass starts at 0."""
-    position = loader.state_dict()
-    if active or not isinstance(loader, data.DataLoader | data.ShardLoader) or position.get("shuffle"):
-        return position
-    if isinstance(loader, data.DataLoader):
-        return position | ({"next": 0, "places": {}} if loader.per_rank else {"samples": 0})
-    return position | {"position": loader.samples * position["epoch"]}

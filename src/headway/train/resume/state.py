@@ -45,11 +45,11 @@ def gather(pipe: Pipeline) -> dict[str, Any]:
     """Returns the whole state as it is on this rank."""
     names = parameter_names(pipe)
     return {
-        "models": {name: model.bare.state_dict() for name, model in pipe.registered_models.items()},
+        "models": {name: model.state_dict() for name, model in pipe.registered_models.items()},
         "averages": {
-            name: model.ema.state_dict()
+            name: average
             for name, model in pipe.registered_models.items()
-            if model.ema is not None
+            if (average := model.average_state_dict()) is not None
         },
         "optimizers": {name: _by_name(optimizer, names) for name, optimizer in pipe.optimizers.items()},
         "schedulers": {name: scheduler.state_dict() for name, scheduler in pipe.schedulers.items()},
@@ -73,9 +73,9 @@ def restore(pipe: Pipeline, state: Mapping[str, Any]) -> None:
         _check_names(kind, known, state[kind])
     names = parameter_names(pipe)
     for name, model in pipe.registered_models.items():
-        _check_tensors(name, model.bare.state_dict(), state["models"][name])
+        _check_tensors(name, model.state_dict(), state["models"][name])
         with _loading("model", name):
-            model.bare.load_state_dict(state["models"][name])
+            model.load_state_dict(state["models"][name])
         if model.ema is not None:
             with _loading("average of model", name):
                 model.ema.load_state_dict(state["averages"][name])
@@ -155,11 +155,11 @@ def contribution(pipe: Pipeline, state: dict[str, Any]) -> dict[str, Any]:
 def destinations(pipe: Pipeline, path: Path) -> dict[str, Any]:
     """Returns what to load a checkpoint into: each rank reads only its shards, and all else as it was saved."""
     plain = dict.fromkeys(("schedulers", "stages", "history", "registered", "progress", "run"))
-    models = {name: model.bare.state_dict() for name, model in pipe.registered_models.items()}
+    models = {name: model.state_dict() for name, model in pipe.registered_models.items()}
     averages = {
-        name: model.ema.state_dict()
+        name: average
         for name, model in pipe.registered_models.items()
-        if model.ema is not None
+        if (average := model.average_state_dict()) is not None
     }
     return {**plain, "models": models, "averages": averages, "optimizers": _optimizer_shards(pipe, path)}
 

@@ -1,0 +1,104 @@
+"""The list of a run's checkpoints, with the newest and the best of them. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, final
+
+from headway.checkpoint.format.directory import CheckpointDirectory, DamagedCheckpoint, step_dir
+from headway.checkpoint.format.manifest import STATE, Manifest, read_document, read_manifest
+from headway.checkpoint.retention import read_manifests
+from headway.checkpoint.settings import CheckpointSettings
+from headway.errors import UsageError
+from headway.run import has_info
+
+_USUAL_METRIC = "val/loss"
+"""of runs without `keep_best`, if it was logged"""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSummary:
+    """One checkpoint of a run, as its manifest describes it."""
+
+    path: Path
+    step: int
+    created: str
+    world_size: int
+    bytes: int
+    metrics: Mapping[str, float]
+    newest: bool
+    best: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"path": str(self.path), "metrics": dict(self.metrics)}
+
+
+def list_checkpoints(where: Path, *, metric: str | None = None) -> list[CheckpointSummary]:
+    """Returns the checkpoints of a run, or of a directory of checkpoints, the newest first.
+
+    The best is that of `metric`, by default of the `keep_best` that the run was trained with. Directories without a
+    valid manifest are left out.
+    """
+    parent = _parent(where)
+    manifests = read_manifests(parent)
+    if not manifests:
+        return []
+    newest = max(manifests)
+    best = _best(manifests, metric or best_metric(parent, manifests))
+    return [
+        CheckpointSummary(
+            path=step_dir(parent, step),
+            step=step,
+            created=manifest.created,
+            world_size=manifest.world_size,
+            bytes=sum(file.bytes for file in manifest.files.values()),
+            metrics=manifest.metrics,
+            newest=step == newest,
+            best=step in best,
+        )
+        for step, manifest in sorted(manifests.items(), reverse=True)
+    ]
+
+
+def find_best(where: Path, *, metric: str | None = None) -> CheckpointSummary:
+    """Returns the checkpoint of a run with the best metric; `UsageError` if none has it."""
+    listed = list_checkpoints(where, metric=metric)
+    if not listed:
+        raise UsageError(f"{where} has no checkpoints")
+    for each in listed:
+        if each.best:
+            return each
+    parent = _parent(where)
+    wanted = metric or best_metric(parent, read_manifests(parent)) or _USUAL_METRIC
+    known = ", ".join(sorted({name for each in listed for name in each.metrics})) or "none"
+    raise UsageError(
+        f"no checkpoint of {where} has the metric {wanted!r}, so none is the best: metrics that were saved: {known}"
+    )
+
+
+def best_metric(parent: Path, manifests: Mapping[int, Manifest]) -> str | None:
+    """Returns the `keep_best` of the newest checkpoint that has one; else val/loss, if it was logged."""
+    for step in sorted(manifests, reverse=True):
+        try:
+            with CheckpointDirectory(step_dir(parent, step)) as directory:
+                state = read_document(directory, read_manifest(directory), STATE)
+        except DamagedCheckpoint:
+            continue
+        match state:
+            case {"run": {"keep_best": str(metric)}}:
+                return metric
+        break  # a run has one setting; checkpoints of earlier versions do not say
+    logged = any(_USUAL_METRIC in manifest.metrics for manifest in manifests.values())
+    return _USUAL_METRIC if logged else None
+
+
+def _best(manifests: dict[int, Manifest], metric: str | None) -> set[int]:
+    return CheckpointSettings(keep_best=metric).retention.best_of(manifests) if metric else set()
+
+
+def _parent(where: Path) -> Path:
+    where = where.absolute()
+    return where / "checkpoints" if has_info(where) else where

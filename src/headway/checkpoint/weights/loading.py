@@ -1,0 +1,183 @@
+"""Loading weights into a model's tensors: names are matched, and one report says what did not match."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias, final
+
+import torch
+
+from headway.checkpoint.reader import TensorReader
+from headway.checkpoint.weights.readers import open_weights
+from headway.checkpoint.weights.source import Weights
+from headway.dist.collective.exchange import RankExchange
+from headway.errors import UsageError
+from headway.system.text import shorten_list
+
+Rename: TypeAlias = Mapping[str, str] | Callable[[str], str | None]
+"""beginnings of names and what to replace them by, or a function of the name that returns None to leave it out"""
+
+_WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module)\.")
+"""what wrappers of torch put into names, and models do not have"""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class WeightsReport:
+    """What a load has matched, by the names in the model."""
+
+    path: Path
+    matched: tuple[str, ...]
+    missing: tuple[str, ...]
+    """in the model and not in the weights: they keep the values that the model was made with"""
+    mismatched: tuple[str, ...]
+    """in both, with different shapes: they keep their values, too"""
+    left_over: tuple[str, ...]
+    """in the weights and not in the model"""
+
+    def __str__(self) -> str:
+        total = len(self.matched) + len(self.missing) + len(self.mismatched)
+        text = f"{len(self.matched):,} of {total:,} tensors from {self.path}"
+        for what, names in (
+            ("missing", self.missing),
+            ("of another shape", self.mismatched),
+            ("left over", self.left_over),
+        ):
+            if names:
+                text += f"; {what}: {shorten_list(names, limit=5)}"
+        return text
+
+
+def load_weights(
+    weights: Weights,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    model: str,
+    strict: bool = True,
+    rename: Rename | None = None,
+    ties: Sequence[Sequence[str]] = (),
+    optional: Sequence[Collection[str]] = (),
+) -> WeightsReport:
+    """Fills the tensors of a model, whole or sharded, in place, on all ranks; returns what matched.
+
+    With `strict`, all names must match, on both sides; the names of one of the `optional` sets may be missing. `ties`
+    are names of one tensor, of which one is enough.
+    """
+    path = weights.locate()
+    reports: list[WeightsReport] = []
+
+    def read() -> None:
+        with open_weights(path) as reader:
+            named = _renamed(_part(reader, weights, model, path), rename, path, known=tensors)
+            report, wanted = _match(reader, named, tensors, path, ties)
+            _check(report, model, strict=strict, optional=optional, found=named)
+            with torch.no_grad():
+                reader.fill(wanted)
+            reports.append(report)
+
+    RankExchange(f"read weights from {path}").all_gather(read)
+    return reports[0]
+
+
+def _part(reader: TensorReader, weights: Weights, model: str, path: Path) -> dict[str, str]:
+    """Returns name -> name in the source, for the tensors of one model."""
+    parts = sorted({name.split(".")[1] for name in reader.entries if name.startswith("models.")})
+    wanted = weights.model or model
+    if not parts:  # a file, or a checkpoint that a script has saved by itself
+        if weights.ema:
+            raise UsageError(f"{path} has no averaged weights: pass ema=False")
+        part = weights.model or (model if path.name.startswith("step-") else "")
+        named = any(name.startswith(f"{part}.") for name in reader.entries)
+        return _below(reader, f"{part}." if part and named else "")
+    if wanted not in parts:
+        if weights.model is not None or len(parts) > 1:
+            known = ", ".join(map(repr, parts))
+            raise UsageError(
+                f"{path} has no model {wanted!r}: choose one of {known}, by Weights(..., model=...)"
+            )
+        wanted = parts[0]
+    found = _below(reader, f"models.{wanted}.")
+    if weights.ema:
+        averages = _below(reader, f"averages.{wanted}.")
+        if not averages:
+            raise UsageError(f"{path} has no averaged weights of model {wanted!r}: pass ema=False")
+        found |= averages  # buffers are not averaged
+    return found
+
+
+def _below(reader: TensorReader, prefix: str) -> dict[str, str]:
+    return {name.removeprefix(prefix): name for name in reader.entries if name.startswith(prefix)}
+
+
+def _renamed(
+    named: Mapping[str, str], rename: Rename | None, path: Path, *, known: Collection[str]
+) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, source in named.items():
+        new = _new_name(name if name in known else _WRAPPERS.sub(r"\1", name), rename)
+        if new is None:
+            continue
+        if new in found:
+            raise UsageError(
+                f"rename gives {new!r} to two tensors of {path}, {found[new]!r} and {source!r}: give each its own"
+            )
+        found[new] = source
+    return found
+
+
+def _new_name(name: str, rename: Rename | None) -> str | None:
+    if rename is None:
+        return name
+    if callable(rename):
+        return rename(name)
+    for before, after in rename.items():
+        if name.startswith(before):
+            return after + name.removeprefix(before)
+    return name
+
+
+def _match(
+    reader: TensorReader,
+    named: Mapping[str, str],
+    tensors: Mapping[str, torch.Tensor],
+    path: Path,
+    ties: Sequence[Sequence[str]],
+) -> tuple[WeightsReport, dict[str, torch.Tensor]]:
+    """Returns the report, and the tensors to fill by their names in the source."""
+    both = [name for name in tensors if name in named]
+    fitting = [name for name in both if reader.entries[named[name]].shape == tuple(tensors[name].shape)]
+    found = set(fitting)
+    tied = {name for names in ties if not found.isdisjoint(names) for name in names}
+    report = WeightsReport(
+        path=path,
+        matched=tuple(name for name in tensors if name in found | tied),
+        missing=tuple(name for name in tensors if name not in named and name not in tied),
+        mismatched=tuple(name for name in both if name not in found),
+        left_over=tuple(name for name in named if name not in tensors),
+    )
+    return report, {named[name]: tensors[name] for name in fitting}
+
+
+def _check(
+    report: WeightsReport,
+    model: str,
+    *,
+    strict: bool,
+    optional: Sequence[Collection[str]],
+    found: Iterable[str],
+) -> None:
+    if not report.matched:
+        here = shorten_list([*report.missing, *report.mismatched], limit=3)
+        raise UsageError(
+            f"model {model!r} has none of the tensors in {report.path}: it has {here}, they have "
+            f"{shorten_list(list(found), limit=3)}; pass rename={{'old.': 'new.'}}"
+        )
+    complete = not report.missing or any(set(report.missing) <= set(names) for names in optional)
+    if strict and (not complete or report.mismatched or report.left_over):
+        raise UsageError(
+            f"model {model!r} does not have the weights that were given: {report}; pass strict=False to load what "
+            "matches, or rename="
+        )

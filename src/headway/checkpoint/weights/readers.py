@@ -1,0 +1,244 @@
+"""Readers of weights: checkpoints, safetensors files and directories of Hugging Face, and torch files.
+
+All give named tensors, of which each rank reads the part that it has room for. Nothing in the files can execute: torch
+files are read with `weights_only=True`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from headway.checkpoint.format import dtypes
+from headway.checkpoint.format.directory import CheckpointDirectory, CheckpointFile, DamagedCheckpoint
+from headway.checkpoint.format.manifest import (
+    ITEM_BYTES,
+    MANIFEST,
+    TensorChunk,
+    TensorEntry,
+    parse_json,
+    read_index,
+    read_manifest,
+)
+from headway.checkpoint.reader import CheckpointReader, TensorReader
+from headway.errors import NoValidCheckpoint, UsageError
+
+_INDEX = ".index.json"
+_NAMES = (
+    "model.safetensors",
+    "adapter_model.safetensors",
+    "diffusion_pytorch_model.safetensors",
+    "pytorch_model.bin",
+)
+"""of the weights in a directory of Hugging Face, in the order of preference; in several files, with an index beside"""
+_INSIDE = ("state_dict", "model_state_dict", "model", "module", "net", "weights")
+"""where training scripts keep the weights in a torch file that has more"""
+_LARGEST_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
+
+
+@contextmanager
+def open_weights(path: Path) -> Iterator[TensorReader]:
+    """Opens a checkpoint, a file or a directory of Hugging Face; see `Weights.locate`."""
+    try:
+        with ExitStack() as stack:
+            if (path / MANIFEST).exists():
+                directory = stack.enter_context(CheckpointDirectory(path))
+                yield CheckpointReader(directory, read_index(directory, read_manifest(directory)))
+                return
+            found = _find_files(path)
+            if any(_is_safetensors(file) for file in found):
+                files = stack.enter_context(WeightFiles(found))
+                yield CheckpointReader(files, files.entries())
+            else:
+                yield TorchFileReader(found)
+    except DamagedCheckpoint as problem:
+        raise NoValidCheckpoint(f"{path} is damaged: {problem}") from problem
+
+
+@final
+class WeightFiles:
+    """Open safetensors files by their names; links are followed, since the cache of Hugging Face consists of them."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._paths = {path.name: path.resolve() for path in paths}
+        self._directories: dict[Path, CheckpointDirectory] = {}
+        self._stack = ExitStack()
+
+    def open(self, name: str, /) -> CheckpointFile:
+        path = self._paths[name]
+        if path.parent not in self._directories:
+            self._directories[path.parent] = self._stack.enter_context(CheckpointDirectory(path.parent))
+        return self._directories[path.parent].open(path.name)
+
+    def entries(self) -> dict[str, TensorEntry]:
+        """Returns all tensors of the files, from their headers."""
+        found: dict[str, TensorEntry] = {}
+        for name in self._paths:
+            with self.open(name) as file:
+                for key, entry in _read_header(file, name).items():
+                    if key in found:
+                        raise DamagedCheckpoint(f"{name}: tensor {key!r:.100} is in another file, too")
+                    found[key] = entry
+        return found
+
+    def __enter__(self) -> WeightFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+@final
+class TorchFileReader(TensorReader):
+    """Reads from files that `torch.save` has written; their tensors stay in the files until they are needed."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+        for path in paths:
+            self._tensors |= _tensors_of(path)
+        super().__init__({name: _whole(tensor) for name, tensor in self._tensors.items()})
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            part, target = self._tensors[item.storage_index.fqn], planner.resolve_tensor(item).detach()
+            for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                part = part.narrow(dim, start, size)
+            target.copy_(part)
+            planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+
+def _find_files(path: Path) -> list[Path]:
+    if path.is_file():
+        return _indexed(path) if path.name.endswith(_INDEX) else [path]
+    for name in _NAMES:
+        if (path / f"{name}{_INDEX}").is_file():
+            return _indexed(path / f"{name}{_INDEX}")
+        if (path / name).is_file():
+            return [path / name]
+    found = sorted(path.glob("*.safetensors"))
+    if len(found) == 1:
+        return found
+    what = (
+        f"several safetensors files ({', '.join(file.name for file in found[:3])}, ...)" if found else "none"
+    )
+    raise UsageError(
+        f"{path} is not a directory of weights: it has {what} of {', '.join(_NAMES)}: give a file"
+    )
+
+
+def _indexed(index: Path) -> list[Path]:
+    match parse_json(index.name, index.read_bytes()):
+        case {"weight_map": dict(where)} if all(_is_plain_name(name) for name in where.values()):
+            return [index.with_name(name) for name in sorted(set(where.values()))]
+    raise DamagedCheckpoint(f"{index.name}: it is not an index of weights")
+
+
+def _is_plain_name(name: object) -> bool:
+    return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and "\0" not in name
+
+
+def _is_safetensors(path: Path) -> bool:
+    if not path.is_file():
+        raise DamagedCheckpoint(f"{path.name}: there is no such file")
+    with path.open("rb") as file:
+        return file.read(9)[8:] == b"{"  # a zip or a pickle has other bytes there
+
+
+def _read_header(file: CheckpointFile, name: str) -> dict[str, TensorEntry]:
+    size = int.from_bytes(_read(file, 0, 8), "little")
+    if not 2 <= size <= min(_LARGEST_HEADER_BYTES, file.bytes - 8):
+        raise DamagedCheckpoint(f"{name}: it is not a safetensors file")
+    header = parse_json(name, _read(file, 8, size))
+    if not isinstance(header, dict):
+        raise DamagedCheckpoint(f"{name}: its header is not a JSON object")
+    first = 8 + size
+    return {
+        key: _entry(name, key, value, first, file.bytes)
+        for key, value in header.items()
+        if key != "__metadata__"
+    }
+
+
+def _read(file: CheckpointFile, begin: int, size: int) -> bytes:
+    buffer = memoryview(bytearray(size))
+    done = 0
+    while done < size:
+        got = file.read_into(buffer[done:], begin + done)
+        if not got:
+            raise DamagedCheckpoint(f"{file.name}: it ends before byte {begin + size}")
+        done += got
+    return bytes(buffer)
+
+
+def _entry(file: str, name: str, value: object, first: int, file_bytes: int) -> TensorEntry:
+    match value:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]} if (
+            dtype in ITEM_BYTES
+            and all(type(size) is int and size >= 0 for size in shape)
+            and 0 <= begin <= end <= file_bytes - first
+        ):
+            sizes = tuple(shape)
+            chunk = TensorChunk(
+                file=file, begin=first + begin, end=first + end, offsets=(0,) * len(sizes), shape=sizes
+            )
+            entry = TensorEntry(dtype=dtype, shape=sizes, chunks=(chunk,))
+            if entry.bytes == end - begin:
+                return entry
+    raise DamagedCheckpoint(f"{file}: the entry of tensor {name!r:.100} is inconsistent")
+
+
+def _tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a torch file by name; of one with more than weights, those of the usual key."""
+    try:
+        with path.open("rb") as file:
+            zipped = file.read(4) == b"PK\x03\x04"
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UsageError(
+            f"{path} cannot be read safely as weights ({reason:.150}): see what is in it with headway checkpoint show "
+            f"{path}, and save its state dict alone"
+        ) from error
+    for _ in range(2):  # such as {"state_dict": {"model": ...}}
+        tensors = _flatten(loaded)
+        if any(isinstance(value, torch.Tensor) for value in loaded.values() if isinstance(loaded, Mapping)):
+            break
+        inside = [key for key in _INSIDE if isinstance(loaded.get(key), Mapping) and _flatten(loaded[key])]
+        if not inside:
+            break
+        loaded = loaded[inside[0]]
+        tensors = _flatten(loaded)
+    if not tensors:
+        raise UsageError(
+            f"{path} has no tensors by name: save a state dict, torch.save(net.state_dict(), path)"
+        )
+    return tensors
+
+
+def _flatten(value: object, prefix: str = "") -> dict[str, torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return (
+            {prefix: value}
+            if prefix and value.layout is torch.strided and value.dtype in dtypes.NAMES
+            else {}
+        )
+    found: dict[str, torch.Tensor] = {}
+    for key, part in value.items() if isinstance(value, Mapping) else ():
+        found |= _flatten(part, f"{prefix}.{key}" if prefix else str(key))
+    return found
+
+
+def _whole(tensor: torch.Tensor) -> TensorEntry:
+    shape: Any = tuple(tensor.shape)
+    chunk = TensorChunk(file="", begin=0, end=0, offsets=(0,) * len(shape), shape=shape)
+    return TensorEntry(dtype=dtypes.NAMES[tensor.dtype], shape=shape, chunks=(chunk,))

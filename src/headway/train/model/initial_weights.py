@@ -1,0 +1,122 @@
+"""Initial weights: models that are filled from files after they are wrapped, and models without memory until then."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+
+from headway import dist
+from headway.checkpoint import Weights, WeightsReport
+from headway.checkpoint.weights.loading import Rename, load_weights
+from headway.errors import UsageError
+from headway.run import Run
+
+WeightsLike: TypeAlias = Weights | Run | str | os.PathLike[str]
+
+
+@final
+@dataclass(frozen=True)
+class InitialWeights:
+    """The `init_from`, `strict` and `rename` of `register_model`."""
+
+    source: WeightsLike
+    strict: bool = True
+    rename: Rename | None = None
+
+    def load(self, name: str, module: nn.Module, ties: Sequence[Sequence[str]]) -> WeightsReport:
+        """Fills a model, whole or sharded, and prints what matched; each rank reads only its shards."""
+        tensors = {key: value for key, value in module.state_dict().items() if isinstance(value, Tensor)}
+        report = load_weights(
+            self.source if isinstance(self.source, Weights) else Weights(self.source),
+            tensors,
+            model=name,
+            strict=self.strict,
+            rename=_with_adapters(self.rename, tensors) if is_adapted(module) else self.rename,
+            ties=ties,
+            optional=_trained_and_frozen(module) if is_adapted(module) else (),
+        )
+        module.load_state_dict(tensors, strict=False)
+        dist.print_root(f"model {name}: {report}")
+        return report
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether a model has adapters of peft, such as LoRA: what is frozen is then in no checkpoint."""
+    return hasattr(module, "peft_config") and hasattr(module, "base_model")
+
+
+def _trained_and_frozen(module: nn.Module) -> list[set[str]]:
+    """Returns both sets of names: weights may be those of the base model alone, or of the adapters alone."""
+    named = list(module.named_parameters(remove_duplicate=False))
+    return [{key for key, p in named if p.requires_grad is trained} for trained in (True, False)]
+
+
+def _with_adapters(rename: Rename | None, tensors: dict[str, Any]) -> Rename:
+    """Returns a rename that also finds the tensors of the base model, which peft gives longer names."""
+    longer = {name.removeprefix("base_model.model.").replace(".base_layer.", "."): name for name in tensors}
+
+    def find(name: str) -> str | None:
+        if callable(rename):
+            name = rename(name)  # type: ignore[assignment]
+        elif rename is not None:
+            before = next((start for start in rename if name.startswith(start)), "")
+            name = rename.get(before, "") + name.removeprefix(before)
+        return longer.get(name, name)
+
+    return find
+
+
+def has_empty_parameters(name: str, module: nn.Module, *, given: bool) -> bool:
+    """Returns whether parameters are on the meta device, without memory; refuses what weights could not fill."""
+    kept = module.state_dict().keys()
+    lost = [key for key, buffer in module.named_buffers() if buffer.is_meta and key not in kept]
+    if lost:
+        raise UsageError(
+            f"model {name!r} has a buffer on the meta device that no checkpoint holds, {lost[0]!r}: build the model "
+            'in "with hw.train.empty_parameters():", which keeps buffers, instead of torch.device("meta")'
+        )
+    empty = any(parameter.is_meta for parameter in module.parameters())
+    if empty and not given:
+        raise UsageError(
+            f"model {name!r} has parameters on the meta device, without values: pass init_from= to fill them"
+        )
+    return empty
+
+
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """Gives memory to what is on the meta device, and moves the rest to the device."""
+
+    def move(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+
+    module._apply(move)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def empty_parameters() -> Iterator[None]:
+    """Builds models without memory for their parameters, to be filled by `register_model(..., init_from=...)`.
+
+    With FSDP2, no rank ever holds the whole model. Buffers are made as ever.
+
+    >>> with hw.train.empty_parameters():
+    ...     net = LlamaForCausalLM(config)
+    >>> pipe.register_model("net", net, parallel="fsdp", init_from="llama-3-8b")
+    """
+    usual = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        usual(module, name, param)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = usual  # type: ignore[method-assign]

@@ -1,0 +1,88 @@
+"""A causal language model of transformers, fine-tuned from a directory that `save_pretrained` wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import headway as hw
+from headway.testing import ranks
+from headway.train import Fsdp, empty_parameters
+
+transformers = pytest.importorskip("transformers")
+
+WORDS, LENGTH = 48, 12
+
+
+def make_config(**settings: Any) -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return transformers.LlamaConfig(
+        vocab_size=WORDS, max_position_embeddings=32, use_cache=False, **sizes, **settings
+    )
+
+
+def make_directory(path: Path, **settings: Any) -> Any:
+    """Writes a model in several shards, and returns it."""
+    torch.manual_seed(11)
+    model = transformers.LlamaForCausalLM(make_config(**settings))
+    model.save_pretrained(path, max_shard_size="6KB")
+    assert len(json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]) > 5
+    return model
+
+
+def tokens(rank: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randint(WORDS, (4, LENGTH), generator=generator) for _ in range(3)]
+
+
+class Tune(hw.TrainValStage):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.losses: list[float] = []
+
+    def step(self, batch: Any) -> Tensor:
+        loss: Tensor = self.models["lm"](input_ids=batch, labels=batch).loss
+        self.losses.append(loss.item())
+        return loss
+
+
+def fine_tune(root: Path, model: Any, **settings: Any) -> tuple[hw.Pipeline, Tune]:
+    pipe, stage = hw.Pipeline(name="tune", root=root), Tune(log_every=1, gradient_clip=1.0)
+    pipe.register_model("lm", model, **settings)
+    pipe.register_optimizer("adamw", lambda params: torch.optim.AdamW(params, lr=1e-3), model="lm")
+    pipe.register_dataset("train", tokens(pipe.world.rank))
+    pipe.append_stage(stage, max_epochs=1)
+    return pipe, stage
+
+
+@ranks(2)
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_first_loss_is_that_of_transformers(tied: bool, tmp_path: Path) -> None:
+    directory = tmp_path / "hub"
+    world = hw.init()
+    if world.is_root:
+        make_directory(directory, tie_word_embeddings=tied)
+    hw.barrier()
+    reference = transformers.LlamaForCausalLM.from_pretrained(directory).eval()
+    batch = tokens(world.rank)[0]
+    with torch.no_grad():
+        expected = reference(input_ids=batch, labels=batch).loss.item()
+    config = make_config(tie_word_embeddings=tied)
+    blocks = (transformers.models.llama.modeling_llama.LlamaDecoderLayer,)
+    found = {}
+    for kind, parallel in (("ddp", "ddp"), ("fsdp", Fsdp(blocks=blocks))):
+        with empty_parameters():
+            model = transformers.LlamaForCausalLM(config)
+        pipe, stage = fine_tune(tmp_path, model, parallel=parallel, init_from=directory)
+        report = pipe.registered_models["lm"].initial
+        assert report is not None and not report.missing and not report.left_over
+        pipe.run()
+        assert stage.losses[0] == pytest.approx(expected, rel=1e-6)
+        found[kind] = stage.losses
+    assert found["fsdp"] == pytest.approx(found["ddp"], rel=1e-5)  # it trains, and both train alike
+    assert found["ddp"][0] != found["ddp"][1]
