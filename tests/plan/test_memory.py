@@ -260,3 +260,15 @@ def test_layouts_that_fit_for_certain_come_first() -> None:
     assert 0 < certain < found.fitting
     assert all(row.safe == (rank < certain) for rank, row in enumerate(found.ranked))
     assert all((row.most <= found.capacity) == row.safe for row in found.ranked)
+
+
+def test_a_fused_optimizer_needs_no_copy_of_the_weights() -> None:
+    """A model with few activations is fullest in its optimizer step: foreach has a temporary copy there."""
+    layout = Layout(precision="amp", recompute="full", sequence=64)
+    default, foreach, fused = (
+        rank_memory(MODEL, replace(layout, optimizer=name), 0)  # type: ignore[arg-type]
+        for name in ("adamw", "adamw-foreach", "adamw-fused")
+    )
+    assert default.parts == foreach.parts
+    assert default.parts["optimizer temporaries"] == pytest.approx(4 * MODEL.parameters)
+    assert "optimizer temporaries" not in fused.parts and fused.allocated < default.allocated

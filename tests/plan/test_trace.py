@@ -106,6 +106,7 @@ def test_torchtitan_traced_with_fsdp() -> None:
 
 
 TINY = TraceSettings(factory=f"{ZOO}:tiny_language_model", inputs="tiny_batch", batch_size=4)
+LINEAR = TraceSettings(factory=f"{ZOO}:plain", inputs="float_batch", batch_size=1, precision="fp32")
 VARIANTS = {
     "plain": TINY,
     "8 layers": replace(TINY, arguments={"layers": 8}),
@@ -114,6 +115,8 @@ VARIANTS = {
     "pure": replace(TINY, precision="pure-bf16"),
     "sgd": replace(TINY, optimizer="sgd"),
     "accumulate": replace(TINY, accumulate=2),
+    "foreach": replace(LINEAR, optimizer="adamw-foreach"),
+    "fused": replace(LINEAR, optimizer="adamw-fused"),
     "converted": TraceSettings(factory=f"{ZOO}:converted", inputs="half_batch", precision="fp32"),
     "dropout": TraceSettings(factory=f"{ZOO}:plain", inputs="float_batch", batch_size=4096, precision="fp32"),
 }
@@ -168,6 +171,18 @@ def test_precisions_and_optimizers_differ_as_they_should(tiny: dict[str, TraceRe
     amp, pure, sgd = tiny["plain"], tiny["pure"], tiny["sgd"]
     assert pure.by_label["parameters"] < 0.6 * amp.by_label["parameters"]
     assert sgd.by_label.get("optimizer", 0) < 0.1 * amp.by_label["optimizer"]
+
+
+def test_a_fused_optimizer_has_no_temporary_copies(tiny: dict[str, TraceResult]) -> None:
+    foreach, fused = tiny["foreach"], tiny["fused"]
+    assert fused.error is None and fused.by_label["optimizer"] == pytest.approx(
+        foreach.by_label["optimizer"], rel=0.01
+    )
+    assert (
+        foreach.by_label["temporaries"]
+        > fused.by_label.get("temporaries", 0) + 0.9 * foreach.by_label["parameters"]
+    )
+    assert fused.allocated < foreach.allocated
 
 
 def test_accumulated_gradients_are_there_at_the_peak(tiny: dict[str, TraceResult]) -> None:

@@ -238,7 +238,9 @@ def _buckets(layout: Layout, parameters: RankParameters) -> float:
 
 
 def _step_temporaries(states: ModelStates, layout: Layout) -> float:
-    """A foreach optimizer needs a temporary copy of the weights that it updates."""
+    """A foreach optimizer needs a temporary copy of the weights that it updates; a fused one does not."""
+    if layout.optimizer == "adamw-fused":
+        return 0.0
     numbers = layout.element_bytes
     per_parameter = states.optimizer or states.weights
     width = numbers.master or numbers.weight

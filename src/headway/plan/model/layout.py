@@ -11,7 +11,9 @@ from headway.plan.model.transformer import Transformer
 
 Recompute = Literal["none", "selective", "sac", "full"]
 PrecisionName = Literal["bf16", "zero16", "amp", "fp32", "pure-bf16", "fp8", "amp-fp8"]
-OptimizerName = Literal["adamw", "adamw8bit", "sgd", "sgd-momentum", "lion", "muon"]
+OptimizerName = Literal[
+    "adamw", "adamw-fused", "adamw-foreach", "adamw8bit", "sgd", "sgd-momentum", "lion", "muon"
+]
 
 
 class PrecisionBytes(NamedTuple):
@@ -41,6 +43,8 @@ PRECISIONS: dict[str, PrecisionBytes] = {
 }
 OPTIMIZER_MOMENTS = {
     "adamw": 2.0,
+    "adamw-fused": 2.0,
+    "adamw-foreach": 2.0,
     "adamw8bit": 0.5,
     "sgd": 0.0,
     "sgd-momentum": 1.0,
@@ -90,7 +94,8 @@ class Layout:
     precision: PrecisionName = "bf16"
     """Bytes per parameter with Adam: bf16 and fp8 18 (Megatron), zero16, amp, amp-fp8 and fp32 16, pure-bf16 8."""
     optimizer: OptimizerName = "adamw"
-    """Number of moments: adamw 2, adamw8bit 2 in 8 bits, lion, muon and sgd-momentum 1, sgd none."""
+    """Moments: adamw 2, adamw8bit 2 in 8 bits, lion, muon and sgd-momentum 1, sgd none. adamw is torch's default on GPUs,
+    adamw-foreach, which needs a temporary copy of the weights; adamw-fused needs none."""
     flash: bool = True
     """Fused attention: no score matrix in memory."""
     loss_chunks: int = 1

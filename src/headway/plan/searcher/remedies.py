@@ -77,7 +77,9 @@ def _changes(model: Transformer, layout: Layout, node: Node) -> list[Change]:
         changes += [(f"microbatch {n}", {"microbatch": n}) for n in sorted({1, layout.microbatch // 2})]
     if layout.loss_chunks == 1 and not model.image:
         changes.append(("chunk the loss by 8", {"loss_chunks": 8}))
-    if layout.optimizer == "adamw":
+    if layout.optimizer in ("adamw", "adamw-foreach"):
+        changes.append(("fused optimizer", {"optimizer": "adamw-fused"}))
+    if layout.optimizer.startswith("adamw") and layout.optimizer != "adamw8bit":
         changes.append(("8-bit optimizer", {"optimizer": "adamw8bit"}))
     if not layout.offload:
         changes.append(("optimizer in host memory", {"offload": True}))

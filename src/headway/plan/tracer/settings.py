@@ -15,7 +15,7 @@ PRECISIONS = ("amp", "fp32", "pure-bf16")
 _BUILT_IN = {
     "inputs": (),
     "loss": ("cross_entropy", "mse"),
-    "optimizer": ("adamw", "adam", "sgd", "sgd-momentum"),
+    "optimizer": ("adamw", "adamw-fused", "adamw-foreach", "adam", "sgd", "sgd-momentum"),
 }
 """Names that are not functions of the user."""
 
@@ -31,7 +31,7 @@ class TraceSettings:
     loss: str | None = None
     """cross_entropy, mse, or a function of (output, target). Without it the module returns its loss."""
     optimizer: str = "adamw"
-    """adamw, adam, sgd, sgd-momentum, or a function of the parameters."""
+    """adamw (on GPUs adamw-foreach), adamw-fused, adam, sgd, sgd-momentum, or a function of the parameters."""
     precision: str = "amp"
     """amp (autocast to bf16), fp32, or pure-bf16."""
     batch_size: int | None = None

@@ -25,6 +25,8 @@ _LOSSES: dict[str, Callable[..., torch.Tensor]] = {
 }
 _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-4),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=1e-4, foreach=True),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True),
     "adam": lambda p: torch.optim.Adam(p, lr=1e-4),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-4),
     "sgd-momentum": lambda p: torch.optim.SGD(p, lr=1e-4, momentum=0.9),
