@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from rich.console import Console
 
@@ -19,15 +19,19 @@ from headway.plan.model.layout import Layout
 from headway.plan.report.estimates import Estimate
 from headway.plan.tracer.settings import TraceSettings
 
+if TYPE_CHECKING:
+    from headway.plan.input.plan_file import PlanFile
+
 _File = Annotated[Path, Positional("FILE.yaml")]
 
 _USAGE = """\
-usage: headway plan FILE.yaml | preset NAME | search FILE.yaml | module FILE.py:factory | measure FILE.py:factory
+usage: headway plan FILE.yaml | preset NAME | search FILE.yaml|PRESET | module FILE.py:factory | measure FILE.py:factory
                   | calibrate | import-dlcalc OLD.yaml | list
 
   headway plan run.yaml                         memory, time and cost of a layout
   headway plan preset llama-3.1-8b --node h200-sxm8 --dp 8 --zero 3 --global-batch 16 --microbatch 2
   headway plan search run.yaml                  the best layouts for a number of GPUs
+  headway plan search llama-3.1-70b --gpus 64 --global-batch 512 --sequence 8192 --html search.html
   headway plan module train.py:make_model       your own module, traced without a GPU
   headway plan measure train.py:make_model      the same, predicted against measured on the device here
   headway plan calibrate                        measure this machine once (under a minute)
@@ -75,9 +79,17 @@ class PresetOptions(OutputOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
-    """Best layouts for the model, node and `search` section of a plan file."""
+    """Best layouts of a model on a number of GPUs: those of a plan file's `search` section, or of a preset."""
 
-    file: _File
+    what: Annotated[str, Positional("FILE.yaml|PRESET")]
+    """a plan file with a section `search`, or a preset (headway plan list) with the flags below"""
+    layout: Layout
+    gpus: Annotated[int | None, positive] = None
+    """GPUs to use; with a plan file, those of its section `search`."""
+    node: str = "h200-sxm8"
+    """A catalog name (headway plan list) or "this"."""
+    html: Path | None = None
+    """Write a self-contained page: time against memory of every layout that fits."""
     json: bool = False
     """Print JSON and nothing else."""
 
@@ -184,23 +196,55 @@ def _price(options: PresetOptions) -> dict[str, object]:
 
 
 def _search(argv: list[str]) -> int:
-    from headway.plan.input.plan_file import read_plan_file
     from headway.plan.report.tables import print_search
     from headway.plan.searcher.layouts import search
 
     options = parse(SearchOptions, argv, verb="plan search")
-    plan = read_plan_file(options.file)
+    plan = _search_plan(options)
     if plan.search is None:
-        raise UsageError(f"{options.file} has no 'search'; give search: {{gpus: N, global_batch: B}}")
+        raise UsageError(f"{options.what} has no 'search'; give search: {{gpus: N, global_batch: B}}")
     found = search(
         plan.model, plan.node, gpus=plan.search.gpus, global_batch=plan.search.global_batch, base=plan.layout,
         calibration=plan.calibration, keep=plan.search.keep,
     )  # fmt: skip
+    if options.html is not None:
+        from headway.plan.report.search_page import render_search
+
+        with _writing(options.html):
+            options.html.write_text(render_search(plan.model.name, found))
     if options.json:
         print(json.dumps(found.to_dict(), indent=1))
     else:
         print_search(found, Console())
     return DONE if found.best else DOES_NOT_FIT
+
+
+def _search_plan(options: SearchOptions) -> PlanFile:
+    """Reads the plan file, or makes a plan of the preset and the flags."""
+    from headway.plan.input.plan_file import (
+        PlanFile,
+        SearchSettings,
+        read_calibration,
+        read_node,
+        read_plan_file,
+    )
+    from headway.plan.model.presets import preset
+
+    if Path(options.what).suffix in (".yaml", ".yml"):
+        return read_plan_file(options.what)
+    model = preset(options.what)
+    if options.gpus is None:
+        raise UsageError(
+            f"give the number of GPUs: headway plan search {options.what} --gpus 64 --global-batch 512"
+        )
+    return PlanFile(
+        model=model,
+        layout=options.layout,
+        node=read_node(options.node),
+        workload=Workload(),
+        calibration=read_calibration(None, Path(), options.node),
+        search=SearchSettings(gpus=options.gpus, global_batch=options.layout.global_batch),
+    )
 
 
 def _import_dlcalc(argv: list[str]) -> int:

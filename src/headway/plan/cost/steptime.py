@@ -50,11 +50,17 @@ def step_time(model: Transformer, layout: Layout, node: Node, constants: Calibra
     stages = _stage_seconds(model, layout, node, constants, layers)
     slowest, m, v = max(stages), layout.microbatches, layout.vpp
     parts = _busy_parts(model, layout, node, constants, layers, stages.index(slowest))
-    parts["pipeline bubble"] = (sum(stages) - slowest) / v
+    bubble = ZERO_BUBBLE if layout.schedule == "zero-bubble" else 1.0
+    parts["pipeline bubble"] = bubble * (sum(stages) - slowest) / v
     parts["data parallel"] = _data_parallel(model, layout, node, constants, busy=m * slowest)
     parts["optimizer"] = _optimizer(model, layout, node.device, constants)
     parts["stragglers"] = sum(parts.values()) * straggling(layout.gpus, constants)
     return StepTime(parts={name: seconds * constants.scale for name, seconds in parts.items() if seconds > 0})
+
+
+ZERO_BUBBLE = 1 / 3
+"""Idle time of a zero-bubble schedule with the memory of 1F1B over that of 1F1B: gradients of weights, a third of the
+work, fill the rest (Qi et al. 2023, ZB-H1)."""
 
 
 def straggling(gpus: int, constants: Calibration) -> float:

@@ -10,6 +10,7 @@ from headway.plan import checks
 from headway.plan.model.transformer import Transformer
 
 Recompute = Literal["none", "selective", "sac", "full"]
+Schedule = Literal["1f1b", "zero-bubble"]
 PrecisionName = Literal["bf16", "zero16", "amp", "fp32", "pure-bf16", "fp8", "amp-fp8"]
 OptimizerName = Literal[
     "adamw", "adamw-fused", "adamw-foreach", "adamw8bit", "sgd", "sgd-momentum", "lion", "muon"
@@ -69,6 +70,8 @@ class Layout:
     """Pipeline stages."""
     vpp: int = 1
     """Model chunks per pipeline rank (interleaved schedule)."""
+    schedule: Schedule = "1f1b"
+    """Pipeline schedule. zero-bubble: gradients of weights are computed in what would be idle time."""
     cp: int = 1
     """Context parallelism: ranks that split a sequence."""
     ep: int = 1
@@ -94,8 +97,8 @@ class Layout:
     precision: PrecisionName = "bf16"
     """Bytes per parameter with Adam: bf16 and fp8 18 (Megatron), zero16, amp, amp-fp8 and fp32 16, pure-bf16 8."""
     optimizer: OptimizerName = "adamw"
-    """Moments: adamw 2, adamw8bit 2 in 8 bits, lion, muon and sgd-momentum 1, sgd none. adamw is torch's default on GPUs,
-    adamw-foreach, which needs a temporary copy of the weights; adamw-fused needs none."""
+    """Moments: adamw 2, adamw8bit 2 in 8 bits, lion, muon and sgd-momentum 1, sgd none. adamw is torch's default on a
+    GPU, adamw-foreach, which needs a temporary copy of the weights; adamw-fused needs none."""
     flash: bool = True
     """Fused attention: no score matrix in memory."""
     loss_chunks: int = 1
@@ -122,6 +125,7 @@ class Layout:
         checks.require_number("layout.bucket_MB", self.bucket_MB)
         checks.require_choice("layout.zero", self.zero, (0, 1, 2, 3))
         checks.require_choice("layout.recompute", self.recompute, ("none", "selective", "sac", "full"))
+        checks.require_choice("layout.schedule", self.schedule, ("1f1b", "zero-bubble"))
         checks.require_choice("layout.precision", self.precision, tuple(PRECISIONS))
         checks.require_choice("layout.optimizer", self.optimizer, tuple(OPTIMIZER_MOMENTS))
         self._check_batch()
@@ -137,6 +141,10 @@ class Layout:
         whole = self.dp * self.cp * self.tp
         name = "layout.ep x expert_tp" if self.expert_tp else "layout.ep x tp"
         checks.require_divisor(name, self.ep * self.expert_ways, "dp x cp x tp", whole)
+        if self.schedule == "zero-bubble" and self.vpp > 1:
+            raise UsageError(
+                f"layout.schedule is zero-bubble with vpp {self.vpp}; it has one chunk per rank: use vpp 1"
+            )
         if self.vpp > 1 and (self.pp == 1 or self.microbatches % self.pp):
             raise UsageError(
                 f"layout.vpp is {self.vpp}: the interleaved schedule needs pp above 1 (it is {self.pp}) and "
@@ -156,6 +164,11 @@ class Layout:
     def shards(self) -> int:
         """Ranks over which ZeRO shards one replica, context-parallel ranks included: they hold the same weights."""
         return (self.shard or self.dp) * self.cp
+
+    @property
+    def trainable(self) -> bool:
+        """Whether `headway.train` can run it today: data, fully sharded and tensor parallelism."""
+        return self.pp == self.cp == self.ep == 1 and self.zero in (0, 3)
 
     @property
     def expert_ways(self) -> int:
@@ -220,6 +233,7 @@ class Layout:
         parts += [
             f"{key}{getattr(self, key)}" for key in ("tp", "pp", "vpp", "cp", "ep") if getattr(self, key) > 1
         ]
+        parts += ["zb"] if self.schedule == "zero-bubble" else []
         parts += [f"etp{self.expert_tp}"] if self.expert_tp and self.expert_tp != self.tp else []
         parts += [f"zero{self.zero}"] if self.zero else []
         parts += [f"shard{self.shard}"] if self.shard else []

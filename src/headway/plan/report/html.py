@@ -21,7 +21,7 @@ _COLORS = (
     "#3fa9b5",
 )
 _WIDTH_PX = 760
-_STYLE = """
+STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --soft: #667; --line: #d5dae2; --paper: #fff; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e9ef; --soft: #9aa3b2; --line: #3a4250; --paper: #161b22; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 800px;
@@ -54,7 +54,7 @@ def render_page(plan: Estimate) -> str:
         _answers(plan),
         "".join(f"<p class=where>{escape(note)}</p>" for note in plan.notes),
     ]
-    head = f"<meta charset=utf-8><title>{escape(plan.title)}</title><style>{_STYLE}</style>"
+    head = f"<meta charset=utf-8><title>{escape(plan.title)}</title><style>{STYLE}</style>"
     return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(body)}</body></html>\n"
 
 

@@ -98,12 +98,13 @@ def print_search(found: SearchResult, console: Console) -> None:
 
 def _ranking(title: str, rows: list[Candidate]) -> RenderableType:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for column in ("layout", "step", "memory"):
+    for column in ("layout", "step", "memory", "at most", "microbatches", "runs in train"):
         table.add_column(column, justify="left" if column == "layout" else "right")
     for row in rows:
         table.add_row(
-            row.layout.describe(), format_value(row.seconds, "s"), format_value(row.needed, "bytes")
-        )
+            row.layout.describe(), format_value(row.seconds, "s"), format_value(row.needed, "bytes"),
+            format_value(row.most, "bytes"), str(row.layout.microbatches), "yes" if row.layout.trainable else "",
+        )  # fmt: skip
     return Group(table, Text(""))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 
 from headway.errors import UsageError
 from headway.plan import checks
@@ -12,7 +13,7 @@ from headway.plan.cost.steptime import StepTime, step_time
 from headway.plan.machine.calibration import Calibration
 from headway.plan.machine.efficiency import scoped_calibration
 from headway.plan.machine.hardware import GIB, Node
-from headway.plan.model.layout import Layout, Recompute
+from headway.plan.model.layout import Layout, Recompute, Schedule
 from headway.plan.model.transformer import Transformer
 
 
@@ -39,6 +40,7 @@ class Candidate:
             "needed_bytes": self.needed,
             "most_bytes": self.most,
             "safe": self.safe,
+            "trainable": self.layout.trainable,
             "step_s": self.seconds,
         }
 
@@ -84,8 +86,11 @@ def search(
     base: Layout | None = None,
     calibration: Calibration | None = None,
     keep: int = 20,
+    against: Layout | None = None,
 ) -> SearchResult:
     """Ranks all layouts of a model on `gpus` GPUs. `base` has what does not vary: precision, sequence, optimizer.
+
+    The reasons say how the fastest compares with common layouts, and with `against`, such as a published one.
 
     >>> from headway.plan.model.presets import preset
     >>> found = search(preset("gpt2"), Node("h200-sxm8"), gpus=8, global_batch=64)
@@ -123,28 +128,29 @@ def search(
         pareto=_pareto(sorted(fitting, key=lambda found: (found.seconds, found.needed))),
         smallest=smallest,
         capacity=capacity,
-        reasons=_reasons(model, node, gpus, global_batch, base, constants, fitting),
+        reasons=_reasons(model, node, gpus, global_batch, base, constants, fitting, against),
     )
 
 
 def layouts(model: Transformer, node: Node, gpus: int, global_batch: int, base: Layout) -> Iterator[Layout]:
-    """Yields every sensible layout: tensor parallelism inside a node, pipeline stages of equal size."""
+    """Yields every sensible layout: tensor parallelism inside a node, pipeline stages of about equal size."""
     ways: tuple[Recompute, ...] = ("none", "sac", "full") if base.flash else ("none", "selective", "full")
     sequence = base.tokens(model)
     for tp, pp, cp, dp in _degrees(model, node, gpus, sequence):
         if global_batch % dp:
             continue
-        for vpp in _virtual(model, pp):
-            for zero in (0,) if dp * cp == 1 else (0, 1, 2, 3) if pp == 1 else (0, 1):
-                for ep in _experts(model, dp, node, tp):
+        sequence_parallel = tp > 1 and sequence // cp % tp == 0
+        for vpp, schedule in _schedules(model, pp):
+            for zero in (0,) if dp * cp == 1 else (0, 1, 2, 3):
+                for ep, expert_tp in _experts(model, dp * cp * tp, node, tp):
                     for microbatch in _microbatches(global_batch // dp):
                         if vpp > 1 and global_batch // (dp * microbatch) % pp:
                             continue
                         for recompute in ways:
                             yield replace(
-                                base, dp=dp, tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, zero=zero, shard=None,
-                                microbatch=microbatch, global_batch=global_batch, recompute=recompute,
-                                sequence_parallel=tp > 1 and sequence // cp % tp == 0,
+                                base, dp=dp, tp=tp, pp=pp, vpp=vpp, schedule=schedule, cp=cp, ep=ep,
+                                expert_tp=expert_tp, zero=zero, reshard=pp == 1, shard=None, microbatch=microbatch,
+                                global_batch=global_batch, recompute=recompute, sequence_parallel=sequence_parallel,
                             )  # fmt: skip
 
 
@@ -153,7 +159,7 @@ def _degrees(model: Transformer, node: Node, gpus: int, sequence: int) -> Iterat
         if tp > node.gpus or model.heads % tp or (tp > model.kv and tp % model.kv):
             continue
         for pp in _divisors(gpus // tp):
-            if model.layers % pp:
+            if not _balanced(model, pp):
                 continue
             for cp in _divisors(gpus // tp // pp):
                 # with fewer than a few thousand tokens per rank, context parallelism is only overhead
@@ -162,21 +168,39 @@ def _degrees(model: Transformer, node: Node, gpus: int, sequence: int) -> Iterat
                 yield tp, pp, cp, gpus // tp // pp // cp
 
 
-def _virtual(model: Transformer, pp: int) -> list[int]:
-    return [v for v in (1, 2, 3, 4, 6, 8) if v == 1 or (pp > 1 and model.layers % (pp * v) == 0)]
+_MOST_UNEVEN = 1.08
+"""Layers of the longest stage over the mean: 126 in 16 stages, and 61 in 16, are 1.02 and 1.05."""
 
 
-def _experts(model: Transformer, dp: int, node: Node, tp: int) -> list[int]:
+def _balanced(model: Transformer, chunks: int) -> bool:
+    """Whether the layers fill this many chunks about evenly; embedding and head lighten the ends."""
+    return chunks <= model.layers and -(-model.layers // chunks) * chunks <= _MOST_UNEVEN * model.layers
+
+
+def _schedules(model: Transformer, pp: int) -> list[tuple[int, Schedule]]:
+    if pp == 1:
+        return [(1, "1f1b")]
+    chunks = [v for v in (2, 3, 4, 6, 8) if _balanced(model, pp * v)]
+    return [(1, "1f1b"), (1, "zero-bubble"), *((v, "1f1b") for v in chunks)]
+
+
+def _experts(model: Transformer, ranks: int, node: Node, tp: int) -> list[tuple[int, int | None]]:
+    """Expert parallelism over the ranks of a stage, with experts split as layers are, or whole."""
     if model.moe is None:
-        return [1]
-    experts = model.moe.experts
-    return [ep for ep in _divisors(dp) if experts % ep == 0 and (ep == 1 or ep * tp <= 8 * node.gpus)]
+        return [(1, None)]
+    experts, found = model.moe.experts, []
+    for ways in dict.fromkeys((tp, 1)):
+        for ep in _divisors(ranks // ways):
+            if experts % ep == 0 and (ep == 1 or ep * ways <= 8 * node.gpus):
+                found.append((ep, None if ways == tp else ways))
+    return found
 
 
 def _microbatches(samples: int) -> list[int]:
     return [mb for mb in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256) if samples % mb == 0]
 
 
+@lru_cache(maxsize=256)
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
@@ -198,12 +222,15 @@ def _reasons(
     base: Layout,
     constants: Calibration,
     fitting: list[Candidate],
+    against: Layout | None,
 ) -> list[str]:
     """Explains why the fastest layout is faster than the next, and than the common choices."""
     if not fitting:
         return []
     best = fitting[0]
     reasons = [_why_fastest(best, fitting)]
+    if against is not None:
+        reasons.append(_compared(model, node, constants, best, against))
     for name, keys in _common_layouts(node, gpus):
         try:
             layout = replace(base, global_batch=global_batch, shard=None, **keys)  # type: ignore[arg-type]
@@ -222,6 +249,33 @@ def _reasons(
     return reasons
 
 
+def _compared(
+    model: Transformer, node: Node, constants: Calibration, best: Candidate, against: Layout
+) -> str:
+    """Says what the layout that was given costs, and where its time goes."""
+    against.check_model(model)
+    needed = memory.reserved_bytes(memory.peak(model, against).allocated, against)
+    step, have = step_time(model, against, node, constants), node.device.memory_bytes
+    fits = "" if needed <= have else f" (it needs {needed / GIB:.0f} GiB of {have / GIB:.0f})"
+    ratio = step.total / best.seconds - 1
+    part, seconds = _largest_change(best.step, step)
+    return (
+        f"{against.describe()}, which was given, takes {step.total:.3g} s per step, {ratio:+.1%}{fits}; "
+        f"most of the difference is {part} ({seconds:+.3g} s)"
+    )
+
+
+def _largest_change(before: StepTime, after: StepTime) -> tuple[str, float]:
+    """Returns the part of the step that changes most in the direction of the total, and by how much."""
+    changes = {
+        part: after.parts.get(part, 0.0) - before.parts.get(part, 0.0)
+        for part in {**after.parts, **before.parts}
+    }
+    slower = after.total >= before.total
+    part = (max if slower else min)(changes, key=lambda name: changes[name])
+    return part, changes[part]
+
+
 def _why_fastest(best: Candidate, fitting: list[Candidate]) -> str:
     text = (
         f"{best.layout.describe()} is the fastest of {len(fitting)} that fit: {best.seconds:.3g} s per step"
@@ -231,14 +285,10 @@ def _why_fastest(best: Candidate, fitting: list[Candidate]) -> str:
         return text
     if rival.seconds < 1.0005 * best.seconds:
         return f"{text}; {rival.layout.describe()} is as fast"
-    changes = {
-        part: rival.step.parts.get(part, 0.0) - best.step.parts.get(part, 0.0)
-        for part in {**rival.step.parts, **best.step.parts}
-    }
-    part = max(changes, key=lambda name: changes[name])
+    part, seconds = _largest_change(best.step, rival.step)
     return (
         f"{text}; the next shape, {rival.layout.describe()}, takes {rival.seconds / best.seconds - 1:.1%} longer, "
-        f"most of it {part} ({changes[part]:+.3g} s)"
+        f"most of it {part} ({seconds:+.3g} s)"
     )
 
 

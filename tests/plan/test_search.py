@@ -1,0 +1,101 @@
+"""The search: it reaches published layouts, and finds what brute force finds."""
+
+from __future__ import annotations
+
+import time
+from itertools import product
+
+import pytest
+
+from headway.errors import UsageError
+from headway.plan import Layout, Node, preset, search
+from headway.plan.cost.memory import peak, reserved_range
+from headway.plan.cost.steptime import step_time
+from headway.plan.machine.efficiency import default_calibration
+from headway.plan.model.transformer import Moe, Transformer
+from headway.plan.report.search_page import render_search
+from headway.plan.searcher.layouts import layouts
+
+DGX = Node("dgx-h100")
+
+
+def test_the_layout_of_llama_3_is_reached() -> None:
+    """405B on 16,384 H100: TP 8, PP 16 over 126 layers, FSDP; ours is within 3 % of its estimated time, and fits."""
+    meta = Layout(
+        tp=8, pp=16, dp=128, vpp=7, zero=3, reshard=False, global_batch=2048, sequence=8192, sequence_parallel=True
+    )  # fmt: skip
+    model, base = preset("llama-3.1-405b"), Layout(sequence=8192)
+    found = search(model, DGX, gpus=16384, global_batch=2048, base=base, against=meta, keep=10_000)
+    theirs = step_time(model, meta, DGX, default_calibration(DGX.device)).total
+    assert found.best is not None and found.best.safe and found.best.seconds < 1.03 * theirs
+    assert any(row.layout.tp == 8 and row.layout.pp == 16 for row in found.ranked)
+    assert any(
+        "which was given, takes" in reason and "most of the difference" in reason for reason in found.reasons
+    )
+
+
+def test_the_layout_of_deepseek_v3_is_reached() -> None:
+    """2,048 GPUs, PP 16 over 61 layers, EP 64, ZeRO 1, a bidirectional schedule with hardly a bubble."""
+    base = Layout(sequence=4096, precision="fp8")
+    theirs = Layout(
+        pp=16, dp=128, ep=64, zero=1, global_batch=2048, sequence=4096, precision="fp8", schedule="zero-bubble",
+        recompute="sac",
+    )  # fmt: skip
+    model, constants = preset("deepseek-v3"), default_calibration(DGX.device)
+    reached = [one for one in layouts(model, DGX, 2048, 2048, base) if one.pp == 16 and one.microbatch == 1]
+    assert any((one.ep, one.zero, one.tp, one.schedule) == (64, 1, 1, "zero-bubble") for one in reached)
+    assert any(
+        one.expert_tp == 1 and one.tp > 1 for one in reached
+    )  # experts folded over tensor-parallel ranks
+    few = [one for one in reached if one.ep in (8, 64) and one.zero == 1]
+    safe = [
+        one for one in few if reserved_range(peak(model, one).allocated, one)[1] <= DGX.device.memory_bytes
+    ]
+    best = min(step_time(model, one, DGX, constants).total for one in safe)
+    assert best < 1.03 * step_time(model, theirs, DGX, constants).total
+
+
+SMALL = Transformer(layers=6, hidden=512, heads=8, vocab=32000, moe=Moe(experts=4, top_k=2, ffn=1024))
+
+
+@pytest.mark.parametrize("model", [SMALL, preset("gpt2")], ids=["experts", "dense"])
+def test_brute_force_finds_nothing_faster(model: Transformer) -> None:
+    node, gpus, batch = DGX, 4, 8
+    constants, best, capacity = default_calibration(node.device), float("inf"), node.device.memory_bytes
+    numbers = (1, 2, 4)
+    for dp, tp, pp, vpp, ep, expert_tp in product(numbers, numbers, numbers, (1, 2, 3), numbers, (None, 1)):
+        if dp * tp * pp != gpus:
+            continue
+        for zero, micro, recompute, schedule in product(
+            range(4), (1, 2, 4, 8), ("none", "sac", "full"), ("1f1b", "zero-bubble")
+        ):
+            try:
+                layout = Layout(
+                    dp=dp, tp=tp, pp=pp, vpp=vpp, ep=ep, expert_tp=expert_tp, zero=zero, microbatch=micro,
+                    global_batch=batch, recompute=recompute, sequence_parallel=tp > 1, reshard=pp == 1,
+                    schedule=schedule,
+                )  # type: ignore[arg-type]  # fmt: skip
+                layout.check_model(model)
+            except UsageError:
+                continue
+            if reserved_range(peak(model, layout).allocated, layout)[1] <= capacity:
+                best = min(best, step_time(model, layout, node, constants).total)
+    found = search(model, node, gpus=gpus, global_batch=batch)
+    assert found.best is not None and found.best.seconds == pytest.approx(best, rel=1e-9)
+
+
+def test_ten_thousand_layouts_take_seconds() -> None:
+    """Under 2 s for 10,000 on an idle machine; CPU seconds here, with room for a slow one."""
+    begin = time.process_time()
+    found = search(preset("llama-3.1-70b"), DGX, gpus=256, global_batch=512, base=Layout(sequence=8192))
+    assert found.tried > 1_000
+    assert (time.process_time() - begin) / found.tried < 6e-4
+
+
+def test_a_search_marks_what_train_can_run_and_makes_a_page() -> None:
+    found = search(preset("gpt2"), DGX, gpus=8, global_batch=64, keep=1000)
+    marks = {row.layout.trainable for row in found.ranked}
+    assert marks == {True, False}
+    assert all(row.layout.pp == 1 for row in found.ranked if row.layout.trainable)
+    page = render_search("gpt2", found)
+    assert page.count("<circle") >= len(found.pareto) and "<polyline" in page
