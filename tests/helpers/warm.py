@@ -11,8 +11,6 @@ the end of the interpreter is imitated. So what is about imports or the exit nee
 from __future__ import annotations
 
 import atexit
-import gc
-import importlib
 import inspect
 import json
 import logging
@@ -23,7 +21,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import types
 import weakref
 from collections.abc import Sequence
@@ -32,7 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
-from headway.testing.fork_server import adopt_orphans
+from headway.testing.fork_server import adopt_orphans, preload, serve
 
 _PRELOADED = ("numpy", "torch._dynamo", "headway.train.pipeline", "headway.checkpoint.write.saver", "psutil")
 _AGENTS = ("headway", "headway.launcher.functions.background")
@@ -126,29 +123,6 @@ def _server() -> _Server:
 # --- in the server, and in what it forks
 
 
-def _serve(control: socket.socket) -> None:
-    for module in _PRELOADED:
-        importlib.import_module(module)
-    gc.freeze()  # else the first collection in each fork would copy all pages
-    while True:
-        message, files, _, _ = socket.recv_fds(control, _REQUEST_BYTES, 3)
-        if not message:
-            return
-        read_end, write_end = os.pipe()
-        if not (middle := os.fork()):
-            parent = os.getpid()
-            if os.fork():
-                os._exit(0)  # the process is an orphan now, and the one that asked for it adopts it
-            while os.getppid() == parent:
-                time.sleep(0.001)
-            os.write(write_end, str(os.getpid()).encode())
-            _start(files, **json.loads(message))
-        os.waitpid(middle, 0)
-        control.send(os.read(read_end, 32))
-        for copied in (*files, read_end, write_end):
-            os.close(copied)
-
-
 def _start(
     files: Sequence[int], *, command: list[str], cwd: str, environ: dict[str, str], session: bool
 ) -> NoReturn:
@@ -171,12 +145,12 @@ class _ForkingPopen(subprocess.Popen[Any]):
 
 def _become(command: list[str], environ: dict[str, str], prepare: Any = None) -> NoReturn:
     """Goes on as a new interpreter would that executes the command."""
+    if prepare is not None:
+        prepare()  # first, as before an exec: what it ignores is at no time a signal that kills
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if prepare is not None:
-        prepare()
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     kind, arguments = _parse(command) or ("script", command[1:])
     subprocess.Popen = _ForkingPopen if kind == "-m" and arguments[0] in _AGENTS else _UsualPopen  # type: ignore[misc]
@@ -186,7 +160,7 @@ def _become(command: list[str], environ: dict[str, str], prepare: Any = None) ->
     library = logging.getLogger("headway")
     library.handlers.clear()
     library.propagate, library.level = True, logging.NOTSET
-    sys.modules["numpy"].random.seed()
+    sys.modules["numpy"].random.seed()  # of a rank, too, which an agent forks
     try:
         _execute(kind, arguments)
         code = 0
@@ -246,4 +220,8 @@ def _end(code: int) -> NoReturn:
 
 if __name__ == "__main__":
     with socket.socket(fileno=int(sys.argv[1])) as connection:
-        _serve(connection)
+        preload(_PRELOADED)
+        forked = serve(connection, _REQUEST_BYTES)
+    if forked:
+        request, files = forked
+        _start(files, **json.loads(request))

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, final
@@ -139,36 +140,49 @@ def _start_python(
 
 def main(fd: int) -> None:
     """Imports what ranks need, then forks one for each message; a fork goes on as a rank."""
-    for module in _PRELOADED:
-        importlib.import_module(module)
+    preload(_PRELOADED)  # before the connection is ours to close: what fails here is printed first
     from headway.testing import worker
 
-    gc.freeze()  # else the first collection in each fork would copy all pages
     with socket.socket(fileno=fd) as control:
-        files = _serve(control)
-    if files:
-        sys.modules["numpy"].random.seed()  # else all ranks would draw the same numbers
-        worker.main(*files)
+        forked = serve(control, message_bytes=16)
+    if forked:
+        os.setsid()
+        stdout, stderr, connection, stack = forked[1]
+        os.dup2(stdout, 1)
+        os.dup2(stderr, 2)
+        os.close(stdout)
+        os.close(stderr)
+        worker.main(connection, stack)
 
 
-def _serve(control: socket.socket) -> Sequence[int] | None:
-    """Returns twice: in each fork the connection and the stack file of a rank; in the server None, at the end."""
+def preload(modules: Sequence[str]) -> None:
+    """Imports what the forks of this process need."""
+    for module in modules:
+        importlib.import_module(module)
+    gc.freeze()  # else the first collection in each fork would copy all pages
+
+
+def serve(control: socket.socket, message_bytes: int) -> tuple[bytes, Sequence[int]] | None:
+    """Forks for each message, and answers with the pid. The process that asks adopts the fork.
+
+    Returns in each fork: the message and the files that came with it. In the server it returns None, at the end.
+    """
     while True:
-        message, files, _, _ = socket.recv_fds(control, 16, 4)
+        message, files, _, _ = socket.recv_fds(control, message_bytes, 4)
         if not message:
             return None
         read_end, write_end = os.pipe()
         if not (middle := os.fork()):
+            parent = os.getpid()
             if os.fork():
-                os._exit(0)  # the rank is an orphan now, and pytest's process adopts it
+                os._exit(0)  # the other fork is an orphan now
+            while os.getppid() == parent:  # until it is adopted
+                time.sleep(0.001)
             os.write(write_end, str(os.getpid()).encode())
-            os.setsid()
-            stdout, stderr, connection, stack = files
-            os.dup2(stdout, 1)
-            os.dup2(stderr, 2)
-            for copied in (stdout, stderr, read_end, write_end):
-                os.close(copied)
-            return connection, stack
+            os.close(read_end)
+            os.close(write_end)
+            sys.modules["numpy"].random.seed()  # else all forks would draw the same numbers
+            return message, files
         os.waitpid(middle, 0)
         control.send(os.read(read_end, 32))
         for copied in (*files, read_end, write_end):
