@@ -4,7 +4,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-WORKERS ?= 3  # on two cores: some tests wait, most start processes that import torch
+WORKERS ?= $(shell echo $$(($$(nproc) + 3)))  # two have the SLURM clusters, and wait for most of their time
+export PYTHONDONTWRITEBYTECODE :=  # else each of a thousand processes would compile what it imports
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,8 +26,7 @@ test: install  ## everything that must hold: checks, and all tests beside them
 	@$(MAKE) --no-print-directory -j 2 check tests
 
 tests: install services
-	$(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder -m "not alone" --durations=15
-	$(BIN)/python -m pytest -m alone
+	$(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder --durations=15
 
 check: install  ## style, types, and who may import whom
 	$(BIN)/ruff check .
@@ -37,8 +37,8 @@ check: install  ## style, types, and who may import whom
 bench: install  ## measurements beside peers, printed as ratios
 	for each in startup failing control_hub loop data checkpoint plan; do $(BIN)/python benchmarks/$$each.py; done
 
-faults: install services  ## the fault tests with their full counts (kills, bit flips, power cuts): many minutes
-	HEADWAY_FAULTS=full $(BIN)/python -m pytest tests/faults
+faults: install services  ## the tests of faults with all their cases (kills, bit flips, power cuts): many minutes
+	HEADWAY_FAULTS=full $(BIN)/python -m pytest $$(grep -rlE --include='test_*.py' 'HEADWAY_FAULTS|^import warm' tests)
 
 docs: install  ## check that every link and example in the documentation holds
 	$(BIN)/python -m pytest -q tests/docs

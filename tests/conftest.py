@@ -16,7 +16,7 @@ import hypothesis
 import pytest
 from waiting import describe_load
 
-pytest_plugins = ["pytester", "fresh_logger"]
+pytest_plugins = ["pytester", "cpu_times", "fresh_logger"]
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's threads spin otherwise, beside four workers
 
 # by default an example may take 200 ms, which says something about the machine and nothing about the code
@@ -54,12 +54,30 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> groups.Group
 
 
 # Directories whose tests take longest, those first: what begins late should be short.
-_SLOW = ("cluster", "faults", "testing", "train", "launcher", "checkpoint", "dist", "record", "plan", "data")
+_SLOW = (
+    "cluster", "schedulers", "plan", "faults", "testing", "train", "launcher", "checkpoint", "dist", "record", "data"
+)  # fmt: skip
+# It reads the cache of mypy, which `make check` fills meanwhile.
+_LATE = "test_typing.py"
 
 
-def _when(item: pytest.Item) -> int:
+def _when(item: pytest.Item) -> tuple[bool, bool, int]:
     directory = item.path.relative_to(ROOT).parts[1]
-    return _SLOW.index(directory) if directory in _SLOW else len(_SLOW)
+    rank = _SLOW.index(directory) if directory in _SLOW else len(_SLOW)
+    return item.get_closest_marker("alone") is not None, item.path.name == _LATE, rank
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop() -> Generator[None, object, object]:
+    with groups.worker_at_work():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest-timeout counts
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    if item.get_closest_marker("alone"):
+        groups.wait_for_other_workers()
+    return (yield)
 
 
 @pytest.hookimpl(wrapper=True)

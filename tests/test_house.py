@@ -132,17 +132,25 @@ def test_spelling_is_american_and_a_directory_is_a_directory() -> None:
     assert found == [], f"{len(found)} words"
 
 
-def test_tests_that_share_a_fixture_run_in_one_worker(tmp_path: Path) -> None:
+def test_workers_share_no_fixture_and_end_before_tests_that_are_marked_alone(
+    tmp_path: Path,
+) -> None:
     """What is costly to set up, such as a SLURM cluster, must not be set up by each worker."""
     suite = tmp_path / "tests"
     suite.mkdir()
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = alone\n")
     (suite / "conftest.py").write_text(
         "import groups\n"
         "def pytest_configure(): groups.name_file()\n"
         "def pytest_unconfigure(): groups.remove_file()\n"
         "def pytest_collection_finish(session): groups.publish(session.items)\n"
         "def pytest_xdist_make_scheduler(config, log): return groups.GroupScheduling(config, log)\n"
+        "import pytest\n"
+        "@pytest.hookimpl(wrapper=True)\n"
+        "def pytest_runtestloop():\n"
+        "    with groups.worker_at_work(): return (yield)\n"
+        "def pytest_runtest_setup(item):\n"
+        "    if item.get_closest_marker('alone'): groups.wait_for_other_workers()\n"
     )
     for name in ("a", "b", "c"):
         (suite / f"test_{name}.py").write_text(
@@ -151,10 +159,29 @@ def test_tests_that_share_a_fixture_run_in_one_worker(tmp_path: Path) -> None:
             "def costly(): pathlib.Path(__file__ + os.environ['PYTEST_XDIST_WORKER']).touch()\n"
             "@pytest.mark.parametrize('number', range(4))\n"
             "def test_it(costly, number): time.sleep(0.05)\n"
+            "def test_others_run(): time.sleep(0.5); pathlib.Path(__file__ + 'done').touch()\n"
         )
+    (suite / "test_z.py").write_text(
+        "import pathlib, pytest\n"
+        "@pytest.mark.alone\n"
+        "@pytest.mark.parametrize('number', range(2))\n"
+        "def test_last(number): assert len(list(pathlib.Path(__file__).parent.glob('*done'))) == 3\n"
+    )
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    environment["PYTHONPATH"] = str(ROOT / "tests" / "helpers")
-    command = [sys.executable, "-m", "pytest", "-n", "3", "-q", "-p", "no:cacheprovider", "tests"]
+    environment |= {"PYTHONPATH": str(ROOT / "tests" / "helpers"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "xdist",
+        "-n",
+        "3",
+        "--no-loadscope-reorder",
+        "-q",
+        "tests",
+    ]
+    command += ["-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(list(suite.glob("*.pygw*"))) == 3
