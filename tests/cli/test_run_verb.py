@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 from headway.cli import main
 
@@ -17,9 +18,7 @@ BIN = Path(sys.executable).parent
 
 
 def run(*command: str, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, cwd=cwd, env=os.environ | environ
-    )
+    return warm.run(command, capture_output=True, text=True, timeout=60, cwd=cwd, env=os.environ | environ)
 
 
 @pytest.mark.parametrize(

@@ -290,7 +290,7 @@ class Cluster:
                 raise AssertionError(
                     f"{late}job {job} is {state}, not {aim}; its output:\n{self.output(job)}"
                 )
-            time.sleep(0.1)
+            time.sleep(0.25)  # each look is a process
         return state
 
     def output(self, job: int) -> str:

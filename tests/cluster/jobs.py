@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import warm
+from waiting import wait_until
 
 from headway.record import ledger
 from headway.run import Run
@@ -16,6 +18,8 @@ from headway.run import Run
 from .bench import Cluster
 
 Result = tuple[dict[int, tuple[str | None, str | None, str]], str]
+_NEVER_AGAIN = {"FAILED", "CANCELLED", "TIMEOUT"}
+"""states from which a job does not come back"""
 HEADWAY = str(Path(sys.executable).with_name("headway"))
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
@@ -43,16 +47,11 @@ class Submitted:
             raise
 
     def until(self, holds: Callable[[], object], what: str, timeout: float = 100) -> None:
-        limit = time.monotonic() + timeout
-        while not holds():
-            state = self.cluster.state(self.job)
-            waiting = time.monotonic() < limit and not set(state.split()) <= {
-                "FAILED",
-                "CANCELLED",
-                "TIMEOUT",
-            }
-            assert waiting or holds(), f"{what}: not after {timeout} s; {state}\n{self.log}"
-            time.sleep(0.1)
+        def is_so_or_never_will_be() -> bool:
+            return bool(holds()) or set(self.cluster.state(self.job).split()) <= _NEVER_AGAIN
+
+        wait_until(is_so_or_never_will_be, what, timeout_s=timeout, interval_s=0.25, explain=lambda: self.log)
+        assert holds(), f"{what}: the job is {self.cluster.state(self.job)}\n{self.log}"
 
     def until_step(self, step: int) -> None:
         self.until(lambda: self.steps() >= step, f"step {step}")
@@ -105,8 +104,8 @@ def submit(
 
 def local_result(folder: Path, script: Path, nproc: int) -> Result:
     """What the script gives on this machine, uninterrupted."""
-    from .bench import run
-
-    run([HEADWAY, "run", "--nproc", str(nproc), str(script)], cwd=folder, timeout=100, check=True)
+    command = [HEADWAY, "run", "--nproc", str(nproc), str(script)]
+    done = warm.run(command, cwd=folder, timeout=100, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     (path,) = (folder / "runs").glob("*-*")
     return Submitted(cluster=None, job=0, path=path).result()  # type: ignore[arg-type]

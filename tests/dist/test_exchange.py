@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as c10d
+import warm
 
 import headway as hw
 from headway.dist.collective.exchange import RankExchange, gather_rows, rank_and_size
@@ -142,7 +143,7 @@ except UsageError as error:
 
 def test_in_a_group_of_torchs_own_it_needs_a_store(tmp_path: Path) -> None:
     started = [
-        subprocess.Popen(
+        warm.Popen(
             [sys.executable, "-c", PLAIN, str(rank), str(tmp_path / "store")],
             stdout=subprocess.PIPE,
             text=True,

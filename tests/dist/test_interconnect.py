@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as td
+import warm
 from hypothesis import given, strategies as st
 from torch import Tensor
 
@@ -182,7 +183,7 @@ def test_a_silent_rank_ends_the_check_at_the_groups_timeout(tmp_path: Path) -> N
     """Rank 2 is alive and says nothing after the canary: the others must not wait for ever."""
     command = [sys.executable, "-c", SILENT]
     started = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
+        warm.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
         for rank in range(3)
     ]
     try:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 import re
 import shlex
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import warm
 
 import headway
 from headway.cli import VERBS, main
@@ -76,9 +76,7 @@ Net = lambda: torch.nn.Linear(4, 3)
 train_set, val_set = (TensorDataset(torch.ones(n, 4), torch.zeros(n, dtype=torch.long)) for n in (256, 67))
 """
     (tmp_path / "train.py").write_text(around + blocks(ROOT / "README.md", "python")[0])
-    done = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100
-    )
+    done = warm.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "epoch 10/10, step 40" in done.stderr
 

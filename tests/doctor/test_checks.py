@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 from rich.console import Console
 
 from headway.cli import doctor as command, main as headway
@@ -202,13 +203,15 @@ def test_a_run_root_that_cannot_be_written_is_bad(tmp_path: Path) -> None:
 # ---- the canary: real ranks
 
 
-def test_two_ranks_of_this_machine_talk() -> None:
+def test_two_ranks_of_this_machine_talk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", warm.Popen)
     check = doctor.interconnect(gpus=1)
     assert check.verdict == "ok", check
     assert re.fullmatch(r"2 ranks on cpu: all bytes correct, slowest link \d+\.\d GB/s", check.detail)
 
 
 def test_a_canary_that_dies_is_bad_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", warm.Popen)
     monkeypatch.setenv("HEADWAY_FAILPOINT", "interconnect.round:rank=1:kill9")
     check = doctor.interconnect(gpus=0)
     assert check.verdict == "bad"

@@ -1,7 +1,7 @@
 """A training that can be started, killed and started again many times: torch is imported once, ranks are forks.
 
-python mill.py      reads {"run", "ranks", "workers", "fault", "kill": [rank, rows, seconds] or null} line by line,
-                    answers with exit codes
+python mill.py      reads {"run", "ranks", "epochs", "workers", "fault", "kill": [rank, rows, seconds] or null} line by
+                    line, answers with exit codes
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import headway.train.pipeline
 from headway import dist
 from headway.system.environment import FAILPOINT
 
-SAMPLES, BATCH, EPOCHS = 240, 24, 24  # a batch for 1, 2, 3 or 4 ranks; 240 steps
+SAMPLES, BATCH = 240, 24  # a batch for 1, 2, 3 or 4 ranks; 10 steps in an epoch
 EVERY = 7
 ROW = 230  # bytes of the ledger for a step, about
 
@@ -40,7 +40,7 @@ class Fit(hw.TrainValStage):
         return nn.functional.mse_loss(self.models["net"](x), y)
 
 
-def train(epochs: int = EPOCHS, *, workers: int = 0) -> None:
+def train(epochs: int, *, workers: int = 0) -> None:
     hw.seed(3, scope="rank")
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(SAMPLES, 8, generator=generator)
@@ -67,7 +67,7 @@ def become_rank(trial: dict[str, Any], rank: int, meeting: str) -> None:
     os.environ |= {FAILPOINT: trial["fault"]} if trial["fault"] else {}
     os.environ["HEADWAY_RENDEZVOUS"] = f"{meeting}/address"
     dist.init(device="cpu", setup_timeout=25)  # there is no agent to tell that a rank died before it came
-    train(workers=trial["workers"])
+    train(trial["epochs"], workers=trial["workers"])
     dist.leave()
 
 

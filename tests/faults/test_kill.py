@@ -23,6 +23,8 @@ from headway import checkpoint
 
 FORKER = Path(__file__).parents[1] / "checkpoint" / "forker.py"
 SOURCES = Path(headway.checkpoint.__file__).parent
+FULL = os.environ.get("HEADWAY_FAULTS") == "full"
+RANKS = [1, 2, 3] if FULL else [2]
 
 
 class Forker:
@@ -93,7 +95,7 @@ def acknowledged(folder: Path) -> set[int]:
     return {int(line) for file in files for line in file.read_text().split()}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_kill_at_every_point_of_a_save(tmp_path: Path, forker: Forker, ranks: int) -> None:
     calls = forker.every_call(tmp_path / "dry", body="save", ranks=ranks)
     in_reach = {point for point in points_in("api", "write/disk") if "set_aside" not in point}
@@ -162,10 +164,6 @@ def test_kill_while_damage_is_set_aside(tmp_path: Path, forker: Forker) -> None:
 
 
 # --- saving beside the training: a helper process dies, or its rank and it
-
-
-FULL = os.environ.get("HEADWAY_FAULTS") == "full"
-RANKS = [1, 2, 3] if FULL else [2]
 
 
 SAMPLE = [

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import warm
 from checker import judge
 
 from headway import checkpoint
@@ -100,7 +101,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 def saver() -> Iterator[subprocess.Popen[str]]:
     """A process that saves, step after step, into the folder that it is told, until that fails."""
     command = [sys.executable, "-c", SAVER]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with warm.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         yield process
         process.kill()

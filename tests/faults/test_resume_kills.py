@@ -30,6 +30,7 @@ MILL = Path(__file__).with_name("mill.py")
 HELPERS = Path(__file__).parents[1] / "helpers"
 FULL = os.environ.get("HEADWAY_FAULTS") == "full"
 KILLS, RANKS = (int(os.environ.get("HEADWAY_FAULTS_KILLS", "300")), 4) if FULL else (5, 3)
+EPOCHS = 24 if FULL else 10  # of 10 steps
 EVERY = 7  # steps between saves, as in the mill
 
 
@@ -50,7 +51,8 @@ class Mill:
     ) -> tuple[list[int], float]:
         """The exit codes of all ranks, and how long it took."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        trial = {"run": str(run.path), "ranks": ranks, "kill": kill, "fault": fault, "workers": workers}
+        trial = {"run": str(run.path), "ranks": ranks, "epochs": EPOCHS, "kill": kill, "fault": fault}
+        trial["workers"] = workers
         self._process.stdin.write(json.dumps(trial) + "\n")
         self._process.stdin.flush()
         answer = json.loads(self._process.stdout.readline())
@@ -74,6 +76,18 @@ def mill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mill]:
     ):
         yield Mill(process)
         process.kill()
+
+
+BEFORE = 4 if FULL else 2
+"""how many ranks a run has before its number of ranks changes"""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(mill: Mill, tmp_path_factory: pytest.TempPathFactory) -> LedgerContents:
+    """What `BEFORE` ranks record that nobody kills."""
+    run = new_run(tmp_path_factory.mktemp("undisturbed"))
+    assert mill.run(run, ranks=BEFORE)[0] == [0] * BEFORE
+    return ledger.load(run)
 
 
 @dataclass
@@ -127,8 +141,11 @@ def mill_until_done(mill: Mill, run: Run, tally: Tally, chance: random.Random) -
     while True:
         before, tries = furthest(run), len(run.info()["attempts"])
         rank = chance.randrange(RANKS)
-        # every fourth dies while it starts, resumes or makes its first steps; the others after up to 60 steps
-        rows, seconds = (0, chance.uniform(0, 3)) if chance.random() < 0.25 else (chance.randint(1, 60), 0.1)
+        # every fourth dies while it starts, resumes or makes its first steps; the others after a quarter of the steps
+        furthest_kill = EPOCHS * 10 // 4
+        rows, seconds = (
+            (0, chance.uniform(0, 3)) if chance.random() < 0.25 else (chance.randint(1, furthest_kill), 0.1)
+        )
         kill = (rank, rows, chance.uniform(0, seconds)) if tally.kills < KILLS else None
         codes, _ = mill.run(run, ranks=RANKS, kill=kill, workers=1)
         tally.hung += 999 in codes
@@ -166,13 +183,11 @@ def test_a_run_that_is_killed_at_random_ends_as_if_it_had_not_been(mill: Mill, t
 
 @pytest.mark.parametrize("after", [1, 2, 3, 4] if FULL else [1, 3])
 def test_another_number_of_ranks_goes_on_with_the_same_samples(
-    mill: Mill, tmp_path: Path, after: int
+    mill: Mill, undisturbed: LedgerContents, tmp_path: Path, after: int
 ) -> None:
-    ranks = 4 if FULL else 2
-    golden_run, run = new_run(tmp_path), new_run(tmp_path)
-    assert mill.run(golden_run, ranks=ranks)[0] == [0] * ranks
-    golden = ledger.load(golden_run)
-    codes, _ = mill.run(run, ranks=ranks, fault=f"train.step:rank={ranks - 1}:nth=100:kill9", workers=1)
+    ranks, run, golden = BEFORE, new_run(tmp_path), undisturbed
+    middle = EPOCHS * 10 // 2 - 5  # inside an epoch
+    codes, _ = mill.run(run, ranks=ranks, fault=f"train.step:rank={ranks - 1}:nth={middle}:kill9", workers=1)
     assert codes[-1] == -9
     assert mill.run(run, ranks=after)[0] == [0] * after
     found = ledger.load(run)

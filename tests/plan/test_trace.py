@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -27,8 +27,11 @@ from headway.plan.tracer.result import TraceResult
 from headway.plan.tracer.settings import TraceSettings
 
 ZOO = str(Path(__file__).parent / "zoo.py")
+FULL = os.environ.get("HEADWAY_FAULTS") == "full"
 STRANGERS = str(Path(__file__).parent / "strangers.py")
 ROWS = h200_rows()
+# gpt2-1.5b is a longer gpt2-124m, and takes as long as all others together
+LARGE = [index for index, row in enumerate(ROWS) if FULL or row["name"] != "gpt2-1.5b mb4"]
 
 
 class TraceCache:
@@ -73,15 +76,13 @@ def settings(index: int) -> TraceSettings:
 
 @pytest.fixture(scope="module")
 def large(cache: TraceCache) -> None:
-    """Traces the large models in two processes, on two cores."""
-    halves = [*map(settings, range(3)), TITAN], [*map(settings, range(3, len(ROWS))), *UNKNOWN.values()]
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(cache, halves))
+    """Traces the large models in one process."""
+    cache([*map(settings, LARGE), TITAN, *UNKNOWN.values()])
 
 
 @pytest.mark.usefixtures("large")
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("index", range(len(ROWS)), ids=[row["name"] for row in ROWS])
+@pytest.mark.parametrize("index", LARGE, ids=[ROWS[index]["name"] for index in LARGE])
 def test_peaks_measured_on_an_h200(index: int) -> None:
     row, found = ROWS[index], trace_module(settings(index))
     assert found.error is None

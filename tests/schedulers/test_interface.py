@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import warm
+from waiting import wait_until
 
 import headway as hw
 from headway import schedulers
@@ -49,16 +49,13 @@ def result(path: Path) -> Result:
 
 
 def wait_for(holds: Callable[[], object], job: hw.Job, limit_s: float = 100) -> None:
-    deadline = time.monotonic() + limit_s
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {limit_s} s: {job.status()}\n{job.log()}"
-        time.sleep(0.05)
+    wait_until(holds, "the job is so far", timeout_s=limit_s, explain=lambda: f"{job.status()}\n{job.log()}")
 
 
 @pytest.mark.usefixtures("queue")
 def test_a_preempted_run_is_requeued_and_resumes_exactly(tmp_path: Path) -> None:
     local = [sys.executable, "-m", "headway", "run", "--nproc", "2", str(FIT)]
-    subprocess.run(local, cwd=tmp_path, check=True, capture_output=True)
+    warm.run(local, cwd=tmp_path, check=True, capture_output=True)
     (alone,) = (tmp_path / "runs").glob("fit-*")
 
     submitted = scripts.submit(

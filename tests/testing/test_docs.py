@@ -11,11 +11,13 @@ _PAGE = Path(__file__).parents[2] / "docs" / "testing.md"
 
 
 @pytest.mark.timeout(300)
-def test_the_documented_example_passes(pytester: pytest.Pytester) -> None:
+def test_the_documented_example_passes(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     example = re.search(r'```python title="(\w+)\.py"\n(.*?)```', _PAGE.read_text(), re.DOTALL)
     assert example, "the page begins with a complete test file"
     pytester.makepyfile(**{example[1]: example[2]})
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-W", "error")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    plugin = ("-p", "headway.testing.plugin")
+    result = pytester.runpytest_subprocess(*plugin, "-p", "no:cacheprovider", "-W", "error")
     result.assert_outcomes(passed=5)
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 from headway.errors import UsageError
 from headway.system import failpoints
@@ -165,7 +166,8 @@ def test_a_fault_is_checked_when_it_is_made() -> None:
         faults.at("here", action="boom")
 
 
-def test_a_script_on_ranks_with_a_fault(tmp_path: Path) -> None:
+def test_a_script_on_ranks_with_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", warm.Popen)
     script = tmp_path / "train.py"
     script.write_text(
         "import headway\n"

@@ -51,10 +51,14 @@ def folder(tmp_path: Path) -> Path:
 
 def _start(folder: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir=.", "-p", "no:cacheprovider"]
+    command += ["-p", "headway.testing.plugin"]
+    only_ours = {
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"
+    }  # plugins that have no part in this take seconds to import
     return subprocess.Popen(
         [*command, "test_it.py"],
         cwd=folder,
-        env=os.environ | {"TMPDIR": str(folder / "tmp")},
+        env=os.environ | {"TMPDIR": str(folder / "tmp")} | only_ours,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

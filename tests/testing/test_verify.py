@@ -150,6 +150,7 @@ def test_the_last_checkpoints_are_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.usefixtures("quick_starts")
 def test_a_script_that_keeps_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--nproc", "1", "--other-nproc", "2", "--at", "first-epoch", "--json", "--keep", str(tmp_path)]
     assert main(["verify-resume", *options, script(tmp_path, workers=1)]) == 0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import warm
 from PIL import Image
 
 import headway as hw
@@ -19,7 +19,7 @@ IMAGENET = Path(__file__).parents[2] / "examples" / "imagenet.py"
 
 def headway_run(folder: Path, *words: str, **environ: str) -> str:
     usual = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-m", "headway", "run", *words],
         env=usual | environ,
         cwd=folder,

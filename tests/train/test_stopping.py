@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as c10d
+import warm
 from test_resume import BATCH, SCRIPT, Traced, assert_same, dataset, make, seeded, weights
 from torch import Tensor
 from torch.utils.data import DataLoader as TorchLoader
@@ -308,7 +309,7 @@ def start(folder: Path, *command: str) -> subprocess.Popen[str]:
 
 
 def finish(folder: Path, *command: str) -> None:
-    done = subprocess.run([*command, str(SCRIPT), str(folder)], capture_output=True, text=True, timeout=300)
+    done = warm.run([*command, str(SCRIPT), str(folder)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "done at step 15" in done.stdout, done.stdout + done.stderr
     lines = [json.loads(line) for line in (folder / "steps-0.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 16)), "no step twice"
