@@ -196,10 +196,12 @@ def test_a_steady_loader_neither_waits_for_the_device_nor_takes_more_memory(tmp_
         warnings.simplefilter("ignore")  # that it is a prototype
         torch.cuda.set_sync_debug_mode("error")  # any wait for the device raises
     try:
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-            for _ in range(2):
-                for batch in loader:
-                    total += batch.global_crops.float().mean()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that events are of one cycle
+            with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+                for _ in range(2):
+                    for batch in loader:
+                        total += batch.global_crops.float().mean()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     names = {event.key for event in trace.key_averages()}

@@ -1,23 +1,35 @@
-"""How samples become a batch, on a thread of its own: the training loop finds it finished."""
+"""How samples become a batch, on two threads of their own: the training loop finds it finished.
+
+The first gathers the chunks of a batch and, with a GPU, has their images decoded there; the second makes the batch. It
+is the GPU's decoder that must never wait: while it works on a batch, the crops of the one before are made.
+"""
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 import torch
 
+from headway import dist
 from headway.data.counters import Span
 from headway.data.images.transforms import ImageTransform
 from headway.data.sample_reader import Chunk, SampleReader, Transform, collate, collate_crops
+from headway.system.limits import usable_cpus
 
 if TYPE_CHECKING:
     from headway.data.images.device_batch import GpuBatcher
+
+
+_SWITCH_S = 0.0005
+_GPU_READERS = 2  # threads
 
 
 class AssembledBatch(NamedTuple):
@@ -33,7 +45,7 @@ class AssembledBatch(NamedTuple):
 
 @final
 class BatchAssembler:
-    """Waits for the chunks of a batch and collates them.
+    """Gathers the chunks of a batch and collates them.
 
     In validation (`validates`), substitutes of bad samples are padding; with `drops`, they are left out.
     `prepare` may change the values of the chunks first: on a GPU, images are decoded there.
@@ -49,14 +61,19 @@ class BatchAssembler:
     ) -> None:
         self._collate, self._prepare, self._validates, self._drops = collate, prepare, validates, drops
 
-    def assemble(self, futures: Sequence[Future[Chunk]], padding: int) -> AssembledBatch:
-        """Returns the batch of some chunks, whose last samples are `padding`."""
+    def gather(self, futures: Sequence[Future[Chunk]]) -> list[Chunk]:
+        """Waits for chunks, and prepares them."""
         if futures:
             futures[-1].exception()  # one wait covers nearly all chunks
         chunks = [future.result() for future in futures]
-        began = time.perf_counter()
         if self._prepare is not None:
             self._prepare(chunks)
+        return chunks
+
+    def assemble(self, gathered: Future[list[Chunk]], padding: int) -> AssembledBatch:
+        """Returns the batch of some chunks, whose last samples are `padding`."""
+        chunks = gathered.result()
+        began = time.perf_counter()
         values, padding = self._values(chunks, padding)
         for chunk in chunks:
             chunk.count = len(chunk.values)
@@ -116,3 +133,32 @@ def _decode_on_gpu(batcher: GpuBatcher, reader: SampleReader, chunks: list[Chunk
         reader.decode_on_cpu(*places[at])
     if failed:
         batcher.decode([value for chunk in chunks for value in chunk.values])
+
+
+def reader_threads(threads: int | None, gpu: torch.device | None) -> int:
+    """Returns how many threads read and decode: as many as this rank has CPUs, unless the user gave a number.
+
+    Those that only read, for a GPU, would wait for each other if there were more than a few.
+    """
+    if threads is not None:
+        return threads
+    cpus = usable_cpus()
+    mine = max(1, cpus // dist.local_world_size()) if dist.is_initialized() else cpus
+    return mine if gpu is None else min(mine, _GPU_READERS)
+
+
+@contextmanager
+def quick_switches(*, active: bool) -> Iterator[None]:
+    """Lets threads wait for the interpreter at most half a millisecond, where Python's default is five.
+
+    The thread that feeds the GPU's decoder needs the interpreter once a batch, and a decoder that waits five
+    milliseconds for it loses a third of its time.
+    """
+    before = sys.getswitchinterval()
+    if active:
+        sys.setswitchinterval(min(before, _SWITCH_S))
+    try:
+        yield
+    finally:
+        if active:
+            sys.setswitchinterval(before)

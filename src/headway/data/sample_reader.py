@@ -102,7 +102,6 @@ class SampleReader:
         limits: ShardLimits,
         on_gpu: bool = False,
     ) -> None:
-        self._on_gpu = on_gpu
         self._gpu_bytes = transform.crop_bytes() if on_gpu and isinstance(transform, ImageTransform) else 0
         self._shards, self._orders, self._keys, self._seed = shards, order.orders, order.keys, seed
         self._replaces, self._watch = substitute, watch
@@ -143,7 +142,7 @@ class SampleReader:
                 parts, value, late, read = source[sample], dict[str, Any](), [], 0
                 for extension, data in parts.items():
                     read += len(data)
-                    if self._on_gpu and (encoded := self._encoded(extension, data)) is not None:
+                    if self._gpu_bytes and (encoded := self._encoded(extension, data)) is not None:
                         value[extension] = encoded
                         continue
                     value[extension], decoder = decode_part(extension, data, self._decoders, self._limits)
@@ -195,10 +194,12 @@ class SampleReader:
         while True:
             try:
                 decode_deferred(sample.late, sample.value, self._decoders)
-                if self._transform is not None:
+                if self._gpu_bytes:
+                    sample.value, sample.size = self._for_gpu(sample), self._gpu_bytes + sample.read
+                elif self._transform is not None:
                     began, size = time.perf_counter(), _bytes(sample.value)
                     sample.value = self._apply_transform(sample)
-                    sample.size = max(size, _bytes(sample.value)) + self._gpu_bytes
+                    sample.size = max(size, _bytes(sample.value))
                     sample.transform_s = time.perf_counter() - began
             except (BadSample, BadShard) as error:
                 location = self._substitute(sample.location, sample.name, error, sample.bad)
@@ -214,15 +215,17 @@ class SampleReader:
     def _apply_transform(self, sample: _ReadSample) -> Any:
         assert self._transform is not None
         dataset, *where = sample.location
-        if self._on_gpu:
-            assert isinstance(self._transform, ImageTransform)
-            image = _take_image(self._transform, sample)
-            return {SAMPLES: np.array(sample.location), IMAGE: image, **sample.value}
         seed = derive_key(self._seed, _TRANSFORM, self._keys[dataset], *where)
         if isinstance(self._transform, ImageTransform):
             crops = crop_image(self._transform, _take_image(self._transform, sample), seed)
-            return {SAMPLES: np.array(sample.location), **crops, **sample.value}
+            return {SAMPLES: sample.location, **crops, **sample.value}
         return self._transform(sample.value, np.random.Generator(np.random.Philox(seed)))
+
+    def _for_gpu(self, sample: _ReadSample) -> dict[str, Any]:
+        """Returns a sample with its image set apart, encoded or decoded, for the GPU."""
+        assert isinstance(self._transform, ImageTransform)
+        image = _take_image(self._transform, sample)
+        return {SAMPLES: sample.location, IMAGE: image, **sample.value}
 
     def transform_keys(self, rows: Ints) -> UInts:
         """Returns what the random numbers of samples are derived from, given rows of dataset, epoch, shard, sample."""
@@ -233,7 +236,7 @@ class SampleReader:
     def decode_on_cpu(self, chunk: Chunk, number: int) -> None:
         """Decodes the image of a sample that the GPU refused; replaces the sample, or leaves it out, if it is bad."""
         value = chunk.values[number]
-        bad, location = list[QuarantinedSample](), tuple(value[SAMPLES].tolist())
+        bad, location = list[QuarantinedSample](), value[SAMPLES]
         while True:
             image = value[IMAGE]
             try:
@@ -289,15 +292,19 @@ def _take_image(transform: ImageTransform, sample: _ReadSample) -> Any:
 
 
 def _bytes(value: Any) -> int:
-    if isinstance(value, (int, float)):
-        return 8
-    if isinstance(value, (np.ndarray, torch.Tensor)):
+    """Returns about how many bytes a value takes. Optimized, because it runs for each sample."""
+    kind = type(value)
+    if kind is dict:
+        return sum([_bytes(part) for part in value.values()])
+    if kind is np.ndarray or kind is torch.Tensor:
         return int(value.nbytes)
-    if isinstance(value, (str, bytes)):
+    if kind is str or kind is bytes:
         return len(value)
     if isinstance(value, Mapping):
         return sum(map(_bytes, value.values()))
-    return sum(map(_bytes, value)) if isinstance(value, (list, tuple)) else 8
+    if isinstance(value, np.ndarray | torch.Tensor):
+        return int(value.nbytes)
+    return sum(map(_bytes, value)) if isinstance(value, list | tuple) else 8
 
 
 def collate(samples: list[Any]) -> Any:
@@ -319,10 +326,10 @@ def collate(samples: list[Any]) -> Any:
 
 def collate_crops(transform: ImageTransform, samples: list[dict[str, Any]]) -> Batch:
     """Collates samples with the crops of a transform."""
-    names = [group.name for group in transform.groups()]
-    rest = collate([{name: part for name, part in each.items() if name not in names} for each in samples])
-    crops = stack_crops(transform, samples)
-    return Batch({SAMPLES: rest.pop(SAMPLES), **crops, **rest})
+    own = {SAMPLES, *(group.name for group in transform.groups())}
+    rest = collate([{name: part for name, part in each.items() if name not in own} for each in samples])
+    rows = torch.tensor([each[SAMPLES] for each in samples])
+    return Batch({SAMPLES: rows, **stack_crops(transform, samples), **rest})
 
 
 def _collate(samples: list[Any]) -> Any:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from headway import dist
-from headway.data.assembly import AssembledBatch, make_assembler
+from headway.data.assembly import AssembledBatch, make_assembler, quick_switches, reader_threads
 from headway.data.cache.node_cache import CachedShards, NodeCache
 from headway.data.cache.prefetch import BatchShards, Prefetcher
 from headway.data.catalog.shard_files import ShardSpec
@@ -37,14 +37,13 @@ from headway.data.order.mix_order import MixOrder, check_places, datasets_change
 from headway.data.order.order import Shuffle, check_same_order
 from headway.data.order.timeline import Timeline, WeightSegment
 from headway.data.quarantine import Quarantine, QuarantinedSample
-from headway.data.sample_reader import Chunk, SampleLocation, SampleReader, Transform
+from headway.data.sample_reader import SampleLocation, SampleReader, Transform
 from headway.data.shards.decode import Decoder
 from headway.data.shards.tar import ShardLimits
 from headway.data.sources.mix import Mix
 from headway.data.sources.open_shards import OpenShards, find_sources
 from headway.dist.shared_run import current_run
 from headway.errors import UsageError
-from headway.system.limits import usable_cpus
 
 _MAX_CHUNK_SAMPLES = 16  # that a thread loads at a time
 
@@ -63,13 +62,12 @@ class _PendingBatch(NamedTuple):
     """A batch that threads are loading."""
 
     batch: _RankBatch
-    chunks: list[Future[Chunk]]
+    tasks: list[Future[Any]]
     result: Future[AssembledBatch]
 
     def cancel(self) -> None:
-        self.result.cancel()
-        for chunk in self.chunks:
-            chunk.cancel()
+        for task in (*self.tasks, self.result):
+            task.cancel()
 
 
 @final
@@ -82,9 +80,9 @@ class ShardLoader:
             ...
         loader.set_weights({"laion": 0.2})       # on all ranks; applies from the next batch on
 
-    A pass is an epoch: as many samples as all datasets have together. `tail` decides on the samples that do not fill a
-    batch: `"carry"` begins the next pass with them (without shuffle, the last batch is short), `"drop"` omits them, and
-    `"pad"` fills the batch with the first samples of the pass; `padding` is how many of them end the current batch.
+    A pass is an epoch: as many samples as all datasets have together, or `steps_per_epoch` batches. Of samples that do
+    not fill a batch, `tail="carry"` begins the next pass with them (without shuffle, the last batch is short), `"drop"`
+    omits them, and `"pad"` fills the batch with the first of the pass: `padding` of them end the current batch.
     `transform` gets a decoded sample and a random generator that depends on seed, dataset, epoch and sample; or it is
     one of images (`MultiCrop`, `RandomResizedCrop`, `CenterCrop`), and a batch is a `Batch`. With `device="cuda"`,
     those are decoded and cropped there; where that is not possible, on the CPU, and a message says so.
@@ -110,6 +108,7 @@ class ShardLoader:
         lanes: int = 24,
         window: int = 4096,
         tail: Tail = "carry",
+        steps_per_epoch: int | None = None,
         transform: Transform | ImageTransform | None = None,
         decoders: Mapping[str, Decoder] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -132,7 +131,7 @@ class ShardLoader:
         self._limits = limits or ShardLimits()
         shared = rank is None and dist.is_initialized()
         self._sources = find_sources(mix, self._limits, shared=shared, max_bad=max_bad)
-        self._mix, self._shuffle, self._tail = mix, shuffle, tail
+        self._mix, self._shuffle, self._tail, self._steps = mix, shuffle, tail, steps_per_epoch
         self._timeline: Timeline | None = None
         self._prefetcher: Prefetcher | None = None
         self._cache = CachedShards(cache, self._limits) if cache else None
@@ -155,7 +154,8 @@ class ShardLoader:
         counts = {name: given[name] for name in self._mix.weights}
         self._settings, self._order = settings, MixOrder(counts, settings, shuffle=self._shuffle)
         self._sources.sort(key=lambda source: self._order.names.index(source.name))
-        self._batcher = EpochBatcher(self._order.orders, self._split, shuffle=self._shuffle, tail=self._tail)
+        how: dict[str, Any] = {"shuffle": self._shuffle, "tail": self._tail, "steps": self._steps}
+        self._batcher = EpochBatcher(self._order.orders, self._split, **how)
         max_open = sum(order.max_open_shards() for order in self._order.orders)
         self._shards = OpenShards(self._sources, max_open, self._limits, self._cache)
         self._reader = SampleReader(
@@ -190,17 +190,19 @@ class ShardLoader:
             path = run.path / self._trace_path if run is not None else Path(self._trace_path)
             self._counters.trace = LoaderTrace(path, rank=self._split.rank_and_world_size()[0])
         self._label_watch.watching &= self._split.rank_and_world_size()[0] == 0  # one warning is enough
-        pool = ThreadPoolExecutor(self._threads or _cpus_per_rank(), "headway load")
+        pool = ThreadPoolExecutor(reader_threads(self._threads, self._gpu), "headway load")
         prefetcher = self._prefetcher = (
             None if self._cache is None else Prefetcher(self._cache, self._shards.keep)
         )
-        assembling = ThreadPoolExecutor(1 if self._gpu is None else 2, "headway collate")
+        pools = pool, ThreadPoolExecutor(1, "headway gather"), ThreadPoolExecutor(1, "headway collate")
         try:
-            yield from self._load(pool, assembling, number)
+            with quick_switches(active=self._gpu is not None):
+                yield from self._load(*pools, number)
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-            assembling.shutdown(wait=True, cancel_futures=True)
-            pool.shutdown(wait=True)
+            for each in pools:
+                each.shutdown(wait=False, cancel_futures=True)
+            for each in pools:
+                each.shutdown(wait=True)
             if prefetcher is not None:
                 prefetcher.stop()
             if self._counters.trace is not None:
@@ -211,7 +213,13 @@ class ShardLoader:
             if not self._batcher.carries():
                 self._position = self._batcher.start(self._epoch)
 
-    def _load(self, pool: ThreadPoolExecutor, assembling: ThreadPoolExecutor, number: int) -> Iterator[Any]:
+    def _load(
+        self,
+        pool: ThreadPoolExecutor,
+        gathering: ThreadPoolExecutor,
+        collating: ThreadPoolExecutor,
+        number: int,
+    ) -> Iterator[Any]:
         """Yields batches and prefetches the next ones; when weights change, prefetched batches are loaded again."""
         waiting: deque[_PendingBatch] = deque()
         timeline, largest = self._weights_over_time(), 0
@@ -232,8 +240,9 @@ class ShardLoader:
                 if batch is None:
                     break
                 chunks = [pool.submit(self._reader.read, chunk) for chunk in self._chunks(batch.locations)]
-                result = assembling.submit(assembler.assemble, chunks, batch.padding)
-                waiting.append(_PendingBatch(batch, chunks, result))
+                gathered = gathering.submit(assembler.gather, chunks)
+                result = collating.submit(assembler.assemble, gathered, batch.padding)
+                waiting.append(_PendingBatch(batch, [*chunks, gathered], result))
             if not waiting:
                 return
             batch, _, result = waiting.popleft()
@@ -260,7 +269,9 @@ class ShardLoader:
 
     def _chunks(self, locations: list[SampleLocation]) -> Iterator[list[SampleLocation]]:
         """Splits a batch into chunks: a few samples each, because tasks have a cost, but enough for all threads."""
-        size = max(1, min(_MAX_CHUNK_SAMPLES, len(locations) // (2 * (self._threads or _cpus_per_rank()))))
+        size = max(
+            1, min(_MAX_CHUNK_SAMPLES, len(locations) // (2 * reader_threads(self._threads, self._gpu)))
+        )
         return (locations[at : at + size] for at in range(0, len(locations), size))
 
     def _may_prefetch(self, batches: int, largest: int) -> bool:
@@ -424,7 +435,7 @@ class ShardLoader:
         segments = [[segment.start, segment.weights] for segment in self._weights_over_time().segments]
         state = self._identity() | {"epoch": self._epoch, "position": self._position, "segments": segments}
         if self._order.version > 1:
-            state |= {"samples": self.samples, "anchor": list(self._batcher.anchor)}
+            state |= {"samples": self._batcher.pass_samples(), "anchor": list(self._batcher.anchor)}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -451,9 +462,11 @@ class ShardLoader:
         if version != 1:
             epoch, position = map(int, state["anchor"])
             self._batcher.anchor = epoch, position
+            begun = position + (self._epoch - epoch) * int(state["samples"])
             if changed:
-                begun = position + (self._epoch - epoch) * int(state["samples"])
                 self._change_datasets(self._timeline, begun)
+            elif int(state["samples"]) != self._batcher.pass_samples():
+                self._batcher.anchor = self._epoch, begun  # the epoch ends after as many steps as now given
         self._restored = True
         self._loops += 1  # a loop in progress would continue from the old position: it ends with an error
 
@@ -485,9 +498,3 @@ def _check(prefetch: int, threads: int | None, max_bad: float) -> None:
         raise UsageError(f"prefetch={prefetch}, threads={threads}: both must be at least 1")
     if not 0 <= max_bad <= 1:
         raise UsageError(f"max_bad={max_bad}: give the share of samples that may be bad, from 0 to 1")
-
-
-def _cpus_per_rank() -> int:
-    """Returns this rank's share of the CPUs that the process may use."""
-    cpus = usable_cpus()
-    return max(1, cpus // dist.local_world_size()) if dist.is_initialized() else cpus

@@ -1,7 +1,7 @@
 """Batches that are made on a GPU: decoded by nvJPEG, cropped by the kernels, on a stream of the loader.
 
-Two threads of the loader do this in turn: while one of them launches the kernels of a batch, the decoder works on the
-next one. It is the decoder that must never wait.
+Two threads of the loader do this, each with a stream: one has batches decoded, one after the other, and the other makes
+crops of what is decoded.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ class ImageOnDevice(NamedTuple):
 
     pixels: Tensor
     turn: int
+    ready: torch.cuda.Event
+    """after which the pixels are there"""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -68,15 +70,20 @@ class GpuBatcher:
         encoded = [at for at, each in enumerate(samples) if isinstance(each[IMAGE], EncodedImage)]
         with torch.cuda.stream(self._stream):
             found = decode_batch([as_tensor(samples[at][IMAGE].data) for at in encoded], self._device)
-            for sample in samples:
-                if isinstance(sample[IMAGE], np.ndarray):
-                    sample[IMAGE] = ImageOnDevice(self._copy(sample[IMAGE]), 1)
+            copied = {
+                at: self._copy(sample[IMAGE])
+                for at, sample in enumerate(samples)
+                if isinstance(sample[IMAGE], np.ndarray)
+            }
+            ready = self._stream.record_event()
+        for at, pixels in copied.items():
+            samples[at][IMAGE] = ImageOnDevice(pixels, 1, ready)
         failed = []
-        for at, pixels in zip(encoded, found, strict=True):
-            if pixels is None:
+        for at, decoded in zip(encoded, found, strict=True):
+            if decoded is None:
                 failed.append(at)
             else:
-                samples[at][IMAGE] = ImageOnDevice(pixels, samples[at][IMAGE].turn)
+                samples[at][IMAGE] = ImageOnDevice(decoded, samples[at][IMAGE].turn, ready)
         return failed
 
     def _copy(self, pixels: np.ndarray[Any, Any]) -> Tensor:
@@ -87,14 +94,16 @@ class GpuBatcher:
     def collate(self, samples: list[dict[str, Any]]) -> Batch:
         """Returns the batch of samples whose images are on the device. It is finished when its event is."""
         images: list[ImageOnDevice] = [sample.pop(IMAGE) for sample in samples]
-        rows = np.stack([sample[SAMPLES] for sample in samples])
+        rows = np.array([sample.pop(SAMPLES) for sample in samples])
         tables = self._cropper.draw(self._keys_of(rows), np.array([image.size for image in images]))
         rest = self._collate(samples)
         pixels = [image.pixels for image in images]
         with torch.cuda.stream(self._stream):
+            for event in {image.ready for image in images}:
+                self._stream.wait_event(event)
             crops = self._cropper.crop(pixels, tables, [image.turn for image in images])
             moved = {name: self._move(part) for name, part in rest.items()}
-            batch = Batch({SAMPLES: moved.pop(SAMPLES), **crops, **moved})
+            batch = Batch({SAMPLES: self._move(torch.from_numpy(rows)), **crops, **moved})
             batch.ready = self._stream.record_event()
         self._hold(pixels, batch.ready)
         return batch

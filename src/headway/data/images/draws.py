@@ -143,26 +143,27 @@ def _boxes(
     recipe: CropRecipe, scale: tuple[float, float], keys: UInts, words: Floats, sizes: Ints
 ) -> npt.NDArray[np.int64]:
     """Returns top, left, height and width of random boxes, by the rule of torchvision's RandomResizedCrop."""
-    height, width = sizes[:, 0], sizes[:, 1]
+    height, width = np.ascontiguousarray(sizes[:, 0]), np.ascontiguousarray(sizes[:, 1])
     low, high = math.log(recipe.ratio[0]), math.log(recipe.ratio[1])
-    box_h, box_w = _fallback(recipe, height, width)
-    left = np.arange(len(keys))  # samples that have no box yet
+    boxes = np.empty((4, len(keys)), np.int64)
+    left: Ints | slice = slice(None)  # samples that have no box yet
     for number in range(_TRIES):
         drawn = _uniform(keys[left][:, None], np.array([_HASHES + number], np.uint64))
         area = height[left] * width[left] * _between(drawn[:, 0], *scale)
         ratio = np.exp(_between(drawn[:, 1], low, high))
-        wide, high_ = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
-        fits = (wide > 0) & (high_ > 0) & (wide <= width[left]) & (high_ <= height[left])
-        box_w[left[fits]], box_h[left[fits]] = wide[fits], high_[fits]
-        left = left[~fits]
+        tall, wide = np.rint(np.sqrt(area / ratio)), np.rint(np.sqrt(area * ratio))
+        boxes[2, left], boxes[3, left] = tall, wide
+        misfit = (wide < 1) | (tall < 1) | (wide > width[left]) | (tall > height[left])
+        left = np.flatnonzero(misfit) if isinstance(left, slice) else left[misfit]
         if not left.size:
             break
-    top = np.floor(words[:, Word.TOP] * (height - box_h + 1))
-    x = np.floor(words[:, Word.LEFT] * (width - box_w + 1))
-    middle = left  # no try has fit: the center
-    top[middle] = (height[middle] - box_h[middle]) // 2
-    x[middle] = (width[middle] - box_w[middle]) // 2
-    return np.stack([top, x, box_h, box_w], 1).astype(np.int64)
+    boxes[2, left], boxes[3, left] = _fallback(recipe, height[left], width[left])
+    boxes[0] = words[:, Word.TOP] * (
+        height - boxes[2] + 1
+    )  # whole numbers: what is behind the point is cut off
+    boxes[1] = words[:, Word.LEFT] * (width - boxes[3] + 1)
+    boxes[0, left], boxes[1, left] = (height[left] - boxes[2, left]) // 2, (width[left] - boxes[3, left]) // 2
+    return boxes.T
 
 
 def _fallback(recipe: CropRecipe, height: Ints, width: Ints) -> tuple[Ints, Ints]:

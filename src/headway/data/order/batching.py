@@ -32,11 +32,28 @@ class GlobalBatch(NamedTuple):
 
 @final
 class EpochBatcher:
-    """Cuts the stream of samples into passes and batches. A pass is as many samples as all datasets have together."""
+    """Cuts the stream of samples into passes and batches.
 
-    def __init__(self, orders: Sequence[Order], split: BatchSplit, *, shuffle: bool, tail: Tail) -> None:
+    A pass is as many samples as all datasets have together, or `steps` batches.
+    """
+
+    def __init__(
+        self,
+        orders: Sequence[Order],
+        split: BatchSplit,
+        *,
+        shuffle: bool,
+        tail: Tail,
+        steps: int | None = None,
+    ) -> None:
         if tail not in get_args(Tail):
             raise unknown_name("tail", tail, get_args(Tail))
+        if steps is not None and (steps < 1 or not shuffle):
+            raise UsageError(
+                f"steps_per_epoch={steps}: give at least 1, and for training only; with shuffle=False, an epoch is "
+                "every sample once"
+            )
+        self._steps = steps
         self._orders, self._split, self._shuffle, self._tail = orders, split, shuffle, tail
         self.samples = sum(order.samples for order in orders)
         self.anchor = 0, 0
@@ -46,9 +63,13 @@ class EpochBatcher:
         """Returns the samples of all ranks together in a full batch."""
         return self._split.global_size()
 
+    def pass_samples(self) -> int:
+        """Returns the samples of all ranks together in a pass."""
+        return self.samples if self._steps is None else self._steps * self.size()
+
     def check(self) -> None:
         """Refuses a batch size that no batch could reach, where batches must be full."""
-        if self.size() > self.samples and not (self._may_be_short() or self._tail == "pad"):
+        if self.size() > self.pass_samples() and not (self._may_be_short() or self._tail == "pad"):
             raise UsageError(
                 f"a global batch has {self.size()} samples, but all datasets together have {self.samples}: "
                 'use a smaller batch, or tail="pad"'
@@ -96,7 +117,7 @@ class EpochBatcher:
 
     def _boundary(self, epoch: int) -> int:
         """Returns the position of the first sample of an epoch, which may lie within a batch."""
-        return self.anchor[1] + (epoch - self.anchor[0]) * self.samples
+        return self.anchor[1] + (epoch - self.anchor[0]) * self.pass_samples()
 
     def _may_be_short(self) -> bool:
         """Whether the last batch holds what is left, and ranks may differ by one batch: in validation."""
