@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,7 @@ from headway.plan.machine.calibration import Calibration
 from headway.plan.machine.efficiency import default_calibration
 from headway.plan.machine.hardware import find_device
 from headway.plan.report.quantity import Quantity, format_value
+from headway.plan.report.saved_plan import read_saved_plan
 from headway.plan.searcher.layouts import layouts
 
 LLAMA = preset("llama-3.1-8b")
@@ -248,3 +250,20 @@ def test_public_names_are_sorted_and_complete() -> None:
     assert names == sorted(names)
     for name in names:
         assert getattr(plan_room, name).__name__.lower().endswith(name.lower())
+
+
+def test_a_saved_plan_has_its_layout_and_emits_its_job(tmp_path: Path) -> None:
+    file, layout = tmp_path / "plan.json", replace(FSDP, dp=16, global_batch=16)
+    plan = estimate(LLAMA, layout, H200, workload=Workload(tokens=1e9))
+    plan.save(file)
+    kept = json.loads(file.read_text())
+    assert Layout(**kept["layout"]) == layout
+    assert kept["model"]["hidden"] == 4096 and Node.of(**kept["hardware"]).gpus == 8
+    assert plan.submit_line() == "headway submit --nodes 2 --gpus-per-node 8 train.py"
+    saved = read_saved_plan(file).planned("step")
+    assert saved is not None and saved.value == plan.answers["time.step"].value
+    assert saved.outside(10 * saved.value) and not saved.outside(saved.value)
+    assert plan.answers["rate.tokens_per_day"].value == pytest.approx(
+        86400 * plan.answers["rate.tokens"].value
+    )
+    assert plan.answers["time.microbatches"].value == 1

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from rich.console import Console
 
@@ -26,7 +26,7 @@ _File = Annotated[Path, Positional("FILE.yaml")]
 
 _USAGE = """\
 usage: headway plan FILE.yaml | preset NAME | search FILE.yaml|PRESET | module FILE.py:factory | measure FILE.py:factory
-                  | calibrate | import-dlcalc OLD.yaml | list
+                  | calibrate | check RUN | import-dlcalc OLD.yaml | list
 
   headway plan run.yaml                         memory, time and cost of a layout
   headway plan preset llama-3.1-8b --node h200-sxm8 --dp 8 --zero 3 --global-batch 16 --microbatch 2
@@ -35,6 +35,7 @@ usage: headway plan FILE.yaml | preset NAME | search FILE.yaml|PRESET | module F
   headway plan module train.py:make_model       your own module, traced without a GPU
   headway plan measure train.py:make_model      the same, predicted against measured on the device here
   headway plan calibrate                        measure this machine once (under a minute)
+  headway plan check RUN                        a run against its plan.json
   headway plan import-dlcalc old.yaml           a dlcalc file as a plan file
   headway plan list                             presets and nodes
 
@@ -53,7 +54,9 @@ class OutputOptions:
     html: Path | None = None
     """Write a self-contained page."""
     save: Path | None = None
-    """Write the plan as JSON: the plan.json of a run directory."""
+    """Write the plan as JSON: model, layout, node and answers; `pipe.enable_plan` takes it."""
+    emit: Literal["submit"] | None = None
+    """Print only the `headway submit` line that asks for the nodes of this plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +144,18 @@ class CalibrateOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckOptions:
+    """Compares a run with its plan.json; exit code 1 if something is outside its interval."""
+
+    run: Annotated[str, Positional("RUN")]
+    """a run directory, or the beginning or end of a run's id"""
+    root: str = "runs"
+    """Where runs are."""
+    json: bool = False
+    """Print JSON and nothing else."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanListOptions:
     """Presets and nodes that a plan may name."""
 
@@ -158,7 +173,7 @@ class ImportOptions:
 def main(argv: list[str]) -> int:
     verbs = {
         "preset": _preset, "search": _search, "module": _module, "measure": _measure, "calibrate": _calibrate,
-        "import-dlcalc": _import_dlcalc, "list": _list,
+        "import-dlcalc": _import_dlcalc, "check": _check, "list": _list,
     }  # fmt: skip
     if not argv or argv[0] in {"-h", "--help", *verbs}:
         return dispatch("plan", verbs, _USAGE, argv)
@@ -256,6 +271,23 @@ def _import_dlcalc(argv: list[str]) -> int:
     options = parse(ImportOptions, argv, verb="plan import-dlcalc")
     print(yaml.safe_dump(import_dlcalc(read_yaml(options.file)), sort_keys=False), end="")
     return 0
+
+
+def _check(argv: list[str]) -> int:
+    from headway.watch.planned import compare_with_plan
+    from headway.watch.runs import resolve
+
+    options = parse(CheckOptions, argv, verb="plan check")
+    found = [row for run in resolve([options.run], options.root) for row in compare_with_plan(run)]
+    if options.json:
+        print(json.dumps([row.to_dict() for row in found], indent=1))
+    for row in () if options.json else found:
+        verdict = "differs" if row.differs else "as planned"
+        print(
+            f"{row.what}: planned, not measured" if row.measured is None
+            else f"{row.planned.sentence(row.what, row.measured)}: {verdict}"
+        )  # fmt: skip
+    return 1 if any(row.differs for row in found) else DONE
 
 
 def _list(argv: list[str]) -> int:
@@ -374,7 +406,9 @@ def _print(plan: Estimate, options: OutputOptions) -> int:
     if options.save is not None:
         with _writing(options.save):
             plan.save(options.save)
-    if options.explain is not None:
+    if options.emit is not None:
+        print(plan.submit_line(options.save))
+    elif options.explain is not None:
         print(plan.explain(options.explain))
     elif options.json:
         print(json.dumps(plan.to_dict(), indent=1))

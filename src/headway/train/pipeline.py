@@ -35,6 +35,7 @@ from headway.train.checks import (
 )
 from headway.train.diagnose import smoke
 from headway.train.diagnose.evidence import explain_out_of_memory
+from headway.train.diagnose.plan_check import PlanCheck, with_plan
 from headway.train.loop_state import StageStatus
 from headway.train.metrics.epoch_metrics import EpochMetric
 from headway.train.metrics.history import History, MetricRow
@@ -289,6 +290,10 @@ class Pipeline:
         """
         self._ledger_enabled = True
 
+    def enable_plan(self, plan: str | Path) -> None:
+        """Compares memory and step time with a saved plan: see `headway.train.diagnose.plan_check`."""
+        self.add_callback(PlanCheck(plan))
+
     # --- running
 
     def run(self) -> Run:
@@ -391,7 +396,7 @@ class Pipeline:
         """Records the result of a log point or a validation."""
         if not point.values and not point.local:
             return
-        seconds = self._timer.take(stage._loop.log_every)
+        seconds, point = self._timer.take(stage._loop.log_every), with_plan(stage, kind, point)
         if kind == "train":
             self._check_stragglers(point, seconds)
         seconds["compute"] = seconds.get("compute", 0.0) + seconds.pop("backward", 0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from importlib.resources import files
 
@@ -129,6 +129,16 @@ class Node:
 
     def __repr__(self) -> str:
         return f"Node({self.name!r}: {self.describe()})"
+
+    def to_dict(self) -> dict[str, object]:
+        """Returns plain values for JSON; `Node.of` takes them."""
+        device = asdict(self.device)
+        return {
+            "name": self.name,
+            "device": device,
+            "gpus": self.gpus,
+            "inter_Gbps": self.inter_bytes_per_s * 8e-9,
+        }
 
     def describe(self) -> str:
         """Returns the GPUs and the network bandwidth as one line.

@@ -117,6 +117,9 @@ def time_answers(
             value, part.low, part.high, "s", formula=formula, source=source
         )
     found["time.step"] = approximate(seconds, low, high, "s", formula="sum of time.part.*")
+    found["time.microbatches"] = exact(
+        layout.microbatches, formula="global batch / (dp x microbatch), per pipeline and step"
+    )
     found["time.bubble"] = exact(
         schedule.bubble_fraction(layout.pp, layout.microbatches, layout.vpp), "share",
         formula="(p - 1)/(v m), idle over ideal time",
@@ -128,6 +131,9 @@ def time_answers(
     )
     found["rate.tokens"] = approximate(
         samples * sequence, 1 / high, 1 / low, "tokens/s", formula="rate.samples x sequence"
+    )
+    found["rate.tokens_per_day"] = approximate(
+        samples * sequence * 86400, 1 / high, 1 / low, formula="rate.tokens x 86,400 s"
     )
     found["rate.tokens_per_gpu"] = approximate(
         per_gpu, 1 / high, 1 / low, "tokens/s", formula="rate.tokens / GPUs"

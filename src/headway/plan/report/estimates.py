@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from headway.errors import DOES_NOT_FIT, DONE, unknown_name
+from headway.errors import DOES_NOT_FIT, DONE, UsageError, unknown_name
 from headway.plan.cost import compute, memory
 from headway.plan.cost.economy import Workload
 from headway.plan.cost.steptime import step_time
@@ -40,6 +40,8 @@ class Estimate:
     sensitivity: list[tuple[str, float]] = field(default_factory=list)
     """How much longer a step takes if a constant is 20 % worse, the most important first."""
     notes: list[str] = field(default_factory=list)
+    inputs: dict[str, object] = field(default_factory=dict)
+    """The model, the layout and the node that the plan is for, as plain values."""
 
     @property
     def exit_code(self) -> int:
@@ -72,7 +74,26 @@ class Estimate:
             "scaling": self.scaling,
             "sensitivity": [list(row) for row in self.sensitivity],
             "notes": self.notes,
+            **self.inputs,
         }
+
+    def submit_line(self, saved: Path | None = None) -> str:
+        """Returns the `headway submit` line that asks for the nodes of this plan.
+
+        >>> from headway.plan.model.presets import preset
+        >>> layout = Layout(dp=16, global_batch=16)
+        >>> estimate(preset("gpt2"), layout, Node("dgx-h100")).submit_line()
+        'headway submit --nodes 2 --gpus-per-node 8 train.py'
+        """
+        layout, node = self.inputs.get("layout"), self.inputs.get("hardware")
+        if not isinstance(layout, dict) or not isinstance(node, dict):
+            raise UsageError(
+                "the plan of a traced module has no layout; plan a file or a preset to emit a job"
+            )
+        gpus = layout["dp"] * layout["tp"] * layout["pp"] * layout["cp"]
+        each = min(gpus, node["gpus"])
+        script = "train.py" if saved is None else f"train.py  # with pipe.enable_plan({str(saved)!r})"
+        return f"headway submit --nodes {-(-gpus // each)} --gpus-per-node {each} {script}"
 
     def save(self, path: str | Path) -> None:
         """Writes plan.json."""
@@ -123,6 +144,7 @@ def estimate(
         products=product_table(model, layout, node, constants),
         scaling=scaling_table(model, layout, node, constants),
         sensitivity=sensitivity(model, layout, node, constants),
+        inputs={"model": asdict(model), "layout": asdict(layout), "hardware": node.to_dict()},
         notes=notes + bound_notes(bounds, step) + _notes(layout, node, found),
     )
 

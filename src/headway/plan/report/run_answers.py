@@ -147,6 +147,14 @@ def _totals(
     }
     if node.price_per_hour is not None:
         nodes = -(-layout.gpus // node.gpus)
+        tokens = samples * layout.tokens(model)
+        found["run.cost_per_million_tokens"] = approximate(
+            hours * nodes * node.price_per_hour / tokens * 1e6,
+            low,
+            high,
+            formula="run.cost / tokens x 1e6",
+            source="given",
+        )
         found["run.cost"] = approximate(
             hours * nodes * node.price_per_hour,
             low,

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from headway.data.order import SampleLookup, TraceableLoader
 from headway.errors import HeadwayError
+from headway.plan.report.saved_plan import SavedPlan
 from headway.system.text import shorten_list
 
 if TYPE_CHECKING:
@@ -64,14 +65,19 @@ def _out_of_memory(error: torch.OutOfMemoryError, stage: Stage) -> str:
 def _planned_memory(run: Run) -> list[str]:
     """Returns what the run's plan.json, written by `headway plan --save`, predicted; empty without a plan."""
     try:
-        plan = json.loads(run.plan_file.read_text())
+        saved = run.plan_file.read_text()
     except FileNotFoundError:
         return []
+    plan = json.loads(saved)
     needed, available = (
         plan["answers"].get(key, {}).get("value") for key in ("memory.needed", "device.memory")
     )
+    if not needed:
+        return []
     of = f" of {available / _GIB:.1f}" if available else ""
-    return [f"the plan predicted {needed / _GIB:.1f}{of} GiB"] if needed else []
+    fixes = SavedPlan(title=run.path.name, content=plan).fixes[:2]
+    fit = f", and that this would fit: {' or '.join(fixes)}" if fixes else ""
+    return [f"the plan predicted {needed / _GIB:.1f}{of} GiB{fit}"]
 
 
 def shapes(batch: Any) -> str:

@@ -55,6 +55,11 @@ class Reporter:
     def __exit__(self, *_: object) -> None:
         self._rows.close()
 
+    @property
+    def data_wait(self) -> float | None:
+        """The fraction of the last interval in which this rank waited for data; None before the first log point."""
+        return self._wait
+
     def print_inputs(self, models: Iterable[RegisteredModel], datasets: Mapping[str, Iterable[Any]]) -> None:
         """Prints one line per model and per dataset."""
         for model in models:

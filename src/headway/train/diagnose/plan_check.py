@@ -1,0 +1,95 @@
+"""A plan against its run: memory and step time are compared with what was planned, at log points."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, final
+
+import torch
+
+from headway.plan.report.saved_plan import Planned, PlannedKey, SavedPlan, read_saved_plan
+from headway.system.log import logger
+from headway.train.callback import Callback
+from headway.train.metrics.meter import LogPoint
+
+if TYPE_CHECKING:
+    from headway.train.pipeline import Pipeline
+    from headway.train.stage import Stage
+
+_INTERVALS = 3
+"""Intervals between log points that must have been measured before anything is said: the first steps are slow."""
+_REMEMBERED = 15
+
+
+def with_plan(stage: Stage, kind: str, point: LogPoint) -> LogPoint:
+    """Adds what is measured over what was planned to the metrics: on each rank its own, and rank 0 writes its row."""
+    ratios: dict[str, float] = {}
+    for callback in stage.pipe._callbacks:
+        if isinstance(callback, PlanCheck):
+            ratios |= callback.measure(stage, kind)
+    return replace(point, values={**point.values, **ratios}) if ratios else point
+
+
+@final
+class PlanCheck(Callback):
+    """Compares `plan/step` and `plan/memory`, measured over planned, and says once if one is outside its interval.
+
+    Each rank measures its own, so they cost no exchange; the rows have those of rank 0.
+    """
+
+    def __init__(self, plan: str | Path | SavedPlan) -> None:
+        self.plan = plan if isinstance(plan, SavedPlan) else read_saved_plan(plan)
+        self._since: tuple[float, int] | None = (
+            None  # when the last log point was, and the steps done by then
+        )
+        self._step_s: list[float] = []
+        self._told: set[str] = set()
+
+    def pre_run(self, pipe: Pipeline) -> None:
+        if pipe.world.is_root and pipe.directory.is_ours() and not pipe.directory.plan_file.exists():
+            pipe.directory.plan_file.write_text(json.dumps(self.plan.content, indent=1) + "\n")
+
+    def pre_epoch(self, stage: Stage) -> None:  # noqa: ARG002
+        self._since = None
+
+    def measure(self, stage: Stage, kind: str) -> dict[str, float]:
+        """Returns what is measured over what was planned; call it at every log point."""
+        if kind != "train":
+            self._since = None  # an interval with a validation in it is no measure of a step
+            return {}
+        now, steps = time.monotonic(), stage.pipe.steps_done
+        if self._since is not None and steps > self._since[1]:
+            self._step_s = [*self._step_s, (now - self._since[0]) / (steps - self._since[1])][-_REMEMBERED:]
+        self._since = now, steps
+        measured: dict[PlannedKey, float] = {}
+        if len(self._step_s) >= _INTERVALS:
+            measured["step"] = median(self._step_s)
+        if stage.pipe.device.type == "cuda":
+            measured["memory"] = float(torch.cuda.max_memory_allocated(stage.pipe.device))
+        known = {key: (value, self.plan.planned(key)) for key, value in measured.items()}
+        ratios = {}
+        for key, (value, planned) in known.items():
+            if planned is not None:
+                ratios[f"plan/{key}"] = value / planned.value
+                self._warn(stage, key, planned, value)
+        return ratios
+
+    def _warn(self, stage: Stage, key: PlannedKey, planned: Planned, value: float) -> None:
+        if key in self._told or not planned.outside(value):
+            return
+        self._told.add(key)
+        if stage.pipe.world.is_root:
+            what = "step time" if key == "step" else "memory of rank 0"
+            text = planned.sentence(what, value) + (self._part(stage) if key == "step" else "")
+            logger.warning("the run differs from its plan: %s", text, extra={"event": "plan"})
+
+    def _part(self, stage: Stage) -> str:
+        """Says which part of the step is not as planned: the plan knows no wait for data."""
+        waited = stage.pipe._reporter.data_wait
+        if waited is not None and waited > 0.1:
+            return f"; {waited:.0%} of the step is a wait for data, which the plan has none of"
+        return "; hardly any of it is a wait for data: the device or the exchange between ranks differs"
