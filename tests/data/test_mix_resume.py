@@ -72,6 +72,24 @@ def test_the_order_of_the_names_does_not_matter(folder: Path) -> None:
             assert take(again, 12) == then
 
 
+def test_weights_that_were_edited_are_named_on_resume(folder: Path, messages: list[str]) -> None:
+    first = loader_of(folder, {"a": 0.5, "b": 0.5}, schedule=[(2, {"a": 0.1})])
+    take(first, 3)
+    first.set_weights({"b": 0.9})
+    state = sorted_dump(first.state_dict())
+    for weights, schedule, said in (
+        ({"a": 0.5, "b": 0.5}, [(2, {"a": 0.1})], None),
+        ({"b": 2, "a": 2}, [(2, {"a": 0.4})], None),  # in the same proportions
+        ({"a": 0.3, "b": 0.5}, [], "a is 0.1 and not 0.3, b is 0.9 and not 0.5;"),
+        ({"a": 0.5, "b": 0.5}, [(2, {"a": 0.2})], "a is 0.1 and not 0.2, b is 0.9 and not 0.5;"),
+    ):
+        messages.clear()
+        again = loader_of(folder, weights, schedule=schedule)
+        again.load_state_dict(state)
+        assert again.weights == {"a": 0.1, "b": 0.9}
+        assert [said in text for text in messages] == [True] if said else messages == []
+
+
 def test_a_described_order_may_be_dumped_with_sorted_keys(folder: Path) -> None:
     loader = loader_of(folder, {"b": 0.9, "a": 0.1})
     take(loader, 4)

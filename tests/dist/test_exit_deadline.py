@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -60,6 +61,35 @@ def test_what_is_still_alive_is_named(child: Child) -> None:
     )
     assert "; the main thread in " in line and line.endswith(". It is ended with exit code 75")
     wait_until(lambda: not Path(f"/proc/{worker}").exists(), "its worker is gone")
+
+
+ENDS = """
+import atexit, sys, threading, time
+from headway.dist.failure.exit_deadline import limit_normal_exit
+limit_normal_exit("the script of rank 0 has ended", 0.3)
+time.sleep(0.5)  # training, which takes as long as it takes
+{hang}
+sys.exit(3)
+"""
+
+
+def test_a_script_that_has_ended_exits() -> None:
+    hangs = {
+        "threading.Thread(target=time.sleep, args=(60,), name='upload').start()": "still alive: thread 'upload'; ",
+        "atexit.register(time.sleep, 60)": "still alive: the main thread in native code. It is ended with exit code 1",
+        "": None,
+    }
+    for hang, said in hangs.items():
+        done = subprocess.run(
+            [sys.executable, "-c", ENDS.format(hang=hang)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        start = "headway: the script of rank 0 has ended, but the process did not exit within 0.3 s; "
+        assert done.returncode == (3 if said is None else 1), done.stderr
+        assert done.stderr == "" if said is None else done.stderr.startswith(start + said)
 
 
 def test_an_interpreter_that_is_stuck_exits_too(

@@ -67,6 +67,18 @@ def test_values_of_others_are_refused() -> None:
             c10d.PrefixStore("p", store).get(name)
 
 
+def test_add_to_a_value_is_refused_and_the_connection_stays() -> None:
+    tcp = c10d.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=10), wait_for_workers=False)
+    signed = SignedStore(tcp, KEY)
+    for store in (signed, c10d.PrefixStore("p", signed)):
+        store.set("m", "0")
+        with pytest.raises(UsageError, match=r"add\('(p/)?m'\): the store has a value of that name"):
+            store.add("m", 1)
+        assert store.get("m") == b"0" and store.add("n", 1) == 1
+        store.delete_key("m")
+        assert store.add("m", 1) == 1
+
+
 def test_get_of_a_counter_says_how_to_read_it() -> None:
     signed = SignedStore(c10d.HashStore(), KEY)
     for store in (signed, c10d.PrefixStore("p", signed)):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -106,6 +108,63 @@ def test_the_script_reads_the_last_round(tmp_path: Path) -> None:
     assert read_outcome(records, 143)["exit_code"] == 1, "one of them has died, and so the other had to go"
     agents[0].conclude({"exit_code": 75, "record": None})
     assert read_outcome(records, 143)["exit_code"] == 75, "there is a checkpoint"
+
+
+# ---- a node that is lost
+
+
+class Node:
+    """An agent in a process of its own, with one rank that does not use headway: only agents can notice its end."""
+
+    def __init__(self, folder: Path, number: int, *, seconds: int) -> None:
+        self.said, self._pid = folder / f"said-{number}", folder / f"pid-{number}"
+        command = [
+            "sh",
+            "-c",
+            f"echo $$ > {self._pid}.part; mv {self._pid}.part {self._pid}; exec sleep {seconds}",
+        ]
+
+        def run() -> None:
+            with self.said.open("w", buffering=1) as sys.stderr:
+                team = Team(folder / "meet", number=number, size=3, beat_s=0.1, silent_s=2.0)
+                os._exit(Agent(command, nproc=1, team=team, host=f"node{number}").run())
+
+        self.agent = multiprocessing.get_context("fork").Process(target=run, daemon=True)
+        self.agent.start()
+
+    @property
+    def rank(self) -> int:
+        wait_until(self._pid.exists, "the rank runs")
+        return int(self._pid.read_text())
+
+    def signal(self, number: int) -> None:
+        for pid in (self.agent.pid, self.rank):
+            with suppress(ProcessLookupError):  # a rank ends with its agent
+                os.kill(pid or 0, number)
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_node_that_is_lost_is_noticed_and_the_others_end(tmp_path: Path, lost: int, how: int) -> None:
+    nodes = [Node(tmp_path, number, seconds=0 if number == 1 else 100) for number in range(3)]
+    node, other = nodes[lost], nodes[2 - lost]
+    try:
+        nodes[1].agent.join(20)
+        assert nodes[1].agent.exitcode == 0, "it has ended well, and nobody misses it"
+        assert node.rank and other.rank
+        time.sleep(1.0)  # several beats: the agents have heard each other
+        node.signal(how)
+        other.agent.join(40)
+        assert other.agent.exitcode == 1
+        assert other.said.read_text() == f"headway: node{lost} is lost: its agent has been silent for 2 s\n"
+        assert not psutil.pid_exists(other.rank)
+        if how == signal.SIGSTOP:  # it was only slow, and finds that all is over
+            node.signal(signal.SIGCONT)
+            node.agent.join(40)
+            assert node.agent.exitcode == 1 and not psutil.pid_exists(node.rank)
+    finally:
+        for each in nodes:
+            each.signal(signal.SIGKILL)
 
 
 # ---- what a rank finds

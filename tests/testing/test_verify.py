@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,8 @@ from headway.cli import main
 from headway.errors import HeadwayError, UsageError
 from headway.record.ledger import LedgerContents, LedgerRow
 from headway.run import Run
-from headway.testing import verify_resume
+from headway.system import environment
+from headway.testing import verify, verify_resume
 from headway.testing.verify import ResumeReport, Verdict, compare, last_checkpoint, points
 
 SCRIPT = """
@@ -197,3 +200,23 @@ def test_what_cannot_be_verified(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import time; time.sleep(600)\n")
     with pytest.raises(HeadwayError, match=r"slow\.py did not end within 0\.1 s: shorten it"):
         verify_resume(tmp_path / "slow.py", timeout=0.1)
+
+
+@pytest.mark.usefixtures("quick_starts")
+def test_a_script_that_does_not_end_after_the_kill_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that it has started keeps its output open, only when it is killed."""
+    monkeypatch.setattr(verify, "_END_S", 1.0)
+    pid = tmp_path / "pid"
+    stays = (
+        f"import os, subprocess; calls == 1 and {environment.FAILPOINT!r} in os.environ and open({str(pid)!r}, 'w')"
+        ".write(str(subprocess.Popen(['sleep', '200'], start_new_session=True).pid))"
+    )
+    try:
+        with pytest.raises(
+            HeadwayError, match=r"fit\.py was to be killed at .*, and did not end within [0-9]+ s, though"
+        ):
+            verify_resume(script(tmp_path, forgets=stays), at=["first-epoch"])
+    finally:
+        os.kill(int(pid.read_text()), signal.SIGKILL)

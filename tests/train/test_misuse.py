@@ -292,6 +292,28 @@ def test_windows_without_samples_are_refused(tmp_path: Path) -> None:
         run(tmp_path, Empty(accumulate=2))
 
 
+@ranks(2)
+def test_a_rank_without_samples_in_a_window_has_no_share_and_no_error(tmp_path: Path) -> None:
+    """Sequences that are all padding: the other rank's samples are the mean."""
+
+    def train(mine: int) -> list[torch.Tensor]:
+        class Counted(Classify):
+            def count_samples(self, _: Any) -> int:
+                return mine
+
+        net = make_net(norm=False, dropout=0.0)
+        pipe = make_pipe(tmp_path, net=net)
+        pipe.register_dataset("train", Batches(4))  # the same on both ranks
+        pipe.append_stage(Counted(accumulate=2), max_epochs=1)
+        pipe.run()
+        return [parameter.detach().clone() for parameter in net.parameters()]
+
+    for one, other in zip(train(3), train(0 if hw.rank() else 3), strict=True):
+        torch.testing.assert_close(one, other)
+    with pytest.raises(UsageError, match="counts no sample in the 2 batches of a step"):
+        train(0)
+
+
 class Spread(Classify):
     """The number of batches that the metric has seen, in validations every two steps."""
 

@@ -467,6 +467,8 @@ class ShardLoader:
                 self._change_datasets(self._timeline, begun)
             elif int(state["samples"]) != self._batcher.pass_samples():
                 self._batcher.anchor = self._epoch, begun  # the epoch ends after as many steps as now given
+        if not changed and self._shuffle and self._split.rank_and_world_size()[0] == 0:
+            mix.warn_of_edits([segment.weights for segment in segments], self.weights)
         self._restored = True
         self._loops += 1  # a loop in progress would continue from the old position: it ends with an error
 

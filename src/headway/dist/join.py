@@ -22,7 +22,7 @@ from headway.dist.control.peer import Peer, connect_to_hub
 from headway.dist.device import check_kind, choose_device
 from headway.dist.environment import LaunchEnvironment, detect
 from headway.dist.failure.capture import HEARTBEAT
-from headway.dist.failure.exit_deadline import end_daemonic_children
+from headway.dist.failure.exit_deadline import end_daemonic_children, limit_normal_exit
 from headway.dist.group import (
     RankGroup,
     World,
@@ -96,6 +96,8 @@ def init(*, device: str = "auto", setup_timeout: float = 300.0, step_timeout: fl
     atexit.unregister(_end_children)
     atexit.register(_end_children, os.getpid())
     atexit.register(leave)  # runs first
+    if period_s:
+        limit_normal_exit(f"the script of rank {group.launch.rank} has ended", period_s)
     if group.launch.rank == 0:
         logger.info("launched by: %s", _launched_by(group.world, placement))
     return group.world

@@ -178,19 +178,53 @@ def listen(launch: LaunchEnvironment) -> tuple[socket.socket, tuple[str, ...]]:
     """Opens a port that the kernel picks; returns it, and the names under which other hosts may reach it."""
     if launch.local_world_size == launch.world_size:
         return socket.create_server(("127.0.0.1", 0), backlog=1024), ("127.0.0.1",)
+    return listen_on(launch.master)
+
+
+def listen_on(
+    name: str | None, *, port: int = 0, backlog: int = 4096
+) -> tuple[socket.socket, tuple[str, ...]]:
+    """Opens a port for other hosts, at one address if they know this host by `name` and that is one address of it.
+
+    Without such a name nobody knows on which of its networks they reach this host, and the port is open on all.
+    """
+    address = own_address(name) if name else None
+    if name and address:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        server = socket.create_server((address, port), family=family, backlog=backlog)
+        return server, tuple(dict.fromkeys((name, address)))
     if socket.has_dualstack_ipv6():
-        server = socket.create_server(("", 0), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True)
+        server = socket.create_server(
+            ("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
+        )
     else:
-        server = socket.create_server(("", 0), backlog=4096)
-    names = [launch.master, socket.gethostname(), *_own_addresses()]
+        server = socket.create_server(("", port), backlog=backlog)
+    names = [name, socket.gethostname(), *_own_addresses(socket.AF_INET)]
     return server, tuple(dict.fromkeys(name for name in names if name))
 
 
-def _own_addresses() -> list[str]:
-    """Returns this host's IPv4 addresses, since host names do not resolve everywhere."""
+def own_address(name: str) -> str | None:
+    """Returns the address of this host that a name stands for; None if it is not one, or the loopback.
+
+    >>> own_address("localhost")
+    """
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
+    except OSError:  # it does not resolve here
+        return None
+    own = {*_own_addresses(socket.AF_INET), *_own_addresses(socket.AF_INET6)}
+    return found.pop() if len(found) == 1 and found <= own else None
+
+
+def _own_addresses(family: socket.AddressFamily) -> list[str]:
+    """Returns this host's addresses but the loopback, since host names do not resolve everywhere."""
     found = []
     for addresses in psutil.net_if_addrs().values():
         for address in addresses:
-            if address.family == socket.AF_INET and not address.address.startswith("127."):
+            if (
+                address.family == family
+                and not address.address.startswith("127.")
+                and address.address != "::1"
+            ):
                 found.append(address.address)
     return found

@@ -38,6 +38,11 @@ def verify(key: bytes, context: str, signed: bytes) -> bytes:
     return value
 
 
+def _is_number(found: bytes) -> bool:
+    """Whether this is a counter: a signature is no number."""
+    return found.removeprefix(b"-").isdigit()
+
+
 @final
 class SignedStore(c10d.Store):
     """A store of torch in which every value is signed; the inner store moves the bytes."""
@@ -52,7 +57,7 @@ class SignedStore(c10d.Store):
 
     def get(self, key: str) -> bytes:
         found = self._inner.get(key)
-        if found.removeprefix(b"-").isdigit():  # a signature is no number
+        if _is_number(found):
             raise UsageError(
                 f"{key!r} in the store is a number that nobody has signed; if a rank counts there, read it with "
                 f"add(name, 0), which returns it"
@@ -67,6 +72,12 @@ class SignedStore(c10d.Store):
         return verify(self._key, f"the value of {key!r} in the store", found) if found else b""
 
     def add(self, key: str, value: int) -> int:
+        # torch's server answers this by closing the connection
+        if self._inner.check([key]) and not _is_number(self._inner.get(key)):
+            raise UsageError(
+                f"add({key!r}): the store has a value of that name, which set() has written, and not a counter; use "
+                f"another name, or delete_key() first"
+            )
         return self._inner.add(key, value)
 
     def check(self, keys: list[str]) -> bool:

@@ -134,7 +134,8 @@ def _finish(
     if code:
         print_last(summary(outcome, job.target.nproc))
     # an error of a rank comes again, and a node that is only slow to end is no reason to try
-    lost_node = lost and is_crash(outcome) and record.get("kind") == "vanished"
+    kind = record.get("kind")
+    lost_node = is_crash(outcome) and (kind == "lost" or (lost and kind == "vanished"))
     is_over = code not in (Stopped.exit_code, TERMINATED) and not lost_node
     if not is_over and not is_cancelled():
         logger.info(_why_hopeless(run, job) or requeue(run, job, os.environ))

@@ -31,6 +31,8 @@ from headway.system.text import plural
 from headway.testing import faults
 
 _LONGEST_TIMEOUT_S = 1e9
+_SLOWER, _END_S = 2.0, 60.0
+"""a start that is killed may take so many times as long as an uninterrupted one, and this time to end"""
 _OUTPUT_CHARS = 2000  # of the end of a script's output, shown when it fails
 
 POINTS = {
@@ -244,12 +246,15 @@ class _Trial:
     args: list[str]
     directory: Path
     timeout: float
+    _took_s: float | None = None
+    """how long the first uninterrupted start took"""
     _control: tuple[bool, str] | None = None
     _finished: Run | None = None
 
     def run_uninterrupted(self, nproc: int) -> LedgerContents:
-        run = self._new_run()
+        run, began = self._new_run(), time.monotonic()
         self._start(run, nproc)
+        self._took_s = self._took_s or time.monotonic() - began
         if not run.ledger_file.exists():  # every pipeline writes one here
             raise UsageError(f"{self.script} did not run a pipeline: call pipe.run() in it")
         found = ledger.load(run)
@@ -323,6 +328,11 @@ class _Trial:
         environ |= {environment.SAVE_EVERY: every, environment.SAVE_IN_BACKGROUND: "0"} if every else {}
         environ |= fault.environ if fault else {}
         command = [sys.executable, "-m", "headway", "run", "--nproc", str(nproc), self.script, *self.args]
+        limit_s = self.timeout
+        if (
+            fault is not None and self._took_s is not None
+        ):  # it is killed before an uninterrupted start would end
+            limit_s = min(limit_s, _SLOWER * self._took_s + _END_S)
         try:
             done = subprocess.run(
                 command,
@@ -331,9 +341,14 @@ class _Trial:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
-                timeout=self.timeout,
+                timeout=limit_s,
             )
         except subprocess.TimeoutExpired:
+            if limit_s < self.timeout:
+                raise HeadwayError(
+                    f"{self.script} was to be killed at {fault and fault.text}, and did not end within {limit_s:.0f} s, "
+                    f"though uninterrupted it took {self._took_s:.0f} s: look for threads and processes that outlive a failure"
+                ) from None
             raise HeadwayError(
                 f"{self.script} did not end within {self.timeout:g} s: shorten it, or raise the timeout"
             ) from None

@@ -35,17 +35,20 @@ class OptimizerStep:
         """Returns the weight of each batch's mean loss in the mean over all samples of the window, on all ranks."""
         self._state.pipe._timer.mark_step("backward")  # waiting for other ranks counts as backward, as in DDP
         counts = [self._state.checked_count(batch) for batch in window]
-        if not sum(counts):
+        mine, size = sum(counts), self._state.pipe.world.world_size
+        total = torch.tensor(float(mine), device=self._state.device)
+        if size > 1:
+            c10d.all_reduce(
+                total
+            )  # ranks may have last batches of different sizes, and one may have no sample
+        if not mine and not float(total):  # the number is read only where this rank has no sample
             raise UsageError(
                 f"stage {self._state.name!r} counts no sample in the {len(window)} batches of a step: return how many "
                 "samples a batch has from count_samples()"
             )
-        mine, size = sum(counts), self._state.pipe.world.world_size
-        if size == 1:
-            return [count / mine for count in counts]
-        total = torch.tensor(float(mine), device=self._state.device)
-        c10d.all_reduce(total)  # ranks may have last batches of different sizes
-        return [count / mine * (mine * size / total) for count in counts]
+        return (
+            [count / mine for count in counts] if size == 1 else [count * (size / total) for count in counts]
+        )
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Sets whether the next backward averages gradients over ranks, or only adds them up on this rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import final
 
@@ -9,6 +10,7 @@ from headway.data.catalog.catalog import Catalog
 from headway.data.catalog.shard_files import ShardSpec
 from headway.data.order.timeline import apply_weights, check_names, to_whole_numbers
 from headway.errors import UsageError
+from headway.system.log import logger
 
 
 @final
@@ -60,6 +62,25 @@ class Mix:
         for step, changes in schedule:
             current = apply_weights(current, changes)
             self.schedule.append((step, current))
+
+    def warn_of_edits(self, saved: Sequence[Mapping[str, float]], current: Mapping[str, float]) -> None:
+        """Logs weights that a checkpoint never had: those that it `saved`, of which `current` are next, apply."""
+        known = [_proportions(weights) for weights in saved]
+        given = (self.weights, *(weights for _, weights in self.schedule))
+        edited = next((weights for weights in given if _proportions(weights) not in known), None)
+        if edited is not None:
+            names = [name for name in edited if edited[name] != current[name]]
+            edits = ", ".join(f"{name} is {current[name]:g} and not {edited[name]:g}" for name in names)
+            logger.warning(
+                f"the weights of the mix are those of the checkpoint: {edits}; to change them from here on, call "
+                "set_weights() of the loader once it is restored"
+            )
+
+
+def _proportions(weights: Mapping[str, float]) -> list[int]:
+    """The weights as the smallest whole numbers, in the order of the names."""
+    numbers = to_whole_numbers({name: weights[name] for name in sorted(weights)})
+    return [number // math.gcd(*numbers) for number in numbers]
 
 
 def _names(argument: str, names: Collection[str]) -> frozenset[str]:

@@ -23,6 +23,8 @@ import psutil
 
 EXIT_S = 10.0
 """how long a rank that has stopped or failed may take to exit; less than `stop.MARGIN_S`"""
+HUNG_CODE = 1
+"""the exit code of a process that does not exit; its own is not known to Python code"""
 _TERMINATE_S = 2.0
 """how long a daemonic child has after SIGTERM, and again after SIGKILL"""
 _REPORT_S = 2.0
@@ -78,6 +80,21 @@ def limit_exit(code: int, why: str, *, seconds: float = EXIT_S) -> None:
     exit_within(seconds + _REPORT_S, code)  # no thread of Python runs once the interpreter is being finalized
 
 
+def limit_normal_exit(why: str, seconds: float) -> None:
+    """Lets the exit of this process take at most `seconds` when its script ends, by itself or by `sys.exit`.
+
+    A thread that never ends, or a hook of `atexit`, is a hang like any other: the process exits with code 1.
+    """
+    rank = os.getpid()
+
+    def begin() -> None:
+        if os.getpid() == rank:  # a forked child is another process
+            limit_exit(HUNG_CODE, why, seconds=seconds)
+
+    # called when the main thread is done, before Python waits for the other threads
+    threading._register_atexit(begin)  # type: ignore[attr-defined]
+
+
 def _report_and_exit(code: int, why: str, seconds: float) -> None:
     text = (
         f"headway: {why}, but the process did not exit within {seconds:g} s; still alive: "
@@ -100,7 +117,7 @@ def describe_survivors() -> list[str]:
     for child in psutil.Process().children():
         with suppress(psutil.Error):  # it has just exited
             children.append(f"process {child.pid} ({child.name()})")
-    place = []
+    place = ["the main thread in native code"]
     if (frame := sys._current_frames().get(main.ident or 0)) is not None:
         code = frame.f_code
         place = [f"the main thread in {code.co_qualname} ({code.co_filename}:{frame.f_lineno})"]

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 FailureRecord = dict[str, Any]
-"""kind (exception, interrupted, vanished, left, hang), rank, host, pid, phase, step, error, traceback, sentence,
-exit_code, locked_out (the run is another process's), output (native code crashed: the end of the rank's log). The
-agent's copy also has failure_file and owner, the number of the lock that the rank's attempt holds on the run"""
+"""kind (exception, interrupted, vanished, left, hang, lost: a whole node), rank, host, pid, phase, step, error,
+traceback, sentence, exit_code, locked_out (the run is another process's), output (native code crashed: the end of the
+rank's log). The agent's copy also has failure_file and owner, the number of the lock that the rank's attempt holds on
+the run"""
 _NATIVE_CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
 
 
@@ -21,6 +22,8 @@ def format_cause(record: Mapping[str, Any], world_size: int, where: Path | str |
     if record["kind"] == "hang":
         text = f"headway: {record['error']}\n\n{record['traceback']}\n"
         return text + (f"record: {where}\n" if where is not None else "")
+    if record["kind"] == "lost":
+        return f"headway: {record['error']}\n" + (f"record: {where}\n" if where is not None else "")
     who = f"rank {record['rank']} of {world_size} on {record['host']} (pid {record['pid']})"
     doing = f", in {record['phase']}" if record.get("phase") else ""
     doing += f" at step {record['step']}" if record.get("step") is not None else ""

@@ -31,7 +31,7 @@ from headway.launcher.agent.outcome import first_failure, is_crash, record_failu
 from headway.launcher.agent.process import RankProcess, start_rank
 from headway.launcher.agent.scratch import scratch_directory
 from headway.launcher.agent.team import Outcome, Team
-from headway.launcher.agent.watchdog import Watchdog
+from headway.launcher.agent.watchdog import Watchdog, with_run
 from headway.run import Run
 from headway.system import environment, files
 from headway.system.log import logger, print_last
@@ -115,7 +115,8 @@ class Agent:
                 team.begin_round(number)
                 before = self._newest_step()
                 outcome = self._round(team, placement, directory / f"heartbeat-{number}")
-                if number == self._max_restarts or self._signals or not is_crash(outcome):
+                lost = (outcome["record"] or {}).get("kind") == "lost"  # nobody starts its ranks again
+                if number == self._max_restarts or self._signals or lost or not is_crash(outcome):
                     break
                 self._keep_run(directory / f"heartbeat-{number}")
                 if not team.agree_on_restart(lambda before=before: self._newest_step() > before):  # type: ignore[misc]
@@ -127,6 +128,7 @@ class Agent:
             raise
         finally:
             self._kill(signal.SIGKILL)
+            team.end_watch()
             for each, handler in handlers.items():
                 signal.signal(each, handler)
             _clear_cache()
@@ -201,8 +203,11 @@ class Agent:
             while deadlines and now >= deadlines[0][0]:
                 self._kill(deadlines.pop(0)[1])
             self._repeat_stop_request(now)
-            if not self._ended and (hang := watchdog.tick()) is not None:
-                record_failure(hang, team.round_dir / "failure.json")
+            found = None if self._ended else watchdog.tick()
+            if found is None and not deadlines and (loss := team.loss()) is not None:
+                found = with_run(loss, watchdog.beats().values())
+            if found is not None:
+                record_failure(found, team.round_dir / "failure.json")
                 self._kill(signal.SIGKILL)
             time.sleep(_POLL_S)
 
@@ -256,8 +261,12 @@ class Agent:
         if code:
             timeout_s = self._stop_grace_s if code == Stopped.exit_code else 2 * self._grace_s + 1
         else:
-            timeout_s = math.inf if self._max_restarts else 0  # they may need us for another round
-        team.wait_ended(timeout_s, unless=lambda: signal.SIGTERM in self._signals)
+            # they may need us for another round, and agent 0 watches them
+            timeout_s = math.inf if self._max_restarts or team.number == 0 else 0
+        team.wait_ended(timeout_s, unless=lambda: signal.SIGTERM in self._signals or team.loss())
+        if not code and (loss := team.loss()) is not None:
+            mine = {"exit_code": 1, "record": loss}
+            first = team.conclude(mine)
         outcome = team.outcome() if code or timeout_s else None
         reports = self._report or team.is_silent
         if first and reports and not (managed and code == Stopped.exit_code):

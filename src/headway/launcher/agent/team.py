@@ -1,8 +1,9 @@
 """The agents of one launch, one or more per node: they find each other, and agree on how it ended.
 
-They meet in a directory that all of them can write. Each file has one writer, and each decision is published once:
+They watch each other (`team_watch`), and meet in a directory that all of them can write. Each file has one writer, and
+each decision is published once:
 
-    agent-00001.json         host, number of ranks; rewritten by a launch of the same name
+    agent-00001.json         host, number of ranks, of agent 0 where it listens; rewritten by a launch of the same name
     roster.json              agent 0 has seen them all
     round-0/                 the ranks meet here (rendezvous.json); another round for each local restart
         outcome.json         the first failure, or stop; the first agent to write it decides
@@ -24,8 +25,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, final
 
+from headway.dist.failure.record import FailureRecord
+from headway.dist.rendezvous import HubAddress
 from headway.errors import RankFailure, StorageError
 from headway.launcher.agent.environment import AgentPlacement
+from headway.launcher.agent.team_watch import BEAT_S, SILENT_S, TeamWatch
 from headway.run.info import read_json
 from headway.system import files, ownership
 from headway.system.log import logger
@@ -45,11 +49,22 @@ class Team:
     >>> team = Team(Path("/tmp/x"), number=0, size=1)
     """
 
-    def __init__(self, directory: Path, *, number: int, size: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        number: int,
+        size: int,
+        beat_s: float = BEAT_S,
+        silent_s: float = SILENT_S,
+    ) -> None:
         self.directory = directory
+        self._beat_s, self._silent_s = beat_s, silent_s
         self.number = number
         self.size = size
         self._round = 0
+        self._members: list[dict[str, Any]] = []
+        self._watch: TeamWatch | None = None
         self.is_silent = False
         """whether a record of this agent could not be written: the other agents and the job do not know of its end"""
 
@@ -62,7 +77,7 @@ class Team:
     ) -> AgentPlacement:
         """Waits for the other agents and returns where the ranks of this one are among all ranks."""
         token = secrets.token_hex(8)
-        me = {
+        me: dict[str, Any] = {
             "token": token,
             "host": host or socket.gethostname(),
             "nproc": nproc,
@@ -70,19 +85,55 @@ class Team:
         }
         if self.size == 1:
             return place_ranks([me], 0)
-        deadline = time.monotonic() + timeout_s
+        watch = TeamWatch(
+            self.number, size=self.size, host=me["host"], beat_s=self._beat_s, silent_s=self._silent_s
+        )
+        if watch.address is not None:
+            me["watch"] = watch.address.to_json()
+        self._members = self._find_members(me, time.monotonic() + timeout_s)
+        self._watch = watch
+        watch.start(HubAddress.from_json(self._members[0]["watch"]))
+        return place_ranks(self._members, self.number)
+
+    def _find_members(self, me: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
+        """Announces this agent; returns what all agents have announced, once agent 0 has seen them."""
         self._write(self._agent_file(self.number), me)
         if self.number == 0:
-            members = [self._wait(self._agent_file(number), deadline) for number in range(self.size)]
-            self._write(self.directory / "roster.json", {"members": members})
-            return place_ranks(members, 0)
+            everyone = [self._wait(self._agent_file(number), deadline) for number in range(self.size)]
+            self._write(self.directory / "roster.json", {"members": everyone})
+            return everyone
         while True:
-            members = self._wait(self.directory / "roster.json", deadline)["members"]
-            if len(members) == self.size and members[self.number]["token"] == token:
-                return place_ranks(members, self.number)
+            members: list[dict[str, Any]] = self._wait(self.directory / "roster.json", deadline)["members"]
+            if len(members) == self.size and members[self.number]["token"] == me["token"]:
+                return members
             time.sleep(_POLL_S)  # it is that of an earlier launch of this name
             if time.monotonic() > deadline:
                 raise self._absent("roster.json")
+
+    def loss(self) -> FailureRecord | None:
+        """The record of an agent that is lost: it is silent, and has not recorded the end of its ranks."""
+        for number in self._watch.silent() if self._watch else ():
+            assert self._watch is not None
+            if self._read(self._ended_file(number)) is not None:
+                self._watch.forget(number)
+                continue
+            host = self._members[number]["host"]
+            return {
+                "kind": "lost",
+                "rank": place_ranks(self._members, number).first_rank,
+                "host": host,
+                "pid": None,
+                "error": f"{host} is lost: its agent has been silent for {self._silent_s:g} s",
+                "traceback": None,
+                "exit_code": 1,
+                "echo": False,
+            }
+        return None
+
+    def end_watch(self) -> None:
+        """Ends this agent's part in the watch over the others."""
+        if self._watch is not None:
+            self._watch.close()
 
     def begin_round(self, number: int) -> None:
         self._round = number
@@ -112,7 +163,7 @@ class Team:
         with self._trying_to_write(path):
             self._write(path, {"exit_code": code})
 
-    def wait_ended(self, timeout_s: float, *, unless: Callable[[], bool]) -> None:
+    def wait_ended(self, timeout_s: float, *, unless: Callable[[], object]) -> None:
         """Waits until the ranks of all agents have ended, at most `timeout_s`: a lost node never records it."""
         deadline = time.monotonic() + timeout_s
         missing = set(range(self.size)) - {self.number}

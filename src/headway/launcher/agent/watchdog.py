@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import final
@@ -47,7 +47,7 @@ class Watchdog:
         if now - self._looked < _POLL_S:
             return None
         self._looked = now
-        beats = {rank: heartbeat.read(self._directory, rank) for rank in self._ranks}
+        beats = self.beats()
         if not all(beat is not None and beat.age >= _LIMIT_FACTOR * beat.limit for beat in beats.values()):
             return None
         stalled = {rank: beat for rank, beat in beats.items() if beat is not None}
@@ -57,10 +57,11 @@ class Watchdog:
             [_status(rank, beat, conditions[rank], stacks.get(rank, "")) for rank, beat in stalled.items()],
             self._world_size,
         )
-        beat = next((beat for beat in stalled.values() if beat.run), None)
-        if beat is None:
-            return record | {"failure_file": None}
-        return record | {"failure_file": str(Run.open(beat.run).failure_file), "owner": beat.owner}
+        return with_run(record, stalled.values())
+
+    def beats(self) -> dict[int, HeartbeatReading | None]:
+        """Reads the heartbeats of all ranks of this node."""
+        return {rank: heartbeat.read(self._directory, rank) for rank in self._ranks}
 
     def _stacks(self, beats: dict[int, HeartbeatReading]) -> dict[int, str]:
         files = {rank: heartbeat.stack_file(self._directory, rank) for rank in beats}
@@ -72,6 +73,14 @@ class Watchdog:
         return {
             rank: file.read_bytes()[before[rank] :].decode(errors="replace") for rank, file in files.items()
         }
+
+
+def with_run(record: FailureRecord, beats: Iterable[HeartbeatReading | None]) -> FailureRecord:
+    """Completes a record by where the run keeps it, from the heartbeats of its ranks."""
+    beat = next((beat for beat in beats if beat is not None and beat.run), None)
+    if beat is None:
+        return record | {"failure_file": None}
+    return record | {"failure_file": str(Run.open(beat.run).failure_file), "owner": beat.owner}
 
 
 def _status(rank: int, beat: HeartbeatReading, condition: hang.Condition, stack: str) -> RankStatus:

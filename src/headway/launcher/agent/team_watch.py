@@ -1,0 +1,126 @@
+"""The agents' watch over each other: a node that is lost, or stands still, closes no connection and writes no record.
+
+Every agent tells agent 0 a few times a minute that it is there, over a signed channel, and agent 0 replies. So agent 0
+notices that another agent is silent, and the others notice that agent 0 is. This runs in a thread of its own: an agent
+that waits for a file system is not silent. Agents that cannot reach each other from the start are not watched.
+"""
+
+from __future__ import annotations
+
+import secrets
+import selectors
+import threading
+import time
+from typing import final
+
+from headway.dist.control.channel import Channel, UntrustedPeer, connect
+from headway.dist.rendezvous import HubAddress, listen_on
+
+BEAT_S = 5.0
+"""seconds between two messages of an agent"""
+SILENT_S = 60.0
+"""after so many seconds of silence an agent is lost; as long as a broken connection of a rank takes to be noticed"""
+
+
+@final
+class TeamWatch:
+    """One agent's part in the watch; `silent` returns the agents that it misses.
+
+    >>> watch = TeamWatch(0, size=2, host="node1")
+    >>> watch.start(watch.address)
+    >>> watch.silent()
+    []
+    """
+
+    def __init__(
+        self, number: int, *, size: int, host: str, beat_s: float = BEAT_S, silent_s: float = SILENT_S
+    ) -> None:
+        self._number, self._size = number, size
+        self._beat_s, self._silent_s = beat_s, silent_s
+        self._heard: dict[int, float] = {}  # agent -> when it was last heard
+        self._ended = threading.Event()
+        self.address: HubAddress | None = None
+        """where agent 0 listens"""
+        if number == 0:
+            self._listener, hosts = listen_on(host, backlog=size)
+            port = self._listener.getsockname()[1]
+            self.address = HubAddress(hosts=hosts, port=port, key=secrets.token_bytes(32))
+
+    def start(self, address: HubAddress) -> None:
+        """Begins to watch; `address` is that of agent 0."""
+        task, args = (self._serve, (address.key,)) if self._number == 0 else (self._report, (address,))
+        threading.Thread(target=task, args=args, name="headway team", daemon=True).start()
+
+    def silent(self) -> list[int]:
+        """Returns the agents that were there and have not been heard for too long; they may have ended in peace."""
+        now = time.monotonic()
+        return sorted(number for number, at in list(self._heard.items()) if now - at > self._silent_s)
+
+    def forget(self, number: int) -> None:
+        """Misses an agent no longer, until it is heard again: its ranks have ended."""
+        self._heard.pop(number, None)
+
+    def close(self) -> None:
+        """Ends the watch of this agent."""
+        self._ended.set()
+
+    def _report(self, address: HubAddress) -> None:
+        channel: Channel | None = None
+        while not self._ended.wait(self._beat_s if self._heard else min(1.0, self._beat_s)):
+            try:
+                channel = channel or self._connect(address)
+                channel.send({"agent": self._number})
+                if channel.receive(self._beat_s) is None:
+                    raise ConnectionError("closed")
+                self._heard[0] = time.monotonic()
+            except (OSError, UntrustedPeer):
+                if channel is not None:
+                    channel.close()
+                channel = None
+        if channel is not None:
+            channel.close()
+
+    def _connect(self, address: HubAddress) -> Channel:
+        for host in address.hosts[:-1]:
+            try:
+                return connect(host, address.port, address.key, timeout=self._beat_s)
+            except (OSError, UntrustedPeer):
+                continue
+        return connect(address.hosts[-1], address.port, address.key, timeout=self._beat_s)
+
+    def _serve(self, key: bytes) -> None:
+        with selectors.DefaultSelector() as selector, self._listener:
+            selector.register(self._listener, selectors.EVENT_READ)
+            while not self._ended.is_set():
+                for found, _ in selector.select(self._beat_s):
+                    if found.fileobj is self._listener:
+                        self._accept(selector, key)
+                    elif not self._answer(found.data):
+                        selector.unregister(found.fileobj)
+                        found.data.close()
+            for found in list(selector.get_map().values()):
+                if isinstance(found.data, Channel):
+                    found.data.close()
+
+    def _accept(self, selector: selectors.BaseSelector, key: bytes) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:  # gone already
+            return
+        try:
+            sock.settimeout(self._beat_s)
+            selector.register(sock, selectors.EVENT_READ, Channel(sock, key, is_client=False))
+        except OSError:
+            sock.close()
+
+    def _answer(self, channel: Channel) -> bool:
+        """Replies to what an agent has sent; returns whether it is still there."""
+        try:
+            chunk = channel.socket.recv(65536)
+            channel.feed(chunk)
+            for message in channel.messages():
+                self._heard[int(message["agent"])] = time.monotonic()
+                channel.send({"agent": 0})
+        except (OSError, UntrustedPeer):
+            return False
+        return bool(chunk)
