@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +105,15 @@ def test_a_stale_handle_is_opened_again_if_the_shard_is_the_same(
 def test_a_directory_that_cannot_be_listed_has_not_fewer_shards(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    specs = [folder, str(folder / "*.tar"), str(folder / "s[01]*")]
+    pack([{"__key__": "a", "cls": 1}], folder / "in", name="t")
+    specs = [
+        folder,
+        *(str(folder / each) for each in ("*.tar", "s[01]*", "i*/t*.tar", "**/*.tar", "i?/t-000000.tar")),
+    ]
     expected = [find_shards("x", spec) for spec in specs]
-    assert list(map(len, expected)) == [3, 3, 6], "with the indexes and checksums of the last pattern"
+    for spec, paths in zip(specs[1:], expected[1:], strict=True):
+        assert paths == sorted(map(Path, glob(str(spec), recursive=True))), "as glob"  # noqa: PTH207
+    assert list(map(len, expected)) == [3, 3, 6, 1, 4, 1], "with the indexes and checksums of the third"
     real, failures = Path.iterdir, [2]
 
     def iterdir(self: Path) -> Any:

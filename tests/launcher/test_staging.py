@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from headway.data.cache.staging import stage
+from headway.dist.control.signals import STOP_REQUESTS
 from headway.errors import UsageError
+from headway.launcher import epilogue, prologue
 from headway.launcher.program import JobFile, Program
 from headway.launcher.targets import Slurm
 from headway.run import Run
@@ -113,3 +116,51 @@ def test_data_that_is_not_there_ends_the_job(tmp_path: Path) -> None:
         assert done.returncode == 2
     assert done.stderr == f"headway: there is nothing to stage at {tmp_path / 'no'}\n"
     assert status(run, Queue()).why == f"there is nothing to stage at {tmp_path / 'no'}"
+
+
+@pytest.mark.usefixtures("node")
+def test_a_copy_that_fails_as_nobody_expected_says_so(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A bug, a kill -9 or the out-of-memory killer, and a stop before anything is known."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    handlers = {number: signal.getsignal(number) for number in (*STOP_REQUESTS, signal.SIGTERM)}
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    def stop(_: str) -> None:
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+    try:
+        for patched, by, status, code, said in (
+            (
+                "stage",
+                fail,
+                None,
+                1,
+                f"data could not be copied to {socket.gethostname()}: ZeroDivisionError: a bug",
+            ),
+            (
+                None,
+                None,
+                137,
+                1,
+                "the step that copies data to the nodes was killed by SIGKILL (kill -9, or the out",
+            ),
+            ("Run.open_private", stop, None, 75, "stopped before the ranks had started"),
+        ):
+            run = Run.create(tmp_path / "runs", name="x", command=["train"])
+            target = Slurm(pre=(str(source),), requeue=False)
+            JobFile(program=Program(command=["train"]), target=target).write(run)
+            with monkeypatch.context() as patch:
+                if patched:
+                    patch.setattr(f"headway.launcher.prologue.{patched}", by)
+                    status = prologue.main(str(run.path))
+            assert epilogue.main(str(run.path), str(status)) == code
+            last = [line for line in capfd.readouterr().err.splitlines() if line.startswith("headway: ")]
+            assert any(line.startswith(f"headway: {said}") for line in last), last
+            assert ("not queued again, as requeue is off" in str(last)) == (code == 75)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

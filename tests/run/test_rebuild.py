@@ -140,6 +140,9 @@ def test_a_rebuilt_record_knows_the_code_that_starts_it_again(run: Run, tmp_path
         rebuilt(tmp_path)  # a script that its user starts
     run.call_dir.mkdir(exist_ok=True)
     assert rebuilt(tmp_path) == tmp_path, "a function runs where its files are"
+    first = tmp_path / "toy-2026.11.15-14.30-aaaa" / "code" / "tree" / "src"
+    first.mkdir(parents=True)
+    assert rebuilt(first) == first, "the runs of a sweep use the copy of the first"
     inside = run.snapshot_dir / "src"
     inside.mkdir(parents=True)
     assert rebuilt(inside) == inside and rebuilt(tmp_path) == run.snapshot_dir

@@ -460,8 +460,7 @@ class ShardLoader:
         segments = [WeightSegment(int(start), dict(weights)) for start, weights in state["segments"]]
         self._timeline = Timeline(segments, self._order.names, version=self._order.version)
         if version != 1:
-            epoch, position = map(int, state["anchor"])
-            self._batcher.anchor = epoch, position
+            self._batcher.anchor = epoch, position = int(state["anchor"][0]), int(state["anchor"][1])
             begun = position + (self._epoch - epoch) * int(state["samples"])
             if changed:
                 self._change_datasets(self._timeline, begun)
@@ -469,8 +468,7 @@ class ShardLoader:
                 self._batcher.anchor = self._epoch, begun  # the epoch ends after as many steps as now given
         if not changed and self._shuffle and self._split.rank_and_world_size()[0] == 0:
             mix.warn_of_edits([segment.weights for segment in segments], self.weights)
-        self._restored = True
-        self._loops += 1  # a loop in progress would continue from the old position: it ends with an error
+        self._restored, self._loops = True, self._loops + 1  # a loop in progress ends with an error
 
     def _change_datasets(self, timeline: Timeline, begun: int) -> None:
         """Continues with the datasets of the mix; those that were there before continue where they were.

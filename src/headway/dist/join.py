@@ -41,6 +41,7 @@ from headway.dist.rendezvous import (
     StoreRendezvous,
     file_rendezvous,
     listen,
+    own_address,
 )
 from headway.dist.roster import RankInfo, RankPlacement, place_ranks
 from headway.dist.signed_store import SignedStore
@@ -166,8 +167,24 @@ def _launchers_store(launch: LaunchEnvironment, timeout: float) -> c10d.Store:
     """Returns the store behind MASTER_ADDR: torchrun's own, or one that rank 0 opens where the user chose."""
     os.environ.setdefault("RANK", str(launch.rank))
     os.environ.setdefault("WORLD_SIZE", str(launch.world_size))
-    address = c10d.rendezvous("env://", launch.rank, launch.world_size, timeout=timedelta(seconds=timeout))
-    store: c10d.Store = next(address)[0]
+    host, _, port = (launch.store_address or "").rpartition(":")
+    address = own_address(host)
+    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    # a name may stand for another address elsewhere
+    if launch.rank == 0 and not is_torchruns and address in (host, "127.0.0.1") and port.isdigit():
+        # torch would listen on all networks of this host
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        server = socket.create_server((address, int(port)), family=family, backlog=4096)
+        return c10d.TCPStore(
+            host,
+            int(port),
+            is_master=True,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+            master_listen_fd=server.detach(),
+        )
+    found = c10d.rendezvous("env://", launch.rank, launch.world_size, timeout=timedelta(seconds=timeout))
+    store: c10d.Store = next(found)[0]
     return store
 
 

@@ -189,29 +189,32 @@ def listen_on(
     Without such a name nobody knows on which of its networks they reach this host, and the port is open on all.
     """
     address = own_address(name) if name else None
-    if name and address:
+    if name and address and address not in ("127.0.0.1", "::1"):  # other hosts cannot mean the loopback
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        server = socket.create_server((address, port), family=family, backlog=backlog)
+        server = socket.create_server((address, 0), family=family, backlog=backlog)
         return server, tuple(dict.fromkeys((name, address)))
     if socket.has_dualstack_ipv6():
         server = socket.create_server(
             ("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
         )
     else:
-        server = socket.create_server(("", port), backlog=backlog)
+        server = socket.create_server(("", 0), backlog=backlog)
     names = [name, socket.gethostname(), *_own_addresses(socket.AF_INET)]
     return server, tuple(dict.fromkeys(name for name in names if name))
 
 
 def own_address(name: str) -> str | None:
-    """Returns the address of this host that a name stands for; None if it is not one, or the loopback.
+    """Returns the one address of this host that a name stands for there; None if it is not one of its own.
 
-    >>> own_address("localhost")
+    >>> own_address("127.0.0.1")
+    '127.0.0.1'
     """
     try:
         found = {str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
     except OSError:  # it does not resolve here
         return None
+    if found <= {"127.0.0.1", "::1"}:
+        return "127.0.0.1" if "127.0.0.1" in found else "::1"
     own = {*_own_addresses(socket.AF_INET), *_own_addresses(socket.AF_INET6)}
     return found.pop() if len(found) == 1 and found <= own else None
 

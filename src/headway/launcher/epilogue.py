@@ -19,6 +19,7 @@ from functools import cache
 from typing import Any
 
 from headway.dist.control.signals import STOP_REQUESTS
+from headway.dist.failure.record import describe_exit_status
 from headway.errors import (
     DONE,
     TERMINATED,
@@ -55,7 +56,8 @@ _SAME_STEP_ENDS = 3
 def main(path: str, status: str, pid: str | None = None) -> int:
     """Returns the exit code of the job in whose script this runs.
 
-    `status` is that of the agents' step, or the word `--step`, and `pid` the step's process, a child of this one.
+    `status` is that of the step that copies data, which failed, or the word `--step` for that of the agents, and
+    `pid` its process, a child of this one.
     """
     install_handler()
     with _noting_termination() as signals:
@@ -72,7 +74,9 @@ def main(path: str, status: str, pid: str | None = None) -> int:
             def is_cancelled() -> bool:
                 return bool(signals) and ended_by_others()
 
-            return TERMINATED if is_cancelled() else _finish(run, job, records, end, is_cancelled)
+            if is_cancelled():
+                return TERMINATED
+            return _finish(run, job, records, end, is_cancelled, staging=pid is None)
         except HeadwayError as error:
             logger.error(error)
             return error.exit_code
@@ -110,10 +114,16 @@ def _wait(pid: int, job: JobFile, records: LaunchRecords, signals: Sequence[int]
 
 
 def _finish(
-    run: Run, job: JobFile, records: LaunchRecords, end: StepEnd, is_cancelled: Callable[[], bool]
+    run: Run,
+    job: JobFile,
+    records: LaunchRecords,
+    end: StepEnd,
+    is_cancelled: Callable[[], bool],
+    *,
+    staging: bool,
 ) -> int:
     """Reports how the launch ended, and queues the job again if it is not over."""
-    outcome = read_outcome(records, end.status)
+    outcome = read_outcome(records, end.status, staging=staging)
     lost = ", ".join(records.host(number) for number in end.lost)
     shutil.rmtree(records.directory, ignore_errors=True)  # an agent on a lost node may still be writing there
     code = int(outcome["exit_code"])
@@ -154,8 +164,11 @@ def _why_hopeless(run: Run, job: JobFile) -> str | None:
     )
 
 
-def read_outcome(records: LaunchRecords, status: int | None) -> dict[str, Any]:
-    """How the launch ended, from what its agents have left; `status` is that of their step, None if it still runs."""
+def read_outcome(records: LaunchRecords, status: int | None, *, staging: bool = False) -> dict[str, Any]:
+    """How the launch ended, from what its agents have left; `status` is that of their step, None if it still runs.
+
+    With `staging`, that step was to copy data to the nodes.
+    """
     outcome: dict[str, Any] = records.outcome() or {"exit_code": 0, "record": None}
     ends = records.ends()
     code = outcome["exit_code"] or max(ends.values(), default=0)
@@ -166,11 +179,15 @@ def read_outcome(records: LaunchRecords, status: int | None) -> dict[str, Any]:
     if status is None:
         return {"exit_code": TERMINATED, "record": {"sentence": _TIMED_OUT}}
     # an agent that had only just been started had no handler yet, and the signal ended it
-    if status - 128 in STOP_REQUESTS:
+    if status - 128 in STOP_REQUESTS or (staging and status == Stopped.exit_code):
         sentence = "stopped before the ranks had started"
         return {"exit_code": Stopped.exit_code, "record": {"sentence": sentence}}
     if status in _KEPT_CODES:  # the disk may be full, so that no agent could record its end
         return {"exit_code": status, "record": None}
+    if staging:
+        end = describe_exit_status(status if status <= 128 else 128 - status)
+        sentence = f"the step that copies data to the nodes {end}; its output, above, says more"
+        return {"exit_code": 1, "record": {"kind": "staging", "sentence": sentence}}
     logger.error(
         "%d of %d node agents recorded how they ended; their step's exit status is %d",
         len(ends),

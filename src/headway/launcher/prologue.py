@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
+import traceback
 from types import FrameType
 
 from headway.data.cache.staging import stage
 from headway.dist.control.signals import STOP_REQUESTS
 from headway.errors import DONE, TERMINATED, HeadwayError, Stopped
 from headway.launcher.agent.node import team_of
+from headway.launcher.agent.team import Team
 from headway.launcher.program import JobFile
 from headway.run import Run
 from headway.system.environment import STAGED
-from headway.system.log import install_handler
+from headway.system.log import install_handler, logger
 
 
 def main(path: str) -> int:
@@ -26,21 +29,30 @@ def main(path: str) -> int:
     install_handler()
     for number in (*STOP_REQUESTS, signal.SIGTERM):
         signal.signal(number, _stop)
-    run = Run.open_private(path)
-    job = JobFile.read(run)
-    team, _ = team_of(run, job, os.environ)
+    team: Team | None = None
     try:
+        run = Run.open_private(path)
+        job = JobFile.read(run)
+        team, _ = team_of(run, job, os.environ)
         stage(job.target.pre, job.staged_environment()[STAGED])
         return DONE
-    except HeadwayError as error:
-        team.begin_round(0)
-        record = {"kind": "staging", "sentence": str(error)}
-        team.conclude({"exit_code": error.exit_code, "record": record})
-        team.mark_ended(error.exit_code)
-        return error.exit_code
     except SystemExit:
-        team.mark_ended(TERMINATED)
+        if team is not None:
+            team.mark_ended(TERMINATED)
         raise
+    except Exception as error:  # noqa: BLE001 - whatever it is, the job must say it
+        code = error.exit_code if isinstance(error, HeadwayError) else 1
+        if not isinstance(error, HeadwayError):
+            traceback.print_exc()
+        if team is None:  # the exit status of the step says the rest
+            logger.error(error)
+            return code
+        why = f"data could not be copied to {socket.gethostname()}: {type(error).__name__}: {error}"
+        record = {"kind": "staging", "sentence": str(error) if isinstance(error, HeadwayError) else why}
+        team.begin_round(0)
+        team.conclude({"exit_code": code, "record": record})
+        team.mark_ended(code)
+        return code
 
 
 def _stop(number: int, _: FrameType | None) -> None:

@@ -123,14 +123,21 @@ def _attempts(rows: list[jsonlines.Row]) -> Iterator[dict[str, Any]]:
 
 def _code(paths: RunPaths, cwd: str | None) -> dict[str, Any]:
     """Returns `code.snapshot` for what starts the run again: its copy of the code, or where its ranks ran."""
-    tree = paths.snapshot_dir
-    if not tree.is_dir() and (cwd is None or not paths.call_dir.is_dir()):
+    copy = paths.snapshot_dir
+    own = copy.is_dir()
+    if not own:  # the runs of a sweep use the copy of the first
+        name, above = copy.relative_to(paths.path).parts, Path(cwd or "/")
+        used = [
+            each for each in (above, *above.parents) if each.parts[-len(name) :] == name and each.is_dir()
+        ]
+        copy = used[0] if used else copy
+    if not copy.is_dir() and (cwd is None or not paths.call_dir.is_dir()):
         return {}  # a script that its user starts
-    inside = tree.is_dir() and cwd is not None and Path(cwd).is_relative_to(tree)
+    inside = copy.is_dir() and cwd is not None and Path(cwd).is_relative_to(copy)
     facts: dict[str, Any] = {
-        "tree": "code/tree" if tree.is_dir() else cwd,
+        "tree": "code/tree" if own else str(copy) if copy.is_dir() else cwd,
         "from": cwd,
-        "directory": str(Path(cwd).relative_to(tree)) if inside and cwd else ".",
+        "directory": str(Path(cwd).relative_to(copy)) if inside and cwd else ".",
         "script": None,
         "python_path": [],
         "added": [],

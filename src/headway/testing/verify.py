@@ -345,9 +345,10 @@ class _Trial:
             )
         except subprocess.TimeoutExpired:
             if limit_s < self.timeout:
+                at, took = fault and fault.text, f"{self._took_s:.0f} s"
                 raise HeadwayError(
-                    f"{self.script} was to be killed at {fault and fault.text}, and did not end within {limit_s:.0f} s, "
-                    f"though uninterrupted it took {self._took_s:.0f} s: look for threads and processes that outlive a failure"
+                    f"{self.script} was to be killed at {at}, and did not end within {limit_s:.0f} s, though "
+                    f"uninterrupted it took {took}: look for threads and processes that outlive a failure"
                 ) from None
             raise HeadwayError(
                 f"{self.script} did not end within {self.timeout:g} s: shorten it, or raise the timeout"

@@ -20,6 +20,7 @@ from typing import final
 from headway.errors import UsageError, closest
 from headway.system import environment
 from headway.system.files import storage
+from headway.system.retries import retry
 from headway.system.text import shorten_list
 
 _NAME_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
@@ -44,12 +45,13 @@ class Dataset:
     def shards(self) -> list[Path]:
         """Lists its shards, sorted."""
         with storage(f"list {self.path}"):
-            return sorted(self.path.glob("*.tar"))
+            names = retry(f"list {self.path}", lambda: [path.name for path in self.path.iterdir()])
+            return sorted(self.path / name for name in names if name.endswith(".tar") and name[0] != ".")
 
     def bytes(self) -> int:
         """Returns the bytes of all its shards."""
         with storage(f"list {self.path}"):
-            return sum(path.stat().st_size for path in self.path.glob("*.tar"))
+            return sum(path.stat().st_size for path in self.shards())
 
 
 @final

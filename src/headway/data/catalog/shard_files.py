@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from glob import glob, has_magic
+from glob import has_magic
 from pathlib import Path
 
 from headway.data.catalog.catalog import Catalog, is_name
@@ -19,6 +19,7 @@ from headway.data.shards.shard import count_samples, walk
 from headway.data.shards.tar import ShardLimits
 from headway.errors import BadShard, UsageError
 from headway.system.files import storage, write_atomic
+from headway.system.log import logger
 from headway.system.retries import retry
 
 _THREADS = 16  # counting mostly waits for the file system
@@ -40,10 +41,8 @@ def find_shards(name: str, spec: ShardSpec, catalog: Catalog | None = None) -> l
         raise UsageError(f"dataset {name!r}: {text!r} has '**' more than once; give it once, or a list")
     elif retry(f"look at {text}", Path(spec).is_dir):
         paths = _matching(Path(spec), "*.tar")
-    elif has_magic(Path(text).name) and "**" not in text and not has_magic(str(Path(text).parent)):
-        paths = _matching(Path(text).parent, Path(text).name)
     else:
-        paths = sorted(Path(path) for path in glob(text, recursive=True))  # noqa: PTH207 - may be absolute
+        paths = sorted(_expand(Path(text)))
     if isinstance(spec, str) and is_name(spec):
         paths = _by_name(spec, paths, catalog or Catalog())
     if not paths:
@@ -52,17 +51,42 @@ def find_shards(name: str, spec: ShardSpec, catalog: Catalog | None = None) -> l
     return paths
 
 
-def _matching(directory: Path, pattern: str) -> list[Path]:
+def _expand(pattern: Path) -> list[Path]:
+    """Returns what a pattern stands for, as `glob` does, with wildcards in directories, too, and with `**`."""
+    if not has_magic(str(pattern)):
+        return [pattern] if retry(f"look at {pattern}", pattern.exists) else []
+    wild = has_magic(str(pattern.parent))
+    directories = _expand(pattern.parent) if wild else [pattern.parent]
+    if pattern.name == "**":
+        return [below for directory in directories for below in _tree(directory)]
+    if has_magic(pattern.name):
+        return [path for each in directories for path in _matching(each, pattern.name, found=wild)]
+    return [path for each in directories for path in _expand(each / pattern.name)]
+
+
+def _tree(directory: Path, above: frozenset[Path] = frozenset()) -> list[Path]:
+    """Returns a directory and all directories below it; those `above` end a ring of links."""
+    if (real := directory.resolve()) in above:
+        return []
+    names = [path for path in _matching(directory, "*", found=True) if retry(f"look at {path}", path.is_dir)]
+    return [directory, *(below for path in names for below in _tree(path, above | {real}))]
+
+
+def _matching(directory: Path, pattern: str, *, found: bool = False) -> list[Path]:
     """Returns the files of a directory that match a pattern, sorted. Unlike `glob`, which takes a directory that cannot
-    be read for an empty one, and a part of the list for the whole, it tries again and then fails."""
+    be read for an empty one, and a part of the list for the whole, it tries again and then fails. One that was only
+    `found` by a pattern may be somebody else's."""
     try:
         names = retry(f"list {directory}", lambda: [path.name for path in directory.iterdir()])
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
+        if found and isinstance(error, PermissionError):
+            logger.warning(f"{directory} is left out: {error.strerror}")
+            return []
         raise UsageError(f"cannot list {directory}: {error.strerror}") from error
-    found = [name for name in fnmatch.filter(names, pattern) if not name.startswith(".")]
-    return sorted(directory / name for name in found)
+    matching = [name for name in fnmatch.filter(names, pattern) if not name.startswith(".")]
+    return sorted(directory / name for name in matching)
 
 
 _GIVE_SHARDS = "give a directory, a pattern or a list"

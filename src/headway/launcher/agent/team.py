@@ -90,7 +90,11 @@ class Team:
         )
         if watch.address is not None:
             me["watch"] = watch.address.to_json()
-        self._members = self._find_members(me, time.monotonic() + timeout_s)
+        try:
+            self._members = self._find_members(me, time.monotonic() + timeout_s)
+        except BaseException:
+            watch.close()
+            raise
         self._watch = watch
         watch.start(HubAddress.from_json(self._members[0]["watch"]))
         return place_ranks(self._members, self.number)

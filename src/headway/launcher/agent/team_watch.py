@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import secrets
 import selectors
+import socket
 import threading
 import time
+from functools import partial
 from typing import final
 
 from headway.dist.control.channel import Channel, UntrustedPeer, connect
@@ -39,6 +41,7 @@ class TeamWatch:
         self._beat_s, self._silent_s = beat_s, silent_s
         self._heard: dict[int, float] = {}  # agent -> when it was last heard
         self._ended = threading.Event()
+        self._listener: socket.socket | None = None
         self.address: HubAddress | None = None
         """where agent 0 listens"""
         if number == 0:
@@ -48,8 +51,9 @@ class TeamWatch:
 
     def start(self, address: HubAddress) -> None:
         """Begins to watch; `address` is that of agent 0."""
-        task, args = (self._serve, (address.key,)) if self._number == 0 else (self._report, (address,))
-        threading.Thread(target=task, args=args, name="headway team", daemon=True).start()
+        listener, self._listener = self._listener, None  # from now on the thread's
+        task = partial(self._serve, listener, address.key) if listener else partial(self._report, address)
+        threading.Thread(target=task, name="headway team", daemon=True).start()
 
     def silent(self) -> list[int]:
         """Returns the agents that were there and have not been heard for too long; they may have ended in peace."""
@@ -63,6 +67,8 @@ class TeamWatch:
     def close(self) -> None:
         """Ends the watch of this agent."""
         self._ended.set()
+        if self._listener is not None:  # it has not begun
+            self._listener.close()
 
     def _report(self, address: HubAddress) -> None:
         channel: Channel | None = None
@@ -88,13 +94,13 @@ class TeamWatch:
                 continue
         return connect(address.hosts[-1], address.port, address.key, timeout=self._beat_s)
 
-    def _serve(self, key: bytes) -> None:
-        with selectors.DefaultSelector() as selector, self._listener:
-            selector.register(self._listener, selectors.EVENT_READ)
+    def _serve(self, listener: socket.socket, key: bytes) -> None:
+        with selectors.DefaultSelector() as selector, listener:
+            selector.register(listener, selectors.EVENT_READ)
             while not self._ended.is_set():
                 for found, _ in selector.select(self._beat_s):
-                    if found.fileobj is self._listener:
-                        self._accept(selector, key)
+                    if found.fileobj is listener:
+                        self._accept(listener, selector, key)
                     elif not self._answer(found.data):
                         selector.unregister(found.fileobj)
                         found.data.close()
@@ -102,9 +108,9 @@ class TeamWatch:
                 if isinstance(found.data, Channel):
                     found.data.close()
 
-    def _accept(self, selector: selectors.BaseSelector, key: bytes) -> None:
+    def _accept(self, listener: socket.socket, selector: selectors.BaseSelector, key: bytes) -> None:
         try:
-            sock, _ = self._listener.accept()
+            sock, _ = listener.accept()
         except OSError:  # gone already
             return
         try:
