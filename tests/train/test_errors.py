@@ -129,14 +129,14 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         different_lengths,
         (
             "stage 'classify' has different numbers of training batches: 3 on rank 0, 4 on rank 1; use "
-            "hw.data.DataLoader, drop_last=True, or limit_train_batches"
+            'hw.data.DataLoader, drop_last=True, limit_train_batches, or uneven="shortest"'
         ),
     ),
     "a remainder without shuffle": (
         unshuffled_remainder,
         (
             "stage 'classify' has different numbers of training batches: 1 on rank 0, 2 on rank 1; use shuffle=True, "
-            "drop_last=True, or limit_train_batches"
+            'drop_last=True, limit_train_batches, or uneven="shortest"'
         ),
     ),
     "no loss": (

@@ -63,7 +63,7 @@ def test_stages_epochs_and_log_points_in_order(tmp_path: Path) -> None:
     pipe.append_stage(Classify(val_every=None), max_steps=4, name="two")
     pipe.add_callback(diary)
     pipe.run()
-    metrics = "['train/accuracy', 'train/loss']"
+    metrics = "['lr/sgd', 'train/accuracy', 'train/loss']"
     assert diary.lines == [
         "pre_run toy",
         "pre_stage one",

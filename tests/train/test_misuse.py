@@ -136,6 +136,31 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "never a log point": (settings(log_every=None), f"log_every=None: {WHOLE}"),
     "never, by hand": (lambda _: Own(log_every=None), f"log_every=None: {WHOLE}"),  # type: ignore[arg-type]
     "a fraction": (settings(limit_train_batches=0.1), f"limit_train_batches=0.1: {BATCHES}"),
+    "part of an epoch": (
+        settings(val_every=0.25),
+        'val_every=0.25 is a part of an epoch: give steps, such as "500 steps"',
+    ),
+    "epochs as text": (
+        lambda folder: make_pipe(folder).append_stage(Classify(), max_epochs="3"),  # type: ignore[arg-type]
+        f"max_epochs='3': {WHOLE}",
+    ),
+    "a class": (
+        lambda folder: make_pipe(folder).register_model("b", nn.Linear),  # type: ignore[arg-type]
+        "model 'b' is the class Linear: register an instance, such as Linear(...)",
+    ),
+    "misspelled": (
+        stage_with(step=lambda self, _: self.models["nett"]),
+        "'nett' is not a valid model of the pipeline (did you mean 'net'?); valid: net",
+    ),
+    "misspelled in validation": (
+        stage_with(val_step=lambda self, _: self.models["nett"]),
+        "'nett' is not a valid model of the pipeline (did you mean 'net'?); valid: net",
+    ),
+    "a collection without a name": (
+        lambda _: Classify().add_metric(torchmetrics.MetricCollection([torchmetrics.MeanMetric()])),  # type: ignore[arg-type]
+        "add_metric got a MetricCollection instead of a name: give both, such as",
+    ),
+    "which ranks": (settings(uneven="most"), "uneven='most' is unknown: use"),
     "minus one": (settings(limit_val_batches=-1), f"limit_val_batches=-1: {BATCHES}"),
     "no batch": (settings(limit_val_batches=0), f"limit_val_batches=0: {BATCHES}"),
     "clip as text": (
@@ -427,22 +452,10 @@ def test_modules_of_a_stage_are_evaluated_in_validation(
 
 
 @alone
-def test_a_scheduler_whose_metric_is_missing_is_warned_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    warnings: list[str] = []
-    monkeypatch.setattr(logger, "warning", warnings.append)
-    pipe = Pipeline(name="toy", root=tmp_path)
-    pipe.register_model("net", make_net())
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
-    pipe.register_optimizer("sgd", sgd, scheduler=plateau, monitor="val/los")  # type: ignore[arg-type]
-    pipe.register_dataset("train", Batches(1))
-    pipe.append_stage(Classify(), max_epochs=2)
-    pipe.run()
-    (warning,) = warnings
-    assert warning.startswith(
-        "the scheduler of optimizer 'sgd' does not step before monitor='val/los' is logged"
-    )
+def test_the_epochs_of_a_stage_may_be_given_by_position(tmp_path: Path) -> None:
+    pipe = make_pipe(tmp_path)
+    pipe.append_stage(Classify(), 3)
+    assert pipe.stages[0].max_epochs == 3
 
 
 class Judged(Classify):

@@ -13,6 +13,20 @@ from headway.errors import UsageError
 from headway.system.interval import Interval
 
 
+def parse_metric(setting: str, value: object) -> tuple[str, Literal["min", "max"] | None]:
+    """Returns the metric that a setting names and which of its values is the best, if that is given.
+
+    >>> parse_metric("keep_best", "val/loss"), parse_metric("keep_best", "max:val/accuracy")
+    (('val/loss', None), ('val/accuracy', 'max'))
+    """
+    which, _, name = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    if which not in ("", "min", "max") or not name:
+        raise UsageError(
+            f'{setting}={value!r} is not valid: give a metric such as "val/loss" or "max:val/accuracy"'
+        )
+    return name, "max" if which == "max" else "min" if which else None
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
@@ -37,8 +51,6 @@ class CheckpointSettings:
             )
         if not isinstance(given["background"], bool):
             raise UsageError(f"background={self.background!r} is not valid: give True or False")
-        if not isinstance(given["keep_best"], str | None):
-            raise self._invalid_best()
         _ = self.interval, self.retention
 
     @cached_property
@@ -47,17 +59,9 @@ class CheckpointSettings:
 
     @cached_property
     def retention(self) -> Retention:
-        which, _, name = (self.keep_best or "").rpartition(":")
-        if which not in ("", "min", "max"):
-            raise self._invalid_best()
-        best: Literal["min", "max"] = "max" if which == "max" else "min"
+        name, best = (None, None) if self.keep_best is None else parse_metric("keep_best", self.keep_best)
         return Retention(
-            keep_last=self.keep_last, keep_every=self.keep_every, keep_best=name or None, best=best
-        )
-
-    def _invalid_best(self) -> UsageError:
-        return UsageError(
-            f'keep_best={self.keep_best!r} is not valid: give a metric such as "val/loss" or "max:val/accuracy"'
+            keep_last=self.keep_last, keep_every=self.keep_every, keep_best=name, best=best or "min"
         )
 
     def better(self, metrics: Mapping[str, float], before: float | None) -> float | None:

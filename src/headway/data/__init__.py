@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from headway.data.cache import NodeCache as NodeCache
     from headway.data.catalog import Catalog as Catalog, Dataset as Dataset, index as index
+    from headway.data.dataset_split import split as split
     from headway.data.images import (
         Batch as Batch,
         CenterCrop as CenterCrop,

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from headway.data import DataLoader
 from headway.data.worker_init import WorkerInit, open_workers
 from headway.errors import UsageError
+from headway.train.uneven import BatchAgreement
 
 if TYPE_CHECKING:
     from headway.train.pipeline import Pipeline
@@ -90,6 +91,8 @@ class Pass:
     skip: int = 0
     """batches to read again and discard, to get back to the position"""
     loader: object = None
+    agreement: BatchAgreement | None = None
+    """if ranks may have different numbers of batches: how many each takes"""
 
     @property
     def ends_here(self) -> bool:

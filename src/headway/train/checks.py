@@ -64,17 +64,22 @@ def check_optimizers(stage: TrainValStage, returned: object) -> None:
         )
 
 
-def check_lengths(stage: TrainValStage, batches: int | None) -> None:
-    """Raises `UsageError` on all ranks unless they have the same number of batches; None if a rank does not know."""
+def gather_lengths(stage: TrainValStage, batches: int | None, *, uneven: str | None) -> list[int] | None:
+    """Returns how many batches each rank has; None if a rank does not know.
+
+    Raises `UsageError` on all ranks if they know that they have different numbers, and `uneven` is not set.
+    """
     mine = torch.tensor([-1.0 if batches is None else float(batches)], device=stage.device)
     lengths = gather_rows(mine)[:, 0].tolist()
-    known = {rank: int(length) for rank, length in enumerate(lengths) if length >= 0}
-    if len(set(known.values())) > 1:
-        counts = shorten_list([f"{length:,} on rank {rank}" for rank, length in known.items()])
+    if min(lengths) < 0:
+        return None
+    if len(set(lengths)) > 1 and uneven is None:
+        counts = shorten_list([f"{int(length):,} on rank {rank}" for rank, length in enumerate(lengths)])
         raise UsageError(
             f"stage {stage.name!r} has different numbers of training batches: {counts}; "
-            f"{_advice_for_equal_lengths(stage.train_dataset())}, or limit_train_batches"
+            f'{_advice_for_equal_lengths(stage.train_dataset())}, limit_train_batches, or uneven="shortest"'
         )
+    return [int(length) for length in lengths]
 
 
 def _advice_for_equal_lengths(loader: object) -> str:
@@ -84,6 +89,34 @@ def _advice_for_equal_lengths(loader: object) -> str:
     if isinstance(loader, data.DataLoader):
         return "use shuffle=True, drop_last=True"
     return "use hw.data.DataLoader, drop_last=True"
+
+
+def check_monitored(stage: Stage) -> None:
+    """Raises `UsageError` on all ranks, after an epoch, if a setting names a metric that has not appeared so far.
+
+    What the pipeline monitors may be a metric of a later stage. The epoch is saved first, so that it is not lost.
+    """
+    pipe, state = stage.pipe, stage._loop
+    last = pipe.history.epochs[-1].values
+    wanted = {} if state.early_stopping is None else {"early_stop": state.early_stopping.name}
+    if stage is pipe.stages[-1]:
+        if pipe._keeper and (best := pipe._keeper.settings.retention.keep_best):
+            wanted["keep_best"] = best
+        for name, schedule in pipe._schedules.items():
+            if schedule.monitor is not None:
+                wanted[f"the monitor of optimizer {name!r}"] = schedule.monitor
+    missing = {setting: name for setting, name in wanted.items() if name not in last}
+    if not missing or not state.has_validated:
+        return
+    known = pipe.history.names()
+    for setting, name in missing.items():
+        if name not in known:
+            if pipe._keeper:
+                pipe._keeper.finish()
+            raise UsageError(
+                f"{setting} is {name!r}, which no epoch has logged so far: give one of {', '.join(known) or 'none'}, "
+                "or log it in every epoch"
+            )
 
 
 def not_a_loss(stage: TrainValStage, returned: object) -> UsageError:

@@ -38,7 +38,7 @@ def epochs(stage: Stage) -> Iterator[None]:
         pipe._end_epoch(stage, state.epoch_values())
         pipe._run_hook("post_epoch", stage)
         state.log_after_epoch()
-        pipe._step_schedules()
+        pipe._apply_metrics(stage)
         if pipe._keeper:
             pipe._keeper.after_epoch(stage)
 
@@ -46,14 +46,12 @@ def epochs(stage: Stage) -> Iterator[None]:
 def train(stage: TrainValStage) -> Iterator[None]:
     """Runs one epoch of training; yields where a validation is due."""
     pipe, state, timer = stage.pipe, stage._loop, stage.pipe._timer
-    settings, precision, losses = state.settings, state.precision, state.recent_losses
-    accumulate, autocast, update = settings.accumulate, precision.autocast, state.optimizer_step
-    loader, limit = stage.train_dataset(), settings.limit_train_batches
+    settings, losses, update = state.settings, state.recent_losses, state.optimizer_step
+    autocast, backward, accumulate = state.precision.autocast, state.precision.backward, settings.accumulate
     last = math.inf if state.max_steps is None else state.max_steps
-    batches = state.device_batches(loader, limit, progress=state.begin_pass(loader, limit))
-    train_step, backward, count_samples = stage.train_step, precision.backward, stage.count_samples
+    progress, batches = state.train_batches()
+    train_step, count_samples, uneven = state.step_functions(progress.agreement)
     keep = copy_loss if pipe._outputs_are_reused else Tensor.detach  # losses are read at log points
-    state.check_lengths()
     stage.zero_grad()
     while True:
         if settings.validates_in_epoch and state.validation_due(epoch_ends=False):
@@ -63,27 +61,29 @@ def train(stage: TrainValStage) -> Iterator[None]:
         window = () if ended else tuple(islice(batches, accumulate))  # the last one may be short
         if not window:
             break
-        shares = update.shares(window) if accumulate > 1 else ()  # (): torch's own average over ranks
         for number, batch in enumerate(window):
             timer.mark_step("compute")
-            state.batch = batch
-            if shares:
+            state.batch, weight = batch, None
+            if accumulate > 1:
                 update.set_gradient_sync(number + 1 == len(window))  # once per step, with the last batch
             if autocast is None:
                 loss = train_step(batch)
             else:
                 with autocast:
                     loss = train_step(batch)
+            if type(loss) is tuple:
+                loss, weight = state.weighted(loss)
             if not (isinstance(loss, Tensor) and loss.requires_grad and loss.ndim == 0):
                 raise state.not_a_loss(loss)
             timer.mark_step("backward")
-            backward(loss * shares[number] if shares else loss)
-            losses.append((pipe.steps_done + 1, keep(loss), count_samples(batch)))
+            plain = weight is None and accumulate == 1 and not (uneven and uneven.repeating)
+            backward(loss if plain else update.scale(loss, weight, window, number))  # plain: torch's average
+            losses.append((pipe.steps_done + 1, keep(loss), count_samples(batch), weight))
         timer.mark_step("optimizer")
         if not update.apply_update():
             del losses[-len(window) :]
         finish_step(stage)
-    HEARTBEAT.set_ended_epoch(state.epoch + 1)  # the others may have batches left, and wait for this rank
+    state.end_pass(progress)
     if state.validation_due(epoch_ends=True):
         yield
 
@@ -101,8 +101,7 @@ def validate(stage: TrainValStage) -> None:
             HEARTBEAT.move("validation", stage.pipe.steps_done)
             with state.precision.autocast or nullcontext():
                 loss = stage.val_step(batch)
-            if loss is not None:
-                state.log_own(stage.loss_metric_name(), loss, weight=state.checked_count(batch))
+            state.log_val_loss(loss, batch)
             if keeper and keeper.stops_in_validation and not shares_batches(stage.pipe):
                 break
     if keeper:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -13,19 +13,24 @@ from weakref import WeakSet
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from headway import dist
 from headway.dist import set_phase
+from headway.dist.failure.capture import HEARTBEAT
 from headway.errors import UsageError
 from headway.system.failpoints import armed
 from headway.system.log import logger
 from headway.train.batches import Pass, count_batches, open_loader, to_device
 from headway.train.metrics.bad_samples import QuarantiningLoader, check_bad, log_bad, quarantining
+from headway.train.metrics.early_stopping import EarlyStopping
 from headway.train.metrics.epoch_metrics import EpochMetric, check_names, compute_metrics
-from headway.train.metrics.meter import LogPoint, MetricAccumulator, Reduction, Scope
+from headway.train.metrics.learning_rates import log_learning_rates
+from headway.train.metrics.meter import LogPoint, MetricAccumulator, Reduction, Scope, Value
 from headway.train.resume import rng
 from headway.train.resume.state import StatefulObject
 from headway.train.settings import check_whole
+from headway.train.uneven import BatchAgreement, Repeated, report_left
 
 if TYPE_CHECKING:
     from headway.train.pipeline import Pipeline
@@ -83,13 +88,15 @@ class LoopState:
         """the steps that were done when the epoch began"""
         self.logged_at = -1
         """the steps that were done at the last log point"""
-        self.recent_losses: list[tuple[int, Tensor, int]] = []
-        """step, loss and samples of the batches since the last log point"""
+        self.recent_losses: list[tuple[int, Tensor, int, Tensor | None]] = []
+        """step, loss, samples and weight, if the step returned one, of the batches since the last log point"""
         self.passes: list[Pass] = []
         """over datasets, in this epoch, in the order in which they began"""
         self._passes_begun = 0  # by this process
         self._open_batches: WeakSet[Generator[Any]] = WeakSet()
         self._warned = False
+        self._uneven_reported = False
+        self.early_stopping: EarlyStopping | None = None
 
     def set_limits(self, *, max_epochs: int | None, max_steps: int | None) -> None:
         """Sets after how many epochs or steps the stage ends, whichever is first."""
@@ -127,6 +134,8 @@ class LoopState:
 
     def checked_count(self, batch: Any) -> int:
         """Returns how many samples a batch has; raises `UsageError` if `count_samples` returns something else."""
+        if type(batch) is Repeated:
+            return 0
         count: object = self.stage.count_samples(batch)  # a caller without a type checker may return anything
         if not isinstance(count, int | float | np.number):
             raise UsageError(
@@ -252,11 +261,17 @@ class LoopState:
         if progress.done or (progress.batches_given and not self.more_steps):
             return
         source = self._open(loader, progress)
-        for batch in source if limit is None else islice(source, max(0, limit - progress.batches_given)):
+        one_pass = source is loader
+        if limit is not None:
+            source = islice(source, max(0, limit - progress.batches_given))
+        if progress.agreement is not None:
+            source = progress.agreement.batches(source, partial(self._stand_in, loader), one_pass=one_pass)
+        for batch in source:
             progress.batches_given += 1
-            if ledger:
+            repeated = type(batch) is Repeated
+            if ledger and not repeated:
                 ledger.add_batch(loader, batch)
-            yield to_device(batch, device)
+            yield Repeated(to_device(batch.batch, device)) if repeated else to_device(batch, device)
         progress.done = True
 
     def _open(self, loader: Iterable[Any], progress: Pass) -> Iterator[Any]:
@@ -272,6 +287,33 @@ class LoopState:
             for _ in range(progress.skip):
                 next(source, None)
         return source
+
+    def _stand_in(self, loader: Iterable[Any]) -> Any:
+        """Returns a batch to repeat for a rank that has had none in this attempt, while other ranks train."""
+        with rng.temporary_state(None, self.device):
+            position = loader.state_dict() if isinstance(loader, StatefulObject) else None
+            batch = next(open_loader(loader), None)
+            if isinstance(loader, StatefulObject):
+                loader.load_state_dict(position)
+        if batch is None:
+            raise UsageError(
+                f'rank {self.pipe.world.rank} has no batch, and uneven="longest" needs one on each rank: register a '
+                "larger dataset"
+            )
+        return batch
+
+    def expect_uneven(self, loader: Iterable[Any], progress: Pass) -> None:
+        """Has ranks agree on the end of a pass over a loader without a length: they may end at different steps."""
+        if self.pipe.world.world_size > 1 and count_batches(loader, None) is None:
+            progress.agreement = BatchAgreement("shortest", window=1)
+
+    def end_pass(self, progress: Pass) -> None:
+        """Reports once how many batches were left when the shortest rank ended its pass. All ranks call it."""
+        HEARTBEAT.set_ended_epoch(self.epoch + 1)  # the others may have batches left, and wait for this rank
+        if progress.agreement is not None and not self._uneven_reported:
+            self._uneven_reported = report_left(
+                progress.agreement, stage=self.name, epoch=self.epoch + 1, steps=self.pipe.steps_done
+            )
 
     # --- around a run, an epoch and a log point
 
@@ -317,6 +359,12 @@ class LoopState:
         """Logs what was put off until now."""
         if self.steps_done != self.logged_at:
             log_bad(self.quarantining, self.meter)
+            for name, optimizer in self.stepped_optimizers().items():
+                log_learning_rates(name, optimizer, self.meter)
+
+    def stepped_optimizers(self) -> Mapping[str, Optimizer]:
+        """Returns the optimizers whose learning rates are logged, by name."""
+        return self.pipe.optimizers
 
     def examine(self, point: LogPoint) -> None:
         """Looks at the result of a log point; may stop the run."""
@@ -335,6 +383,32 @@ class LoopState:
         """Returns the metrics of the finished epoch, the same on all ranks."""
         return compute_metrics(self.epoch_metrics, self.meter.finish_epoch())
 
+    def stop_early(self, values: Mapping[str, Value], *, in_validation: bool = False) -> None:
+        """Ends the stage if its `early_stop` metric has not improved for long; called on all ranks, with equal values.
+
+        A metric of validations within epochs counts in each of them, any other one at the end of each epoch.
+        """
+        stopping = self.early_stopping
+        if stopping is None or self.status.stop_agreed or (stopping.in_validations and not in_validation):
+            return
+        value = values.get(stopping.name)
+        if not isinstance(value, float | int):
+            return  # an epoch without a validation
+        stopping.in_validations = in_validation
+        epoch = self.epoch + 1 if self.status.in_epoch else self.epoch
+        if stopping.observe(value, epoch):
+            self.status = StageStatus.STOPPING if self.status.in_epoch else StageStatus.STOPPED
+            if self.pipe.world.is_root:
+                logger.info(
+                    f"stage {self.name!r} ends early, in epoch {epoch} at step {self.pipe.steps_done:,}: "
+                    f"{stopping.describe()}"
+                )
+
+    @property
+    def has_validated(self) -> bool:
+        """Whether all metrics of an epoch should have appeared by now."""
+        return True
+
     # --- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
@@ -348,6 +422,7 @@ class LoopState:
             "epoch_began": self.epoch_start,
             "passes": [each.state_dict() for each in self.passes] if in_epoch else [],
             "meter": self.meter.state_dict(),
+            "early_stopping": None if self.early_stopping is None else self.early_stopping.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -358,6 +433,9 @@ class LoopState:
             self.status = StageStatus.STOPPED if state["stopped"] else StageStatus.BETWEEN_EPOCHS
         self.passes = [Pass.from_state_dict(each) for each in state["passes"]]
         self.meter.load_state_dict(state["meter"])
+        stopping = state.get("early_stopping")  # older checkpoints have none
+        if self.early_stopping is not None and stopping is not None:
+            self.early_stopping.load_state_dict(stopping)
 
     def restore_pass_rng(self, random: Sequence[Mapping[str, Any] | None]) -> None:
         """Gives each pass the random state that it began with on this rank."""

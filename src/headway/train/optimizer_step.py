@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 import torch.distributed as c10d
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from headway.errors import HeadwayError, UsageError
 from headway.train.model.mesh_groups import total_norm
@@ -16,6 +18,8 @@ from headway.train.settings import check_norm
 
 if TYPE_CHECKING:
     from headway.train.train_val_state import TrainValState
+
+_SMALLEST_WEIGHT = 1e-30  # of a step: one without any token has a gradient of 0
 
 
 @final
@@ -26,21 +30,78 @@ class OptimizerStep:
         self._state = state
         self.skipped_in_a_row = 0
         self._updates: list[Callable[[], object]] | None = None
+        self._shares: Sequence[Tensor | float] = ()  # of the batches of this step, if they have no weights
+        self._weight: Tensor | None = (
+            None  # of this rank's batches so far, if gradients are divided at the end
+        )
+        self._unit: Tensor | None = None
 
     def begin_epoch(self) -> None:
         """Finds out once per epoch what does not depend on the step."""
         self._updates = self._fixed_updates()
 
-    def shares(self, window: Sequence[Any]) -> Sequence[Tensor | float]:
+    # --- the mean over batches and ranks
+
+    def scale(self, loss: Tensor, weight: Tensor | None, window: Sequence[Any], number: int) -> Tensor:
+        """Returns what to call backward on, so that the gradient is that of a mean over all batches and ranks.
+
+        It is the mean over samples, or by the weights that the step returned. The weights of a window are not known
+        before its last forward pass; then its gradients are those of a sum, and `apply_update` divides them.
+        """
+        if number and (weight is None) != (self._weight is None):
+            raise UsageError(
+                f"stage {self._state.name!r} returned a weight with the loss of some batches of a step only: return "
+                "(loss, weight) for all, or for none"
+            )
+        if weight is None:
+            if number == 0:
+                self._shares = self._sample_shares(window)
+            return loss * self._shares[number]
+        self._state.pipe._timer.mark_step("backward")  # waiting for other ranks counts as backward, as in DDP
+        if self._state.settings.accumulate == 1:
+            return loss.float() * (weight * self._sum_over_ranks(weight)).float()
+        if self._unit is None:
+            self._unit = self._choose_unit(weight)
+        self._weight = weight if self._weight is None else self._weight + weight
+        return loss.float() * (weight / self._unit).float()
+
+    def _sum_over_ranks(self, weight: Tensor) -> Tensor:
+        """Returns the number of ranks, by which gradients are divided anyway, over the weight of all ranks."""
+        total, size = weight.clone(), self._state.pipe.world.world_size
+        if size > 1:
+            c10d.all_reduce(total)
+        return size / total.clamp(min=_SMALLEST_WEIGHT)
+
+    def _choose_unit(self, weight: Tensor) -> Tensor:
+        """Returns a power of two near the weights, the same on all ranks, in which to count them.
+
+        Only fp16 needs it: a loss times thousands of tokens would overflow until the loss scale is as much smaller.
+        Being a power of two, it changes no bit of the result.
+        """
+        if self._state.precision.scaler is None:
+            return torch.ones_like(weight)
+        largest = weight.clamp(min=1.0)
+        if self._state.pipe.world.world_size > 1:
+            c10d.all_reduce(largest, op=c10d.ReduceOp.MAX)
+        return largest / torch.frexp(largest).mantissa
+
+    def _divide_gradients(self, weight: Tensor) -> None:
+        """Turns the gradients of a sum of losses into those of their mean by weight."""
+        assert self._unit is not None
+        factor = self._unit * self._sum_over_ranks(weight)
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        local = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
+        for each in local:
+            each.mul_(factor.to(each.device))
+
+    def _sample_shares(self, window: Sequence[Any]) -> Sequence[Tensor | float]:
         """Returns the weight of each batch's mean loss in the mean over all samples of the window, on all ranks."""
         self._state.pipe._timer.mark_step("backward")  # waiting for other ranks counts as backward, as in DDP
         counts = [self._state.checked_count(batch) for batch in window]
         mine, size = sum(counts), self._state.pipe.world.world_size
         total = torch.tensor(float(mine), device=self._state.device)
         if size > 1:
-            c10d.all_reduce(
-                total
-            )  # ranks may have last batches of different sizes, and one may have no sample
+            c10d.all_reduce(total)  # ranks may have last batches of different sizes, or no sample
         if not mine and not float(total):  # the number is read only where this rank has no sample
             raise UsageError(
                 f"stage {self._state.name!r} counts no sample in the {len(window)} batches of a step: return how many "
@@ -49,6 +110,8 @@ class OptimizerStep:
         return (
             [count / mine for count in counts] if size == 1 else [count * (size / total) for count in counts]
         )
+
+    # --- the update
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Sets whether the next backward averages gradients over ranks, or only adds them up on this rank."""
@@ -62,6 +125,9 @@ class OptimizerStep:
 
     def apply_update(self) -> bool:
         """Clips gradients and steps optimizers, schedulers and averages; returns False if it skips the step."""
+        if self._weight is not None:
+            self._divide_gradients(self._weight)
+            self._weight = None
         if self._updates is not None:
             for update in self._updates:
                 update()
@@ -78,14 +144,34 @@ class OptimizerStep:
         if made:
             if norm is not None and limit is not None:
                 stage.clip_gradients(norm, limit)
-                self._state.log_own("grad_norm", norm)
             stage.optimize()
-            for follow in self._state.pipe._after_optimizers(optimizers):
-                follow()
+            self._follow(optimizers)
+            if norm is not None:
+                self._log_norm(norm)
         if self._state.precision.scaler is not None:
             self._state.precision.scaler.update()
         stage.zero_grad()
         return made
+
+    def _follow(self, optimizers: Sequence[Optimizer]) -> None:
+        """Steps the schedulers and averages of the optimizers that stepped: an overflow of fp16 skips all of them."""
+        pipe, precision = self._state.pipe, self._state.precision
+        followers = pipe._after_optimizers(optimizers)
+        if precision.scaler is not None:
+            overflows = [precision.overflow(optimizer) for optimizer in optimizers]
+            self._state.log_own("skipped_steps", torch.stack(overflows).amax(), reduce="sum")
+            if followers:  # the host waits for the device, as most optimizers have made it do by now
+                stepped = [each for each, over in zip(optimizers, overflows, strict=True) if not over.item()]
+                followers = pipe._after_optimizers(stepped)
+        for follow in followers:
+            follow()
+
+    def _log_norm(self, norm: Tensor) -> None:
+        """Logs the norm of the gradients; one that has overflowed in fp16 belongs to a skipped step."""
+        if self._state.precision.scaler is None:
+            self._state.log_own("grad_norm", norm)
+        else:
+            self._state.log_own("grad_norm", norm.nan_to_num(0.0, 0.0, 0.0), weight=norm.isfinite().double())
 
     def _fixed_updates(self) -> list[Callable[[], object]] | None:
         """Returns all that a step does with its gradients, as calls; None if some of it depends on the step.

@@ -26,6 +26,7 @@ from headway.train import loop
 from headway.train.batches import FirstBatch, closing_loaders, set_epoch
 from headway.train.callback import Callback
 from headway.train.checks import (
+    check_monitored,
     check_new,
     check_optimizer,
     check_pipeline,
@@ -45,6 +46,7 @@ from headway.train.metrics.stragglers import Stragglers, busy
 from headway.train.metrics.timing import PhaseTimer
 from headway.train.model.initial_weights import InitialWeights, WeightsLike
 from headway.train.model.mesh_groups import split_param_groups
+from headway.train.model.named_parts import NamedParts
 from headway.train.model.parallel import Blocks, Compile, Parallel, RegisteredModel, prepare
 from headway.train.model.schedules import Schedule, SchedulerLike, make_schedule
 from headway.train.resume import state
@@ -75,12 +77,12 @@ class Pipeline:
         self.config = config
         self.name = check_name(name)  # now, before everything is registered
         self.device: torch.device = self.world.device
-        self.datasets: dict[str, Iterable[Any]] = {}
-        self.optimizers: dict[str, Optimizer] = {}
-        self.schedulers: dict[str, LRScheduler] = {}
-        self.models: dict[str, nn.Module] = {}
+        self.datasets: dict[str, Iterable[Any]] = NamedParts("dataset")
+        self.optimizers: dict[str, Optimizer] = NamedParts("optimizer")
+        self.schedulers: dict[str, LRScheduler] = NamedParts("scheduler")
+        self.models: dict[str, nn.Module] = NamedParts("model")
         """the models that training calls, wrapped for all ranks"""
-        self.registered_models: dict[str, RegisteredModel] = {}
+        self.registered_models: dict[str, RegisteredModel] = NamedParts("model")
         """the same models with their wrappers; `bare` is the module that was registered"""
         self.stages: list[Stage] = []
         self.history = History()
@@ -202,8 +204,8 @@ class Pipeline:
     def append_stage(
         self,
         stage: Stage,
-        *,
         max_epochs: int | None = None,
+        *,
         max_steps: int | None = None,
         name: str | None = None,
     ) -> None:
@@ -439,17 +441,16 @@ class Pipeline:
         if self._keeper:
             self._keeper.record_metrics(values)
 
-    def _step_schedules(self) -> None:
-        """Steps the schedulers that step after each epoch, by its metrics, those of `post_epoch` included."""
+    def _apply_metrics(self, stage: Stage) -> None:
+        """Uses the metrics of an epoch, those of `post_epoch` included: for early stopping, and for schedulers.
+
+        A metric that a setting names must have appeared by now.
+        """
         values = self.history.epochs[-1].values
-        for name, schedule in self._schedules.items():
+        stage._loop.stop_early(values)
+        for schedule in self._schedules.values():
             schedule.end_epoch(values)
-            if self.epoch == 1 and schedule.monitor not in (None, *values) and self.world.is_root:
-                known = ", ".join(sorted(values)) or "none"
-                logger.warning(
-                    f"the scheduler of optimizer {name!r} does not step before monitor={schedule.monitor!r} is logged; "
-                    f"metrics of the first epoch: {known}"
-                )
+        check_monitored(stage)
 
     def _extend_epoch(self, stage: Stage, point: LogPoint) -> None:
         """Adds what was logged after an epoch to its metrics."""

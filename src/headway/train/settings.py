@@ -6,6 +6,7 @@ that editors complete keyword arguments and mypy rejects unknown ones. A test co
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -14,11 +15,13 @@ from typing import Literal, TypedDict, final
 
 import numpy as np
 
-from headway.checkpoint.settings import CheckpointSettings
+from headway.checkpoint.settings import CheckpointSettings, parse_metric
 from headway.errors import UsageError, unknown_name
 from headway.system import environment
 from headway.system.interval import Interval
+from headway.train.metrics.early_stopping import EarlyStopping
 from headway.train.model import precision
+from headway.train.uneven import Uneven
 
 LOG_EVERY = 50
 
@@ -54,6 +57,10 @@ class TrainSettings:
     """batches per epoch, for quick trials"""
     limit_val_batches: int | None = None
     """batches per validation"""
+    uneven: Uneven | None = None
+    """what ranks with different numbers of batches do: "shortest", all stop with the first that has no more, or
+    "longest", those that have no more wait for the last; None for "shortest" where lengths are not known, and an error
+    where they are"""
     log_every: int = LOG_EVERY
     """steps between log points, where ranks exchange metrics and requests to stop"""
     on_nan: Literal["stop", "skip"] = "stop"
@@ -61,12 +68,20 @@ class TrainSettings:
     skipped, which makes the host wait for the device in every step"""
     max_skips: int = 10
     """steps in a row that may be skipped before the run stops nevertheless"""
+    early_stop: str | None = None
+    """the metric by which the stage ends early: "val/loss", or "max:val/accuracy" if the largest value is the best"""
+    patience: int = 3
+    """for early_stop: epochs in a row without a better value, or validations if they come within epochs"""
+    min_delta: float = 0.0
+    """for early_stop: by how much a value must differ from the best so far to be better"""
+    mode: Literal["min", "max"] | None = None
+    """for early_stop: whether the smallest ("min", the default) or the largest value is the best"""
     deterministic: bool = False
     """use deterministic kernels; torch raises an error for operations that have none"""
 
     def __post_init__(self) -> None:
         precision.check_name(self.precision)
-        for name in ("accumulate", "log_every", "max_skips"):
+        for name in ("accumulate", "log_every", "max_skips", "patience"):
             check_whole(name, getattr(self, name))
         for name in ("limit_train_batches", "limit_val_batches"):
             limit = getattr(self, name)
@@ -77,9 +92,44 @@ class TrainSettings:
         if type(self.val_at_start) is not bool:
             raise UsageError(f"val_at_start={self.val_at_start!r}: give True or False")
         check_norm("gradient_clip", self.gradient_clip)
+        if self.uneven not in (None, "shortest", "longest"):
+            raise UsageError(f'uneven={self.uneven!r} is unknown: use "shortest", "longest" or None')
         if self.on_nan not in ("stop", "skip"):
             raise UsageError(f'on_nan={self.on_nan!r} is unknown: use "stop" or "skip"')
         _ = self.val_interval
+        self._check_early_stop()
+
+    def _check_early_stop(self) -> None:
+        delta: object = self.min_delta
+        if (
+            not isinstance(delta, int | float | np.number)
+            or isinstance(delta, bool)
+            or not 0 <= delta < math.inf
+        ):
+            raise UsageError(f"min_delta={delta!r}: give a number of at least 0")
+        if self.mode not in (None, "min", "max"):
+            raise UsageError(f'mode={self.mode!r} is unknown: use "min" or "max"')
+        if self.early_stop is None:
+            for name, default in (("patience", 3), ("min_delta", 0.0), ("mode", None)):
+                if getattr(self, name) != default:
+                    raise UsageError(
+                        f"{name}={getattr(self, name)!r} does nothing without early_stop: pass the metric, such as "
+                        'early_stop="val/loss"'
+                    )
+            return
+        _, best = parse_metric("early_stop", self.early_stop)
+        if best is not None and self.mode is not None and best != self.mode:
+            raise UsageError(
+                f"early_stop={self.early_stop!r} and mode={self.mode!r} differ: give one of them"
+            )
+
+    def make_early_stopping(self) -> EarlyStopping | None:
+        """Returns what watches the metric of `early_stop`; None without one."""
+        if self.early_stop is None:
+            return None
+        name, best = parse_metric("early_stop", self.early_stop)
+        mode = self.mode or best or "min"
+        return EarlyStopping(name, mode=mode, patience=self.patience, min_delta=self.min_delta)
 
     @cached_property
     def val_interval(self) -> Interval | None:
@@ -87,6 +137,10 @@ class TrainSettings:
         every: object = self.val_every  # a caller without a type checker may pass a number
         if self.val_every is None:
             return None
+        if isinstance(every, float) and 0 < every < 1:
+            raise UsageError(
+                f'val_every={every!r} is a part of an epoch: give steps, such as "500 steps", a time, or "1 epoch"'
+            )
         if isinstance(every, int | float):
             raise UsageError(
                 f'val_every={every!r} could mean steps or epochs: give "{every:g} steps" or "{every:g} epochs", '
@@ -115,9 +169,14 @@ class TrainOptions(TypedDict, total=False):
     val_at_start: bool
     limit_train_batches: int | None
     limit_val_batches: int | None
+    uneven: Uneven | None
     log_every: int
     on_nan: Literal["stop", "skip"]
     max_skips: int
+    early_stop: str | None
+    patience: int
+    min_delta: float
+    mode: Literal["min", "max"] | None
     deterministic: bool
 
 

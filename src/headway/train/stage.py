@@ -81,7 +81,7 @@ class Stage(ABC):
         """Called after each epoch, when its metrics are in `self.history`; what it logs is added to them."""
 
     def count_samples(self, batch: Any) -> int:
-        """Returns how many samples (or tokens) a batch has; by default the length of its first tensor."""
+        """Returns how many samples a batch has; by default the length of its first tensor."""
         first = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
         if not isinstance(first, Tensor):
             first = first_tensor(batch)
@@ -176,13 +176,18 @@ class Stage(ABC):
         self._loop.log(name, value, weight, reduce, scope)
 
     @final
-    def add_metric(self, name: str, metric: EpochMetric) -> None:
+    def add_metric(self, name: str, metric: EpochMetric | None = None) -> None:
         """Computes `metric` at the end of each epoch, on all ranks, and resets it. You update it.
 
         In a `TrainValStage`, one whose name begins with `val/` is reset before each validation and computed after it.
         For metrics that are not weighted means, such as AUROC; torchmetrics bring their own reduction over ranks. A
         MetricCollection has a value under `name/key` for each of its metrics.
         """
+        if not isinstance(name, str):
+            raise UsageError(
+                f"add_metric got a {type(name).__name__} instead of a name: give both, such as "
+                'add_metric("val/f1", metric)'
+            )
         if not isinstance(metric, EpochMetric):
             raise UsageError(
                 f"metric {name!r} is a {type(metric).__name__}: add an object with compute() and reset(), such as one "
@@ -217,6 +222,7 @@ class Stage(ABC):
             raise state.missing_dataset(name)
         finish_open_steps(self)
         progress, in_step = state.begin_pass(loader), False
+        state.expect_uneven(loader, progress)
         try:
             for batch in state.device_batches(loader, progress=progress):
                 state.batch = batch
@@ -229,6 +235,7 @@ class Stage(ABC):
                 if not state.more_steps:
                     timer.mark("other")
                     return
+            state.end_pass(progress)
         finally:
             progress.done = True
             state.steps_left_open += in_step  # not counted here: this may be an exception that ends the run

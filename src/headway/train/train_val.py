@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Unpack, final
+from typing import Any, TypeAlias, Unpack, final
 
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
@@ -17,6 +17,9 @@ from headway.train.model.zero_grad import fast_zero_grad
 from headway.train.settings import TrainOptions, TrainSettings
 from headway.train.stage import Stage
 from headway.train.train_val_state import TrainValState
+
+Loss: TypeAlias = "Tensor | tuple[Tensor, Tensor | float]"
+"""what a step returns: a mean loss, with or without its weight"""
 
 
 class TrainValStage(Stage):
@@ -47,15 +50,21 @@ class TrainValStage(Stage):
 
     # --- what you write
 
-    def step(self, batch: Any) -> Tensor | None:  # noqa: ARG002
-        """Computes forward and loss, for training and validation alike."""
+    def step(self, batch: Any) -> Loss | None:  # noqa: ARG002
+        """Computes forward and loss, for training and validation alike.
+
+        Returns the mean loss over the samples of the batch; or, for a mean over anything else, that mean and its
+        weight: batches and ranks are then averaged by weight.
+
+            return F.cross_entropy(logits, labels), (labels != -100).sum()      # a mean over tokens
+        """
         raise self._loop.no_step()
 
-    def train_step(self, batch: Any) -> Tensor | None:
+    def train_step(self, batch: Any) -> Loss | None:
         """Computes forward and loss in training; by default `step`."""
         return self.step(batch)
 
-    def val_step(self, batch: Any) -> Tensor | None:
+    def val_step(self, batch: Any) -> Loss | None:
         """Computes forward and loss in validation; by default `step`. May return None."""
         return self.step(batch)
 

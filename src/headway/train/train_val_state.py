@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -12,23 +12,25 @@ from numbers import Real
 from types import MethodType
 from typing import TYPE_CHECKING, Any, final
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from headway.dist.collective.exchange import gather_rows
 from headway.errors import HeadwayError, UsageError
-from headway.train.batches import count_batches
-from headway.train.checks import check_lengths, check_optimizers, not_a_loss
+from headway.train.batches import Pass, count_batches
+from headway.train.checks import check_optimizers, gather_lengths, not_a_loss
 from headway.train.diagnose import evidence
 from headway.train.evaluate.mode import evaluating
 from headway.train.loop_state import VALIDATE, LoopState
 from headway.train.metrics.bad_samples import QuarantiningLoader, check_bad, log_bad, quarantining
 from headway.train.metrics.epoch_metrics import EpochMetric, compute_metrics
-from headway.train.metrics.meter import LogPoint, MetricAccumulator, Reduction, Scope
+from headway.train.metrics.meter import LogPoint, MetricAccumulator, Reduction, Scope, exact_dtype
 from headway.train.model.precision import MixedPrecision
 from headway.train.optimizer_step import OptimizerStep
 from headway.train.settings import TrainSettings
+from headway.train.uneven import BatchAgreement, Repeated
 
 if TYPE_CHECKING:
     from headway.train.train_val import TrainValStage
@@ -43,6 +45,7 @@ class TrainValState(LoopState):
     def __init__(self, stage: TrainValStage, settings: TrainSettings, *, base: type[TrainValStage]) -> None:
         super().__init__(stage, log_every=settings.log_every)
         self.settings = settings
+        self.early_stopping = settings.make_early_stopping()
         self.training = True
         self.logging_off = False
         self.columns = [
@@ -95,7 +98,7 @@ class TrainValState(LoopState):
         meter.log(full, value, weight=weight, reduce=reduce, scope=scope)
 
     def log_own(
-        self, name: str, value: Tensor | float, *, weight: float = 1.0, reduce: Reduction = "mean"
+        self, name: str, value: Tensor | float, *, weight: Tensor | float = 1.0, reduce: Reduction = "mean"
     ) -> None:
         """Logs a metric of the loop itself; refuses it if the step has logged one of that name, which it would mix."""
         if self.logging_off:
@@ -165,11 +168,50 @@ class TrainValState(LoopState):
                 f"pipe.register_model({name!r}, ...) to train it, or requires_grad_(False) to freeze it"
             )
 
-    def check_lengths(self) -> None:
-        """Raises `UsageError` if ranks have different numbers of batches: they would wait for each other forever."""
+    def train_batches(self) -> tuple[Pass, Iterator[Any]]:
+        """Begins the pass over the training data, and returns its batches on the device."""
+        loader, limit = self.stage.train_dataset(), self.settings.limit_train_batches
+        progress = self.begin_pass(loader, limit)
         if self.pipe.world.world_size > 1:
-            mine = count_batches(self.stage.train_dataset(), self.settings.limit_train_batches)
-            check_lengths(self.stage, mine)
+            self._compare_lengths(loader, progress)
+        return progress, self.device_batches(loader, limit, progress=progress)
+
+    def _compare_lengths(self, loader: Iterable[Any], progress: Pass) -> None:
+        """Has ranks agree on their batches, unless all know that they have equally many.
+
+        Raises `UsageError` on all ranks if they know that they do not, and no setting says what to do then.
+        """
+        settings = self.settings
+        known = count_batches(loader, None) is not None
+        mine = count_batches(loader, settings.limit_train_batches) if known else None
+        lengths = gather_lengths(self.stage, mine, uneven=settings.uneven)
+        if lengths is not None and len(set(lengths)) == 1:
+            return
+        how = settings.uneven or "shortest"
+        if lengths is not None:
+            progress.total_batches = max(lengths) if how == "longest" else min(lengths)
+        progress.agreement = BatchAgreement(
+            how, window=settings.accumulate, lengths=lengths, given=progress.batches_given
+        )
+
+    def step_functions(
+        self, agreement: BatchAgreement | None
+    ) -> tuple[Callable[[Any], Any], Callable[[Any], int], BatchAgreement | None]:
+        """Returns how the loop calls the step and counts samples, and the agreement if batches may be repeated."""
+        if agreement is None or not agreement.longest:
+            return self.stage.train_step, self.stage.count_samples, None
+        return self._train_step, self.checked_count, agreement
+
+    def _train_step(self, batch: Any) -> Any:
+        """Calls that of the stage; a repeated batch takes part in the step, but is not logged and has no weight."""
+        if type(batch) is not Repeated:
+            return self.stage.train_step(batch)
+        self.batch, self.logging_off = batch.batch, True
+        try:
+            returned: object = self.stage.train_step(batch.batch)
+        finally:
+            self.logging_off = False
+        return (returned[0], 0.0) if type(returned) is tuple and returned else returned
 
     def check_progress(self) -> None:
         if self.steps_done == self.epoch_start:
@@ -198,6 +240,27 @@ class TrainValState(LoopState):
 
     # --- a step
 
+    def weighted(self, returned: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        """Returns the mean loss of a batch and its weight, such as its tokens, from what a step returned."""
+        if len(returned) != 2 or not isinstance(returned[0], Tensor):
+            raise not_a_loss(self.stage, returned)
+        loss, weight = returned
+        valid = (
+            weight.ndim == 0
+            if isinstance(weight, Tensor)
+            else isinstance(weight, int | float | np.number) and 0 <= weight < math.inf
+        )
+        if not valid:
+            raise UsageError(
+                f"stage {self.name!r} returned the weight {weight!r:.80} with its loss: give a number of at least 0, "
+                "or a tensor with one, such as (labels != -100).sum()"
+            )
+        return loss, torch.as_tensor(weight, dtype=exact_dtype(self.device), device=self.device).detach()
+
+    def stepped_optimizers(self) -> Mapping[str, Optimizer]:
+        mine = self.stage.optimizers()
+        return {name: each for name, each in self.pipe.optimizers.items() if any(each is one for one in mine)}
+
     def not_a_loss(self, returned: object) -> UsageError:
         return not_a_loss(self.stage, returned)
 
@@ -221,26 +284,35 @@ class TrainValState(LoopState):
 
     def before_log_point(self) -> None:
         super().before_log_point()
+        # a batch without a sample, such as a repeated one, has no part in the mean
+        self.recent_losses[:] = [one for one in self.recent_losses if one[2] or one[3] is not None]
         if self.recent_losses:
-            losses = torch.stack([loss for _, loss, _ in self.recent_losses])
-            counts = [count for _, _, count in self.recent_losses]
+            losses = torch.stack([loss for _, loss, _, _ in self.recent_losses])
+            counts = [count for _, _, count, _ in self.recent_losses]
             if not all(isinstance(count, Real) for count in counts):
                 self.checked_count(self.batch)
             self.samples = sum(counts)
-            total = max(self.samples, 1)
-            if min(counts) == max(counts):
+            given = [weight for _, _, _, weight in self.recent_losses if weight is not None]
+            total: Tensor | float = max(self.samples, 1)
+            if given:
+                weights = torch.stack(given)
+                total = weights.sum()
+                mean = losses.to(weights.dtype) @ weights / total.clamp(min=1e-30)
+            elif min(counts) == max(counts):
                 mean = losses.mean(dtype=torch.float64)  # one kernel
             else:
                 weights = torch.tensor(counts, dtype=torch.float64, device=losses.device)
                 mean = losses.double() @ weights / total
             self.log_own(self.stage.loss_metric_name(), mean, weight=total)
+        if self.precision.scaler is not None and self.steps_done != self.logged_at:
+            self.log_own("loss_scale", self.precision.scaler.get_scale(), reduce="last")
 
     def examine(self, point: LogPoint) -> None:
         """Raises on all ranks if the loss of any is non-finite, with the first such step and the evidence."""
         super().examine(point)
         prefix = self.stage.train_metric_prefix()
         if ranks := point.not_finite.get(prefix + self.stage.loss_metric_name()):
-            bad = [step for step, loss, _ in self.recent_losses if not loss.isfinite()]
+            bad = [step for step, loss, _, _ in self.recent_losses if not loss.isfinite()]
             mine = torch.tensor([float(bad[0]) if bad else math.inf], device=self.device)
             first = gather_rows(mine).min().item()
             who = ", ".join(str(rank) for rank in ranks)
@@ -327,6 +399,15 @@ class TrainValState(LoopState):
         finally:
             self.training = True
 
+    def log_val_loss(self, returned: Any, batch: Any) -> None:
+        """Logs what `val_step` returned: a mean over the samples of the batch, or a mean and its weight."""
+        if returned is None:
+            return
+        loss, weight = (
+            self.weighted(returned) if type(returned) is tuple else (returned, self.checked_count(batch))
+        )
+        self.log_own(self.stage.loss_metric_name(), loss, weight=weight)
+
     def reduce_validation(self) -> LogPoint:
         """Reduces what all ranks have logged in a validation, and counts their bad samples."""
         log_bad(self.val_quarantining, self.val_meter)
@@ -342,10 +423,17 @@ class TrainValState(LoopState):
         self._validated_at, self._validated_at_start = self.steps_done, True
         self._validation_requested, self._validation_clock = False, time.monotonic()
         self.pipe._record_log_point(self.stage, "validation", point)
+        if self.settings.validates_between_steps and self.steps_done:
+            self.stop_early(point.values, in_validation=True)
         if self.pipe._keeper:
             self.pipe._keeper.after_validation(self.stage)
         self.pipe._timer.stop()
         check_bad(self.val_quarantining, point)
+
+    @property
+    def has_validated(self) -> bool:
+        validates = self.settings.val_interval is not None and bool(self.val_loaders())
+        return not validates or self._validated_at > 0
 
     def epoch_values(self) -> dict[str, Any]:
         values = super().epoch_values() | self._val_values

@@ -11,6 +11,7 @@ import torch
 from headway.dist import set_phase
 from headway.dist.collective.exchange import gather_rows
 from headway.errors import UsageError
+from headway.train.model.named_parts import NamedParts
 
 if TYPE_CHECKING:
     from headway.train.loop_state import LoopState
@@ -24,7 +25,7 @@ def evaluating(state: LoopState) -> Iterator[None]:
     registered = state.pipe.registered_models
     models = [*(model.bare for model in registered.values()), *state.own_modules().values()]
     modes = [(part, part.training) for model in models for part in model.modules()]
-    state.models = {name: model.evaluated for name, model in registered.items()}
+    state.models = NamedParts("model", {name: model.evaluated for name, model in registered.items()})
     set_phase("validation", state.pipe.steps_done)
     try:
         with ExitStack() as stack:

@@ -50,7 +50,7 @@ class Cell:
     def __init__(self, name: str, reduction: Reduction, shape: tuple[int, ...], device: torch.device) -> None:
         self.name, self.reduction, self.shape = name, reduction, shape
         self.key: Key = (name, reduction, shape)
-        self.total = torch.full(shape, _START[reduction], dtype=_precision(device), device=device)
+        self.total = torch.full(shape, _START[reduction], dtype=exact_dtype(device), device=device)
         self.host = _START[reduction]
         self.weight = 0.0  # on the host, as most weights are batch sizes
         self.device_weight: Tensor | None = None  # for weights that are tensors, such as token counts
@@ -268,7 +268,7 @@ class MetricAccumulator:
 
         The numbers on the host are copied to the device at once, without waiting.
         """
-        first = torch.tensor(numbers, dtype=_precision(self._device)).to(self._device, non_blocking=True)
+        first = torch.tensor(numbers, dtype=exact_dtype(self._device)).to(self._device, non_blocking=True)
         for place, cell in enumerate(cells, start=at):
             if cell.device_weight is not None:
                 first[place] += cell.device_weight
@@ -349,7 +349,8 @@ def _merge_log_points(before: Sums, now: Sums, reduction: str) -> Sums:
     return total, before[1] + now[1]
 
 
-def _precision(device: torch.device) -> torch.dtype:
+def exact_dtype(device: torch.device) -> torch.dtype:
+    """Returns the dtype for sums and weights on a device: double precision, which MPS does not have."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 

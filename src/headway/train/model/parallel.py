@@ -201,6 +201,13 @@ def _named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(module.named_parameters(remove_duplicate=False))
 
 
+def _not_a_module(name: str, given: object) -> UsageError:
+    what, remedy = f"of type {type(given).__name__}", "a torch.nn.Module"
+    if isinstance(given, type):
+        what, remedy = f"the class {given.__name__}", f"an instance, such as {given.__name__}(...)"
+    return UsageError(f"model {name!r} is {what}: register {remedy}")
+
+
 def prepare(
     name: str,
     module: nn.Module,
@@ -215,7 +222,7 @@ def prepare(
 ) -> RegisteredModel:
     """Moves a model to this rank's device, wraps it, fills it with its initial weights, and compiles it."""
     if not isinstance(module, nn.Module):
-        raise UsageError(f"model {name!r} is of type {type(module).__name__}: register a torch.nn.Module")
+        raise _not_a_module(name, module)
     empty = has_empty_parameters(name, module, given=initial is not None)
     ties = find_ties(module)
     if not empty:

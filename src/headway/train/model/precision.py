@@ -33,7 +33,7 @@ class MixedPrecision:
     """Autocast and, for fp16 alone, a gradient scaler: bf16 has the range of fp32 and needs none."""
 
     def __init__(self, name: Name, device: torch.device) -> None:
-        self.name = name
+        self.name, self._device = name, device
         self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
 
         dtype = _AUTOCAST.get(name)
@@ -63,6 +63,18 @@ class MixedPrecision:
         """Removes the scale from the gradients, so that their norm can be computed."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
+
+    def overflow(self, optimizer: Optimizer) -> Tensor:
+        """Returns 1 if the scaler skips the step of the optimizer because of an overflow, else 0.
+
+        Call it between the optimizer's step and the update of the scale.
+        """
+        assert self.scaler is not None
+        found: list[Tensor] = list(self.scaler._found_inf_per_device(optimizer).values())
+        if len(found) == 1:
+            return found[0]
+        # of none, if the stage stepped it without the scaler; of several, if its parameters are on several devices
+        return torch.tensor(any(each.item() for each in found), dtype=torch.float32, device=self._device)
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.scaler is None else self.scaler.state_dict()

@@ -193,9 +193,6 @@ class Keeper:
     def after_epoch(self, stage: Stage) -> None:
         """Stops or saves between two epochs, if that is due."""
         self._update_best()
-        if self.pipe.epoch == 1 and self._best is None and (wanted := self.settings.retention.keep_best):
-            known = ", ".join(self.pipe.history.names()) or "none"
-            self._log(f"keep_best={wanted!r} has not been logged so far; metrics: {known}", logging.WARNING)
         every = self.settings.interval.epochs
         self.due |= every is not None and self.pipe.epoch % every == 0
         self._pass_point(stage)

@@ -144,10 +144,11 @@ def _losses(stage: Stage, steps: list[_StepEntry]) -> tuple[list[float], list[fl
     sums, weights = [0.0] * len(steps), [0.0] * len(steps)
     recent = [one for one in stage._loop.recent_losses if one[0] in places]
     if recent:
-        values = torch.stack([loss for _, loss, _ in recent]).double().tolist()
-        for (step, _, count), value in zip(recent, values, strict=True):
-            sums[places[step]] += value * float(count)
-            weights[places[step]] += float(count)
+        values = torch.stack([loss for _, loss, _, _ in recent]).double().tolist()
+        for (step, _, count, weight), value in zip(recent, values, strict=True):
+            counted = float(count if weight is None else weight)
+            sums[places[step]] += value * counted
+            weights[places[step]] += counted
     return sums, weights
 
 

@@ -1,0 +1,183 @@
+"""fp16: a step that overflows is skipped by optimizer, scheduler and average alike, as in a loop by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from toys import Batches, make_net, warm_up
+
+import headway as hw
+from headway.testing import ranks
+from headway.train import Pipeline, TrainValStage
+
+BATCHES, DECAY = 12, 0.9
+OVERFLOWS = (3, 4, 9)  # of the batches, counted from 0
+
+
+def adam(parameters: Any) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+class Overflowing(Batches):
+    """Batches with a factor for the loss, which is too large for fp16 in some."""
+
+    def __iter__(self) -> Any:
+        for number, (x, y) in enumerate(super().__iter__()):
+            yield x, y, torch.tensor(1e38 if number in OVERFLOWS else 1.0)
+
+
+def loss_of(net: nn.Module, batch: Any) -> Tensor:
+    x, y, factor = batch
+    return F.cross_entropy(net(x).float(), y) * factor
+
+
+class Half(TrainValStage):
+    def pre_stage(self) -> None:
+        self.rates: list[float] = []
+
+    def step(self, batch: Any) -> Tensor:
+        self.rates.append(self.optimizers()[0].param_groups[0]["lr"])
+        return loss_of(self.models["net"], batch)
+
+
+def by_hand(net: nn.Module, batches: Overflowing, *, accumulate: int, clip: float | None) -> dict[str, Any]:
+    """The recipe of torch's documentation; a scale that has become smaller says that the step was skipped."""
+    optimizer = adam(net.parameters())
+    scheduler, scaler = warm_up(optimizer), torch.amp.GradScaler("cpu")
+    model: Any = (
+        nn.parallel.DistributedDataParallel(net) if hw.dist.is_initialized() and hw.world_size() > 1 else net
+    )
+    average = [p.detach().clone() for p in net.parameters()]
+    every, rates, skipped, norms = list(batches), [], 0, []
+    for start in range(0, len(every), accumulate):
+        window = every[start : start + accumulate]
+        optimizer.zero_grad()
+        for batch in window:
+            rates.append(optimizer.param_groups[0]["lr"])
+            with torch.autocast("cpu", torch.float16):
+                loss = loss_of(model, batch)
+            scaler.scale(loss / len(window) if accumulate > 1 else loss).backward()
+        if clip is not None:
+            scaler.unscale_(optimizer)
+            norms.append(nn.utils.clip_grad_norm_(net.parameters(), clip).item())
+        scaler.step(optimizer)
+        before = scaler.get_scale()
+        scaler.update()
+        if scaler.get_scale() < before:
+            skipped += 1
+            continue
+        scheduler.step()
+        for mean, p in zip(average, net.parameters(), strict=True):
+            mean.lerp_(p.detach(), 1 - DECAY)
+    return {
+        "rates": rates,
+        "skipped": skipped,
+        "average": average,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "scale": scaler.get_scale(),
+        "norms": [norm for norm in norms if norm == norm and norm != float("inf")],
+    }
+
+
+def compare(folder: Path, *, accumulate: int, clip: float | None, rank: int) -> None:
+    net = make_net(dropout=0.0)
+    hand = by_hand(net, Overflowing(BATCHES, rank=rank), accumulate=accumulate, clip=clip)
+    pipe = Pipeline(name="toy", root=folder)
+    pipe.register_model("net", make_net(dropout=0.0), ema=DECAY)
+    pipe.register_optimizer("adam", adam, scheduler=warm_up)
+    pipe.register_dataset("train", Overflowing(BATCHES, rank=rank))
+    stage = Half(precision="fp16", accumulate=accumulate, gradient_clip=clip, log_every=1)
+    pipe.append_stage(stage, max_epochs=1)
+    pipe.run()
+
+    registered, optimizer = pipe.registered_models["net"], pipe.optimizers["adam"]
+    assert hand["skipped"] == 3, "the case has overflows"
+    assert stage.rates == hand["rates"], "the scheduler stands still with the optimizer"
+    assert pipe.schedulers["adam"].last_epoch == hand["scheduler"].last_epoch
+    assert pipe.steps_done == BATCHES // accumulate, "a skipped step is a step"
+    for ours, theirs in zip(registered.bare.parameters(), net.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert registered.ema is not None
+    for ours, mean in zip(registered.ema.state_dict().values(), hand["average"], strict=True):
+        assert torch.equal(ours, mean)
+    ours_steps, steps = (
+        [state["step"].item() for state in each.state_dict()["state"].values()]
+        for each in (optimizer, hand["optimizer"])
+    )
+    assert ours_steps == steps == [BATCHES // accumulate - hand["skipped"]] * len(steps)
+    skipped, scales = pipe.history.points("train/skipped_steps"), pipe.history.points("train/loss_scale")
+    assert sum(value for _, value in skipped) == hand["skipped"] * hw.world_size()  # type: ignore[misc]
+    assert scales[-1][1] == hand["scale"] == stage._loop.precision.scaler.get_scale()  # type: ignore[union-attr]
+    assert [value for _, value in pipe.history.points("train/grad_norm")] == pytest.approx(
+        hand["norms"], rel=1e-6
+    )
+
+
+CASES = [(1, None), (1, 0.5), (2, None), (2, 0.5)]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("accumulate", "clip"), CASES)
+def test_one_process_equals_a_loop_by_hand(accumulate: int, clip: float | None, tmp_path: Path) -> None:
+    hw.init()
+    compare(tmp_path, accumulate=accumulate, clip=clip, rank=0)
+
+
+@ranks(2)
+def test_two_ranks_equal_ddp_by_hand(tmp_path: Path) -> None:
+    compare(tmp_path, accumulate=1, clip=0.5, rank=hw.rank())
+
+
+class Two(TrainValStage):
+    """Two models; only the loss of the second overflows."""
+
+    def optimizers(self) -> Sequence[Optimizer]:
+        return list(self.pipe.optimizers.values())
+
+    def step(self, batch: Any) -> Tensor:
+        x, y, _ = batch
+        return F.cross_entropy(self.models["first"](x).float(), y) + loss_of(self.models["second"], batch)
+
+
+@pytest.mark.usefixtures("alone")
+def test_only_what_follows_the_optimizer_that_overflowed_stands_still(tmp_path: Path) -> None:
+    pipe = Pipeline(name="toy", root=tmp_path)
+    for name in ("first", "second"):
+        pipe.register_model(name, make_net(dropout=0.0))
+        pipe.register_optimizer(name, adam, scheduler=warm_up, model=name)
+    pipe.register_dataset("train", Overflowing(BATCHES))
+    pipe.append_stage(Two(precision="fp16"), max_epochs=1)
+    pipe.run()
+    made = {name: scheduler.last_epoch for name, scheduler in pipe.schedulers.items()}
+    assert made == {"first": BATCHES, "second": BATCHES - len(OVERFLOWS)}
+    assert pipe.history["train/skipped_steps"] == [len(OVERFLOWS)]
+
+
+@pytest.mark.usefixtures("alone")
+def test_learning_rates_are_recorded_by_optimizer_and_group(tmp_path: Path) -> None:
+    pipe = Pipeline(name="toy", root=tmp_path)
+    net = make_net()
+    pipe.register_model("net", net)
+    groups = [{"params": net.first.parameters(), "lr": 0.1}, {"params": net.last.parameters(), "lr": 0.2}]
+    pipe.register_optimizer("sgd", torch.optim.SGD(groups, lr=0.1), scheduler=warm_up)
+    pipe.register_dataset("train", Batches(4))
+
+    class Plain(TrainValStage):
+        def step(self, batch: Any) -> Tensor:
+            return F.cross_entropy(self.models["net"](batch[0]), batch[1])
+
+    pipe.append_stage(Plain(log_every=1, on_nan="skip"), max_epochs=1)
+    pipe.run()
+    warm = [min(1.0, (step + 1) / 50) for step in (1, 2, 3, 4)]
+    for number, lr in enumerate((0.1, 0.2)):
+        rates = [value for _, value in pipe.history.points(f"lr/sgd/{number}")]
+        assert rates == pytest.approx([lr * each for each in warm])
+    assert len(pipe.history.points("train/grad_norm")) == 4, "it is computed for on_nan, so it is logged"

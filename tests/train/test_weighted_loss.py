@@ -1,0 +1,161 @@
+"""A step that returns a loss and its weight: batches and ranks are averaged as one process averages all tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from toys import make_net
+
+import headway as hw
+from headway.errors import UsageError
+from headway.testing import ranks
+from headway.train import Fsdp, Pipeline, TrainValStage
+
+IGNORED = -100
+BATCHES, TOKENS, FEATURES = 7, 12, 10
+LAST = 5  # the batch in which one rank has a single token
+
+
+def batch_of(number: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Rows of tokens, of which each rank and batch trains on another number."""
+    generator = torch.Generator().manual_seed(100 * rank + number)
+    x = torch.randn(TOKENS, FEATURES, generator=generator)
+    y = x[:, :3].argmax(1)
+    trained = 1 if (number, rank) == (LAST, 1) else 1 + int(torch.randint(TOKENS, (), generator=generator))
+    y[trained:] = IGNORED
+    return x, y
+
+
+def mean_over_tokens(net: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
+    x, y = (torch.cat(part) for part in zip(*batches, strict=True))
+    return F.cross_entropy(net(x), y, ignore_index=IGNORED)
+
+
+class Tokens(TrainValStage):
+    def __init__(
+        self, weigh: Callable[[Tensor], Any] = lambda y: (y != IGNORED).sum(), **settings: Any
+    ) -> None:
+        super().__init__(log_every=1, **settings)
+        self.weigh = weigh
+
+    def step(self, batch: Any) -> tuple[Tensor, Tensor]:
+        x, y = batch
+        loss = F.cross_entropy(self.models["net"](x).float(), y, ignore_index=IGNORED)
+        return loss, self.weigh(y)
+
+
+def train(folder: Path, stage: Tokens, *, rank: int, **model: Any) -> Pipeline:
+    pipe = Pipeline(name="toy", root=folder)
+    pipe.register_model("net", make_net(norm=False, dropout=0.0), **model)
+    pipe.register_optimizer("sgd", lambda ps: torch.optim.SGD(ps, lr=0.3), model="net")
+    pipe.register_dataset("train", [batch_of(number, rank) for number in range(BATCHES)])
+    pipe.register_dataset("val", [batch_of(number, rank) for number in range(2)])
+    pipe.append_stage(stage, max_epochs=1)
+    pipe.run()
+    return pipe
+
+
+def check(pipe: Pipeline, *, accumulate: int, size: int) -> None:
+    """Compares weights and losses with those of one process that has the batches of all ranks in one."""
+    net = make_net(norm=False, dropout=0.0)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.3)
+    losses = []
+    for start in range(0, BATCHES, accumulate):
+        numbers = range(start, min(start + accumulate, BATCHES))
+        optimizer.zero_grad()
+        loss = mean_over_tokens(net, [batch_of(number, rank) for number in numbers for rank in range(size)])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    got = [value for _, value in pipe.history.points("train/loss")]
+    assert got == pytest.approx(losses, rel=1e-5)
+    for (name, ours), expected in zip(
+        pipe.registered_models["net"].bare.state_dict().items(), net.state_dict().values(), strict=True
+    ):
+        whole = ours.full_tensor() if hasattr(ours, "full_tensor") else ours
+        torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-6, msg=name)
+    with torch.no_grad():
+        expected = mean_over_tokens(
+            net, [batch_of(number, rank) for number in range(2) for rank in range(size)]
+        )
+    assert pipe.history["val/loss"] == pytest.approx([expected.item()], rel=1e-5)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_one_process_averages_a_window_over_tokens(accumulate: int, tmp_path: Path) -> None:
+    check(train(tmp_path, Tokens(accumulate=accumulate), rank=0), accumulate=accumulate, size=1)
+
+
+@ranks(2)
+def test_two_ranks_equal_one_process_with_the_concatenated_batch(tmp_path: Path) -> None:
+    for number, (accumulate, model) in enumerate(
+        [(1, {}), (3, {}), (7, {}), (1, {"parallel": "fsdp"}), (3, {"parallel": Fsdp(blocks=(nn.Linear,))})]
+    ):
+        stage = Tokens(accumulate=accumulate, gradient_clip=1e9)
+        pipe = train(tmp_path / str(number), stage, rank=hw.rank(), **model)
+        check(pipe, accumulate=accumulate, size=2)
+
+
+@ranks(2)
+def test_weights_may_be_numbers_and_samples_stay_samples(tmp_path: Path) -> None:
+    pipe = train(tmp_path, Tokens(lambda y: int((y != IGNORED).sum()), accumulate=2), rank=hw.rank())
+    check(pipe, accumulate=2, size=2)
+    assert pipe.steps_done == 4
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_window_of_fp16_does_not_overflow_by_its_weights(tmp_path: Path) -> None:
+    """Gradients times 60,000 tokens and the first loss scale, 65,536, are beyond the range of fp16."""
+    stage = Tokens(lambda y: (y != IGNORED).sum() * 5_000, accumulate=3, precision="fp16")
+    pipe = train(tmp_path, stage, rank=0)
+    assert [value for _, value in pipe.history.points("train/skipped_steps")] == [0.0] * 3
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_step_without_tokens_changes_nothing(tmp_path: Path) -> None:
+    for accumulate in (1, 2):
+        pipe = train(tmp_path, Tokens(lambda _: 0.0, accumulate=accumulate, val_every=None), rank=0)
+        for ours, start in zip(
+            pipe.models["net"].parameters(), make_net(norm=False).parameters(), strict=True
+        ):
+            assert torch.equal(ours, start)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("weigh", "message"),
+    [
+        (lambda _: -1, "stage 'tokens' returned the weight -1 with its loss: give a number of at least 0"),
+        (lambda y: y, "stage 'tokens' returned the weight tensor"),
+        (lambda _: None, "stage 'tokens' returned the weight None with its loss"),
+    ],
+)
+def test_other_weights_are_refused(weigh: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=message):
+        train(tmp_path, Tokens(weigh), rank=0)
+
+
+class Mixed(Tokens):
+    def step(self, batch: Any) -> Any:
+        returned = super().step(batch)
+        return returned if self.pipe.current_stage is not self or len(self.seen) % 2 else returned[0]
+
+    def train_step(self, batch: Any) -> Any:
+        self.seen.append(1)
+        return self.step(batch)
+
+    def pre_stage(self) -> None:
+        self.seen: list[int] = []
+
+
+@pytest.mark.usefixtures("alone")
+def test_weights_of_some_batches_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="returned a weight with the loss of some batches of a step only"):
+        train(tmp_path, Mixed(accumulate=2), rank=0)
