@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
 
 from headway.errors import UsageError
+from headway.plan.cost.flops import model_flops_per_token
+from headway.plan.cost.states import on_rank
 from headway.plan.model.hugging_face import from_hf_config
+from headway.plan.model.layout import Layout
 from headway.plan.model.presets import preset, preset_names
 from headway.plan.model.transformer import Transformer
 
@@ -232,3 +237,39 @@ def test_parts_add_up(layers: int, heads: int, dim: int, vocab: int) -> None:
         + model.head_parameters
     )
     assert model.parameters == parts
+
+
+HF = [
+    json.loads(line)
+    for line in (Path(__file__).parent / "data" / "hf_configs.jsonl").read_text().splitlines()
+]
+
+
+@pytest.mark.parametrize(
+    "row", HF, ids=lambda row: f"{row['config']['model_type']}-{row['parameters'] // 10**6}M"
+)
+def test_parameter_counts_of_transformers_classes(row: dict[str, Any], tmp_path: Path) -> None:
+    """Counted by building transformers 5.22.2's own classes on the meta device; the configs are what they wrote."""
+    (tmp_path / "config.json").write_text(json.dumps(row["config"]))
+    model = from_hf_config(tmp_path)
+    assert model.parameters == row["parameters"]
+    ranks = [on_rank(model, Layout(pp=4, global_batch=4), stage) for stage in range(4)]
+    copy = model.vocab * model.hidden if model.tied else 0
+    assert sum(rank.shared + rank.experts for rank in ranks) == pytest.approx(
+        row["parameters"] + copy, rel=1e-9
+    )
+
+
+def test_a_sliding_window_saves_scores() -> None:
+    model = preset("gpt-oss-20b")
+    assert model.parameters == next(
+        row["parameters"] for row in HF if row["config"]["model_type"] == "gpt_oss"
+    )
+    whole = replace(model, window=None, window_layers=0)
+    causal = [model_flops_per_token(one, 32768, "causal") for one in (model, whole)]
+    scores = (
+        3 * 2 * 2 * model.heads * model.dim * model.layers / 2
+    )  # per key and token, forward and backward, half
+    assert causal[1] - causal[0] == pytest.approx(scores * (32768 - 256) / 2)
+    with pytest.raises(UsageError, match=r"window_layers is 3 of 24 layers with window None"):
+        replace(whole, window_layers=3)

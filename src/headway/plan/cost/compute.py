@@ -103,13 +103,13 @@ def _feedforward_gemms(model: Transformer, layout: Layout, tokens: float, *, moe
 @lru_cache(maxsize=8192)
 def attention_gemms(model: Transformer, layout: Layout) -> tuple[Gemm, ...]:
     """Returns scores and weighted values of one layer, forward, on one rank."""
-    s = layout.tokens(model)
+    s, keys = layout.tokens(model), model.mean_keys(layout.tokens(model))
     batch = layout.microbatch * model.heads / layout.tp
     value = model.mla.v_dim if model.mla else model.dim
     causal = model.causal and layout.flash
     return (
-        Gemm("scores", s / layout.cp, model.dim, s, batch, causal),
-        Gemm("weighted values", s / layout.cp, s, value, batch, causal),
+        Gemm("scores", s / layout.cp, model.dim, keys, batch, causal),
+        Gemm("weighted values", s / layout.cp, keys, value, batch, causal),
     )
 
 

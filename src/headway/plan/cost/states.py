@@ -44,7 +44,9 @@ def layer_on_rank(model: Transformer, tp: int, *, moe: bool) -> float:
 
     Norms and output biases are replicated; keys and values are split at most `kv_heads` ways.
     """
-    replicated = 2 * model.norm_parameters + (2 * model.hidden if model.bias == "all" else 0)
+    replicated = (
+        2 * model.norm_parameters + (2 * model.hidden if model.bias == "all" else 0) + model.layer_extra
+    )
     keys = 0.0
     if model.mla is None:
         keys = 2 * model.kv * model.dim * (model.hidden + (model.bias != "none"))

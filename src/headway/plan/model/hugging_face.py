@@ -30,6 +30,11 @@ class _Config:
             return default
         return checks.require_int(f"{self._where}: {key}", value, at_least=0)
 
+    def count(self, key: str, value: str) -> int:
+        """How many entries of a list are `value`; none if there is no such list."""
+        found = self._data.get(key)
+        return found.count(value) if isinstance(found, list) else 0
+
     def flag(self, key: str, default: bool) -> bool:
         value = self._data.get(key, default)
         if not isinstance(value, bool):
@@ -107,7 +112,7 @@ def _mixtral(c: _Config) -> Transformer:
 
 def _qwen3_moe(c: _Config) -> Transformer:
     moe = Moe(
-        experts=c.number("num_experts"),
+        experts=c.number("num_experts", c.number("num_local_experts", 0) or None),
         top_k=c.number("num_experts_per_tok"),
         ffn=c.number("moe_intermediate_size"),
     )
@@ -131,6 +136,113 @@ def _deepseek(c: _Config) -> Transformer:
         dense_layers=c.number("first_k_dense_replace", 0),
     )
     return replace(_llama(c), head_dim=None, mla=mla, moe=moe)
+
+
+def _gemma(c: _Config, *, qk_norm: bool) -> Transformer:
+    """Gemma 2 and 3: two more norms in a layer, and layers with a sliding window."""
+    base = _windowed(c, _llama(c, tied=True), "sliding_window", "sliding_attention")
+    return replace(base, layer_extra=2 * base.hidden, qk_norm=qk_norm)
+
+
+def _windowed(c: _Config, base: Transformer, key: str, kind: str) -> Transformer:
+    """Adds the window of the layers that the config lists by kind; a config of an earlier version lists none."""
+    layers = c.count("layer_types", kind)
+    return replace(base, window=c.number(key), window_layers=layers) if layers else base
+
+
+def _gpt_oss(c: _Config) -> Transformer:
+    base = _windowed(c, _llama(c), "sliding_window", "sliding_attention")
+    moe = Moe(
+        experts=c.number("num_local_experts"),
+        top_k=c.number("num_experts_per_tok"),
+        ffn=c.number("intermediate_size"),
+    )
+    return replace(
+        base, bias="all", moe=moe, layer_extra=base.heads + moe.experts
+    )  # sinks, the router's bias
+
+
+def _llama4(c: _Config) -> Transformer:
+    base = _windowed(c, _llama(c), "attention_chunk_size", "chunked_attention")
+    expert = c.number("intermediate_size")
+    moe = Moe(
+        experts=c.number("num_local_experts"),
+        top_k=c.number("num_experts_per_tok"),
+        ffn=expert,
+        shared_ffn=expert,
+        every=c.number("interleave_moe_layer_step", 1),
+    )
+    return replace(base, ffn=c.number("intermediate_size_mlp"), moe=moe)
+
+
+def _qwen2_moe(c: _Config) -> Transformer:
+    moe = Moe(
+        experts=c.number("num_experts"),
+        top_k=c.number("num_experts_per_tok"),
+        ffn=c.number("moe_intermediate_size"),
+        shared_ffn=c.number("shared_expert_intermediate_size"),
+        every=c.number("decoder_sparse_step", 1),
+    )
+    return replace(_qwen2(c), moe=moe, layer_extra=c.number("hidden_size"))  # the gate of the shared expert
+
+
+def _olmo2(c: _Config) -> Transformer:
+    base = _llama(c)
+    return replace(
+        base, layer_extra=(base.heads + base.kv) * base.dim
+    )  # queries and keys are normed as a whole
+
+
+def _opt(c: _Config) -> Transformer:
+    hidden = c.number("hidden_size")
+    checks.require_choice("word_embed_proj_dim", c.number("word_embed_proj_dim", hidden), (hidden,))
+    return Transformer(
+        layers=c.number("num_hidden_layers"),
+        hidden=hidden,
+        heads=c.number("num_attention_heads"),
+        vocab=c.number("vocab_size"),
+        ffn=c.number("ffn_dim"),
+        context=c.number("max_position_embeddings", 2048),
+        dropout=True,
+        tied=c.flag("tie_word_embeddings", True),
+        extra_parameters=2 * hidden,  # two more positions
+    )
+
+
+def _gpt_neox(c: _Config) -> Transformer:
+    return Transformer(
+        layers=c.number("num_hidden_layers"),
+        hidden=c.number("hidden_size"),
+        heads=c.number("num_attention_heads"),
+        vocab=c.number("vocab_size"),
+        ffn=c.number("intermediate_size"),
+        context=c.number("max_position_embeddings", 2048),
+        position="rope",
+        tied=c.flag("tie_word_embeddings", False),
+    )
+
+
+def _falcon(c: _Config) -> Transformer:
+    hidden, heads, new = (
+        c.number("hidden_size"),
+        c.number("num_attention_heads"),
+        c.flag("new_decoder_architecture", False),
+    )
+    keys = c.number("num_kv_heads", heads) if new else 1 if c.flag("multi_query", True) else heads
+    one_norm = not new and c.flag("parallel_attn", True)
+    return Transformer(
+        layers=c.number("num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=keys,
+        vocab=c.number("vocab_size"),
+        ffn=c.number("ffn_hidden_size", 4 * hidden),
+        position="none" if c.flag("alibi", False) else "rope",
+        bias="all" if c.flag("bias", False) else "none",
+        tied=c.flag("tie_word_embeddings", True),
+        context=c.number("max_position_embeddings", 2048),
+        layer_extra=-2 * hidden if one_norm else 0,
+    )
 
 
 def _bert(c: _Config) -> Transformer:
@@ -174,11 +286,21 @@ _READERS: dict[str, Callable[[_Config], Transformer]] = {
     "bert": _bert,
     "deepseek_v3": _deepseek,
     "dinov2": lambda c: _vision(c, dino=True),
+    "falcon": _falcon,
+    "gemma2": lambda c: _gemma(c, qk_norm=False),
+    "gemma3_text": lambda c: _gemma(c, qk_norm=True),
     "gpt2": _gpt2,
+    "gpt_neox": _gpt_neox,
+    "gpt_oss": _gpt_oss,
     "llama": _llama,
+    "llama4_text": _llama4,
     "mistral": _llama,
     "mixtral": _mixtral,
+    "olmo2": _olmo2,
+    "opt": _opt,
+    "phi3": _llama,
     "qwen2": _qwen2,
+    "qwen2_moe": _qwen2_moe,
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
     "vit": lambda c: _vision(c, dino=False),

@@ -54,10 +54,12 @@ _MIXTRAL = _llama(32, 4096, 32, 8, 14336, 32000)
 
 def _gpt_oss(layers: int, experts: int) -> Transformer:
     base = _llama(layers, 2880, 64, 8, 2880, 201088)
-    # a sink for each head, and a bias of the router
-    more = layers * (64 + experts)
+    # a sink for each head, and a bias of the router; every other layer attends to 128 tokens
     moe = Moe(experts=experts, top_k=4, ffn=2880)
-    return replace(base, head_dim=64, bias="all", moe=moe, context=131072, extra_parameters=more)
+    return replace(
+        base, head_dim=64, bias="all", moe=moe, context=131072, layer_extra=64 + experts, window=128,
+        window_layers=layers // 2,
+    )  # fmt: skip
 
 
 _PRESETS = {

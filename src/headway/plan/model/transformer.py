@@ -115,6 +115,12 @@ class Transformer:
     moe: Moe | None = None
     mla: Mla | None = None
     image: Image | None = None
+    window: int | None = None
+    """Tokens that a layer with a sliding window attends to."""
+    window_layers: int = 0
+    """Number of layers with the window."""
+    layer_extra: int = 0
+    """Weights of a layer outside this pattern, on every rank: more norms, sinks, gates; negative for a norm less."""
     extra_parameters: int = 0
     """Weights outside this pattern, such as BERT's pooler and segment embedding."""
     name: str = field(default="transformer", compare=False)
@@ -127,6 +133,14 @@ class Transformer:
                 checks.require_int(f"model.{key}", getattr(self, key))
         checks.require_int("model.vocab", self.vocab, at_least=1 if self.image is None else 0)
         checks.require_int("model.extra_parameters", self.extra_parameters, at_least=0)
+        checks.require_int("model.layer_extra", self.layer_extra, at_least=-4 * self.hidden)
+        checks.require_int("model.window_layers", self.window_layers, at_least=0)
+        if self.window is not None:
+            checks.require_int("model.window", self.window)
+        if self.window_layers > (self.layers if self.window else 0):
+            raise UsageError(
+                f"model.window_layers is {self.window_layers} of {self.layers} layers with window {self.window}"
+            )
         checks.require_choice("model.position", self.position, ("learned", "rope", "none"))
         checks.require_choice("model.norm", self.norm, ("layernorm", "rmsnorm"))
         checks.require_choice("model.bias", self.bias, ("all", "qkv", "none"))
@@ -172,6 +186,13 @@ class Transformer:
     def tokens_per_sample(self) -> int:
         return self.image.tokens if self.image else self.context
 
+    def mean_keys(self, sequence: int) -> float:
+        """Keys of a query if none was masked, a mean over the layers; a causal window of w tokens counts as 2 w."""
+        if self.window is None:
+            return float(sequence)
+        inside = min(sequence, 2 * self.window if self.causal else self.window)
+        return sequence + (inside - sequence) * self.window_layers / self.layers
+
     @cached_property
     def attention_parameters(self) -> int:
         """Parameters of the attention of one layer."""
@@ -203,7 +224,7 @@ class Transformer:
         """Parameters of a dense layer."""
         scale = 2 * self.hidden if self.image and self.image.layer_scale else 0
         feedforward = self.feedforward_parameters(self.width)
-        return self.attention_parameters + feedforward + 2 * self.norm_parameters + scale
+        return self.attention_parameters + feedforward + 2 * self.norm_parameters + scale + self.layer_extra
 
     @cached_property
     def expert_parameters(self) -> int:
@@ -217,7 +238,7 @@ class Transformer:
             return 0
         shared = self.feedforward_parameters(self.moe.shared_ffn) if self.moe.shared_ffn else 0
         router = self.hidden * self.moe.experts
-        return self.attention_parameters + shared + router + 2 * self.norm_parameters
+        return self.attention_parameters + shared + router + 2 * self.norm_parameters + self.layer_extra
 
     @property
     def moe_layers(self) -> int:
