@@ -144,7 +144,7 @@ class CalibrateOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckOptions:
+class PlanCheckOptions:
     """Compares a run with its plan.json; exit code 1 if something is outside its interval."""
 
     run: Annotated[str, Positional("RUN")]
@@ -277,7 +277,7 @@ def _check(argv: list[str]) -> int:
     from headway.watch.planned import compare_with_plan
     from headway.watch.runs import resolve
 
-    options = parse(CheckOptions, argv, verb="plan check")
+    options = parse(PlanCheckOptions, argv, verb="plan check")
     found = [row for run in resolve([options.run], options.root) for row in compare_with_plan(run)]
     if options.json:
         print(json.dumps([row.to_dict() for row in found], indent=1))

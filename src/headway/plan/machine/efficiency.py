@@ -38,7 +38,7 @@ _FAMILIES = {"a100": "ampere", "h100": "hopper", "h200": "hopper", "b200": "blac
              "b300": "blackwell", "gb300": "blackwell"}  # fmt: skip
 
 
-class Interval(NamedTuple):
+class TimeInterval(NamedTuple):
     """Bounds of a time relative to its estimate, and what they come from."""
 
     low: float
@@ -97,7 +97,7 @@ def scoped_calibration(given: Calibration | None, device: Device) -> tuple[Calib
     return replace(own, **{**host, **measured, **facts}), []
 
 
-def intervals(device: Device, constants: Calibration, *, fp8: bool) -> Mapping[str, Interval]:
+def intervals(device: Device, constants: Calibration, *, fp8: bool) -> Mapping[str, TimeInterval]:
     """Returns how far each kind of work may be off: what was measured, what its family shows, or neither.
 
     A measured step (`scale`) shows what runs on one device, in the precision that was measured, and no link.
@@ -110,9 +110,9 @@ def intervals(device: Device, constants: Calibration, *, fp8: bool) -> Mapping[s
         on_device = kind in ("products", "attention", "memory", "experts")
         measured = constant in constants.measured or (stepped and on_device)
         if measured and not (fp8 and kind == "products" and not stepped):
-            found[kind] = Interval(*MEASURED, constants.source)
+            found[kind] = TimeInterval(*MEASURED, constants.source)
         elif family is None:
-            found[kind] = Interval(*_UNKNOWN, f"no published step on {device.name} is known")
+            found[kind] = TimeInterval(*_UNKNOWN, f"no published step on {device.name} is known")
         else:
-            found[kind] = Interval(*_KNOWN[family][kind], _CONSTANTS[family].source)
+            found[kind] = TimeInterval(*_KNOWN[family][kind], _CONSTANTS[family].source)
     return found

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from headway.plan.cost.collectives import axis_group, shard_group
 from headway.plan.cost.steptime import StepTime
 from headway.plan.machine.calibration import Calibration
-from headway.plan.machine.efficiency import Interval, intervals
+from headway.plan.machine.efficiency import TimeInterval, intervals
 from headway.plan.machine.hardware import FP8, Node
 from headway.plan.model.layout import Layout
 from headway.plan.model.transformer import Transformer
@@ -20,7 +20,7 @@ _KINDS = {"attention": "attention", "context parallel": "attention", "elementwis
 class TimeBounds(NamedTuple):
     """The interval of each part of a step, and of the step: relative to the estimate."""
 
-    parts: dict[str, Interval]
+    parts: dict[str, TimeInterval]
     low: float
     high: float
 
