@@ -133,13 +133,18 @@ def test_pickles_are_read_in_one_module_and_by_jobs_only() -> None:
 
 
 def test_nothing_that_reads_can_execute() -> None:
-    """pickle, eval and a shell have no place where files, stores and names of others are read."""
+    """pickle, eval and a shell have no place where files, stores and names of others are read.
+
+    torch's own reader of weights executes nothing with `weights_only=True`.
+    """
     offenders = []
     for path in READERS:
         for call in calls(path):
             given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
             function = ast.unparse(call.func)
             executes = function in EXECUTING or given.get("shell") == "True"
+            if function == "torch.load" and given.get("weights_only") == "True":
+                continue
             if executes or (function == "yaml.load" and "Loader" not in given):
                 offenders.append(f"{path.relative_to(PACKAGE)}:{call.lineno}: {ast.unparse(call)}")
     assert offenders == []

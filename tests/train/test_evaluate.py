@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
-from toys import Batches, Classify, make_net, make_pipe
+import warm
+from safetensors.torch import load_file
+from toys import FEATURES, Batches, Classify, Net, make_net, make_pipe
 
+import headway as hw
+from headway.errors import UsageError
 from headway.system import jsonlines
+from headway.testing import ranks
+from headway.train import Pipeline
+from headway.train.evaluate import output
 
 
 class TwoSets(Classify):
@@ -44,3 +56,221 @@ def test_several_sets_and_a_validation_before_the_first_step(tmp_path: Path) -> 
     one, two = pipe.history.epochs
     assert "val/loss" not in one.values  # the validation before the first step is not the epoch's
     assert two.values["ood/loss"] == last["metrics"]["ood/loss"]
+
+
+# --- evaluations of their own
+
+SAMPLES, CLASSES = 23, 3
+
+
+class Samples(torch.utils.data.Dataset[Any]):
+    """Few samples, so that the last batch is short on every number of ranks, and empty on some rank."""
+
+    def __init__(self, seed: int = 5) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(SAMPLES, FEATURES, generator=generator)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[index], self.x[index, :CLASSES].argmax()
+
+
+class Predicting(Classify):
+    kind = "tensor"
+    fails_at = -1
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.calls = 0
+
+    def predict(self, batch: Any) -> Any:
+        self.calls += 1
+        if self.calls == self.fails_at:
+            raise KeyboardInterrupt
+        logits = self.models["net"](batch[0])
+        if self.kind == "dict":
+            return {"logits": logits, "label": logits.argmax(1)}
+        return [{"label": int(n)} for n in logits.argmax(1)] if self.kind == "list" else logits
+
+
+def loader(**settings: Any) -> hw.data.DataLoader:
+    return hw.data.DataLoader(Samples(), batch_size=2, **settings)
+
+
+def fresh(folder: Path, **model: Any) -> Pipeline:
+    """A pipeline in a process that trains nothing, with other weights than the run."""
+    torch.manual_seed(99)
+    pipe = Pipeline(name="toy", root=folder)
+    pipe.register_model("net", Net(norm=False), **model)
+    return pipe
+
+
+def train_run(folder: Path) -> hw.Run:
+    """A run whose best checkpoint is not its last."""
+    pipe = make_pipe(folder, net=make_net(norm=False), ema=0.5)
+    pipe.register_dataset("train", Batches(4))
+    pipe.register_dataset("val", loader())
+    pipe.append_stage(Predicting(val_every="1 steps", log_every=1), max_epochs=1)
+    pipe.enable_checkpointing(every=1, keep_last=10, keep_best="max:val/loss", background=False)
+    return pipe.run()
+
+
+def saved_net(run: hw.Run, step: int, part: str = "averages") -> Net:
+    net = make_net(norm=False)
+    net.load_state_dict(hw.checkpoint.load(run.checkpoint_dir(step)).state[part]["net"])
+    return net.eval()
+
+
+def logits_of(net: Net) -> torch.Tensor:
+    with torch.no_grad():
+        return net(Samples().x)
+
+
+def shared_run(folder: Path) -> hw.Run:
+    """A run that one rank has trained, in a group of any size."""
+    found = hw.find_latest(folder, name="toy")
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    train_run(folder)
+    return folder
+
+
+def check_evaluations(runs: Path, folder: Path, **model: Any) -> None:
+    """Validates, tests and predicts on this group, and compares with the models by hand, on all samples at once."""
+    run = shared_run(runs)
+    best = hw.checkpoint.load_best(run).step
+    assert best != 4
+    rows_before = run.metrics_file(0).read_bytes()
+    pipe, stage = fresh(runs, ema=0.9, **model), Predicting()
+    labels = torch.stack([y for _, y in Samples()])  # type: ignore[misc]
+    for weights, step, part in (("best", best, "averages"), ("last", 4, "averages"), (2, 2, "averages")):
+        logits = logits_of(saved_net(run, step, part))
+        found = pipe.test(stage, loader(), weights=weights)  # type: ignore[arg-type]
+        assert found["test/loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-6)
+        right = (logits.argmax(1) == labels).float().mean().item()
+        assert found["test/accuracy"] == pytest.approx(right, rel=1e-6)
+    several = pipe.validate(stage, {"val": loader(), "ood": loader()}, weights="current", name="both")
+    assert several["val/loss"] == several["ood/loss"] == found["test/loss"]
+    path = pipe.predict(stage, loader(), folder / "logits.npy", weights="best")
+    expected = logits_of(saved_net(run, best)).numpy()
+    np.testing.assert_allclose(np.load(path), expected, rtol=1e-5, atol=1e-6)
+    hw.barrier()
+    if pipe.world.is_root:
+        rows = list(jsonlines.read(run.eval_file("test")))[-3:]
+        assert [row["step"] for row in rows] == [best, 4, 2]
+        assert rows[-1]["metrics"] == found and rows[-1]["world_size"] == pipe.world.world_size
+        assert run.metrics_file(0).read_bytes() == rows_before  # no row of training
+    hw.barrier()
+
+
+def test_evaluations_in_a_process_that_trains_nothing(runs: Path, tmp_path: Path) -> None:
+    check_evaluations(runs, tmp_path)
+
+
+@ranks(2)
+def test_evaluations_are_the_same_on_two_ranks(runs: Path, tmp_path: Path) -> None:
+    check_evaluations(runs, tmp_path)
+
+
+@ranks(3)
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_evaluations_are_the_same_on_three_ranks(parallel: str, runs: Path, tmp_path: Path) -> None:
+    check_evaluations(runs, tmp_path, parallel=parallel)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "dict", "list"])
+def test_a_prediction_that_was_cut_off_continues(
+    kind: str, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "COMMIT_S", 0.0)
+    monkeypatch.setattr(Predicting, "kind", kind)
+    name = {"tensor": "x.npy", "dict": "x.safetensors", "list": "x.jsonl"}[kind]
+    whole = fresh(runs).predict(Predicting(), loader(), tmp_path / f"whole-{name}")
+    stage = Predicting()
+    stage.fails_at = 6
+    with pytest.raises(KeyboardInterrupt):
+        fresh(runs).predict(stage, loader(), tmp_path / name)
+    assert not (tmp_path / name).exists()
+    with (tmp_path / f".{name}.part").open("ab") as part:
+        part.write(b"what a crash has left behind the position")
+    stage = Predicting()
+    path = fresh(runs).predict(stage, loader(), tmp_path / name)
+    assert stage.calls == 12 - 5  # five batches were kept
+    assert path.read_bytes() == whole.read_bytes()
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted([name, whole.name])
+    assert fresh(runs).predict(stage, loader(), tmp_path / name) == path  # a job that runs again goes on
+    assert stage.calls == 7
+    if kind == "dict":
+        found = load_file(path)
+        assert found["label"].equal(found["logits"].argmax(1)) and len(found["label"]) == SAMPLES
+    if kind == "list":
+        rows = list(jsonlines.read(path))
+        labels = logits_of(saved_net(shared_run(runs), 4, "models")).argmax(1)
+        assert rows == [{"index": n, "label": int(label)} for n, label in enumerate(labels)]
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+sys.path[:0] = {tests!r}
+from headway.train.evaluate import output
+from test_evaluate import Predicting, fresh, loader
+output.COMMIT_S = 0.0
+stage = Predicting()
+fresh(Path({runs!r})).predict(stage, loader(), sys.argv[1])
+print("predicted", stage.calls, "batches")
+"""
+
+
+def test_a_prediction_that_was_killed_continues_on_other_ranks(runs: Path, tmp_path: Path) -> None:
+    script, here = tmp_path / "predict.py", Path(__file__).parent
+    script.write_text(SCRIPT.format(tests=[str(here), str(here.parent / "helpers")], runs=str(runs)))
+    command = [
+        sys.executable,
+        "-m",
+        "headway",
+        "run",
+        "--nproc",
+        "2",
+        str(script),
+        str(tmp_path / "logits.npy"),
+    ]
+    environ = {**os.environ, "HEADWAY_FAILPOINT": "predict.batch:rank=0:nth=3:kill9"}
+    killed = warm.run(command, capture_output=True, text=True, cwd=tmp_path, env=environ, timeout=100)
+    assert "killed by SIGKILL" in killed.stderr, killed.stderr
+    assert not (tmp_path / "logits.npy").exists()
+    position = json.loads((tmp_path / ".logits.npy.part.json").read_text())["position"]
+    assert position["rows"] == 12
+    stage = Predicting()
+    path = fresh(runs).predict(stage, loader(), tmp_path / "logits.npy")
+    assert stage.calls == 6  # 11 samples are left, for one rank
+    expected = logits_of(saved_net(shared_run(runs), 4, "models")).numpy()
+    np.testing.assert_allclose(np.load(path), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_cannot_be_evaluated_is_said(runs: Path, tmp_path: Path) -> None:
+    pipe, stage = fresh(runs), Predicting()
+    for call, message in (
+        (lambda: pipe.test(stage), "there is no dataset 'test' to evaluate"),
+        (lambda: pipe.test(stage, "tset"), "tset"),
+        (lambda: fresh(tmp_path).validate(stage, loader()), "has no run 'toy' with checkpoints"),
+        (lambda: pipe.predict(stage, loader(shuffle=True), tmp_path / "a.npy"), "shuffle=False"),
+        (
+            lambda: pipe.predict(stage, loader(), tmp_path / "a.csv"),
+            "let it end with .npy, .safetensors, .jsonl",
+        ),
+        (lambda: pipe.predict(Classify(), loader(), tmp_path / "a.npy"), "define predict"),
+        (lambda: pipe.predict(stage, iter([1]), tmp_path / "a.npy"), "number of samples is not known"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            call()  # type: ignore[no-untyped-call]
+    (tmp_path / "taken.npy").write_bytes(b"")
+    with pytest.raises(UsageError, match="exists already"):
+        pipe.predict(stage, loader(), tmp_path / "taken.npy")

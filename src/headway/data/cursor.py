@@ -7,7 +7,7 @@ shut down in time. `MapCursor` serves datasets with `__getitem__`, `StreamCursor
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -132,6 +132,9 @@ class MapCursor(Cursor, torch_data.Sampler[Any]):
 
     def last_span(self) -> tuple[int, int] | None:
         return self._last_span
+
+    def load_samples(self, samples: Sequence[int]) -> Any:
+        return self._fetcher.__getitems__(SampleRequest(self.epoch, list(samples)))
 
     def order(self) -> dict[str, Any]:
         shuffles = [self._shuffle] if self.shuffle else None

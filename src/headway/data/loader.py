@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import EllipsisType
 from typing import Any, final
 
@@ -80,6 +80,7 @@ class DataLoader:
             batch_size = 1 if global_batch_size is None else None
         unbatched = batch_size is None and global_batch_size is None
         self.dataset = dataset
+        self.drop_last = drop_last
         self.batch_size = batch_size
         """samples of each rank; None where `global_batch_size` counts those of all, and for samples without batches"""
         size = 1 if unbatched else batch_size
@@ -148,6 +149,14 @@ class DataLoader:
             yield batch
         if self._loops == number:
             cursor.begin_epoch(cursor.epoch + 1)
+
+    def load_samples(self, samples: Sequence[int]) -> Any:
+        """Returns the batch of these samples, loaded here and now; the position stays where it is."""
+        if not isinstance(self._cursor, MapCursor):
+            raise UsageError(
+                f"a {type(self.dataset).__name__} has no samples by number: iterate over the loader"
+            )
+        return self._cursor.load_samples(samples)
 
     def close(self) -> None:
         """Ends the worker processes of the loop in progress, and persistent ones. The next loop starts new ones."""

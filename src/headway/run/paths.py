@@ -8,6 +8,7 @@ runs/digits-2026.11.15-14.30-x7k2/
     log/rank-00000.txt          log/diagnostics.jsonl, log/job.txt
     metrics/rank-00000.jsonl    metrics.csv, tensorboard/          traces/
     checkpoints/step-000000001000/
+    eval/NAME.jsonl             results of evaluations, a row each: weights, metrics, where predictions are
     ledger.jsonl                what each step saw and did, if a ledger was enabled
     events.jsonl                checkpoints, restarts, stops, warnings; log/events-00003.jsonl: warnings of rank 3
     nodes/cn-l084.jsonl         samples of the devices of a node
@@ -207,6 +208,14 @@ class RunPaths:
     @property
     def traces_dir(self) -> Path:
         return self.path / "traces"
+
+    @property
+    def eval_dir(self) -> Path:
+        return self.path / "eval"
+
+    def eval_file(self, name: str) -> Path:
+        """Results of evaluations under that name, a row each."""
+        return self.eval_dir / f"{name}.jsonl"
 
     @property
     def checkpoints_dir(self) -> Path:

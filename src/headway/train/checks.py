@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from headway import data
 from headway.dist import World
@@ -186,4 +187,13 @@ def check_optimizer(name: str, optimizer: object) -> None:
         raise UsageError(
             f"optimizer {name!r} is {optimizer!r:.80}: give an optimizer, or a function that makes one from the "
             "parameters it gets"
+        )
+
+
+def check_scheduler(name: str, scheduler: object, *, split: bool) -> None:
+    """Raises `UsageError` for a scheduler that was made before the parameter groups of its optimizer were split."""
+    if split and isinstance(scheduler, LRScheduler):
+        raise UsageError(
+            f"the scheduler of optimizer {name!r} was made before its parameter groups were split by mesh: pass a "
+            "function that makes the scheduler from the optimizer"
         )

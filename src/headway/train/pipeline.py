@@ -30,6 +30,7 @@ from headway.train.checks import (
     check_new,
     check_optimizer,
     check_pipeline,
+    check_scheduler,
     check_stage,
     keep_metric,
     watch_first_steps,
@@ -37,6 +38,7 @@ from headway.train.checks import (
 from headway.train.diagnose import smoke
 from headway.train.diagnose.evidence import explain_out_of_memory
 from headway.train.diagnose.plan_check import PlanCheck, with_plan
+from headway.train.evaluate.methods import EvaluationMethods
 from headway.train.loop_state import StageStatus
 from headway.train.metrics.epoch_metrics import EpochMetric
 from headway.train.metrics.history import History, MetricRow
@@ -59,7 +61,7 @@ from headway.train.stage import Stage, finish_open_steps
 OptimizerLike: TypeAlias = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
-class Pipeline:
+class Pipeline(EvaluationMethods):
     """A training run: models, optimizers and datasets, and the stages that use them.
 
         pipe = hw.Pipeline(config={"lr": 3e-4}, name="digits")
@@ -103,6 +105,7 @@ class Pipeline:
         self._stragglers = Stragglers()
         self._root = root
         self._callbacks: list[Callback] = []
+        self._hooks_called: set[tuple[str, int]] = set()  # name and the id of whose it is
         self._sinks: list[Sink] = []
         self._schedules: dict[str, Schedule] = {}
         self._open_reporter: Reporter | None = None
@@ -180,11 +183,7 @@ class Pipeline:
         if not isinstance(optimizer, Optimizer) and callable(optimizer):
             optimizer = optimizer(self._parameters(name, model))
         check_optimizer(name, optimizer)
-        if split_param_groups(optimizer) and isinstance(scheduler, LRScheduler):
-            raise UsageError(
-                f"the scheduler of optimizer {name!r} was made before its parameter groups were split by mesh: pass a "
-                "function that makes the scheduler from the optimizer"
-            )
+        check_scheduler(name, scheduler, split=split_param_groups(optimizer))
         self.optimizers[name] = optimizer
         schedule = make_schedule(name, optimizer, scheduler, every=every, monitor=monitor)
         if schedule is not None:
@@ -390,6 +389,7 @@ class Pipeline:
     def _run_hook(self, hook: str, subject: Pipeline | Stage) -> None:
         """Calls a hook of the subject, then of the callbacks; the hang check is off, since a hook may take any time."""
         with dist.no_hang_check():
+            self._hooks_called.add((hook, id(subject)))
             getattr(subject, hook)()
             for callback in self._callbacks:
                 getattr(callback, hook)(subject)

@@ -38,9 +38,10 @@ class Stage(ABC):
 
         pipe.append_stage(Gan(), max_epochs=10)
 
-    What you write: `run_epoch`; if you like, `count_samples` and the hooks `pre_stage`, `post_stage`, `pre_epoch` and
-    `post_epoch`. What you use: `log`, `batches`, `step_optimizer`, `add_metric`, `add_column`, `stop_stage`, `models`,
-    `datasets`, `device`, `config`, `history`, `pipe`, `name`, `epoch`, `steps_done`, `max_epochs` and `max_steps`.
+    What you write: `run_epoch`; if you like, `count_samples`, `predict` and the hooks `pre_stage`, `post_stage`,
+    `pre_epoch` and `post_epoch`. What you use: `log`, `batches`, `step_optimizer`, `add_metric`, `add_column`,
+    `stop_stage`, `models`, `datasets`, `device`, `config`, `history`, `pipe`, `name`, `epoch`, `steps_done`,
+    `max_epochs` and `max_steps`.
 
     All other names are yours, for attributes and for methods. The loop keeps its own state in `_loop`, and nowhere
     else. To define or assign one of the names that you use is an error (they are `@final`, so mypy reports it, too).
@@ -86,6 +87,12 @@ class Stage(ABC):
         if not isinstance(first, Tensor):
             first = first_tensor(batch)
         return first.shape[0] if first is not None and first.ndim else 1
+
+    def predict(self, batch: Any) -> Any:  # noqa: ARG002
+        """Returns what `pipe.predict` writes for a batch: tensors with a row for each sample, or a list of entries."""
+        raise UsageError(
+            f"stage {self.name!r} has no predict: define predict(self, batch) that returns a row for each sample"
+        )
 
     # --- what you use
 

@@ -1,0 +1,102 @@
+"""`evaluate`: the metrics of a stage on datasets, with chosen weights and without training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headway import dist
+from headway.errors import UsageError
+from headway.run import Run
+from headway.train.batches import count_batches, set_epoch
+from headway.train.evaluate.mode import val_batches
+from headway.train.evaluate.session import (
+    EvalProgress,
+    EvalWeights,
+    check_result_name,
+    find_dataset,
+    session,
+)
+from headway.train.metrics.bad_samples import check_bad, log_bad, quarantining
+from headway.train.metrics.epoch_metrics import compute_metrics
+from headway.train.metrics.meter import Value
+from headway.train.train_val_state import TrainValState
+
+if TYPE_CHECKING:
+    from headway.train.pipeline import Pipeline
+    from headway.train.stage import Stage
+
+EvalDatasets = str | Iterable[Any] | Mapping[str, Iterable[Any]]
+
+
+def evaluate(
+    pipe: Pipeline,
+    stage: Stage,
+    dataset: EvalDatasets | None,
+    *,
+    kind: str,
+    name: str | None,
+    weights: EvalWeights,
+    run: Run | str | Path | None,
+) -> dict[str, Value]:
+    """Runs the validation steps of a stage and returns the metrics, the same on all ranks."""
+    if not isinstance(stage._loop, TrainValState):
+        raise UsageError(
+            f"stage {stage.name!r} has a loop of its own, which cannot be evaluated: use a TrainValStage, or "
+            "pipe.predict()"
+        )
+    with session(pipe, stage, weights=weights, run=run) as opened:
+        named = _loaders(pipe, stage._loop, dataset, kind)
+        name = check_result_name(name or (next(iter(named)) if len(named) == 1 else kind))
+        began = time.monotonic()
+        values = _compute(stage._loop, named, f"{kind} {name}")
+        row = {"kind": kind, "stage": stage.name, "datasets": list(named), "metrics": values}
+        opened.write(pipe.world, name, {**row, "seconds": round(time.monotonic() - began, 3)})
+        shown = ", ".join(f"{key} {value:.6g}" for key, value in values.items() if isinstance(value, float))
+        dist.print_root(f"{kind} {name}, weights {opened.source}: {shown}")
+    return values
+
+
+def _loaders(
+    pipe: Pipeline, state: TrainValState, dataset: EvalDatasets | None, kind: str
+) -> dict[str, Iterable[Any]]:
+    """Returns what to evaluate on, by the names that become the prefixes of metrics."""
+    if dataset is None:
+        given = state.stage.val_dataset() if kind == "val" else pipe.datasets.get(kind)
+        if given is None:
+            raise UsageError(
+                f"there is no dataset {kind!r} to evaluate: register one with pipe.register_dataset({kind!r}, loader), "
+                "or pass dataset="
+            )
+        dataset = given
+    if isinstance(dataset, str):
+        return {dataset if kind == "val" else kind: find_dataset(pipe, dataset)}
+    if isinstance(dataset, Mapping):
+        return {check_result_name(name): find_dataset(pipe, loader) for name, loader in dataset.items()}
+    return {kind: find_dataset(pipe, dataset)}
+
+
+def _compute(state: TrainValState, named: Mapping[str, Iterable[Any]], what: str) -> dict[str, Value]:
+    stage, limit = state.stage, state.settings.limit_val_batches
+    counts = [count_batches(loader, limit) for loader in named.values()]
+    progress = EvalProgress(what, None if None in counts else sum(count or 0 for count in counts))
+    bad = quarantining(named)
+    for loader in named.values():
+        set_epoch(loader, 0)
+    with state.running():
+        with state.evaluating():
+            for batch in val_batches(state, {state.prefix_of(name): each for name, each in named.items()}):
+                dist.set_phase("evaluation", state.pipe.steps_done)
+                with state.precision.autocast or nullcontext():
+                    loss = stage.val_step(batch)
+                state.log_val_loss(loss, batch)
+                progress.step()
+        log_bad(bad, state.val_meter)
+        point = state.val_meter.reduce()
+        state.val_meter.finish_epoch()
+        values = compute_metrics(state.val_metrics, point.values)
+        check_bad(bad, point)
+    return values

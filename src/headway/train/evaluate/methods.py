@@ -1,0 +1,90 @@
+"""The methods of `Pipeline` that evaluate: `validate`, `test` and `predict`."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from headway.run import Run
+from headway.train.evaluate.evaluator import EvalDatasets, evaluate
+from headway.train.evaluate.predictor import predict
+from headway.train.evaluate.session import EvalWeights
+from headway.train.metrics.meter import Value
+
+if TYPE_CHECKING:
+    from headway.train.pipeline import Pipeline
+    from headway.train.stage import Stage
+
+
+class EvaluationMethods(ABC):  # noqa: B024  it is a part of Pipeline
+    """What a pipeline can do with trained models, in the process that trained them or in another.
+
+    All take `weights`: "last" or "best" or a step of the run, a path or `hw.checkpoint.Weights`, or "current" for
+    those that the models have. `run` is a run or its directory; by default the one that this pipeline has trained in,
+    else the newest of its name. Models keep the weights that were loaded. Results are appended to eval/NAME.jsonl of
+    the run; nothing else of it is changed.
+    """
+
+    def validate(
+        self,
+        stage: Stage,
+        dataset: EvalDatasets | None = None,
+        *,
+        weights: EvalWeights = "last",
+        run: Run | str | Path | None = None,
+        name: str | None = None,
+    ) -> dict[str, Value]:
+        """Returns the metrics of the stage's `val_step` on a dataset, by default `val_dataset()`.
+
+        `dataset` is the name of a registered one, a loader, or a dict of several, whose names are the prefixes of the
+        metrics.
+
+        >>> pipe.validate(Classify(), {"val": val, "ood": ood}, weights="best")
+        {'val/loss': 0.31, 'ood/loss': 0.92}
+        """
+        return evaluate(
+            cast("Pipeline", self), stage, dataset, kind="val", name=name, weights=weights, run=run
+        )
+
+    def test(
+        self,
+        stage: Stage,
+        dataset: EvalDatasets | None = None,
+        *,
+        weights: EvalWeights = "last",
+        run: Run | str | Path | None = None,
+        name: str | None = None,
+    ) -> dict[str, Value]:
+        """Returns the metrics of the stage's `val_step` on the dataset "test", under names that begin with `test/`.
+
+        >>> pipe.test(Classify(), weights="best")
+        {'test/loss': 0.33}
+        """
+        return evaluate(
+            cast("Pipeline", self), stage, dataset, kind="test", name=name, weights=weights, run=run
+        )
+
+    def predict(
+        self,
+        stage: Stage,
+        dataset: str | Iterable[Any],
+        out: str | os.PathLike[str],
+        *,
+        weights: EvalWeights = "last",
+        run: Run | str | Path | None = None,
+        name: str = "predict",
+    ) -> Path:
+        """Writes what the stage's `predict(batch)` returns to a file, a row per sample in the order of the dataset.
+
+        `out` ends with .npy (one tensor), .safetensors (a dict of tensors) or .jsonl (anything). Each sample is there
+        once, on any number of ranks. A predict that was killed continues where it was.
+
+        >>> pipe.predict(Classify(), test_loader, "logits.npy", weights="best")
+        PosixPath('/home/me/logits.npy')
+        """
+        return predict(
+            cast("Pipeline", self), stage, dataset, Path(out).absolute(), weights=weights, run=run, name=name
+        )

@@ -1,0 +1,244 @@
+"""`predict`: what a stage's `predict(batch)` returns for every sample, in the order of the dataset.
+
+Each rank predicts its part of a global batch; rank 0 gets the rows of all ranks, which are then in order, and writes
+them. So the file does not depend on the number of ranks, and its length is the position to continue at.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as c10d
+from torch import Tensor
+from torch.utils.data import DataLoader as TorchDataLoader, SequentialSampler
+
+from headway import dist
+from headway.checkpoint.format import dtypes
+from headway.data import DataLoader
+from headway.data.fingerprint import fingerprints
+from headway.dist.collective.exchange import RankExchange, gather_rows
+from headway.dist.collective.guard import from_root
+from headway.errors import UsageError
+from headway.run import Run
+from headway.system import jsonlines
+from headway.system.failpoints import failpoint
+from headway.train.batches import count_batches, set_epoch, to_device
+from headway.train.evaluate.mode import evaluating, shares_batches
+from headway.train.evaluate.output import Columns, PredictionFile, kind_of
+from headway.train.evaluate.session import (
+    EvalProgress,
+    EvalSession,
+    EvalWeights,
+    check_result_name,
+    find_dataset,
+    session,
+)
+from headway.train.loop_state import LoopState
+from headway.train.train_val_state import TrainValState
+
+if TYPE_CHECKING:
+    from headway.train.pipeline import Pipeline
+    from headway.train.stage import Stage
+
+
+def predict(
+    pipe: Pipeline,
+    stage: Stage,
+    dataset: str | Iterable[Any],
+    out: Path,
+    *,
+    weights: EvalWeights,
+    run: Run | str | Path | None,
+    name: str,
+) -> Path:
+    """Predicts all samples of a dataset into a file, or continues to; returns its path on all ranks."""
+    kind, name = kind_of(out), check_result_name(name)
+    with session(pipe, stage, weights=weights, run=run) as opened:
+        loader = find_dataset(pipe, dataset)
+        total = _count_samples(loader, pipe.world.world_size)
+        request = {
+            "out": str(out), "stage": stage.name, "weights": opened.source, "samples": total,
+            "fingerprints": fingerprints(loader),
+        }  # fmt: skip
+        if from_root(lambda: _is_done(out, opened, name, request)):
+            dist.print_root(f"{out} is already there, with the same weights and data")
+            return out
+        began = time.monotonic()
+        file = kind(out, request, total) if pipe.world.is_root else None
+        try:
+            position = from_root(lambda: file.begin() if file else {})
+            with stage._loop.running(), evaluating(stage._loop):
+                _write_rows(stage, loader, file, position)
+            from_root(lambda: file.finish() if file else None)
+        finally:
+            if file:
+                file.close()
+        row = {"kind": "predict", "request": request, "seconds": round(time.monotonic() - began, 3)}
+        opened.write(pipe.world, name, row)
+        dist.print_root(f"predictions of {stage.name}, weights {opened.source}, are in {out}")
+    return out
+
+
+def _is_done(out: Path, opened: EvalSession, name: str, request: Mapping[str, Any]) -> bool:
+    """Whether the file is there and is that of the same request; another one is not overwritten."""
+    if not out.exists():
+        return False
+    rows = [row for row in jsonlines.read(opened.run.eval_file(name)) if row.get("kind") == "predict"]
+    if any(row.get("request") == request for row in rows):
+        return True
+    raise UsageError(f"{out} exists already: choose another name, or remove it")
+
+
+def _count_samples(loader: Iterable[Any], world_size: int) -> int | None:
+    """Returns the number of samples, if it is known; refuses loaders whose order is not the dataset's."""
+    if isinstance(loader, DataLoader) and not loader.per_rank:
+        state = loader.state_dict()
+        if state["shuffle"] or loader.drop_last:
+            raise UsageError(
+                "predictions are in the order of the dataset, and all of it: make the loader with shuffle=False and "
+                "drop_last=False"
+            )
+        return int(state["length"])
+    if world_size > 1:
+        raise UsageError(
+            f"the order of a {type(loader).__name__} over {world_size} ranks is not known: predict from "
+            "hw.data.DataLoader(dataset, batch_size=...)"
+        )
+    if isinstance(loader, TorchDataLoader) and not loader.drop_last:
+        if not isinstance(loader.sampler, SequentialSampler):
+            raise UsageError(
+                "predictions are in the order of the dataset: make the loader without shuffle or sampler"
+            )
+        return len(loader.dataset)  # type: ignore[arg-type]
+    return None
+
+
+def _write_rows(
+    stage: Stage, loader: Iterable[Any], file: PredictionFile | None, position: Mapping[str, Any]
+) -> None:
+    state, rows, columns = stage._loop, int(position["rows"]), position["columns"]
+    autocast = state.precision.autocast if isinstance(state, TrainValState) else None
+    progress = EvalProgress(f"predict {stage.name}", count_batches(loader, None), position["batches"])
+    as_lines = file is not None and file.path.suffix == ".jsonl"
+    as_lines, sharded = bool(from_root(lambda: as_lines)), shares_batches(state.pipe)
+    for batch, counts in _batches(state, loader, position):
+        dist.set_phase("predict", state.pipe.steps_done)
+        mine: Any = {}
+        if counts or sharded:
+            with autocast or nullcontext():
+                returned = stage.predict(batch)
+            mine = _to_rows(stage, returned) if counts else {}
+        lengths = [
+            int(n) for n in gather_rows(torch.tensor([float(_length(mine))], device=state.device))[:, 0]
+        ]
+        first = rows + sum(lengths[: state.pipe.world.rank])
+        data = _lines(mine, first) if as_lines else _bytes(mine)
+        if columns is None:
+            found = RankExchange("describe predictions").all_gather(lambda: _describe(mine))  # noqa: B023
+            columns = next((each for each in found if each is not None), {})
+        parts = _gather_bytes(data, state.device)
+        from_root(lambda: file.write(columns, list(zip(lengths, parts, strict=True))) if file else None)  # noqa: B023
+        rows += sum(lengths)
+        progress.step()
+        failpoint("predict.batch")
+
+
+def _batches(
+    state: LoopState, loader: Iterable[Any], position: Mapping[str, Any]
+) -> Iterator[tuple[Any, bool]]:
+    """Yields the batches that are left, and whether this rank's rows count: one without data repeats its last batch."""
+    set_epoch(loader, 0)
+    skip = 0
+    if isinstance(loader, DataLoader) and not loader.per_rank:
+        loader.load_state_dict(loader.state_dict() | {"epoch": 0, "samples": position["rows"]})
+    else:
+        skip = position["batches"]
+    batches = islice(state.device_batches(loader), skip, None)
+    last = None
+    while True:
+        batch = next(batches, None)
+        if not gather_rows(torch.tensor([float(batch is not None)], device=state.device)).any():
+            return
+        if batch is None and last is None and shares_batches(state.pipe):
+            assert isinstance(loader, DataLoader)  # another one is on one rank, which has all batches
+            last = to_device(loader.load_samples([0]), state.device)
+        last = last if batch is None else batch
+        yield last, batch is not None
+
+
+def _to_rows(stage: Stage, returned: Any) -> Any:
+    """Returns tensors by name on the host, or a list with an entry for each sample."""
+    if isinstance(returned, Tensor):
+        returned = {"": returned}
+    if isinstance(returned, Mapping) and returned and all(isinstance(v, Tensor) for v in returned.values()):
+        found = {str(name): _on_host(tensor) for name, tensor in returned.items()}
+        if len({len(tensor) if tensor.ndim else -1 for tensor in found.values()}) == 1 and all(
+            tensor.ndim for tensor in found.values()
+        ):
+            return found
+    if isinstance(returned, list | tuple):
+        return list(returned)
+    raise UsageError(
+        f"predict() of stage {stage.name!r} returned a {type(returned).__name__}: return a tensor or a dict of tensors "
+        "with a row for each sample, or a list with an entry for each"
+    )
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    tensor = tensor.float() if tensor.dtype is torch.bfloat16 else tensor  # numpy and JSON do not have it
+    return tensor.cpu().contiguous()
+
+
+def _length(rows: Any) -> int:
+    return len(rows) if isinstance(rows, list) else len(next(iter(rows.values()), ()))
+
+
+def _describe(rows: Any) -> Columns | None:
+    if isinstance(rows, list) or not rows:
+        return {} if rows else None
+    return {
+        name: {"dtype": dtypes.NAMES[tensor.dtype], "shape": list(tensor.shape[1:])}
+        for name, tensor in rows.items()
+    }
+
+
+def _bytes(rows: Any) -> bytes:
+    if isinstance(rows, list):
+        raise UsageError(
+            "predict() returned a list, which only a .jsonl file can hold: return tensors, or write to one"
+        )
+    return b"".join(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in rows.values())
+
+
+def _lines(rows: Any, first: int) -> bytes:
+    if not isinstance(rows, list):
+        columns = {name or "prediction": tensor.tolist() for name, tensor in rows.items()}
+        rows = [dict(zip(columns, each, strict=True)) for each in zip(*columns.values(), strict=True)]
+    lines = (
+        {"index": first + n, **(row if isinstance(row, Mapping) else {"prediction": row})}
+        for n, row in enumerate(rows)
+    )
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()
+
+
+def _gather_bytes(data: bytes, device: torch.device) -> list[bytes]:
+    """Returns the bytes of all ranks, in their order, on rank 0."""
+    sizes = [int(n) for n in gather_rows(torch.tensor([float(len(data))], device=device))[:, 0]]
+    if len(sizes) == 1:
+        return [data]
+    padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
+    padded = padded.to(device)
+    parts = [torch.empty_like(padded) for _ in sizes] if c10d.get_rank() == 0 else None
+    c10d.gather(padded, parts, dst=0)
+    if parts is None:
+        return [b""] * len(sizes)
+    return [part[:size].cpu().numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]

@@ -1,0 +1,191 @@
+"""An evaluation session: the run that it belongs to, the weights that it uses, and the row that it leaves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, final
+
+from torch import Tensor
+
+from headway import dist
+from headway.checkpoint import Weights
+from headway.checkpoint.weights.loading import load_weights
+from headway.checkpoint.weights.readers import open_weights
+from headway.dist.collective.guard import from_root
+from headway.dist.shared_run import open_run
+from headway.errors import UsageError, unknown_name
+from headway.run import Run, check_name, runs_under
+from headway.run.info import newest_step
+from headway.system import files
+from headway.system.jsonlines import JsonLinesWriter
+from headway.train.batches import closing_loaders
+from headway.train.metrics.display import LINE_SECONDS
+from headway.train.model.initial_weights import WeightsLike
+from headway.train.model.parallel import RegisteredModel
+
+if TYPE_CHECKING:
+    from headway.train.pipeline import Pipeline
+    from headway.train.stage import Stage
+
+EvalWeights: TypeAlias = WeightsLike | int
+"""what evaluations take: "last", "best", a step, "current", or anything that `init_from` takes"""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class EvalSession:
+    """The run and the weights of one evaluation."""
+
+    run: Run
+    source: str
+    """where the weights were read from; "current" for those that the models had"""
+    step: int | None
+    """the step of the checkpoint that they are from"""
+
+    def write(self, world: dist.World, name: str, row: Mapping[str, Any]) -> None:
+        """Appends the row of an evaluation to eval/NAME.jsonl of the run, on rank 0."""
+        if not world.is_root:
+            return
+        with files.storage(f"write to {self.run.eval_dir}"):
+            if not self.run.eval_dir.is_dir():
+                files.make_dir(self.run.eval_dir)
+        facts = {
+            "time": time.time(),
+            "weights": self.source,
+            "step": self.step,
+            "world_size": world.world_size,
+        }
+        with JsonLinesWriter(self.run.eval_file(name), content="results of evaluations") as rows:
+            rows.write({**facts, **row})
+
+
+@contextmanager
+def session(
+    pipe: Pipeline, stage: Stage, *, weights: EvalWeights, run: Run | str | Path | None
+) -> Iterator[EvalSession]:
+    """Chooses the run, calls the hooks that register things, and loads the weights; closes loaders at the end."""
+    if "pipe" not in vars(stage):
+        vars(stage)["pipe"] = pipe
+    chosen = _choose_run(pipe, run, weights)
+    before, pipe._run = pipe._run, chosen
+    try:
+        with closing_loaders(pipe):
+            for hook, subject in (("pre_run", pipe), ("pre_stage", stage)):
+                if (
+                    hook,
+                    id(subject),
+                ) not in pipe._hooks_called:  # they may register and make what is evaluated
+                    pipe._hooks_called.add((hook, id(subject)))
+                    getattr(subject, hook)()
+            source, step = _load(pipe, chosen, weights)
+            yield EvalSession(run=chosen, source=source, step=step)
+            dist.set_phase("done")
+    finally:
+        stage._loop.close_batches()
+        pipe._run = before
+
+
+def find_dataset(pipe: Pipeline, dataset: str | Iterable[Any]) -> Iterable[Any]:
+    """Returns a registered dataset by its name, or the loader that was given."""
+    if isinstance(dataset, str):
+        if dataset not in pipe.datasets:
+            raise unknown_name("dataset of the pipeline", dataset, pipe.datasets)
+        return pipe.datasets[dataset]
+    if not isinstance(dataset, Iterable):
+        raise UsageError(
+            f"a dataset of type {type(dataset).__name__} cannot be iterated over: pass a loader, such as "
+            "hw.data.DataLoader(dataset, batch_size=64), or the name of a registered one"
+        )
+    return dataset
+
+
+def check_result_name(name: str) -> str:
+    """Returns the name of a result if it is safe in a path."""
+    return check_name(name)
+
+
+def _is_of_run(weights: EvalWeights) -> bool:
+    return isinstance(weights, int) or weights in ("last", "best")
+
+
+def _choose_run(pipe: Pipeline, given: Run | str | Path | None, weights: EvalWeights) -> Run:
+    if given is not None or pipe._run is not None:
+        found = given if given is not None else pipe._run
+        path = from_root(lambda: str(found.path if isinstance(found, Run) else Run.open(found).path))  # type: ignore[arg-type]
+        return _opened(Path(path))
+
+    def find() -> str | None:
+        for run in runs_under(pipe._root, name=pipe.name):
+            if not _is_of_run(weights) or newest_step(run.path) is not None:
+                return str(run.path)
+        return None
+
+    path_or_none = from_root(find)
+    if path_or_none is not None:
+        return _opened(Path(path_or_none))
+    if _is_of_run(weights):
+        raise UsageError(
+            f"{pipe._root} has no run {pipe.name!r} with checkpoints: train one with pipe.enable_checkpointing(), or "
+            'pass run=, weights=PATH, or weights="current" for the weights that the models have'
+        )
+    return open_run(pipe._root, name=pipe.name, config=pipe.config)
+
+
+def _opened(path: Path) -> Run:
+    return files.retry_until_visible(lambda: Run.open(path))
+
+
+def _load(pipe: Pipeline, run: Run, weights: EvalWeights) -> tuple[str, int | None]:
+    """Loads the weights into all registered models; returns where they came from, and their step."""
+    if weights == "current":
+        return "current", pipe.steps_done
+    if isinstance(weights, Weights):
+        chosen = weights
+    elif isinstance(weights, int) or weights in ("last", "best"):
+        chosen = Weights(run, at=weights)  # type: ignore[arg-type]
+    else:
+        chosen = Weights(weights)
+    chosen = replace(chosen, source=chosen.locate(), at="last")
+    for model in pipe.registered_models.values():
+        _load_model(model, chosen)
+    path = Path(chosen.source)  # type: ignore[arg-type]
+    name = path.name.removeprefix("step-")
+    return str(path), int(name) if name != path.name and name.isdigit() else None
+
+
+def _load_model(model: RegisteredModel, weights: Weights) -> None:
+    tensors = {key: value for key, value in model.state_dict().items() if isinstance(value, Tensor)}
+    report = load_weights(weights, tensors, model=model.name, ties=model.ties)
+    model.load_state_dict(tensors)
+    if model.ema is None:
+        return
+    averages = model.average_state_dict() or {}
+    if not weights.ema and from_root(lambda: _has_averages(report.path)):
+        load_weights(replace(weights, ema=True), {**tensors, **averages}, model=model.name, ties=model.ties)
+    else:
+        model.ema.load_state_dict(tensors)
+
+
+def _has_averages(path: Path) -> bool:
+    with open_weights(path) as reader:
+        return any(name.startswith("averages.") for name in reader.entries)
+
+
+@final
+class EvalProgress:
+    """Prints on rank 0 how far an evaluation has come, every few seconds."""
+
+    def __init__(self, what: str, total: int | None, done: int = 0) -> None:
+        self._what, self._total, self._done = what, total, done
+        self._printed = time.monotonic()
+
+    def step(self) -> None:
+        self._done += 1
+        if time.monotonic() - self._printed >= LINE_SECONDS:
+            self._printed = time.monotonic()
+            of = "" if self._total is None else f" of {self._total:,}"
+            dist.print_root(f"{self._what}: {self._done:,}{of} batches")
