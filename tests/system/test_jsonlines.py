@@ -57,6 +57,13 @@ def test_a_line_that_a_killed_writer_left_costs_only_itself(file: Path) -> None:
     assert b"\n\n" not in file.read_bytes()
 
 
+def test_no_writer_begins_with_a_blank_line(file: Path) -> None:
+    for number in range(3):  # attempts, one after the other
+        with JsonLinesWriter(file) as writer:
+            writer.write({"n": number})
+    assert [json.loads(line)["n"] for line in file.read_text().splitlines()] == [0, 1, 2]
+
+
 def test_readers_skip_what_is_not_an_object(file: Path) -> None:
     file.write_bytes(b'7\n\n[1]\n{"step": 1}\n\xff\xfe\n{"step": 2}\n{"st')
     assert list(jsonlines.read(file)) == [{"step": 1}, {"step": 2}]

@@ -29,6 +29,7 @@ from headway.dist.group import current
 from headway.errors import Stopped
 from headway.testing import ranks
 from headway.train import Stage
+from headway.train.resume.lead_time import LeadTime
 
 alone = pytest.mark.usefixtures("alone")
 
@@ -249,6 +250,15 @@ def test_the_end_of_the_jobs_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     pipe.directory.ended_file.write_text('{"exit_code": 75, "time": "2026", "exit_s": 30.0}')
     with pytest.raises(Stopped, match="stopped by the end of the job's time"):
         make(tmp_path, Later(), every="1h").run()  # the last job took so long to queue itself again
+
+
+def test_the_lead_covers_what_saves_steps_and_the_last_exit_took() -> None:
+    lead = LeadTime()
+    assert lead.seconds() == stop.MARGIN_S
+    lead.save_s = 2.0
+    assert lead.seconds() == stop.MARGIN_S + 4.0
+    lead.exit_s = 30.0  # the last start needed so long to queue the job again
+    assert lead.seconds() == 45.0 + 4.0
 
 
 @ranks(2)
