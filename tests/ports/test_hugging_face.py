@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import headway as hw
+from headway.cli import checkpoint as command
 from headway.testing import ranks
 from headway.train import Fsdp, empty_parameters
 
@@ -86,3 +87,42 @@ def test_the_first_loss_is_that_of_transformers(tied: bool, tmp_path: Path) -> N
         found[kind] = stage.losses
     assert found["fsdp"] == pytest.approx(found["ddp"], rel=1e-5)  # it trains, and both train alike
     assert found["ddp"][0] != found["ddp"][1]
+
+
+def adapted(directory: Path) -> Any:
+    peft = pytest.importorskip("peft")
+    base = transformers.LlamaForCausalLM.from_pretrained(directory)
+    torch.manual_seed(3)
+    return peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+
+
+def test_a_lora_run_keeps_and_exports_the_adapter_alone(tmp_path: Path) -> None:
+    directory = tmp_path / "hub"
+    make_directory(directory)
+    model = adapted(directory)
+    pipe, _ = fine_tune(tmp_path, model, ema=0.9)
+    pipe.enable_checkpointing(every=1, background=False)
+    run = pipe.run()
+    saved = hw.checkpoint.load(run.checkpoint_dir(3)).state
+    assert saved["models"]["lm"] and all(
+        "lora_" in name for part in ("models", "averages") for name in saved[part]["lm"]
+    )
+    batch = tokens(5)[0]
+    with torch.no_grad():
+        expected = model.eval()(input_ids=batch).logits
+    again = adapted(directory)
+    resumed, _ = fine_tune(tmp_path, again, ema=0.9)
+    resumed.enable_checkpointing(resume=run.path)
+    resumed.run()  # it is finished: its end is restored
+    whole = transformers.LlamaForCausalLM(make_config())
+    peft = pytest.importorskip("peft")
+    third = peft.get_peft_model(whole, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    base = hw.Pipeline(root=tmp_path)
+    base.register_model("lm", third, init_from=directory)  # the base by its own names
+    base.register_model("lm2", third, init_from=run)  # then the adapter
+    command.main(["export", str(run.path), str(tmp_path / "adapter"), "--adapter", "lm"])
+    fresh = transformers.LlamaForCausalLM.from_pretrained(directory)
+    exported = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter")
+    for found in (again, third, exported):
+        with torch.no_grad():
+            assert found.eval()(input_ids=batch).logits.equal(expected)

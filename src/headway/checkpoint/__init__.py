@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         save as save,
     )
     from headway.checkpoint.format.verification import verify as verify
-    from headway.checkpoint.inspect.exporter import export as export
+    from headway.checkpoint.inspect.exporter import export as export, export_adapter as export_adapter
     from headway.checkpoint.retention import Retention as Retention, prune as prune
     from headway.checkpoint.weights.loading import WeightsReport as WeightsReport
     from headway.checkpoint.weights.source import Weights as Weights

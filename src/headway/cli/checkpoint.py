@@ -33,6 +33,7 @@ usage: headway checkpoint show PATH | verify PATH | export PATH OUT.safetensors
                                                     torch's distributed checkpointing: nothing in them is executed
   headway checkpoint verify runs/digits-...         read every byte of every checkpoint and compare
   headway checkpoint export PATH net.safetensors --part models.net    plain weights, from however many ranks
+  headway checkpoint export PATH adapter --adapter lm   the LoRA adapter of a model, as a directory that peft reads
 
 PATH is a checkpoint (step-000000001000), a run, or a directory of checkpoints; of several, show and export take the
 newest. `headway checkpoint VERB --help` explains a verb.
@@ -67,6 +68,8 @@ class ExportOptions:
     out: Annotated[Path, Positional("OUT.safetensors")]
     part: str | None = None
     """only this part of the state, like models.net of a Pipeline; its name is left out of those of the tensors"""
+    adapter: str | None = None
+    """the adapter of this model, such as LoRA, as a directory OUT that peft reads"""
     shard_gb: Annotated[float, above_zero] = 5.0
     """gigabytes that one file may hold; what is larger becomes OUT-00001-of-0000N.safetensors with an index"""
     json: bool = False
@@ -173,11 +176,16 @@ def _verify(argv: list[str]) -> int:
 
 def _export(argv: list[str]) -> int:
     options = parse(ExportOptions, argv, verb="checkpoint export")
-    from headway.checkpoint import export
+    from headway.checkpoint import export, export_adapter
     from headway.checkpoint.inspect import overview as overviews
 
     (path, *_) = overviews.find(options.path)
-    written = export(path, options.out, part=options.part, shard_bytes=max(1, int(options.shard_gb * 1e9)))
+    if options.adapter is not None:
+        written = export_adapter(path, options.out, model=options.adapter)
+    else:
+        written = export(
+            path, options.out, part=options.part, shard_bytes=max(1, int(options.shard_gb * 1e9))
+        )
     total = sum(file.stat().st_size for file in written)
     if options.json:
         print(json.dumps({"source": str(path), "files": [str(file) for file in written], "bytes": total}))

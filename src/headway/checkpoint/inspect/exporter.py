@@ -54,6 +54,54 @@ def export(
         raise NoValidCheckpoint(f"{source} was damaged while it was being read: {problem}") from problem
 
 
+def export_adapter(
+    directory: str | os.PathLike[str], out: str | os.PathLike[str], *, model: str | None = None
+) -> list[Path]:
+    """Writes the adapter of a model, such as LoRA, as a new directory that `PeftModel.from_pretrained` reads.
+
+    `model` is the name that it was registered under; by default the only one with an adapter.
+
+    >>> export_adapter(path, "adapter")  # doctest: +SKIP
+    [PosixPath('adapter/adapter_model.safetensors'), PosixPath('adapter/adapter_config.json')]
+    """
+    source, target = Path(directory).absolute(), Path(out).absolute()
+    if problems := verify(source):
+        raise NoValidCheckpoint(f"{source} is damaged: {'; '.join(problems[:5])}. Take another checkpoint")
+    with CheckpointDirectory(source) as opened:
+        manifest = read_manifest(opened)
+        adapters = _adapters(read_document(opened, manifest, STATE))
+        if not adapters or (model or next(iter(adapters))) not in adapters:
+            known = ", ".join(map(repr, adapters)) or "none"
+            raise UsageError(f"{source} has no adapter of model {model!r}: models with adapters are {known}")
+        chosen = model or next(iter(adapters))
+        reader = CheckpointReader(opened, read_index(opened, manifest))
+        prefix = f"models.{chosen}."
+        names = {
+            name: name.removeprefix(prefix)
+            .replace(".modules_to_save.default.", ".")
+            .replace(".default.", ".")
+            for name in reader.entries
+            if name.startswith(prefix) and ".default." in name
+        }
+        if os.path.lexists(target):
+            raise UsageError(f"{target} exists already: choose another name, or remove it")
+        with files.storage(f"write {target}"):
+            files.make_dir(target)
+        about = {"format": "pt", "step": str(manifest.step)}
+        written = _write(reader, names, [list(names)], target / "adapter_model.safetensors", about)
+        with files.storage(f"write {target}"):
+            config = json.dumps(adapters[chosen], indent=2, sort_keys=True).encode() + b"\n"
+            files.write_new(target / "adapter_config.json", config)
+    return [*written, target / "adapter_config.json"]
+
+
+def _adapters(state: object) -> dict[str, object]:
+    match state:
+        case {"run": {"adapters": dict(adapters)}}:
+            return adapters
+    return {}
+
+
 def _chosen(
     state: dict[str, object], reader: CheckpointReader, part: str | None, source: Path
 ) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -49,6 +50,19 @@ class InitialWeights:
 def is_adapted(module: nn.Module) -> bool:
     """Whether a model has adapters of peft, such as LoRA: what is frozen is then in no checkpoint."""
     return hasattr(module, "peft_config") and hasattr(module, "base_model")
+
+
+def adapter_config(module: nn.Module) -> dict[str, Any] | None:
+    """Returns the settings of a model's adapter as plain values, for its export; None if it has none."""
+    if not is_adapted(module):
+        return None
+    settings: Any = module.peft_config
+    config = settings.get("default") or next(iter(settings.values()))
+    plain = json.dumps(
+        config.to_dict(), default=lambda each: sorted(each) if isinstance(each, set) else str(each)
+    )
+    found: dict[str, Any] = json.loads(plain)
+    return found
 
 
 def _trained_and_frozen(module: nn.Module) -> list[set[str]]:

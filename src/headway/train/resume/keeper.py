@@ -351,7 +351,7 @@ class Keeper:
         facts = self._before_validation or self._local_facts()
         best: dict[str, Any] = {"best": self._best, "keep_best": self.settings.keep_best}
         shared = best | {"seed": torch.initial_seed(), "fingerprints": self._fingerprints}
-        shared["datasets"] = facts["shared"]
+        shared |= {"datasets": facts["shared"], "adapters": state.adapters(pipe)}
         at, values = self._values
         scalars = {name: value for name, value in values.items() if isinstance(value, float | int)}
         self.saver.save(

@@ -22,6 +22,7 @@ from headway.checkpoint.format.directory import CheckpointDirectory
 from headway.checkpoint.format.manifest import read_index, read_manifest
 from headway.data.fingerprint import fingerprints
 from headway.errors import UsageError
+from headway.train.model.initial_weights import adapter_config
 
 if TYPE_CHECKING:
     from headway.train.pipeline import Pipeline
@@ -91,6 +92,12 @@ def restore(pipe: Pipeline, state: Mapping[str, Any]) -> None:
             each.load_state_dict(state["registered"][name])
     pipe.history.load_state_dict(state["history"])
     pipe.steps_done, pipe.epoch = state["progress"]["step"], state["progress"]["epoch"]
+
+
+def adapters(pipe: Pipeline) -> dict[str, dict[str, Any]]:
+    """Returns the settings of the models' adapters, such as LoRA."""
+    found = {name: adapter_config(model.bare) for name, model in pipe.registered_models.items()}
+    return {name: config for name, config in found.items() if config is not None}
 
 
 def compare_datasets(pipe: Pipeline, state: Mapping[str, Any] | None) -> dict[str, dict[str, str]]:
