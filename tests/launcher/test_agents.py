@@ -303,19 +303,33 @@ def test_variables_of_the_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_jobs_that_start_at_once_do_not_meet() -> None:
-    """Three whose rank 0 takes a port of the kernel's choice, and seven that are given one by the agent."""
-    meets = (
-        "import os, socket; s = socket.create_server(('', int(os.environ['MASTER_PORT']))); print('got it')"
+def test_jobs_that_start_at_once_do_not_meet(tmp_path: Path) -> None:
+    """Three whose rank 0 takes a port of the kernel's choice, and seven that are given one by the agent, and hold it
+    until all have theirs."""
+    given = 7
+    (tmp_path / "meets.py").write_text(
+        "import os, pathlib, socket, time\n"
+        "server = socket.create_server(('', int(os.environ['MASTER_PORT'])))\n"
+        "pathlib.Path(f'got-{os.getpid()}').touch()\n"
+        f"while len(list(pathlib.Path().glob('got-*'))) < {given}: time.sleep(0.02)\n"
+        "print('got it')\n"
     )
     who = str(Path(__file__).parents[1] / "scripts" / "who.py")
     command = [sys.executable, "-m", "headway", "run"]
-    jobs = [[*command, "--nproc", "2", who]] * 3 + [[*command, "-m", "timeit", "-n1", "-r1", meets]] * 7
-    running = [warm.Popen(job, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for job in jobs]
-    for number, job in enumerate(running):
-        out, error = job.communicate(timeout=200)
-        assert job.returncode == 0, error
-        assert out.count("sum 3") == 2 if number < 3 else "got it" in out
+    jobs = [[*command, "--nproc", "2", who]] * 3 + [[*command, "meets.py"]] * given
+    running = [
+        warm.Popen(job, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for job in jobs
+    ]
+    try:
+        for number, job in reversed([*enumerate(running)]):
+            out, error = job.communicate(timeout=100)
+            assert job.returncode == 0, error
+            assert out.count("sum 3") == 2 if number < 3 else "got it" in out
+    finally:
+        for job in running:
+            job.terminate()
+            job.communicate(timeout=60)
 
 
 def test_a_free_port_is_free() -> None:

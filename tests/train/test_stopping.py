@@ -301,8 +301,10 @@ def test_between_log_points_nothing_is_sent_for_checkpoints(
 # --- real processes: signals from outside, exit codes to the outside
 
 
-def start(folder: Path, *command: str) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
+def start(
+    folder: Path, *command: str, popen: type[subprocess.Popen[Any]] = subprocess.Popen
+) -> subprocess.Popen[str]:
+    process = popen(
         [*command, str(SCRIPT), str(folder), "slow", "workers"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -338,7 +340,7 @@ def test_a_script_alone_exits_with_75(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(600)
 def test_ranks_under_headway_run_exit_with_75(tmp_path: Path) -> None:
-    process = start(tmp_path, sys.executable, "-m", "headway", "run", "--nproc", "2")
+    process = start(tmp_path, sys.executable, "-m", "headway", "run", "--nproc", "2", popen=warm.Popen)
     process.send_signal(signal.SIGUSR1)
     text = exit_in_time(process)
     assert process.returncode == 75, text
