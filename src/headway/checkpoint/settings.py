@@ -33,7 +33,7 @@ class CheckpointSettings:
     """How a pipeline saves its state: the keyword arguments of `pipe.enable_checkpointing`."""
 
     resume: str | Path = "auto"
-    """"auto", "never", "must", or the directory of the run to resume"""
+    """"auto", "never", "must", or the directory of the run to resume; a checkpoint of a run begins a new run with it"""
     every: str | int = "10min"
     """a time ("10min", "2h"; checked when metrics are logged), steps (500) or epochs ("1 epoch")"""
     keep_last: int = 3

@@ -39,14 +39,16 @@ def choose_run(root: str | Path, *, name: str, config: object, resume: str | Pat
         opened = current().opened_runs
         choice = choose(root, name=name, config=config, world=facts, resume=resume, opened=opened)
         run = {"path": str(choice.run.path), "id": choice.run.id, "name": choice.run.name}
-        return {"run": run, "why": choice.why, "finished": choice.finished}
+        parent = None if choice.parent is None else str(choice.parent)
+        return {"run": run, "why": choice.why, "finished": choice.finished, "parent": parent}
 
     # sent, not looked up: a network file system may show a new directory to other nodes only later
     chosen = from_root(choose_on_root)
     run = Run(path=Path(chosen["run"]["path"]), id=chosen["run"]["id"], name=chosen["run"]["name"])
     use_run(run)
     current().opened_runs.add(run.path)
-    return Choice(run=run, why=chosen["why"], finished=chosen["finished"])
+    parent = None if chosen["parent"] is None else Path(chosen["parent"])
+    return Choice(run=run, why=chosen["why"], finished=chosen["finished"], parent=parent)
 
 
 def use_run(run: Run | None) -> None:

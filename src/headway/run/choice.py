@@ -6,13 +6,13 @@ import os
 import shlex
 import sys
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
 from headway import schedulers
 from headway.errors import RunLocked, UnreadableRun, UsageError
-from headway.run import Run, config_text, runs_under
+from headway.run import Run, config_text, has_info, runs_under
 from headway.run.info import newest_step
 from headway.run.plain import is_yaml
 from headway.run.rebuild import named_run
@@ -33,6 +33,8 @@ class Choice:
     run: Run
     why: str
     finished: bool = False
+    parent: Path | None = None
+    """the checkpoint of another run that it begins with, while it has none of its own"""
 
 
 def choose(
@@ -47,16 +49,32 @@ def choose(
 ) -> Choice:
     """Chooses or creates a run. `resume` is "auto", "never", "must", or the directory of the run to resume.
 
+    If it is a checkpoint of a run, a new run begins with that, and its record names its parent; the same call resumes
+    that new run while it is unfinished.
+
     `opened` are the runs that this process has trained in: the run of a job is for its first pipeline only.
     """
+    parent = _find_parent(resume)
     given = environ.get(environment.RUN)
     if given is not None and Path(given).absolute() not in opened:
         run = _open_own(given)
         if config is not None and not run.info()["attempts"]:
             run.set_config(config)
+        if parent is not None and not run.info()["attempts"]:
+            run.set_parent(parent)
         return Choice(
-            run=run, why=f"{environment.RUN} names it", finished=resume != "never" and _finished(run)
+            run=run,
+            why=f"{environment.RUN} names it",
+            finished=resume != "never" and _finished(run),
+            parent=parent,
         )
+    if parent is not None:
+        found = _find(root, name, config_text(config), environ, parent=parent)
+        if found is not None:
+            return replace(found, parent=parent)
+        run = Run.create(root, name=name, config=config, world=world)
+        run.set_parent(parent)
+        return Choice(run=run, why=f"a new run, from {parent}", parent=parent)
     if resume not in ("auto", "never", "must"):
         run = _open(resume)
         return Choice(run=run, why="as requested", finished=_finished(run))
@@ -109,11 +127,30 @@ def _warn_of_others(runs: Iterable[Run]) -> None:
             return
 
 
-def _find(root: str | Path, name: str, config: str, environ: Mapping[str, str]) -> Choice | None:
-    """Returns the newest run of that name and those settings that this job began or that is unfinished."""
+def _find_parent(resume: str | Path) -> Path | None:
+    """Returns the checkpoint that a new run is to begin with; None if `resume` is not one."""
+    path = Path(resume).absolute()
+    if not path.name.startswith("step-") or not has_info(path.parent.parent):
+        return None
+    if not path.is_dir():
+        raise UsageError(
+            f"resume={str(resume)!r}: there is no such checkpoint; list those of the run with: headway checkpoint "
+            f"show {path.parent.parent}"
+        )
+    return path
+
+
+def _find(
+    root: str | Path, name: str, config: str, environ: Mapping[str, str], *, parent: Path | None = None
+) -> Choice | None:
+    """Returns the newest run of that name, those settings and that parent that this job began or is unfinished."""
     uids = {os.geteuid(), ownership.uid_in(Path(root))}
     named = runs_under(root, name=name)
-    alike = [run for run in named if _is_own(run.path, uids) and run.has_config(config)]
+    alike = [
+        run
+        for run in named
+        if _is_own(run.path, uids) and run.parent_checkpoint() == parent and run.has_config(config)
+    ]
     job = schedulers.detect(environ)
     for run in alike:
         # only an earlier start of this job counts: one start may train in several runs

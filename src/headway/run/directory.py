@@ -149,6 +149,20 @@ class Run(RunPaths):
         """Opens a file of rows in this run; a write raises `RunLocked` once the run is another process's."""
         return JsonLinesWriter(path, content=content, default=default, before_write=self.check_owner)
 
+    def parent_checkpoint(self) -> Path | None:
+        """Returns the checkpoint of another run that this one began with; None if it began from scratch."""
+        parent = self.info().get("parent")
+        return Path(parent["checkpoint"]) if isinstance(parent, dict) else None
+
+    def set_parent(self, checkpoint: Path) -> None:
+        """Records the checkpoint of another run that this one begins with, before its first attempt."""
+        parent = Run.open(checkpoint.parent.parent)
+        step = int(checkpoint.name.removeprefix("step-"))
+        facts = {"run": parent.id, "step": step, "checkpoint": str(checkpoint)}
+        self.check_owner()
+        with files.storage(f"write {self.info_file}"):
+            write_info(self.path, self.info() | {"parent": facts})
+
     def set_config(self, config: object) -> None:
         """Writes the settings of a run that was created, at submission, before its script could give them."""
         self.check_owner()

@@ -122,6 +122,8 @@ class Keeper:
             )
         self._log(f"resuming {choice.run.id} from step {loaded.step:,} ({choice.why})")
         self._restore(loaded)
+        if choice.parent is not None and loaded.path == choice.parent:
+            self._last_save = _SaveAttempt(step=-1, scheduled=False)  # this run has not saved it
         self.pipe._run_hook("resume_run", self.pipe)
 
     def restore_finished(self, choice: Choice) -> None:
@@ -141,7 +143,10 @@ class Keeper:
 
     def _load(self, choice: Choice) -> checkpoint.LoadedCheckpoint | None:
         try:
-            return checkpoint.load_latest(choice.run, partial(state.destinations, self.pipe))
+            loaded = checkpoint.load_latest(choice.run, partial(state.destinations, self.pipe))
+            if loaded is None and choice.parent is not None:
+                return checkpoint.load(choice.parent, state.destinations(self.pipe, choice.parent))
+            return loaded
         except UsageError as error:  # the script has changed since
             raise UsageError(f'{error} (to start a new run, pass resume="never")') from error
 

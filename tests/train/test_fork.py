@@ -1,0 +1,53 @@
+"""A new run that begins with a checkpoint of another: its record names the parent, which stays as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toys import Batches, Classify, make_pipe
+
+import headway as hw
+from headway.errors import UsageError
+
+
+class Ends(Classify):
+    """Ends like a process that was killed, before one of its steps."""
+
+    ends_before: int | None = None
+
+    def train_step(self, batch: Any) -> Any:
+        if self.pipe.steps_done == self.ends_before:
+            raise KeyboardInterrupt
+        return super().train_step(batch)
+
+
+def train(folder: Path, *, ends_before: int | None = None, **settings: Any) -> tuple[hw.Pipeline, hw.Run]:
+    pipe, stage = make_pipe(folder), Ends(log_every=1)
+    stage.ends_before = ends_before
+    pipe.register_dataset("train", Batches(5))
+    pipe.append_stage(stage, max_epochs=2)
+    pipe.enable_checkpointing(every=2, keep_last=10, background=False, **settings)
+    return pipe, pipe.run()
+
+
+def test_a_run_from_a_chosen_step(tmp_path: Path) -> None:
+    first, parent = train(tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in parent.path.rglob("*")}
+    chosen = parent.checkpoint_dir(4)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, resume=chosen, ends_before=5)  # before it has a checkpoint of its own
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, resume=chosen, ends_before=9)
+    second, child = train(tmp_path, resume=chosen)
+    runs = list(hw.run.runs_under(tmp_path))
+    assert len(runs) == 2 and child != parent  # the same command has resumed the new run
+    assert child.info()["parent"] == {"run": parent.id, "step": 4, "checkpoint": str(chosen)}
+    assert [attempt.get("step_started") for attempt in child.info()["attempts"]] == [4, 4, 8]
+    expected = first.registered_models["net"].bare.state_dict()
+    for name, tensor in second.registered_models["net"].bare.state_dict().items():
+        assert tensor.equal(expected[name])  # to the last bit, as the parent trained
+    assert {path: path.stat().st_mtime_ns for path in parent.path.rglob("*")} == before
+    with pytest.raises(UsageError, match="there is no such checkpoint"):
+        train(tmp_path, resume=parent.checkpoint_dir(5))
