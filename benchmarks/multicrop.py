@@ -16,10 +16,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,8 @@ import torch
 
 from headway.data import MultiCrop, ShardLoader, pack
 from headway.data.assembly import quick_switches
-from headway.data.images.batch import SAMPLES
+from headway.data.images.batch import IMAGE, SAMPLES, EncodedImage
 from headway.data.images.device_batch import GpuBatcher
-from headway.data.images.encoded import IMAGE, EncodedImage
 from headway.data.images.gpu import GpuCropper
 from headway.data.images.nvjpeg import as_tensor, decode_batch
 from headway.data.order.permutation import derive_keys
@@ -39,8 +38,7 @@ from headway.data.sample_reader import collate
 
 BATCH, QUALITY, WANTED_KB = 256, 80, 72
 DEVICE = torch.device("cuda")
-AHEAD = 4  # batches that are prefetched
-IDLE_S = 0.6
+AHEAD, WARM_UP = 4, 8  # batches: that are prefetched, and that come before the clock starts
 
 
 def photo(height: int, width: int, seed: int) -> np.ndarray:
@@ -74,7 +72,6 @@ def make_photos(number: int) -> list[bytes]:
 
 def timed(work: Callable[[], int]) -> float:
     """Images per second of some work, which returns how many it did."""
-    time.sleep(IDLE_S)  # what others prefetch
     torch.cuda.synchronize()
     began = time.perf_counter()
     images = work()
@@ -99,7 +96,7 @@ def samples(photos: list[bytes], sizes: list[tuple[int, int]]) -> list[dict[str,
     ]
 
 
-def from_memory(photos: list[bytes]) -> Iterator[Any]:
+def from_memory(photos: list[bytes]) -> Generator[Any]:
     """Batches of crops of photos in memory, as the loader makes them, a few batches ahead."""
     sizes = [simplejpeg.decode_jpeg_header(data)[:2] for data in photos]
 
@@ -133,11 +130,6 @@ def from_memory(photos: list[bytes]) -> Iterator[Any]:
 
 def take(batches: Iterator[Any], number: int) -> int:
     return sum(batch.global_crops.shape[1] for batch in islice(batches, number))
-
-
-def correction(batches: int) -> float:
-    """The batches that were prefetched before the clock started do not count."""
-    return (batches - AHEAD) / batches
 
 
 def kernel_times(photos: list[bytes]) -> dict[str, float]:
@@ -241,26 +233,26 @@ def main() -> None:
         )
         pack(repeated, directory, shard_size=2**26)
 
-        def shards() -> Iterator[Any]:
+        def shards() -> Generator[Any]:
             loader = ShardLoader(
                 directory, batch_size=options.images, transform=MultiCrop(), device="cuda", prefetch=6
             )
             while True:
                 yield from loader
 
-        contenders: dict[str, Iterator[Any]] = {
-            "from memory": from_memory(photos),
-            "from shards": shards(),
+        contenders: dict[str, Callable[[], Generator[Any]]] = {
+            "from memory": partial(from_memory, photos),
+            "from shards": shards,
         }
         rates: dict[str, list[float]] = {"decode only": [], **{name: [] for name in contenders}}
-        for batches in contenders.values():
-            take(batches, 4)
         for _ in range(options.rounds):
+            decode_only(encoded, WARM_UP)
             rates["decode only"].append(timed(partial(decode_only, encoded, options.batches)))
-            for name, batches in contenders.items():
-                rates[name].append(
-                    timed(partial(take, batches, options.batches)) * correction(options.batches)
-                )
+            for name, contender in contenders.items():
+                batches = contender()
+                take(batches, WARM_UP)
+                rates[name].append(timed(partial(take, batches, options.batches)))
+                batches.close()  # or what it prefetches would slow down the next one
         results["images/s"] = {name: statistics.median(each) for name, each in rates.items()}
         limit = results["images/s"]["decode only"]
         for name, each in rates.items():
@@ -270,11 +262,9 @@ def main() -> None:
             )
             print([round(value) for value in each], flush=True)
         if not options.no_training:
-            fixed = take_one(contenders["from shards"])
-            for name, source in (
-                ("fixed batch", iter(lambda: fixed, None)),
-                ("from shards", contenders["from shards"]),
-            ):
+            loaded = shards()
+            fixed = next(loaded)
+            for name, source in (("fixed batch", repeat(fixed)), ("from shards", loaded)):
                 seconds, share = train(source, 20)
                 results[f"training, {name}"] = {"step_s": seconds, "wait_share": share}
                 print(
@@ -283,10 +273,6 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps(results, indent=2))
     sys.stdout.flush()
-
-
-def take_one(batches: Iterator[Any]) -> Any:
-    return next(batches)
 
 
 if __name__ == "__main__":

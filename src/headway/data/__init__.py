@@ -28,8 +28,12 @@ if TYPE_CHECKING:
     from headway.data.images import (
         Batch as Batch,
         CenterCrop as CenterCrop,
+        CutMix as CutMix,
         ImageTransform as ImageTransform,
+        Mixup as Mixup,
         MultiCrop as MultiCrop,
+        RandomChoice as RandomChoice,
+        RandomErasing as RandomErasing,
         RandomResizedCrop as RandomResizedCrop,
     )
     from headway.data.loader import DataLoader as DataLoader

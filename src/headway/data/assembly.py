@@ -116,7 +116,7 @@ def make_assembler(
     if not isinstance(transform, ImageTransform):
         return BatchAssembler(collate_fn or collate, validates=validates, drops=drops)
     if gpu is None:
-        by_crops = collate_fn or partial(collate_crops, transform)
+        by_crops = collate_fn or partial(collate_crops, transform, reader.transform_keys)
         return BatchAssembler(by_crops, validates=validates, drops=drops)
     from headway.data.images.device_batch import GpuBatcher  # needs Triton
 

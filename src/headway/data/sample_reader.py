@@ -12,9 +12,8 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from headway.data.images.batch import SAMPLES, Batch, stack_crops
+from headway.data.images.batch import IMAGE, SAMPLES, Batch, EncodedImage, finish_batch, stack_crops
 from headway.data.images.cpu import crop_image
-from headway.data.images.encoded import IMAGE, EncodedImage
 from headway.data.images.exif import orientation, turn
 from headway.data.images.transforms import ImageTransform
 from headway.data.label_watch import LabelWatch
@@ -324,12 +323,15 @@ def collate(samples: list[Any]) -> Any:
     return {name: _collate([sample[name] for sample in samples]) for name in names}
 
 
-def collate_crops(transform: ImageTransform, samples: list[dict[str, Any]]) -> Batch:
+def collate_crops(
+    transform: ImageTransform, keys_of: Callable[[Ints], UInts], samples: list[dict[str, Any]]
+) -> Batch:
     """Collates samples with the crops of a transform."""
     own = {SAMPLES, *(group.name for group in transform.groups())}
     rest = collate([{name: part for name, part in each.items() if name not in own} for each in samples])
-    rows = torch.tensor([each[SAMPLES] for each in samples])
-    return Batch({SAMPLES: rows, **stack_crops(transform, samples), **rest})
+    rows = np.array([each[SAMPLES] for each in samples])
+    batch = Batch({SAMPLES: torch.from_numpy(rows), **stack_crops(transform, samples), **rest})
+    return finish_batch(batch, transform, keys_of(rows))
 
 
 def _collate(samples: list[Any]) -> Any:

@@ -11,8 +11,9 @@ import torch
 
 from headway.data import CenterCrop, MultiCrop, RandomResizedCrop
 from headway.data.images import CropRecipe
-from headway.data.images.cpu import crop_image, draw_groups, normalization
+from headway.data.images.cpu import crop_image, draw_groups, largest_value, normalization
 from headway.data.images.draws import draw_crops
+from headway.data.images.fp8 import Fp8Scaling
 from headway.errors import UsageError
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -148,6 +149,21 @@ def test_outputs_are_one_crop_in_several_types_and_layouts() -> None:
     assert torch.allclose(again, exact, atol=1e-5)
     last = crop_image(RandomResizedCrop(size=32, output="fp32", channels_last=True), pixels, 5)["images"]
     assert last.is_contiguous(memory_format=torch.channels_last) and torch.equal(last, exact)
+
+
+def test_fp8_keeps_what_it_can_and_says_what_its_values_mean() -> None:
+    pixels = np.arange(256, dtype=np.uint8).repeat(3).reshape(16, 16, 3)
+    exact = crop_image(CenterCrop(size=16, resize=16, output="fp32"), pixels, 0)["images"]
+    transform = CenterCrop(size=16, resize=16, output="fp8")
+    found = crop_image(transform, pixels, 0)["images"]
+    assert found.dtype == torch.float8_e4m3fn
+    scaling = Fp8Scaling.of(largest_value(transform))
+    assert scaling.scale.shape == (1,) and scaling.amax_history.shape == (1024, 1)
+    assert exact.abs().max() <= largest_value(transform) == pytest.approx(2.64, abs=0.001)
+    factors = torch.tensor(normalization(CenterCrop())[0])[:, None, None]
+    levels = (scaling.dequantize(found, torch.float32) - exact) / factors
+    assert levels.abs().max() < 6 and levels.square().mean().sqrt() < 2.3, "of 255, as documented"
+    assert 70 < len(found.float().unique()) < 160
 
 
 def test_settings_that_mean_nothing_are_refused_with_the_value() -> None:

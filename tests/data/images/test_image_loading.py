@@ -16,6 +16,8 @@ from PIL import Image
 from headway.data import Batch, CenterCrop, MultiCrop, RandomResizedCrop, ShardLoader, pack
 from headway.data.images.cpu import crop_image
 from headway.data.images.exif import orientation, turn
+from headway.data.images.nvjpeg import missing_for_gpu
+from headway.errors import UsageError
 
 sys.path.insert(0, str(Path(__file__).parent))
 import oracle
@@ -66,6 +68,8 @@ def test_batches_have_crops_labels_and_the_numbers_of_their_samples(tmp_path: Pa
     assert next(iter(first.values())).shape[0] == 8, "the first tensor has the samples, which a stage counts"
     plain = batches(source, transform=RandomResizedCrop(size=16))[0]
     assert plain.images.shape == (8, 3, 16, 16) and plain.images.dtype == torch.bfloat16
+    eight = batches(source, transform=RandomResizedCrop(size=16, output="fp8"))[0]
+    assert (eight.fp8.dequantize(eight.images) - plain.images).abs().max() < 0.12
     last = batches(source, transform=RandomResizedCrop(size=16, channels_last=True))[0]
     assert last.images.is_contiguous(memory_format=torch.channels_last) and torch.equal(
         last.images, plain.images
@@ -165,3 +169,16 @@ def test_orientation_of_damaged_headers_is_upright() -> None:
         changed = bytearray(data)
         changed[number] ^= 0xFF
         assert 1 <= orientation(memoryview(bytes(changed))) <= 8
+
+
+@pytest.mark.skipif(not missing_for_gpu(), reason="this machine has what the GPU's path needs")
+def test_without_a_gpu_the_loader_says_so_and_uses_the_cpu(tmp_path: Path, messages: list[str]) -> None:
+    source = shards(tmp_path, [{"jpg": jpeg(n), "cls": n} for n in range(8)])
+    there = batches(source, transform=SMALL, device="cuda")
+    here = batches(source, transform=SMALL)
+    assert torch.equal(there[0].local_crops, here[0].local_crops)
+    assert [text for text in messages if "on the CPU" in text] == [
+        f"images are decoded and cropped on the CPU: {missing_for_gpu()} here for device='cuda'"
+    ]
+    with pytest.raises(UsageError, match="needs a transform of images"):
+        batches(source, device="cuda")

@@ -1,7 +1,7 @@
 """Images: crops that are the same on the CPU and on a GPU, at the speed of the decoder.
 
-recipe (the distributions of a crop) -> draws (the parameters of all crops of a batch, a pure function of the samples)
--> transforms (the settings that users give) -> color and cpu (the CPU's path, for one image at a time), batch (what the
+transforms (the settings that users give) -> draws (the parameters of all crops of a batch, a pure function of the
+samples) -> color and cpu (the CPU's path, for one image at a time), batch (what the
 loop gets). On a GPU: nvjpeg (decoding), kernels and gpu (cropping), device_batch (whole batches, on streams of the
 loader); these modules need Triton, and are imported when a loader has a GPU.
 """
@@ -14,9 +14,16 @@ from headway import lazy
 
 if TYPE_CHECKING:
     from headway.data.images.batch import Batch as Batch
-    from headway.data.images.recipe import CropGroup as CropGroup, CropRecipe as CropRecipe
+    from headway.data.images.mixup import (
+        CutMix as CutMix,
+        Mixup as Mixup,
+        RandomChoice as RandomChoice,
+        RandomErasing as RandomErasing,
+    )
     from headway.data.images.transforms import (
         CenterCrop as CenterCrop,
+        CropGroup as CropGroup,
+        CropRecipe as CropRecipe,
         ImageTransform as ImageTransform,
         MultiCrop as MultiCrop,
         RandomResizedCrop as RandomResizedCrop,

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast, final
+from typing import Any, NamedTuple, cast, final
 
 import torch
 from torch import Tensor
 
+from headway.data.images.cpu import largest_value
+from headway.data.images.fp8 import Fp8Scaling
 from headway.data.images.transforms import ImageTransform
+from headway.data.order.permutation import UInts
 
 SAMPLES = "samples"
 """the part of a batch that says which samples it has: rows of dataset, epoch, shard and sample"""
+IMAGE = "__image__"
+"""the part of a sample that has its image: an `EncodedImage`, or its pixels"""
+
+
+class EncodedImage(NamedTuple):
+    """A JPEG that is decoded on the device."""
+
+    data: memoryview
+    height: int
+    width: int
+    turn: int
+    """its EXIF orientation; 1 if that is ignored"""
 
 
 @final
@@ -57,6 +72,11 @@ class Batch(dict[str, Any]):
         return cast(Tensor, self["cls"])
 
     @property
+    def fp8(self) -> Fp8Scaling:
+        """What the values of crops in FP8 mean, with `output="fp8"`."""
+        return cast(Fp8Scaling, self["fp8"])
+
+    @property
     def samples(self) -> Tensor:
         """Which samples these are: rows of dataset (its place among the sorted names), epoch, shard and sample."""
         return cast(Tensor, self[SAMPLES])
@@ -76,8 +96,21 @@ def stack_crops(transform: ImageTransform, crops: Sequence[dict[str, Tensor]]) -
     found = dict[str, Tensor]()
     for group in transform.groups():
         parts = [each[group.name] for each in crops]
-        stacked = torch.stack(parts, 1)
+        dtype = parts[0].dtype
+        if dtype is torch.float8_e4m3fn:  # torch cannot stack them
+            parts = [part.view(torch.uint8) for part in parts]
         if transform.channels_last:
             stacked = torch.stack([part.permute(0, 2, 3, 1) for part in parts], 1).permute(0, 1, 4, 2, 3)
-        found[group.name] = stacked if group.name != "images" else stacked[0]
+        else:
+            stacked = torch.stack(parts, 1)
+        found[group.name] = (stacked if group.name != "images" else stacked[0]).view(dtype)
     return found
+
+
+def finish_batch(batch: Batch, transform: ImageTransform, keys: UInts) -> Batch:
+    """Applies the transforms of whole batches; says what values in FP8 mean."""
+    if transform.output == "fp8":
+        batch["fp8"] = Fp8Scaling.of(largest_value(transform), batch.samples.device)
+    for step in transform.then:
+        batch = step(batch, keys)
+    return batch

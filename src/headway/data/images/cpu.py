@@ -6,8 +6,6 @@ floats, while the crop is in the processor's cache.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -16,12 +14,19 @@ from torch.nn import functional as F
 
 from headway.data.images.color import change_colors
 from headway.data.images.draws import Column, CropTable, Factor, Flag, draw_crops
+from headway.data.images.fp8 import E4M3_MAX
 from headway.data.images.transforms import ImageTransform
 from headway.data.order.permutation import Ints, UInts
 
 Pixels = npt.NDArray[np.uint8]
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "uint8": torch.uint8}
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "uint8": torch.uint8,
+    "fp8": torch.float8_e4m3fn,
+}
 
 
 def draw_groups(transform: ImageTransform, keys: UInts, sizes: Ints) -> list[CropTable]:
@@ -95,12 +100,12 @@ def _normalization(transform: ImageTransform) -> tuple[Tensor, Tensor]:
 
 
 def normalization(transform: ImageTransform) -> tuple[list[float], list[float]]:
-    """Returns factor and summand that turn values from 0 to 255 into normalized ones, per channel."""
-    factors = [1 / (255 * std) for std in transform.std]
-    return factors, [-mean / std for mean, std in zip(transform.mean, transform.std, strict=True)]
+    """Returns factor and summand that turn values from 0 to 255 into those of the output, per channel."""
+    scale = E4M3_MAX / largest_value(transform) if transform.output == "fp8" else 1.0
+    factors = [scale / (255 * std) for std in transform.std]
+    return factors, [-scale * mean / std for mean, std in zip(transform.mean, transform.std, strict=True)]
 
 
 def largest_value(transform: ImageTransform) -> float:
-    """Returns the largest absolute value that a normalized pixel can have."""
-    pairs = zip(*normalization(transform), strict=True)
-    return max(max(abs(shift), math.fabs(255 * factor + shift)) for factor, shift in pairs)
+    """Returns the largest absolute value that a normalized pixel can have; 2.64 by default."""
+    return max(max(mean, 1 - mean) / std for mean, std in zip(transform.mean, transform.std, strict=True))

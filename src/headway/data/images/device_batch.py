@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.data.images.batch import SAMPLES, Batch
-from headway.data.images.encoded import IMAGE, EncodedImage
+from headway.data.images.batch import IMAGE, SAMPLES, Batch, EncodedImage, finish_batch
 from headway.data.images.gpu import GpuCropper
 from headway.data.images.nvjpeg import as_tensor, decode_batch
 from headway.data.images.transforms import ImageTransform
@@ -51,7 +50,8 @@ class GpuBatcher:
         collate: Callable[[list[Any]], Any],
         keys_of: Callable[[Ints], UInts],
     ) -> None:
-        self._cropper, self._collate, self._keys_of = GpuCropper(transform), collate, keys_of
+        self._transform, self._cropper = transform, GpuCropper(transform)
+        self._collate, self._keys_of = collate, keys_of
         self._device = torch.empty(0, device=device).device  # with its number
         self._local = threading.local()
         self._held: deque[tuple[list[Tensor], torch.cuda.Event]] = deque()
@@ -95,7 +95,8 @@ class GpuBatcher:
         """Returns the batch of samples whose images are on the device. It is finished when its event is."""
         images: list[ImageOnDevice] = [sample.pop(IMAGE) for sample in samples]
         rows = np.array([sample.pop(SAMPLES) for sample in samples])
-        tables = self._cropper.draw(self._keys_of(rows), np.array([image.size for image in images]))
+        keys = self._keys_of(rows)
+        tables = self._cropper.draw(keys, np.array([image.size for image in images]))
         rest = self._collate(samples)
         pixels = [image.pixels for image in images]
         with torch.cuda.stream(self._stream):
@@ -104,6 +105,7 @@ class GpuBatcher:
             crops = self._cropper.crop(pixels, tables, [image.turn for image in images])
             moved = {name: self._move(part) for name, part in rest.items()}
             batch = Batch({SAMPLES: self._move(torch.from_numpy(rows)), **crops, **moved})
+            batch = finish_batch(batch, self._transform, keys)
             batch.ready = self._stream.record_event()
         self._hold(pixels, batch.ready)
         return batch

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from headway.data.images.recipe import CropRecipe
+from headway.data.images.transforms import CropRecipe
 from headway.data.order.permutation import Ints, UInts, derive_keys, hash_streams
 
 Floats = npt.NDArray[np.float64]

@@ -16,8 +16,7 @@ from torch import Tensor
 from headway.data.images import kernels
 from headway.data.images.cpu import DTYPES, draw_groups, normalization
 from headway.data.images.draws import CropTable
-from headway.data.images.recipe import CropGroup
-from headway.data.images.transforms import ImageTransform
+from headway.data.images.transforms import CropGroup, ImageTransform
 from headway.data.order.permutation import Ints, UInts
 
 # the fastest of those that were tried on an H200 with photos of 500 x 375 pixels: one warp needs no barriers

@@ -6,17 +6,74 @@ hw.data.ShardLoader(shards, batch_size=64, transform=hw.data.MultiCrop())
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Any, Literal, final
 
-from headway.data.images.recipe import CropGroup, CropRecipe, Range
+import numpy as np
+import numpy.typing as npt
+
 from headway.errors import UsageError
 
-Output = Literal["bf16", "fp16", "fp32", "uint8"]
-OUTPUTS = ("bf16", "fp16", "fp32", "uint8")
-_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "uint8": 1}
+Range = tuple[float, float]
+BatchTransform = Callable[[Any, npt.NDArray[np.uint64]], Any]
+"""gets a `Batch` and a hash of each sample, from which all that is random must be derived; returns the batch"""
+Output = Literal["bf16", "fp16", "fp32", "uint8", "fp8"]
+OUTPUTS = ("bf16", "fp16", "fp32", "uint8", "fp8")
+_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "uint8": 1, "fp8": 1}
 INTERPOLATIONS = ("bicubic", "bilinear")
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CropRecipe:
+    """The distributions of one crop. Probabilities and ranges are as in torchvision's transforms of these names."""
+
+    scale: Range | None = (0.08, 1.0)
+    """the share of the image's area; None for the center of the image, after its short side became `resize` pixels"""
+    ratio: Range = (3 / 4, 4 / 3)
+    resize: int = 0
+    flip: float = 0.5
+    jitter: float = 0.0
+    """how often color is changed, by up to these factors, in random order"""
+    brightness: float = 0.0
+    contrast: float = 0.0
+    saturation: float = 0.0
+    hue: float = 0.0
+    grayscale: float = 0.0
+    blur: float = 0.0
+    sigma: Range = (0.1, 2.0)
+    """of the blur, whose kernel has 9 x 9 pixels"""
+    solarize: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("flip", "jitter", "grayscale", "blur", "solarize"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UsageError(f"{name}={getattr(self, name)}: give a probability, from 0 to 1")
+        for name in ("scale", "ratio", "sigma"):
+            low_high = getattr(self, name)
+            if low_high is not None and not 0 < low_high[0] <= low_high[1]:
+                raise UsageError(f"{name}={low_high}: give two numbers above 0, the smaller one first")
+        if self.scale is not None and self.scale[1] > 1:
+            raise UsageError(f"scale={self.scale}: a crop has at most all of the image, 1.0")
+        for name in ("brightness", "contrast", "saturation"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UsageError(f"{name}={getattr(self, name)}: give the largest change, from 0 to 1")
+        if not 0 <= self.hue <= 0.5:
+            raise UsageError(f"hue={self.hue}: give the largest change, from 0 to 0.5 of the circle")
+
+
+@dataclass(frozen=True)
+class CropGroup:
+    """The crops of one size, which become one tensor of a batch."""
+
+    name: str
+    size: int
+    recipes: tuple[CropRecipe, ...]
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise UsageError(f"{self.name}: size={self.size}: a crop has at least one pixel")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +87,15 @@ class ImageTransform(ABC):
     mean: tuple[float, float, float] = IMAGENET_MEAN
     std: tuple[float, float, float] = IMAGENET_STD
     output: Output = "bf16"
-    """the type of the pixels; `"uint8"` ones are from 0 to 255 and not normalized"""
+    """the type of the pixels; `"uint8"` ones are from 0 to 255 and not normalized, those of `"fp8"` (E4M3) are scaled,
+    and lose two thirds of the levels"""
     channels_last: bool = False
     """whether the channels of a pixel are neighbors in memory; the shape of a batch is the same"""
     interpolation: Literal["bicubic", "bilinear"] = "bicubic"
     exif: bool = False
     """whether images are turned as their EXIF data says; most datasets for training are made without"""
+    then: tuple[BatchTransform, ...] = ()
+    """what is done to whole batches, such as `hw.data.Mixup`; or functions of your own"""
 
     def __post_init__(self) -> None:
         if self.output not in OUTPUTS:
