@@ -243,7 +243,7 @@ heart.set_run(Path("run-0").absolute())
 
 
 def test_what_was_told_to_stop_is_not_started_again(supervised: Supervised, tmp_path: Path) -> None:
-    stops = f"hear(signal.SIGUSR2); os.kill(agent, signal.SIGUSR2); wait_for(lambda: told)\n{CRASHES}\nsys.exit(1)"
+    stops = f"hear(signal.SIGUSR2); os.kill(agent, signal.SIGUSR2); wait_for(lambda: told)\n{CRASHES}\nos._exit(1)"
     around = os.environ | {"HEADWAY_RUN": str(tmp_path / "run-0")}
     assert supervised(stops, environ=around, max_restarts=2) == 1
     assert len(list(tmp_path.glob("start-*"))) == 1
