@@ -98,7 +98,7 @@ def test_paths_are_those_of_the_design(tmp_path: Path) -> None:
         "job_file": "job.json", "submission_file": "submitted.json", "launch_dir": "launch", "ended_file": "ended.json",
         "job_log": "log/job.txt", "sweep_file": "sweep.json", "call_dir": "call", "snapshot_dir": "code/tree",
         "ledger_file": "ledger.jsonl", "tensorboard_dir": "tensorboard", "csv_file": "metrics.csv",
-        "info_file": "run.json", "lock_dir": "lock",
+        "info_file": "run.json", "lock_dir": "lock", "eval_dir": "eval", "nodes_dir": "nodes",
     }  # fmt: skip
     assert run.log_file(3) == tmp_path / "log/rank-00003.txt"
     assert run.metrics_file(12) == tmp_path / "metrics/rank-00012.jsonl"
