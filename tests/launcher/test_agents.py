@@ -266,6 +266,7 @@ def test_a_stop_request_that_comes_too_early_is_repeated(tmp_path: Path) -> None
     _, error = agent.communicate(timeout=60)
     assert (agent.returncode, error.count("\n")) == (75, 1), error
     assert "stopped with a checkpoint" in error
+    assert len(list(tmp_path.glob("ready-*"))) == 2, "the early request has killed no rank"
 
 
 def test_a_rank_that_hears_it_twice_while_it_exits_has_stopped(tmp_path: Path) -> None:
