@@ -216,6 +216,24 @@ def test_a_prediction_that_was_cut_off_continues(
         assert rows == [{"index": n, "label": int(label)} for n, label in enumerate(labels)]
 
 
+@ranks(2)
+def test_a_sharded_prediction_that_was_cut_off_continues(runs: Path, tmp_path: Path) -> None:
+    """One sample is left, and with it a rank that has none, but must take part in the forward."""
+    data = hw.data.DataLoader(Samples(), batch_size=11)
+    stage = Predicting()
+    stage.fails_at = 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(output, "COMMIT_S", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            fresh(runs, parallel="fsdp").predict(stage, data, tmp_path / "logits.npy")
+    hw.barrier()
+    stage = Predicting()
+    path = fresh(runs, parallel="fsdp").predict(stage, data, tmp_path / "logits.npy")
+    assert stage.calls == 1
+    expected = logits_of(saved_net(shared_run(runs), 4, "models")).numpy()
+    np.testing.assert_allclose(np.load(path), expected, rtol=1e-5, atol=1e-6)
+
+
 SCRIPT = """
 import sys
 from pathlib import Path
