@@ -267,3 +267,12 @@ def test_a_saved_plan_has_its_layout_and_emits_its_job(tmp_path: Path) -> None:
         86400 * plan.answers["rate.tokens"].value
     )
     assert plan.answers["time.microbatches"].value == 1
+
+
+def test_samples_per_second_of_a_run_become_its_utilization() -> None:
+    """torchtitan's 5,762 tokens/s a GPU of Llama 3.1 8B are 33.7 % of an H100, attention counted in full."""
+    plan = estimate(LLAMA, replace(FSDP, microbatch=2, global_batch=16), Node("dgx-h100"))
+    reached = plan.at_rate(5762 * 8 / 8192)
+    assert reached["mfu.full"] == pytest.approx(0.337, abs=0.001)
+    assert reached["rate.tokens_per_gpu"] == pytest.approx(5762)
+    assert reached["rate.tokens_per_day"] == pytest.approx(5762 * 8 * 86400)

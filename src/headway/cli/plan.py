@@ -55,6 +55,8 @@ class OutputOptions:
     """Write a self-contained page."""
     save: Path | None = None
     """Write the plan as JSON: model, layout, node and answers; `pipe.enable_plan` takes it."""
+    sps: Annotated[float | None, above_zero] = None
+    """Samples per second that a run reached: print its MFU, and its tokens per second and day, instead of the plan."""
     emit: Literal["submit"] | None = None
     """Print only the `headway submit` line that asks for the nodes of this plan."""
 
@@ -406,7 +408,14 @@ def _print(plan: Estimate, options: OutputOptions) -> int:
     if options.save is not None:
         with _writing(options.save):
             plan.save(options.save)
-    if options.emit is not None:
+    if options.sps is not None:
+        reached = plan.at_rate(options.sps)
+        print(
+            json.dumps(reached, indent=1)
+            if options.json
+            else "\n".join(f"{k} = {v:.4g}" for k, v in reached.items())
+        )
+    elif options.emit is not None:
         print(plan.submit_line(options.save))
     elif options.explain is not None:
         print(plan.explain(options.explain))

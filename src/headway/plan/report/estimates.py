@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from headway.errors import DOES_NOT_FIT, DONE, UsageError, unknown_name
+from headway.plan import checks
 from headway.plan.cost import compute, memory
 from headway.plan.cost.economy import Workload
 from headway.plan.cost.steptime import step_time
@@ -76,6 +77,12 @@ class Estimate:
             "notes": self.notes,
             **self.inputs,
         }
+
+    def at_rate(self, samples_per_s: float) -> dict[str, float]:
+        """Returns utilization and token rates of a run that reaches this many samples per second."""
+        ratio = checks.require_number("sps", samples_per_s) / self.answers["rate.samples"].value
+        keys = ("mfu.full", "mfu.causal", "hfu", "rate.tokens", "rate.tokens_per_gpu", "rate.tokens_per_day")
+        return {key: ratio * self.answers[key].value for key in keys if key in self.answers}
 
     def submit_line(self, saved: Path | None = None) -> str:
         """Returns the `headway submit` line that asks for the nodes of this plan.
