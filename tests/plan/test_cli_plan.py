@@ -13,7 +13,7 @@ import pytest
 from headway.cli import plan as verb
 from headway.errors import HeadwayError, UsageError
 from headway.plan import Layout, Node, estimate, preset
-from headway.plan.machine.calibration import load_calibration
+from headway.plan.machine.calibration import Calibration, load_calibration
 from headway.plan.report.html import render_page
 
 GOOD = """
@@ -239,7 +239,7 @@ def test_measure_compares_on_this_device(tmp_path: Path, capsys: pytest.CaptureF
     assert [row["batch_size"] for row in found["rows"]] == [8, 16]
     assert all(row["measured_s"] > 0 and row["predicted_s"] > 0 for row in found["rows"])
     assert found["calibration"]["source"] == "measured with a batch of 8"
-    assert vars(load_calibration(tmp_path / "own.yaml")) == found["calibration"]
+    assert load_calibration(tmp_path / "own.yaml") == Calibration(**found["calibration"])
 
 
 class _Reader(HTMLParser):
