@@ -37,10 +37,10 @@ MEAN, STD = (123.7, 116.3, 103.5), (58.4, 57.1, 57.4)
 
 class Classify(hw.TrainValStage):
     def step(self, batch: dict[str, Tensor]) -> Tensor:
-        pixels, label = batch["jpg"], batch["cls"]
-        mean, std = (pixels.new_tensor(each, dtype=torch.float32) for each in (MEAN, STD))
-        # bytes travel, floats are made here; height x width x channels is what convolutions on GPUs like best
-        logits = self.models["net"](((pixels - mean) / std).permute(0, 3, 1, 2))
+        pixels, label = batch["images"], batch["cls"]
+        mean, std = (pixels.new_tensor(each, dtype=torch.float32)[:, None, None] for each in (MEAN, STD))
+        # bytes travel, floats are made here; in memory, the channels of a pixel are neighbors, as GPUs like it best
+        logits = self.models["net"]((pixels - mean) / std)
         if self.training:
             return F.cross_entropy(logits, label, label_smoothing=0.1)
         right = logits.topk(5).indices == label[:, None]
@@ -48,39 +48,6 @@ class Classify(hw.TrainValStage):
         self.log("top5", right.any(1).double().mean(), weight=len(label))
         self.log("images", len(label), reduce="sum")  # each counts once, on any number of ranks
         return F.cross_entropy(logits, label)
-
-
-class Pictures:
-    """What is done to a sample on the host; `rng` belongs to the sample, so a restart sees the same crops."""
-
-    def __init__(self, size: int, *, augment: bool) -> None:
-        self.size, self.augment = size, augment
-
-    def __call__(self, sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-        image = torch.from_numpy(sample["jpg"]).permute(2, 0, 1)
-        image = self._random_crop(image, rng) if self.augment else self._middle(image)
-        wanted = (self.size, self.size)
-        resized = F.interpolate(image[None].float(), wanted, mode="bilinear", antialias=True)[0]
-        pixels = resized.round().clamp(0, 255).byte()
-        if self.augment and rng.random() < 0.5:
-            pixels = pixels.flip(2)
-        return {"jpg": pixels.permute(1, 2, 0).contiguous(), "cls": sample["cls"]}
-
-    def _random_crop(self, image: Tensor, rng: np.random.Generator) -> Tensor:
-        """A part of the picture with 8 to 100 % of its area, a little wider or higher."""
-        _, height, width = image.shape
-        side = np.sqrt(height * width * rng.uniform(0.08, 1.0))
-        stretch = np.exp(rng.uniform(np.log(3 / 4), np.log(4 / 3)) / 2)
-        tall, wide = min(height, max(1, int(side / stretch))), min(width, max(1, int(side * stretch)))
-        top, left = rng.integers(height - tall + 1), rng.integers(width - wide + 1)
-        return image[:, top : top + tall, left : left + wide]
-
-    def _middle(self, image: Tensor) -> Tensor:
-        """The square in the middle, 7/8 of the shorter side."""
-        _, height, width = image.shape
-        side = max(1, min(height, width) * 7 // 8)
-        top, left = (height - side) // 2, (width - side) // 2
-        return image[:, top : top + side, left : left + side]
 
 
 class MadeUp(torch.utils.data.Dataset[dict[str, Any]]):
@@ -96,7 +63,10 @@ class MadeUp(torch.utils.data.Dataset[dict[str, Any]]):
         random = np.random.default_rng(number)
         color = np.random.default_rng(number % 10).integers(50, 200, 3)
         noise = random.integers(-50, 50, (self.size, self.size, 3))
-        return {"jpg": torch.from_numpy((noise + color).astype(np.uint8)), "cls": number % 10}
+        return {
+            "images": torch.from_numpy((noise + color).astype(np.uint8)).permute(2, 0, 1),
+            "cls": number % 10,
+        }
 
 
 def make_net(*, dummy: bool) -> nn.Module:
@@ -122,7 +92,9 @@ def make_loaders(options: argparse.Namespace) -> dict[str, Any]:
         }
     staged = os.environ.get("HEADWAY_STAGED")  # by `headway submit --pre`
     shards = Path(staged) / options.data.name if staged else options.data
-    train, val = Pictures(size, augment=True), Pictures(size, augment=False)
+    # of a sample, its epoch and the seed: a restart sees the same crops
+    train = hw.data.RandomResizedCrop(size=size, output="uint8", channels_last=True)
+    val = hw.data.CenterCrop(size=size, resize=size * 8 // 7, output="uint8", channels_last=True)
     return {
         "train": hw.data.ShardLoader(shards / "train", batch, transform=train, tail="drop"),
         "val": hw.data.ShardLoader(shards / "val", batch, transform=val, shuffle=False),
