@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.text import Text
 
 from headway.cli.parser import Parser
-from headway.cli.screen import console, number
-from headway.errors import DONE
+from headway.cli.screen import console, number, safe
+from headway.errors import DONE, UsageError
 from headway.system.text import format_duration
-from headway.watch.comparison import Metric, RunComparison, compare
+from headway.watch.comparison import Metric, RunComparison, code_diff, compare
 from headway.watch.runs import resolve
 
 _EXAMPLES = """\
@@ -21,6 +21,7 @@ examples:
   headway compare x7k2 m3p9                     the end of an id will do
   headway compare lr-2026.11.15-16.00-a2b4      a sweep: its first run stands for all of them
   headway compare x7k2 m3p9 --metric max:val/f1 --metric train/loss
+  headway compare x7k2 m3p9 --code              how their code differs
 
 Shows the settings in which the runs differ, state, steps, time, and of each metric the last value and the best
 (lowest for names like loss or error, highest for names like accuracy; min: and max: say it for others).
@@ -35,10 +36,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--metric", metavar="NAME", action="append", default=[], help="show this metric; repeatable"
     )
+    parser.add_argument("--code", action="store_true", help="show how the code of two runs differs")
     parser.add_root()
     parser.add_json()
     options = parser.parse_args(argv)
-    compared = compare(resolve(options.runs, options.root), metrics=options.metric)
+    runs = resolve(options.runs, options.root)
+    if options.code:
+        if len(runs) != 2:
+            raise UsageError(f"--code compares two runs, these are {len(runs)}")
+        print("\n".join(map(safe, code_diff(*runs))) or "the code is the same")
+        return DONE
+    compared = compare(runs, metrics=options.metric)
     if options.json:
         print(json.dumps([run.to_dict() for run in compared], indent=2))
     else:
@@ -50,15 +58,19 @@ def _show(compared: Sequence[RunComparison], screen: Console) -> None:
     """One line per run; of up to three runs, one column each."""
     settings = list(dict.fromkeys(name for run in compared for name in run.settings))
     metrics = list(compared[0].metrics)
-    heads = ["run", *settings, "state", "step", "time", *metrics]
+    code = ["code"] if any(run.code for run in compared) else []
+    curves = [f"{name} curve" for name in metrics] if len(compared) <= 3 else []
+    heads = ["run", *code, *settings, "state", "step", "time", *metrics, *curves]
     lines = [
         [
             _name(run, compared),
+            *([run.code] if code else []),
             *(_shortened(str(run.settings.get(name, "-"))) for name in settings),
             run.summary.status.state,
             number(run.summary.step),
             format_duration(run.summary.seconds),
             *(_metric(run.metrics[name]) for name in metrics),
+            *(run.metrics[name].curve for name in (metrics if curves else [])),
         ]
         for run in compared
     ]

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import get_args
 
+from rich.console import Console
+from rich.control import Control
 from rich.text import Text
 
-from headway.cli import samples
+from headway.cli import housekeeping, samples
 from headway.cli.parser import Parser, natural
 from headway.cli.screen import ago, console, number, state_style
-from headway.errors import DONE
+from headway.errors import DONE, UsageError
 from headway.launcher.sweep import label
 from headway.run.rebuild import describe, rebuild
 from headway.run.status import State
@@ -22,6 +26,12 @@ from headway.system.log import logger
 from headway.system.text import format_duration
 from headway.watch.runs import RunSummary, select
 
+_WATCH_S = 2.0
+_HOUSEKEEPING = {
+    "rm": housekeeping.remove_runs,
+    "archive": housekeeping.archive_runs,
+    "sync": housekeeping.sync_runs,
+}
 _EXAMPLES = """\
 examples:
   headway runs                            the newest twenty in runs/
@@ -29,6 +39,9 @@ examples:
   headway runs --name digits -n 100 --root /scratch/me/runs
   headway runs --json
   headway runs samples RUN --step 37      which samples were in a step
+  headway runs --watch                    the same, up to date, until Ctrl-C
+  headway runs rm RUN, archive RUN        remove it, or pack it into a tar file; asks first
+  headway runs sync RUN                   feed a tracker that could not be reached
   headway runs rebuild RUN                write a damaged run.json again
 
 A run is running if its job is in squeue, its process is alive, or its heartbeat is fresh. A run without any of these
@@ -41,6 +54,8 @@ def main(argv: list[str]) -> int:
         return samples.main(argv[1:])
     if argv[:1] == ["rebuild"]:
         return _rebuild(argv[1:])
+    if argv[:1] and argv[0] in _HOUSEKEEPING:
+        return _HOUSEKEEPING[argv[0]](argv[1:])
     parser = Parser(
         "runs", "Lists runs, the newest first: queued, running, done, stopped, failed, and why.", _EXAMPLES
     )
@@ -59,16 +74,38 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "-n", dest="most", type=natural, default=20, metavar="N", help="at most N runs (default: 20; 0: all)"
     )
+    parser.add_argument("--watch", action="store_true", help="keep the list up to date, until Ctrl-C")
     parser.add_json()
     options = parser.parse_args(argv)
-    rows = select(
-        options.root, states=options.state, name=options.name, most=options.most or None, warn=logger.warning
-    )
+    if options.watch and (options.json or not sys.stdout.isatty()):
+        raise UsageError("--watch needs a terminal: leave it out to print the list once")
+
+    def find() -> list[RunSummary]:
+        most = options.most or None
+        return select(options.root, states=options.state, name=options.name, most=most, warn=logger.warning)
+
     if options.json:
-        print(json.dumps([row.to_dict() for row in rows], indent=2))
+        print(json.dumps([row.to_dict() for row in find()], indent=2))
+    elif options.watch:
+        _watch(find, options.root)
     else:
-        _show(rows, options.root)
+        _show(find(), options.root, console())
     return DONE
+
+
+def _watch(find: Callable[[], list[RunSummary]], root: str) -> None:
+    """Shows the list again and again, on a screen of its own."""
+    screen = console()
+    with screen.screen(hide_cursor=True):
+        while True:
+            with screen.capture() as shown:
+                _show(find(), root, screen)
+                screen.print(Text(f"{datetime.now():%H:%M:%S}, every {_WATCH_S:g} s; Ctrl-C leaves", "dim"))
+            lines = shown.get().splitlines()[: screen.height]
+            screen.control(Control.home())
+            screen.file.write("\n".join(f"{line}\x1b[K" for line in lines) + "\x1b[J")
+            screen.file.flush()
+            time.sleep(_WATCH_S)
 
 
 def _rebuild(argv: list[str]) -> int:
@@ -83,8 +120,7 @@ def _rebuild(argv: list[str]) -> int:
     return DONE
 
 
-def _show(rows: Sequence[RunSummary], root: str) -> None:
-    screen = console()
+def _show(rows: Sequence[RunSummary], root: str, screen: Console) -> None:
     if not rows:
         screen.print(f"no such runs in {root}")
         return

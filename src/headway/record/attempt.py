@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,6 +26,10 @@ from headway.run import Run
 from headway.run.lock import RunLock
 from headway.system.log import logger
 from headway.system.text import plural
+
+_REPORT_AFTER_S = 60.0
+"""A shorter attempt writes no report: it would cost as much as the run."""
+_REPORT_LIMIT_S = 60.0
 
 
 @final
@@ -51,6 +57,7 @@ def recording(run: Run, world: World, *, config: object = None) -> Iterator[Reco
     lock: RunLock | None = None
     events: EventLog | None = None  # rank 0's; it records the end of the attempt, too
     facts: diagnostics.Facts = {}
+    began = time.monotonic()
     with ExitStack() as stack:
 
         def begin() -> tuple[int, int]:
@@ -82,6 +89,19 @@ def recording(run: Run, world: World, *, config: object = None) -> Iterator[Reco
         if world.local_rank == 0:
             stack.enter_context(sampling_devices(run, host=world.host))
         yield Recording(run=run, attempt=number, log=log, lock=lock, events=events)
+    if world.is_root and time.monotonic() - began >= _REPORT_AFTER_S:
+        write_report(run)
+
+
+def write_report(run: Run) -> None:
+    """Writes `report.html` of a run that is done, in a process of its own: it reads all rows, and may not fail it."""
+    command = [sys.executable, "-m", "headway", "report", str(run.path)]
+    try:
+        subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_REPORT_LIMIT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("there is no report: %s; to write it: headway report %s", error, run.path)
 
 
 def ending(error: BaseException | None) -> tuple[str, int]:

@@ -181,6 +181,10 @@ class RunPaths:
         """How many bytes of the metrics file a sink has received."""
         return self.metrics_dir / f"sink-{name}.offset"
 
+    def sink_file(self, name: str) -> Path:
+        """Which sink it is, and its settings: enough to feed it again."""
+        return self.metrics_dir / f"sink-{name}.json"
+
     @property
     def csv_file(self) -> Path:
         return self.path / "metrics.csv"

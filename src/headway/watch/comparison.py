@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, final
 
 import yaml
@@ -15,6 +16,8 @@ from headway.errors import unknown_name
 from headway.run import Run
 from headway.run.plain import leaves
 from headway.watch.runs import RunSummary, metric_rows, summarize
+from headway.watch.view.series import Series, sparkline
+from headway.watch.view.source import read_text
 
 Better = Literal["min", "max"]
 _LOWER = re.compile(
@@ -24,6 +27,8 @@ _HIGHER = re.compile(
     r"acc|\bauc|\bf1|\bmap\b|iou|precision|recall|bleu|rouge|psnr|ssim|\br2\b|score|reward|\btop\W?\d"
 )
 _MAX_METRICS = 4
+_CURVE_WIDTH = 24
+_DIFF_BYTES = 10 << 20
 
 
 @final
@@ -34,6 +39,8 @@ class Metric:
     last: float | str | None = None
     best: float | None = None
     best_step: int | None = None
+    curve: str = ""
+    """its values as a line of text"""
 
 
 @final
@@ -45,11 +52,17 @@ class RunComparison:
     settings: Mapping[str, Any]
     """only those that differ between the runs; without the names that this run does not have"""
     metrics: Mapping[str, Metric]
+    code: str = ""
+    """the commit, with a star for uncommitted changes; empty if all runs have the same code"""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values for JSON."""
-        metrics = {name: vars(metric) for name, metric in self.metrics.items()}
-        return self.summary.to_dict() | {"settings": dict(self.settings), "metrics": metrics}
+        metrics = {name: asdict(metric) for name, metric in self.metrics.items()}
+        return self.summary.to_dict() | {
+            "settings": dict(self.settings),
+            "metrics": metrics,
+            "code": self.code,
+        }
 
 
 def compare(runs: Sequence[Run], *, metrics: Sequence[str] = ()) -> list[RunComparison]:
@@ -65,14 +78,43 @@ def compare(runs: Sequence[Run], *, metrics: Sequence[str] = ()) -> list[RunComp
     wanted = dict(map(_direction, metrics)) or _default_metrics(histories)
     if unknown := [name for name in wanted if not any(name in history for history in histories)]:
         raise unknown_name("metric of these runs", unknown[0], _union(histories))
+    codes = [_code(summary.run) for summary in found]
+    same_code = len({(code, diff) for code, diff in codes}) < 2
     return [
         RunComparison(
             summary=summary,
             settings={name: each[name] for name in differing if name in each},
             metrics={name: _metric(history.get(name, []), better) for name, better in wanted.items()},
+            code="" if same_code else code,
         )
-        for summary, each, history in zip(found, settings, histories, strict=True)
+        for summary, each, history, (code, _) in zip(found, settings, histories, codes, strict=True)
     ]
+
+
+def code_diff(one: Run, other: Run) -> list[str]:
+    """Returns how the code of two runs differs, as lines: their commits, and their uncommitted changes.
+
+    >>> code_diff(one, other)
+    ['commits differ: git diff 3f2a91c04b 77ab01d2e9', '--- x7k2: uncommitted changes', ...]
+    """
+    (commit, diff), (other_commit, other_diff) = _code(one), _code(other)
+    commits = [code.rstrip("*") for code in (commit, other_commit)]
+    lines = [] if commits[0] == commits[1] else [f"commits differ: git diff {' '.join(commits)}"]
+    changes = difflib.unified_diff(
+        diff.splitlines(),
+        other_diff.splitlines(),
+        f"{one.id}: uncommitted changes",
+        f"{other.id}: uncommitted changes",
+        lineterm="",
+    )
+    return [*lines, *changes]
+
+
+def _code(run: Run) -> tuple[str, str]:
+    """Returns the commit of a run's code, with a star if it had uncommitted changes, and these changes."""
+    code = run.info().get("code") or {}
+    diff = read_text(run.path, run.code_dir / "uncommitted.diff", _DIFF_BYTES) or ""
+    return f"{str(code.get('commit') or 'no commit')[:10]}{'*' if code.get('dirty') else ''}", diff
 
 
 def _settings(summary: RunSummary) -> dict[str, Any]:
@@ -104,10 +146,14 @@ def _metric(values: Sequence[tuple[int, float | str]], better: Better | None) ->
     if not values:
         return Metric()
     finite = [(step, value) for step, value in values if not isinstance(value, str) and math.isfinite(value)]
+    series = Series()
+    for at, number in finite:
+        series.add(at, 0.0, float(number))
+    curve = sparkline(series, _CURVE_WIDTH)
     if better is None or not finite:
-        return Metric(last=values[-1][1])
+        return Metric(last=values[-1][1], curve=curve)
     step, best = (min if better == "min" else max)(finite, key=lambda pair: pair[1])
-    return Metric(last=values[-1][1], best=best, best_step=step)
+    return Metric(last=values[-1][1], best=best, best_step=step, curve=curve)
 
 
 def _direction(wanted: str) -> tuple[str, Better | None]:
@@ -119,8 +165,13 @@ def _direction(wanted: str) -> tuple[str, Better | None]:
     for better in ("min", "max"):
         if wanted.startswith(f"{better}:"):
             return wanted[4:], better
-    last = wanted.rpartition("/")[2].lower()
-    return wanted, "min" if _LOWER.search(last) else "max" if _HIGHER.search(last) else None
+    return wanted, better_of(wanted)
+
+
+def better_of(name: str) -> Better | None:
+    """Returns whether the minimum or the maximum of a metric is best, by its name; None if that is not known."""
+    last = name.rpartition("/")[2].lower()
+    return "min" if _LOWER.search(last) else "max" if _HIGHER.search(last) else None
 
 
 def _default_metrics(histories: Sequence[History]) -> dict[str, Better | None]:

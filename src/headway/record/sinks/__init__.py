@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from headway.record.sinks.csv import Csv as Csv
     from headway.record.sinks.feeder import check_sink as check_sink, feeding as feeding
     from headway.record.sinks.mlflow import Mlflow as Mlflow
+    from headway.record.sinks.replayer import replay as replay
     from headway.record.sinks.rows import scalars as scalars
     from headway.record.sinks.tensorboard import TensorBoard as TensorBoard
     from headway.record.sinks.wandb import Wandb as Wandb

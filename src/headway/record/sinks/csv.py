@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -18,7 +18,10 @@ _COLUMNS = ("step", "time", "kind", "stage", "epoch", "name", "value")
 @final
 @dataclass(kw_only=True)
 class Csv(Sink):
-    """Appends every number to a CSV file, one line each: step, time, kind, stage, epoch, name, value."""
+    """Writes every number to a CSV file, one line each: step, time, kind, stage, epoch, name, value.
+
+    Steps that a restart repeats replace those that were lost: every step is in the file once.
+    """
 
     file: str | Path | None = None
     """None: `metrics.csv` in the run directory"""
@@ -28,16 +31,48 @@ class Csv(Sink):
             self.file = str(Path(self.file).absolute())
 
     def open(self, run: Run) -> None:
-        self._file = Path(self.file or run.csv_file).open("a", newline="")  # noqa: SIM115  `close` closes it
-        self._writer = csv.writer(self._file)
-        if not self._file.tell():
-            self._writer.writerow(_COLUMNS)
+        self._path = Path(self.file or run.csv_file)
+        self._last_step = max(map(_train_step, self._lines()), default=-1)
+        self._append()
 
     def write(self, rows: Sequence[MetricRow]) -> None:
         for row in rows:
+            if row.get("kind") == "train":  # rows of saves may come late, and are of earlier steps
+                if row["step"] <= self._last_step:
+                    self._forget(row["step"])
+                self._last_step = row["step"]
             point = [row.get(column, "") for column in _COLUMNS[:-2]]
             self._writer.writerows([*point, name, value] for name, value in scalars(row).items())
         self._file.flush()
 
+    def _append(self) -> None:
+        self._file = self._path.open("a", newline="")
+        self._writer = csv.writer(self._file)
+        if not self._file.tell():
+            self._writer.writerow(_COLUMNS)
+
+    def _forget(self, step: int) -> None:
+        """Removes the lines of `step` and all later ones: they come again, from a checkpoint before them."""
+        self._file.close()
+        kept = self._path.with_name(f".{self._path.name}.tmp")
+        with kept.open("w", newline="") as file:
+            csv.writer(file).writerows(line for line in self._lines() if _step(line) < step)
+        kept.replace(self._path)
+        self._append()
+
+    def _lines(self) -> Iterator[list[str]]:
+        if self._path.exists():
+            with self._path.open(newline="") as file:
+                yield from csv.reader(file)
+
     def close(self, status: RunStatus, exit_code: int) -> None:  # noqa: ARG002  a CSV file has no status
         self._file.close()
+
+
+def _step(line: Sequence[str]) -> int:
+    """The step of a line; -1 for the heading, and for a line that is not whole."""
+    return int(line[0]) if len(line) == len(_COLUMNS) and line[0].isdecimal() else -1
+
+
+def _train_step(line: Sequence[str]) -> int:
+    return _step(line) if len(line) == len(_COLUMNS) and line[2] == "train" else -1

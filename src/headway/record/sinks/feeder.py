@@ -17,9 +17,10 @@ from headway.record.attempt import ending
 from headway.record.sinks import transport
 from headway.record.sinks.base import Sink
 from headway.run import Run
+from headway.run.info import to_json
 from headway.system import files
 from headway.system.log import logger
-from headway.system.redact import redact
+from headway.system.redact import redact, redact_tree
 
 _FINISH_S = 30.0
 
@@ -81,22 +82,24 @@ class Feeder:
             )
         finally:
             os.close(log)
-        owner = run.fence.number if run.fence else None
-        self._send({"run": str(run.path), "owner": owner, "sink": transport.describe(sink)})
+        owner, description = run.fence.number if run.fence else None, transport.describe(sink)
+        with files.storage(f"write {run.sink_file(sink.name)}"):
+            files.write_atomic(run.sink_file(sink.name), to_json(redact_tree(description)))
+        self._send({"run": str(run.path), "owner": owner, "sink": description})
 
     def finish(self, status: str, exit_code: int) -> None:
         """Says how the run ended; the sink takes the remaining rows and closes."""
         self._send({"status": status, "exit_code": exit_code})
 
-    def join(self, deadline: float, finish_s: float) -> None:
-        """Waits for the process until the deadline, then kills it. Reports what went wrong."""
+    def join(self, deadline: float, finish_s: float) -> bool:
+        """Waits for the process until the deadline, then kills it. Reports what went wrong; returns whether nothing."""
         try:
             code = self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
             self._warn(f"did not take all rows within {finish_s:.0f} s and was killed")
-            return
+            return False
         finally:
             if self._process.stdin is not None:
                 with suppress(BrokenPipeError):
@@ -104,6 +107,7 @@ class Feeder:
         if code:
             last = self._log.read_text(errors="replace").strip().splitlines()[-1:]
             self._warn(f"failed: {redact(''.join(last))[:300]}")
+        return code == 0
 
     def _send(self, message: dict[str, object]) -> None:
         assert self._process.stdin is not None

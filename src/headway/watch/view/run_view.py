@@ -92,10 +92,10 @@ class RunView:
 
     def refresh(self) -> Snapshot:
         """Reads what is new and returns the picture."""
-        info = self._info()
+        info = self.info()
         attempts = [each for each in info.get("attempts", []) if isinstance(each, dict)]
         attempt: Row = attempts[-1] if attempts else {}
-        started = _timestamp(attempt.get("started"))
+        started = timestamp(attempt.get("started"))
         world = attempt.get("world") or info.get("world") or {}
         world_size = _positive(world.get("world_size"))
         if len(attempts) != self._attempts:
@@ -123,7 +123,8 @@ class RunView:
 
     # --- files
 
-    def _info(self) -> Row:
+    def info(self) -> Row:
+        """Returns run.json as it is now; empty if it cannot be read."""
         try:
             return self.run.info()
         except UsageError:  # it is being replaced, or damaged: the files beside it can still be shown
@@ -195,7 +196,7 @@ class RunView:
     ) -> Header:
         last, stage = self.metrics.last, self._stage
         step = last.get("step")
-        started = _timestamp(attempts[-1].get("started")) if attempts else 0.0
+        started = timestamp(attempts[-1].get("started")) if attempts else 0.0
         is_starting = now.state == "running" and (not last or last["time"] < started)
         first, total = stage.get("first_step"), stage.get("total_steps")
         first = first if isinstance(first, int) else 0
@@ -215,7 +216,7 @@ class RunView:
             stage=clean(last["stage"], 60) if "stage" in last else None,
             epoch=epoch + 1 if isinstance(epoch, int) else None,
             max_epochs=most if isinstance(most, int) else None,
-            created=_timestamp(info.get("created")),
+            created=timestamp(info.get("created")),
             elapsed_s=sum(_elapsed_s(each, now, self.metrics.last) for each in attempts),
             eta_s=(end - step) * pace if running and end and step is not None and pace else None,
             silent_s=self._silent_s() if running else None,
@@ -275,7 +276,7 @@ class RunView:
 
 def clean_indented(line: str) -> str:
     """Cleans a line and keeps its indentation."""
-    return " " * min(40, len(line) - len(line.lstrip(" "))) + clean(line, 500)
+    return " " * min(120, len(line) - len(line.lstrip(" "))) + clean(line, 500)
 
 
 def _message(row: Row) -> Message:
@@ -288,7 +289,8 @@ def _message(row: Row) -> Message:
     )
 
 
-def _timestamp(text: object) -> float:
+def timestamp(text: object) -> float:
+    """Returns the seconds since 1970 of a time in run.json; 0 if it is not one."""
     try:
         return datetime.fromisoformat(str(text)).timestamp()
     except ValueError:
@@ -301,9 +303,9 @@ def _positive(value: object) -> int:
 
 def _elapsed_s(attempt: Row, now: Status, last: Row) -> float:
     """Seconds of an attempt so far. Of one that was killed, up to its last row if that is known."""
-    begin = _timestamp(attempt.get("started"))
+    begin = timestamp(attempt.get("started"))
     if attempt.get("ended"):
-        return max(0.0, _timestamp(attempt["ended"]) - begin)
+        return max(0.0, timestamp(attempt["ended"]) - begin)
     if now.state == "running":
         return max(0.0, time.time() - begin)
     return max(0.0, float(last.get("time", 0.0)) - begin)

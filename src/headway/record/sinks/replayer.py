@@ -1,0 +1,55 @@
+"""Feeds sinks of a run that is over: what a tracker has not received because it could not be reached."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from headway.errors import UsageError
+from headway.record.sinks import transport
+from headway.record.sinks.base import Sink
+from headway.record.sinks.feeder import Feeder
+from headway.run import Run
+from headway.run.info import read_json
+
+_LIMIT_S = 3600.0
+
+
+def replay(
+    run: Run, names: Sequence[str] = (), *, from_start: bool = False, limit_s: float = _LIMIT_S
+) -> dict[str, bool]:
+    """Feeds the rest of the rows to the sinks that the run had, or to those of these names.
+
+    Returns for each sink whether it took all of them. `from_start` sends all rows again.
+
+    >>> replay(Run.open("runs/digits-2026.11.15-14.30-x7k2"), ["wandb"])
+    {'wandb': True}
+    """
+    run.check_private()  # what its files name is imported
+    known = sorted(path.stem.removeprefix("sink-") for path in run.metrics_dir.glob("sink-*.json"))
+    for name in names:
+        if name not in known:
+            have = ", ".join(known) or "none"
+            raise UsageError(f"{run.id} had no sink {name!r}; it had: {have}")
+    if not known:
+        raise UsageError(f"{run.id} had no sink: add one to the script, such as pipe.enable_wandb()")
+    found = {}
+    with run.lock() as lock:  # nobody trains in it meanwhile, and feeds the same sink
+        held = run.held_as(lock.fence.number)
+        attempts = run.info()["attempts"]
+        status, code = (attempts[-1]["status"], attempts[-1]["exit_code"]) if attempts else ("failed", 1)
+        for name in names or known:
+            sink = _made(run, name)
+            if from_start:
+                run.sink_offset_file(name).unlink(missing_ok=True)
+            feeder = Feeder(held, sink)
+            feeder.finish(status if status in ("done", "stopped", "interrupted") else "failed", code or 0)
+            found[name] = feeder.join(time.monotonic() + limit_s, limit_s)
+    return found
+
+
+def _made(run: Run, name: str) -> Sink:
+    description = read_json(run.sink_file(name))
+    if not description:
+        raise UsageError(f"{run.sink_file(name)} is damaged: it should say what the sink was")
+    return transport.make(description)

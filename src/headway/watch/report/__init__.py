@@ -1,0 +1,16 @@
+"""The report of a run: one HTML file without scripts or outside resources, to keep, print or mail.
+
+`accounting` says where the time of all attempts went, `figures` draws, `page` puts it together.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headway import lazy
+
+if TYPE_CHECKING:
+    from headway.watch.report.accounting import TimeAccount as TimeAccount, account as account
+    from headway.watch.report.page import render as render, write_report as write_report
+
+__getattr__, __dir__, __all__ = lazy.exports(__name__)

@@ -1,0 +1,121 @@
+"""Figures as SVG: curves and stacked bars, drawn once, with a title on each point of interest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from headway.watch.view.series import Series
+
+COLORS = ("#3b6fb6", "#e08a3c", "#4a9d6f", "#b5534f", "#8067ad", "#8a6d5a", "#d07fb3", "#7f7f7f")
+_WIDTH, _HEIGHT = 420, 210
+_LEFT, _BOTTOM, _TOP, _RIGHT = 52, 24, 8, 8
+_SMOOTHING = 0.9
+
+
+def curves(named: Mapping[str, Series]) -> str:
+    """Draws curves over the same steps: the values thin, a moving average bold."""
+    drawn = {name: series for name, series in named.items() if series.steps}
+    if not drawn:
+        return ""
+    steps = [step for series in drawn.values() for step in (series.steps[0], series.steps[-1])]
+    low, high = _range(list(drawn.values()))
+    first, last = min(steps), max(steps)
+
+    def x(step: float) -> float:
+        return _LEFT + (step - first) / max(1, last - first) * (_WIDTH - _LEFT - _RIGHT)
+
+    def y(value: float) -> float:
+        inside = min(high, max(low, value))
+        return _TOP + (high - inside) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
+
+    parts = [_axes(low, high, first, last)]
+    for number, (name, series) in enumerate(drawn.items()):
+        color = COLORS[number % len(COLORS)]
+        points = list(zip(series.steps, series.means, strict=True))
+        title = f"<title>{escape(name)}: last {series.means[-1]:.5g}</title>"
+        if len(points) == 1:
+            parts.append(
+                f"<circle cx={x(points[0][0]):.1f} cy={y(points[0][1]):.1f} r=3 fill={color}>{title}</circle>"
+            )
+            continue
+        is_noisy = len(points) > 40
+        raw = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points)
+        weight = "stroke-width=1 stroke-opacity=.35" if is_noisy else "stroke-width=2"
+        parts.append(f"<polyline points='{raw}' fill=none stroke={color} {weight}>{title}</polyline>")
+        if is_noisy:
+            smooth = " ".join(
+                f"{x(step):.1f},{y(value):.1f}"
+                for (step, _), value in zip(points, smoothed(series.means), strict=True)
+            )
+            parts.append(
+                f"<polyline points='{smooth}' fill=none stroke={color} stroke-width=2>{title}</polyline>"
+            )
+    keys = "".join(
+        f"<span class=item><i class=key style='background:{COLORS[number % len(COLORS)]}'></i>{escape(name)} "
+        f"<b>{series.means[-1]:.4g}</b></span>"
+        for number, (name, series) in enumerate(drawn.items())
+    )
+    drawing = f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}'>{''.join(parts)}</svg>"
+    return f"<figure><figcaption>{keys}</figcaption>{drawing}</figure>"
+
+
+def smoothed(values: Sequence[float], decay: float = _SMOOTHING) -> list[float]:
+    """Returns an exponential moving average that begins without bias.
+
+    >>> smoothed([1.0, 1.0, 1.0])
+    [1.0, 1.0, 1.0]
+    """
+    found, total, weight = [], 0.0, 0.0
+    for value in values:
+        total, weight = decay * total + (1 - decay) * value, decay * weight + (1 - decay)
+        found.append(total / weight)
+    return found
+
+
+def _range(series: Sequence[Series]) -> tuple[float, float]:
+    """The range that is drawn: 1 in 100 outliers at each end are cut off, so that a spike does not flatten the rest."""
+    values = sorted(value for each in series for value in each.means)
+    cut = len(values) // 100
+    low, high = values[cut], values[-1 - cut]
+    pad = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
+    return low - pad, high + pad
+
+
+def _axes(low: float, high: float, first: int, last: int) -> str:
+    inner, bottom = _HEIGHT - _TOP - _BOTTOM, _HEIGHT - _BOTTOM
+    lines = []
+    for part in range(4):
+        at = _TOP + inner * part / 3
+        value = high - (high - low) * part / 3
+        lines.append(f"<line x1={_LEFT} x2={_WIDTH - _RIGHT} y1={at:.1f} y2={at:.1f} class=grid />")
+        lines.append(f"<text x={_LEFT - 6} y={at + 4:.1f} text-anchor=end>{_tick(value)}</text>")
+    lines.append(f"<text x={_LEFT} y={bottom + 17}>{first:,}</text>")
+    lines.append(f"<text x={_WIDTH - _RIGHT} y={bottom + 17} text-anchor=end>step {last:,}</text>")
+    return "".join(lines)
+
+
+def _tick(value: float) -> str:
+    if value == 0 or not math.isfinite(value):
+        return "0"
+    return f"{value:.3g}"
+
+
+def stacked(parts: Mapping[str, float], titles: Mapping[str, str]) -> str:
+    """Draws parts of a whole beside each other, with a key below."""
+    whole = sum(parts.values())
+    if whole <= 0:
+        return ""
+    shown = {name: value for name, value in parts.items() if value > 0}
+    color = {name: COLORS[(2 + number) % len(COLORS)] for number, name in enumerate(parts)}
+    bars = "".join(
+        f"<i style='flex:{value / whole:.6f};background:{color[name]}' "
+        f"title='{escape(titles[name])}: {value / whole:.1%}'></i>"
+        for name, value in shown.items()
+    )
+    return f"<div class=stack>{bars}</div>" + "".join(
+        f"<span class=item title='{escape(titles[name])}'><i class=key style='background:{color[name]}'></i>"
+        f"{escape(name)} <b>{value / whole:.1%}</b></span>"
+        for name, value in shown.items()
+    )

@@ -1,0 +1,182 @@
+"""The report of a run: complete in one file, true to the rows, and harmless whatever the run is called."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic_run import make_run, row, write_rows
+
+from headway import record
+from headway.cli import main
+from headway.record import attempt
+from headway.run import Run
+from headway.watch.report import account, render
+from headway.watch.view import RunView
+
+VOID = {"meta", "br", "circle", "line", "polyline"}
+
+
+class Page(HTMLParser):
+    """Checks that tags are closed, and collects their names, their attributes and the text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def done(tmp_path: Path, **settings: Any) -> Run:
+    run = make_run(tmp_path, **settings)
+    run.end_attempt(1, status="done", exit_code=0)
+    return run
+
+
+def test_one_file_has_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = done(tmp_path, ranks=16, slow_rank=3, log_points=100)
+    validation = {"kind": "validation", "metrics": {"val/loss": 0.25, "val/accuracy": 0.9}}
+    with run.metrics_file(0).open("a") as file:
+        file.write(json.dumps(row(1000, 0, time.time()) | validation) + "\n")
+    run.plan_file.write_text(json.dumps({"answers": {"time.step": {"value": 0.08}}}))
+    assert main(["report", str(run.path), "--price", "2"]) == 0
+    assert capsys.readouterr().out.strip() == str(run.report_file)
+    page = Page(run.report_file.read_text())
+    for expected in (
+        r"done after 1,000 steps in 1m\d\ds; best val/loss 0.25 at step 1,000; best val/accuracy 0.9",
+        r"train/loss 2\.81 *val/loss 0\.25",
+        r"trainingforward, backward and optimizer steps that count1m\d\ds\d\d",
+        r"seconds per step0\.08 s0\.1 s125%",
+        r"3 straggler2\.00x",
+        r"lr: 0\.1\nmodel:\n  depth: 12",
+        r"the learning rate is high",
+        r"0\.4\dGPU-hours.*0\.\d\dcost",
+    ):
+        assert re.search(expected, page.text, re.S), expected
+    assert not {"script", "link", "img", "iframe", "a"} & set(page.tags), "nothing from outside"
+    assert not [value for _, value in page.attributes if value and "//" in value]
+
+
+def test_hostile_names_are_text(tmp_path: Path) -> None:
+    run = done(tmp_path)
+    evil = "<script>alert(1)</script>"
+    rows = [
+        row(10, 0, time.time())
+        | {"stage": evil, "host": evil, "metrics": {f"{evil}/loss": 1.0, "'\"><b>": 2.0}}
+    ]
+    write_rows(run.metrics_file(0), rows)
+    write_rows(run.events_file(0), [{"time": time.time(), "kind": evil, "text": evil, "rank": 0}])
+    info = run.info()
+    info |= {"command": ["python", evil], "code": {"commit": evil, "branch": evil, "dirty": True}}
+    info["attempts"][0] |= {"host": evil, "step_started": evil, "step_ended": evil}
+    run.info_file.write_text(json.dumps(info))
+    run.config_file.write_text(f"name: {evil}\x1b[31m\n")
+    (run.code_dir / "uncommitted.diff").write_text(f"+{evil}\n")
+    page = Page(render(run))
+    assert "script" not in page.tags and "b>" not in page.tags and evil in page.text
+    assert "\x1b" not in page.text
+
+
+def test_a_failure_is_at_the_top(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.end_attempt(1, status="failed", exit_code=1)
+    run.write_failure(
+        {"rank": 1, "host": "cn7", "step": 41, "error": "ValueError: hot", "traceback": "Traceback\n  x"}
+    )
+    run.log_file(1).write_text("the last words\n")
+    text = Page(render(run)).text
+    assert text.index("rank 1 at step 41: ValueError: hot") < text.index("rank 1, host cn7, step 41")
+    assert text.index("the last words") < text.index("Curves")
+
+
+def test_the_account_adds_up_and_restarts_cost(tmp_path: Path) -> None:
+    run = make_run(tmp_path, log_points=100)
+    info = run.info()
+    begin = time.time() - 400
+    stamp = lambda at: time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(at))  # noqa: E731
+    first = info["attempts"][0] | {"started": stamp(begin), "ended": stamp(begin + 150), "status": "failed"}
+    second = first | {
+        "number": 2,
+        "started": stamp(begin + 250),
+        "ended": stamp(begin + 350),
+        "status": "done",
+    }
+    run.info_file.write_text(json.dumps(info | {"attempts": [first, second]}))
+    rows = [row(10 * n, 0, begin + n) for n in range(1, 101)]
+    rows += [row(10 * n, 0, begin + 250 + n - 80) for n in range(81, 131)]
+    write_rows(run.metrics_file(0), rows)
+    view = RunView(run, thorough=True)
+    times = account(view, view.refresh(), run.info()["attempts"])
+    assert times.total_s == pytest.approx(250) and times.between_s == pytest.approx(100)
+    assert sum(times.parts.values()) == pytest.approx(250)
+    assert times.repeated_steps == pytest.approx(200, abs=10), "steps 801 to 1,000 came twice"
+    assert times.parts["repeated"] == pytest.approx(20, rel=0.1), "at a tenth of a second each"
+    assert times.parts["data"] == pytest.approx(30), "150 log points with 0.2 s each"
+    assert times.goodput == pytest.approx((150 * 0.78 - 20) / 250, rel=0.05)
+    assert times.rank_hours == pytest.approx(250 * 2 / 3600)
+
+
+def test_a_long_run_writes_its_report_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headway import dist
+
+    commands: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append(command))
+    run = Run.create(tmp_path, name="digits")
+    try:
+        world = dist.init(device="cpu")
+        with record.recording(run, world):
+            pass
+        assert commands == [], "a short one does not"
+        monkeypatch.setattr(attempt, "_REPORT_AFTER_S", 0.0)
+        with record.recording(run, world):
+            pass
+        with pytest.raises(ValueError), record.recording(run, world):
+            raise ValueError
+    finally:
+        dist.leave()
+    (command,) = commands
+    assert command[1:] == ["-m", "headway", "report", str(run.path)]
+    assert main(command[3:]) == 0 and run.report_file.exists()
+
+
+def test_comparing_shows_curves_and_how_the_code_differs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [done(tmp_path), done(tmp_path)]
+    for run, commit in zip(runs, ("3f2a91c04bff", "77ab01d2e9ff"), strict=True):
+        run.info_file.write_text(
+            json.dumps(run.info() | {"code": {"commit": commit, "dirty": commit[0] == "3"}})
+        )
+    (runs[0].code_dir / "uncommitted.diff").write_text("-lr = 1\n+lr = 2\x1b[31m\n")
+    places = [str(run.path) for run in runs]
+    assert main(["compare", *places]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"code +3f2a91c04b\* +77ab01d2e9", shown) and re.search(r"train/loss curve +█", shown)
+    assert main(["compare", *places, "--code"]) == 0
+    shown = capsys.readouterr().out
+    assert (
+        shown.startswith("commits differ: git diff 3f2a91c04b 77ab01d2e9\n") and "-+lr = 2\\x1b[31m" in shown
+    )
+    assert main(["compare", places[0], places[0], "--code"]) == 2
