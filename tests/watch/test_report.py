@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -141,24 +140,26 @@ def test_the_account_adds_up_and_restarts_cost(tmp_path: Path) -> None:
 def test_a_long_run_writes_its_report_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from headway import dist
 
-    commands: list[list[str]] = []
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append(command))
+    written: list[Run] = []
+    write = attempt.write_report
+    monkeypatch.setattr(attempt, "write_report", written.append)
     run = Run.create(tmp_path, name="digits")
     try:
         world = dist.init(device="cpu")
         with record.recording(run, world):
             pass
-        assert commands == [], "a short one does not"
+        assert written == [], "a short one does not"
         monkeypatch.setattr(attempt, "_REPORT_AFTER_S", 0.0)
-        with record.recording(run, world):
-            pass
         with pytest.raises(ValueError), record.recording(run, world):
             raise ValueError
+        assert written == [], "the exit of one that fails is not delayed"
+        with record.recording(run, world):
+            pass
     finally:
         dist.leave()
-    (command,) = commands
-    assert command[1:] == ["-m", "headway", "report", str(run.path)]
-    assert main(command[3:]) == 0 and run.report_file.exists()
+    assert [each.path for each in written] == [run.path]
+    write(run)
+    assert "done without a step" in Page(run.report_file.read_text()).text
 
 
 def test_comparing_shows_curves_and_how_the_code_differs(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from headway.record.sinks.rows import scalars
 from headway.run import Run
 
 _COLUMNS = ("step", "time", "kind", "stage", "epoch", "name", "value")
+_LINE_BYTES = 1 << 16
 
 
 @final
@@ -32,6 +34,7 @@ class Csv(Sink):
 
     def open(self, run: Run) -> None:
         self._path = Path(self.file or run.csv_file)
+        _cut_torn_line(self._path)
         self._last_step = max(map(_train_step, self._lines()), default=-1)
         self._append()
 
@@ -76,3 +79,12 @@ def _step(line: Sequence[str]) -> int:
 
 def _train_step(line: Sequence[str]) -> int:
     return _step(line) if len(line) == len(_COLUMNS) and line[2] == "train" else -1
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Removes half a line that a killed process left at the end: its row comes again."""
+    if path.exists():
+        with path.open("r+b") as file:
+            size = file.seek(0, os.SEEK_END)
+            start = file.seek(max(0, size - _LINE_BYTES))
+            file.truncate(start + file.read().rfind(b"\n") + 1)

@@ -38,7 +38,7 @@ def progress_bar(fraction: float, width: int) -> Text:
     '━━━━────'
     """
     done = round(min(1.0, max(0.0, fraction)) * width)
-    return Text("━" * done, "green") + Text("─" * (width - done), "dim")
+    return Text().append("━" * done, "green").append("─" * (width - done), "dim")
 
 
 def stacked_bar(shares: Mapping[str, float], width: int) -> Text:

@@ -80,10 +80,10 @@ def layout(snapshot: Snapshot, width: int, height: int, chosen: Selection | None
 
 
 def _header(header: Header, width: int, now: float) -> list[Text]:
-    state = Text(header.state.upper(), STATE_STYLES.get(header.state, "bold"))
+    state = Text().append(header.state.upper(), STATE_STYLES.get(header.state, "bold"))
     if header.silent_s is not None:
         state.append(f", silent for {format_duration(header.silent_s)}", "bold yellow")
-    first = Text(header.id, "bold")
+    first = Text().append(header.id, "bold")
     first.append(" " * max(2, width - len(header.id) - len(state)))
     first.append_text(state)
     facts = [
@@ -150,7 +150,7 @@ def _learning(
     lines = []
     for number, name in enumerate(shown):
         series = curves[name]
-        text = Text(f"{name[:names_width]:<{names_width}} ", "bold" if name == selected else "")
+        text = Text().append(f"{name[:names_width]:<{names_width}} ", "bold" if name == selected else "")
         text.append(f"{_number(series.last):>10} ", "bold" if name == selected else "")
         text.append(sparkline(series, max(8, min(60, width - _MARGIN - names_width - 36))), "cyan")
         if series.means:
@@ -349,7 +349,7 @@ def _keys(chosen: Selection) -> Text:
 
 
 def _labelled(label: str, content: str | Text, style: str = "") -> Text:
-    line = Text(f"{label:<{_MARGIN}}", "dim")
+    line = Text().append(f"{label:<{_MARGIN}}", "dim")  # a style of its own would be that of the whole line
     return line.append_text(content) if isinstance(content, Text) else line.append(content, style)
 
 
