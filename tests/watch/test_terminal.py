@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from synthetic_run import make_run
+from synthetic_run import make_run, write_rows
 
 from headway.cli import main
 from headway.run import Run
@@ -63,6 +63,16 @@ def test_a_failure_is_pinned_with_its_traceback(tmp_path: Path) -> None:
     lines = text_of(run, 80, 24)
     assert lines[0].endswith("FAILED") and "rank 3 at step 41: ValueError: too hot" in lines[3]
     assert "ValueError: too hot" in lines[6] and not any("\x1b" in line for line in lines)
+
+
+def test_what_is_said_again_is_counted(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    again = [
+        {"time": 1.0 + n, "kind": "straggler", "rank": 0, "text": f"rank 1 takes {n}.5 s"} for n in range(7)
+    ]
+    write_rows(run.events_file(0), again)
+    (line,) = [line for line in text_of(run, 80, 24) if "straggler" in line and "rank 1" in line]
+    assert line.endswith("straggler x7 rank 1 takes 6.5 s")
 
 
 def test_keys_choose_run_curve_and_rank(tmp_path: Path) -> None:

@@ -6,12 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from headway.watch.view.series import Series
+from headway.watch.view.series import Series, smoothed
 
 COLORS = ("#3b6fb6", "#e08a3c", "#4a9d6f", "#b5534f", "#8067ad", "#8a6d5a", "#d07fb3", "#7f7f7f")
 _WIDTH, _HEIGHT = 420, 210
 _LEFT, _BOTTOM, _TOP, _RIGHT = 52, 24, 8, 8
-_SMOOTHING = 0.9
 
 
 def curves(named: Mapping[str, Series]) -> str:
@@ -59,19 +58,6 @@ def curves(named: Mapping[str, Series]) -> str:
     )
     drawing = f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}'>{''.join(parts)}</svg>"
     return f"<figure><figcaption>{keys}</figcaption>{drawing}</figure>"
-
-
-def smoothed(values: Sequence[float], decay: float = _SMOOTHING) -> list[float]:
-    """Returns an exponential moving average that begins without bias.
-
-    >>> smoothed([1.0, 1.0, 1.0])
-    [1.0, 1.0, 1.0]
-    """
-    found, total, weight = [], 0.0, 0.0
-    for value in values:
-        total, weight = decay * total + (1 - decay) * value, decay * weight + (1 - decay)
-        found.append(total / weight)
-    return found
 
 
 def _range(series: Sequence[Series]) -> tuple[float, float]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from rich.text import Text
 
-from headway.watch.view.series import Series, resample
+from headway.watch.view.series import Series, resample, smoothed
 
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of a braille character, by column and row
 _FILLS = {
@@ -66,13 +67,15 @@ def legend(shares: Mapping[str, float], *, least: float = 0.005) -> Text:
 
 
 def curve(series: Series, width: int, height: int) -> list[str]:
-    """Draws a curve with braille dots, two by four to a character, with its range at the left.
+    """Draws a curve with braille dots, two by four to a character; of a noisy one the moving average.
 
     >>> curve(Series(steps=[0, 1], means=[0.0, 1.0]), 12, 1)
     ['      1 ┤⡠⠊⠁']
     """
     inner = width - 9
-    values = resample(series, 2 * inner) if inner > 0 and height > 0 else []
+    is_noisy = len(series.steps) > inner  # then the trend is what there is room for
+    shown = replace(series, means=smoothed(series.means)) if is_noisy else series
+    values = resample(shown, 2 * inner) if inner > 0 and height > 0 else []
     finite = [value for value in values if value is not None]
     if not finite:
         return []

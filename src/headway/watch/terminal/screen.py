@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -12,7 +13,7 @@ from rich.text import Text
 from headway.system.text import format_bytes, format_duration, plural
 from headway.watch.terminal.charts import columns, curve, legend, progress_bar, stacked_bar
 from headway.watch.view.series import Series, sparkline
-from headway.watch.view.snapshot import DatasetRow, Failure, Header, RankRow, Snapshot
+from headway.watch.view.snapshot import DatasetRow, Failure, Header, Message, RankRow, Snapshot
 
 STATE_STYLES = {
     "running": "bold green",
@@ -27,7 +28,8 @@ STATE_STYLES = {
 }
 _MARGIN = 10
 _TALL = 34
-"""lines from which on there is room for a large curve"""
+"""lines from which on a large curve comes before further ranks and messages"""
+_CURVE_LINES = 14
 _RISK_S = 3600.0
 _DATA_SHARE = 0.1
 """a larger share of the time without data is marked"""
@@ -60,16 +62,15 @@ def layout(snapshot: Snapshot, width: int, height: int, chosen: Selection | None
     fixed = [*_speed(snapshot, width), *_data(snapshot.data), *_safety(snapshot), *_nodes(snapshot)]
     room = height - len(head) - len(fixed) - len(foot)
     names = ordered_curves(snapshot.curves)
-    chart = _chart(snapshot.curves, names, chosen, width, min(14, room - 18)) if height >= _TALL else []
-    room -= len(chart)
-    many = max(1, room // 3)
-    learning = _learning(
-        snapshot.curves, names, width, min(many, 12), names[chosen.curve % len(names)] if names else ""
-    )
+    selected = names[chosen.curve % len(names)] if names else ""
+    learning = _learning(snapshot.curves, names, width, min(max(1, room // 3), 12), selected)
     room -= len(learning)
-    ranks = _ranks(snapshot.ranks, max(2, room // 2), chosen.rank)
+    share = 3 if height >= _TALL else 2  # a tall screen keeps a third for a large curve
+    ranks = _ranks(snapshot.ranks, max(2, room // share), chosen.rank)
     room -= len(ranks)
-    messages = _messages(snapshot, chosen, max(0, room))
+    messages = _messages(snapshot, chosen, max(0, room // 2 if share == 3 else room))
+    room -= len(messages)
+    chart = _chart(snapshot.curves.get(selected), selected, width, min(_CURVE_LINES, room - 3))
     body = [*learning, *chart, *fixed, *ranks, *messages]
     lines = [*head, *body][: max(0, height - len(foot))]
     lines += [Text()] * (height - len(foot) - len(lines)) if foot else []
@@ -162,13 +163,9 @@ def _learning(
     return lines
 
 
-def _chart(
-    curves: Mapping[str, Series], names: Sequence[str], chosen: Selection, width: int, height: int
-) -> list[Text]:
-    if not names or height < 4:
+def _chart(series: Series | None, name: str, width: int, height: int) -> list[Text]:
+    if series is None or height < 4:
         return []
-    name = names[chosen.curve % len(names)]
-    series = curves[name]
     drawn = curve(series, width - _MARGIN, height)
     if not drawn:
         return []
@@ -318,9 +315,8 @@ def _messages(snapshot: Snapshot, chosen: Selection, most: int) -> list[Text]:
     if chosen.rank is not None:
         lines = [Text(line) for line in chosen.log[-most:]] or [Text("its log is empty", "dim")]
         return [_labelled("" if number else f"log {chosen.rank}", line) for number, line in enumerate(lines)]
-    shown = snapshot.messages[-most:]
     found: list[Text] = []
-    for message in shown:
+    for message, count in _repeated(snapshot.messages)[-most:]:
         style = (
             "red"
             if message.kind in ("failed", "interrupted")
@@ -332,11 +328,30 @@ def _messages(snapshot: Snapshot, chosen: Selection, most: int) -> list[Text]:
         text = Text.assemble(
             (f"{_clock(message.time, snapshot.time)}{where} ", "dim"),
             (message.kind, style),
+            (f" x{count}" if count > 1 else "", style),
             " ",
             message.text,
         )
         found.append(_labelled("" if found else "messages", text))
     return found or [_labelled("messages", "none", "dim")]
+
+
+def _repeated(messages: Sequence[Message]) -> list[tuple[Message, int]]:
+    """Counts messages that say the same again but for numbers; the newest stands for all."""
+    found: list[tuple[Message, int]] = []
+    for message in messages:
+        before, count = found[-1] if found else (None, 0)
+        is_same = before and (before.kind, before.rank, _words(before)) == (
+            message.kind,
+            message.rank,
+            _words(message),
+        )
+        found[-1:] = [(message, count + 1)] if is_same else [*found[-1:], (message, 1)]
+    return found
+
+
+def _words(message: Message) -> str:
+    return re.sub(r"[\d.]+", "0", message.text)
 
 
 def _keys(chosen: Selection) -> Text:

@@ -100,6 +100,20 @@ def resample(series: Series, width: int) -> list[float | None]:
     return [total / count if count else None for total, count in zip(sums, counts, strict=True)]
 
 
+def smoothed(values: Sequence[float], decay: float = 0.9) -> list[float]:
+    """Returns an exponential moving average that begins without bias.
+
+    >>> smoothed([1.0, 1.0, 1.0])
+    [1.0, 1.0, 1.0]
+    """
+    found: list[float] = []
+    total = weight = 0.0
+    for value in values:
+        total, weight = decay * total + (1 - decay) * value, decay * weight + (1 - decay)
+        found.append(total / weight)
+    return found
+
+
 _BARS = "▁▂▃▄▅▆▇█"
 
 
