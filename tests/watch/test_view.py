@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from synthetic_run import make_run, row, write_rows
+from synthetic_run import events, make_run, node_sample, row, write_rows
 
 from headway.run import Run
+from headway.watch.report import render
+from headway.watch.terminal import layout
+from headway.watch.terminal.lines import describe
 from headway.watch.view import RunView, ranks, series as curves, source
 from headway.watch.view.series import Series
 
@@ -164,3 +167,57 @@ def test_a_run_without_anything_is_shown(tmp_path: Path) -> None:
     assert (shown.header.state, shown.header.step, shown.curves, shown.ranks) == ("new", None, {}, [])
     run.info_file.write_text("{")
     assert RunView(run).refresh().header.state == "new"
+
+
+HOSTILE = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=20),
+    st.sampled_from(
+        ["\x1b[2J", "<script>", "nan", "2026-11-16T00:00:00+00:00", 10**400, [], {}, [[{}]], {"": []}]
+    ),
+)
+
+
+def poisoned(template: dict[str, Any], draw: Any) -> dict[str, Any]:
+    """The same object with some of its values replaced, at any depth."""
+    found: dict[str, Any] = {}
+    for key, value in template.items():
+        if draw(st.integers(0, 5)) == 0:
+            found[key] = draw(HOSTILE)
+        elif isinstance(value, dict):
+            found[key] = poisoned(value, draw)
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            found[key] = [poisoned(each, draw) for each in value]
+        else:
+            found[key] = value
+    if draw(st.booleans()):
+        found[draw(st.text(max_size=8))] = draw(HOSTILE)
+    return found
+
+
+@pytest.fixture(scope="module")
+def victim(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = make_run(tmp_path_factory.mktemp("hostile"), ranks=2, log_points=5)
+    run.end_attempt(1, status="failed", exit_code=1)
+    return run
+
+
+@settings(max_examples=1000 if os.environ.get("HEADWAY_FAULTS") == "full" else 8, deadline=None)
+@given(data=st.data())
+def test_no_value_in_any_file_can_break_or_command_the_screen(victim: Run, data: st.DataObject) -> None:
+    run, now = victim, time.time()
+    write_rows(run.metrics_file(0), [poisoned(row(10 * n, 0, now), data.draw) for n in range(1, 5)])
+    write_rows(run.metrics_file(1), [poisoned(row(10, 1, now), data.draw)])
+    write_rows(run.events_file(0), [poisoned(each, data.draw) for each in events(now, 40)])
+    write_rows(run.node_file("cn000"), [poisoned(node_sample("cn000", 2), data.draw)])
+    failure = {"rank": 1, "host": "cn7", "step": 4, "error": "x", "traceback": "a\n b"}
+    run.failure_file.write_text(json.dumps(poisoned(failure, data.draw)))
+    run.plan_file.write_text(json.dumps(poisoned({"answers": {"time.step": {"value": 1.0}}}, data.draw)))
+    snapshot = RunView(run).refresh()
+    shown = "".join(line.plain for line in layout(snapshot, 120, 50)) + describe(snapshot)
+    assert all(c.isprintable() for c in shown)
+    page = render(run)
+    assert "\x1b" not in page and "<script" not in page

@@ -10,7 +10,7 @@ from typing import Any, final
 from headway.run import Run
 from headway.watch.view.series import Series
 from headway.watch.view.snapshot import DatasetRow
-from headway.watch.view.source import Row, RowTail, clean
+from headway.watch.view.source import Row, RowTail, clean, is_count, is_number
 
 _WHOLE_BYTES = 4 << 20
 """longer files are sampled, unless all of it is asked for"""
@@ -19,6 +19,7 @@ _PLACES = 400
 _RECENT = 50
 """log points from which speeds are computed"""
 _MAX_CURVES = 400
+_NAME_CHARACTERS = 120
 _PAUSES = ("validation", "checkpoint")
 
 
@@ -40,6 +41,7 @@ class MetricRows:
         self._recent: deque[Row] = deque(maxlen=_RECENT)
         self._paces: deque[float] = deque(maxlen=4 * _RECENT)
         self._pause_s = 0.0
+        self._names: dict[str, str] = {}  # of metrics, as they may be shown
 
     def refresh(self) -> bool:
         """Reads what is new; returns whether anything was."""
@@ -112,15 +114,16 @@ class MetricRows:
 
     def _add(self, row: Row) -> None:
         kind, step, time = row.get("kind"), row.get("step"), row.get("time")
-        if not isinstance(step, int) or not isinstance(time, int | float):
+        if not is_count(step) or not is_number(time):
             return
         if kind in ("train", "validation"):
             self._add_log_point(row, step)
         metrics = row.get("metrics")
         if not isinstance(metrics, dict):
             return
-        for name, value in metrics.items():
+        for given, value in metrics.items():
             number = _number(value)
+            name = self._names.get(given) or self._names.setdefault(given, clean(given, _NAME_CHARACTERS))
             if number is None or (
                 kind == "epoch" and name in self.curves and not self.curves[name].of_epochs
             ):
@@ -128,6 +131,7 @@ class MetricRows:
             series = self.curves.get(name)
             if series is None:
                 if len(self.curves) >= _MAX_CURVES:
+                    self._names.pop(given)
                     continue
                 series = self.curves[name] = Series(of_epochs=kind == "epoch")
             series.add(step, float(time), number)
@@ -156,19 +160,17 @@ def _seconds(row: Row) -> dict[str, float]:
     found = row.get("seconds")
     if not isinstance(found, dict):
         return {}
-    return {str(phase): float(s) for phase, s in found.items() if isinstance(s, int | float) and s > 0}
+    return {phase: float(s) for phase, s in found.items() if is_number(s) and s > 0}
 
 
 def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    if isinstance(value, str) and value not in ("nan", "inf", "-inf"):
-        return None
-    return float(value)
+    if is_number(value) or value in ("nan", "inf", "-inf"):
+        return float(value)
+    return None
 
 
 def _dataset(name: str, counters: Mapping[str, Any]) -> DatasetRow:
-    numbers = {str(key): value for key, value in counters.items() if isinstance(value, int | float)}
+    numbers = {key: value for key, value in counters.items() if is_number(value)}
     opened = [numbers.get(f"cache/{kind}", 0) for kind in ("hit", "copied", "source")]  # local needs no cache
     mixture = [
         (clean(key[6:], 40), value, numbers.get(f"target/{key[6:]}", 0.0))

@@ -10,7 +10,7 @@ from typing import Any, final
 
 from headway.run import Run
 from headway.watch.view.snapshot import RankRow
-from headway.watch.view.source import Row, RowTail, clean
+from headway.watch.view.source import Row, RowTail, clean, is_count, is_number
 
 # as in headway.train.metrics.stragglers, whose package imports torch
 SLOW_FACTOR = 1.3
@@ -73,7 +73,7 @@ class RankTable:
                 host=clean(rows[-1].get("host", ""), 40),
                 relative=newest[rank] / usual if usual else None,
                 data_share=_data_share(rows[-1]),
-                memory_peak=peak if isinstance(peak := rows[-1].get("memory_peak"), int) else None,
+                memory_peak=peak if is_count(peak := rows[-1].get("memory_peak")) else None,
                 step=rows[-1]["step"],
                 is_straggler=rank in slow,
                 gpu=gpus.get(rank, {}),
@@ -105,17 +105,17 @@ def _is_whole(row: Row) -> bool:
     seconds = row.get("seconds")
     return (
         row.get("kind") == "train"
-        and isinstance(row.get("step"), int)
-        and isinstance(row.get("time"), int | float)
+        and is_count(row.get("step"))
+        and is_number(row.get("time"))
         and isinstance(seconds, dict)
-        and all(isinstance(value, int | float) for value in seconds.values())
+        and all(is_number(value) and value >= 0 for value in seconds.values())
     )
 
 
 def _busy(row: Row) -> float:
     """Seconds that a rank spent on its own, waiting for data and in the forward pass."""
     found = row.get("busy_seconds")
-    if isinstance(found, int | float):
+    if is_number(found):
         return float(found)
     return float(row["seconds"].get("data", 0.0) + row["seconds"].get("compute", 0.0))  # by an older version
 

@@ -20,7 +20,7 @@ from headway.schedulers.base import JobIds, Queue
 from headway.watch.view.metric_rows import MetricRows
 from headway.watch.view.ranks import RankTable
 from headway.watch.view.snapshot import Failure, Header, Message, Safety, Snapshot, Speed
-from headway.watch.view.source import Row, RowTail, clean, read_object
+from headway.watch.view.source import Row, RowTail, clean, is_count, is_number, read_object
 
 _QUEUE_S = 15.0
 """seconds between two questions to the scheduler"""
@@ -140,12 +140,12 @@ class RunView:
             if tail is None:
                 tail = self._tails[str(path)] = RowTail(self.run.path, path)
                 tail.skip_to_end(1 << 20)
-            found.append([row for row in tail.read() if isinstance(row.get("time"), int | float)])
+            found.append([row for row in tail.read() if is_number(row.get("time"))])
         new = list(heapq.merge(*found, key=lambda row: row["time"]))
         for row in new:
             if row.get("kind") == "stage":
                 self._stage = row
-            elif row.get("kind") == "checkpoint":
+            elif row.get("kind") == "checkpoint" and is_count(row.get("step")):
                 self._checkpoint = row
             elif row.get("kind") in ("start", "restart"):
                 self._ends = row.get("ends")
@@ -159,8 +159,8 @@ class RunView:
                 tail = self._tails[str(path)] = RowTail(self.run.path, path)
             tail.skip_to_end(1 << 14)
             for row in tail.read(1 << 15):
-                if isinstance(row.get("time"), int | float) and row["time"] >= since:
-                    self._nodes[path.stem] = row
+                if is_number(row.get("time")) and row["time"] >= since:
+                    self._nodes[path.stem] = sane_node(row)
 
     def _listed(self, directory: str, pattern: str) -> list[Path]:
         try:
@@ -199,8 +199,8 @@ class RunView:
         started = timestamp(attempts[-1].get("started")) if attempts else 0.0
         is_starting = now.state == "running" and (not last or last["time"] < started)
         first, total = stage.get("first_step"), stage.get("total_steps")
-        first = first if isinstance(first, int) else 0
-        end = first + total if isinstance(total, int) else None
+        first = first if is_count(first) else 0
+        end = first + total if is_count(total) else None
         pace = self.metrics.wall_s_per_step
         running = now.state == "running" and not is_starting
         epoch, most = last.get("epoch"), stage.get("max_epochs")
@@ -214,8 +214,8 @@ class RunView:
             total_steps=end,
             first_step=first,
             stage=clean(last["stage"], 60) if "stage" in last else None,
-            epoch=epoch + 1 if isinstance(epoch, int) else None,
-            max_epochs=most if isinstance(most, int) else None,
+            epoch=epoch + 1 if is_count(epoch) else None,
+            max_epochs=most if is_count(most) else None,
             created=timestamp(info.get("created")),
             elapsed_s=sum(_elapsed_s(each, now, self.metrics.last) for each in attempts),
             eta_s=(end - step) * pace if running and end and step is not None and pace else None,
@@ -240,12 +240,12 @@ class RunView:
         planned = plan.get("time.step", {}) if isinstance(plan, dict) else {}
         planned_s = planned.get("value") if isinstance(planned, dict) else None
         return Speed(
-            samples_per_s=float(rate) if isinstance(rate, int | float) else None,
+            samples_per_s=float(rate) if is_number(rate) else None,
             step_median_s=median,
             step_p95_s=p95,
             shares=self.metrics.shares,
             mfu=mfu.last if mfu else None,
-            planned_step_s=float(planned_s) if isinstance(planned_s, int | float) else None,
+            planned_step_s=float(planned_s) if is_number(planned_s) and planned_s > 0 else None,
         )
 
     def _safety(self, now: Status) -> Safety:
@@ -255,8 +255,8 @@ class RunView:
         return Safety(
             step=saved.get("step"),
             age_s=max(0.0, time.time() - saved["time"]),
-            size_bytes=saved.get("bytes"),
-            save_s=saved.get("total_seconds"),
+            size_bytes=size if is_count(size := saved.get("bytes")) else None,
+            save_s=took if is_number(took := saved.get("total_seconds")) else None,
             limit_left_s=_left_s(ends, now),
         )
 
@@ -266,9 +266,9 @@ class RunView:
             return None
         lines = str(record.get("traceback") or "")[-20_000:].splitlines()
         return Failure(
-            rank=record.get("rank"),
+            rank=rank if is_count(rank := record.get("rank")) else None,
             host=clean(record.get("host", ""), 60),
-            step=record.get("step"),
+            step=step if is_count(step := record.get("step")) else None,
             error=clean(record.get("error", ""), 2000),
             traceback=[clean_indented(line) for line in lines],
         )
@@ -279,12 +279,31 @@ def clean_indented(line: str) -> str:
     return " " * min(120, len(line) - len(line.lstrip(" "))) + clean(line, 500)
 
 
+def sane_node(row: Row) -> Row:
+    """Returns a device sample with what can be shown: numbers, and text without control characters."""
+    found: Row = {name: value for name, value in row.items() if is_number(value)} | {
+        "host": clean(row.get("host"), 60)
+    }
+    gpus = row.get("gpus")
+    found["gpus"] = [
+        _sane_gpu(gpu) for gpu in (gpus if isinstance(gpus, list) else [])[:64] if isinstance(gpu, dict)
+    ]
+    return found
+
+
+def _sane_gpu(gpu: Row) -> Row:
+    reasons = gpu.get("throttling")
+    found: Row = {name: value for name, value in gpu.items() if is_number(value)}
+    shown = [clean(reason, 40) for reason in (reasons if isinstance(reasons, list) else [])[:8]]
+    return found | {"uuid": clean(gpu.get("uuid", ""), 60), "throttling": shown}
+
+
 def _message(row: Row) -> Message:
     rank = row.get("rank")
     return Message(
         time=float(row["time"]),
         kind=clean(row.get("kind"), 20),
-        rank=rank if isinstance(rank, int) else 0,
+        rank=rank if is_count(rank) else 0,
         text=clean(row.get("text", ""), 1000),
     )
 
@@ -298,7 +317,7 @@ def timestamp(text: object) -> float:
 
 
 def _positive(value: object) -> int:
-    return value if isinstance(value, int) and value > 0 else 1
+    return value if is_count(value) and value > 0 else 1
 
 
 def _elapsed_s(attempt: Row, now: Status, last: Row) -> float:
@@ -312,7 +331,7 @@ def _elapsed_s(attempt: Row, now: Status, last: Row) -> float:
 
 
 def _left_s(ends: object, now: Status) -> float | None:
-    return ends - time.time() if isinstance(ends, int | float) and now.state == "running" else None
+    return ends - time.time() if is_number(ends) and now.state == "running" else None
 
 
 def _job(submitted: Row, attempts: list[Row]) -> str | None:

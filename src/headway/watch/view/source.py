@@ -7,7 +7,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, final
+from typing import Any, BinaryIO, TypeGuard, final
 
 Row = dict[str, Any]
 
@@ -16,6 +16,8 @@ _LINE_BYTES = 1 << 18
 _CHUNK_BYTES = 1 << 20
 _SAMPLED_BYTES = 1 << 13
 _TEXT_BYTES = 1 << 20
+_LARGEST = 1e15
+"""a time, a step or a number of bytes that is larger is a mistake"""
 
 
 def open_regular(root: Path, path: Path) -> BinaryIO | None:
@@ -45,6 +47,16 @@ def clean(text: object, limit: int = 400) -> str:
     whole = " ".join(plain(str(text)[: 4 * limit]).split())
     shown = "".join(c for c in whole if c.isprintable())
     return shown if len(shown) <= limit else f"{shown[: limit - 1]}…"
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value of a file is a finite number that can be shown."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Whether a value of a file is a step, a rank or another number of things."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _LARGEST
 
 
 def read_text(root: Path, path: Path, limit_bytes: int = _TEXT_BYTES) -> str | None:
