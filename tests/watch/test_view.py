@@ -205,7 +205,7 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-@settings(max_examples=1000 if os.environ.get("HEADWAY_FAULTS") == "full" else 8, deadline=None)
+@settings(max_examples=1000 if os.environ.get("HEADWAY_FAULTS") == "full" else 40, deadline=None)
 @given(data=st.data())
 def test_no_value_in_any_file_can_break_or_command_the_screen(victim: Run, data: st.DataObject) -> None:
     run, now = victim, time.time()

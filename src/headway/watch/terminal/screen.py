@@ -256,7 +256,7 @@ def _nodes(snapshot: Snapshot) -> list[Text]:
         parts += [f"{broken} with ECC errors"] if broken else []
     cpus = [node["cpu"] for node in nodes if "cpu" in node]
     parts += [f"CPU {max(cpus):.0%}"] if cpus else []
-    memory = [node["memory_used"] / node["memory_total"] for node in nodes if node.get("memory_total")]
+    memory = [node.get("memory_used", 0) / node["memory_total"] for node in nodes if node.get("memory_total")]
     parts += [f"memory {max(memory):.0%}"] if memory else []
     read = sum(node.get("disk_read", 0) for node in nodes)
     received = sum(node.get("network_received", 0) for node in nodes)

@@ -140,7 +140,7 @@ class RunView:
             if tail is None:
                 tail = self._tails[str(path)] = RowTail(self.run.path, path)
                 tail.skip_to_end(1 << 20)
-            found.append([row for row in tail.read() if is_number(row.get("time"))])
+            found.append([row for row in tail.read() if _is_event(row)])
         new = list(heapq.merge(*found, key=lambda row: row["time"]))
         for row in new:
             if row.get("kind") == "stage":
@@ -296,6 +296,10 @@ def _sane_gpu(gpu: Row) -> Row:
     found: Row = {name: value for name, value in gpu.items() if is_number(value)}
     shown = [clean(reason, 40) for reason in (reasons if isinstance(reasons, list) else [])[:8]]
     return found | {"uuid": clean(gpu.get("uuid", ""), 60), "throttling": shown}
+
+
+def _is_event(row: Row) -> bool:
+    return is_number(row.get("time")) and isinstance(row.get("kind"), str)
 
 
 def _message(row: Row) -> Message:
