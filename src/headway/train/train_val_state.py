@@ -284,8 +284,11 @@ class TrainValState(LoopState):
 
     def before_log_point(self) -> None:
         super().before_log_point()
+        steps = len(self.recent_losses)
         # a batch without a sample, such as a repeated one, has no part in the mean
         self.recent_losses[:] = [one for one in self.recent_losses if one[2] or one[3] is not None]
+        if steps and not self.recent_losses:  # but ranks log the same names
+            self.log_own(self.stage.loss_metric_name(), 0.0, weight=0)
         if self.recent_losses:
             losses = torch.stack([loss for _, loss, _, _ in self.recent_losses])
             counts = [count for _, _, count, _ in self.recent_losses]
