@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -21,7 +20,7 @@ from headway.watch.report.figures import curves, stacked
 from headway.watch.view import RunView, Snapshot
 from headway.watch.view.run_view import timestamp
 from headway.watch.view.series import Series
-from headway.watch.view.source import clean, last_lines, read_object, read_text
+from headway.watch.view.source import clean, is_number, last_lines, read_object, read_text
 
 _MAX_FIGURES = 24
 _MAX_MESSAGES = 100
@@ -223,7 +222,7 @@ def _plan(run: Run, snapshot: Snapshot) -> str:
     def planned(name: str) -> float | None:
         answer = answers.get(name)
         value = answer.get("value") if isinstance(answer, dict) else None
-        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+        return float(value) if is_number(value) else None
 
     peaks = [row.memory_peak for row in snapshot.ranks if row.memory_peak]
     rows = []
