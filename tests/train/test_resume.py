@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import sys
 import time
@@ -13,16 +14,21 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import warm
 from torch import Tensor, nn
 from torch.utils.data import (
+    BatchSampler,
     DataLoader as TorchLoader,
     Dataset,
     IterableDataset,
+    RandomSampler,
+    Subset,
     TensorDataset,
+    WeightedRandomSampler,
     default_collate,
 )
 from toys import FEATURES, Classify, Net, make_net, sgd, warm_up
@@ -346,6 +352,93 @@ def test_loaders_without_a_position_are_read_again(kind: str, cut: Any, tmp_path
     assert stages[1].by_step | stages[2].by_step == stages[0].by_step
     assert_same(weights(pipe), weights(golden))
     assert pipe.history["val/loss"] == golden.history["val/loss"]
+
+
+class Jittered(Dataset[Any]):
+    """Samples with noise from a generator of the dataset's own."""
+
+    def __init__(self, generator: Any) -> None:
+        self.samples, self.generator = dataset(), generator
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        x, y = self.samples[number]
+        return x + self.generator.random(), y
+
+
+class Counting(IterableDataset[Any]):
+    """Counts its own epochs, which nothing saves."""
+
+    epochs = 0
+
+    def __iter__(self) -> Any:
+        self.epochs += 1
+        x, y = dataset().tensors
+        for i in torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.epochs)).tolist():
+            yield x[i], y[i]
+
+
+def random_loader(kind: str) -> Any:
+    samples, generator = dataset(), torch.Generator().manual_seed(7)
+    match kind:
+        case "generator":
+            return TorchLoader(samples, BATCH, shuffle=True, generator=generator)
+        case "sampler":
+            sampler = RandomSampler(samples, replacement=True, num_samples=SAMPLES, generator=generator)
+            return TorchLoader(samples, BATCH, sampler=sampler)
+        case "weighted":
+            weights = WeightedRandomSampler([1.0] * SAMPLES, SAMPLES, generator=generator)
+            return TorchLoader(samples, batch_sampler=BatchSampler(weights, BATCH, drop_last=False))
+        case "numpy":
+            return TorchLoader(Jittered(np.random.default_rng(1)), BATCH, shuffle=True)
+        case "old numpy":
+            return TorchLoader(Jittered(np.random.RandomState(1)), BATCH, shuffle=True)
+        case "python":
+            return TorchLoader(Subset(Jittered(random.Random(1)), range(SAMPLES)), BATCH, shuffle=True)
+        case "persistent":
+            return TorchLoader(samples, BATCH, shuffle=True, num_workers=1, persistent_workers=True)
+    return TorchLoader(samples, BATCH, shuffle=True, num_workers=1, generator=generator)
+
+
+@alone
+@pytest.mark.parametrize(
+    "kind",
+    ["generator", "sampler", "weighted", "numpy", "old numpy", "python", "persistent", "workers"],
+)
+def test_random_numbers_of_the_loaders_own_are_restored(kind: str, tmp_path: Path) -> None:
+    """Cut in the first epoch, in the second, and between the two: the last resume follows a resume."""
+    settings: dict[str, Any] = {"val_every": "4 steps"}
+    whole = Traced(**settings)
+    golden = seeded(make(tmp_path / "golden", whole, loader=random_loader(kind), every=1, max_epochs=2))
+    golden.run()
+    by_step: dict[int, list[float]] = {}
+    for cut in (4, 12, 17, None):
+        stage = Traced(cut=cut, **settings)
+        pipe = make(tmp_path / "cut", stage, loader=random_loader(kind), every=1, max_epochs=2)
+        torch.manual_seed(5 if cut == 4 else 99)
+        with pytest.raises(Cut) if cut else nullcontext():
+            (seeded(pipe) if cut == 4 else pipe).run()
+        by_step |= stage.by_step
+    assert by_step == whole.by_step
+    assert_same(weights(pipe), weights(golden))
+
+
+@alone
+def test_other_batches_than_before_are_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def start(cut: int | None) -> None:
+        loader = TorchLoader(Counting(), BATCH)
+        make(tmp_path, Traced(cut=cut), loader=loader, every=1, max_epochs=2).run()
+
+    for cut in (5, 16):
+        with pytest.raises(Cut):
+            start(cut)
+        assert "is not the one" not in capfd.readouterr().err, "the first epoch is read again as it was"
+    start(None)
+    said = capfd.readouterr().err
+    assert "batch 1 of this epoch is not the one that was trained on before" in said
+    assert "use hw.data.DataLoader" in said
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):

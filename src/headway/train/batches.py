@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any, Protocol, final, runtime_checkable
 
@@ -88,6 +88,8 @@ class Pass:
     done: bool = False
     rng_state: Mapping[str, Any] | None = None
     """the state of the random number generators when it began, for a loader that cannot save its position"""
+    checksums: dict[int, int] = field(default_factory=dict)
+    """of batch 1, 2, 4, 8 and so on of such a loader"""
     skip: int = 0
     """batches to read again and discard, to get back to the position"""
     loader: object = None

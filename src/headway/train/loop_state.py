@@ -27,7 +27,8 @@ from headway.train.metrics.early_stopping import EarlyStopping
 from headway.train.metrics.epoch_metrics import EpochMetric, check_names, compute_metrics
 from headway.train.metrics.learning_rates import log_learning_rates
 from headway.train.metrics.meter import LogPoint, MetricAccumulator, Reduction, Scope, Value
-from headway.train.resume import rng
+from headway.train.resume import generators, rng
+from headway.train.resume.replay import note_batch
 from headway.train.resume.state import StatefulObject
 from headway.train.settings import check_whole
 from headway.train.uneven import BatchAgreement, Repeated, report_left
@@ -225,10 +226,10 @@ class LoopState:
         """Returns the next pass of this epoch: a new one, or one that had begun when the run was stopped."""
         total, positioned = count_batches(loader, limit), isinstance(loader, StatefulObject)
         if self._passes_begun == len(self.passes):
-            keeps = self.pipe._keeper is not None and not positioned
-            self.passes.append(
-                Pass(total_batches=total, rng_state=rng.capture(self.device) if keeps else None)
+            state = (
+                self.pipe._keeper.loaders.capture(loader) if self.pipe._keeper and not positioned else None
             )
+            self.passes.append(Pass(total_batches=total, rng_state=state))
         begun = self.passes[self._passes_begun]
         before = begun.total_batches
         if before and total and before != total:  # as many samples on another number of ranks
@@ -269,6 +270,8 @@ class LoopState:
         for batch in source:
             progress.batches_given += 1
             repeated = type(batch) is Repeated
+            if progress.rng_state is not None and not repeated:
+                note_batch(progress, batch)
             if ledger and not repeated:
                 ledger.add_batch(loader, batch)
             yield Repeated(to_device(batch.batch, device)) if repeated else to_device(batch, device)
@@ -276,17 +279,14 @@ class LoopState:
 
     def _open(self, loader: Iterable[Any], progress: Pass) -> Iterator[Any]:
         """Iterates over the batches that are left of a pass."""
-        if not progress.skip:
-            return open_loader(loader)
+        loaders = self.pipe._keeper.loaders if self.pipe._keeper else None
+        if loaders is None or not progress.skip:
+            return loaders.open(loader) if loaders else open_loader(loader)
         dist.print_root(
             f"headway: {type(loader).__name__} has no state_dict(): "
             f"{progress.skip:,} batches are read again and left out"
         )
-        with rng.temporary_state(progress.rng_state, self.device):
-            source = open_loader(loader)
-            for _ in range(progress.skip):
-                next(source, None)
-        return source
+        return loaders.reopen(loader, progress)
 
     def _stand_in(self, loader: Iterable[Any]) -> Any:
         """Returns a batch to repeat for a rank that has had none in this attempt, while other ranks train."""
@@ -437,7 +437,19 @@ class LoopState:
         if self.early_stopping is not None and stopping is not None:
             self.early_stopping.load_state_dict(stopping)
 
-    def restore_pass_rng(self, random: Sequence[Mapping[str, Any] | None]) -> None:
-        """Gives each pass the random state that it began with on this rank."""
-        for each, before in zip(self.passes, random, strict=True):
-            each.rng_state = before
+    def pass_states(self) -> list[Mapping[str, Any] | None]:
+        """Returns what the batches of each pass depend on, on this rank, and checksums of some of them."""
+        states: list[Mapping[str, Any] | None] = []
+        for each in self.passes:
+            state = each.rng_state
+            if state is not None and each.loader is not None:  # None: saved before, and not resumed yet
+                now = {"generators_now": generators.capture(each.loader), "checksums": dict(each.checksums)}
+                state = {**state, **now}
+            states.append(state)
+        return states
+
+    def restore_pass_states(self, states: Sequence[Mapping[str, Any] | None]) -> None:
+        """Restores what `pass_states` returned on this rank."""
+        for each, state in zip(self.passes, states, strict=True):
+            each.rng_state = state
+            each.checksums = dict(state.get("checksums", {})) if state else {}

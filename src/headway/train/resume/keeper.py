@@ -41,6 +41,7 @@ from headway.train.metrics.meter import LogPoint, Value
 from headway.train.resume import attempts, rng, state
 from headway.train.resume.lead_time import LeadTime
 from headway.train.resume.positions import is_global, per_rank_batch_size, position
+from headway.train.resume.replay import LoaderStates
 from headway.train.resume.state import StatefulObject
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class Keeper:
         self._rng: Callable[[], None] | None = None  # restores the generators where training resumes
         self._before_validation: dict[str, Any] | None = None
         self._lead_time = LeadTime()
+        self.loaders = LoaderStates(pipe)
 
     # --- around a run
 
@@ -389,7 +391,8 @@ class Keeper:
         local = {
             "random": rng.capture(pipe.device),
             "datasets": {name: state for name, state in positions.items() if name not in shared},
-            "passes": [each.rng_state for each in stage._loop.passes] if stage else [],
+            "passes": stage._loop.pass_states() if stage else [],
+            "loaders": self.loaders.state_dict(),
         }
         return {"shared": shared, "local": local}
 
@@ -430,14 +433,18 @@ class Keeper:
             if name in positions and isinstance(loader, StatefulObject):
                 loader.load_state_dict(positions[name])
         if same:
-            self._rng = partial(rng.restore, local["random"], pipe.device)
+            self._rng = partial(self._restore_random, local)
             for stage in pipe.stages:
                 if stage._loop.status.in_epoch:
-                    stage._loop.restore_pass_rng(local["passes"])
+                    stage._loop.restore_pass_states(local["passes"])
         else:
             seed = derive_seed(shared["seed"] % 2**64, f"resume at step {loaded.step}")
             self._rng = partial(dist.seed, seed, scope="rank")
             self._log_world_size_change(loaded.world_size)
+
+    def _restore_random(self, local: Mapping[str, Any]) -> None:
+        rng.restore(local["random"], self.pipe.device)
+        self.loaders.load_state_dict(local.get("loaders", {}))  # older checkpoints have none
 
     def _age_on_disk(self, step: int) -> float:
         with suppress(OSError):  # only shown to people
@@ -458,7 +465,13 @@ class Keeper:
                     f"{size * before}: pass global_batch_size to keep it constant",
                     logging.WARNING,
                 )
-            elif isinstance(loader, StatefulObject) and not is_global(loader):
+            elif not isinstance(loader, StatefulObject):
+                self._log(
+                    f"dataset {name!r}: its batches are counted, not its samples, since it has no state_dict(): some "
+                    "samples of this epoch may come twice or not at all; use hw.data.DataLoader",
+                    logging.WARNING,
+                )
+            elif not is_global(loader):
                 self._log(
                     f"dataset {name!r}: its position was saved per rank, by {before} ranks, so it restarts its epoch",
                     logging.WARNING,

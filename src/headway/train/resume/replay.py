@@ -1,0 +1,157 @@
+"""Loaders that cannot save their position, like torch's: opened and read again as in the run that was stopped.
+
+What such a loader yields depends on the random state when a pass begins: the global one, that of its own generators
+and, with persistent workers, whether the workers have started, since torch draws their seed only then. All of it is
+saved. What else a loader, sampler or dataset may depend on is not known; so the batches that are read again are
+compared with those that were trained on.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader as TorchDataLoader
+
+from headway.system.log import logger
+from headway.train.batches import Pass, open_loader
+from headway.train.resume import generators, rng
+from headway.train.resume.state import StatefulObject
+
+if TYPE_CHECKING:
+    from headway.train.pipeline import Pipeline
+
+_MOST_ELEMENTS = 1024
+"""of a tensor that are compared, evenly spread"""
+_INSTEAD = "use hw.data.DataLoader, or give the loader state_dict() and load_state_dict()"
+
+
+@final
+class LoaderStates:
+    """The loaders of a pipeline without `state_dict()`, and the random state in which each was opened."""
+
+    def __init__(self, pipe: Pipeline) -> None:
+        self._pipe = pipe
+        self._began: dict[str, Mapping[str, Any]] = {}  # by dataset: the state when its workers started, once
+        self._opened: set[str] = set()  # by this process
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of the generators of each loader now."""
+        return {
+            name: {"generators": generators.capture(loader), "began": self._began.get(name)}
+            for name, loader in self._pipe.datasets.items()
+            if not isinstance(loader, StatefulObject)
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, loader in self._pipe.datasets.items():
+            if name in state:
+                generators.restore(loader, state[name]["generators"])
+                if state[name]["began"] is not None:
+                    self._began[name] = state[name]["began"]
+
+    def capture(self, loader: object) -> dict[str, Any]:
+        """Returns what the order of a pass that begins now depends on."""
+        own = {"generators": generators.capture(loader), "reopened": self._name(loader) in self._began}
+        return rng.capture(self._pipe.device) | own
+
+    def open(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Returns the batches of a new pass."""
+        name = self._name(loader)
+        if name is None or not getattr(loader, "persistent_workers", False):
+            return open_loader(loader)
+        if name not in self._began:
+            self._began[name] = rng.capture(self._pipe.device) | {"generators": generators.capture(loader)}
+        elif name not in self._opened:  # torch draws the seed of persistent workers in the first pass only
+            self._start_workers(name, loader)
+        self._opened.add(name)
+        return open_loader(loader)
+
+    def reopen(self, loader: Iterable[Any], progress: Pass) -> Iterator[Any]:
+        """Returns the batches that are left of a pass; those that were trained on are read again and left out."""
+        began = progress.rng_state
+        if began is None:  # another number of ranks
+            return _skip(self.open(loader), progress)
+        if not began.get("reopened"):
+            self._began.pop(self._name(loader) or "", None)  # this is the first pass
+        with rng.temporary_state(began, self._pipe.device):
+            now = generators.capture(loader)
+            generators.restore(loader, began.get("generators", {}))
+            source = _skip(self.open(loader), progress)
+            generators.restore(loader, began.get("generators_now", now))
+        return source
+
+    def _start_workers(self, name: str, loader: Iterable[Any]) -> None:
+        """Starts persistent workers with the seed that they had in the run that was stopped."""
+        with rng.temporary_state(self._began[name], self._pipe.device):
+            now = generators.capture(loader)
+            generators.restore(loader, self._began[name]["generators"])
+            open_loader(loader)
+            generators.restore(loader, now)
+        if self._pipe.world.is_root:
+            logger.warning(
+                f"dataset {name!r}: the random state within its persistent workers was not saved: its order is as it "
+                "would have been, random augmentation is not; use hw.data.DataLoader, or persistent_workers=False"
+            )
+
+    def _name(self, loader: object) -> str | None:
+        if not isinstance(loader, TorchDataLoader):
+            return None
+        return next((name for name, each in self._pipe.datasets.items() if each is loader), None)
+
+
+def note_batch(progress: Pass, batch: Any) -> None:
+    """Keeps a checksum of batch 1, 2, 4, 8 and so on of a pass: few enough to cost nothing."""
+    number = progress.batches_given
+    if number & (number - 1) == 0 and (found := checksum(batch)) is not None:
+        progress.checksums[number] = found
+
+
+def checksum(batch: Any) -> int | None:
+    """Returns a checksum of the arrays, numbers and texts in a batch; None if it has none on the CPU."""
+    parts = [part for part in map(_content, _leaves(batch, 0)) if part is not None]
+    return zlib.crc32(b"|".join(parts)) if parts else None
+
+
+def _skip(source: Iterator[Any], progress: Pass) -> Iterator[Any]:
+    """Discards the batches that were trained on; warns if they are others than then."""
+    again = Pass()
+    for again.batches_given in range(1, progress.skip + 1):
+        note_batch(again, next(source, None))
+    before = progress.checksums
+    if differing := [
+        number for number, found in again.checksums.items() if before.get(number, found) != found
+    ]:
+        logger.warning(
+            f"batch {differing[0]:,} of this epoch is not the one that was trained on before: samples of this "
+            "epoch may come twice or not at all, because their order or augmentation depends on something that is "
+            f"not saved; {_INSTEAD}"
+        )
+    return source
+
+
+def _leaves(batch: Any, depth: int) -> Iterator[Any]:
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, list | tuple) and depth < 8:
+        for part in batch[:_MOST_ELEMENTS]:
+            yield from _leaves(part, depth + 1)
+    else:
+        yield batch
+
+
+def _content(leaf: Any) -> bytes | None:
+    if isinstance(leaf, Tensor):
+        if not leaf.is_cpu or leaf.layout is not torch.strided or leaf.is_quantized:
+            return None
+        flat = leaf.detach().reshape(-1)
+        flat = flat[:: max(1, flat.numel() // _MOST_ELEMENTS)].contiguous()
+        return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+        flattened = leaf.reshape(-1)
+        return flattened[:: max(1, flattened.size // _MOST_ELEMENTS)].tobytes()
+    return repr(leaf).encode() if isinstance(leaf, str | bytes | int | float) else None
