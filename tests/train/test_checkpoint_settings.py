@@ -503,6 +503,28 @@ def test_damaged_checkpoints_are_passed_over_and_without_a_whole_one_nothing_sta
 
 
 @alone
+@pytest.mark.parametrize("kept", ["nothing", "latest"])
+def test_checkpoints_that_were_removed_are_missed(kept: str, tmp_path: Path) -> None:
+    first = cut(tmp_path, 14).directory
+    for path in list(first.checkpoints_dir.iterdir()):
+        if path.is_dir():
+            shutil.rmtree(path)
+    if kept == "nothing":
+        shutil.rmtree(first.checkpoints_dir)
+    stage = Traced()
+    for _ in range(2):
+        with pytest.raises(
+            NoValidCheckpoint, match=r"trained up to step 1[0-9], .* have been removed"
+        ) as caught:
+            make(tmp_path, Traced()).run()
+        assert caught.value.exit_code == 86
+    again = make(tmp_path, stage := Traced(), resume="never", max_epochs=1)
+    again.run()
+    assert again.directory != first
+    assert min(stage.by_step) == 1
+
+
+@alone
 def test_hooks_are_told(tmp_path: Path) -> None:
     told: list[str] = []
 

@@ -8,7 +8,6 @@ Everything about a job is in its run directory, so any process that sees the dir
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -27,6 +26,7 @@ from headway.run.info import read_json
 from headway.run.status import State, Status, status
 from headway.schedulers.base import JobIds
 from headway.system import files
+from headway.system.jsonlines import parse_json
 from headway.system.locks import ProcessIdentity
 
 _WAIT_MIN_S, _WAIT_MAX_S, _WAIT_MAX_HERE_S = 0.05, 5.0, 0.5
@@ -118,8 +118,8 @@ class Job:
 
     def log(self) -> str:
         """The job's output so far, of all attempts."""
-        with suppress(FileNotFoundError):
-            return self.run.job_log.read_text(errors="backslashreplace")
+        with suppress(FileNotFoundError), files.open_regular(self.run.job_log) as file:
+            return file.read().decode(errors="backslashreplace")
         return ""
 
     def follow(self, out: TextIO) -> int:
@@ -139,7 +139,7 @@ class Job:
     def _copy_log(self, begin: int, out: TextIO) -> int:
         """Writes what the log has from `begin` on; returns how many bytes."""
         try:
-            with self.run.job_log.open("rb") as file:
+            with files.open_regular(self.run.job_log) as file:
                 file.seek(begin)
                 new = file.read()
         except FileNotFoundError:  # it has not started yet
@@ -185,7 +185,7 @@ class Job:
         if record["kind"] == "exception" and self._sees(left):
             from headway.dist.failure import remote
 
-            return remote.unpack(json.loads(left.read_bytes()))
+            return remote.unpack(parse_json(files.read_regular(left)))
         return RankFailure(
             format_cause(record, Call.read(self.run).world_size, self.run.failure_file).strip()
         )

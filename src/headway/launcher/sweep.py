@@ -23,6 +23,7 @@ import yaml
 from headway.errors import UsageError, yaml_problem
 from headway.run import Run
 from headway.system import files
+from headway.system.jsonlines import parse_json
 
 MAX_SETTINGS = 10_000
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
@@ -109,7 +110,7 @@ def join(runs: Sequence[Run], settings: Sequence[Settings]) -> str:
 def member(run: Run) -> SweepMember | None:
     """The run's place in a sweep, if it has one that can be read."""
     try:
-        return SweepMember(**json.loads(run.sweep_file.read_bytes()))
+        return SweepMember(**parse_json(files.read_regular(run.sweep_file)))
     except (OSError, ValueError, TypeError):
         return None
 

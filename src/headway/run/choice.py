@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -17,7 +18,7 @@ from headway.run.info import newest_step
 from headway.run.plain import is_yaml
 from headway.run.rebuild import named_run
 from headway.schedulers.base import JobIds
-from headway.system import environment, ownership
+from headway.system import environment, files, ownership
 from headway.system.log import logger
 from headway.system.redact import redact_argv
 
@@ -140,12 +141,18 @@ def _find_parent(resume: str | Path) -> Path | None:
     return path
 
 
+def _warn_of_damage(beginning: str, problem: str) -> None:
+    """Reports a run of that name which cannot be read: the damage of all others is not this run's concern."""
+    if problem.startswith(beginning):
+        logger.warning("%s; it is not resumed", problem)
+
+
 def _find(
     root: str | Path, name: str, config: str, environ: Mapping[str, str], *, parent: Path | None = None
 ) -> Choice | None:
     """Returns the newest run of that name, those settings and that parent that this job began or is unfinished."""
     uids = {os.geteuid(), ownership.uid_in(Path(root))}
-    named = runs_under(root, name=name)
+    named = runs_under(root, name=name, warn=partial(_warn_of_damage, str(Path(root) / f"{name}-")))
     alike = [
         run
         for run in named
@@ -179,7 +186,7 @@ def _check_unreadable(root: Path, name: str, config: str, uids: Collection[int])
             settings = path / "config.yaml"
             if (
                 not settings.exists()
-                or not is_yaml(found := settings.read_text(errors="replace"))
+                or not is_yaml(found := files.read_regular(settings).decode(errors="replace"))
                 or found == config
             ):
                 raise

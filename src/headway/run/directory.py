@@ -178,7 +178,7 @@ class Run(RunPaths):
         """
         info = self.info()
         try:
-            found: str | None = self.config_file.read_text()
+            found: str | None = files.read_regular(self.config_file).decode()
         except (OSError, ValueError):
             found = None
         if text not in (info.get("config"), found):

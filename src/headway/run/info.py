@@ -11,6 +11,7 @@ from typing import Any
 
 from headway.errors import UnreadableRun, UsageError
 from headway.system import files
+from headway.system.jsonlines import parse_json
 
 FORMAT = 1
 """of run.json; to be raised when readers of the old form would misunderstand the new one"""
@@ -28,13 +29,15 @@ def has_info(path: Path) -> bool:
 def read_info(path: Path) -> Info:
     """Reads the run.json of a run directory; `UsageError` says why it cannot be used."""
     try:
-        info = json.loads((path / _NAME).read_bytes())
+        info = parse_json(files.read_regular(path / _NAME))
     except (FileNotFoundError, NotADirectoryError) as error:
         if newest_step(path) is None:
             raise UsageError(f"{path} is not a run directory: it has no {_NAME}") from error
         raise _unreadable(path, "is missing") from error
     except OSError as error:
-        raise UsageError(f"{path}/{_NAME} cannot be read: {error.strerror}") from error
+        if isinstance(error, PermissionError):
+            raise UsageError(f"{path}/{_NAME} cannot be read: {error.strerror}") from error
+        raise _unreadable(path, f"cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise _unreadable(path, f"is damaged: {error}") from error
     match info:
@@ -86,7 +89,7 @@ def format_time(moment: datetime) -> str:
 def read_json(path: Path) -> dict[str, Any] | None:
     """Reads a JSON object; None if the file is missing or not whole."""
     try:
-        facts = json.loads(path.read_bytes())
+        facts = parse_json(files.read_regular(path))
     except (OSError, ValueError):
         return None
     return facts if isinstance(facts, dict) else None

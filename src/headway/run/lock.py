@@ -37,6 +37,7 @@ from headway import schedulers
 from headway.errors import RunLocked
 from headway.schedulers.base import JobIds
 from headway.system import files
+from headway.system.jsonlines import parse_json
 from headway.system.locks import FileLock, ProcessIdentity, is_unsupported
 
 HEARTBEAT_S = 1.0
@@ -63,7 +64,7 @@ class Owner:
     def read(cls, record: bytes) -> Owner | None:
         """Parses a record; None if it is damaged, half-written or of another version."""
         try:
-            values = json.loads(record)
+            values = parse_json(record)
             job = JobIds.from_dict(values)
             ids = values.pop("ids", None) or values.pop("slurm", None)  # "slurm": as older versions wrote it
             values.pop("scheduler", None)
@@ -102,7 +103,7 @@ class Fence:
         directory = Path(self.directory)
         newest = _newest(directory)
         if newest > self.number:
-            taker = Owner.read(_owner_file(directory, newest).read_bytes())
+            taker = Owner.read(files.read_regular(_owner_file(directory, newest)))
             raise RunLocked(_taken_over(directory, taker))
 
 
@@ -164,7 +165,7 @@ class RunLock:
         newest = _newest(self._directory)
         if newest <= self._number:
             return
-        taker = Owner.read(_owner_file(self._directory, newest).read_bytes())
+        taker = Owner.read(files.read_regular(_owner_file(self._directory, newest)))
         ourselves = taker and (taker.machine, taker.pid) == (self._owner.machine, self._owner.pid)
         if ourselves or self._stop.wait(_REPLACED_S):
             return
@@ -211,7 +212,7 @@ def check_free(directory: Path) -> None:
     number = _newest(directory) if directory.is_dir() else 0
     if not number:
         return
-    owner = Owner.read(_owner_file(directory, number).read_bytes())
+    owner = Owner.read(files.read_regular(_owner_file(directory, number)))
     me = Owner(**ProcessIdentity.of().to_dict(), attempt=0, job=schedulers.detect())
     ours = owner and (owner.identity == me.identity or _is_same_start(owner.job, me.job))
     if not ours and not (owner and _is_gone(owner, me)):
@@ -229,7 +230,7 @@ def newest_owner(directory: Path) -> Owner | None:
     """Returns the last owner of a run; None if there was none, or its record cannot be read."""
     try:
         number = _newest(directory)
-        return Owner.read(_owner_file(directory, number).read_bytes()) if number else None
+        return Owner.read(files.read_regular(_owner_file(directory, number))) if number else None
     except OSError:
         return None
 
@@ -256,7 +257,7 @@ def _acquire(directory: Path, attempt: int, silence_s: float, heartbeat_s: float
 
 def _is_earlier_start(directory: Path, number: int, me: Owner) -> bool:
     """Whether the owner is an earlier start of our own job, perhaps on a node that the scheduler has given up."""
-    owner = Owner.read(_owner_file(directory, number).read_bytes()) if number else None
+    owner = Owner.read(files.read_regular(_owner_file(directory, number))) if number else None
     return owner is not None and schedulers.is_earlier_start(owner.job, me.job)
 
 
@@ -270,7 +271,7 @@ def _taken_over(directory: Path, taker: Owner | None) -> str:
 def _note_if_gone(directory: Path, number: int, me: Owner, silence_s: float) -> str | None:
     """Raises `RunLocked` unless the owner is gone; returns a note if that is likely but not certain."""
     file = _owner_file(directory, number)
-    first = file.read_bytes()
+    first = files.read_regular(file)
     owner = Owner.read(first)
     gone = owner and _is_gone(owner, me)
     if gone is False:
@@ -280,7 +281,7 @@ def _note_if_gone(directory: Path, number: int, me: Owner, silence_s: float) -> 
         if time.monotonic() > deadline:
             return f"took the run over from {owner or 'an unknown owner'}: no heartbeat for {silence_s:g} s"
         time.sleep(HEARTBEAT_S / 4)
-        now = file.read_bytes()
+        now = files.read_regular(file)
         owner = Owner.read(now)
         gone = owner and owner.released
         if now != first and not gone:
@@ -318,7 +319,7 @@ def _owner_file(directory: Path, number: int) -> Path:
 
 
 def _in_use(directory: Path, number: int) -> RunLocked:
-    owner = Owner.read(_owner_file(directory, number).read_bytes()) if number else None
+    owner = Owner.read(files.read_regular(_owner_file(directory, number))) if number else None
     stop = f"stop it ({schedulers.cancel_command(owner.job)})" if owner and owner.job else "stop it"
     return RunLocked(
         f"run {directory.parent.name} is in use by {owner or 'another process'}; "

@@ -149,7 +149,7 @@ def _code(paths: RunPaths, cwd: str | None) -> dict[str, Any]:
 
 def _config(path: Path) -> str | None:
     try:
-        text = path.read_text()
+        text = files.read_regular(path).decode()
     except (OSError, ValueError):
         return None
     return text if is_yaml(text) else None

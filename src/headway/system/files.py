@@ -14,13 +14,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from headway.errors import StorageError
 
 T = TypeVar("T")
 
 _VISIBLE_S = 10.0  # until a network file system shows what another host has written
+_LARGEST_BYTES = 1 << 26  # of a file of facts or settings, which is read as a whole
 _NOT_VISIBLE = (errno.ENOENT, errno.ESTALE)
 _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL)
 
@@ -45,11 +46,40 @@ def make_dir(path: Path) -> None:
 
 
 def open_private(path: Path, flags: int) -> int:
-    """Opens a file that only its owner may use, as `os.open` does, and never through a link."""
-    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    """Opens a file that only its owner may use, as `os.open` does, never through a link, never waiting for a pipe."""
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     if flags & os.O_CREAT:
         os.fchmod(fd, 0o600)
     return fd
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a file in a directory that others may write to; `OSError` for what is not a regular file.
+
+    A pipe would block, a device may never end, and a link that another user made leads anywhere.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        if path.lstat().st_uid not in (os.geteuid(), 0):
+            raise OSError(errno.ELOOP, "it is a link that another user made", str(path)) from error
+        fd = os.open(path, flags)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return os.fdopen(fd, "rb")
+
+
+def read_regular(path: Path) -> bytes:
+    """Reads all of a file as `open_regular` opens it; `OSError` if it is too large for a file of facts or settings."""
+    with open_regular(path) as file:
+        data = file.read(_LARGEST_BYTES + 1)
+    if len(data) > _LARGEST_BYTES:
+        raise OSError(errno.EFBIG, f"it is larger than {_LARGEST_BYTES >> 20} MiB", str(path))
+    return data
 
 
 def write_new(path: Path, data: bytes) -> None:

@@ -11,6 +11,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -19,6 +20,7 @@ from headway.system.log import logger
 
 _CHUNK_BYTES = 1 << 20
 _LAST_BYTES = 1 << 14
+_LONGEST_BYTES = 1 << 26  # a longer line is not a row
 
 Row = dict[str, Any]
 
@@ -122,19 +124,19 @@ class JsonLinesWriter:
 def read(path: Path) -> Iterator[Row]:
     """Yields the rows of a file; none if it does not exist yet. Lines that are not whole are skipped."""
     try:
-        file = path.open("rb")
+        file = files.open_regular(path)
     except FileNotFoundError:
         return
     with file:
-        yield from _parse(file)
+        yield from _parse(iter(partial(file.readline, _LONGEST_BYTES), b""))
 
 
 def read_reversed(path: Path, *, limit_bytes: int = _LAST_BYTES) -> Iterator[Row]:
     """Yields the rows in the last `limit_bytes` of a file, the newest first; nothing if the file does not exist."""
     try:
-        with path.open("rb") as file:
+        with files.open_regular(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - limit_bytes))
-            lines = file.read().split(b"\n")
+            lines = file.read(limit_bytes).split(b"\n")
     except OSError:
         return
     yield from _parse(reversed(lines))
@@ -161,11 +163,11 @@ class Tail:
         A line that is not whole yet is left for the next call. What a slow reader has not read yet stays on disk.
         """
         try:
-            with self._path.open("rb") as file:
+            with files.open_regular(self._path) as file:
                 file.seek(self.offset)
                 data = file.read(most_bytes)
                 if b"\n" not in data:  # a row may be longer than that
-                    data += file.readline()
+                    data += file.readline(_LONGEST_BYTES)
         except FileNotFoundError:
             return []
         whole = data[: data.rfind(b"\n") + 1]
@@ -173,10 +175,22 @@ class Tail:
         return list(_parse(whole.split(b"\n")))
 
 
+def parse_json(data: bytes | str) -> Any:
+    """Parses JSON; `ValueError` also if it is nested too deeply.
+
+    >>> parse_json('{"step": 50}')
+    {'step': 50}
+    """
+    try:
+        return json.loads(data)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
 def _parse(lines: Iterable[bytes]) -> Iterator[Row]:
     for line in lines:
         try:
-            row = json.loads(line) if line else None
+            row = parse_json(line) if line else None
         except ValueError:  # cut off by a kill or a full disk
             continue
         if isinstance(row, dict):

@@ -15,6 +15,7 @@ import yaml
 from headway.errors import unknown_name
 from headway.run import Run
 from headway.run.plain import leaves
+from headway.system import files
 from headway.watch.runs import RunSummary, metric_rows, summarize
 from headway.watch.view.series import Series, sparkline
 from headway.watch.view.source import read_text
@@ -120,8 +121,8 @@ def _code(run: Run) -> tuple[str, str]:
 def _settings(summary: RunSummary) -> dict[str, Any]:
     """Returns the recorded settings of a run, and those of its sweep."""
     try:
-        recorded = yaml.safe_load(summary.run.config_file.read_text())
-    except (OSError, ValueError, yaml.YAMLError):
+        recorded = yaml.safe_load(files.read_regular(summary.run.config_file))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         recorded = None
     flat = dict(leaves(recorded))
     return flat | {

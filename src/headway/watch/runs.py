@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, final
 
 from headway import schedulers
-from headway.errors import UsageError
+from headway.errors import HeadwayError, UsageError
 from headway.launcher import sweep
 from headway.run import Run, has_info, lock, runs_under
 from headway.run.info import read_json
@@ -85,7 +85,12 @@ def summarize(
         queue = schedulers.queue(map(JobIds.from_submission, submitted))
     if queue.note:
         warn(f"{queue.note}; the states below are from the run directories alone")
-    found = [_summary(run, queue, facts) for run, facts in zip(runs, submitted, strict=True)]
+    found = []
+    for run, facts in zip(runs, submitted, strict=True):
+        try:
+            found.append(_summary(run, queue, facts))
+        except (HeadwayError, LookupError, TypeError, ValueError, AttributeError) as error:
+            warn(f"{run.path} cannot be read: its files are damaged ({type(error).__name__}: {error!s:.200})")
     uncertain = [each.run for each in found if each.status.state == "running" and not each.status.certain]
     if not uncertain:
         return found

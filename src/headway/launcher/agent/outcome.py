@@ -21,6 +21,7 @@ from headway.errors import (
 )
 from headway.run import Run
 from headway.system import files
+from headway.system.jsonlines import parse_json
 from headway.system.log import logger
 
 _NOT_CRASHES = {
@@ -58,7 +59,7 @@ def summary(outcome: Mapping[str, Any], world_size: int) -> str:
 def first_failure(path: Path, ended: Mapping[int, int], pids: Mapping[int, int]) -> FailureRecord:
     """What the ranks agreed on, completed by what only their parent process knows: how they ended."""
     if path.exists():
-        record: FailureRecord = json.loads(path.read_text())
+        record: FailureRecord = parse_json(files.read_regular(path))
         if record["kind"] == "vanished" and record["rank"] in ended:
             status = ended[record["rank"]]
             early = " while the others still worked" if status >= 0 else ""
@@ -97,7 +98,7 @@ def record_failure(record: FailureRecord, path: Path) -> None:
 def _end_of_log(run: Path, rank: int) -> str | None:
     """The last lines of a rank's log, where native code has said why it aborts; None if they cannot be read."""
     try:
-        with Run.open(run).log_file(rank).open("rb") as file:
+        with files.open_regular(Run.open(run).log_file(rank)) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             lines = file.read().decode(errors="backslashreplace").splitlines()
     except (OSError, HeadwayError):

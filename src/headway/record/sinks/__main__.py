@@ -74,7 +74,7 @@ class ParentPipe:
 def _read_offset(file: Path) -> int:
     """Returns how far an earlier attempt's rows were written to this sink, in bytes."""
     with suppress(FileNotFoundError, ValueError):
-        return int(file.read_text())
+        return int(files.read_regular(file))
     return 0
 
 

@@ -11,6 +11,7 @@ import yaml
 
 from headway.errors import MissingExtra
 from headway.run import Run
+from headway.system import files
 
 MetricRow = dict[str, Any]
 """A row of the metrics file: `kind`, `time`, `step`, mostly `stage`, `epoch` and `metrics`; `scalars` flattens it."""
@@ -73,5 +74,5 @@ def require_package(package: str, sink: Sink) -> None:
 
 def run_config(run: Run) -> dict[str, Any]:
     """Returns the run's settings as they are in its directory, without secrets."""
-    config = yaml.safe_load(run.config_file.read_text())
+    config = yaml.safe_load(files.read_regular(run.config_file))
     return config if isinstance(config, dict) else {}

@@ -6,7 +6,6 @@ samples it yielded, and all ranks together can run the model on the batch again.
 
 from __future__ import annotations
 
-import json
 import math
 import traceback
 from collections.abc import Callable, Iterator
@@ -21,6 +20,8 @@ from torch.utils._pytree import tree_leaves
 from headway.data.order import SampleLookup, TraceableLoader
 from headway.errors import HeadwayError
 from headway.plan.report.saved_plan import SavedPlan
+from headway.system import files
+from headway.system.jsonlines import parse_json
 from headway.system.text import shorten_list
 
 if TYPE_CHECKING:
@@ -65,10 +66,9 @@ def _out_of_memory(error: torch.OutOfMemoryError, stage: Stage) -> str:
 def _planned_memory(run: Run) -> list[str]:
     """Returns what the run's plan.json, written by `headway plan --save`, predicted; empty without a plan."""
     try:
-        saved = run.plan_file.read_text()
+        plan = parse_json(files.read_regular(run.plan_file))
     except FileNotFoundError:
         return []
-    plan = json.loads(saved)
     needed, available = (
         plan["answers"].get(key, {}).get("value") for key in ("memory.needed", "device.memory")
     )

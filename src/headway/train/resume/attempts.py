@@ -1,12 +1,12 @@
-"""Detection of runs that make no progress: three attempts without a new step."""
+"""What earlier attempts say about a run: that it makes no progress, or that its checkpoints have been lost."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from headway.errors import INTERRUPTED, NoProgress, UsageError
+from headway.errors import INTERRUPTED, NoProgress, NoValidCheckpoint, UsageError
 from headway.run import Run
+from headway.system import files, jsonlines
 
 MAX_ATTEMPTS = 3
 """attempts in a row without a new step before the run is given up"""
@@ -33,10 +33,27 @@ def check_progress(run: Run, attempt: int, step: int) -> None:
         )
 
 
+def check_not_lost(run: Run, attempt: int) -> None:
+    """Raises `NoValidCheckpoint` if a run without a checkpoint must have had one: to start over would discard work.
+
+    An attempt that saves does so before its first step. So if one has made a step, a checkpoint has been removed.
+    """
+    before = [each for each in run.info()["attempts"][: attempt - 1] if "step_started" in each]
+    rows = jsonlines.read_reversed(run.metrics_file(0)) if before else ()
+    steps = [each.get(key) for each in before for key in ("step_started", "step_ended")]
+    steps += [row.get("step") for row in rows]
+    trained = max((step for step in steps if isinstance(step, int)), default=0)
+    if trained:
+        raise NoValidCheckpoint(
+            f"{run.id} was trained up to step {trained:,}, but its checkpoints have been removed from "
+            f'{run.checkpoints_dir}: restore them, or start a new run with resume="never"'
+        )
+
+
 def _cause(run: Run, attempt: dict[str, Any]) -> str:
     """Returns the error of an attempt, or its exit code if the failure was not recorded."""
     try:
-        error = json.loads(run.old_failure_file(attempt["number"]).read_bytes())["error"]
-    except (OSError, ValueError, KeyError):
+        error = jsonlines.parse_json(files.read_regular(run.old_failure_file(attempt["number"])))["error"]
+    except (OSError, ValueError, KeyError, TypeError):
         error = f"{attempt['status']}, exit code {attempt['exit_code']}"
     return f"attempt {attempt['number']}: {error:.200}"

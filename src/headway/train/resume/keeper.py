@@ -111,6 +111,8 @@ class Keeper:
         """Resumes from the newest complete checkpoint of the run, or saves the first one."""
         loaded = self._load(choice)
         self._fingerprints = from_root(partial(state.compare_datasets, self.pipe, loaded and loaded.state))
+        if loaded is None and choice.why != NEW:
+            from_root(partial(attempts.check_not_lost, self.pipe.directory, self._attempt))
         from_root(partial(self._record_start, loaded.step if loaded else 0))
         if loaded is None:
             if choice.why != NEW:

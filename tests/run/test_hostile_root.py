@@ -1,0 +1,126 @@
+"""A run root that others can write to: what they put there neither stops nor misleads anybody."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from headway.errors import StorageError, UnreadableRun
+from headway.run import Run
+from headway.run.choice import choose
+from headway.system import files, jsonlines
+from headway.watch import runs as watched
+
+pytestmark = pytest.mark.timeout(60)  # a pipe that is opened blocks for ever
+NOBODY = 65534
+DEEP = "[" * 300_000
+
+
+def zero(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+    os.lchown(path, NOBODY, NOBODY) if os.geteuid() == 0 else None
+
+
+def sparse(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 35)
+
+
+def other_kind(path: Path) -> None:
+    path.write_text('{"format": 1, "id": "a-1", "name": "a", "created": "soon", "attempts": [1, "x", null]}')
+
+
+HOSTILE: dict[str, Callable[[Path], object]] = {
+    "pipe": os.mkfifo,
+    "zero": zero,
+    "deep": lambda path: path.write_text(DEEP),
+    "sparse": sparse,
+    "directory": Path.mkdir,
+    "other": other_kind,
+}
+
+
+def broken_run(root: Path, kind: str) -> Path:
+    path = root / "a-2026.11.16-03.30-aaaa"
+    path.mkdir(parents=True)
+    HOSTILE[kind](path / "run.json")
+    return path
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_broken_run_of_another_user_is_skipped(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = Run.create(tmp_path, name="a", config={"lr": 1})
+    own.begin_attempt(world={})
+    path = broken_run(tmp_path, kind)
+    shutil.chown(path, NOBODY, NOBODY) if os.geteuid() == 0 else None
+    said: list[str] = []
+    assert [each.run.id for each in watched.select(tmp_path, warn=said.append)] == [own.id]
+    assert len(said) == 1
+    assert str(path) in said[0]
+    chosen = choose(tmp_path, name="a", config={"lr": 1}, world={}, resume="auto")
+    assert chosen.run.id == own.id
+    if kind != "other":
+        assert f"{path}/run.json" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["pipe", "zero", "deep", "sparse"])
+def test_ones_own_damaged_run_with_checkpoints_is_refused(kind: str, tmp_path: Path) -> None:
+    path = broken_run(tmp_path, kind)
+    (path / "checkpoints" / "step-000000000005").mkdir(parents=True)
+    with pytest.raises(UnreadableRun, match="up to step 5; write it again with: headway runs rebuild"):
+        choose(tmp_path, name="a", config={"lr": 1}, world={}, resume="auto")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "deep"])
+def test_files_beside_a_valid_run(kind: str, tmp_path: Path) -> None:
+    """Every file of a run is replaced in turn: listing, opening, locking and recording do not block or end."""
+    run = Run.create(tmp_path, name="a", config={"lr": 1})
+    with run.lock():
+        attempt = run.begin_attempt(world={})
+        run.end_attempt(attempt, status="failed", exit_code=1)
+    others = [
+        run.config_file,
+        run.failure_file,
+        run.submission_file,
+        run.sweep_file,
+        run.job_file,
+        run.plan_file,
+    ]
+    locks = [run.lock_dir / "owner-00001.json", run.lock_dir / "owner-00002.json"]
+    for file in [*others, *locks, run.ended_file, run.metrics_file(0), run.old_failure_file(1)]:
+        file.parent.mkdir(exist_ok=True, parents=True)
+        file.unlink(missing_ok=True)
+        HOSTILE[kind](file)
+    assert [each.run.id for each in watched.select(tmp_path)] == [run.id]
+    assert list(watched.metric_rows(run)) == []
+    if kind == "pipe":
+        with pytest.raises(StorageError, match="it is not a regular file"), run.lock():
+            pass
+    for file in locks:
+        file.unlink()
+    with run.lock():
+        attempt = run.begin_attempt(world={})
+        run.end_attempt(attempt, status="failed", exit_code=1)
+
+
+def test_links_of_ones_own_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "real").write_bytes(b"x")
+    (tmp_path / "link").symlink_to("real")
+    assert files.read_regular(tmp_path / "link") == b"x"
+    if os.geteuid() == 0:
+        os.lchown(tmp_path / "link", NOBODY, NOBODY)
+        with pytest.raises(OSError, match="a link that another user made"):
+            files.read_regular(tmp_path / "link")
+
+
+def test_rows_that_are_nested_too_deeply_are_skipped(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(f'{DEEP}\n{{"step": 1}}\n')
+    assert list(jsonlines.read(file)) == [{"step": 1}]
+    assert list(jsonlines.read_reversed(file)) == [{"step": 1}]
