@@ -268,10 +268,10 @@ class LoopState:
         if progress.agreement is not None:
             source = progress.agreement.batches(source, partial(self._stand_in, loader), one_pass=one_pass)
         for batch in source:
-            progress.batches_given += 1
+            given = progress.batches_given = progress.batches_given + 1
             repeated = type(batch) is Repeated
-            if progress.rng_state is not None and not repeated:
-                note_batch(progress, batch)
+            if not given & (given - 1) and progress.rng_state is not None and not repeated:
+                note_batch(progress, batch)  # the first, second, fourth, eighth and so on
             if ledger and not repeated:
                 ledger.add_batch(loader, batch)
             yield Repeated(to_device(batch.batch, device)) if repeated else to_device(batch, device)

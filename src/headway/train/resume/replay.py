@@ -105,10 +105,10 @@ class LoaderStates:
 
 
 def note_batch(progress: Pass, batch: Any) -> None:
-    """Keeps a checksum of batch 1, 2, 4, 8 and so on of a pass: few enough to cost nothing."""
-    number = progress.batches_given
-    if number & (number - 1) == 0 and (found := checksum(batch)) is not None:
-        progress.checksums[number] = found
+    """Keeps a checksum of the batch that a pass gave last, to compare it with when it is read again."""
+    found = checksum(batch)
+    if found is not None:
+        progress.checksums[progress.batches_given] = found
 
 
 def checksum(batch: Any) -> int | None:
@@ -121,7 +121,9 @@ def _skip(source: Iterator[Any], progress: Pass) -> Iterator[Any]:
     """Discards the batches that were trained on; warns if they are others than then."""
     again = Pass()
     for again.batches_given in range(1, progress.skip + 1):
-        note_batch(again, next(source, None))
+        batch = next(source, None)
+        if again.batches_given in progress.checksums:
+            note_batch(again, batch)
     before = progress.checksums
     if differing := [
         number for number, found in again.checksums.items() if before.get(number, found) != found
