@@ -121,6 +121,7 @@ def test_pickles_are_read_in_one_module_and_by_jobs_only() -> None:
     assert users <= {
         "launcher/job.py",
         "launcher/functions/background.py",
+        "launcher/functions/exceptions.py",
         "launcher/call.py",
         "launcher/functions/worker.py",
     }

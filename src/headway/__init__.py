@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         Local as Local,
         Mpi as Mpi,
         Slurm as Slurm,
+        as_completed as as_completed,
         launch as launch,
     )
     from headway.run import Run as Run, find_latest as find_latest

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
 import headway as hw
 from headway.cli import main
-from headway.errors import HeadwayError
+from headway.errors import HeadwayError, UsageError
+from headway.watch.runs import summarize
 
 from .bench import Cluster
 
 pytestmark = pytest.mark.cluster
+
+_ARRAY = 16 if os.environ.get("HEADWAY_FAULTS") == "full" else 4
+"""jobs of the array, each of which starts a process with torch; together they have all 16 CPUs"""
 
 WORK = """
 import socket, time
@@ -39,6 +45,20 @@ def reads():
 
 def sleeps():
     time.sleep(300)
+
+class TooHot(ValueError):
+    def __init__(self, degrees, *, where):
+        super().__init__(f"{degrees} degrees in {where}")
+        self.degrees, self.where = degrees, where
+
+def gated(directory, number, *, fails=False):
+    with open(directory / f"starts-{number}", "a") as file:
+        file.write("start\\n")
+    while not (directory / str(number)).exists():
+        time.sleep(0.05)
+    if fails:
+        raise TooHot(451, where=("engine", number))
+    return number
 """
 
 
@@ -111,12 +131,53 @@ def test_data_is_staged_once_per_node_before_the_ranks_start(work: Any, tmp_path
 
 
 def test_data_that_cannot_be_staged(work: Any, tmp_path: Path) -> None:
-    nowhere = hw.launch(
-        work.reads, on=hw.Slurm(partition="low", pre=[str(tmp_path / "no")], pre_to=str(tmp_path / "t"))
-    )
+    target = hw.Slurm(partition="low", pre=[str(tmp_path / "no")], pre_to=str(tmp_path / "t"))
+    with pytest.raises(UsageError, match="there is nothing to copy at"):
+        hw.launch(work.reads, on=target)
+    (tmp_path / "no").mkdir()
+    nowhere = hw.launch(work.reads, on=target)
+    (tmp_path / "no").rmdir()  # after it was submitted
     unset = hw.launch(
         work.reads, on=hw.Slurm(partition="low", pre=[str(tmp_path)], pre_to="/scratch/$NOT_SET_HERE")
     )
     assert nowhere.wait() == unset.wait() == "failed"
     assert f"headway: there is nothing to stage at {tmp_path / 'no'}" in nowhere.log()
     assert "not all of these variables are set on n" in unset.log() and "NOT_SET_HERE" in unset.status().why
+
+
+@pytest.mark.timeout(400)
+def test_an_array_of_which_one_fails_and_one_is_preempted(
+    work: Any, cluster: Cluster, tmp_path: Path
+) -> None:
+    """The jobs end one by one, as the test lets them, and come in that order."""
+    failing = _ARRAY - 2
+    target = hw.Slurm(partition="low", cpus_per_task=16 // _ARRAY)
+    elements = [{"number": number, "fails": number == failing} for number in range(_ARRAY)]
+    jobs = hw.launch(work.gated, tmp_path, array=elements, on=target)
+    rows = summarize([job.run for job in jobs])
+    array, _, _ = (rows[0].job or "").partition("_")
+    assert [row.job for row in rows] == [f"{array}_{number}" for number in range(_ARRAY)], "one array"
+
+    def starts(number: int) -> int:
+        file = tmp_path / f"starts-{number}"
+        return len(file.read_text().splitlines()) if file.exists() else 0
+
+    everyone = range(_ARRAY)
+    wait_until(lambda: all(map(starts, everyone)), "all jobs run", timeout_s=200)
+    high = cluster.sbatch("hostname", "-n1", "-p", "high")
+    assert cluster.wait(high, timeout=100) == "COMPLETED"
+    wait_until(lambda: max(map(starts, everyone)) == 2, "the preempted job runs again", timeout_s=100)
+    order = [*reversed(everyone)]
+    (tmp_path / str(order[0])).touch()
+    ends = []
+    for job in hw.as_completed(jobs, timeout=200):
+        ends.append(jobs.index(job))
+        if len(ends) < _ARRAY:
+            (tmp_path / str(order[len(ends)])).touch()
+    assert ends == order
+    again = [number for number in everyone if starts(number) == 2]
+    assert 1 <= len(again) < _ARRAY // 2, "SLURM preempts as many as it thinks it needs"
+    assert [job.result() for job in jobs if job.state() == "done"] == [n for n in everyone if n != failing]
+    error = jobs[failing].exception()
+    assert type(error) is work.TooHot and (error.degrees, error.where) == (451, ("engine", failing))
+    assert "raise TooHot(451" in str(error.__cause__)

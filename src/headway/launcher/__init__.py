@@ -13,7 +13,7 @@ from headway import lazy
 
 if TYPE_CHECKING:
     from headway.launcher.call import launch as launch
-    from headway.launcher.job import Job as Job
+    from headway.launcher.job import Job as Job, as_completed as as_completed
     from headway.launcher.targets import (
         ClusterTarget as ClusterTarget,
         Local as Local,

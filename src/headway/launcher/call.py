@@ -6,19 +6,23 @@ import functools
 import inspect
 import os
 import re
+import reprlib
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any
+from typing import Any, final, overload
 
 from headway.errors import UsageError
+from headway.launcher import sweep
 from headway.launcher.agent.agent import check_nproc
 from headway.launcher.code import snapshot
+from headway.launcher.code.snapshot import Dirty
 from headway.launcher.functions import pickled
-from headway.launcher.functions.start import in_background, worker_program
+from headway.launcher.functions.start import BACKGROUND, in_background, worker_program
 from headway.launcher.functions.worker import Call
 from headway.launcher.job import Job
 from headway.launcher.submission import check_target, submit_runs
@@ -26,22 +30,20 @@ from headway.launcher.targets import ClusterTarget, Local, Mpi
 from headway.run import Run
 from headway.system import environment, files
 
+Groups = Sequence[Sequence[int]] | None
 
-def launch(
-    function: Callable[..., Any],
-    *args: Any,
-    on: Local | ClusterTarget | Mpi | None = None,
-    groups: Sequence[Sequence[int]] | None = None,
-    upon_finish: Callable[[Any], Any] | None = None,
-    root: str | os.PathLike[str] = "runs",
-    name: str | None = None,
-    **kwargs: Any,
-) -> Job:
+
+@final
+class _Launch:
     """Calls `function(*args, **kwargs)` on every rank of a target, in the background, and returns a `Job`.
 
     The ranks have joined before the function begins: `hw.rank()`, `hw.barrier()` and torch's collectives work, and a
     `Pipeline` in it trains in the job's run directory. On a cluster the code is copied first: you may
     continue to edit it.
+
+    `array` starts a job for each of its elements and returns a list of jobs: a mapping adds keywords to the call, a
+    tuple adds arguments, and anything else is one argument. On a cluster they are one job array. `launch.map` takes
+    an iterable for each argument instead.
 
     `groups` divides the ranks, each into one group: `groups=[[0, 1], [2, 3]]`; the function gets its own group of
     torch as the keyword `group`. `upon_finish` is called on rank 0 with what it returned, once all ranks have returned.
@@ -50,35 +52,177 @@ def launch(
     >>> job = hw.launch(train, 3e-4, on=hw.Local(nproc=4), epochs=3)
     >>> job.result()
     {'accuracy': 0.98}
+    >>> jobs = hw.launch(train, array=[{"lr": 1e-3}, {"lr": 3e-4}], on=hw.Slurm(), epochs=3)
+    >>> [job.result() for job in hw.as_completed(jobs)]
+    [{'accuracy': 0.97}, {'accuracy': 0.98}]
     """
-    target = Local() if on is None else on
-    _check(function, target, groups)
-    called = _name_of(function)
-    box = pickled.pack((function, args, kwargs, upon_finish), what=f"{called} with its arguments")
-    run = Run.create(root, name=name or _run_name(called), command=["headway.launch", called])
-    try:
-        cwd = _code(run, function, target)
-        with files.storage(f"write {run.call_dir}"):
-            files.make_dir(run.call_dir)
-            files.write_new(run.call_dir / "call.pickle", box)
-        Call(
+
+    @overload
+    def __call__(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        array: None = None,
+        on: Local | ClusterTarget | Mpi | None = None,
+        groups: Groups = None,
+        upon_finish: Callable[[Any], Any] | None = None,
+        root: str | os.PathLike[str] = "runs",
+        name: str | None = None,
+        **kwargs: Any,
+    ) -> Job: ...
+
+    @overload
+    def __call__(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        array: Iterable[Any],
+        on: Local | ClusterTarget | Mpi | None = None,
+        groups: Groups = None,
+        upon_finish: Callable[[Any], Any] | None = None,
+        root: str | os.PathLike[str] = "runs",
+        name: str | None = None,
+        **kwargs: Any,
+    ) -> list[Job]: ...
+
+    def __call__(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        array: Iterable[Any] | None = None,
+        on: Local | ClusterTarget | Mpi | None = None,
+        groups: Groups = None,
+        upon_finish: Callable[[Any], Any] | None = None,
+        root: str | os.PathLike[str] = "runs",
+        name: str | None = None,
+        **kwargs: Any,
+    ) -> Job | list[Job]:
+        """Starts one job, or one for each element of `array`."""
+        target = Local() if on is None else on
+        elements = None if array is None else _elements(array)
+        calls = [(args, kwargs)] if elements is None else [_add(each, args, kwargs) for each in elements]
+        _check(function, target, groups, len(calls))
+        called = _name_of(function)
+        what = f"{called} with its arguments"
+        boxes = [pickled.pack((function, *each, upon_finish), what=what) for each in calls]
+        call = Call(
             function=called,
             target=target.to_dict(),
             world_size=target.nproc,
             groups=[list(ranks) for ranks in groups] if groups is not None else None,
-            sys_path=_sys_path(run),
-        ).write(run)
-        if isinstance(target, ClusterTarget):
-            submit_runs([run], [worker_program(run, target, cwd)], target)
-        else:
-            in_background(run, cwd)
-    except BaseException:
-        shutil.rmtree(run.path, ignore_errors=True)  # what could not be started leaves nothing behind
-        raise
-    return Job(run)
+            sys_path=(),
+        )
+        runs: list[Run] = []
+        try:
+            for _ in boxes:
+                command = ["headway.launch", called]
+                runs.append(Run.create(root, name=name or _run_name(called), command=command))
+            if elements is not None:
+                sweep.join(runs, list(map(_settings, elements)))
+            _start(runs, boxes, call, target, _code(runs, function, target))
+        except BaseException:
+            _discard(runs)
+            raise
+        jobs = list(map(Job, runs))
+        return jobs[0] if elements is None else jobs
+
+    def map(
+        self,
+        function: Callable[..., Any],
+        *iterables: Iterable[Any],
+        on: Local | ClusterTarget | Mpi | None = None,
+        upon_finish: Callable[[Any], Any] | None = None,
+        root: str | os.PathLike[str] = "runs",
+        name: str | None = None,
+        **kwargs: Any,
+    ) -> list[Job]:
+        """A job for each tuple of arguments, one of each iterable, as the built-in `map` calls a function.
+
+        >>> jobs = hw.launch.map(train, [1e-3, 3e-4], [1, 2], on=hw.Slurm())   # train(1e-3, 1), train(3e-4, 2)
+        """
+        columns = [list(each) for each in iterables]
+        if len({len(column) for column in columns}) != 1:
+            counts = ", ".join(str(len(column)) for column in columns) or "none"
+            raise UsageError(f"map needs iterables of the same length, and got {counts}")
+        rows = list(zip(*columns, strict=True))
+        return self(function, array=rows, on=on, upon_finish=upon_finish, root=root, name=name, **kwargs)
 
 
-def _check(function: object, target: object, groups: Sequence[Sequence[int]] | None) -> None:
+launch = _Launch()
+
+
+def _elements(array: Iterable[Any]) -> list[Any]:
+    if isinstance(array, str | bytes | Mapping) or not isinstance(array, Iterable):
+        raise UsageError(f"array={array!r:.80} must be a list with an element for each job")
+    elements = list(array)
+    if not elements:
+        raise UsageError("array is empty: give it an element for each job")
+    if len(elements) > sweep.MAX_SETTINGS:
+        raise UsageError(
+            f"array has {len(elements)} elements, more than {sweep.MAX_SETTINGS}: leave some out"
+        )
+    return elements
+
+
+def _add(
+    element: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of one job of an array.
+
+    >>> _add({"lr": 1}, ("x",), {"epochs": 3}), _add((1, 2), ("x",), {})
+    ((('x',), {'epochs': 3, 'lr': 1}), (('x', 1, 2), {}))
+    """
+    if not isinstance(element, Mapping):
+        return (*args, *(element if isinstance(element, tuple) else (element,))), dict(kwargs)
+    for key in element:
+        if not isinstance(key, str):
+            raise UsageError(
+                f"array: {key!r:.80} cannot be a keyword; to pass a mapping itself, put it in a tuple"
+            )
+        if key in kwargs:
+            raise UsageError(f"array sets {key!r}, which is given for all jobs as well; leave one out")
+    return args, {**kwargs, **element}
+
+
+def _settings(element: Any) -> sweep.Settings:
+    """An element as `headway runs` shows it."""
+    if isinstance(element, Mapping):
+        return {key: reprlib.repr(value) for key, value in element.items()}
+    return {"args": reprlib.repr(element)}
+
+
+def _start(
+    runs: Sequence[Run],
+    boxes: Sequence[bytes],
+    call: Call,
+    target: Local | ClusterTarget | Mpi,
+    cwd: Path,
+) -> None:
+    """Puts each call into its run and starts the jobs."""
+    for run, box in zip(runs, boxes, strict=True):
+        with files.storage(f"write {run.call_dir}"):
+            files.make_dir(run.call_dir)
+            files.write_new(run.call_dir / "call.pickle", box)
+        replace(call, sys_path=_sys_path(runs[0])).write(run)
+    if isinstance(target, ClusterTarget):
+        submit_runs(runs, [worker_program(run, target, cwd) for run in runs], target)
+        return
+    for run in runs:
+        in_background(run, cwd)
+
+
+def _discard(runs: Sequence[Run]) -> None:
+    """What could not be started leaves nothing behind, and of an array what was started before it does not stay."""
+    started = [process for run in runs if (process := BACKGROUND.pop(run.id, None))]
+    for process in started:
+        process.terminate()
+    for process in started:
+        process.wait()
+    for run in runs:
+        shutil.rmtree(run.path, ignore_errors=True)
+
+
+def _check(function: object, target: object, groups: Groups, count: int) -> None:
     """Refuses what cannot work before anything is made."""
     if not callable(function):
         raise UsageError(f"launch needs a function, not {function!r:.80}; give its arguments after it")
@@ -88,12 +232,12 @@ def _check(function: object, target: object, groups: Sequence[Sequence[int]] | N
         raise UsageError("launch was called inside a rank of a job; call it once, outside of the ranks")
     if isinstance(target, ClusterTarget) and target.array:
         raise UsageError(
-            "launch takes no array: launch a job for each setting, or submit a script with --array"
+            "launch takes the array itself, not its target: hw.launch(function, array=[{'lr': 1e-3}, {'lr': 3e-4}])"
         )
     if isinstance(target, ClusterTarget):
-        check_target(target)
+        check_target(target, is_array=count > 1)
     if isinstance(target, Local):
-        check_nproc(target.nproc)
+        check_nproc(target.nproc * count)  # on this machine they run at the same time
     if isinstance(target, Mpi) and shutil.which(target.mpirun) is None:
         raise UsageError(
             f"there is no {target.mpirun!r} on this machine: install Open MPI or MPICH, or load its module"
@@ -107,7 +251,7 @@ def _check(function: object, target: object, groups: Sequence[Sequence[int]] | N
         )
 
 
-def _code(run: Run, function: object, target: Local | ClusterTarget | Mpi) -> Path:
+def _code(runs: Sequence[Run], function: object, target: Local | ClusterTarget | Mpi) -> Path:
     """Where the ranks start: in a copy of the code if they start later, here if they start now."""
     source = None
     with suppress(TypeError, OSError):  # not written in Python, or typed at a prompt
@@ -115,7 +259,11 @@ def _code(run: Run, function: object, target: Local | ClusterTarget | Mpi) -> Pa
     project = (
         Path(source) if source and Path(source).is_file() and "site-packages" not in source else Path.cwd()
     )
-    return snapshot.take(run, project, dirty="snapshot" if isinstance(target, ClusterTarget) else "live")
+    dirty: Dirty = "snapshot" if isinstance(target, ClusterTarget) else "live"
+    start = snapshot.take(runs[0], project, dirty=dirty)
+    for run in runs[1:]:
+        snapshot.adopt(run, runs[0])
+    return start
 
 
 def _sys_path(run: Run) -> list[str]:

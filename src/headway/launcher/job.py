@@ -8,10 +8,13 @@ Everything about a job is in its run directory, so any process that sees the dir
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO, final
 
@@ -19,6 +22,7 @@ from headway import schedulers
 from headway.dist.failure.record import format_cause
 from headway.errors import DONE, HeadwayError, RankFailure, Stopped, UsageError
 from headway.launcher.functions import pickled
+from headway.launcher.functions.exceptions import error_files, read_error
 from headway.launcher.functions.start import BACKGROUND, restart
 from headway.launcher.functions.worker import Call
 from headway.run import Run
@@ -26,7 +30,6 @@ from headway.run.info import read_json
 from headway.run.status import State, Status, status
 from headway.schedulers.base import JobIds
 from headway.system import files
-from headway.system.jsonlines import parse_json
 from headway.system.locks import ProcessIdentity
 
 _WAIT_MIN_S, _WAIT_MAX_S, _WAIT_MAX_HERE_S = 0.05, 5.0, 0.5
@@ -50,9 +53,9 @@ class Job:
         self.run = run
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Job:
-        """The job of an existing run directory."""
-        run = Run.open(path)
+    def open(cls, path: str | os.PathLike[str] | Run) -> Job:
+        """The job of an existing run directory: its path, or a `Run`."""
+        run = path if isinstance(path, Run) else Run.open(path)
         if read_json(run.submission_file) is None:
             raise UsageError(f"{run.path} was neither launched nor submitted by headway, so it has no job")
         return cls(run)
@@ -66,14 +69,15 @@ class Job:
 
     def status(self) -> Status:
         """State and reason, as `headway runs` shows them."""
-        if process := BACKGROUND.get(self.id):
-            process.poll()  # reaps a child that has ended
-        ids = JobIds.from_submission(read_json(self.run.submission_file) or {})
-        return status(self.run, schedulers.queue([ids]))
+        return _statuses([self])[0]
 
     def state(self) -> State:
         """One word: queued, running, done, failed, stopped, interrupted, cancelled or lost."""
         return self.status().state
+
+    def done(self) -> bool:
+        """Whether the job is over, whatever its end; does not wait."""
+        return self.status().over
 
     def wait(self, timeout: float | None = None) -> State:
         """Waits until the job is over and returns its state; `TimeoutError` after `timeout` seconds."""
@@ -84,7 +88,7 @@ class Job:
                 raise TimeoutError(f"{self.id} is still {now.state} after {timeout:g} s")
             left = pause if deadline is None else min(pause, max(0.0, deadline - time.monotonic()))
             time.sleep(left)
-            pause = min(pause * 1.5, _WAIT_MAX_HERE_S if self.id in BACKGROUND else _WAIT_MAX_S)
+            pause = self._next(pause)
         return now.state
 
     def result(self) -> Any:
@@ -97,6 +101,27 @@ class Job:
     def results(self) -> list[Any]:
         """What the function returned on each rank."""
         return self._results(ranks=None)
+
+    def exception(self) -> BaseException | None:
+        """What `result` would raise, once the job is over; None if the function returned."""
+        try:
+            self.result()
+        except Exception as error:
+            if self.done():
+                return error
+            raise
+        return None
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        """`await job` is `job.result()`, and leaves the event loop to others meanwhile."""
+        return self._await().__await__()
+
+    async def _await(self) -> Any:
+        pause = _WAIT_MIN_S
+        while not (await asyncio.to_thread(self.status)).over:
+            await asyncio.sleep(pause)
+            pause = self._next(pause)
+        return self.result()
 
     def cancel(self) -> None:
         """Asks the job to stop. One that saves its state does so first; `wait` to see it end."""
@@ -136,6 +161,10 @@ class Job:
                 return {"done": DONE, "stopped": Stopped.exit_code}.get(now.state, 1)
             time.sleep(_FOLLOW_S)
 
+    def _next(self, pause: float) -> float:
+        """Seconds to wait before the next look."""
+        return min(pause * 1.5, _WAIT_MAX_HERE_S if self.id in BACKGROUND else _WAIT_MAX_S)
+
     def _copy_log(self, begin: int, out: TextIO) -> int:
         """Writes what the log has from `begin` on; returns how many bytes."""
         try:
@@ -157,6 +186,7 @@ class Job:
         left = [self.run.call_dir / f"rank-{rank:05d}.pickle" for rank in range(ranks or call.world_size)]
         if self.wait() != "done" or not all(map(self._sees, left)):
             raise self._error()
+        self.run.check_private()  # what others could have put there is not opened
         return [
             pickled.unpack(path, what=f"what {call.function} returned on rank {rank}")
             for rank, path in enumerate(left)
@@ -181,11 +211,59 @@ class Job:
             tail = "\n".join(self.log().splitlines()[-_LAST_LINES:])
             what = now.why if now.state != "done" else "a rank left before the function returned"
             return RankFailure(f"{self.id} left no result: {what}\n{tail}".rstrip())
-        left = self.run.call_dir / f"rank-{record['rank']:05d}.error.json"
-        if record["kind"] == "exception" and self._sees(left):
-            from headway.dist.failure import remote
-
-            return remote.unpack(parse_json(files.read_regular(left)))
+        if record["kind"] == "exception" and self._sees(error_files(self.run.call_dir, record["rank"])[1]):
+            self.run.check_private()  # what others could have put there is not opened
+            return read_error(self.run.call_dir, record["rank"])
         return RankFailure(
             format_cause(record, Call.read(self.run).world_size, self.run.failure_file).strip()
         )
+
+
+def as_completed(jobs: Iterable[Job], timeout: float | None = None) -> Iterator[Job]:
+    """Yields jobs as they end, in the order of their ends; `TimeoutError` after `timeout` seconds.
+
+    A job that failed is yielded as well, and its `result` raises. The scheduler is asked once for all of them.
+
+    >>> for job in hw.as_completed(hw.launch(train, array=[1e-3, 3e-4], on=hw.Slurm())):
+    ...     print(job.id, job.exception() or job.result())
+    """
+    given = list(jobs)
+    for job in given:
+        if not isinstance(job, Job):
+            raise UsageError(f"as_completed needs jobs, not {job!r:.80}; give it what hw.launch returned")
+    return _as_completed({job.run.path: job for job in given}, timeout)
+
+
+def _as_completed(waiting: dict[Path, Job], timeout: float | None) -> Iterator[Job]:
+    deadline = None if timeout is None else time.monotonic() + timeout
+    count, pause = len(waiting), _WAIT_MIN_S
+    while waiting:
+        looked = zip(waiting.values(), _statuses(list(waiting.values())), strict=True)
+        over = sorted((job for job, now in looked if now.over), key=_end_time)
+        for job in over:
+            del waiting[job.run.path]
+        yield from over
+        if not waiting:
+            return
+        if deadline is not None and time.monotonic() >= deadline:
+            raise TimeoutError(f"{len(waiting)} of {count} jobs are not over after {timeout:g} s")
+        if not over:
+            left = pause if deadline is None else min(pause, max(0.0, deadline - time.monotonic()))
+            time.sleep(left)
+            pause = max(job._next(pause) for job in waiting.values())
+
+
+def _statuses(jobs: Sequence[Job]) -> list[Status]:
+    """The states of jobs, with one question to their scheduler."""
+    for job in jobs:
+        if process := BACKGROUND.get(job.id):
+            process.poll()  # reaps a child that has ended
+    submitted = (read_json(job.run.submission_file) or {} for job in jobs)
+    queue = schedulers.queue(list(map(JobIds.from_submission, submitted)))
+    return [status(job.run, queue) for job in jobs]
+
+
+def _end_time(job: Job) -> float:
+    """When the end of a job was recorded, in seconds since 1970; of one that recorded none, it is now."""
+    ended = read_json(job.run.ended_file)
+    return datetime.fromisoformat(ended["time"]).timestamp() if ended else time.time()

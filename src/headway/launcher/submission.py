@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from headway.errors import HeadwayError
+from headway.errors import HeadwayError, UsageError
 from headway.launcher.program import JobFile, Program
 from headway.launcher.targets import ClusterTarget
 from headway.run import Run
@@ -17,20 +17,29 @@ from headway.schedulers.base import JobIds, JobRequest
 from headway.system import files
 
 
-def check_target(target: ClusterTarget) -> None:
+def check_target(target: ClusterTarget, *, is_array: bool = False) -> None:
     """Asks the scheduler whether such a job could run; `UsageError` says what is wrong with it."""
+    for path in target.pre:
+        if not Path(path).exists():
+            raise UsageError(
+                f"pre: there is nothing to copy at {path!r:.200}; correct the path, or make it first"
+            )
     request = target.request(name="check", directory=Path("/run"), log=Path("log/job.txt"))
-    target.scheduler.check(request)
+    target.scheduler.check(replace(request, is_array=request.is_array or is_array))
 
 
 def submit_runs(runs: Sequence[Run], programs: Sequence[Program], target: ClusterTarget) -> JobIds:
     """Submits one job, or an array with one job per run, and notes its ids in each run.
 
+    Several runs are an array, and so is one whose target says so.
+
     >>> submit_runs([run], [Program(command=["python", "train.py"])], Slurm(nodes=2)).number  # doctest: +SKIP
     '17'
     """
     scheduler = target.scheduler
-    request = _request(runs[0], target, _link_all(runs) if target.array else runs[0].path)
+    is_array = bool(target.array) or len(runs) > 1
+    request = _request(runs[0], target, _link_all(runs) if is_array else runs[0].path)
+    request = replace(request, is_array=is_array)
     text = scheduler.script(request)
     for run, program in zip(runs, programs, strict=True):
         JobFile(program=program, target=target).write(run)
@@ -38,7 +47,7 @@ def submit_runs(runs: Sequence[Run], programs: Sequence[Program], target: Cluste
             files.write_atomic(run.job_script, text.encode())
     for run in runs:
         run.check_private()  # the scheduler and the job read what others could have put there
-    if not target.array:
+    if not is_array:
         ids = scheduler.submit(request, runs[0].job_script)
         _record(runs[0], ids)
         return ids

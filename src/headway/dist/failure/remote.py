@@ -48,6 +48,15 @@ def unpack(packed: dict[str, Any]) -> BaseException:
     error: BaseException = RankFailure(f"rank {packed['rank']} raised {packed['name']}: {packed['text']}")
     if isinstance(found, type) and issubclass(found, Exception):
         with suppress(TypeError):  # its __new__ takes other arguments: then the text must do
-            error = found.__new__(found, *packed["args"])
+            error = _with_text(found.__new__(found, *packed["args"])) or error
     error.__cause__ = RemoteTraceback(packed["rank"], packed["traceback"])
+    return error
+
+
+def _with_text(error: BaseException) -> BaseException | None:
+    """The exception; None if it cannot be printed, as its text needs attributes that its `__init__` would set."""
+    try:
+        str(error)
+    except Exception:  # noqa: BLE001  whatever the class's own code raises
+        return None
     return error

@@ -38,6 +38,20 @@ def unpack(path: Path, *, what: str) -> Any:
     """Reads a pickle, if it is ours and nobody else could have written it."""
     with files.storage(f"read {what} from {path}"):
         data = ownership.read_private(path)
+    return _open(data, what=what)
+
+
+def pack_and_open(value: object, *, what: str) -> tuple[bytes, Any]:
+    """Pickles a value, and opens what this process has just packed: is it the same again?
+
+    >>> pack_and_open([1, 2], what="a list")[1]
+    [1, 2]
+    """
+    data = pack(value, what=what)
+    return data, _open(data, what=what)
+
+
+def _open(data: bytes, *, what: str) -> Any:
     try:
         return pickle.loads(data)
     except (pickle.UnpicklingError, EOFError, ImportError, AttributeError, RuntimeError, TypeError) as error:

@@ -11,11 +11,11 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from headway.errors import DONE, RunLocked
 from headway.launcher.functions import pickled
+from headway.launcher.functions.exceptions import error_files, write_error
 from headway.run import Run
 from headway.system import environment, files, ownership
 
@@ -60,9 +60,8 @@ def main(argv: Sequence[str]) -> int:
 
     world = dist.init(device=call.target.get("device", "auto"))
     use_run(run)
-    mine = run.call_dir / f"rank-{world.rank:05d}"
-    result_file, error_file = mine.with_suffix(".pickle"), mine.with_suffix(".error.json")
-    for file in (result_file, error_file):  # of an earlier attempt
+    result_file = run.call_dir / f"rank-{world.rank:05d}.pickle"
+    for file in (result_file, *error_files(run.call_dir, world.rank)):  # of an earlier attempt
         file.unlink(missing_ok=True)
     try:
         function, args, kwargs, upon_finish = pickled.unpack(run.call_dir / "call.pickle", what=call.function)
@@ -79,7 +78,9 @@ def main(argv: Sequence[str]) -> int:
         raise
     except BaseException as error:
         _check_owner(run)
-        _write_error(error_file, error, world.rank)
+        # from the function on: the frames above it are ours and explain nothing
+        inner = error.__traceback__ and error.__traceback__.tb_next
+        write_error(run.call_dir, error.with_traceback(inner or error.__traceback__), world.rank)
         raise
     return DONE
 
@@ -114,15 +115,6 @@ def _group(groups: Ranks, rank: int) -> ProcessGroup:
 
     made: list[ProcessGroup] = [distributed.new_group(list(ranks)) for ranks in groups]
     return next(group for group, ranks in zip(made, groups, strict=True) if rank in ranks)
-
-
-def _write_error(path: Path, error: BaseException, rank: int) -> None:
-    from headway.dist.failure import remote
-
-    # from the function on: the frames above it are ours and explain nothing
-    inner = error.__traceback__ and error.__traceback__.tb_next
-    packed = remote.pack(error.with_traceback(inner or error.__traceback__), rank)
-    files.write_atomic(path, json.dumps(packed).encode())
 
 
 if __name__ == "__main__":
