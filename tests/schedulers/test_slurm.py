@@ -212,6 +212,23 @@ def test_the_end_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert schedulers.end_time({"SLURM_JOB_ID": "8"}) is None
 
 
+@pytest.mark.parametrize("ahead", [3600, -3600, 0])
+def test_the_end_of_a_job_on_a_node_with_a_wrong_clock(
+    ahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An 8-minute job that has just begun, by the controller's clock, has 8 minutes left by the node's."""
+    now = int(time.time()) - ahead
+    sdiag = tmp_path / "sdiag"
+    sdiag.write_text(f"#!/bin/sh\necho '****'\necho 'sdiag output at Mon Nov 16 03:18:00 2026 ({now})'\n")
+    sdiag.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_START_TIME": str(now), "SLURM_JOB_END_TIME": str(now + 480)}
+    end = schedulers.end_time(job)
+    assert end is not None
+    assert end - time.time() == pytest.approx(480, abs=30)
+    assert ("clock of this node" in caplog.text) == bool(ahead)
+
+
 VERSION = (0, "slurm-wlm 22.05.8\n", "")
 
 

@@ -9,10 +9,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from test_resume import Cut, Traced, assert_same, make, seeded, weights
+from test_resume import Cut, Traced, assert_same, dataset, make, seeded, weights
 from torch import Tensor, nn
+from toys import Net
 
 import headway as hw
 from headway import dist
@@ -522,6 +524,36 @@ def test_checkpoints_that_were_removed_are_missed(kept: str, tmp_path: Path) -> 
     again.run()
     assert again.directory != first
     assert min(stage.by_step) == 1
+
+
+class Counted(Net):
+    """Has a buffer that training changes, one that is constant, and neither is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+        self.register_buffer("table", torch.arange(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return super().forward(x)
+
+
+@alone
+@pytest.mark.parametrize("kind", ["changing", "constant"])
+def test_what_is_not_saved_is_named(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    samples = dataset()
+    if kind == "changing":
+        samples.rng = np.random.default_rng(1)  # type: ignore[attr-defined]
+    loader = hw.data.DataLoader(samples, global_batch_size=8, shuffle=True, seed=3)
+    make(tmp_path, Traced(), model=Counted if kind == "changing" else None, loader=loader, max_epochs=1).run()
+    said = capfd.readouterr().err
+    assert (
+        said.count("that are not persistent")
+        == said.count("of its own (dataset.rng)")
+        == (kind == "changing")
+    )
+    assert ("(net.seen)" in said) == (kind == "changing")
 
 
 @alone

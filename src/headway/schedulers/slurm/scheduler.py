@@ -16,9 +16,16 @@ from headway.schedulers.slurm.client import SlurmAnswer, SlurmClient
 from headway.schedulers.slurm.refusals import partition_option, refusal
 from headway.schedulers.slurm.script import job_script, options, step_command, submit_options
 from headway.schedulers.slurm.time_limit import parse_time_limit
+from headway.system.log import logger
+from headway.system.text import format_duration
 
 _TIMEOUT_S = 120.0
 """how long a busy controller may take to answer a request that changes something"""
+_SLOW_START_S = 300.0
+"""from the start of a job to that of its training; after more, the clock is compared with the controller's"""
+_CLOCK_ERROR_S = 60.0
+"""by which clocks may differ before the end of a job is corrected"""
+_CONTROLLER_TIME = re.compile(r"^sdiag output at .*\((\d{9,})\)", re.MULTILINE)
 _REQUEUE_TRIES, _REQUEUE_PAUSE_S = 5, 2.0
 _TRANSIENT = re.compile(
     "timed out|unable to contact|try again|temporarily|connection|communication", re.IGNORECASE
@@ -63,10 +70,31 @@ class SlurmScheduler(Scheduler):
 
     def end_time(self, environ: Mapping[str, str]) -> float | None:
         ids, given = self.detect(environ), environ.get("SLURM_JOB_END_TIME", "")
-        if ids is None or given.isdecimal():
-            return float(given) if ids else None
+        if ids is None:
+            return None
+        if given.isdecimal():
+            return float(given) + self._clock_error_s(environ)
         answer = self._client.run("squeue", "--noheader", f"--jobs={ids.job_id}", "--format=%e")
         return slurm_queue.parse_time(answer.out)  # N/A: there is no limit
+
+    def _clock_error_s(self, environ: Mapping[str, str]) -> float:
+        """Returns how far this node's clock is ahead of the controller's, which says when the job ends.
+
+        The controller is asked only where the clock says that this job began in the future, or long ago.
+        """
+        began = environ.get("SLURM_JOB_START_TIME", "")
+        if not began.isdecimal() or 0 <= time.time() - float(began) <= _SLOW_START_S:
+            return 0.0
+        found = _CONTROLLER_TIME.search(self._client.run("sdiag").out)
+        error = time.time() - float(found[1]) if found else 0.0
+        if abs(error) < _CLOCK_ERROR_S:
+            return 0.0
+        logger.warning(
+            "the clock of this node is %s %s that of SLURM's controller: the end of the job's time is corrected",
+            format_duration(abs(error)),
+            "ahead of" if error > 0 else "behind",
+        )
+        return error
 
     def local_disk(self, environ: Mapping[str, str]) -> str | None:
         return environ.get("SLURM_TMPDIR")  # many sites set it; SLURM itself does not

@@ -43,6 +43,7 @@ from headway.train.resume.lead_time import LeadTime
 from headway.train.resume.positions import is_global, per_rank_batch_size, position
 from headway.train.resume.replay import LoaderStates
 from headway.train.resume.state import StatefulObject
+from headway.train.resume.unsaved import UnsavedState
 
 if TYPE_CHECKING:
     from headway.train.pipeline import Pipeline
@@ -78,7 +79,7 @@ class Keeper:
         self._rng: Callable[[], None] | None = None  # restores the generators where training resumes
         self._before_validation: dict[str, Any] | None = None
         self._lead_time = LeadTime()
-        self.loaders = LoaderStates(pipe)
+        self.loaders, self._unsaved = LoaderStates(pipe), UnsavedState(pipe)
 
     # --- around a run
 
@@ -110,6 +111,7 @@ class Keeper:
     def start(self, choice: Choice) -> None:
         """Resumes from the newest complete checkpoint of the run, or saves the first one."""
         loaded = self._load(choice)
+        self._unsaved.begin()
         self._fingerprints = from_root(partial(state.compare_datasets, self.pipe, loaded and loaded.state))
         if loaded is None and choice.why != NEW:
             from_root(partial(attempts.check_not_lost, self.pipe.directory, self._attempt))
@@ -357,6 +359,7 @@ class Keeper:
         self._last_save = _SaveAttempt(step=pipe.steps_done, scheduled=scheduled)
         failpoint("train.save")
         self._check_weights()
+        self._unsaved.check()
         facts = self._before_validation or self._local_facts()
         best: dict[str, Any] = {"best": self._best, "keep_best": self.settings.keep_best}
         shared = best | {"seed": torch.initial_seed(), "fingerprints": self._fingerprints}
