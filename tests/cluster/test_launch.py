@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -181,3 +182,26 @@ def test_an_array_of_which_one_fails_and_one_is_preempted(
     error = jobs[failing].exception()
     assert type(error) is work.TooHot and (error.degrees, error.where) == (451, ("engine", failing))
     assert "raise TooHot(451" in str(error.__cause__)
+
+
+def test_a_failed_job_is_submitted_again_on_more_nodes(
+    work: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert work  # a project, and the cluster's variables
+    flag = tmp_path / "second"
+    (tmp_path / "train.py").write_text(
+        f"import os, sys\nprint('ranks', os.environ['WORLD_SIZE'])\nsys.exit(not os.path.exists({str(flag)!r}))\n"
+    )
+    assert main(["submit", "--partition", "low", "train.py"]) == 0
+    (path,) = (tmp_path / "runs").glob("train-*")
+    job = hw.Job.open(path)
+    assert job.wait(timeout=60) == "failed" and job.status().why
+    first = summarize([job.run])[0].job
+    flag.touch()
+    assert main(["resume", job.id[-4:], "--nodes", "2"]) == 0
+    second = summarize([job.run])[0].job
+    assert f"job {second} in {path}" in capsys.readouterr().out and second != first
+    assert json.loads(job.run.submission_file.read_text())["before"] == [first]
+    assert job.wait(timeout=60) == "done"
+    assert "ranks 1\n" in job.log() and job.log().count("ranks 2\n") == 2
+    assert main(["resume", job.id]) == 2 and "is done" in capsys.readouterr().err

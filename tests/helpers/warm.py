@@ -153,6 +153,7 @@ def _become(command: list[str], environ: dict[str, str], prepare: Any = None) ->
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     kind, arguments = _parse(command) or ("script", command[1:])
+    sys.orig_argv[:] = command
     subprocess.Popen = _ForkingPopen if kind == "-m" and arguments[0] in _AGENTS else _UsualPopen  # type: ignore[misc]
     os.environ.clear()
     os.environ.update(environ)

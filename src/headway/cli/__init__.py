@@ -23,6 +23,7 @@ VERBS = {
     "doctor": "what this machine is and whether it is fit to train: a verdict per line",
     "plan": "memory, time and cost before a run: of a layout, of your own module, or the best layouts",
     "verify-resume": "kill a script at four points, resume it, and compare every step to the last bit",
+    "resume": "start a stopped or failed run again, the way it was started",
     "run": "run a script here, on N processes that start and end together",
     "runs": "list runs: queued, running, done, stopped or failed, and why",
     "watch": "a live screen of a run: state, losses, speed, ranks, checkpoints, messages",

@@ -135,11 +135,14 @@ class Job:
             with suppress(ProcessLookupError):  # it ended by itself, this moment
                 os.kill(submitted["pid"], signal.SIGTERM)
 
-    def resume(self) -> None:
-        """Starts a job that is over again, in its run directory: a `Pipeline` resumes from its newest checkpoint."""
+    def resume(self, *, nodes: int | None = None) -> None:
+        """Starts a job that is over again, in its run directory: a `Pipeline` resumes from its newest checkpoint.
+
+        `nodes` is another number of nodes, for a script on a cluster.
+        """
         if not (now := self.status()).over:
             raise UsageError(f"{self.id} is {now.state}: only a job that is over can be started again")
-        restart(self.run)
+        restart(self.run, nodes=nodes)
 
     def log(self) -> str:
         """The job's output so far, of all attempts."""
@@ -147,12 +150,14 @@ class Job:
             return file.read().decode(errors="backslashreplace")
         return ""
 
-    def follow(self, out: TextIO) -> int:
+    def follow(self, out: TextIO, *, begin: int = 0) -> int:
         """Copies the job's output to `out` until the job is over; returns 0 if it is done, else an exit code.
+
+        It starts with byte `begin` of the output.
 
         Ctrl-C ends the following, not the job.
         """
-        shown = 0
+        shown = begin
         while True:
             now = self.status()
             shown += self._copy_log(shown, out)

@@ -17,6 +17,7 @@ from headway.run import Run
 from headway.run.status import record_end
 from headway.system import environment
 from headway.system.log import logger
+from headway.system.redact import REDACTED
 
 
 def run_sweep(
@@ -49,6 +50,38 @@ def run_sweep(
             break
     logger.info(f"to see them side by side: headway compare {runs[0].path}")
     return failed
+
+
+def local_command(run: Run) -> tuple[list[str], int]:
+    """The command line and the number of ranks of a script that ran on this machine, from its record.
+
+    >>> local_command(Run.open("runs/digits-2026.11.15-14.30-x7k2"))  # doctest: +SKIP
+    (['python', 'train.py', '--lr', '3e-4'], 2)
+    """
+    info = run.info()
+    attempts, command = info["attempts"], list(info["command"])
+    world = (attempts[-1]["world"] if attempts else info["world"]) or {}
+    if any(REDACTED in word for word in [*command, info["cwd"]]):
+        raise UsageError(
+            f"the record of {run.id} leaves out a secret of its command line: start it by hand, with "
+            f"{environment.RUN}={run.path}"
+        )
+    if sweep.member(run) is not None:
+        raise UsageError(f"{run.id} belongs to a sweep on this machine: start the sweep again for it")
+    if world.get("nodes", 1) > 1:
+        raise UsageError(
+            f"{run.id} ran on {world['nodes']} nodes, and headway did not submit it: start it as before, with "
+            f"{environment.RUN}={run.path}"
+        )
+    if not Path(info["cwd"]).is_dir():
+        raise UsageError(f"{run.id} was started in {info['cwd']}, which is not there any more")
+    return command, int(world.get("world_size", 1))
+
+
+def resume_here(run: Run, command: Sequence[str], nproc: int) -> int:
+    """Runs a script again in its run directory, on this machine, where it was started; returns its exit code."""
+    environ = {**os.environ, environment.RUN: str(run.path)}
+    return Agent(command, nproc=nproc, environ=environ, cwd=run.info()["cwd"]).run()
 
 
 def run_smoke(command: Sequence[str], *, nproc: int) -> int:

@@ -13,6 +13,7 @@ from headway.errors import HeadwayError, UsageError
 from headway.launcher.program import JobFile, Program
 from headway.launcher.targets import ClusterTarget
 from headway.run import Run
+from headway.run.info import read_json
 from headway.schedulers.base import JobIds, JobRequest
 from headway.system import files
 
@@ -49,7 +50,9 @@ def submit_runs(runs: Sequence[Run], programs: Sequence[Program], target: Cluste
         run.check_private()  # the scheduler and the job read what others could have put there
     if not is_array:
         ids = scheduler.submit(request, runs[0].job_script)
-        _record(runs[0], ids)
+        earlier = read_json(runs[0].submission_file) or {}
+        before = JobIds.from_submission(earlier)
+        _record(runs[0], ids, before=[*earlier.get("before", ()), before.number] if before else ())
         return ids
     ids = scheduler.submit_array(request, runs[0].job_script, range(len(runs)))
     for index, run in enumerate(runs):

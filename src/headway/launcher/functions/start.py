@@ -8,12 +8,14 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from headway.errors import UsageError
 from headway.launcher.code import snapshot
 from headway.launcher.program import JobFile, Program
-from headway.launcher.submission import submit_runs
+from headway.launcher.submission import check_target, submit_runs
 from headway.launcher.targets import ClusterTarget
 from headway.run import Run
 from headway.system import files
@@ -59,17 +61,25 @@ def worker_program(run: Run, target: ClusterTarget, cwd: Path) -> Program:
     )
 
 
-def restart(run: Run) -> None:
-    """Starts a job that is over again, in its run directory, with the code it had."""
+def restart(run: Run, *, nodes: int | None = None) -> None:
+    """Starts a job that is over again, in its run directory, with the code it had; on `nodes` nodes, if given."""
     run.check_private()
+    job = JobFile.read(run) if run.job_file.exists() else None
+    target = job and job.target.without_array()
+    if nodes is not None:
+        if target is None or run.call_dir.is_dir():
+            raise UsageError(
+                f"{run.id} is not a script on a cluster, so its number of nodes is fixed: launch it again"
+            )
+        target = replace(target, nodes=nodes)  # type: ignore[type-var]
+        check_target(target)
     with run.lock() as held, files.storage(f"start {run.id} again"):
         if held.note:
             logger.warning("%s", held.note)
         run.ended_file.unlink(missing_ok=True)
         run.set_failure_aside(len(run.info()["attempts"]))
-    if run.job_file.exists():
-        job = JobFile.read(run)
-        submit_runs([run], [job.program], job.target.without_array())
+    if job and target:
+        submit_runs([run], [job.program], target)
     else:
         in_background(run, snapshot.load(run).directory)
 

@@ -1,0 +1,90 @@
+"""`headway resume`: starts a run that is over again, the way it was started."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+
+from headway.cli.parser import Parser, positive
+from headway.errors import DONE, UsageError
+from headway.launcher.job import Job
+from headway.launcher.local_runs import local_command, resume_here
+from headway.run import Run
+from headway.run.status import Status
+from headway.watch.runs import resolve, summarize
+
+_EXAMPLES = """\
+examples:
+  headway resume runs/digits-2026.11.15-14.30-x7k2    or the end of its id: headway resume x7k2
+  headway resume x7k2 --nodes 4                       a job of SLURM, on another number of nodes
+  headway resume x7k2 --nproc 2                       a run of this machine, on another number of processes
+  headway resume x7k2 --dry-run                       say what would be started, and start nothing
+
+A job is submitted again with the settings and the code it had, and its new number is recorded. What was started on
+this machine starts here, in the directory it was started in. A pipeline resumes from its newest checkpoint.
+
+Exit codes: 0 submitted, or done; 2 it is queued, running or done; else that of the run.
+"""
+
+
+def main(argv: list[str]) -> int:
+    parser = Parser("resume", "Starts a stopped or failed run again, the way it was started.", _EXAMPLES)
+    parser.add_argument("run", metavar="RUN", help="the run directory, its id, or the end of its id")
+    parser.add_argument(
+        "--root", default="runs", metavar="DIR", help="where ids are looked up (default: runs)"
+    )
+    parser.add_argument(
+        "--nodes", type=positive, metavar="N", help="number of nodes, for a job of a scheduler"
+    )
+    parser.add_argument(
+        "--nproc", type=positive, metavar="N", help="number of processes, for a run of this machine"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="say what would be started; start nothing")
+    options = parser.parse_args(argv)
+    run = Run.open_private(resolve([options.run], options.root)[0].path)
+    _check(run, summarize([run])[0].status)
+    if run.job_file.exists():
+        if options.nproc:
+            raise UsageError(
+                f"{run.id} is a job of a scheduler, which starts it: use --nodes instead of --nproc"
+            )
+        return _submit(run, options.nodes, dry_run=options.dry_run)
+    if options.nodes:
+        raise UsageError(f"{run.id} was started on this machine: use --nproc instead of --nodes")
+    if run.call_dir.is_dir():
+        return _call(run, options.nproc, dry_run=options.dry_run)
+    command, nproc = local_command(run)
+    nproc = options.nproc or nproc
+    if options.dry_run:
+        print(f"would start on {nproc} processes: {shlex.join(command)}")
+        return DONE
+    return resume_here(run, command, nproc)
+
+
+def _check(run: Run, now: Status) -> None:
+    if now.state == "done":
+        raise UsageError(f"{run.id} is done: there is nothing to resume")
+    if not now.over and now.state != "new":
+        raise UsageError(f"{run.id} is {now.state}: only a run that is over can be started again")
+
+
+def _submit(run: Run, nodes: int | None, *, dry_run: bool) -> int:
+    if dry_run:
+        print(f"would submit {run.job_script} again" + (f", on {nodes} nodes" if nodes else ""))
+        return DONE
+    job = Job.open(run)
+    job.resume(nodes=nodes)
+    print(f"job {summarize([run])[0].job} in {run.path}\n\n  tail -F {run.job_log}")
+    return DONE
+
+
+def _call(run: Run, nproc: int | None, *, dry_run: bool) -> int:
+    if nproc:
+        raise UsageError(f"{run.id} calls a function, whose number of ranks is fixed: launch it again")
+    if dry_run:
+        print(f"would call the function of {run.id} again")
+        return DONE
+    job = Job.open(run)
+    begin = run.job_log.stat().st_size if run.job_log.exists() else 0
+    job.resume()
+    return job.follow(sys.stdout, begin=begin)
