@@ -23,9 +23,8 @@ from headway.data.quarantine import QuarantinedSample
 from headway.data.shards.decode import (
     IMAGES,
     Decoder,
+    SampleDecoder,
     decode,
-    decode_deferred,
-    decode_part,
     decode_rgb,
     plain_jpeg_size,
 )
@@ -42,6 +41,7 @@ Transform = Callable[[dict[str, Any], np.random.Generator], Any]
 _JPEGS = ("jpg", "jpeg")
 _MAX_SUBSTITUTES = 8
 _READ_BYTES = 2**20  # that a thread reads before it decodes
+_NUMBERS = int, float
 _TRANSFORM, _SUBSTITUTE = 1, 2  # the purpose of a key: part of what is hashed
 
 
@@ -107,6 +107,7 @@ class SampleReader:
         if isinstance(transform, ImageTransform):  # crops are of colors, also where a PNG has a palette
             decoders = {"png": partial(decode_rgb, limits=limits), **decoders}
         self._transform, self._decoders, self._limits = transform, decoders, limits
+        self._decoder = SampleDecoder(decoders, limits)
 
     def read(self, locations: Sequence[SampleLocation]) -> Chunk:
         """Loads samples, a few at a time: all are read, then all images are decoded. Decoding an image evicts Python
@@ -134,20 +135,20 @@ class SampleReader:
         """Reads a sample or, if it is bad, its substitute; None if it is left out."""
         while True:
             dataset, _, shard, sample = location
-            name = f"sample {sample}"  # until its shard is open
+            source, value, late, read = None, dict[str, Any](), [], 0
             try:
                 source = self._shards.get(dataset, shard)
-                name = source.entries.key(sample)
-                parts, value, late, read = source[sample], dict[str, Any](), [], 0
+                name, parts = source.read(sample)
                 for extension, data in parts.items():
                     read += len(data)
                     if self._gpu_bytes and (encoded := self._encoded(extension, data)) is not None:
                         value[extension] = encoded
                         continue
-                    value[extension], decoder = decode_part(extension, data, self._decoders, self._limits)
+                    value[extension], decoder = self._decoder.begin(extension, data)
                     if decoder is not None:
                         late.append((extension, data, decoder))
             except (BadSample, BadShard) as error:
+                name = f"sample {sample}" if source is None else source.entries.key(sample)
                 substitute = self._substitute(location, name, error, bad)
                 if substitute is None:
                     chunk.bad += bad
@@ -192,7 +193,7 @@ class SampleReader:
         """Decodes and transforms a sample or, if that finds it bad, its substitute; None if it is left out."""
         while True:
             try:
-                decode_deferred(sample.late, sample.value, self._decoders)
+                self._decoder.finish(sample.late, sample.value)
                 if self._gpu_bytes:
                     sample.value, sample.size = self._for_gpu(sample), self._gpu_bytes + sample.read
                 elif self._transform is not None:
@@ -294,7 +295,16 @@ def _bytes(value: Any) -> int:
     """Returns about how many bytes a value takes. Optimized, because it runs for each sample."""
     kind = type(value)
     if kind is dict:
-        return sum([_bytes(part) for part in value.values()])
+        size = 0
+        for part in value.values():
+            inner = type(part)
+            if inner is np.ndarray:
+                size += part.nbytes
+            elif inner is str:
+                size += len(part)
+            else:
+                size += 8 if inner is int else _bytes(part)
+        return size
     if kind is np.ndarray or kind is torch.Tensor:
         return int(value.nbytes)
     if kind is str or kind is bytes:
@@ -313,8 +323,10 @@ def collate(samples: list[Any]) -> Any:
     """
     if not isinstance(samples[0], dict):
         return _collate(samples)
-    names = dict.fromkeys(name for sample in samples for name in sample)
-    for sample in samples:
+    names = samples[0].keys()
+    if any(sample.keys() != names for sample in samples):
+        names = dict.fromkeys(name for sample in samples for name in sample).keys()
+    for sample in samples if len(names) > min(map(len, samples)) else ():
         if missing := [name for name in names if name not in sample]:
             raise HeadwayError(
                 f"sample {sample.get('__key__')!r} has no {missing[0]!r}, as other samples of its batch have: add it, "
@@ -340,10 +352,13 @@ def _collate(samples: list[Any]) -> Any:
         isinstance(each, dict) and each.keys() == first.keys() for each in samples
     ):
         return {name: _collate([sample[name] for sample in samples]) for name in first}
-    if all(isinstance(each, int | float) for each in samples):
+    if isinstance(first, _NUMBERS) and all(isinstance(each, _NUMBERS) for each in samples):
         return torch.tensor(samples)
     if isinstance(first, np.ndarray) and _are_alike(samples):
-        return torch.from_numpy(np.stack(samples))
+        if first.ndim == 0:
+            return torch.from_numpy(np.stack(samples))
+        joined = np.concatenate(samples)  # a stack of the same bytes, without a new view of each
+        return torch.from_numpy(joined.reshape(len(samples), *first.shape))
     if isinstance(first, torch.Tensor) and _are_alike(samples):
         return torch.stack(samples)
     return samples

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from importlib import import_module
 from tokenize import TokenError
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
@@ -25,11 +25,13 @@ from headway.errors import BadSample, HeadwayError, MissingExtra
 
 Decoder = Callable[[memoryview], Any]
 Pixels = npt.NDArray[np.uint8]
+_Begin = Callable[[memoryview], tuple[Any, Decoder | None]]
 
 _START, _SCAN, _END = b"\xff\xd8", b"\xff\xda", b"\xff\xd9"
 # markers of segments with a length: frames that are not progressive, tables and comments
 _SEGMENTS = {0xC0, 0xC1, 0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}
 _SEGMENT, _FRAME = struct.Struct(">BBH"), struct.Struct(">HHB")
+_MAX_EXTENSIONS = 1000  # that are remembered: the names in a file may all differ
 _SMALL_IMAGE_BYTES = 2**24  # decoded; the ratio is not checked below it
 
 
@@ -43,52 +45,75 @@ def decode(
     >>> decode({"cls": memoryview(b"7"), "json": memoryview(b"[1, 2]")})
     {'cls': 7, 'json': [1, 2]}
     """
-    limits, decoders, values = limits or ShardLimits(), decoders or {}, dict[str, Any]()
+    decoder, values = SampleDecoder(decoders or {}, limits or ShardLimits()), dict[str, Any]()
     for extension, data in sample.items():
-        values[extension], late = decode_part(extension, data, decoders, limits)
+        values[extension], late = decoder.begin(extension, data)
         if late is not None:
-            decode_deferred([(extension, data, late)], values, decoders)
+            decoder.finish([(extension, data, late)], values)
     return values
 
 
-def decode_part(
-    extension: str, data: memoryview, decoders: Mapping[str, Decoder], limits: ShardLimits
-) -> tuple[Any, Decoder | None]:
-    """Returns the value of a part; for images and the user's decoders, the function that `decode_deferred` calls.
+@final
+class SampleDecoder:
+    """Decodes the parts of samples. What an extension means is looked up once, and not for each sample."""
 
-    What the header of an image states is checked here.
-    """
-    if extension in decoders:
-        return None, decoders[extension]
-    kind = extension.rpartition(".")[2]
-    if kind in _REFUSED:
-        raise BadSample(
-            f"{extension!r} files can run code when they are read, so headway does not; convert them, "
-            f"or pass decoders={{{extension!r}: your_function}}"
-        )
-    try:
+    def __init__(self, decoders: Mapping[str, Decoder], limits: ShardLimits) -> None:
+        self._decoders, self._limits = decoders, limits
+        self._known: dict[str, _Begin] = {}
+
+    def begin(self, extension: str, data: memoryview) -> tuple[Any, Decoder | None]:
+        """Returns the value of a part; for images and the user's decoders, the function that `finish` calls.
+
+        What the header of an image states is checked here.
+        """
+        begin = self._known.get(extension)
+        if begin is None:
+            begin = self._find(extension)
+            if len(self._known) < _MAX_EXTENSIONS:
+                self._known[extension] = begin
+        try:
+            return begin(data)
+        except _BROKEN as error:
+            raise _bad(extension, data, error) from error
+
+    def finish(self, late: Iterable[tuple[str, memoryview, Decoder]], values: dict[str, Any]) -> None:
+        """Decodes what `begin` left to do. Kept short: whatever runs between two images runs with a cold cache."""
+        try:
+            for extension, data, decoder in late:
+                values[extension] = decoder(data)
+        except HeadwayError:
+            raise
+        except _BROKEN as error:
+            if extension in self._decoders:
+                raise  # an error of the user's own decoder
+            raise _bad(extension, data, error) from error
+
+    def _find(self, extension: str) -> _Begin:
+        if extension in self._decoders:
+            own = None, self._decoders[extension]
+            return lambda _: own
+        kind = extension.rpartition(".")[2]
+        if kind in _REFUSED:
+            raise BadSample(
+                f"{extension!r} files can run code when they are read, so headway does not; convert them, "
+                f"or pass decoders={{{extension!r}: your_function}}"
+            )
         if kind in IMAGES:
-            return None, _image(kind, data, limits)
-        if kind in _TEXT and len(data) > limits.text_bytes:
-            raise _above("text_bytes", limits.text_bytes, "it has", "bytes of text")
-        return (_PLAIN[kind](data) if kind in _PLAIN else np.frombuffer(data, np.uint8)), None
-    except _BROKEN as error:
-        raise _bad(extension, data, error) from error
+            return _image(kind, self._limits)
+        if kind in _TEXT:
+            return partial(_text, _PLAIN[kind], self._limits.text_bytes)
+        by_kind = _PLAIN.get(kind, _bytes)
+        return lambda data: (by_kind(data), None)
 
 
-def decode_deferred(
-    late: Iterable[tuple[str, memoryview, Decoder]], values: dict[str, Any], decoders: Mapping[str, Decoder]
-) -> None:
-    """Decodes what `decode_part` left to do. Kept short: whatever runs between two images runs with a cold cache."""
-    try:
-        for extension, data, decoder in late:
-            values[extension] = decoder(data)
-    except HeadwayError:
-        raise
-    except _BROKEN as error:
-        if extension in decoders:
-            raise  # an error of the user's own decoder
-        raise _bad(extension, data, error) from error
+def _text(parse: Decoder, most: int, data: memoryview) -> tuple[Any, None]:
+    if len(data) > most:
+        raise _above("text_bytes", most, "it has", "bytes of text")
+    return parse(data), None
+
+
+def _bytes(data: memoryview) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(data, np.uint8)
 
 
 def _bad(extension: str, data: memoryview, error: Exception) -> BadSample:
@@ -138,24 +163,30 @@ _PLAIN: dict[str, Decoder] = {
 _TEXT = _PLAIN.keys() - {"npy"}
 
 
-def _image(kind: str, data: memoryview, limits: ShardLimits) -> Decoder:
-    """Returns the decoder of an image: to RGB, height x width x 3; PNGs of other than colors stay as they are."""
-    by_pillow = partial(_pillow, limits=limits, keep=kind == "png")
+def _image(kind: str, limits: ShardLimits) -> _Begin:
+    """Returns what finds the decoder of an image: to RGB, height x width x 3; PNGs of other than colors stay as they
+    are."""
+    by_pillow: Decoder = partial(_pillow, limits=limits, keep=kind == "png")
     simplejpeg = _simplejpeg()
     if kind not in ("jpg", "jpeg") or simplejpeg is None:
-        return by_pillow
-    size = _plain_size(data)
-    if size is None:
-        _check_scans(data, limits)
-        try:
-            height, width, colors, _ = simplejpeg.decode_jpeg_header(data)
-        except ValueError:
-            return by_pillow
-        if colors in ("CMYK", "YCCK"):
-            return by_pillow
-        size = height, width
-    _check(size[1], size[0], _RGB, data, limits)
-    return partial(_jpeg, simplejpeg.decode_jpeg, by_pillow)
+        return lambda _: (None, by_pillow)
+    by_simplejpeg: Decoder = partial(_jpeg, simplejpeg.decode_jpeg, by_pillow)
+
+    def begin(data: memoryview) -> tuple[None, Decoder]:
+        size = _plain_size(data)
+        if size is None:
+            _check_scans(data, limits)
+            try:
+                height, width, colors, _ = simplejpeg.decode_jpeg_header(data)
+            except ValueError:
+                return None, by_pillow
+            if colors in ("CMYK", "YCCK"):
+                return None, by_pillow
+            size = height, width
+        _check(size[1], size[0], _RGB, data, limits)
+        return None, by_simplejpeg
+
+    return begin
 
 
 def _jpeg(decode_jpeg: Decoder, by_pillow: Decoder, data: memoryview) -> Any:

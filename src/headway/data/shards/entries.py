@@ -72,6 +72,10 @@ class ShardEntries(Sequence[SampleEntry], ABC):
     def parts(self, number: int) -> list[SamplePart]:
         """Returns the parts of a sample."""
 
+    def locate(self, number: int) -> tuple[str, list[SamplePart]]:
+        """Returns the key and the parts of a sample."""
+        return self.key(number), self.parts(number)
+
     def _check(self, number: int) -> None:
         if not 0 <= number < len(self):
             raise IndexError(f"sample {number} of {len(self)}")

@@ -79,34 +79,53 @@ class DaliIndex(ShardEntries):
         ends = np.flatnonzero(np.frombuffer(self._text, np.uint8) == ord("\n"))
         self._ends = array("q", ends.astype(np.int64).tobytes())
         self._path, self._size, self._limits = path, size, limits
+        self._most = limits.member_bytes
+        self._extensions: dict[bytes, str] = {}  # decoded once; two samples rarely have others
 
     def __len__(self) -> int:
         return len(self._ends) - 1
 
     def key(self, number: int) -> str:
-        words = self._words(number)
-        name = words[3] if len(words) > 3 else b""
-        return name.removesuffix(b"." + words[0]).decode("utf-8", "surrogateescape") if words else ""
+        return _key(self._words(number))
 
     def parts(self, number: int) -> list[SamplePart]:
+        return self._parts(number, self._words(number))
+
+    def locate(self, number: int) -> tuple[str, list[SamplePart]]:
         words = self._words(number)
+        return _key(words), self._parts(number, words)
+
+    def _parts(self, number: int, words: list[bytes]) -> list[SamplePart]:
+        """Parses a line. Optimized, because it runs for each sample."""
         if not words or len(words) % _WIDTH:
             raise stale_index(self._path)
-        parts = []
+        parts, extensions, end, most = list[SamplePart](), self._extensions, self._size, self._most
         for at in range(0, len(words), _WIDTH):
-            if not (words[at + 1].isdigit() and words[at + 2].isdigit()):
+            name, start, length = words[at], words[at + 1], words[at + 2]
+            if not (start.isdigit() and length.isdigit()):
                 raise stale_index(self._path)
-            offset, size = int(words[at + 1]), int(words[at + 2])
-            if offset % BLOCK_BYTES or offset < BLOCK_BYTES or offset + size > self._size:
+            offset, size = int(start), int(length)
+            if offset % BLOCK_BYTES or offset < BLOCK_BYTES or offset + size > end:
                 raise stale_index(self._path)
-            if size > self._limits.member_bytes:
+            if size > most:
                 raise over_limit(f"{self._path}: sample {number} with {size} bytes", self._limits)
-            parts.append(SamplePart(words[at].decode("utf-8", "surrogateescape").lower(), offset, size))
+            extension = extensions.get(name)
+            if extension is None:
+                extension = extensions[name] = name.decode("utf-8", "surrogateescape").lower()
+            parts.append(SamplePart(extension, offset, size))
         return parts
 
     def _words(self, number: int) -> list[bytes]:
-        self._check(number)
-        return self._text[self._ends[number] + 1 : self._ends[number + 1]].split()
+        ends = self._ends
+        if not 0 <= number < len(ends) - 1:
+            self._check(number)
+        return self._text[ends[number] + 1 : ends[number + 1]].split()
+
+
+def _key(words: list[bytes]) -> str:
+    if len(words) < _WIDTH:
+        return ""
+    return words[3].removesuffix(b"." + words[0]).decode("utf-8", "surrogateescape")
 
 
 def _dali_file(path: Path) -> Path | None:

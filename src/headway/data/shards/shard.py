@@ -115,10 +115,14 @@ class Shard:
 
     def __getitem__(self, number: int) -> dict[str, memoryview]:
         """Returns the parts of a sample by extension."""
+        return self.read(number)[1]
+
+    def read(self, number: int) -> tuple[str, dict[str, memoryview]]:
+        """Returns the key of a sample, and its parts by extension."""
         if self._mapped is not None:
             table, view = self._mapped
-            return table.cut(number, view)
-        parts = self.entries.parts(number)
+            return table.key(number), table.cut(number, view)
+        key, parts = self.entries.locate(number)
         if _are_contiguous(parts):
             found = self._read(parts)
         else:  # an index may name them in any order
@@ -130,7 +134,7 @@ class Shard:
                 f"its bytes do not match {checksums.checksum_path(self.path).name}: they are damaged, or the shard was "
                 "replaced; copy both again"
             )
-        return found
+        return key, found
 
     def _read(self, parts: list[SamplePart]) -> dict[str, memoryview]:
         """Reads contiguous parts at once, and validates their headers, as the shard or its index may have changed.
@@ -143,7 +147,7 @@ class Shard:
             extension, offset, size = part
             at = offset - start
             # nearly always equal; the full check takes ten times as long
-            if data[at - 255 : at - 250] != b"ustar" or data[at - 388 : at - 377] != b"%011o" % size:
+            if not (data.startswith(b"ustar", at - 255) and data.startswith(b"%011o" % size, at - 388)):
                 self._check(part, data[at - BLOCK_BYTES : at])
             found[extension] = view[at : at + size]
         return found
