@@ -13,7 +13,7 @@ import pytest
 import simplejpeg
 import webdataset
 
-from headway.data import Shard, pack
+from headway.data import Shard, ShardLoader, pack
 from headway.data.shards.shard import walk
 
 PEERS = Path(os.environ.get("HEADWAY_PEERS", Path(__file__).parents[2] / ".peers"))
@@ -85,3 +85,48 @@ def test_dali_makes_the_index_that_we_make(tmp_path: Path) -> None:
     ours = path.with_suffix(".idx").read_text()
     run(PEERS / "bin" / "wds2idx", path, path.with_suffix(".idx"))
     assert path.with_suffix(".idx").read_text().split() == ours.split()
+
+
+FEED = """
+import json, sys
+from nvidia.dali import fn, pipeline_def, types
+
+sys.path.insert(0, sys.argv[1])
+from headway.data import DaliSource
+
+def run(source, batches):
+    @pipeline_def(batch_size=4, num_threads=1, device_id=None)
+    def pipeline():
+        jpg, cls, end = fn.external_source(source, num_outputs=3)
+        return fn.decoders.image(jpg, device="cpu", output_type=types.RGB), cls, end
+
+    pipe, seen, end = pipeline(), [], 0
+    pipe.build()
+    for _ in range(batches):
+        images, labels, ends = pipe.run()
+        seen += [[int(bytes(labels.at(n))), images.at(n).shape[0]] for n in range(4)]
+        end = int(ends.at(0)[0])
+    return seen, end
+
+source = DaliSource(sys.argv[2:], batch_size=4, seed=3)
+first, end = run(source, 1)
+resumed = DaliSource(sys.argv[2:], batch_size=4, seed=3)
+resumed.load_state_dict(source.state_dict(end))
+print(json.dumps(first + run(resumed, 2)[0]))
+"""
+
+
+def test_dali_gets_samples_in_our_order_and_resumes_after_the_batch_it_returned(tmp_path: Path) -> None:
+    if run_fails(PEERS / "bin" / "python", "-c", "import torch"):
+        pytest.skip(f"no torch in {PEERS}, which headway.data needs in the process of DALI")
+    samples = ({"__key__": f"{n:03d}", "jpg": image, "cls": n} for n, image in enumerate(photos(12)))
+    paths, source = pack(samples, tmp_path, shard_size=20_480), Path(__file__).parents[2] / "src"
+    seen = json.loads(
+        run(PEERS / "bin" / "python", "-W", "ignore", "-c", FEED, source, *map(str, paths)).splitlines()[-1]
+    )
+    order = [label for batch in ShardLoader(paths, batch_size=4, seed=3) for label in batch["cls"].tolist()]
+    assert seen == [[label, 20 + label] for label in order]
+
+
+def run_fails(*command: str | Path) -> bool:
+    return subprocess.run(command, capture_output=True, check=False).returncode != 0

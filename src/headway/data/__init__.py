@@ -46,5 +46,6 @@ if TYPE_CHECKING:
         pack as pack,
     )
     from headway.data.sources import Mix as Mix
+    from headway.data.tools import DaliSource as DaliSource
 
 __getattr__, __dir__, __all__ = lazy.exports(__name__)

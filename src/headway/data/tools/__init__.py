@@ -1,4 +1,4 @@
-"""Tools for datasets: check shards, find duplicate keys, measure loading speed."""
+"""Tools for datasets: check shards, find duplicate keys, measure loading speed, feed DALI."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from headway import lazy
 
 if TYPE_CHECKING:
     from headway.data.tools.benchmark import Benchmark as Benchmark, run_benchmark as run_benchmark
+    from headway.data.tools.dali import DaliSource as DaliSource
     from headway.data.tools.duplicate_keys import find_duplicates as find_duplicates
     from headway.data.tools.shard_check import (
         check_label_order as check_label_order,
