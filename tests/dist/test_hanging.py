@@ -19,6 +19,7 @@ import warm
 from headway.dist.failure import hang as hanging, heartbeat
 from headway.dist.failure.hang import RankStatus
 from headway.dist.failure.heartbeat import Heartbeat
+from headway.launcher.agent import watchdog as watchdogs
 from headway.launcher.agent.watchdog import Watchdog
 
 SCRIPT = str(Path(__file__).parents[1] / "scripts" / "hang.py")
@@ -191,6 +192,7 @@ def test_the_agent_reports_only_if_nobody_moves(
 ) -> None:
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(watchdogs, "_STANDSTILL_S", math.inf)  # the clock jumps, and nobody was suspended
     other = Heartbeat()
     watchdog = Watchdog(tmp_path, ranks=[0, 1], world_size=2)
     assert watchdog.tick() is None, "nobody is there yet"
@@ -212,6 +214,24 @@ def test_the_agent_reports_only_if_nobody_moves(
     assert (record["suspects"], record["age"]) == ([0], 310), "a step behind"
     assert "test_the_agent_reports_only_if_nobody_moves" in record["traceback"], "asked for by a signal"
     other.stop()
+
+
+def test_a_suspended_job_has_its_time_again(
+    heart: Heartbeat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(watchdogs, "_STACKS_S", 0.0)
+    heart.watch(100.0, rank=0, directory=tmp_path)
+    for number in range(1, 5):
+        heart.move("train", number)
+    watchdog = Watchdog(tmp_path, ranks=[0], world_size=1)
+    assert watchdog.tick() is None
+    now[0] += 1000
+    looks = 0
+    while watchdog.tick() is None:
+        now[0], looks = now[0] + 4, looks + 1
+    assert looks == 38, "152 s after it went on: one and a half times what it may take"
 
 
 # --- real ranks

@@ -26,6 +26,7 @@ from headway.launcher.agent import environment, team as teams
 from headway.launcher.agent.agent import Agent
 from headway.launcher.agent.environment import cpu_shares, kernel_caches, private_directory, split_cpus
 from headway.launcher.agent.team import LaunchRecords, Team, place_ranks
+from headway.launcher.agent.team_watch import TeamWatch
 from headway.launcher.epilogue import read_outcome
 
 AGENT = [sys.executable, "-m", "headway", "agent"]
@@ -141,6 +142,32 @@ class Node:
         for pid in (self.agent.pid, self.rank):
             with suppress(ProcessLookupError):  # a rank ends with its agent
                 os.kill(pid or 0, number)
+
+
+def test_agents_of_a_suspended_job_do_not_miss_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    agents = [TeamWatch(number, size=2, host="127.0.0.1", beat_s=0.05, silent_s=60.0) for number in (0, 1)]
+    address, clock, later = agents[0].address, time.monotonic, 0.0
+    assert address is not None
+    try:
+        for agent in agents:
+            agent.start(address)
+        wait_until(lambda: all(agent._heard for agent in agents), "they have heard each other")
+        assert [agent.silent() for agent in agents] == [[], []]
+        for agent in agents:
+            agent.close()  # no beat comes any more
+        time.sleep(0.2)
+        monkeypatch.setattr(time, "monotonic", lambda: clock() + later)
+        later = 1000.0
+        assert [agent.silent() for agent in agents] == [[], []], "all stood still"
+        later += 29.0
+        assert [agent.silent() for agent in agents] == [[], []]
+        later += 29.0
+        assert [agent.silent() for agent in agents] == [[], []]
+        later += 29.0
+        assert [agent.silent() for agent in agents] == [[1], [0]], "they had a minute to be heard again"
+    finally:
+        for agent in agents:
+            agent.close()
 
 
 @pytest.mark.parametrize("lost", [0, 2])

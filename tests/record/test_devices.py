@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,24 @@ def test_the_process_comes_and_goes_with_the_block(run: Run, monkeypatch: pytest
         (child,) = set(psutil.Process().children()) - before
     assert not child.is_running()
     assert run.device_log("cn1").read_text() == ""
+
+
+def test_a_process_that_outlives_its_kill_does_not_hold_up_the_end(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "_KILLED_S", 0.05)
+    sampler = sampling.DeviceSampler(run, host="cn1", every_s=60)
+    # in place of a process in the kernel's uninterruptible sleep, which cannot be made here
+    sampler._process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    monkeypatch.setattr(sampler._process, "kill", lambda: None)
+    assert sampler._process.stdin is not None
+    writing = os.dup(sampler._process.stdin.fileno())
+    try:
+        sampler.stop()
+        assert sampler._process.poll() is None
+    finally:
+        os.close(writing)
+        sampler._process.wait(20)
 
 
 def test_a_process_whose_parent_was_killed_ends(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from typing import final
 
 from headway.dist.control.channel import Channel, UntrustedPeer, connect
 from headway.dist.rendezvous import HubAddress, listen_on
+from headway.launcher.agent.standstill import Standstill
 
 BEAT_S = 5.0
 """seconds between two messages of an agent"""
@@ -40,6 +41,7 @@ class TeamWatch:
         self._number, self._size = number, size
         self._beat_s, self._silent_s = beat_s, silent_s
         self._heard: dict[int, float] = {}  # agent -> when it was last heard
+        self._standstill = Standstill(longest_s=silent_s / 2)
         self._ended = threading.Event()
         self._listener: socket.socket | None = None
         self.address: HubAddress | None = None
@@ -57,8 +59,9 @@ class TeamWatch:
 
     def silent(self) -> list[int]:
         """Returns the agents that were there and have not been heard for too long; they may have ended in peace."""
-        now = time.monotonic()
-        return sorted(number for number, at in list(self._heard.items()) if now - at > self._silent_s)
+        resumed, now = self._standstill.ended(), time.monotonic()
+        heard = list(self._heard.items())
+        return sorted(number for number, at in heard if now - max(at, resumed) > self._silent_s)
 
     def forget(self, number: int) -> None:
         """Misses an agent no longer, until it is heard again: its ranks have ended."""

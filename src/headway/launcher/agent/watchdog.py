@@ -20,6 +20,7 @@ from headway.dist.failure import hang, heartbeat
 from headway.dist.failure.hang import RankStatus
 from headway.dist.failure.heartbeat import HeartbeatReading
 from headway.dist.failure.record import FailureRecord
+from headway.launcher.agent.standstill import Standstill
 from headway.run import Run
 
 _POLL_S = 0.25
@@ -27,6 +28,8 @@ _STACKS_S = 1.0
 """how long ranks have to write their stacks"""
 _LIMIT_FACTOR = 1.5
 """how many times its limit the heartbeat of each rank must be old: rank 0 reports first"""
+_STANDSTILL_S = 5.0
+"""an agent that was not here for so long was suspended, and its ranks with it"""
 
 
 @final
@@ -40,6 +43,7 @@ class Watchdog:
     def __init__(self, directory: Path, *, ranks: Collection[int], world_size: int) -> None:
         self._directory, self._ranks, self._world_size = directory, sorted(ranks), world_size
         self._looked = 0.0
+        self._standstill = Standstill(longest_s=_STANDSTILL_S)
 
     def tick(self) -> FailureRecord | None:
         """Checks the heartbeats, if it is time to; if all ranks are stalled, collects their stacks."""
@@ -48,7 +52,11 @@ class Watchdog:
             return None
         self._looked = now
         beats = self.beats()
-        if not all(beat is not None and beat.age >= _LIMIT_FACTOR * beat.limit for beat in beats.values()):
+        running_s = now - self._standstill.ended()
+        if not all(
+            beat is not None and min(beat.age, running_s) >= _LIMIT_FACTOR * beat.limit
+            for beat in beats.values()
+        ):
             return None
         stalled = {rank: beat for rank, beat in beats.items() if beat is not None}
         conditions = {rank: hang.condition(beat.pid) for rank, beat in stalled.items()}

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import final
 
 from headway.run import Run
@@ -18,6 +18,8 @@ INTERVAL_S = 15.0
 """seconds between two samples, unless HEADWAY_SAMPLE_EVERY says otherwise"""
 _DELAY_S = 5.0
 """A run that is over sooner has no samples, and does not pay for a process."""
+_KILLED_S = 2.0
+"""how long the process has to be gone once it was killed"""
 
 
 @contextmanager
@@ -79,4 +81,5 @@ class DeviceSampler:
             assert self._process.stdin is not None
             self._process.stdin.close()
             self._process.kill()
-            self._process.wait()
+            with suppress(subprocess.TimeoutExpired):  # a call into the driver may outlive even the signal
+                self._process.wait(_KILLED_S)

@@ -23,6 +23,8 @@ from headway.system.log import logger
 from headway.system.redact import redact, redact_tree
 
 _FINISH_S = 30.0
+_KILLED_S = 2.0
+"""how long a process has to be gone once it was killed"""
 
 
 def check_sink(sink: Sink, others: Sequence[Sink] = ()) -> None:
@@ -97,7 +99,8 @@ class Feeder:
             code = self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            with suppress(subprocess.TimeoutExpired):  # a call into a file system may outlive even the signal
+                self._process.wait(_KILLED_S)
             self._warn(f"did not take all rows within {finish_s:.0f} s and was killed")
             return False
         finally:
