@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import torchmetrics
 import warm
 from safetensors.torch import load_file
 from toys import FEATURES, Batches, Classify, Net, make_net, make_pipe
@@ -22,6 +23,8 @@ from headway.system import jsonlines
 from headway.testing import ranks
 from headway.train import Pipeline
 from headway.train.evaluate import output
+
+SAMPLES, CLASSES = 23, 3
 
 
 class TwoSets(Classify):
@@ -58,9 +61,36 @@ def test_several_sets_and_a_validation_before_the_first_step(tmp_path: Path) -> 
     assert two.values["ood/loss"] == last["metrics"]["ood/loss"]
 
 
-# --- evaluations of their own
+class Counting(TwoSets):
+    """Accuracy by a metric object, which the step updates in all sets."""
 
-SAMPLES, CLASSES = 23, 3
+    def pre_stage(self) -> None:
+        self.metric = torchmetrics.Accuracy(task="multiclass", num_classes=CLASSES)
+        self.add_metric("val/metric", self.metric)
+        self.add_metric("ood/only", self.metric)
+
+    def val_step(self, batch: Any) -> Any:
+        self.metric.update(self.models["net"](batch[0]), batch[1])
+        return super().val_step(batch)
+
+
+def test_a_metric_object_has_a_value_for_each_set(tmp_path: Path) -> None:
+    pipe = make_pipe(tmp_path)
+    pipe.register_dataset("train", Batches(4))
+    pipe.register_dataset("val", Batches(3, rank=1))
+    pipe.register_dataset("ood", Batches(2, rank=2))
+    pipe.append_stage(Counting(), max_epochs=2)
+    pipe.run()
+    last = pipe.history.epochs[-1].values
+    assert last["val/metric"] == pytest.approx(last["val/accuracy"])
+    assert last["ood/metric"] == last["ood/only"] == pytest.approx(last["ood/accuracy"])
+    assert last["val/metric"] != last["ood/metric"] and "val/only" not in last
+    found = pipe.test(Counting(), Batches(2, rank=3), weights="current")
+    assert sorted(found) == ["test/accuracy", "test/loss", "test/metric"]
+    assert found["test/metric"] == pytest.approx(found["test/accuracy"])
+
+
+# --- evaluations of their own
 
 
 class Samples(torch.utils.data.Dataset[Any]):

@@ -31,17 +31,22 @@ def check_new(kind: str, name: str, known: Mapping[str, object]) -> None:
         raise UsageError(f"a {kind} named {name!r} is already registered: choose another name")
 
 
-def check_stage(stage: Stage, name: str | None, others: Sequence[Stage]) -> None:
-    """Raises `UsageError` for what is not a stage that can be appended under this name."""
+def check_is_stage(stage: object, method: str) -> None:
+    """Raises `UsageError` for what a method of the pipeline got instead of a stage."""
     if isinstance(stage, type):
-        raise UsageError(f"append_stage got the class {stage.__name__}: pass an instance, {stage.__name__}()")
+        raise UsageError(f"{method} got the class {stage.__name__}: pass an instance, {stage.__name__}()")
     if not isinstance(stage, Stage):
         raise UsageError(
-            f"append_stage got {stage!r:.80}: pass an instance of a subclass of hw.TrainValStage or hw.Stage"
+            f"{method} got {stage!r:.80}: pass an instance of a subclass of hw.TrainValStage or hw.Stage"
         )
     if "_loop" not in vars(stage):
         kind = type(stage).__name__
         raise UsageError(f"{kind}.__init__ does not call super().__init__(): call it, with the settings")
+
+
+def check_stage(stage: Stage, name: str | None, others: Sequence[Stage]) -> None:
+    """Raises `UsageError` for what is not a stage that can be appended under this name."""
+    check_is_stage(stage, "append_stage")
     if "pipe" in vars(stage):
         raise UsageError(f"stage {stage.name!r} is part of a pipeline already: append a new one")
     if any((name or stage.name) == other.name for other in others):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property
 from numbers import Real
@@ -25,7 +26,7 @@ from headway.train.diagnose import evidence
 from headway.train.evaluate.mode import evaluating
 from headway.train.loop_state import VALIDATE, LoopState
 from headway.train.metrics.bad_samples import QuarantiningLoader, check_bad, log_bad, quarantining
-from headway.train.metrics.epoch_metrics import EpochMetric, compute_metrics
+from headway.train.metrics.epoch_metrics import EpochMetric, compute_metrics, metrics_of_set
 from headway.train.metrics.meter import LogPoint, MetricAccumulator, Reduction, Scope, exact_dtype
 from headway.train.model.precision import MixedPrecision
 from headway.train.optimizer_step import OptimizerStep
@@ -55,7 +56,9 @@ class TrainValState(LoopState):
         self.val_prefix: str | None = None
         """of the metrics of the dataset that is being validated"""
         self.val_metrics: dict[str, EpochMetric] = {}
-        """metrics that are reset before each validation and computed after it"""
+        """metrics that a step updates in validations, by the names under which they were added"""
+        self.set_metrics: dict[str, EpochMetric] = {}
+        """what they have counted in the sets of this validation, by the names of the results"""
         self._own_names: set[str] = set()  # of metrics that the loop itself logs
         self._base = base
         self.optimizer_step = OptimizerStep(self)
@@ -395,12 +398,24 @@ class TrainValState(LoopState):
             self.pipe._keeper.before_validation()
         for metric in self.val_metrics.values():
             metric.reset()  # a validation that was stopped is repeated from its beginning
+        self.set_metrics = {}
         self.training = False
         try:
             with evaluating(self):
                 yield
         finally:
             self.training = True
+
+    def end_set(self, prefix: str, prefixes: Collection[str]) -> None:
+        """Keeps what metrics have counted in one validation set, to be computed when all ranks have ended the last."""
+        default = self.stage.val_metric_prefix()
+        found = metrics_of_set(self.val_metrics, prefix, prefixes=prefixes, default=default)
+        if prefix == [*prefixes][-1]:
+            self.set_metrics |= found
+            return
+        self.set_metrics |= deepcopy(found)  # the step goes on with the same objects
+        for metric in self.val_metrics.values():
+            metric.reset()
 
     def log_val_loss(self, returned: Any, batch: Any) -> None:
         """Logs what `val_step` returned: a mean over the samples of the batch, or a mean and its weight."""
@@ -419,8 +434,8 @@ class TrainValState(LoopState):
     def end_validation(self, point: LogPoint) -> None:
         """Records the result of a validation, for its own row and for the epoch's."""
         self.val_meter.finish_epoch()
-        if self.val_metrics:
-            point = replace(point, values=compute_metrics(self.val_metrics, point.values))
+        if self.set_metrics:
+            point = replace(point, values=compute_metrics(self.set_metrics, point.values))
         # a validation before the first step is not one of the epoch
         self._val_values = dict(point.values) if self.steps_done else {}
         self._validated_at, self._validated_at_start = self.steps_done, True

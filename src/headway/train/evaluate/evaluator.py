@@ -97,6 +97,6 @@ def _compute(state: TrainValState, named: Mapping[str, Iterable[Any]], what: str
         log_bad(bad, state.val_meter)
         point = state.val_meter.reduce()
         state.val_meter.finish_epoch()
-        values = compute_metrics(state.val_metrics, point.values)
+        values = compute_metrics(state.set_metrics, point.values)
         check_bad(bad, point)
     return values

@@ -51,6 +51,7 @@ def val_batches(state: TrainValState, loaders: Mapping[str, Iterable[Any]]) -> I
     try:
         for state.val_prefix, loader in loaders.items():
             yield from _batches_of(state, loader)
+            state.end_set(state.val_prefix, loaders)
     finally:
         state.val_prefix = None
 

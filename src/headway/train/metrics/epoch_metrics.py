@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from numbers import Real
 from typing import Any, Protocol, runtime_checkable
 
@@ -32,9 +32,30 @@ def compute_metrics(metrics: Mapping[str, EpochMetric], logged: Mapping[str, Val
         result = metrics[name].compute()
         for key, part in result.items() if isinstance(result, Mapping) else [("", result)]:
             found[f"{name}/{key}" if key else name] = _plain(name, part)
-        metrics[name].reset()
+    for metric in metrics.values():  # which may have two names
+        metric.reset()
     check_names(found, logged)
     return {**logged, **found}
+
+
+def metrics_of_set(
+    metrics: Mapping[str, EpochMetric], prefix: str, *, prefixes: Collection[str], default: str
+) -> dict[str, EpochMetric]:
+    """Returns the metrics of one validation set of several, by the names that they have there.
+
+    A metric under the default prefix is one of every set; one under the prefix of a set is of that set only.
+
+    >>> metrics_of_set({"val/auroc": metric}, "ood/", prefixes=("val/", "ood/"), default="val/")
+    {'ood/auroc': metric}
+    """
+    found: dict[str, EpochMetric] = {}
+    for name, metric in metrics.items():
+        owner = max((each for each in (default, *prefixes) if name.startswith(each)), key=len, default=None)
+        if owner == prefix:
+            found[name] = metric
+        elif owner == default and (own := prefix + name.removeprefix(default)) not in metrics:
+            found[own] = metric
+    return found
 
 
 def check_names(added: Iterable[str], logged: Mapping[str, Value]) -> None:
