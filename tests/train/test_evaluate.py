@@ -308,6 +308,13 @@ def test_what_cannot_be_evaluated_is_said(runs: Path, tmp_path: Path) -> None:
     for call, message in (
         (lambda: pipe.test(stage), "there is no dataset 'test' to evaluate"),
         (lambda: pipe.test(stage, "tset"), "tset"),
+        (lambda: pipe.validate(stage, []), "dataset 'val' has no batch to evaluate"),
+        (lambda: pipe.validate(stage, {"val": loader(), "ood": []}), "dataset 'ood' has no batch"),
+        (lambda: pipe.validate(stage, {}), "there is no dataset to evaluate"),
+        (lambda: pipe.validate(stage, [loader(), loader()]), "a list of 2 loaders: pass a dict"),
+        (lambda: pipe.test(Predicting, loader()), "test got the class Predicting: pass an instance"),
+        (lambda: pipe.test(loader(), stage), "test got .*: pass an instance of a subclass"),
+        (lambda: pipe.predict(Predicting, loader(), "a.npy"), "predict got the class Predicting"),
         (lambda: fresh(tmp_path).validate(stage, loader()), "has no run 'toy' with checkpoints"),
         (lambda: pipe.predict(stage, loader(shuffle=True), tmp_path / "a.npy"), "shuffle=False"),
         (

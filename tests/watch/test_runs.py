@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import shutil
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from headway.cli import main
 from headway.errors import UsageError
 from headway.launcher import sweep
 from headway.run import Run, lock
+from headway.run.info import write_info
 from headway.run.status import record_end
 from headway.schedulers.base import Queue
 from headway.watch import comparison as comparing, runs as listing
 from headway.watch.comparison import compare
+from headway.watch.view.run_view import RunView
 
 NOBODY = Queue()
 
@@ -61,6 +64,31 @@ def test_damaged_files_do_not_hide_the_run(run: Run) -> None:
 
 def metrics(run: Run, *rows: dict[str, Any], tail: str = "") -> None:
     run.metrics_file(0).write_text("".join(json.dumps(row) + "\n" for row in rows) + tail)
+
+
+def test_the_time_of_attempts_that_were_killed_counts(run: Run) -> None:
+    """Three attempts without an end, ten seconds of rows each, and a queue between them."""
+    for _ in range(3):
+        run.begin_attempt(world={})
+    info, begin = run.info(), 1_800_000_000.0
+    for at, attempt in enumerate(info["attempts"]):
+        attempt["started"] = datetime.fromtimestamp(begin + 100 * at, UTC).isoformat()
+    write_info(run.path, info)
+    rows = [
+        {
+            "time": begin + 100 * at + s,
+            "step": s,
+            "stage": "a",
+            "kind": "train",
+            "metrics": {"train/loss": 1.0},
+        }
+        for at in range(3)
+        for s in (5, 10)
+    ]
+    metrics(run, *rows)
+    (row,) = listing.summarize([run], queue=NOBODY, heartbeat_wait_s=0.01)
+    assert row.status.state != "running" and row.seconds == 30.0
+    assert RunView(run).refresh().header.elapsed_s == 30.0
 
 
 def test_a_run_that_cannot_be_read_is_named(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ Everything is read from the run directories, each file once. The scheduler is qu
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -163,7 +164,7 @@ def _summary(run: Run, queue: Queue, submitted: Mapping[str, Any]) -> RunSummary
         status=now,
         created=datetime.fromisoformat(info["created"]),
         started=datetime.fromisoformat(attempts[-1]["started"]) if attempts else None,
-        seconds=sum(_seconds(attempt, now) for attempt in attempts),
+        seconds=sum(_seconds(run, at, attempts, now) for at in range(len(attempts))),
         attempts=len(attempts),
         step=last.get("step"),
         job=_job(submitted, attempts),
@@ -172,12 +173,24 @@ def _summary(run: Run, queue: Queue, submitted: Mapping[str, Any]) -> RunSummary
     )
 
 
-def _seconds(attempt: Mapping[str, Any], now: Status) -> float:
-    """Seconds of an attempt so far. An attempt that was killed has no end, and counts as 0."""
-    begin = datetime.fromisoformat(attempt["started"])
-    if attempt["ended"]:
-        return (datetime.fromisoformat(attempt["ended"]) - begin).total_seconds()
-    return max(0.0, (datetime.now(UTC) - begin).total_seconds()) if now.state == "running" else 0.0
+def _seconds(run: Run, at: int, attempts: Sequence[Mapping[str, Any]], now: Status) -> float:
+    """Seconds of an attempt so far. One that was killed has no end: it counts up to its last row of metrics."""
+    begin = datetime.fromisoformat(attempts[at]["started"])
+    if attempts[at]["ended"]:
+        return (datetime.fromisoformat(attempts[at]["ended"]) - begin).total_seconds()
+    if at + 1 < len(attempts):
+        until = datetime.fromisoformat(attempts[at + 1]["started"]).timestamp()
+    elif now.state == "running":
+        return max(0.0, (datetime.now(UTC) - begin).total_seconds())
+    else:
+        until = math.inf
+    return max(0.0, last_row_time(run, before=until) - begin.timestamp())
+
+
+def last_row_time(run: Run, *, before: float) -> float:
+    """Returns the time of the newest row of rank 0's metrics file before a time; 0 if there is none."""
+    times = (row.get("time") for row in jsonlines.read_reversed(run.metrics_file(0)))
+    return next((float(each) for each in times if isinstance(each, int | float) and each < before), 0.0)
 
 
 def _job(submitted: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]]) -> str | None:

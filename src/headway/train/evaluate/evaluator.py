@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway import dist
+import torch
+
+from headway import data, dist
+from headway.dist.collective.exchange import gather_rows
 from headway.errors import UsageError
 from headway.run import Run
 from headway.train.batches import count_batches, set_epoch
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from headway.train.pipeline import Pipeline
     from headway.train.stage import Stage
 
+_LOADERS = (data.DataLoader, data.ShardLoader, torch.utils.data.DataLoader)
 EvalDatasets = str | Iterable[Any] | Mapping[str, Iterable[Any]]
 
 
@@ -76,6 +80,11 @@ def _loaders(
         return {dataset if kind == "val" else kind: find_dataset(pipe, dataset)}
     if isinstance(dataset, Mapping):
         return {check_result_name(name): find_dataset(pipe, loader) for name, loader in dataset.items()}
+    if isinstance(dataset, list | tuple) and any(isinstance(each, _LOADERS) for each in dataset):
+        raise UsageError(
+            f"{kind} got a {type(dataset).__name__} of {len(dataset)} loaders: pass a dict, whose names become the "
+            'prefixes of metrics, such as {"val": val, "ood": ood}'
+        )
     return {kind: find_dataset(pipe, dataset)}
 
 
@@ -86,17 +95,30 @@ def _compute(state: TrainValState, named: Mapping[str, Iterable[Any]], what: str
     bad = quarantining(named)
     for loader in named.values():
         set_epoch(loader, 0)
+    loaders = {state.prefix_of(name): each for name, each in named.items()}
+    taken = dict.fromkeys(loaders, 0)
     with state.running():
         with state.evaluating():
-            for batch in val_batches(state, {state.prefix_of(name): each for name, each in named.items()}):
+            for batch in val_batches(state, loaders):
+                taken[state.val_prefix or ""] += 1
                 dist.set_phase("evaluation", state.pipe.steps_done)
                 with state.precision.autocast or nullcontext():
                     loss = stage.val_step(batch)
                 state.log_val_loss(loss, batch)
                 progress.step()
+        _check_taken(state, [*named], [*taken.values()])
         log_bad(bad, state.val_meter)
         point = state.val_meter.reduce()
         state.val_meter.finish_epoch()
         values = compute_metrics(state.set_metrics, point.values)
         check_bad(bad, point)
     return values
+
+
+def _check_taken(state: TrainValState, names: Sequence[str], taken: Sequence[int]) -> None:
+    """Raises `UsageError` on all ranks if no rank had a batch of one of the datasets, or there are no datasets."""
+    counts = gather_rows(torch.tensor(taken, dtype=torch.float64, device=state.device)) if taken else None
+    empty = [name for at, name in enumerate(names) if counts is not None and not counts[:, at].any()]
+    if empty or not names:
+        what = f"dataset {empty[0]!r} has no batch" if empty else "there is no dataset"
+        raise UsageError(f"{what} to evaluate: pass a loader with at least one batch")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from headway.run import Run
+from headway.train.checks import check_is_stage
 from headway.train.evaluate.evaluator import EvalDatasets, evaluate
 from headway.train.evaluate.predictor import predict
 from headway.train.evaluate.session import EvalWeights
@@ -45,6 +46,7 @@ class EvaluationMethods(ABC):  # noqa: B024  it is a part of Pipeline
         >>> pipe.validate(Classify(), {"val": val, "ood": ood}, weights="best")
         {'val/loss': 0.31, 'ood/loss': 0.92}
         """
+        check_is_stage(stage, "validate")
         return evaluate(
             cast("Pipeline", self), stage, dataset, kind="val", name=name, weights=weights, run=run
         )
@@ -63,6 +65,7 @@ class EvaluationMethods(ABC):  # noqa: B024  it is a part of Pipeline
         >>> pipe.test(Classify(), weights="best")
         {'test/loss': 0.33}
         """
+        check_is_stage(stage, "test")
         return evaluate(
             cast("Pipeline", self), stage, dataset, kind="test", name=name, weights=weights, run=run
         )
@@ -85,6 +88,7 @@ class EvaluationMethods(ABC):  # noqa: B024  it is a part of Pipeline
         >>> pipe.predict(Classify(), test_loader, "logits.npy", weights="best")
         PosixPath('/home/me/logits.npy')
         """
+        check_is_stage(stage, "predict")
         return predict(
             cast("Pipeline", self), stage, dataset, Path(out).absolute(), weights=weights, run=run, name=name
         )

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, final
 
@@ -17,6 +18,7 @@ from headway.errors import UsageError
 from headway.run import Run, lock
 from headway.run.status import Status, status
 from headway.schedulers.base import JobIds, Queue
+from headway.watch.runs import last_row_time
 from headway.watch.view.metric_rows import MetricRows
 from headway.watch.view.ranks import RankTable
 from headway.watch.view.snapshot import Failure, Header, Message, Safety, Snapshot, Speed
@@ -84,6 +86,7 @@ class RunView:
         self._stage: Row = {}
         self._checkpoint: Row = {}
         self._attempts = 0
+        self._earlier_s = 0.0  # the time of all attempts but the last
         self._queue = QueueWatcher(JobIds.from_submission(read_object(run.path, run.submission_file)))
         self._beat: tuple[int | None, float] = (None, time.monotonic())
         self._event_time = 0.0
@@ -100,6 +103,7 @@ class RunView:
         world_size = _positive(world.get("world_size"))
         if len(attempts) != self._attempts:
             self._attempts = len(attempts)
+            self._earlier_s = _earlier_s(self.run, attempts)
             self.metrics.forget_pace()
         self.metrics.refresh()
         self._read_events()
@@ -217,7 +221,8 @@ class RunView:
             epoch=epoch + 1 if is_count(epoch) else None,
             max_epochs=most if is_count(most) else None,
             created=timestamp(info.get("created")),
-            elapsed_s=sum(_elapsed_s(each, now, self.metrics.last) for each in attempts),
+            elapsed_s=self._earlier_s
+            + (_elapsed_s(attempts[-1], now, self.metrics.last) if attempts else 0.0),
             eta_s=(end - step) * pace if running and end and step is not None and pace else None,
             silent_s=self._silent_s() if running else None,
             attempts=len(attempts),
@@ -322,6 +327,16 @@ def timestamp(text: object) -> float:
 
 def _positive(value: object) -> int:
     return value if is_count(value) and value > 0 else 1
+
+
+def _earlier_s(run: Run, attempts: list[Row]) -> float:
+    """Seconds of all attempts but the last. Those that were killed count up to their last row of metrics."""
+    total = 0.0
+    for attempt, following in pairwise(attempts):
+        end = timestamp(attempt.get("ended"))
+        end = end or last_row_time(run, before=timestamp(following.get("started")))
+        total += max(0.0, end - timestamp(attempt.get("started")))
+    return total
 
 
 def _elapsed_s(attempt: Row, now: Status, last: Row) -> float:
