@@ -160,11 +160,21 @@ class Breaks(Classify):
 
 
 @ranks(2)
-@pytest.mark.parametrize(("uneven", "at"), [(None, 5), ("longest", 5), ("longest", 9)])
-def test_a_run_that_resumes_ends_at_the_same_step(uneven: Any, at: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("uneven", "sized", "at"),
+    [
+        (None, False, 5),
+        ("longest", False, 5),
+        ("longest", False, 9),
+        ("shortest", True, 5),
+        ("longest", True, 5),
+        ("longest", True, 9),
+    ],
+)
+def test_a_run_that_resumes_ends_at_the_same_step(uneven: Any, sized: bool, at: int, tmp_path: Path) -> None:
     def train(folder: Path, at: int | None) -> Pipeline:
         pipe = make_pipe(folder, net=make_net(norm=False, dropout=0.0))
-        pipe.register_dataset("train", batches())
+        pipe.register_dataset("train", batches(sized=sized))
         pipe.append_stage(Breaks(at=at, uneven=uneven), max_epochs=2)
         pipe.enable_checkpointing(folder, every="2 steps", background=False)
         if at is None:
@@ -177,7 +187,7 @@ def test_a_run_that_resumes_ends_at_the_same_step(uneven: Any, at: int, tmp_path
     golden = train(tmp_path / "golden", None)
     train(tmp_path / "cut", at)
     again = train(tmp_path / "cut", None)
-    assert again.steps_done == golden.steps_done == (20 if uneven else 14)
+    assert again.steps_done == golden.steps_done == (20 if uneven == "longest" else 14)
     assert_weights(again, golden.registered_models["net"].bare, exact=True)
 
 

@@ -222,9 +222,12 @@ class LoopState:
 
     # --- batches
 
-    def begin_pass(self, loader: Iterable[Any], limit: int | None = None) -> Pass:
-        """Returns the next pass of this epoch: a new one, or one that had begun when the run was stopped."""
-        total, positioned = count_batches(loader, limit), isinstance(loader, StatefulObject)
+    def begin_pass(self, loader: Iterable[Any], total: int | None) -> Pass:
+        """Returns the next pass of this epoch: a new one, or one that had begun when the run was stopped.
+
+        `total` is the number of its batches that ranks agree on, if it is known; a position is scaled if it changed.
+        """
+        positioned = isinstance(loader, StatefulObject)
         if self._passes_begun == len(self.passes):
             state = (
                 self.pipe._keeper.loaders.capture(loader) if self.pipe._keeper and not positioned else None

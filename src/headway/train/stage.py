@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from headway.errors import UsageError, unknown_name
 from headway.train import loop
-from headway.train.batches import first_tensor
+from headway.train.batches import count_batches, first_tensor
 from headway.train.loop_state import LoopState
 from headway.train.metrics.epoch_metrics import EpochMetric
 from headway.train.metrics.meter import Reduction, Scope
@@ -228,7 +228,7 @@ class Stage(ABC):
         if loader is None:
             raise state.missing_dataset(name)
         finish_open_steps(self)
-        progress, in_step = state.begin_pass(loader), False
+        progress, in_step = state.begin_pass(loader, count_batches(loader, None)), False
         state.expect_uneven(loader, progress)
         try:
             for batch in state.device_batches(loader, progress=progress):

@@ -174,28 +174,31 @@ class TrainValState(LoopState):
     def train_batches(self) -> tuple[Pass, Iterator[Any]]:
         """Begins the pass over the training data, and returns its batches on the device."""
         loader, limit = self.stage.train_dataset(), self.settings.limit_train_batches
-        progress = self.begin_pass(loader, limit)
         if self.pipe.world.world_size > 1:
-            self._compare_lengths(loader, progress)
+            progress = self._begin_agreed_pass(loader, limit)
+        else:
+            progress = self.begin_pass(loader, count_batches(loader, limit))
         return progress, self.device_batches(loader, limit, progress=progress)
 
-    def _compare_lengths(self, loader: Iterable[Any], progress: Pass) -> None:
-        """Has ranks agree on their batches, unless all know that they have equally many.
+    def _begin_agreed_pass(self, loader: Iterable[Any], limit: int | None) -> Pass:
+        """Begins a pass for which ranks agree on their batches, unless all know that they have equally many.
 
         Raises `UsageError` on all ranks if they know that they do not, and no setting says what to do then.
         """
-        settings = self.settings
+        settings, how = self.settings, self.settings.uneven or "shortest"
         known = count_batches(loader, None) is not None
-        mine = count_batches(loader, settings.limit_train_batches) if known else None
+        mine = count_batches(loader, limit) if known else None
         lengths = gather_lengths(self.stage, mine, uneven=settings.uneven)
-        if lengths is not None and len(set(lengths)) == 1:
-            return
-        how = settings.uneven or "shortest"
-        if lengths is not None:
-            progress.total_batches = max(lengths) if how == "longest" else min(lengths)
-        progress.agreement = BatchAgreement(
-            how, window=settings.accumulate, lengths=lengths, given=progress.batches_given
-        )
+        if lengths is None:
+            total = limit
+        else:
+            total = max(lengths) if how == "longest" else min(lengths)
+        progress = self.begin_pass(loader, total)
+        if lengths is None or len(set(lengths)) > 1:
+            progress.agreement = BatchAgreement(
+                how, window=settings.accumulate, lengths=lengths, given=progress.batches_given
+            )
+        return progress
 
     def step_functions(
         self, agreement: BatchAgreement | None
