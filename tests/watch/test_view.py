@@ -18,7 +18,7 @@ from headway.run import Run
 from headway.watch.report import render
 from headway.watch.terminal import layout
 from headway.watch.terminal.lines import describe
-from headway.watch.view import RunView, ranks, series as curves, source
+from headway.watch.view import RunView, metric_rows, ranks, series as curves, source
 from headway.watch.view.series import Series
 
 
@@ -148,6 +148,45 @@ def test_hostile_directories_are_shown_as_far_as_they_are_sane(tmp_path: Path) -
     assert "SECRET" not in repr(shown) and "root:" not in repr(shown)
 
 
+@pytest.mark.parametrize("moment", [1e14, -1e14, 5e9])
+def test_times_that_cannot_be_are_left_out(tmp_path: Path, moment: float) -> None:
+    run = make_run(tmp_path, ranks=2, log_points=3)
+    append(run.events_file(0), {"time": moment, "kind": "warning", "rank": 0, "text": "never"})
+    append(run.metrics_file(0), row(90, 0, moment))
+    shown = RunView(run).refresh()
+    assert shown.header.step == 30 and "never" not in [message.text for message in shown.messages]
+    assert layout(shown, 100, 40) and render(run)
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        {"world": [1]},
+        {"world": {"world_size": 10**400, "nodes": 10**400}},
+        {"number": "<script>"},
+        {"started": "0001-01-01T00:00:00+14:00", "ended": "9999-12-31T23:59:59-14:00"},
+        {"started": "1969-12-31T00:00:00+00:00"},
+    ],
+    ids=str,
+)
+def test_an_attempt_may_say_anything(tmp_path: Path, hostile: dict[str, Any]) -> None:
+    run = make_run(tmp_path, ranks=2, log_points=3)
+    info = run.info()
+    info["attempts"][0] |= hostile
+    run.info_file.write_text(json.dumps(info))
+    assert layout(RunView(run).refresh(), 100, 40)
+    assert "<script" not in render(run)
+
+
+def test_a_file_of_any_size_is_read_in_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metric_rows, "_THOROUGH_BYTES", 1 << 22)
+    run = make_run(tmp_path, ranks=2, log_points=3)
+    with run.metrics_file(0).open("r+b") as file:
+        file.seek(1 << 40)  # a hole of a terabyte, which takes no room
+        file.write(b"\n" + json.dumps(row(90, 0, time.time())).encode() + b"\n")
+    assert RunView(run, thorough=True).refresh().header.step == 90
+
+
 def test_nothing_is_read_through_a_link_out_of_the_run(tmp_path: Path) -> None:
     inside, outside = tmp_path / "run", tmp_path / "outside"
     inside.mkdir()
@@ -176,7 +215,19 @@ HOSTILE = st.one_of(
     st.floats(),
     st.text(max_size=20),
     st.sampled_from(
-        ["\x1b[2J", "<script>", "nan", "2026-11-16T00:00:00+00:00", 10**400, [], {}, [[{}]], {"": []}]
+        [
+            "\x1b[2J",
+            "<script>",
+            "nan",
+            "2026-11-16T00:00:00+00:00",
+            10**400,
+            1e14,
+            -1e14,
+            [],
+            {},
+            [[{}]],
+            {"": []},
+        ]
     ),
 )
 

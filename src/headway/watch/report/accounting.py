@@ -10,6 +10,7 @@ from typing import Any, final
 
 from headway.watch.view import RunView, Snapshot
 from headway.watch.view.run_view import timestamp
+from headway.watch.view.source import is_count
 
 _TRAINING = ("compute", "optimizer")
 PARTS = {
@@ -91,4 +92,4 @@ def _span(attempt: Mapping[str, Any], snapshot: Snapshot) -> tuple[float, float]
 def _world_size(attempt: Mapping[str, Any]) -> int:
     world = attempt.get("world")
     size = world.get("world_size") if isinstance(world, dict) else None
-    return size if isinstance(size, int) and size > 0 else 1
+    return size if is_count(size) and size > 0 else 1

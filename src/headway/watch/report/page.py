@@ -244,7 +244,7 @@ def _plan(run: Run, snapshot: Snapshot) -> str:
 def _attempts(attempts: Sequence[Mapping[str, Any]]) -> str:
     rows = [
         (
-            str(each.get("number", "")),
+            escape(clean(each.get("number", ""), 20)),
             escape(clean(each.get("status", ""), 40)),
             _moment(timestamp(each.get("started"))),
             _moment(timestamp(each["ended"])) if each.get("ended") else "",

@@ -10,11 +10,13 @@ from typing import Any, final
 from headway.run import Run
 from headway.watch.view.series import Series
 from headway.watch.view.snapshot import DatasetRow
-from headway.watch.view.source import Row, RowTail, clean, is_count, is_number
+from headway.watch.view.source import Row, RowTail, clean, is_count, is_number, is_time
 
 _WHOLE_BYTES = 4 << 20
 """longer files are sampled, unless all of it is asked for"""
 _KEPT_BYTES = 1 << 19
+_THOROUGH_BYTES = 1 << 30
+"""of a longer file the rest is sampled in any case: a file may have any size without having any content"""
 _PLACES = 400
 _RECENT = 50
 """log points from which speeds are computed"""
@@ -25,7 +27,10 @@ _PAUSES = ("validation", "checkpoint")
 
 @final
 class MetricRows:
-    """Reads the metrics of a run. `thorough` reads every row of a long file, which takes seconds per 100 MB."""
+    """Reads the metrics of a run. `thorough` reads every row of a long file, which takes seconds per 100 MB.
+
+    Of a file of more than 1 GiB it reads the last part, and samples the rest.
+    """
 
     def __init__(self, run: Run, *, thorough: bool = False) -> None:
         self.curves: dict[str, Series] = {}
@@ -48,18 +53,20 @@ class MetricRows:
         before = self._tail.offset
         if not self._begun:
             self._begun = True
-            if not self._thorough and self._tail.size > _WHOLE_BYTES:
-                self._tail.skip_to_end(_KEPT_BYTES)
+            whole, kept = (_THOROUGH_BYTES,) * 2 if self._thorough else (_WHOLE_BYTES, _KEPT_BYTES)
+            if self._tail.size > whole:
+                self._tail.skip_to_end(kept)
                 for row in self._tail.sample(_PLACES):
                     self._add(row)
                 self._recent.clear()
                 self._paces.clear()
+        end = self._tail.size  # what is written meanwhile is for the next time
         while True:
             at = self._tail.offset
             for row in self._tail.read():
                 self._add(row)
-            if self._tail.offset == at:  # a chunk without a whole row is no reason to stop
-                return at > before
+            if self._tail.offset == at or self._tail.offset >= end:  # a chunk without a whole row is no end
+                return self._tail.offset > before
 
     def forget_pace(self) -> None:
         """Starts the speeds again: another attempt has begun, perhaps on other machines."""
@@ -114,7 +121,7 @@ class MetricRows:
 
     def _add(self, row: Row) -> None:
         kind, step, time = row.get("kind"), row.get("step"), row.get("time")
-        if not is_count(step) or not is_number(time):
+        if not is_count(step) or not is_time(time):
             return
         if kind in ("train", "validation"):
             self._add_log_point(row, step)

@@ -10,7 +10,7 @@ from typing import Any, final
 
 from headway.run import Run
 from headway.watch.view.snapshot import RankRow
-from headway.watch.view.source import Row, RowTail, clean, is_count, is_number
+from headway.watch.view.source import Row, RowTail, clean, is_count, is_number, is_time
 
 # as in headway.train.metrics.stragglers, whose package imports torch
 SLOW_FACTOR = 1.3
@@ -106,7 +106,7 @@ def _is_whole(row: Row) -> bool:
     return (
         row.get("kind") == "train"
         and is_count(row.get("step"))
-        and is_number(row.get("time"))
+        and is_time(row.get("time"))
         and isinstance(seconds, dict)
         and all(is_number(value) and value >= 0 for value in seconds.values())
     )

@@ -22,7 +22,7 @@ from headway.watch.runs import last_row_time
 from headway.watch.view.metric_rows import MetricRows
 from headway.watch.view.ranks import RankTable
 from headway.watch.view.snapshot import Failure, Header, Message, Safety, Snapshot, Speed
-from headway.watch.view.source import Row, RowTail, clean, is_count, is_number, read_object
+from headway.watch.view.source import Row, RowTail, clean, is_count, is_number, is_time, read_object
 
 _QUEUE_S = 15.0
 """seconds between two questions to the scheduler"""
@@ -99,7 +99,8 @@ class RunView:
         attempts = [each for each in info.get("attempts", []) if isinstance(each, dict)]
         attempt: Row = attempts[-1] if attempts else {}
         started = timestamp(attempt.get("started"))
-        world = attempt.get("world") or info.get("world") or {}
+        world = attempt.get("world") or info.get("world")
+        world = world if isinstance(world, dict) else {}
         world_size = _positive(world.get("world_size"))
         if len(attempts) != self._attempts:
             self._attempts = len(attempts)
@@ -163,7 +164,7 @@ class RunView:
                 tail = self._tails[str(path)] = RowTail(self.run.path, path)
             tail.skip_to_end(1 << 14)
             for row in tail.read(1 << 15):
-                if is_number(row.get("time")) and row["time"] >= since:
+                if is_time(row.get("time")) and row["time"] >= since:
                     self._nodes[path.stem] = sane_node(row)
 
     def _listed(self, directory: str, pattern: str) -> list[Path]:
@@ -304,7 +305,7 @@ def _sane_gpu(gpu: Row) -> Row:
 
 
 def _is_event(row: Row) -> bool:
-    return is_number(row.get("time")) and isinstance(row.get("kind"), str)
+    return is_time(row.get("time")) and isinstance(row.get("kind"), str)
 
 
 def _message(row: Row) -> Message:
@@ -320,12 +321,14 @@ def _message(row: Row) -> Message:
 def timestamp(text: object) -> float:
     """Returns the seconds since 1970 of a time in run.json; 0 if it is not one."""
     try:
-        return datetime.fromisoformat(str(text)).timestamp()
-    except ValueError:
+        found = datetime.fromisoformat(str(text)).timestamp()
+    except (ValueError, OverflowError):  # the year 1 has no time before it
         return 0.0
+    return found if is_time(found) else 0.0
 
 
 def _positive(value: object) -> int:
+    """Returns a number of ranks or nodes; 1 if it is not one."""
     return value if is_count(value) and value > 0 else 1
 
 
@@ -350,7 +353,7 @@ def _elapsed_s(attempt: Row, now: Status, last: Row) -> float:
 
 
 def _left_s(ends: object, now: Status) -> float | None:
-    return ends - time.time() if is_number(ends) and now.state == "running" else None
+    return ends - time.time() if is_time(ends) and now.state == "running" else None
 
 
 def _job(submitted: Row, attempts: list[Row]) -> str | None:

@@ -17,7 +17,9 @@ _CHUNK_BYTES = 1 << 20
 _SAMPLED_BYTES = 1 << 13
 _TEXT_BYTES = 1 << 20
 _LARGEST = 1e15
-"""a time, a step or a number of bytes that is larger is a mistake"""
+"""a step or a number of bytes that is larger is a mistake"""
+_LATEST_S = 4e9
+"""a time after that, in the year 2096, is a mistake"""
 
 
 def open_regular(root: Path, path: Path) -> BinaryIO | None:
@@ -52,6 +54,11 @@ def clean(text: object, limit: int = 400) -> str:
 def is_number(value: object) -> TypeGuard[float]:
     """Whether a value of a file is a finite number that can be shown."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
+
+
+def is_time(value: object) -> TypeGuard[float]:
+    """Whether a value of a file is a time in seconds since 1970."""
+    return is_number(value) and 0 <= value <= _LATEST_S
 
 
 def is_count(value: object) -> TypeGuard[int]:
