@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,11 @@ def split(
 
         train, val = hw.data.split(dataset, 0.1, by=dataset.targets, seed=0)
     """
-    total = len(dataset)  # type: ignore[arg-type]
+    if not isinstance(dataset, Sized):
+        raise UsageError(
+            f"split: a {type(dataset).__name__} has no length: give a dataset with len() and samples by their number"
+        )
+    total = len(dataset)
     count = _count(size, total)
     labels = np.zeros(total, dtype=np.int64) if by is None else _numbered(by, total)
     random = np.random.default_rng(seed)
@@ -44,8 +48,11 @@ def split(
 def _count(size: object, total: int) -> int:
     """Returns how many samples the second part has; raises `UsageError` if a part would have none."""
     if isinstance(size, bool) or not isinstance(size, int | float | np.number):
-        count = 0
-    elif isinstance(size, int | np.integer):
+        raise UsageError(
+            f"split: size={size!r:.80} is not a number: give that of the second part alone, a fraction such as 0.1 or "
+            "a number of samples"
+        )
+    if isinstance(size, int | np.integer):
         count = int(size)
     else:
         count = round(float(size) * total) if 0 < size < 1 else 0
@@ -64,7 +71,13 @@ def _numbered(by: Any, total: int) -> Indices:
         raise UsageError(
             f"split: by has the shape {labels.shape} for {total:,} samples: give one label for each sample"
         )
-    return np.unique(labels, return_inverse=True)[1].astype(np.int64)
+    try:
+        return np.unique(labels, return_inverse=True)[1].astype(np.int64)
+    except TypeError as error:
+        kinds = ", ".join(sorted({type(label).__name__ for label in labels.tolist()}))
+        raise UsageError(
+            f"split: by has labels of the types {kinds}, which have no order: give numbers, or texts"
+        ) from error
 
 
 def _shares(sizes: Indices, count: int) -> list[int]:

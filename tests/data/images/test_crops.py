@@ -14,6 +14,7 @@ from headway.data.images import CropRecipe
 from headway.data.images.cpu import crop_image, draw_groups, largest_value, normalization
 from headway.data.images.draws import draw_crops
 from headway.data.images.fp8 import Fp8Scaling
+from headway.data.images.nvjpeg import usable_gpu
 from headway.errors import UsageError
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -174,8 +175,21 @@ def test_settings_that_mean_nothing_are_refused_with_the_value() -> None:
         ({"output": "int4"}, "output='int4'"),
         ({"hue": 0.7}, "hue=0.7"),
         ({"global_size": 0}, "size=0"),
+        ({"global_size": "24"}, "global_size='24': give a whole number"),
+        ({"local_size": (24, 24)}, r"local_size=\(24, 24\): give a whole number"),
+        ({"global_scale": 0.5}, "scale=0.5: give two numbers"),
+        ({"flip": "yes"}, "flip='yes': give a probability"),
+        ({"blur": 0.5}, "blur=0.5: give three probabilities"),
+        ({"mean": 0.5}, "mean=0.5: give three numbers"),
+        ({"mean": (0.5,)}, r"mean=\(0.5,\): give three numbers"),
+        ({"std": 0.5}, "std=0.5: give three numbers above 0"),
     ]:
         with pytest.raises(UsageError, match=words):
             MultiCrop(**settings)
     with pytest.raises(UsageError, match="resize=200 is less than size=224"):
         CenterCrop(resize=200)
+    with pytest.raises(UsageError, match="size='24': give a whole number"):
+        CenterCrop(size="24")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"transform=MultiCrop is a class: pass an instance"):
+        usable_gpu(None, MultiCrop)
+    assert CenterCrop(24) == CenterCrop(size=24) and RandomResizedCrop(24).groups()[0].size == 24

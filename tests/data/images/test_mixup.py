@@ -72,3 +72,8 @@ def test_transforms_of_batches_run_in_order_and_may_be_functions() -> None:
     assert 30 < sum(counts) < 70
     with pytest.raises(UsageError, match="classes=0"):
         Mixup(classes=0)
+    for mix in (Mixup(classes=3), CutMix(classes=3)):
+        with pytest.raises(UsageError, match="labels from 0 to 3, and classes=3 allows 0 to 2"):
+            mix(batch(), KEYS[:4])
+    with pytest.raises(UsageError, match='Mixup cannot blend images of output="uint8"'):
+        Mixup(classes=5)(Batch(batch() | {"images": batch().images.to(torch.uint8)}), KEYS[:4])

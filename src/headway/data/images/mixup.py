@@ -69,6 +69,10 @@ class Mixup:
     def __call__(self, batch: Batch, keys: UInts) -> Batch:
         share = float(_generator(keys).beta(self.alpha, self.alpha))
         images = batch.images
+        if not images.is_floating_point():
+            raise UsageError(
+                'Mixup cannot blend images of output="uint8": give the transform output="bf16", "fp16" or "fp32"'
+            )
         batch["images"] = torch.lerp(images.roll(1, 0), images, share)
         batch["cls"] = _mixed_labels(batch.labels, self.classes, share)
         return batch
@@ -132,5 +136,10 @@ def _generator(keys: UInts, purpose: int = _MIX) -> np.random.Generator:
 
 
 def _mixed_labels(labels: Tensor, classes: int, share: float) -> Tensor:
+    if not labels.is_cuda and len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+        raise UsageError(  # on a GPU, to look at them would wait for it
+            f"a batch has labels from {int(labels.min())} to {int(labels.max())}, and classes={classes} allows 0 to "
+            f"{classes - 1}: give the number of classes of the dataset"
+        )
     whole = F.one_hot(labels, classes).to(torch.float32)
     return torch.lerp(whole.roll(1, 0), whole, share)

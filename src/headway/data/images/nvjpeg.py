@@ -17,6 +17,9 @@ from headway.system.log import logger
 
 def usable_gpu(device: str | torch.device | None, transform: object) -> bool:
     """Whether images are decoded and cropped on a GPU, as a loader was asked to; logs why not, if they cannot be."""
+    if isinstance(transform, type) and issubclass(transform, ImageTransform):
+        name = transform.__name__
+        raise UsageError(f"transform={name} is a class: pass an instance, transform={name}()")
     if device is None or torch.device(device).type == "cpu":
         return False
     if not isinstance(transform, ImageTransform):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Literal, final
 
 import numpy as np
@@ -23,6 +24,20 @@ OUTPUTS = ("bf16", "fp16", "fp32", "uint8", "fp8")
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "uint8": 1, "fp8": 1}
 INTERPOLATIONS = ("bicubic", "bilinear")
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def _are_numbers(values: object, count: int) -> bool:
+    """Whether these are so many numbers, in a tuple or a list."""
+    return (
+        isinstance(values, tuple | list)
+        and len(values) == count
+        and all(isinstance(each, Real) and not isinstance(each, bool) for each in values)
+    )
+
+
+def _check_whole(name: str, value: object) -> None:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
+        raise UsageError(f"{name}={value!r:.80}: give a whole number, such as 224; crops are squares")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,19 +63,21 @@ class CropRecipe:
 
     def __post_init__(self) -> None:
         for name in ("flip", "jitter", "grayscale", "blur", "solarize"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UsageError(f"{name}={getattr(self, name)}: give a probability, from 0 to 1")
+            value = getattr(self, name)
+            if not _are_numbers((value,), 1) or not 0 <= value <= 1:
+                raise UsageError(f"{name}={value!r}: give a probability, from 0 to 1")
         for name in ("scale", "ratio", "sigma"):
             low_high = getattr(self, name)
-            if low_high is not None and not 0 < low_high[0] <= low_high[1]:
-                raise UsageError(f"{name}={low_high}: give two numbers above 0, the smaller one first")
+            if low_high is not None and not (_are_numbers(low_high, 2) and 0 < low_high[0] <= low_high[1]):
+                raise UsageError(f"{name}={low_high!r}: give two numbers above 0, the smaller one first")
         if self.scale is not None and self.scale[1] > 1:
             raise UsageError(f"scale={self.scale}: a crop has at most all of the image, 1.0")
         for name in ("brightness", "contrast", "saturation"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UsageError(f"{name}={getattr(self, name)}: give the largest change, from 0 to 1")
-        if not 0 <= self.hue <= 0.5:
-            raise UsageError(f"hue={self.hue}: give the largest change, from 0 to 0.5 of the circle")
+            value = getattr(self, name)
+            if not _are_numbers((value,), 1) or not 0 <= value <= 1:
+                raise UsageError(f"{name}={value!r}: give the largest change, from 0 to 1")
+        if not _are_numbers((self.hue,), 1) or not 0 <= self.hue <= 0.5:
+            raise UsageError(f"hue={self.hue!r}: give the largest change, from 0 to 0.5 of the circle")
 
 
 @dataclass(frozen=True)
@@ -72,6 +89,7 @@ class CropGroup:
     recipes: tuple[CropRecipe, ...]
 
     def __post_init__(self) -> None:
+        _check_whole(f"{self.name}: size", self.size)
         if self.size < 1:
             raise UsageError(f"{self.name}: size={self.size}: a crop has at least one pixel")
 
@@ -102,8 +120,10 @@ class ImageTransform(ABC):
             raise UsageError(f"output={self.output!r}: give one of {', '.join(OUTPUTS)}")
         if self.interpolation not in INTERPOLATIONS:
             raise UsageError(f"interpolation={self.interpolation!r}: give one of {', '.join(INTERPOLATIONS)}")
-        if min(self.std) <= 0:
-            raise UsageError(f"std={self.std}: give three numbers above 0")
+        if not _are_numbers(self.mean, 3):
+            raise UsageError(f"mean={self.mean!r}: give three numbers, one for each of red, green and blue")
+        if not _are_numbers(self.std, 3) or min(self.std) <= 0:
+            raise UsageError(f"std={self.std!r}: give three numbers above 0")
         self.groups()  # checks the rest
 
     def crop_bytes(self) -> int:
@@ -148,6 +168,10 @@ class MultiCrop(ImageTransform):
     solarize: float = 0.2
 
     def groups(self) -> tuple[CropGroup, ...]:
+        for name in ("n_global", "n_local", "global_size", "local_size"):
+            _check_whole(name, getattr(self, name))
+        if not _are_numbers(self.blur, 3):
+            raise UsageError(f"blur={self.blur!r}: give three probabilities, as in (1.0, 0.1, 0.5)")
         if self.n_global < 1 or self.n_local < 0:
             raise UsageError(
                 f"n_global={self.n_global}, n_local={self.n_local}: a batch has at least one global crop"
@@ -189,7 +213,7 @@ class RandomResizedCrop(ImageTransform):
         loss = F.cross_entropy(net(batch.images), batch.labels)
     """
 
-    size: int = 224
+    size: int = field(default=224, kw_only=False)
     scale: Range = (0.08, 1.0)
     ratio: Range = (3 / 4, 4 / 3)
     flip: float = 0.5
@@ -230,11 +254,14 @@ class CenterCrop(ImageTransform):
     hw.data.ShardLoader(shards, batch_size=256, shuffle=False, transform=hw.data.CenterCrop(size=224, resize=256))
     """
 
-    size: int = 224
+    size: int = field(default=224, kw_only=False)
     resize: int = 256
+    """whatever `size` is: give both for small crops, such as size=24, resize=28"""
     interpolation: Literal["bicubic", "bilinear"] = "bilinear"
 
     def groups(self) -> tuple[CropGroup, ...]:
+        _check_whole("size", self.size)
+        _check_whole("resize", self.resize)
         if self.resize < self.size:
             raise UsageError(
                 f"resize={self.resize} is less than size={self.size}: the crop would be larger than the image"
