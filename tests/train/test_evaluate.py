@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -23,6 +24,7 @@ from headway.system import jsonlines
 from headway.testing import ranks
 from headway.train import Pipeline
 from headway.train.evaluate import output
+from headway.train.evaluate.predictor import _gather_bytes
 
 SAMPLES, CLASSES = 23, 3
 
@@ -301,6 +303,99 @@ def test_a_prediction_that_was_killed_continues_on_other_ranks(runs: Path, tmp_p
     assert stage.calls == 6  # 11 samples are left, for one rank
     expected = logits_of(saved_net(shared_run(runs), 4, "models")).numpy()
     np.testing.assert_allclose(np.load(path), expected, rtol=1e-5, atol=1e-6)
+
+
+class Growing(Predicting):
+    """Rows of the second batch have another shape, another type, or their columns in another order."""
+
+    other: Any = staticmethod(lambda logits: logits[:, :2])
+
+    def predict(self, batch: Any) -> Any:
+        self.calls += 1
+        logits = self.models["net"](batch[0])
+        first = {"a": logits, "b": logits + 1}
+        return first if self.calls == 1 else {"b": first["b"], "a": self.other(logits)}
+
+
+def test_rows_of_another_shape_or_type_are_refused(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for other in (lambda logits: logits[:, :2], lambda logits: logits.double()):
+        monkeypatch.setattr(Growing, "other", staticmethod(other))
+        with pytest.raises(UsageError, match="rows of one shape and type"):
+            fresh(runs).predict(Growing(), loader(), tmp_path / "x.safetensors")
+    monkeypatch.setattr(Growing, "other", staticmethod(lambda logits: logits))
+    found = load_file(fresh(runs).predict(Growing(), loader(), tmp_path / "x.safetensors"))
+    assert found["b"].equal(found["a"] + 1)
+
+
+@ranks(2)
+def test_many_bytes_of_a_batch_arrive_whole() -> None:
+    sizes = (5, 2**24 + 3)  # more than float32 can count
+    parts = _gather_bytes(b"x" * sizes[hw.rank()], torch.device("cpu"))
+    if hw.rank() == 0:
+        assert [len(part) for part in parts] == [*sizes] and parts[1].endswith(b"xx")
+
+
+def test_a_prediction_with_other_weights_is_not_taken_for_this_one(runs: Path, tmp_path: Path) -> None:
+    pipe, stage, file = fresh(runs), Predicting(), tmp_path / "net.pt"
+    net = pipe.registered_models["net"].bare
+    for weights in ("current", file, hw.checkpoint.Weights(shared_run(runs).checkpoint_dir(4), ema=True)):
+        out = tmp_path / f"{type(weights).__name__}.npy"
+        torch.save(net.state_dict(), file)
+        pipe.predict(stage, loader(), out, weights=weights)
+        if weights != "current":
+            assert pipe.predict(stage, loader(), out, weights=weights) == out  # these are the same
+        with torch.no_grad():
+            net.first.weight.mul_(3)  # type: ignore[union-attr,operator]
+        torch.save({"state_dict": net.state_dict(), "epoch": 3}, file)
+        other = (
+            hw.checkpoint.Weights(weights.source) if isinstance(weights, hw.checkpoint.Weights) else weights
+        )
+        with pytest.raises(UsageError, match="exists already"):
+            pipe.predict(stage, loader(), out, weights=other)
+
+
+class ValidatingInHooks(Predicting):
+    weights: Any = None
+
+    def post_epoch(self) -> None:
+        if self.weights:
+            self.pipe.validate(self, "val", weights=self.weights)
+
+
+def test_a_validation_within_training_does_not_change_the_training(tmp_path: Path) -> None:
+    states = []
+    for weights in (None, "current", "last"):
+        pipe, stage = make_pipe(tmp_path, net=make_net(norm=False)), ValidatingInHooks()
+        stage.weights = weights
+        pipe.register_dataset("train", Batches(4))
+        pipe.register_dataset("val", loader())
+        pipe.append_stage(stage, max_epochs=3)
+        pipe.enable_checkpointing(every="1 epoch", resume="never", background=False)
+        if weights == "last":
+            with pytest.raises(UsageError, match='trains: pass weights="current"'):
+                pipe.run()
+            assert pipe.validate(stage, loader(), weights=0)  # the training has ended
+        else:
+            pipe.run()
+            states.append(pipe.registered_models["net"].bare.state_dict())
+    for name, tensor in states[0].items():
+        assert tensor.equal(states[1][name])
+
+
+def test_every_stage_gets_its_hooks(runs: Path) -> None:
+    calls = []
+
+    class Hooked(Predicting):
+        def pre_stage(self) -> None:
+            calls.append(1)
+
+    pipe = fresh(runs)
+    for number in range(1, 11):
+        pipe.validate(Hooked(), loader(), weights="current")
+        gc.collect()  # so that the next one may get the same id
+        assert len(calls) == number
 
 
 def test_what_cannot_be_evaluated_is_said(runs: Path, tmp_path: Path) -> None:

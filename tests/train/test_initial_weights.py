@@ -68,7 +68,8 @@ def test_every_kind_of_source_gives_the_same_weights(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "net.pt")
     torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     torch.save(
-        {"epoch": 3, "state_dict": {f"module.{k}": v for k, v in state.items()}}, tmp_path / "more.ckpt"
+        {"epoch": 3, "state_dict": {f"module._orig_mod.{k}": v for k, v in state.items()}},
+        tmp_path / "more.ckpt",
     )
     save_file({f"backbone.{k}": v for k, v in state.items()}, tmp_path / "named.safetensors")
     save_file(
@@ -129,6 +130,9 @@ def test_a_torch_file_that_would_execute_is_refused(tmp_path: Path) -> None:
     torch.save({"net": nn.Linear(2, 2)}, tmp_path / "whole.pt")
     with pytest.raises(UsageError, match="cannot be read safely"):
         Pipeline(root=tmp_path).register_model("net", make_net(), init_from=tmp_path / "whole.pt")
+    torch.save([torch.ones(2)], tmp_path / "list.pt")
+    with pytest.raises(UsageError, match="has no tensors by name"):
+        Pipeline(root=tmp_path).register_model("net", make_net(), init_from=tmp_path / "list.pt")
     with pytest.raises(UsageError, match="there are no weights at"):
         Pipeline(root=tmp_path).register_model("net", make_net(), init_from=tmp_path / "nowhere")
     (tmp_path / "hub").mkdir()

@@ -105,7 +105,7 @@ class Pipeline(EvaluationMethods):
         self._stragglers = Stragglers()
         self._root = root
         self._callbacks: list[Callback] = []
-        self._hooks_called: set[tuple[str, int]] = set()  # name and the id of whose it is
+        self._hooks_called: dict[tuple[str, int], object] = {}  # kept, since ids are used again
         self._sinks: list[Sink] = []
         self._schedules: dict[str, Schedule] = {}
         self._open_reporter: Reporter | None = None
@@ -337,6 +337,7 @@ class Pipeline(EvaluationMethods):
     def _recording(self, directory: Run) -> Iterator[None]:
         """Opens the rank logs, the metrics files, the ledger and the checkpoints of a run, and closes them."""
         with ExitStack() as stack:
+            stack.callback(vars(self).update, current_stage=None, _open_reporter=None)  # after a failure, too
             recording = stack.enter_context(record.recording(directory, self.world, config=self.config))
             self._run = directory = recording.run
             if self.world.is_root:
@@ -350,7 +351,6 @@ class Pipeline(EvaluationMethods):
                 stack.enter_context(self._keeper.saving(recording))
             yield
             dist.set_phase("done")
-        self._open_reporter = None
 
     @contextmanager
     def _running_stage(self, stage: Stage) -> Iterator[None]:
@@ -389,7 +389,7 @@ class Pipeline(EvaluationMethods):
     def _run_hook(self, hook: str, subject: Pipeline | Stage) -> None:
         """Calls a hook of the subject, then of the callbacks; the hang check is off, since a hook may take any time."""
         with dist.no_hang_check():
-            self._hooks_called.add((hook, id(subject)))
+            self._hooks_called[hook, id(subject)] = subject
             getattr(subject, hook)()
             for callback in self._callbacks:
                 getattr(callback, hook)(subject)

@@ -20,7 +20,7 @@ from headway.system.text import shorten_list
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str | None]
 """beginnings of names and what to replace them by, or a function of the name that returns None to leave it out"""
 
-_WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module)\.")
+_WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod|_fsdp_wrapped_module)\.")
 """what wrappers of torch put into names, and models do not have"""
 
 
@@ -117,7 +117,7 @@ def _renamed(
 ) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, source in named.items():
-        new = _new_name(name if name in known else _WRAPPERS.sub(r"\1", name), rename)
+        new = _new_name(name if name in known else _WRAPPERS.sub("", name), rename)
         if new is None:
             continue
         if new in found:

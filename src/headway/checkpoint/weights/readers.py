@@ -95,6 +95,12 @@ class WeightFiles:
         self._stack.close()
 
 
+def read_stamps(path: Path) -> list[list[str | int]]:
+    """Returns name, bytes and time of change of what `open_weights` reads, to tell whether it has been replaced."""
+    found = [path / MANIFEST] if (path / MANIFEST).exists() else _find_files(path)
+    return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in found]
+
+
 @final
 class TorchFileReader(TensorReader):
     """Reads from files that `torch.save` has written; their tensors stay in the files until they are needed."""
@@ -211,7 +217,7 @@ def _tensors_of(path: Path) -> dict[str, torch.Tensor]:
         ) from error
     for _ in range(2):  # such as {"state_dict": {"model": ...}}
         tensors = _flatten(loaded)
-        if any(isinstance(value, torch.Tensor) for value in loaded.values() if isinstance(loaded, Mapping)):
+        if not isinstance(loaded, Mapping) or any(isinstance(v, torch.Tensor) for v in loaded.values()):
             break
         inside = [key for key in _INSIDE if isinstance(loaded.get(key), Mapping) and _flatten(loaded[key])]
         if not inside:

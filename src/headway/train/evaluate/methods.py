@@ -24,9 +24,9 @@ class EvaluationMethods(ABC):  # noqa: B024  it is a part of Pipeline
     """What a pipeline can do with trained models, in the process that trained them or in another.
 
     All take `weights`: "last" or "best" or a step of the run, a path or `hw.checkpoint.Weights`, or "current" for
-    those that the models have. `run` is a run or its directory; by default the one that this pipeline has trained in,
-    else the newest of its name. Models keep the weights that were loaded. Results are appended to eval/NAME.jsonl of
-    the run; nothing else of it is changed.
+    those that the models have, the only ones that a hook can evaluate while a stage trains. `run` is a run or its
+    directory; by default the one that this pipeline has trained in, else the newest of its name. Models keep the
+    weights that were loaded. Results are appended to eval/NAME.jsonl of the run; nothing else of it is changed.
     """
 
     def validate(
@@ -83,7 +83,7 @@ class EvaluationMethods(ABC):  # noqa: B024  it is a part of Pipeline
         """Writes what the stage's `predict(batch)` returns to a file, a row per sample in the order of the dataset.
 
         `out` ends with .npy (one tensor), .safetensors (a dict of tensors) or .jsonl (anything). Each sample is there
-        once, on any number of ranks. A predict that was killed continues where it was.
+        once, on any number of ranks. A predict that was killed continues where it was, except with weights="current".
 
         >>> pipe.predict(Classify(), test_loader, "logits.npy", weights="best")
         PosixPath('/home/me/logits.npy')

@@ -64,7 +64,7 @@ def predict(
         loader = find_dataset(pipe, dataset)
         total = _count_samples(loader, pipe.world.world_size)
         request = {
-            "out": str(out), "stage": stage.name, "weights": opened.source, "samples": total,
+            "out": str(out), "stage": stage.name, "weights": opened.identity, "samples": total,
             "fingerprints": fingerprints(loader),
         }  # fmt: skip
         if from_root(lambda: _is_done(out, opened, name, request)):
@@ -135,14 +135,12 @@ def _write_rows(
             with autocast or nullcontext():
                 returned = stage.predict(batch)
             mine = _to_rows(stage, returned) if counts else {}
-        lengths = [
-            int(n) for n in gather_rows(torch.tensor([float(_length(mine))], device=state.device))[:, 0]
-        ]
+        lengths = [int(n) for n in gather_rows(torch.tensor([_length(mine)], device=state.device))[:, 0]]
         first = rows + sum(lengths[: state.pipe.world.rank])
-        data = _lines(mine, first) if as_lines else _bytes(mine)
         if columns is None:
             found = RankExchange("describe predictions").all_gather(lambda: _describe(mine))  # noqa: B023
             columns = next((each for each in found if each is not None), {})
+        data = _lines(mine, first) if as_lines else _bytes(mine, columns)
         parts = _gather_bytes(data, state.device)
         from_root(lambda: file.write(columns, list(zip(lengths, parts, strict=True))) if file else None)  # noqa: B023
         rows += sum(lengths)
@@ -210,12 +208,19 @@ def _describe(rows: Any) -> Columns | None:
     }
 
 
-def _bytes(rows: Any) -> bytes:
+def _bytes(rows: Any, columns: Columns) -> bytes:
+    """Returns the rows in the order of the columns, which a file of tensors has one description of for all rows."""
     if isinstance(rows, list):
         raise UsageError(
             "predict() returned a list, which only a .jsonl file can hold: return tensors, or write to one"
         )
-    return b"".join(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in rows.values())
+    if rows and (found := _describe(rows)) != columns:
+        raise UsageError(
+            f"predict() returned rows of {found}, and those before are of {columns}: return rows of one shape and type "
+            "for all batches, such as padded to one length, or write to a .jsonl file"
+        )
+    tensors = (rows[name] for name in columns) if rows else ()
+    return b"".join(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
 
 
 def _lines(rows: Any, first: int) -> bytes:
@@ -231,7 +236,7 @@ def _lines(rows: Any, first: int) -> bytes:
 
 def _gather_bytes(data: bytes, device: torch.device) -> list[bytes]:
     """Returns the bytes of all ranks, in their order, on rank 0."""
-    sizes = [int(n) for n in gather_rows(torch.tensor([float(len(data))], device=device))[:, 0]]
+    sizes = [int(n) for n in gather_rows(torch.tensor([len(data)], device=device))[:, 0]]
     if len(sizes) == 1:
         return [data]
     padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from torch import Tensor
 from headway import dist
 from headway.checkpoint import Weights
 from headway.checkpoint.weights.loading import load_weights
-from headway.checkpoint.weights.readers import open_weights
+from headway.checkpoint.weights.readers import open_weights, read_stamps
 from headway.dist.collective.guard import from_root
 from headway.dist.shared_run import open_run
 from headway.errors import UsageError, unknown_name
@@ -43,6 +44,8 @@ class EvalSession:
     run: Run
     source: str
     """where the weights were read from; "current" for those that the models had"""
+    identity: Mapping[str, Any]
+    """equal for equal weights alone, so never for "current", which may have changed since"""
     step: int | None
     """the step of the checkpoint that they are from"""
 
@@ -68,6 +71,11 @@ def session(
     pipe: Pipeline, stage: Stage, *, weights: EvalWeights, run: Run | str | Path | None
 ) -> Iterator[EvalSession]:
     """Chooses the run, calls the hooks that register things, and loads the weights; closes loaders at the end."""
+    if pipe.current_stage is not None and weights != "current":
+        raise UsageError(
+            f"while stage {pipe.current_stage.name!r} trains, weights={weights!r} would replace the weights that it "
+            'trains: pass weights="current", or evaluate after pipe.run()'
+        )
     if "pipe" not in vars(stage):
         vars(stage)["pipe"] = pipe
     chosen = _choose_run(pipe, run, weights)
@@ -75,14 +83,10 @@ def session(
     try:
         with closing_loaders(pipe):
             for hook, subject in (("pre_run", pipe), ("pre_stage", stage)):
-                if (
-                    hook,
-                    id(subject),
-                ) not in pipe._hooks_called:  # they may register and make what is evaluated
-                    pipe._hooks_called.add((hook, id(subject)))
+                if (hook, id(subject)) not in pipe._hooks_called:  # they may make what is evaluated
+                    pipe._hooks_called[hook, id(subject)] = subject
                     getattr(subject, hook)()
-            source, step = _load(pipe, chosen, weights)
-            yield EvalSession(run=chosen, source=source, step=step)
+            yield _load(pipe, chosen, weights)
             dist.set_phase("done")
     finally:
         stage._loop.close_batches()
@@ -139,10 +143,11 @@ def _opened(path: Path) -> Run:
     return files.retry_until_visible(lambda: Run.open(path))
 
 
-def _load(pipe: Pipeline, run: Run, weights: EvalWeights) -> tuple[str, int | None]:
-    """Loads the weights into all registered models; returns where they came from, and their step."""
+def _load(pipe: Pipeline, run: Run, weights: EvalWeights) -> EvalSession:
+    """Loads the weights into all registered models."""
     if weights == "current":
-        return "current", pipe.steps_done
+        identity = {"source": "current", "unlike_others": secrets.token_hex(8)}
+        return EvalSession(run=run, source="current", identity=identity, step=pipe.steps_done)
     if isinstance(weights, Weights):
         chosen = weights
     elif isinstance(weights, int) or weights in ("last", "best"):
@@ -150,11 +155,14 @@ def _load(pipe: Pipeline, run: Run, weights: EvalWeights) -> tuple[str, int | No
     else:
         chosen = Weights(weights)
     chosen = replace(chosen, source=chosen.locate(), at="last")
+    path = Path(chosen.source)  # type: ignore[arg-type]
+    stamps = from_root(lambda: read_stamps(path))  # before they are read: newer weights then have another one
+    identity = {"source": str(path), "files": stamps, "model": chosen.model, "ema": chosen.ema}
     for model in pipe.registered_models.values():
         _load_model(model, chosen)
-    path = Path(chosen.source)  # type: ignore[arg-type]
     name = path.name.removeprefix("step-")
-    return str(path), int(name) if name != path.name and name.isdigit() else None
+    step = int(name) if name != path.name and name.isdigit() else None
+    return EvalSession(run=run, source=str(path), identity=identity, step=step)
 
 
 def _load_model(model: RegisteredModel, weights: Weights) -> None:
