@@ -94,11 +94,13 @@ def test_the_first_loss_is_that_of_transformers(tied: bool, tmp_path: Path) -> N
     assert found["ddp"][0] != found["ddp"][1]
 
 
-def adapted(directory: Path) -> Any:
+def adapted(directory: Path, targets: tuple[str, ...] = ("q_proj", "v_proj"), **settings: Any) -> Any:
     peft = pytest.importorskip("peft")
     base = transformers.LlamaForCausalLM.from_pretrained(directory)
     torch.manual_seed(3)
-    return peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    name = settings.pop("adapter_name", "default")
+    config = peft.LoraConfig(r=2, target_modules=list(targets), **settings)
+    return peft.get_peft_model(base, config, adapter_name=name)
 
 
 def test_a_lora_run_keeps_and_exports_the_adapter_alone(tmp_path: Path) -> None:
@@ -131,3 +133,22 @@ def test_a_lora_run_keeps_and_exports_the_adapter_alone(tmp_path: Path) -> None:
     for found in (again, third, exported):
         with torch.no_grad():
             assert found.eval()(input_ids=batch).logits.equal(expected)
+
+
+def test_all_that_was_trained_of_an_adapter_is_exported(tmp_path: Path) -> None:
+    """An embedding, biases, a whole head, and an adapter with a name of its own."""
+    peft = pytest.importorskip("peft")
+    directory, targets = tmp_path / "hub", ("embed_tokens", "q_proj")
+    make_directory(directory, attention_bias=True)
+    for name in ("default", "mine"):
+        more = {"bias": "lora_only", "modules_to_save": ["lm_head"], "adapter_name": name}
+        model = adapted(directory, targets, **more)
+        pipe, _ = fine_tune(tmp_path / name, model)
+        pipe.enable_checkpointing(every=1, background=False)
+        run = pipe.run()
+        hw.checkpoint.export_adapter(run.checkpoint_dir(3), tmp_path / f"adapter-{name}")
+        fresh = transformers.LlamaForCausalLM.from_pretrained(directory)
+        exported = peft.PeftModel.from_pretrained(fresh, tmp_path / f"adapter-{name}").eval()
+        batch = tokens(5)[0]
+        with torch.no_grad():
+            assert exported(input_ids=batch).logits.equal(model.eval()(input_ids=batch).logits)

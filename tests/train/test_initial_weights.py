@@ -126,6 +126,22 @@ def test_what_does_not_match_is_said(tmp_path: Path, capfd: pytest.CaptureFixtur
         )
 
 
+def test_nothing_is_trained_that_has_no_values(tmp_path: Path) -> None:
+    state = other_net().state_dict()
+    save_file({k: v for k, v in state.items() if k != "last.bias"}, tmp_path / "most.safetensors")
+    with empty_parameters():
+        empty = make_net()
+    with pytest.raises(UsageError, match=r"was built without values, and .* has none for last.bias"):
+        Pipeline(root=tmp_path).register_model(
+            "net", empty, init_from=tmp_path / "most.safetensors", strict=False
+        )
+    with empty_parameters():
+        net = make_net()
+    net.last = make_net().last  # a new head, with values of its own
+    Pipeline(root=tmp_path).register_model("net", net, init_from=tmp_path / "most.safetensors", strict=False)
+    assert_same(net, {**state, "last.bias": make_net().last.bias})
+
+
 def test_a_torch_file_that_would_execute_is_refused(tmp_path: Path) -> None:
     torch.save({"net": nn.Linear(2, 2)}, tmp_path / "whole.pt")
     with pytest.raises(UsageError, match="cannot be read safely"):

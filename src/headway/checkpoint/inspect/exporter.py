@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from contextlib import suppress
@@ -69,20 +70,19 @@ def export_adapter(
         raise NoValidCheckpoint(f"{source} is damaged: {'; '.join(problems[:5])}. Take another checkpoint")
     with CheckpointDirectory(source) as opened:
         manifest = read_manifest(opened)
-        adapters = _adapters(read_document(opened, manifest, STATE))
+        state = read_document(opened, manifest, STATE)
+        adapters = _of_run(state, "adapters")
         if not adapters or (model or next(iter(adapters))) not in adapters:
             known = ", ".join(map(repr, adapters)) or "none"
             raise UsageError(f"{source} has no adapter of model {model!r}: models with adapters are {known}")
         chosen = model or next(iter(adapters))
         reader = CheckpointReader(opened, read_index(opened, manifest))
-        prefix = f"models.{chosen}."
-        names = {
-            name: name.removeprefix(prefix)
-            .replace(".modules_to_save.default.", ".")
-            .replace(".default.", ".")
-            for name in reader.entries
-            if name.startswith(prefix) and ".default." in name
-        }
+        adapter = str(_of_run(state, "adapter_names").get(chosen, "default"))  # older checkpoints have none
+        names = _adapter_tensors(reader, f"models.{chosen}.", adapter)
+        if not names:
+            raise UsageError(
+                f"{source} has no tensor of an adapter {adapter!r} of model {chosen!r}: train it first"
+            )
         if os.path.lexists(target):
             raise UsageError(f"{target} exists already: choose another name, or remove it")
         with files.storage(f"write {target}"):
@@ -95,11 +95,24 @@ def export_adapter(
     return [*written, target / "adapter_config.json"]
 
 
-def _adapters(state: object) -> dict[str, object]:
-    match state:
-        case {"run": {"adapters": dict(adapters)}}:
-            return adapters
-    return {}
+def _of_run(state: object, key: str) -> dict[str, object]:
+    run = state.get("run") if isinstance(state, dict) else None
+    found = run.get(key) if isinstance(run, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _adapter_tensors(reader: CheckpointReader, prefix: str, adapter: str) -> dict[str, str]:
+    """Returns name in the checkpoint -> name in peft's files, for all that is saved; nothing without the adapter.
+
+    A checkpoint has what was trained and no frozen parameter. That includes biases, which are not of the adapter by
+    name. peft's files do not have the adapter's name, which is the last part or the one before, except below
+    `modules_to_save`.
+    """
+    word = re.escape(adapter)
+    infix = re.compile(rf"\.modules_to_save\.{word}(?=\.)|\.{word}(?=(\.[^.]+)?$)")
+    named = {name: name.removeprefix(prefix) for name in reader.entries if name.startswith(prefix)}
+    found = {name: infix.sub("", short) for name, short in named.items()}
+    return found if found != named else {}
 
 
 def _chosen(

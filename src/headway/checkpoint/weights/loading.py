@@ -60,11 +60,13 @@ def load_weights(
     rename: Rename | None = None,
     ties: Sequence[Sequence[str]] = (),
     optional: Sequence[Collection[str]] = (),
+    required: Collection[str] = (),
 ) -> WeightsReport:
     """Fills the tensors of a model, whole or sharded, in place, on all ranks; returns what matched.
 
-    With `strict`, all names must match, on both sides; the names of one of the `optional` sets may be missing. `ties`
-    are names of one tensor, of which one is enough.
+    With `strict`, all names must match, on both sides; the names of one of the `optional` sets may be missing. The
+    `required` ones must match in any case: their tensors have no values yet. `ties` are names of one tensor, of which
+    one is enough.
     """
     path = weights.locate()
     reports: list[WeightsReport] = []
@@ -74,6 +76,7 @@ def load_weights(
             named = _renamed(_part(reader, weights, model, path), rename, path, known=tensors)
             report, wanted = _match(reader, named, tensors, path, ties)
             _check(report, model, strict=strict, optional=optional, found=named)
+            _check_required(report, model, required)
             with torch.no_grad():
                 reader.fill(wanted)
             reports.append(report)
@@ -180,4 +183,12 @@ def _check(
         raise UsageError(
             f"model {model!r} does not have the weights that were given: {report}; pass strict=False to load what "
             "matches, or rename="
+        )
+
+
+def _check_required(report: WeightsReport, model: str, required: Collection[str]) -> None:
+    if lacking := [name for name in (*report.missing, *report.mismatched) if name in required]:
+        raise UsageError(
+            f"model {model!r} was built without values, and {report.path} has none for "
+            f"{shorten_list(lacking, limit=5)}: build these parts outside of empty_parameters(), or pass rename="
         )

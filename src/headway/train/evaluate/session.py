@@ -146,7 +146,7 @@ def _opened(path: Path) -> Run:
 def _load(pipe: Pipeline, run: Run, weights: EvalWeights) -> EvalSession:
     """Loads the weights into all registered models."""
     if weights == "current":
-        identity = {"source": "current", "unlike_others": secrets.token_hex(8)}
+        identity: dict[str, Any] = {"source": "current", "unlike_others": secrets.token_hex(8)}
         return EvalSession(run=run, source="current", identity=identity, step=pipe.steps_done)
     if isinstance(weights, Weights):
         chosen = weights

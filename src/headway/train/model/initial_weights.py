@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
@@ -30,8 +30,13 @@ class InitialWeights:
     strict: bool = True
     rename: Rename | None = None
 
-    def load(self, name: str, module: nn.Module, ties: Sequence[Sequence[str]]) -> WeightsReport:
-        """Fills a model, whole or sharded, and prints what matched; each rank reads only its shards."""
+    def load(
+        self, name: str, module: nn.Module, ties: Sequence[Sequence[str]], empty: Collection[str] = ()
+    ) -> WeightsReport:
+        """Fills a model, whole or sharded, and prints what matched; each rank reads only its shards.
+
+        `empty` names the tensors that have memory and no values: without weights they would be anything.
+        """
         tensors = {key: value for key, value in module.state_dict().items() if isinstance(value, Tensor)}
         report = load_weights(
             self.source if isinstance(self.source, Weights) else Weights(self.source),
@@ -41,6 +46,7 @@ class InitialWeights:
             rename=_with_adapters(self.rename, tensors) if is_adapted(module) else self.rename,
             ties=ties,
             optional=_trained_and_frozen(module) if is_adapted(module) else (),
+            required=empty,
         )
         module.load_state_dict(tensors, strict=False)
         dist.print_root(f"model {name}: {report}")
@@ -52,12 +58,18 @@ def is_adapted(module: nn.Module) -> bool:
     return hasattr(module, "peft_config") and hasattr(module, "base_model")
 
 
+def adapter_name(module: nn.Module) -> str:
+    """Returns the name of the adapter that is trained, which peft puts into the names of its tensors."""
+    known: Any = module.peft_config
+    active = getattr(module, "active_adapter", "default")
+    return str(active if isinstance(active, str) and active in known else next(iter(known)))
+
+
 def adapter_config(module: nn.Module) -> dict[str, Any] | None:
     """Returns the settings of a model's adapter as plain values, for its export; None if it has none."""
     if not is_adapted(module):
         return None
-    settings: Any = module.peft_config
-    config = settings.get("default") or next(iter(settings.values()))
+    config: Any = module.peft_config[adapter_name(module)]  # type: ignore[index]
     plain = json.dumps(
         config.to_dict(), default=lambda each: sorted(each) if isinstance(each, set) else str(each)
     )
@@ -86,16 +98,16 @@ def _with_adapters(rename: Rename | None, tensors: dict[str, Any]) -> Rename:
     return find
 
 
-def has_empty_parameters(name: str, module: nn.Module, *, given: bool) -> bool:
-    """Returns whether parameters are on the meta device, without memory; refuses what weights could not fill."""
-    kept = module.state_dict().keys()
+def find_empty(name: str, module: nn.Module, *, given: bool) -> set[str]:
+    """Returns the names of tensors on the meta device, without memory; refuses what weights could not fill."""
+    kept = module.state_dict()
     lost = [key for key, buffer in module.named_buffers() if buffer.is_meta and key not in kept]
     if lost:
         raise UsageError(
             f"model {name!r} has a buffer on the meta device that no checkpoint holds, {lost[0]!r}: build the model "
             'in "with hw.train.empty_parameters():", which keeps buffers, instead of torch.device("meta")'
         )
-    empty = any(parameter.is_meta for parameter in module.parameters())
+    empty = {key for key, tensor in kept.items() if isinstance(tensor, Tensor) and tensor.is_meta}
     if empty and not given:
         raise UsageError(
             f"model {name!r} has parameters on the meta device, without values: pass init_from= to fill them"

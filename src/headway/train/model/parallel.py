@@ -37,7 +37,7 @@ from headway.train.model.ema import Ema
 from headway.train.model.initial_weights import (
     InitialWeights,
     allocate,
-    has_empty_parameters,
+    find_empty,
     is_adapted,
 )
 from headway.train.model.tensor_group import TensorGroup
@@ -223,7 +223,7 @@ def prepare(
     """Moves a model to this rank's device, wraps it, fills it with its initial weights, and compiles it."""
     if not isinstance(module, nn.Module):
         raise _not_a_module(name, module)
-    empty = has_empty_parameters(name, module, given=initial is not None)
+    empty = find_empty(name, module, given=initial is not None)
     ties = find_ties(module)
     if not empty:
         module = module.to(world.device)
@@ -244,7 +244,7 @@ def prepare(
         allocate(module, world.device)
         restore_ties(name, module, ties)
     check_ties(name, module, ties)
-    report = None if initial is None else initial.load(name, module, ties)
+    report = None if initial is None else initial.load(name, module, ties, empty)
     if compile:
         mode = None if compile is True else compile
         wrapped.compile(mode=mode)  # in place, so that the names of parameters stay

@@ -364,6 +364,7 @@ class Keeper:
         best: dict[str, Any] = {"best": self._best, "keep_best": self.settings.keep_best}
         shared = best | {"seed": torch.initial_seed(), "fingerprints": self._fingerprints}
         shared |= {"datasets": facts["shared"], "adapters": state.adapters(pipe)}
+        shared["adapter_names"] = state.adapter_names(pipe)
         at, values = self._values
         scalars = {name: value for name, value in values.items() if isinstance(value, float | int)}
         self.saver.save(

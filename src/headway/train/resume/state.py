@@ -22,7 +22,7 @@ from headway.checkpoint.format.directory import CheckpointDirectory
 from headway.checkpoint.format.manifest import read_index, read_manifest
 from headway.data.fingerprint import fingerprints
 from headway.errors import UsageError
-from headway.train.model.initial_weights import adapter_config
+from headway.train.model.initial_weights import adapter_config, adapter_name, is_adapted
 
 if TYPE_CHECKING:
     from headway.train.pipeline import Pipeline
@@ -98,6 +98,12 @@ def adapters(pipe: Pipeline) -> dict[str, dict[str, Any]]:
     """Returns the settings of the models' adapters, such as LoRA."""
     found = {name: adapter_config(model.bare) for name, model in pipe.registered_models.items()}
     return {name: config for name, config in found.items() if config is not None}
+
+
+def adapter_names(pipe: Pipeline) -> dict[str, str]:
+    """Returns what peft calls the adapters of the models, by the names of the models."""
+    models = pipe.registered_models.items()
+    return {name: adapter_name(model.bare) for name, model in models if is_adapted(model.bare)}
 
 
 def compare_datasets(pipe: Pipeline, state: Mapping[str, Any] | None) -> dict[str, dict[str, str]]:
