@@ -164,6 +164,16 @@ def test_who_brought_the_nan_is_known() -> None:
     assert meter.reduce().not_finite == {"loss": [1]}
 
 
+def test_a_value_of_weight_0_does_not_count() -> None:
+    meter, nan = MetricAccumulator(CPU), float("nan")
+    for value in (nan, torch.tensor(nan)):
+        for weight in (0, torch.tensor(0)):
+            meter.log("a", value, weight=weight)
+    meter.log("a", 2**24 + 1, weight=torch.tensor(3))
+    meter.log("a", torch.tensor(2**24 + 1), weight=torch.tensor(3))
+    assert meter.reduce().values == {"a": 2**24 + 1}
+
+
 def test_a_value_is_taken_when_it_is_logged() -> None:
     """Users update buffers in place; what was logged is what was there then."""
     meter, value = MetricAccumulator(CPU), torch.tensor(1.0)

@@ -128,6 +128,32 @@ def test_a_step_without_tokens_changes_nothing(tmp_path: Path) -> None:
             assert torch.equal(ours, start)
 
 
+class OnePadding(Tokens):
+    """The third batch is all padding: the mean over no token is NaN, with the weight 0."""
+
+    def step(self, batch: Any) -> tuple[Tensor, Tensor]:
+        x, y = batch
+        padding = torch.equal(x, batch_of(2, 0)[0])
+        return super().step((x, torch.full_like(y, IGNORED) if padding else y))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_batch_of_padding_has_no_part_in_the_mean(tmp_path: Path) -> None:
+    pipe = Pipeline(name="toy", root=tmp_path)
+    net = make_net(norm=False, dropout=0.0)
+    pipe.register_model("net", net)
+    pipe.register_optimizer("sgd", torch.optim.SGD(net.parameters(), lr=0.3))
+    for name in ("train", "val"):
+        pipe.register_dataset(name, [batch_of(number, 0) for number in range(BATCHES)])
+    pipe.append_stage(OnePadding(accumulate=2), max_epochs=1)
+    pipe.run()
+    assert all(p.isfinite().all() for p in net.parameters())
+    assert [value == value for _, value in pipe.history.points("train/loss")] == [True] * 4
+    with torch.no_grad():
+        expected = mean_over_tokens(net, [batch_of(number, 0) for number in range(BATCHES) if number != 2])
+    assert pipe.history["val/loss"] == pytest.approx([expected.item()], rel=1e-5)
+
+
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("weigh", "message"),

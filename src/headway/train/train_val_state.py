@@ -247,7 +247,10 @@ class TrainValState(LoopState):
     # --- a step
 
     def weighted(self, returned: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-        """Returns the mean loss of a batch and its weight, such as its tokens, from what a step returned."""
+        """Returns the mean loss of a batch and its weight, such as its tokens, from what a step returned.
+
+        The mean over no token, of weight 0, is NaN; it is returned as 0, since NaN times 0 is NaN.
+        """
         if len(returned) != 2 or not isinstance(returned[0], Tensor):
             raise not_a_loss(self.stage, returned)
         loss, weight = returned
@@ -261,7 +264,8 @@ class TrainValState(LoopState):
                 f"stage {self.name!r} returned the weight {weight!r:.80} with its loss: give a number of at least 0, "
                 "or a tensor with one, such as (labels != -100).sum()"
             )
-        return loss, torch.as_tensor(weight, dtype=exact_dtype(self.device), device=self.device).detach()
+        exact = torch.as_tensor(weight, dtype=exact_dtype(self.device), device=self.device).detach()
+        return torch.where(exact != 0, loss, 0.0), exact
 
     def stepped_optimizers(self) -> Mapping[str, Optimizer]:
         mine = self.stage.optimizers()

@@ -71,8 +71,10 @@ class Cell:
         match self.reduction:
             case "mean":
                 if isinstance(weight, Tensor):
-                    self.total.addcmul_(value.to(self.total.dtype), weight.to(self.total.dtype))
-                else:
+                    exact = weight.to(self.total)
+                    counted = torch.where(exact != 0, value.to(exact.dtype), 0.0)  # NaN times 0 is NaN
+                    self.total.addcmul_(counted, exact)
+                elif weight:
                     self.total.add_(value, alpha=weight)
             case "sum":
                 self.total.add_(value)
@@ -87,8 +89,9 @@ class Cell:
         match self.reduction:
             case "mean":
                 if isinstance(weight, Tensor):
-                    self.total.add_(weight, alpha=value)
-                else:
+                    exact = weight.to(self.total)
+                    self.total.add_(torch.where(exact != 0, exact * value, 0.0))
+                elif weight:
                     self.host += value * weight
             case "sum":
                 self.host += value
