@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,37 @@ def test_a_window_of_fp16_does_not_overflow_by_its_weights(tmp_path: Path) -> No
     stage = Tokens(lambda y: (y != IGNORED).sum() * 5_000, accumulate=3, precision="fp16")
     pipe = train(tmp_path, stage, rank=0)
     assert [value for _, value in pipe.history.points("train/skipped_steps")] == [0.0] * 3
+
+
+class Shrinking(Tokens):
+    """Its first batch has by far the most tokens; a run of it may be cut."""
+
+    def __init__(self, cut_at: int | None) -> None:
+        super().__init__(accumulate=2, precision="fp16", val_every=None)
+        self.cut_at = cut_at
+
+    def step(self, batch: Any) -> Any:
+        if self.pipe.steps_done == self.cut_at:
+            raise ZeroDivisionError
+        loss, weight = super().step(batch)
+        return loss, weight * (1 if self.pipe.steps_done else 5_000)
+
+
+@pytest.mark.usefixtures("alone")
+def test_weights_of_fp16_are_counted_in_the_same_unit_after_a_resume(tmp_path: Path) -> None:
+    units = []
+    for folder, cut_at in (("whole", None), ("cut", 2), ("cut", None)):
+        pipe = Pipeline(name="toy", root=tmp_path / folder)
+        pipe.register_model("net", make_net(norm=False, dropout=0.0))
+        pipe.register_optimizer("sgd", lambda ps: torch.optim.SGD(ps, lr=0.3), model="net")
+        pipe.register_dataset("train", [batch_of(number, 0) for number in range(BATCHES)])
+        stage = Shrinking(cut_at)
+        pipe.append_stage(stage, max_epochs=1)
+        pipe.enable_checkpointing(tmp_path / folder, every="1 step", background=False)
+        with pytest.raises(ZeroDivisionError) if cut_at else nullcontext():
+            pipe.run()
+        units.append(stage._loop.optimizer_step._unit.item())
+    assert units == units[:1] * 3 and units[0] > 100
 
 
 @pytest.mark.usefixtures("alone")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from headway.errors import HeadwayError, UsageError
+from headway.train.metrics.meter import exact_dtype
 from headway.train.model.mesh_groups import total_norm
 from headway.train.model.zero_grad import fast_zero_grad
 from headway.train.settings import check_norm
@@ -39,6 +40,20 @@ class OptimizerStep:
     def begin_epoch(self) -> None:
         """Finds out once per epoch what does not depend on the step."""
         self._updates = self._fixed_updates()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the steps skipped in a row, and the unit of weights in fp16, on which overflows depend."""
+        fp16 = self._state.precision.scaler is not None
+        return {
+            "skipped": self.skipped_in_a_row,
+            "unit": self._unit.item() if fp16 and self._unit is not None else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.skipped_in_a_row, unit = state["skipped"], state.get("unit")  # older checkpoints have no unit
+        if unit is not None and self._state.precision.scaler is not None:
+            device = self._state.device
+            self._unit = torch.tensor(unit, dtype=exact_dtype(device), device=device)
 
     # --- the mean over batches and ranks
 
@@ -76,7 +91,7 @@ class OptimizerStep:
         """Returns a power of two near the weights, the same on all ranks, in which to count them.
 
         Only fp16 needs it: a loss times thousands of tokens would overflow until the loss scale is as much smaller.
-        Being a power of two, it changes no bit of the result.
+        It is chosen once in a run, and saved: what overflows and what is rounded in fp16 depends on it.
         """
         if self._state.precision.scaler is None:
             return torch.ones_like(weight)

@@ -472,7 +472,7 @@ class TrainValState(LoopState):
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict() | {
             "precision": self.precision.state_dict(),
-            "skipped": self.optimizer_step.skipped_in_a_row,
+            **self.optimizer_step.state_dict(),
             "validated": self._val_values,
             "validated_at": self._validated_at,
         }
@@ -485,7 +485,7 @@ class TrainValState(LoopState):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self.precision.load_state_dict(state["precision"])
-        self.optimizer_step.skipped_in_a_row = state["skipped"]
+        self.optimizer_step.load_state_dict(state)
         self._val_values, self._validated_at = state["validated"], state["validated_at"]
         if clock := state.get("val_clock"):  # only if val_every is a time
             self._validation_requested, self._carried_s = clock["requested"], clock["since_s"]
