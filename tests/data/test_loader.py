@@ -513,6 +513,18 @@ def test_random_numbers_of_whole_batches_belong_to_the_sample_all_the_same(worke
     assert torch.equal(quiet, other), "also those that collate_fn draws after them"
 
 
+def test_a_first_sample_that_draws_is_that_of_the_uninterrupted_epoch() -> None:
+    class Different(Fetched):
+        def __getitems__(self, indices: list[int]) -> list[tuple[int, float]]:
+            return [(index, 1 + random.random()) for index in indices]  # not as __getitem__ draws
+
+    whole = pairs(DataLoader(Different(12, draws=True), batch_size=4, shuffle=True))
+    cut, again = (DataLoader(Different(12, draws=True), batch_size=4, shuffle=True) for _ in range(2))
+    next(iter(cut))
+    again.load_state_dict(cut.state_dict())
+    assert pairs(again) == whole[1:]
+
+
 def test_every_sample_is_fetched_once() -> None:
     class Noted(Numbers):
         def __init__(self, count: int, *, draws: bool) -> None:
@@ -533,8 +545,9 @@ def test_every_sample_is_fetched_once() -> None:
         for each in (dataset, *parts, torch_data.Subset(parts[0], range(5))):
             dataset.fetched.clear()
             batches = pairs(DataLoader(each, batch_size=size, shuffle=True))
-            assert dataset.fetched == [index for batch in batches for index, _ in batch]
-            assert len(dataset.fetched) == len(each)
+            tried = dataset.fetched[: draws and kind is AtOnce]  # fetched again, alone, since it drew
+            assert dataset.fetched == tried + [index for batch in batches for index, _ in batch]
+            assert len(dataset.fetched) == len(each) + len(tried)
 
 
 def noisy_pairs(samples: list[tuple[int, float]]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -214,7 +214,7 @@ class _BatchFetcher(torch_data.Dataset[Any]):
     """The dataset as workers see it: whole batches, each sample with random numbers of its own.
 
     A dataset with `__getitems__` is asked for many samples at once. If it draws random numbers then, they cannot belong
-    to a sample; so the first sample is fetched alone, and if it draws, all others are, too.
+    to a sample; so the first sample is tried alone, and if it draws, each one is fetched by `__getitem__`.
     """
 
     def __init__(self, dataset: torch_data.Dataset[Any], collate: Collate, seed: int) -> None:
@@ -242,8 +242,8 @@ class _BatchFetcher(torch_data.Dataset[Any]):
             if not isinstance(first, list):  # collated already, so it cannot be made of samples
                 return first if len(request.samples) == 1 else self._fetch_at_once(request, slice(None))[0]
             self._is_tried = not drew
-            if drew:
-                self._fetch_all = None
+            if drew:  # `__getitem__`, which fetches it after a resume, may draw in another way
+                self._fetch_all, first = None, []
         missing = slice(len(first), None)
         if not request.samples[missing]:
             return first
