@@ -36,7 +36,7 @@ NOBODY = 65534
 IS_ROOT = os.geteuid() == 0
 
 
-class Ran(Exception):
+class Ran(BaseException):
     """What was read is about to run."""
 
 

@@ -26,6 +26,7 @@ from headway.plan.tracer.request import trace_module, trace_modules
 from headway.plan.tracer.result import TraceResult
 from headway.plan.tracer.settings import TraceSettings
 
+pytestmark = pytest.mark.timeout(900)  # the first tests wait until all models are traced
 ZOO = str(Path(__file__).parent / "zoo.py")
 FULL = os.environ.get("HEADWAY_FAULTS") == "full"
 STRANGERS = str(Path(__file__).parent / "strangers.py")
@@ -81,7 +82,6 @@ def large(cache: TraceCache) -> None:
 
 
 @pytest.mark.usefixtures("large")
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("index", LARGE, ids=[ROWS[index]["name"] for index in LARGE])
 def test_peaks_measured_on_an_h200(index: int) -> None:
     row, found = ROWS[index], trace_module(settings(index))
@@ -97,7 +97,6 @@ TITAN = TraceSettings(factory=f"{Path(__file__).parent / 'titan.py'}:make", batc
 
 
 @pytest.mark.usefixtures("large")
-@pytest.mark.timeout(400)
 def test_torchtitan_traced_with_fsdp() -> None:
     """Llama 3.1 8B on 8 H100, eager, selective checkpointing: 82.4 GiB reserved on the fullest rank."""
     found = trace_module(TITAN)
@@ -306,7 +305,6 @@ UNKNOWN = {
 
 
 @pytest.mark.usefixtures("large")
-@pytest.mark.timeout(400)
 def test_peaks_of_models_that_were_not_known_before() -> None:
     for (name, peak), found in zip(MEASURED.items(), trace_modules([*UNKNOWN.values()]), strict=True):
         assert found.error is None, name

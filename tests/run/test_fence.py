@@ -25,6 +25,8 @@ from headway.launcher.program import JobFile, Program
 from headway.launcher.targets import Slurm
 from headway.record import diagnostics
 from headway.record.ledger import LedgerContents, LedgerRow
+from headway.record.sinks.csv import Csv
+from headway.record.sinks.feeder import write_description
 from headway.run import Run
 from headway.run.lock import Owner
 from headway.run.paths import RunPaths
@@ -48,6 +50,7 @@ def needs_checkpoints(request: pytest.FixtureRequest) -> bool:
 def taken(tmp_path: Path, request: pytest.FixtureRequest) -> Run:
     """A run whose second attempt another process trains."""
     run = Run.create(tmp_path / "runs", name="digits")
+    run.nodes_dir.mkdir()
     with run.lock():
         run.begin_attempt(world={})
         for step in (1, 2, 3) if needs_checkpoints(request) else ():
@@ -98,6 +101,8 @@ WRITERS: dict[str, Callable[[Run], object]] = {
     "diagnostics": lambda run: diagnostics.write(run, {"attempt": 1}),
     "metric rows": fill(Path("metrics/rank-00000.jsonl")),
     "the ledger": fill(Path("ledger.jsonl")),
+    "device samples": fill(Path("nodes/n1.jsonl")),
+    "the description of a sink": lambda run: write_description(run, Csv()),
     "bad samples": fill(Path("log/quarantine-00000.jsonl")),
     "prune": lambda run: prune(run, Retention(keep_last=2)),
 }
@@ -193,6 +198,13 @@ _ALLOWED = {
     "launcher/call.py": {"call_dir"},
     "launcher/functions/start.py": {"job_log", "submission_file", "ended_file"},  # fenced: "restart"
     "launcher/functions/worker.py": {"call_dir"},
+    # of a process that evaluates, and need not hold the run: rows of its own, never those of training
+    "train/evaluate/session.py": {"eval_dir", "eval_file"},
+    # after check_owner, is_ours or under the lock; rows of devices are fenced
+    "record/devices/__main__.py": {"nodes_dir"},
+    "record/sinks/feeder.py": {"sink_file"},
+    "record/sinks/replayer.py": {"sink_offset_file"},
+    "train/diagnose/plan_check.py": {"plan_file"},
     # fenced here
     "run/directory.py": {"config_file", "failure_file"},
     "run/status.py": {"ended_file"},

@@ -67,11 +67,19 @@ def feeding(run: Run, sinks: Sequence[Sink], *, finish_s: float = _FINISH_S) -> 
                 feeder.join(deadline, finish_s)
 
 
+def write_description(run: Run, sink: Sink) -> None:
+    """Keeps in the run which sink it is and its settings, so that it can be fed again later."""
+    run.check_owner()
+    with files.storage(f"write {run.sink_file(sink.name)}"):
+        files.write_atomic(run.sink_file(sink.name), to_json(redact_tree(transport.describe(sink))))
+
+
 @final
 class Feeder:
     """A process that feeds one sink, seen from the training process."""
 
     def __init__(self, run: Run, sink: Sink) -> None:
+        write_description(run, sink)
         self._sink, self._log = sink, run.sink_log(sink.name)
         log = files.open_private(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:
@@ -84,10 +92,8 @@ class Feeder:
             )
         finally:
             os.close(log)
-        owner, description = run.fence.number if run.fence else None, transport.describe(sink)
-        with files.storage(f"write {run.sink_file(sink.name)}"):
-            files.write_atomic(run.sink_file(sink.name), to_json(redact_tree(description)))
-        self._send({"run": str(run.path), "owner": owner, "sink": description})
+        owner = run.fence.number if run.fence else None
+        self._send({"run": str(run.path), "owner": owner, "sink": transport.describe(sink)})
 
     def finish(self, status: str, exit_code: int) -> None:
         """Says how the run ended; the sink takes the remaining rows and closes."""

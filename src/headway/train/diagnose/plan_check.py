@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,8 @@ from typing import TYPE_CHECKING, final
 import torch
 
 from headway.plan.report.saved_plan import Planned, PlannedKey, SavedPlan, read_saved_plan
+from headway.run.info import to_json
+from headway.system import files
 from headway.system.log import logger
 from headway.train.callback import Callback
 from headway.train.metrics.meter import LogPoint
@@ -51,7 +52,7 @@ class PlanCheck(Callback):
 
     def pre_run(self, pipe: Pipeline) -> None:
         if pipe.world.is_root and pipe.directory.is_ours() and not pipe.directory.plan_file.exists():
-            pipe.directory.plan_file.write_text(json.dumps(self.plan.content, indent=1) + "\n")
+            files.write_atomic(pipe.directory.plan_file, to_json(self.plan.content))
 
     def pre_epoch(self, stage: Stage) -> None:  # noqa: ARG002
         self._since = None
