@@ -150,6 +150,13 @@ def test_a_tail_reads_each_row_once_and_waits_for_whole_lines(file: Path) -> Non
     assert Tail(file, offset=12).read()[0] == {"step": 2}, "continues where another one stopped"
 
 
+def test_a_tail_goes_on_after_a_line_that_is_too_long(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsonlines, "_LONGEST_BYTES", 1000)
+    file.write_bytes(b"x" * 5000 + b'\n{"step": 1}\n')
+    tail = Tail(file)
+    assert [row for _ in range(6) for row in tail.read(most_bytes=100)] == [{"step": 1}]
+
+
 def test_a_tail_reads_a_large_file_in_parts_and_rows_longer_than_a_part(file: Path) -> None:
     long = {"step": 1, "text": "x" * 5000}
     file.write_text("".join(json.dumps(row) + "\n" for row in (long, {"step": 2}, long, {"step": 3})))

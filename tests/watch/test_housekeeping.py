@@ -65,6 +65,14 @@ def test_an_archive_has_every_byte_and_replaces_the_run(run: Run, capsys: pytest
     )
 
 
+def test_hard_links_are_archived(run: Run) -> None:
+    (run.path / "linked.txt").write_text("twice")
+    os.link(run.path / "linked.txt", run.path / "other.txt")
+    with tarfile.open(housekeeping.archive(run)) as tar:
+        tar.extractall(run.path.parent, filter="data")
+    assert (run.path / "linked.txt").read_text() == (run.path / "other.txt").read_text() == "twice"
+
+
 def test_a_damaged_archive_keeps_the_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     add = tarfile.TarFile.add
 

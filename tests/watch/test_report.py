@@ -59,7 +59,11 @@ def test_one_file_has_everything(tmp_path: Path, capsys: pytest.CaptureFixture[s
     validation = {"kind": "validation", "metrics": {"val/loss": 0.25, "val/accuracy": 0.9}}
     with run.metrics_file(0).open("a") as file:
         file.write(json.dumps(row(1000, 0, time.time()) | validation) + "\n")
-    run.plan_file.write_text(json.dumps({"answers": {"time.step": {"value": 0.08}}}))
+    with run.metrics_file(1).open("a") as file:
+        file.write(json.dumps(row(1000, 1, time.time()) | {"memory_peak": 40 * 10**9}) + "\n")
+    run.plan_file.write_text(
+        json.dumps({"answers": {"time.step": {"value": 0.08}, "memory.allocated": {"value": 32e9}}})
+    )
     assert main(["report", str(run.path), "--price", "2"]) == 0
     assert capsys.readouterr().out.strip() == str(run.report_file)
     page = Page(run.report_file.read_text())
@@ -68,6 +72,7 @@ def test_one_file_has_everything(tmp_path: Path, capsys: pytest.CaptureFixture[s
         r"train/loss 2\.81 *val/loss 0\.25",
         r"trainingforward, backward and optimizer steps that count1m\d\ds\d\d",
         r"seconds per step0\.08 s0\.1 s125%",
+        r"memory, allocated32\.0 GB40\.0 GB125%",
         r"3 straggler2\.00x",
         r"lr: 0\.1\nmodel:\n  depth: 12",
         r"the learning rate is high",

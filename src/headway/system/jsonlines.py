@@ -170,7 +170,9 @@ class Tail:
                     data += file.readline(_LONGEST_BYTES)
         except FileNotFoundError:
             return []
-        whole = data[: data.rfind(b"\n") + 1]
+        # a part of a line that is too long to be a row is passed over
+        end = len(data) if b"\n" not in data and len(data) >= _LONGEST_BYTES else data.rfind(b"\n") + 1
+        whole = data[:end]
         self.offset += len(whole)
         return list(_parse(whole.split(b"\n")))
 

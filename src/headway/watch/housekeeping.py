@@ -85,7 +85,9 @@ def _compare(packed: Path, directory: Path) -> None:
         if path.is_file() and not path.is_symlink()
     }
     with tarfile.open(packed) as tar:
-        inside = {member.name: member.size for member in tar if member.isfile() or member.islnk()}
+        inside = {member.name: member.size for member in tar if member.isfile()}
+        # of files that are hard links to each other, all but the first are names of it
+        inside |= {each.name: inside.get(each.linkname, -1) for each in tar.getmembers() if each.islnk()}
     lock = f"{directory.name}/lock/"  # its heartbeat goes on
     missing = [
         name for name, size in on_disk.items() if inside.get(name) != size and not name.startswith(lock)

@@ -27,7 +27,7 @@ _ERASE, _MIX, _CHOOSE = 4, 5, 6  # the purpose of a hash
 @final
 @dataclass(frozen=True, kw_only=True)
 class RandomErasing:
-    """Sets a random box of some images to 0, the mean of all images.
+    """Sets a random box of some images to 0: the mean of all images if they are normalized, black if they are uint8.
 
     hw.data.RandomResizedCrop(size=224, then=(hw.data.RandomErasing(probability=0.25),))
     """

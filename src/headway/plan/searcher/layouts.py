@@ -277,10 +277,10 @@ def _largest_change(before: StepTime, after: StepTime) -> tuple[str, float]:
 
 
 def _why_fastest(best: Candidate, fitting: list[Candidate]) -> str:
-    text = (
-        f"{best.layout.describe()} is the fastest of {len(fitting)} that fit: {best.seconds:.3g} s per step"
-    )
-    rival = next((found for found in fitting if _shape(found.layout) != _shape(best.layout)), None)
+    peers = [found for found in fitting if found.safe == best.safe]
+    surely = " even if they need the most" if len(peers) < len(fitting) else ""
+    text = f"{best.layout.describe()} is the fastest of {len(peers)} that fit{surely}: {best.seconds:.3g} s per step"
+    rival = next((found for found in peers if _shape(found.layout) != _shape(best.layout)), None)
     if rival is None:
         return text
     if rival.seconds < 1.0005 * best.seconds:

@@ -34,10 +34,12 @@ class Stragglers:
 
     def __init__(self) -> None:
         self._slow: dict[int, int] = {}  # rank -> log points in a row
+        self._told: dict[int, int] = {}  # rank -> log points in a row at which it was not slow again
 
     def observe(self, times: Sequence[float], *, whole: float, sampled: bool = False) -> str | None:
         """Returns a message at the log point where a rank counts as a straggler; None at all others.
 
+        A rank is named again only if it was as fast as the others for as long in between.
         `sampled` says that only one step of the interval was measured.
         """
         enough = SLOW_LOG_POINTS_SAMPLED if sampled else SLOW_LOG_POINTS
@@ -48,7 +50,10 @@ class Stragglers:
             if time > SLOW_FACTOR * usual and time - usual > MIN_LOST_FRACTION * whole
         ]
         self._slow = {rank: self._slow.get(rank, 0) + 1 for rank in slow}
-        reached = [rank for rank, count in self._slow.items() if count == enough]
+        well = {rank: 0 if rank in self._slow else count + 1 for rank, count in self._told.items()}
+        self._told = {rank: count for rank, count in well.items() if count < enough}
+        reached = [rank for rank, count in self._slow.items() if count >= enough and rank not in self._told]
+        self._told |= dict.fromkeys(reached, 0)
         if not reached:
             return None
         worst = max(reached, key=lambda rank: times[rank])

@@ -228,7 +228,7 @@ def _plan(run: Run, snapshot: Snapshot) -> str:
     rows = []
     for what, expected, actual, text in (
         ("seconds per step", planned("time.step"), snapshot.speed.step_median_s, "{:.4g} s"),
-        ("memory, GB", planned("memory.needed"), max(peaks, default=None), ""),
+        ("memory, allocated", planned("memory.allocated"), max(peaks, default=None), ""),
     ):
         if expected and actual:
             show = text.format if text else format_bytes

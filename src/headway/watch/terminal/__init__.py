@@ -3,8 +3,8 @@
 `screen` lays a snapshot out for a terminal of any size, as a pure function; `charts` draws bars and curves with
 characters; `live` keeps the screen up to date and reads keys; `lines` prints one line every few seconds instead.
 
-The screen is made with rich. A trial of textual needed four times the CPU time before the first screen, for widgets
-that a page without input fields does not use.
+The screen is made with rich. To import textual takes several times the CPU time, for widgets that a page without input
+fields does not use; nothing else of the two was compared.
 """
 
 from __future__ import annotations
