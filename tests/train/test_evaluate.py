@@ -403,6 +403,7 @@ def test_what_cannot_be_evaluated_is_said(runs: Path, tmp_path: Path) -> None:
     for call, message in (
         (lambda: pipe.test(stage), "there is no dataset 'test' to evaluate"),
         (lambda: pipe.test(stage, "tset"), "tset"),
+        (lambda: pipe.test(stage, loader(), weights="bset"), "weights='bset' is not known: give \"last\""),
         (lambda: pipe.validate(stage, []), "dataset 'val' has no batch to evaluate"),
         (lambda: pipe.validate(stage, {"val": loader(), "ood": []}), "dataset 'ood' has no batch"),
         (lambda: pipe.validate(stage, {}), "there is no dataset to evaluate"),

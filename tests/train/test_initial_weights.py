@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,25 @@ def test_a_torch_file_that_would_execute_is_refused(tmp_path: Path) -> None:
     torch.save([torch.ones(2)], tmp_path / "list.pt")
     with pytest.raises(UsageError, match="has no tensors by name"):
         Pipeline(root=tmp_path).register_model("net", make_net(), init_from=tmp_path / "list.pt")
+    (tmp_path / "junk.safetensors").write_bytes(b"not weights at all, but long enough")
+    with pytest.raises(NoValidCheckpoint, match=r"junk.safetensors: it is not a safetensors file"):
+        Pipeline(root=tmp_path).register_model("net", make_net(), init_from=tmp_path / "junk.safetensors")
+    for source, rename, words in (
+        ({"a": 1}, None, "weights cannot be read from a value of type dict: give the path"),
+        (3, None, "weights cannot be read from a value of type int"),
+        (tmp_path / "whole.pt", ["a"], r"rename=\['a'\]: give a dict"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            Pipeline(root=tmp_path).register_model("net", make_net(), init_from=source, rename=rename)  # type: ignore[arg-type]
+    torch.save(argparse.Namespace(lr=0.1), tmp_path / "args.pt")
+    with pytest.raises(UsageError, match="cannot be read safely") as caught:
+        Pipeline(root=tmp_path).register_model("net", make_net(), init_from=tmp_path / "args.pt")
+    assert "\x1b" not in str(caught.value)
+    save_file({k: torch.ones(3, 3, 3) for k in make_net().state_dict()}, tmp_path / "other.safetensors")
+    with pytest.raises(
+        UsageError, match=r"no tensor of the shape that it has in .*; of another shape: first"
+    ):
+        Pipeline(root=tmp_path).register_model("net", make_net(), init_from=tmp_path / "other.safetensors")
     with pytest.raises(UsageError, match="there are no weights at"):
         Pipeline(root=tmp_path).register_model("net", make_net(), init_from=tmp_path / "nowhere")
     (tmp_path / "hub").mkdir()

@@ -172,6 +172,11 @@ def _check(
     optional: Sequence[Collection[str]],
     found: Iterable[str],
 ) -> None:
+    if not report.matched and report.mismatched:
+        raise UsageError(
+            f"model {model!r} has no tensor of the shape that it has in {report.path}; of another shape: "
+            f"{shorten_list(report.mismatched, limit=3)}: build the model with the settings of those weights"
+        )
     if not report.matched:
         here = shorten_list([*report.missing, *report.mismatched], limit=3)
         raise UsageError(
@@ -181,8 +186,8 @@ def _check(
     complete = not report.missing or any(set(report.missing) <= set(names) for names in optional)
     if strict and (not complete or report.mismatched or report.left_over):
         raise UsageError(
-            f"model {model!r} does not have the weights that were given: {report}; pass strict=False to load what "
-            "matches, or rename="
+            f"model {model!r} does not have the weights that were given: {report}; pass strict=False to "
+            "register_model(..., init_from=...) to load what matches, or rename="
         )
 
 

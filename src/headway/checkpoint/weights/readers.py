@@ -7,6 +7,7 @@ files are read with `weights_only=True`.
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -40,6 +41,7 @@ _NAMES = (
 """of the weights in a directory of Hugging Face, in the order of preference; in several files, with an index beside"""
 _INSIDE = ("state_dict", "model_state_dict", "model", "module", "net", "weights")
 """where training scripts keep the weights in a torch file that has more"""
+_COLORS = re.compile(r"\x1b\[[0-9;]*m")  # in messages of torch
 _LARGEST_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
 
 
@@ -157,7 +159,9 @@ def _is_safetensors(path: Path) -> bool:
     if not path.is_file():
         raise DamagedCheckpoint(f"{path.name}: there is no such file")
     with path.open("rb") as file:
-        return file.read(9)[8:] == b"{"  # a zip or a pickle has other bytes there
+        return (
+            path.suffix == ".safetensors" or file.read(9)[8:] == b"{"
+        )  # a zip or a pickle has other bytes there
 
 
 def _read_header(file: CheckpointFile, name: str) -> dict[str, TensorEntry]:
@@ -210,7 +214,8 @@ def _tensors_of(path: Path) -> dict[str, torch.Tensor]:
             zipped = file.read(4) == b"PK\x03\x04"
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        text = _COLORS.sub("", str(error)).strip()
+        reason = text.splitlines()[0] if text else type(error).__name__
         raise UsageError(
             f"{path} cannot be read safely as weights ({reason:.150}): see what is in it with headway checkpoint show "
             f"{path}, and save its state dict alone"

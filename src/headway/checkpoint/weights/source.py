@@ -40,6 +40,12 @@ class Weights:
     """what "best" means, such as "max:val/accuracy"; by default the run's own `keep_best`"""
 
     def __post_init__(self) -> None:
+        source: object = self.source
+        if not isinstance(source, str | os.PathLike | Run):
+            raise UsageError(
+                f"weights cannot be read from a value of type {type(source).__name__}: give the path of a "
+                "file, a checkpoint or a run; of a state dict, call load_state_dict() of the model"
+            )
         given: object = self.at  # a caller without a type checker may pass anything
         if given not in ("last", "best") and not (type(given) is int and given >= 0):
             raise UsageError(f'at={given!r} is not valid: give "last", "best" or a step')

@@ -154,6 +154,10 @@ def _load(pipe: Pipeline, run: Run, weights: EvalWeights) -> EvalSession:
         chosen = Weights(run, at=weights)  # type: ignore[arg-type]
     else:
         chosen = Weights(weights)
+        if isinstance(weights, str) and "/" not in weights and not from_root(lambda: chosen.path.exists()):
+            raise UsageError(
+                f'weights={weights!r} is not known: give "last", "best", "current", a step as a number, or a path'
+            )
     chosen = replace(chosen, source=chosen.locate(), at="last")
     path = Path(chosen.source)  # type: ignore[arg-type]
     stamps = from_root(lambda: read_stamps(path))  # before they are read: newer weights then have another one

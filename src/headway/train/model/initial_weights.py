@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
@@ -29,6 +29,14 @@ class InitialWeights:
     source: WeightsLike
     strict: bool = True
     rename: Rename | None = None
+
+    def __post_init__(self) -> None:
+        rename: object = self.rename
+        if rename is not None and not isinstance(rename, Mapping) and not callable(rename):
+            raise UsageError(
+                f"rename={rename!r:.80}: give a dict from old beginnings of names to new ones, such as "
+                "{'old.': 'new.'}, or a function"
+            )
 
     def load(
         self, name: str, module: nn.Module, ties: Sequence[Sequence[str]], empty: Collection[str] = ()
