@@ -476,6 +476,8 @@ def test_a_failed_write_is_a_storage_error(tmp_path: Path, run_python: Any) -> N
         "3",
         "{}",
         '{"format": 2, "id": "a", "name": "b", "created": "c", "attempts": []}',
+        '{"format": 1, "id": "a-1", "name": "a", "created": "c", "attempts": [1]}',
+        '{"format": 1, "id": "a-1", "name": "a", "created": "c", "attempts": [{"number": 1, "status": "x"}]}',
         "\udcff",
     ],
 )

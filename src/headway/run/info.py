@@ -47,11 +47,23 @@ def read_info(path: Path) -> Info:
             )
             raise _unreadable(path, problem, remedy="upgrade headway to use it")
         case {"format": 1, "id": str(id_), "name": str(name), "created": str(), "attempts": list()}:
-            if id_.startswith(f"{name}-"):
+            if id_.startswith(f"{name}-") and all(map(_is_attempt, info["attempts"])):
                 return dict(info)
     raise _unreadable(
         path, f"is damaged: it is not the record of a run, of which format {FORMAT} is expected"
     )
+
+
+def _is_attempt(attempt: object) -> bool:
+    """Returns whether this may be an attempt in run.json: others show its status and compute with its times."""
+    match attempt:
+        case {"number": int(number), "started": str(started), "status": str(status)}:
+            try:
+                datetime.fromisoformat(started)
+            except ValueError:
+                return False
+            return number > 0 and status.isalpha()
+    return False
 
 
 def newest_step(path: Path) -> int | None:
