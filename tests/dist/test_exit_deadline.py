@@ -118,9 +118,14 @@ def test_children_that_ignore_termination_are_killed(
         multiprocessing.get_context("fork").Process(target=run, daemon=True).start()
         ready.recv()
         end_daemonic_children(timeout_s=0.1)
-        os._exit(len(multiprocessing.active_children()))
+        os._exit(sum(each.is_alive() for each in multiprocessing.active_children() if each is not ours))
 
+    ours = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+    ours.start()  # the child is forked, and lists it, too
     assert child(body)[0] == 0
+    assert ours.is_alive()
+    ours.kill()
+    ours.join()
 
 
 def test_a_worker_ends_for_its_rank_and_for_nobody_else() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headway.cli.parser import Parser
+from headway.cli.parser import Parser, above_zero
 from headway.errors import DONE, UsageError
 from headway.watch.report import write_report
 from headway.watch.runs import resolve
@@ -24,7 +24,9 @@ def main(argv: list[str]) -> int:
     parser = Parser("report", "Writes a run as one self-contained HTML file, to keep or to mail.", _EXAMPLES)
     parser.add_argument("run", metavar="RUN", help="run directory, id, or beginning or end of an id")
     parser.add_argument("-o", "--output", metavar="FILE", help="write this file instead")
-    parser.add_argument("--price", type=float, metavar="X", help="what a GPU-hour costs, in your currency")
+    parser.add_argument(
+        "--price", type=above_zero, metavar="X", help="what a GPU-hour costs, in your currency"
+    )
     parser.add_root()
     options = parser.parse_args(argv)
     runs = resolve([options.run], options.root)

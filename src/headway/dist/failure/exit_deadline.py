@@ -129,7 +129,12 @@ def end_daemonic_children(*, timeout_s: float = _TERMINATE_S) -> None:
 
     Python's own exit sends them SIGTERM and then waits for ever, for one that is stuck in the kernel, too.
     """
-    children = [child for child in multiprocessing.active_children() if child.daemon]
+    # a process that was forked without multiprocessing still lists the children of the one it came from
+    children = [
+        child
+        for child in multiprocessing.active_children()
+        if child.daemon and child._parent_pid == os.getpid()  # type: ignore[attr-defined]
+    ]
     if not children:
         return
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a worker was killed
