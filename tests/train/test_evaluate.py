@@ -356,6 +356,22 @@ def test_a_prediction_with_other_weights_is_not_taken_for_this_one(runs: Path, t
             pipe.predict(stage, loader(), out, weights=other)
 
 
+def test_a_prediction_of_an_edited_stage_is_not_taken_for_this_one(runs: Path, tmp_path: Path) -> None:
+    class Before(Predicting):
+        pass
+
+    class After(Predicting):
+        def predict(self, batch: Any) -> Any:
+            return super().predict(batch)
+
+    After.__name__ = "Before"  # the name of the stage, whose code was edited
+    pipe, out = fresh(runs), tmp_path / "a.npy"
+    pipe.predict(Before(), loader(), out)
+    assert pipe.predict(Before(), loader(), out) == out
+    with pytest.raises(UsageError, match="exists already"):
+        pipe.predict(After(), loader(), out)
+
+
 class ValidatingInHooks(Predicting):
     weights: Any = None
 
@@ -418,6 +434,7 @@ def test_what_cannot_be_evaluated_is_said(runs: Path, tmp_path: Path) -> None:
             "let it end with .npy, .safetensors, .jsonl",
         ),
         (lambda: pipe.predict(Classify(), loader(), tmp_path / "a.npy"), "define predict"),
+        (lambda: pipe.predict(stage, loader(), tmp_path / "no" / "a.npy"), "no directory .* mkdir -p"),
         (lambda: pipe.predict(stage, iter([1]), tmp_path / "a.npy"), "number of samples is not known"),
     ):
         with pytest.raises(UsageError, match=message):

@@ -6,7 +6,10 @@ them. So the file does not depend on the number of ranks, and its length is the 
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import json
+import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
@@ -65,7 +68,7 @@ def predict(
         total = _count_samples(loader, pipe.world.world_size)
         request = {
             "out": str(out), "stage": stage.name, "weights": opened.identity, "samples": total,
-            "fingerprints": fingerprints(loader),
+            "fingerprints": fingerprints(loader), "code": _code_of(stage),
         }  # fmt: skip
         if from_root(lambda: _is_done(out, opened, name, request)):
             dist.print_root(f"{out} is already there, with the same weights and data")
@@ -86,8 +89,26 @@ def predict(
     return out
 
 
+def _code_of(stage: Stage) -> str:
+    """Returns a hash of the stage's own classes: rows that an edited `predict` returns are those of another request."""
+    own = [
+        each
+        for each in type(stage).__mro__
+        if each.__module__.partition(".")[0] not in ("headway", "abc", "builtins")
+    ]
+    try:
+        text = "".join(map(inspect.getsource, own))
+    except (OSError, TypeError):  # typed into an interpreter, which keeps no source
+        return ""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def _is_done(out: Path, opened: EvalSession, name: str, request: Mapping[str, Any]) -> bool:
     """Whether the file is there and is that of the same request; another one is not overwritten."""
+    if not out.parent.is_dir():
+        raise UsageError(
+            f"there is no directory for {out}; make it with: mkdir -p {shlex.quote(str(out.parent))}"
+        )
     if not out.exists():
         return False
     rows = [row for row in jsonlines.read(opened.run.eval_file(name)) if row.get("kind") == "predict"]
