@@ -185,3 +185,46 @@ def test_workers_share_no_fixture_and_end_before_tests_that_are_marked_alone(
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(list(suite.glob("*.pygw*"))) == 3
+
+
+def test_a_worker_that_ends_early_leaves_its_tests_to_the_others(tmp_path: Path) -> None:
+    suite = tmp_path / "tests"
+    suite.mkdir()
+    (suite / "conftest.py").write_text(
+        "import groups\n"
+        "def pytest_configure(): groups.name_file()\n"
+        "def pytest_unconfigure(): groups.remove_file()\n"
+        "def pytest_collection_finish(session): groups.publish(session.items)\n"
+        "def pytest_xdist_make_scheduler(config, log): return groups.GroupScheduling(config, log)\n"
+        "def pytest_sessionfinish(session): groups.note_end(session.config)\n"
+    )
+    (suite / "test_it.py").write_text(
+        "import os, time, pytest\n"
+        "@pytest.mark.parametrize('number', range(40))\n"
+        "def test_it(number, request):\n"
+        "    time.sleep(0.02)\n"
+        "    if number > 5 and os.environ['PYTEST_XDIST_WORKER'] == 'gw1':\n"
+        "        plugins = request.config.pluginmanager.get_plugins()\n"
+        "        next(each for each in plugins if hasattr(each, 'torun')).handle_command(('shutdown', {}))\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment |= {"PYTHONPATH": str(ROOT / "tests" / "helpers"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "xdist",
+        "-n",
+        "2",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "40 passed" in done.stdout
+    assert re.search(
+        r"gw1 ended with \d+ tests to run, which others take: it was told to shut down", done.stdout
+    )
