@@ -9,6 +9,7 @@ runs/digits-2026.11.15-14.30-x7k2/
     metrics/rank-00000.jsonl    metrics.csv, tensorboard/          traces/
     checkpoints/step-000000001000/
     eval/NAME.jsonl             results of evaluations, a row each: weights, metrics, where predictions are
+    media/rank-00000.jsonl      index of images, figures, histograms and texts; media/rank-00000/: the files
     ledger.jsonl                what each step saw and did, if a ledger was enabled
     events.jsonl                checkpoints, restarts, stops, warnings; log/events-00003.jsonl: warnings of rank 3
     nodes/cn-l084.jsonl         samples of the devices of a node
@@ -212,6 +213,18 @@ class RunPaths:
     @property
     def traces_dir(self) -> Path:
         return self.path / "traces"
+
+    @property
+    def media_dir(self) -> Path:
+        return self.path / "media"
+
+    def media_index_file(self, rank: int) -> Path:
+        """The images, figures, histograms and texts of a rank, a row each."""
+        return self.media_dir / f"rank-{rank:05d}.jsonl"
+
+    def media_files_dir(self, rank: int) -> Path:
+        """The files that the index of a rank names."""
+        return self.media_dir / f"rank-{rank:05d}"
 
     @property
     def eval_dir(self) -> Path:

@@ -1,0 +1,186 @@
+"""The index of a run's media: `media/rank-00000.jsonl`, with a row for each item, and the files that the rows name.
+
+    {"kind": "image", "time": 1.7e9, "attempt": 1, "rank": 0, "step": 100, "stage": "fit", "epoch": 0,
+     "name": "val/samples", "number": 0, "file": "rank-00000/val/samples/step-000000000100-000.png", "bytes": 5120,
+     "caption": "the first eight", "width": 256, "height": 32}
+    {"kind": "histogram", ..., "file": "....json"}      {"edges": [...], "counts": [...], "non_finite": 0}
+    {"kind": "text", ..., "file": "....txt"}            UTF-8
+    {"kind": "figure", ..., "file": "....png"}
+    {"kind": "resumed", "time": 1.7e9, "attempt": 2, "step": 60}   what earlier attempts logged after it is gone
+    {"kind": "removed", "time": 1.7e9, "file": "..."}              to keep the total size within its limit
+
+Files are named relative to `media/`. The index of a rank has one writer at a time and only grows, so that it can be
+followed; `MediaIndex` applies the last two kinds of rows. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, cast, final, get_args
+
+from headway.run import Run
+from headway.system import files
+from headway.system.jsonlines import Row, Tail, parse_json
+
+MediaKind = Literal["image", "figure", "histogram", "text"]
+_KINDS = get_args(MediaKind)
+_INDEX_NAME = re.compile(r"rank-(\d{5,})\.jsonl")
+_MAX_BINS = 4096
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class MediaItem:
+    """One image, figure, histogram or text of a run."""
+
+    kind: MediaKind
+    name: str
+    step: int
+    number: int
+    """from 0; more than one item of a name may be logged in a step"""
+    rank: int
+    attempt: int
+    time: float
+    """seconds since 1970"""
+    stage: str
+    epoch: int
+    file: str
+    """relative to `media/` in the run directory"""
+    bytes: int
+    caption: str = ""
+    width: int = 0
+    height: int = 0
+
+    def path(self, run: Run) -> Path:
+        """Returns the file: PNG or JPEG for images and figures, JSON for histograms, text for texts."""
+        return run.media_dir / self.file
+
+
+@final
+class MediaIndex:
+    """Follows the media of a run, of all its ranks.
+
+    >>> index = MediaIndex(run)  # doctest: +SKIP
+    >>> index.refresh()  # doctest: +SKIP
+    True
+    >>> [item.file for item in index.items("val/samples")]  # doctest: +SKIP
+    ['rank-00000/val/samples/step-000000000100-000.png']
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._tails: dict[int, Tail] = {}
+        self._items: dict[str, MediaItem] = {}  # by file, without its ending
+        self._resumed: dict[int, int] = {}  # the steps from which attempts resumed, by their number
+
+    def refresh(self) -> bool:
+        """Reads what is new; returns whether anything was."""
+        found = False
+        for rank in self._ranks():
+            tail = self._tails.setdefault(rank, Tail(self._run.media_index_file(rank)))
+            before = -1
+            while before != tail.offset:
+                before = tail.offset
+                for row in tail.read():
+                    found |= self._add(rank, row)
+        return found
+
+    def items(self, name: str | None = None) -> list[MediaItem]:
+        """Returns all items, or those of a name, by step; without those that a resumed run repeats, or that are
+        removed."""
+        chosen = [item for item in self._items.values() if name is None or item.name == name]
+        return sorted(chosen, key=lambda item: (item.step, item.rank, item.name, item.number))
+
+    def names(self) -> list[str]:
+        """Returns the names of all items."""
+        return sorted({item.name for item in self._items.values()})
+
+    def _ranks(self) -> list[int]:
+        try:
+            names = [path.name for path in self._run.media_dir.iterdir()]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(int(found[1]) for name in names if (found := _INDEX_NAME.fullmatch(name)))
+
+    def _add(self, rank: int, row: Row) -> bool:
+        match row:
+            case {"kind": "resumed", "attempt": int(attempt), "step": int(step)}:
+                self._resumed[attempt] = min(step, self._resumed.get(attempt, step))
+                self._items = {key: each for key, each in self._items.items() if not self._is_lost(each)}
+                return True
+            case {"kind": "removed", "file": str(file)}:
+                return self._items.pop(_stem(file), None) is not None
+        item = parse_item(rank, row)
+        if item is None or self._is_lost(item):
+            return False
+        self._items[_stem(item.file)] = item
+        return True
+
+    def _is_lost(self, item: MediaItem) -> bool:
+        """Whether a later attempt has resumed from before the item."""
+        return any(item.attempt < attempt and item.step > step for attempt, step in self._resumed.items())
+
+
+def _stem(file: str) -> str:
+    return file.rpartition(".")[0]
+
+
+def read_media(run: Run) -> list[MediaItem]:
+    """Returns the media of a run, by step.
+
+    >>> [(item.step, item.kind) for item in read_media(Run.open("runs/digits-2026.11.15-14.30-x7k2"))]
+    [(100, 'image'), (200, 'image')]
+    """
+    index = MediaIndex(run)
+    index.refresh()
+    return index.items()
+
+
+def read_histogram(path: Path) -> Mapping[str, Any] | None:
+    """Returns the edges, the counts and the number of non-finite values of a histogram; None if it is damaged."""
+    try:
+        found = parse_json(files.read_regular(path))
+    except (OSError, ValueError):
+        return None
+    match found:
+        case {"edges": list(edges), "counts": list(counts)} if len(counts) <= _MAX_BINS:
+            numbers = all(isinstance(each, int | float) and math.isfinite(each) for each in [*edges, *counts])
+            if numbers and len(edges) == len(counts) + 1:
+                return {"edges": edges, "counts": counts, "non_finite": int(found.get("non_finite", 0))}
+    return None
+
+
+def parse_item(rank: int, row: Row) -> MediaItem | None:
+    """Returns the item of a row of the index; None if it is not one, or names a file outside of `media/`."""
+    texts = [row.get(key) for key in ("name", "stage", "file")]
+    counts = [row.get(key) for key in ("step", "number", "attempt", "epoch", "bytes")]
+    time, kind, width, height = (row.get(key, 0) for key in ("time", "kind", "width", "height"))
+    if kind not in _KINDS or not all(isinstance(text, str) for text in texts):
+        return None
+    if not all(isinstance(each, int) and each >= 0 for each in (*counts, width, height)):
+        return None
+    if not isinstance(time, int | float):
+        return None
+    file = PurePosixPath(row["file"])
+    if file.is_absolute() or ".." in file.parts or "\0" in row["file"] or not file.parts:
+        return None
+    return MediaItem(
+        kind=cast(MediaKind, kind),
+        name=row["name"],
+        step=row["step"],
+        number=row["number"],
+        rank=rank,
+        attempt=row["attempt"],
+        time=float(time),
+        stage=row["stage"],
+        epoch=row["epoch"],
+        file=row["file"],
+        bytes=row["bytes"],
+        caption=str(row.get("caption", "")),
+        width=cast(int, width),
+        height=cast(int, height),
+    )
