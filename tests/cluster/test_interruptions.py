@@ -133,14 +133,15 @@ def test_nodes_are_lost(impatient_cluster: Cluster, undisturbed: Result, tmp_pat
 
 def test_a_step_that_outlives_its_agents_is_ended(one_cluster: Cluster, undisturbed: Result) -> None:
     """srun waits for ever where the process is gone by which SLURM knows a task, and for a node that crashed and is
-    back before SLURM misses it."""
+    back before SLURM misses it. That process also read what rank 0 prints."""
     cluster = one_cluster
     (orphan,) = submit(cluster, FIT, "0.3", options=(*TWO_NODES, "--exclusive"))
     (back,) = submit(cluster, FIT, "0.3", options=(*TWO_NODES, "--exclusive"))
     for job in (orphan, back):
         job.until_step(3)
     assert (nodes_of(orphan), nodes_of(back)) == ("n[1-2]", "n[3-4]")
-    assert cluster.node("n2").run("pkill", "-KILL", "slurmstepd").returncode == 0
+    stepd = rf"slurmstepd: \[{orphan.job}\.0\]"  # and not that of the job's script
+    assert cluster.node("n1").run("pkill", "-KILL", "-f", stepd).returncode == 0
     cluster.node("n4").crash()
     cluster.node("n4").start()
     held = f"SLURM job {back.job} still holds its nodes"
@@ -148,6 +149,7 @@ def test_a_step_that_outlives_its_agents_is_ended(one_cluster: Cluster, undistur
     assert listed(back)["state"] == "running" and "attempt 1 is failed: rank 1" in listed(back)["why"]
     assert orphan.wait() == "COMPLETED", orphan.log
     assert orphan.result() == undisturbed and orphan.attempts() == [("done", 0)]
+    assert "nobody reads the output any more" in (orphan.path / "log" / "rank-00000.txt").read_text()
     assert back.wait(timeout=160) == "COMPLETED", back.log  # an agent that is missing has a minute
     assert back.result() == undisturbed and cluster.restarts(back.job) == 1
     assert [status for status, _ in back.attempts()] == ["failed", "done"]

@@ -188,13 +188,22 @@ def test_the_last_lines_of_the_log_are_the_cause(cluster: Cluster) -> None:
 
 
 def test_an_agent_that_is_killed_ends_the_job_for_good(cluster: Cluster) -> None:
-    """SLURM then ends the others by SIGTERM, as when a job is preempted; it is none."""
+    """SLURM then ends the others by SIGTERM, as when a job is preempted; it is none. So does the kill of srun."""
     project(cluster, sleeps="import time\nprint('here', flush=True)\ntime.sleep(100)")
     (job,) = submit(cluster, "sleeps.py", options=("--nodes", "2"))
-    job.until(lambda: job.log.count("here") == 2, "both ranks")
-    cluster.node("n2").run("pkill", "-KILL", "-f", "headway agent")
-    assert job.wait("FAILED", timeout=30) == "FAILED"
-    assert "1 of 2 node agents recorded how they ended" in job.log
+    (other,) = submit(cluster, "sleeps.py", options=("--nodes", "2"))
+    for each in (job, other):
+        each.until(lambda each=each: each.log.count("here") == 2, "both ranks")  # type: ignore[misc]
+    cluster.node("n2").run("pkill", "-KILL", "-f", f"python.* headway agent --run {job.path}$")
+    cluster.run(["pkill", "-KILL", "-f", f"^srun .* --run {other.path}$"], check=True)
+    killed = "was killed by SIGKILL (kill -9, or the out-of-memory killer: see dmesg), and"
+    for each, cause in (
+        (job, f"the agent on n2 {killed} its ranks with it"),
+        (other, f"the process of the job's step (srun) {killed} the ranks were ended with it"),
+    ):
+        assert each.wait("FAILED", timeout=30) == "FAILED"
+        assert f"headway: {cause}\nrecord: {each.path / 'failure.json'}\n" in each.log
+        assert json.loads((each.path / "failure.json").read_text())["error"] == cause
     assert cluster.restarts(job.job) == 0
     assert cluster.node("n2").run("pgrep", "-f", "sleeps.py").returncode == 1
 

@@ -22,12 +22,14 @@ from waiting import wait_until
 from headway.data import pack
 from headway.data.cache import node_cache
 from headway.errors import RankFailure
+from headway.launcher import epilogue
 from headway.launcher.agent import environment, team as teams
 from headway.launcher.agent.agent import Agent
 from headway.launcher.agent.environment import cpu_shares, kernel_caches, private_directory, split_cpus
-from headway.launcher.agent.team import LaunchRecords, Team, place_ranks
+from headway.launcher.agent.team import LaunchRecords, Outcome, Team, place_ranks
 from headway.launcher.agent.team_watch import TeamWatch
 from headway.launcher.epilogue import read_outcome
+from headway.launcher.step import StepEnd
 
 AGENT = [sys.executable, "-m", "headway", "agent"]
 
@@ -85,12 +87,17 @@ def test_who_says_first_how_it_ended_decides(tmp_path: Path) -> None:
     assert first.outcome() is None
 
 
-def test_the_script_reads_the_last_round(tmp_path: Path) -> None:
+def test_the_script_reads_the_last_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(epilogue, "_SETTLE_S", 0.0)
     launch = tmp_path / "5-0"
     records = LaunchRecords(launch, size=2)
-    assert read_outcome(records, 0)["exit_code"] == 1, "srun said 0, but nobody knows of an end"
-    assert read_outcome(records, 143)["exit_code"] == 1, "nor of having been told to go"
-    early = read_outcome(records, 128 + signal.SIGUSR2)
+
+    def outcome(status: int) -> Outcome:
+        return read_outcome(records, StepEnd(status=status))
+
+    assert outcome(0)["exit_code"] == 1, "srun said 0, but nobody knows of an end"
+    assert outcome(143)["exit_code"] == 1, "nor of having been told to go"
+    early = outcome(128 + signal.SIGUSR2)
     assert early["exit_code"] == 75, "a stop request that came before the agents could hear it"
     agents = [Team(launch, number=number, size=2) for number in range(2)]
     _gather(agents, [1, 1])
@@ -100,15 +107,15 @@ def test_the_script_reads_the_last_round(tmp_path: Path) -> None:
         if code:
             agents[0].conclude({"exit_code": code, "record": None})
         agents[0].mark_ended(code)
-    assert read_outcome(records, 0)["exit_code"] == 1, "one agent has not said how it ended"
+    assert outcome(0)["exit_code"] == 1, "one agent has not said how it ended"
     agents[1].mark_ended(0)
-    assert read_outcome(records, 143)["exit_code"] == 0, "all ended well, whatever srun says"
+    assert outcome(143)["exit_code"] == 0, "all ended well, whatever srun says"
     agents[0].mark_ended(143)
-    assert read_outcome(records, 143)["exit_code"] == 143, "all had to go"
+    assert outcome(143)["exit_code"] == 143, "all had to go"
     (launch / "round-10" / "ended-00001.json").unlink()
-    assert read_outcome(records, 143)["exit_code"] == 1, "one of them has died, and so the other had to go"
+    assert outcome(143)["exit_code"] == 1, "one of them has died, and so the other had to go"
     agents[0].conclude({"exit_code": 75, "record": None})
-    assert read_outcome(records, 143)["exit_code"] == 75, "there is a checkpoint"
+    assert outcome(143)["exit_code"] == 75, "there is a checkpoint"
 
 
 # ---- a node that is lost

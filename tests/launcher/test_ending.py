@@ -231,6 +231,109 @@ def test_a_stop_of_all_agents_waits_for_no_step(srun: Srun) -> None:
     assert srun.runs, "the scheduler ends it with the job"
 
 
+# ---- the cause, where the agents could not record it
+
+
+def met(run: Run, *, codes: Sequence[int | None], record: dict[str, Any] | None = None) -> None:
+    """Two agents, each with a rank, that have met; those with a code have recorded their end."""
+    JobFile(program=Program(command=["train"]), target=Slurm(nodes=2)).write(run)
+    agents = [Team(run.launch_dir / "7-0", number=number, size=2) for number in range(2)]
+    members = [{"host": f"n{number}", "nproc": 1, "port": 1} for number in range(2)]
+    for agent, code in zip(agents, codes, strict=True):
+        agent.begin_round(0)
+        agent._write(agent._agent_file(agent.number), members[agent.number])
+        if code is not None:
+            agent.mark_ended(code)
+    agents[0]._write(agents[0].directory / "roster.json", {"members": members})
+    if record is not None:
+        (agents[0].round_dir / "failure.json").write_text(json.dumps(record))
+    if codes[0] == 1:
+        agents[0].conclude({"exit_code": 1, "record": record})
+
+
+SIGKILL = "was killed by SIGKILL (kill -9, or the out-of-memory killer: see dmesg), and its ranks with it"
+
+
+@pytest.mark.usefixtures("start")
+@pytest.mark.parametrize(
+    ("codes", "end", "known", "cause"),
+    [
+        pytest.param((143, None), StepEnd(status=137), True, f"the agent on n1 {SIGKILL}", id="killed"),
+        pytest.param((143, None), StepEnd(status=143), True, f"the agent on n1 {SIGKILL}", id="srun's TERM"),
+        pytest.param(
+            (1, None), StepEnd(status=137), True, f"the agent on n1 {SIGKILL}", id="the other agent"
+        ),
+        pytest.param((None, None), StepEnd(status=137), True, f"the agent on n1 {SIGKILL}", id="all of them"),
+        pytest.param((None, None), StepEnd(status=137), False, f"the agent on n0, n1 {SIGKILL}", id="early"),
+        pytest.param(
+            (None, None),
+            StepEnd(status=1),
+            False,
+            "the agent on n0, n1 ended without a record; the exit status of its step is 1, and the output above",
+            id="srun could not start them",
+        ),
+        pytest.param(
+            (None, None),
+            StepEnd(status=137, killed_by=9),
+            False,
+            "the process of the job's step (srun) was killed by SIGKILL",
+            id="srun",
+        ),
+    ],
+)
+def test_a_job_whose_agents_recorded_nothing_ends_with_the_cause(
+    codes: tuple[int | None, int | None],
+    end: StepEnd,
+    known: bool,
+    cause: str,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(epilogue, "_SETTLE_S", 0.0)
+    monkeypatch.setattr(epilogue.Step, "wait", lambda *_, **__: end)
+    record = vanished(run) if known else None
+    met(run, codes=codes, record=record)
+    if record:
+        run.write_failure(record)
+    assert epilogue.main(str(run.path), "--step", "1") == 1
+    last = capsys.readouterr().err.splitlines()
+    assert last[-2].startswith(f"headway: {cause}"), last
+    assert last[-1] == f"record: {run.failure_file}"
+    assert json.loads(run.failure_file.read_text())["error"].startswith(cause)
+    assert status(run, Queue()).why.startswith(cause)
+
+
+@pytest.mark.usefixtures("start")
+def test_an_agent_that_was_ended_for_the_failure_of_a_rank_does_not_hide_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(epilogue, "_SETTLE_S", 0.0)
+    monkeypatch.setattr(epilogue.Step, "wait", lambda *_, **__: StepEnd(status=137))
+    met(run, codes=(143, None), record=vanished(run) | {"kind": "exception", "traceback": "ValueError: 7"})
+    assert epilogue.main(str(run.path), "--step", "1") == 1
+    assert "\nValueError: 7\n" in capsys.readouterr().err
+
+
+def test_an_agent_that_fails_says_why_to_the_job(tmp_path: Path) -> None:
+    def fail() -> dict[str, str]:
+        raise HeadwayError("no disk here")
+
+    team = Team(tmp_path / "launch", number=0, size=1)
+    with pytest.raises(HeadwayError, match="no disk here"):
+        Agent(["true"], nproc=1, team=team, prepare=fail).run()
+    outcome = epilogue.read_outcome(LaunchRecords(tmp_path / "launch", size=1), StepEnd(status=143))
+    assert summary(outcome, 1).endswith(" failed: no disk here\n") and outcome["exit_code"] == 1
+
+
+def test_the_process_of_a_step_that_is_killed_is_known(tmp_path: Path) -> None:
+    for command, signaled in (("kill -9 $$", 9), ("exit 137", None)):
+        process = subprocess.Popen(["sh", "-c", command])
+        end = Step(process.pid, LaunchRecords(tmp_path, size=2)).wait()
+        process.returncode = 0  # reaped
+        assert end == StepEnd(status=137, killed_by=signaled)
+
+
 # ---- what the job script does about it
 
 
@@ -321,15 +424,22 @@ def test_a_lost_node_does_not_end_the_run(
 @pytest.mark.parametrize(
     ("code", "reason", "requeued", "expected"),
     [
-        pytest.param(None, "TimeLimit", True, 143, id="the time is over before the ranks have stopped"),
-        pytest.param(75, "TimeLimit", True, 75, id="or before the job could be queued again"),
-        pytest.param(0, "TimeLimit", False, 0, id="or when the run is done"),
-        pytest.param(75, "None", False, 143, id="the job is cancelled"),
-        pytest.param(None, "None", False, 143, id="the job is cancelled before the ranks have stopped"),
+        pytest.param(None, "TimeLimit 0", True, 143, id="the time is over before the ranks have stopped"),
+        pytest.param(75, "TimeLimit 0", True, 75, id="or before the job could be queued again"),
+        pytest.param(0, "TimeLimit 0", False, 0, id="or when the run is done"),
+        pytest.param(75, "None 0", False, 143, id="the job is cancelled"),
+        pytest.param(None, "None 0", False, 143, id="the job is cancelled before the ranks have stopped"),
+        pytest.param(None, "None 1", False, 143, id="the job is preempted, and SLURM queues it again"),
     ],
 )
 def test_the_end_of_the_time_does_not_end_the_run(
-    code: int | None, reason: str, requeued: bool, expected: int, run: Run, monkeypatch: pytest.MonkeyPatch
+    code: int | None,
+    reason: str,
+    requeued: bool,
+    expected: int,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     asked = answering(monkeypatch, scontrol=DONE, squeue=(0, f"{reason}\n", ""))
     monkeypatch.setattr(epilogue.Step, "wait", end_of_the_job)
@@ -339,7 +449,11 @@ def test_the_end_of_the_time_does_not_end_the_run(
     else:
         assert ended(run, code, Slurm(), step=("--step", "1")) == expected
     assert ("scontrol", "requeue", "7") in [command[:3] for command in asked] or not requeued
-    assert run.ended_file.exists() == (reason == "TimeLimit")
+    assert run.ended_file.exists() == (reason == "TimeLimit 0")
+    last = capsys.readouterr().err.splitlines()[-1:]
+    resume = f"headway: not queued again: the job was cancelled; to resume: sbatch {run.job_script}"
+    again = "headway: stopped by a preemption or a requeue; SLURM starts the job again"
+    assert (last == [resume], last == [again]) == (reason == "None 0", reason == "None 1")
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
@@ -365,7 +479,7 @@ def test_in_doubt_the_clock_says_whether_the_time_is_over(
 def test_what_is_ended_three_times_without_a_newer_checkpoint_is_not_queued_again(
     run: Run, start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = answering(monkeypatch, scontrol=DONE, squeue=(0, "TimeLimit\n", ""))
+    asked = answering(monkeypatch, scontrol=DONE, squeue=(0, "TimeLimit 0\n", ""))
     JobFile(program=Program(command=["train"]), target=Slurm()).write(run)
     monkeypatch.setattr(epilogue.Step, "wait", end_of_the_job)
     queued = []

@@ -415,6 +415,28 @@ print(lost)
     assert text[91:] == ["--- 10 lines are missing here ---", "space again"]
 
 
+@pytest.mark.parametrize("flush", [True, False])
+def test_a_reader_that_is_gone_does_not_end_the_run(program: Program, lines: Lines, flush: bool) -> None:
+    """As after a kill of slurmstepd, or of the terminal: the log has what was printed."""
+    done = program(f"""
+kept = os.dup(2)
+for descriptor in (1, 2):
+    read, write = os.pipe()
+    os.dup2(write, descriptor)
+    os.close(read), os.close(write)
+with rank_log(run, rank=0, attempt=1):
+    print('first', flush={flush})
+    print('second', flush={flush})
+    print('third', file=sys.stderr, flush={flush})
+    sys.stdout.flush()
+print('after the run')
+sys.stdout.flush()
+os.write(kept, b'the end')
+""")
+    assert (done.returncode, done.stderr) == (0, "the end")
+    assert [line for line in lines() if "nobody" not in line] == ["first", "second", "third"]
+
+
 def test_a_log_that_is_deleted_under_us(program: Program) -> None:
     done = program("""
 with rank_log(run, rank=1, attempt=1) as log:

@@ -16,10 +16,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
 
 from headway.dist.control.signals import STOP_REQUESTS
-from headway.dist.failure.record import describe_exit_status
+from headway.dist.failure.record import FailureRecord, describe_exit_status
 from headway.errors import (
     DONE,
     TERMINATED,
@@ -30,13 +29,13 @@ from headway.errors import (
     StorageError,
 )
 from headway.launcher.agent.outcome import is_crash, summary
-from headway.launcher.agent.team import LaunchRecords
+from headway.launcher.agent.team import LaunchRecords, Outcome
 from headway.launcher.program import JobFile
 from headway.launcher.step import Step, StepEnd
 from headway.launcher.submission import submit_successor
 from headway.run import Run
 from headway.run.info import newest_step
-from headway.run.status import ends_at_same_step, record_end
+from headway.run.status import NOT_OF_A_RANK, ends_at_same_step, record_end
 from headway.system.environment import EARLIER_STARTS
 from headway.system.log import install_handler, logger, print_last
 
@@ -47,6 +46,8 @@ _KEPT_CODES = tuple(each.exit_code for each in (StorageError, Stopped, NoValidCh
 _TIMED_OUT = (
     "the time limit of the job came before its ranks had stopped; give them more time by --signal-lead"
 )
+_SETTLE_S = 3.0
+"""how long a network file system may hide the last record of an agent"""
 _CLOCK_S = 30.0
 """by how much the clock of a node may be behind that of the scheduler"""
 _SAME_STEP_ENDS = 3
@@ -69,7 +70,7 @@ def main(path: str, status: str, pid: str | None = None) -> int:
 
             @cache
             def ended_by_others() -> bool:  # asked once: between SIGTERM and SIGKILL there is little time
-                return not _timed_out(run, job, os.environ)
+                return _ended_by_others(run, job, os.environ)
 
             def is_cancelled() -> bool:
                 return bool(signals) and ended_by_others()
@@ -82,19 +83,20 @@ def main(path: str, status: str, pid: str | None = None) -> int:
             return error.exit_code
 
 
-def _timed_out(run: Run, job: JobFile, environ: Mapping[str, str]) -> bool:
-    """Whether the job is ended by its time limit; if not, says that it is not queued again, and why."""
+def _ended_by_others(run: Run, job: JobFile, environ: Mapping[str, str]) -> bool:
+    """Whether others end the job, and not its time limit; if so, says whether it comes back."""
     scheduler = job.target.scheduler
-    answer = scheduler.timed_out(job.ids(environ))
+    answer = scheduler.ended_by(job.ids(environ))
+    why = "the job was cancelled"
     if answer is None:
         end = scheduler.end_time(environ)
-        answer = end is not None and time.time() > end - _CLOCK_S
+        answer = "time limit" if end is not None and time.time() > end - _CLOCK_S else "cancel"
         why = f"{scheduler.label} does not say why it ends this job, and its time limit is not reached"
-    else:
-        why = "the job was cancelled"
-    if not answer:
+    if answer == "requeue":
+        logger.info("stopped by a preemption or a requeue; %s starts the job again", scheduler.label)
+    elif answer == "cancel":
         logger.info("not queued again: %s; to resume: %s", why, scheduler.submit_command(run.job_script))
-    return answer
+    return answer != "time limit"
 
 
 @contextmanager
@@ -123,7 +125,7 @@ def _finish(
     staging: bool,
 ) -> int:
     """Reports how the launch ended, and queues the job again if it is not over."""
-    outcome = read_outcome(records, end.status, staging=staging)
+    outcome = read_outcome(records, end, staging=staging)
     lost = ", ".join(records.host(number) for number in end.lost)
     shutil.rmtree(records.directory, ignore_errors=True)  # an agent on a lost node may still be writing there
     code = int(outcome["exit_code"])
@@ -136,9 +138,13 @@ def _finish(
             "the agent on %s left no record, and the job's step waited for it: the step was ended", lost
         )
     record = outcome.get("record") or {}
+    if record.get("kind") in NOT_OF_A_RANK:
+        record["failure_file"] = str(run.failure_file)
     try:
         if not record.get("locked_out"):  # else the run is another job's, which may have ended meanwhile
-            record_end(run, code, error=record.get("sentence"))
+            record_end(run, code, error=record.get("sentence") or record.get("error"))
+            if record.get("kind") in NOT_OF_A_RANK:
+                run.write_failure(record, instead=True)
     except StorageError as error:  # it may be the cause itself; the job ends by that, and not by this
         logger.error("%s", error)
     if code:
@@ -164,18 +170,20 @@ def _why_hopeless(run: Run, job: JobFile) -> str | None:
     )
 
 
-def read_outcome(records: LaunchRecords, status: int | None, *, staging: bool = False) -> dict[str, Any]:
-    """How the launch ended, from what its agents have left; `status` is that of their step, None if it still runs.
+def read_outcome(records: LaunchRecords, end: StepEnd, *, staging: bool = False) -> Outcome:
+    """How the launch ended, from what its agents have left, and from how their step ended.
 
     With `staging`, that step was to copy data to the nodes.
     """
-    outcome: dict[str, Any] = records.outcome() or {"exit_code": 0, "record": None}
-    ends = records.ends()
+    if end.status is not None and not end.lost and records.ends():
+        records.settle(_SETTLE_S)
+    outcome: Outcome = records.outcome() or {"exit_code": 0, "record": None}
+    ends, status = records.ends(), end.status
     code = outcome["exit_code"] or max(ends.values(), default=0)
     # srun ends all agents by SIGTERM when one of them fails, as SLURM does when the job must go: only in the second
     # case does each of them leave a record
     if code not in (DONE, TERMINATED) or len(ends) == records.size:
-        return outcome | {"exit_code": code}
+        return _by_killed_agent(records, end, outcome.get("record")) or outcome | {"exit_code": code}
     if status is None:
         return {"exit_code": TERMINATED, "record": {"sentence": _TIMED_OUT}}
     # an agent that had only just been started had no handler yet, and the signal ended it
@@ -185,16 +193,55 @@ def read_outcome(records: LaunchRecords, status: int | None, *, staging: bool = 
     if status in _KEPT_CODES:  # the disk may be full, so that no agent could record its end
         return {"exit_code": status, "record": None}
     if staging:
-        end = describe_exit_status(status if status <= 128 else 128 - status)
-        sentence = f"the step that copies data to the nodes {end}; its output, above, says more"
+        how = describe_exit_status(status if status <= 128 else 128 - status)
+        sentence = f"the step that copies data to the nodes {how}; its output, above, says more"
         return {"exit_code": 1, "record": {"kind": "staging", "sentence": sentence}}
-    logger.error(
-        "%d of %d node agents recorded how they ended; their step's exit status is %d",
-        len(ends),
-        records.size,
-        status,
-    )
-    return {"exit_code": 1, "record": None}
+    record = records.failure()
+    if record and record["kind"] != "vanished":
+        return {"exit_code": int(record["exit_code"]), "record": record}
+    return _by_killed_step(end) or _by_killed_agent(records, end, record) or _without_record(records, end)
+
+
+def _by_killed_step(end: StepEnd) -> Outcome | None:
+    """The outcome of a step whose own process was killed: its agents are then ended with the job."""
+    if end.killed_by is None or end.lost:
+        return None
+    how = describe_exit_status(-end.killed_by)
+    error = f"the process of the job's step (srun) {how}, and the ranks were ended with it"
+    return {"exit_code": 1, "record": {"kind": "step", "error": error, "exit_code": 1}}
+
+
+def _by_killed_agent(records: LaunchRecords, end: StepEnd, record: FailureRecord | None) -> Outcome | None:
+    """The outcome of a launch in which a rank is gone because its agent was killed; `record` is that of the rank."""
+    if not record or record["kind"] != "vanished" or end.status is None or end.lost:
+        return None
+    number = records.agent_of(record["rank"])
+    return None if number not in records.missing() else _without_record(records, end, (number,), record)
+
+
+def _without_record(
+    records: LaunchRecords,
+    end: StepEnd,
+    agents: Sequence[int] = (),
+    record: FailureRecord | None = None,
+) -> Outcome:
+    """The outcome of a launch whose agents, or these of them, have ended without a record."""
+    agents, status = agents or records.missing(), end.status or 0
+    hosts = ", ".join(records.host(number) for number in agents)
+    if status > 128 and status not in records.ends().values():
+        how = f"{describe_exit_status(128 - status)}, and its ranks with it"
+    elif records.ends():  # the exit status is that of another one, which had to end
+        how = f"{describe_exit_status(-signal.SIGKILL)}, and its ranks with it"
+    else:
+        how = (
+            f"ended without a record; the exit status of its step is {status}, and the output above says more"
+        )
+    known = {"rank": None, "pid": None, "step": None, **(record or {}), "hint": None}
+    error = f"the agent on {hosts} {how}"
+    return {
+        "exit_code": 1,
+        "record": {**known, "kind": "agent", "host": hosts, "error": error, "exit_code": 1},
+    }
 
 
 def requeue(run: Run, job: JobFile, environ: Mapping[str, str]) -> str:

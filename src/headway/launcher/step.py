@@ -43,6 +43,8 @@ class StepEnd:
 
     status: int | None
     lost: tuple[int, ...] = ()
+    killed_by: int | None = None
+    """the signal that ended the step's own process, which did not end it itself"""
 
 
 @final
@@ -65,6 +67,7 @@ class Step:
         self._pid, self._records = pid, records
         self._over_s, self._missing_s = over_s + spare_s, missing_s + spare_s
         self._since: tuple[Path, float] | None = None  # the last round, and since when it is over
+        self._killed_by: int | None = None
 
     def wait(self, until: Callable[[], object] = lambda: False) -> StepEnd:
         """Waits for the end of the step, which is ended if it outlives its agents; at most until `until` holds.
@@ -81,7 +84,7 @@ class Step:
                 if self._outlives(outcome, missing, now):
                     return StepEnd(status=self._end(until), lost=missing)
             time.sleep(_POLL_S)
-        return StepEnd(status=status)
+        return StepEnd(status=status, killed_by=self._killed_by)
 
     def _outlives(self, outcome: Outcome | None, missing: tuple[int, ...], now: float) -> bool:
         """Whether the agents' records say for some time that the launch is over."""
@@ -114,4 +117,6 @@ class Step:
         if not pid:
             return None
         code = os.waitstatus_to_exitcode(status)
+        if code < 0:  # the process itself; a task that is killed gives an exit code
+            self._killed_by = -code
         return code if code >= 0 else 128 - code

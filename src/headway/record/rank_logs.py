@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import codecs
 import ctypes
+import errno
 import logging
 import os
 import socket
@@ -28,7 +29,11 @@ from headway.errors import Stopped
 from headway.record.terminal_lines import TerminalLines, plain
 from headway.run import Run
 from headway.system.jsonlines import AppendOnlyFile
+from headway.system.log import logger
 from headway.system.redact import redact
+
+_READER_GONE = (errno.EPIPE, errno.EIO)
+"""what a write meets when the reader of a pipe, or a terminal, is gone"""
 
 
 @final
@@ -180,7 +185,31 @@ class _Tee(Generic[AnyStr]):
             self._record(data)  # first, so that the file gets it even if the terminal is gone
             if not self._echo:
                 return len(data)
-        return self._stream.write(data)
+        try:
+            return self._stream.write(data)
+        except OSError as error:
+            self._lose_terminal(error)
+            return len(data)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._lose_terminal(error)
+
+    def _lose_terminal(self, error: OSError) -> None:
+        """Lets a run continue whose output nobody reads any more: slurmstepd or the terminal is gone.
+
+        Its descriptor leads to nowhere from now on, also for what is printed after the run and by native code.
+        """
+        if error.errno not in _READER_GONE or self._record is None:
+            raise error
+        self._echo = False
+        null = os.open(os.devnull, os.O_WRONLY)
+        with suppress(OSError, ValueError, AttributeError):  # it has no descriptor
+            os.dup2(null, self._stream.fileno())
+        os.close(null)
+        logger.warning("nobody reads the output any more (%s); the run continues, with its log", error)
 
     def writelines(self, lines: Iterable[AnyStr]) -> None:
         for line in lines:
@@ -227,8 +256,8 @@ def _replace(name: str, old: object, new: Any) -> None:
     if getattr(sys, name) is old:  # else other code has wrapped it, and its wrapper stays
         setattr(sys, name, new)
     loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
-    for logger in loggers:
-        for handler in logger.handlers if isinstance(logger, logging.Logger) else ():
+    for each in loggers:
+        for handler in each.handlers if isinstance(each, logging.Logger) else ():
             if isinstance(handler, logging.StreamHandler) and handler.stream is old:
                 handler.setStream(new)
 

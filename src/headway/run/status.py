@@ -27,6 +27,8 @@ from headway.system.locks import ProcessIdentity
 State = Literal["queued", "running", "done", "failed", "stopped", "interrupted", "cancelled", "lost", "new"]
 OVER: frozenset[State] = frozenset({"done", "failed", "stopped", "interrupted", "cancelled", "lost"})
 _RECORDED_ENDS = ("failed", "stopped", "interrupted")  # here the run recorded more than an exit code
+NOT_OF_A_RANK = ("lost", "agent", "step")
+"""kinds of failure records whose error names who has failed: a node, its agent, or the step of the job"""
 _BY_CODE: Mapping[int, State] = {
     0: "done",
     Stopped.exit_code: "stopped",
@@ -160,6 +162,8 @@ def _failure(run: Run) -> str:
     record = read_json(run.failure_file)
     if not record:
         return ""
+    if record.get("kind") in NOT_OF_A_RANK:
+        return " ".join(str(record.get("error")).split())
     step = f" at step {record['step']}" if record.get("step") is not None else ""
     return " ".join(f"rank {record.get('rank')}{step}: {record.get('error')}".split())
 

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, final
 
 JobState = Literal["queued", "running", "done", "failed", "cancelled"]
+EndedBy = Literal["time limit", "requeue", "cancel"]
+"""why a scheduler ends a job that runs; after a requeue (a preemption, for example) it starts the job again itself"""
 
 
 @final
@@ -253,12 +255,12 @@ class Scheduler(ABC):
     def is_gone(self, ids: JobIds) -> bool | None:
         """Whether no process of a job is left; False if it is suspended and will come back, None if unknown."""
 
-    def timed_out(self, ids: JobIds) -> bool | None:  # noqa: ARG002
-        """Whether the scheduler ends this job because its time is over, and not because somebody cancelled it.
+    def ended_by(self, ids: JobIds) -> EndedBy | None:  # noqa: ARG002
+        """Why the scheduler ends this start of a job, whose processes have got SIGTERM.
 
         None if it does not answer: then the job's end time counts.
         """
-        return False
+        return "cancel"
 
     # --- for people
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import socket
 import sys
 import traceback
@@ -23,6 +24,7 @@ from headway.system.redact import redact
 
 _FLUSH_S = 2.0
 """how long a process that exits may wait for whoever reads its output"""
+_READER = "the process that read it was ended; under SLURM that is slurmstepd on this node"
 _LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket (timeout|closed)|timed out (after )?waiting|"
     r"remote process (has terminated|exited)|communicator was aborted|connection was likely closed|"
@@ -60,6 +62,12 @@ def exception_record(error: BaseException, trace: TracebackType | None, rank: in
     interrupted = isinstance(error, KeyboardInterrupt)
     name = type(error).__qualname__
     own_code = error.exit_code if isinstance(error, HeadwayError) else 1
+    sentence = redact(str(error)) if isinstance(error, HeadwayError) else None
+    unread = isinstance(error, BrokenPipeError) and _is_unread()
+    if unread:
+        sentence = (
+            f"nobody reads the output of rank {rank} on {socket.gethostname()} any more ({error}): {_READER}"
+        )
     return {
         "kind": "interrupted" if interrupted else "exception",
         "rank": rank,
@@ -69,12 +77,20 @@ def exception_record(error: BaseException, trace: TracebackType | None, rank: in
         "step": HEARTBEAT.step,
         "error": redact(f"{name}: {error}" if str(error) else name),
         "traceback": redact("".join(traceback.format_exception(type(error), error, trace))),
-        "sentence": redact(str(error)) if isinstance(error, HeadwayError) else None,
+        "sentence": sentence,
         "exit_code": INTERRUPTED if interrupted else own_code,
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        "echo": is_echo(error),
+        "echo": is_echo(error) and not unread,
         "locked_out": isinstance(error, RunLocked),
     }
+
+
+def _is_unread() -> bool:
+    """Returns whether standard output or standard error is a pipe that nobody reads."""
+    poll = select.poll()
+    for descriptor in (1, 2):
+        poll.register(descriptor, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def is_echo(error: BaseException) -> bool:

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from headway.run.status import NOT_OF_A_RANK
+
 FailureRecord = dict[str, Any]
-"""kind (exception, interrupted, vanished, left, hang, lost: a whole node), rank, host, pid, phase, step, error,
-traceback, sentence, exit_code, locked_out (the run is another process's), output (native code crashed: the end of the
-rank's log). The agent's copy also has failure_file and owner, the number of the lock that the rank's attempt holds on
-the run"""
+"""kind (exception, interrupted, vanished, left, hang; lost: a whole node; agent, step: what had started the ranks),
+rank, host, pid, phase, step, error, traceback, sentence, exit_code, locked_out (the run is another process's), output
+(native code crashed: the end of the rank's log). The agent's copy also has failure_file and owner, the number of the
+lock that the rank's attempt holds on the run"""
 _NATIVE_CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
 
 
@@ -22,7 +24,7 @@ def format_cause(record: Mapping[str, Any], world_size: int, where: Path | str |
     if record["kind"] == "hang":
         text = f"headway: {record['error']}\n\n{record['traceback']}\n"
         return text + (f"record: {where}\n" if where is not None else "")
-    if record["kind"] == "lost":
+    if record["kind"] in NOT_OF_A_RANK:
         return f"headway: {record['error']}\n" + (f"record: {where}\n" if where is not None else "")
     who = f"rank {record['rank']} of {world_size} on {record['host']} (pid {record['pid']})"
     doing = f", in {record['phase']}" if record.get("phase") else ""
@@ -58,6 +60,8 @@ def describe_exit_status(status: int) -> str:
     """
     if status >= 0:
         return f"exited with code {status}"
+    if -status not in set(signal.Signals):  # programs exit with codes like 255, too
+        return f"exited with code {128 - status}"
     name = signal.Signals(-status).name
     if name == "SIGKILL":
         return "was killed by SIGKILL (kill -9, or the out-of-memory killer: see dmesg)"

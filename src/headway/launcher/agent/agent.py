@@ -126,6 +126,9 @@ class Agent:
         except SystemExit as stop:
             team.mark_ended(int(stop.code or 0))
             raise
+        except Exception as error:
+            team.fail(error)  # else the job would end by the other agents, which srun ends for it
+            raise
         finally:
             self._kill(signal.SIGKILL)
             team.end_watch()

@@ -27,7 +27,7 @@ from typing import Any, final
 
 from headway.dist.failure.record import FailureRecord
 from headway.dist.rendezvous import HubAddress
-from headway.errors import RankFailure, StorageError
+from headway.errors import HeadwayError, RankFailure, StorageError
 from headway.launcher.agent.environment import AgentPlacement
 from headway.launcher.agent.team_watch import BEAT_S, SILENT_S, TeamWatch
 from headway.run.info import read_json
@@ -167,6 +167,17 @@ class Team:
         with self._trying_to_write(path):
             self._write(path, {"exit_code": code})
 
+    def fail(self, error: Exception) -> None:
+        """Records that this agent itself has failed, which ends the launch."""
+        code = error.exit_code if isinstance(error, HeadwayError) else 1
+        sentence = str(error) if isinstance(error, HeadwayError) else f"{type(error).__name__}: {error}"
+        host = socket.gethostname()
+        record = {"kind": "agent", "host": host, "error": f"the agent on {host} failed: {sentence}"}
+        with self._trying_to_write(self.round_dir):
+            _make(self.round_dir)
+        self.conclude({"exit_code": code, "record": record | {"sentence": sentence, "exit_code": code}})
+        self.mark_ended(code)
+
     def wait_ended(self, timeout_s: float, *, unless: Callable[[], object]) -> None:
         """Waits until the ranks of all agents have ended, at most `timeout_s`: a lost node never records it."""
         deadline = time.monotonic() + timeout_s
@@ -289,15 +300,31 @@ class LaunchRecords:
             int(path.stem.partition("-")[2]): facts["exit_code"] for path, facts in found.items() if facts
         }
 
+    def failure(self) -> FailureRecord | None:
+        """What the ranks of the last round have agreed on as the first cause of their end."""
+        return read_json(self.last_round / "failure.json")
+
+    def settle(self, timeout_s: float) -> None:
+        """Waits until all agents have recorded their end: a network file system may show a file seconds later."""
+        deadline = time.monotonic() + timeout_s
+        while self.missing() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
     def missing(self) -> tuple[int, ...]:
         """The agents that have not recorded their end."""
         ended = {path.name for path in self.last_round.glob("ended-*.json")}
         return tuple(number for number in range(self.size) if _ended_name(number) not in ended)
 
     def host(self, number: int) -> str:
-        """The node of an agent, as the agent itself calls it."""
+        """The node of an agent, as the agent itself calls it; an only agent is on the node of the job's script."""
         facts = read_json(self.directory / _agent_name(number)) or {}
-        return str(facts.get("host", f"node {number}"))
+        return str(facts.get("host", socket.gethostname() if self.size == 1 else f"node {number}"))
+
+    def agent_of(self, rank: int) -> int | None:
+        """The agent that started a rank; None if the agents had not met."""
+        members = (read_json(self.directory / "roster.json") or {}).get("members", [])
+        first = [place_ranks(members, number).first_rank for number in range(len(members))]
+        return max((number for number, begin in enumerate(first) if begin <= rank), default=None)
 
 
 def place_ranks(members: list[dict[str, Any]], number: int) -> AgentPlacement:

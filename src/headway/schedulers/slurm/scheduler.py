@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, final
 
 from headway.errors import HeadwayError, UsageError
-from headway.schedulers.base import AllocatedNode, Health, JobIds, JobRequest, Queue, Scheduler
+from headway.schedulers.base import AllocatedNode, EndedBy, Health, JobIds, JobRequest, Queue, Scheduler
 from headway.schedulers.slurm import queue as slurm_queue
 from headway.schedulers.slurm.client import SlurmAnswer, SlurmClient
 from headway.schedulers.slurm.refusals import partition_option, refusal
@@ -149,11 +149,17 @@ class SlurmScheduler(Scheduler):
     def is_gone(self, ids: JobIds) -> bool | None:
         return slurm_queue.is_gone(self._client, ids.job_id)
 
-    def timed_out(self, ids: JobIds) -> bool | None:
-        answer = self._client.run(
-            "squeue", "--noheader", "--states=all", "--format=%r", f"--jobs={ids.number}"
-        )
-        return "TimeLimit" in answer.lines if answer.lines else None
+    def ended_by(self, ids: JobIds) -> EndedBy | None:
+        columns = "--Format=Reason:64,RestartCnt:16"
+        answer = self._client.run("squeue", "--noheader", "--states=all", columns, f"--jobs={ids.number}")
+        words = " ".join(answer.lines).split()
+        if not words:
+            return None
+        if "TimeLimit" in words:
+            return "time limit"
+        # SLURM counts a restart as soon as it decides on it; the state is COMPLETING, as after a cancel
+        restarts = int(words[-1]) if words[-1].isdecimal() else 0
+        return "requeue" if restarts > ids.restarts else "cancel"
 
     def commands(self, ids: JobIds) -> Mapping[Literal["look", "cancel"], str]:
         return {"look": f"squeue --jobs {ids.number}", "cancel": f"scancel {ids.number}"}
