@@ -71,7 +71,7 @@ def test_importing_headway_imports_next_to_nothing() -> None:
         "import headway.run, headway.run.lock, headway.run.plain, headway.run.source",
         "import headway.system.redact, headway.dist.failure.record, headway.dist.failure.heartbeat",
         "import headway.launcher.agent.agent, headway.plan, headway.watch, headway.errors, headway.system.failpoints",
-        "import headway.launcher.call, headway.launcher.job, headway.run.status, headway.launcher.sweep",
+        "import headway.launcher.launch_function, headway.launcher.job, headway.run.status, headway.launcher.sweep",
         "import headway.testing.plugin",
     ],
 )
@@ -122,7 +122,7 @@ def test_pickles_are_read_in_one_module_and_by_jobs_only() -> None:
         "launcher/job.py",
         "launcher/functions/background.py",
         "launcher/functions/exceptions.py",
-        "launcher/call.py",
+        "launcher/launch_function.py",
         "launcher/functions/worker.py",
     }
     found = [ast.unparse(call.func) for call in calls(PICKLES)]

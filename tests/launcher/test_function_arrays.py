@@ -18,7 +18,7 @@ from waiting import wait_until
 import headway as hw
 from headway.dist.failure import remote
 from headway.errors import RankFailure, UsageError
-from headway.launcher import call
+from headway.launcher import launch_function
 from headway.launcher.functions.exceptions import error_files, read_error, write_error
 from headway.launcher.functions.start import BACKGROUND
 from headway.run.status import record_end
@@ -132,7 +132,7 @@ def test_jobs_that_ended_between_two_looks_come_in_the_order_of_their_ends(tmp_p
 def test_what_cannot_be_started_stops_what_was(
     work: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start, started = call.in_background, []
+    start, started = launch_function.in_background, []
 
     def second_fails(run: hw.Run, cwd: Path) -> None:
         if started:
@@ -140,7 +140,7 @@ def test_what_cannot_be_started_stops_what_was(
         start(run, cwd)
         started.append(BACKGROUND[run.id])
 
-    monkeypatch.setattr(call, "in_background", second_fails)
+    monkeypatch.setattr(launch_function, "in_background", second_fails)
     with pytest.raises(OSError, match="no more processes"):
         hw.launch(work.gated, tmp_path, array=[1, 2, 3])
     assert not list((tmp_path / "runs").iterdir())

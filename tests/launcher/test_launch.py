@@ -32,7 +32,7 @@ from headway.errors import (
     StorageError,
     UsageError,
 )
-from headway.launcher import call
+from headway.launcher import launch_function
 from headway.launcher.functions import pickled, start, worker
 from headway.launcher.functions.worker import Call
 from headway.launcher.program import JobFile, Program
@@ -360,7 +360,7 @@ def test_what_cannot_be_started_leaves_nothing(
     def full(*_: object) -> None:
         raise StorageError("no space left")
 
-    monkeypatch.setattr(call, "in_background", full)
+    monkeypatch.setattr(launch_function, "in_background", full)
     with pytest.raises(StorageError, match="no space left"):
         hw.launch(work.leaves)
     assert not list((tmp_path / "runs").iterdir())

@@ -18,7 +18,7 @@ from headway.data.cache.directory import NotCached, _open_directory
 from headway.data.cache.staging import stage
 from headway.dist.rendezvous import FileRendezvous, HubAddress
 from headway.errors import UnreadableRun, UsageError
-from headway.launcher import epilogue, prologue, submission
+from headway.launcher import enqueue, epilogue, prologue
 from headway.launcher.agent import node
 from headway.launcher.agent.environment import private_directory
 from headway.launcher.agent.team import Team
@@ -26,7 +26,7 @@ from headway.launcher.functions import background, pickled, worker
 from headway.launcher.functions.start import restart
 from headway.launcher.functions.worker import Call
 from headway.launcher.program import JobFile, Program
-from headway.launcher.scripts import Script, prepare_runs
+from headway.launcher.submit_script import Script, prepare_runs
 from headway.launcher.targets import Local, Slurm
 from headway.run import Run
 from headway.run.choice import choose
@@ -75,7 +75,7 @@ READERS: dict[str, Callable[[Run], object]] = {
     "epilogue": lambda run: epilogue.main(str(run.path), "0"),
     "background": lambda run: background.main([str(run.path)]),
     "worker": lambda run: worker.main([str(run.path)]),
-    "submission": lambda run: submission.submit_runs([run], [Program(command=["train"])], Slurm()),
+    "submission": lambda run: enqueue.submit_runs([run], [Program(command=["train"])], Slurm()),
     "restart": restart,
 }
 WALK = ("..", ".", "run.json", "job.json", "job.sh", "code", "code/tree", "call")
@@ -146,7 +146,7 @@ def test_a_run_whose_job_another_user_has_replaced_does_not_run() -> None:
 
 
 def test_a_link_of_a_job_array_is_ours(run: Run) -> None:
-    links = submission._link_all([run])
+    links = enqueue._link_all([run])
     with pytest.raises(Ran):
         node.run_submitted(str(links / "0"))
     for said in spoilt(links):

@@ -8,9 +8,9 @@ import pytest
 
 from headway.cli import main, submit as verb
 from headway.errors import UsageError
+from headway.launcher.enqueue import check_target
 from headway.launcher.program import JobFile, Program, python_command
-from headway.launcher.scripts import Script
-from headway.launcher.submission import check_target
+from headway.launcher.submit_script import Script
 from headway.launcher.targets import ClusterTarget, Slurm
 from headway.run import Run
 

@@ -192,10 +192,10 @@ _WRITE = re.compile(
 )
 _ALLOWED = {
     # of the submission, before there is an owner, or of a start of the job, in a directory of its own
-    "launcher/submission.py": {"job_script", "submission_file"},
+    "launcher/enqueue.py": {"job_script", "submission_file"},
     "launcher/program.py": {"job_file"},
     "launcher/sweep.py": {"sweep_file"},
-    "launcher/call.py": {"call_dir"},
+    "launcher/launch_function.py": {"call_dir"},
     "launcher/functions/start.py": {"job_log", "submission_file", "ended_file"},  # fenced: "restart"
     "launcher/functions/worker.py": {"call_dir"},
     # of a process that evaluates, and need not hold the run: rows of its own, never those of training

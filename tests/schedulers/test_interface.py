@@ -13,8 +13,8 @@ from waiting import wait_until
 
 import headway as hw
 from headway import schedulers
-from headway.launcher import scripts, targets
-from headway.launcher.scripts import Script
+from headway.launcher import submit_script, targets
+from headway.launcher.submit_script import Script
 from headway.record import ledger
 from headway.system.environment import SCHEDULER
 
@@ -58,7 +58,7 @@ def test_a_preempted_run_is_requeued_and_resumes_exactly(tmp_path: Path) -> None
     warm.run(local, cwd=tmp_path, check=True, capture_output=True)
     (alone,) = (tmp_path / "runs").glob("fit-*")
 
-    submitted = scripts.submit(
+    submitted = submit_script.submit(
         Script(name=str(FIT), args=["0.1"]), ProcessCluster(), root=tmp_path / "submitted"
     )
     (run,) = submitted.runs
@@ -82,7 +82,7 @@ def test_a_preempted_run_is_requeued_and_resumes_exactly(tmp_path: Path) -> None
 def test_a_run_whose_job_is_cancelled_says_so(queue: Path, tmp_path: Path) -> None:
     script = tmp_path / "wait.py"
     script.write_text("import time; print('here', flush=True); time.sleep(100)")
-    submitted = scripts.submit(
+    submitted = submit_script.submit(
         Script(name=str(script)), ProcessCluster(max_requeues=0), root=tmp_path / "runs"
     )
     job = hw.Job.open(submitted.runs[0].path)
@@ -98,7 +98,7 @@ def test_a_target_of_another_scheduler_is_described_by_its_class() -> None:
     target = ProcessCluster(nodes=3, env={"A": "b"})
     assert target.to_dict() == {"kind": "process_scheduler:ProcessCluster", "nodes": 3, "env": {"A": "b"}}
     assert targets.from_dict(target.to_dict()) == target
-    assert json.loads(scripts.dry_run(Script(name=str(FIT)), target, root=Path("runs")))["nodes"] == 3
+    assert json.loads(submit_script.dry_run(Script(name=str(FIT)), target, root=Path("runs")))["nodes"] == 3
     environ = {
         "PROCESS_JOB": "4",
         "PROCESS_RESTARTS": "2",

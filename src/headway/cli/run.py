@@ -7,7 +7,7 @@ from headway.errors import UsageError
 from headway.launcher.agent.agent import Agent
 from headway.launcher.local_runs import run_smoke, run_sweep
 from headway.launcher.program import python_command
-from headway.launcher.scripts import Script
+from headway.launcher.submit_script import Script
 
 _EXAMPLES = """\
 examples:

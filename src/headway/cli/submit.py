@@ -11,9 +11,9 @@ from typing import Any
 from headway import schedulers
 from headway.cli.parser import Parser, whole
 from headway.errors import UsageError
-from headway.launcher import scripts
+from headway.launcher import submit_script
 from headway.launcher.job import Job
-from headway.launcher.scripts import Script, SubmittedJob
+from headway.launcher.submit_script import Script, SubmittedJob
 from headway.launcher.targets import ClusterTarget, Slurm, read_target, target_fields
 
 _EXAMPLES = """\
@@ -38,9 +38,9 @@ def main(argv: list[str]) -> int:
     script = Script(name=options.script, args=options.args, module=options.module)
     root = Path(options.root)
     if options.dry_run:
-        print(scripts.dry_run(script, target, root=root, name=options.name), end="")
+        print(submit_script.dry_run(script, target, root=root, name=options.name), end="")
         return 0
-    done = scripts.submit(script, target, root=root, name=options.name, dirty=options.dirty)
+    done = submit_script.submit(script, target, root=root, name=options.name, dirty=options.dirty)
     if options.json:
         print(json.dumps(done.to_dict(), indent=2))
     else:

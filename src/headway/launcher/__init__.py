@@ -1,8 +1,9 @@
 """Start: get N processes going, here, on a cluster or under MPI, and end them together. No torch at import.
 
-`targets` describes where to run, `call.launch` runs a function there and `scripts.submit` a script; `job.Job` is what
-was started. `agent/` starts and supervises the ranks of a node, `functions/` carries a function and its results,
-`code/` keeps the code as it was. `prologue` and `epilogue` are the first and last command of a submitted job.
+`targets` describes where to run, `launch_function.launch` runs a function there and `submit_script.submit` a script,
+both through `enqueue` where a scheduler is asked; `job.Job` is what was started. `agent/` starts and supervises the
+ranks of a node, `functions/` carries a function and its results, `code/` keeps the code as it was. `prologue` and
+`epilogue` are the first and last command of a submitted job.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import TYPE_CHECKING
 from headway import lazy
 
 if TYPE_CHECKING:
-    from headway.launcher.call import launch as launch
     from headway.launcher.job import Job as Job, as_completed as as_completed
+    from headway.launcher.launch_function import launch as launch
     from headway.launcher.targets import (
         ClusterTarget as ClusterTarget,
         Local as Local,

@@ -30,9 +30,9 @@ from headway.errors import (
 )
 from headway.launcher.agent.outcome import is_crash, summary
 from headway.launcher.agent.team import LaunchRecords, Outcome
+from headway.launcher.enqueue import submit_successor
 from headway.launcher.program import JobFile
 from headway.launcher.step import Step, StepEnd
-from headway.launcher.submission import submit_successor
 from headway.run import Run
 from headway.run.info import newest_step
 from headway.run.status import NOT_OF_A_RANK, ends_at_same_step, record_end

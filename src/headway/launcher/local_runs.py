@@ -12,7 +12,7 @@ from headway.errors import DONE, INTERRUPTED, TERMINATED, Stopped, UsageError
 from headway.launcher import sweep
 from headway.launcher.agent.agent import Agent, check_nproc
 from headway.launcher.program import Program
-from headway.launcher.scripts import Script, make_program, prepare_runs
+from headway.launcher.submit_script import Script, make_program, prepare_runs
 from headway.run import Run
 from headway.run.status import record_end
 from headway.system import environment

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from headway.errors import UsageError
 from headway.launcher.code import snapshot
+from headway.launcher.enqueue import check_target, submit_runs
 from headway.launcher.program import JobFile, Program
-from headway.launcher.submission import check_target, submit_runs
 from headway.launcher.targets import ClusterTarget
 from headway.run import Run
 from headway.system import files

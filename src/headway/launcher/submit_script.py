@@ -16,8 +16,8 @@ from headway.errors import UsageError
 from headway.launcher import sweep
 from headway.launcher.code import snapshot
 from headway.launcher.code.snapshot import Dirty
+from headway.launcher.enqueue import check_target, submit_runs
 from headway.launcher.program import Program, python_command
-from headway.launcher.submission import check_target, submit_runs
 from headway.launcher.targets import ClusterTarget
 from headway.run import Run, check_name
 from headway.schedulers.base import JobIds
