@@ -69,6 +69,10 @@ class BarrierTimeout(RankFailure):
     """Raised when some ranks did not reach a barrier in time; the message names them."""
 
 
+class UnfitNodes(HeadwayError):
+    """Raised when the nodes of a job were examined, and would break the run; the message names the checks."""
+
+
 class BadShard(HeadwayError):
     """Raised when a file is not a complete tar archive of samples; the message names file, position and remedy."""
 

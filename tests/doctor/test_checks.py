@@ -270,7 +270,7 @@ def test_bad_means_exit_code_1_and_json_has_the_facts(capsys: pytest.CaptureFixt
 def test_the_table_shows_every_check_and_remedy() -> None:
     checks = [check for check, _, _ in VERDICTS]
     screen = Console(file=io.StringIO(), width=400, force_terminal=True)
-    screen.print(command.table(MachineReport(host="box", checks=checks, topology=None)))
+    screen.print(command.table("headway doctor on box", checks))
     assert isinstance(screen.file, io.StringIO)
     shown = screen.file.getvalue()
     assert all(check.detail in shown and check.advice in shown for check in checks)

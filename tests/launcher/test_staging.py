@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
@@ -51,8 +53,9 @@ def test_in_a_job_script_it_is_a_step_before_the_ranks() -> None:
     assert "prologue" not in plain and "/data" not in with_data, (
         "paths wait in job.json, out of reach of the shell"
     )
-    begin, _, end = with_data.partition("# Data for the ranks")
+    begin, _, end = with_data.partition("# Nodes are examined")
     assert plain == begin + end.partition('launcher.epilogue "$run" $?\n')[2]
+    assert script(Slurm(nodes=2, doctor=True)) == with_data, "what the step does is in job.json, too"
     assert with_data.count("headway.launcher.prologue") == 1, "what it leaves behind is read by the epilogue"
     with pytest.raises(UsageError, match="pre: 'data' must be an absolute path"):
         Slurm(pre=("data",))
@@ -164,3 +167,58 @@ def test_a_copy_that_fails_as_nobody_expected_says_so(
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+class Examiner:
+    """In place of an agent whose ranks examine nodes: leaves a report, and ends as it says."""
+
+    codes: ClassVar[list[int]] = []
+    ran: ClassVar[list[dict[str, Any]]] = []
+
+    def __init__(self, command: list[str], **settings: Any) -> None:
+        self.command = command
+        self.ran.append({"command": command, **settings})
+
+    def run(self) -> int:
+        code = self.codes.pop(0)
+        if code == 1:
+            checks = [{"name": "GPU health", "verdict": "bad"}, {"name": "CPUs", "verdict": "warn"}]
+            Path(self.command[4]).write_text(json.dumps({"checks": checks}))
+        return code
+
+
+@pytest.mark.usefixtures("node")
+def test_nodes_that_fail_their_examination_do_not_start_the_script(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(prologue, "Agent", Examiner)
+    handlers = {number: signal.getsignal(number) for number in (*STOP_REQUESTS, signal.SIGTERM)}
+    Examiner.codes[:], Examiner.ran[:] = [1, 9, 75, 143, 0], []
+    failed = "the script was not started: the nodes fail"
+    try:
+        for status, code, said in (
+            (1, 1, f"{failed} these checks: GPU health; the lines above say how"),
+            (1, 1, f"{failed} the examination itself; the lines above say how"),
+            (75, 75, "stopped while the nodes were examined"),
+            (143, 143, ""),
+            (0, None, ""),
+        ):
+            run = Run.create(tmp_path / "runs", name="x", command=["train"])
+            target = Slurm(pre=(str(source),), doctor=True, requeue=False, ntasks_per_node=3)
+            JobFile(program=Program(command=["train"], nproc=3), target=target).write(run)
+            try:
+                assert prologue.main(str(run.path)) == status
+            except SystemExit as end:
+                assert end.code == status
+            if code is not None:
+                assert epilogue.main(str(run.path), str(status)) == code
+            assert said in capfd.readouterr().err
+            assert (tmp_path / "node" / "data set").exists() == (status == 0), "data is copied afterwards"
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    [*_, last] = Examiner.ran
+    assert last["command"][3:] == ["headway.doctor.examination", str(run.doctor_file), str(source)]
+    assert (last["nproc"], last["report"]) == (3, False)
+    assert "HEADWAY_RUN" not in last["environ"], "what it finds is not a failure of the run's own ranks"

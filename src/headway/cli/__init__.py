@@ -20,7 +20,7 @@ VERBS = {
     "checkpoint": "show or verify a checkpoint, or export its weights as safetensors",
     "compare": "runs side by side: settings that differ, state, and metrics",
     "data": "datasets and their shards: list, count, add, pack, index, check, bench",
-    "doctor": "what this machine is and whether it is fit to train: a verdict per line",
+    "doctor": "what this machine is, or nodes of a cluster, and whether they are fit to train: a verdict per line",
     "plan": "memory, time and cost before a run: of a layout, of your own module, or the best layouts",
     "verify-resume": "kill a script at four points, resume it, and compare every step to the last bit",
     "resume": "start a stopped or failed run again, the way it was started",

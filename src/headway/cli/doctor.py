@@ -1,64 +1,125 @@
-"""`headway doctor`: examines this machine, with a verdict per line."""
+"""`headway doctor`: examines this machine, or with --nodes those of a cluster, with a verdict per line."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.status import Status as Spinner
 from rich.table import Table
 from rich.text import Text
 
-from headway.cli.parser import parse
+from headway.cli.parser import Parser
+from headway.cli.progress import throttled_printer
 from headway.cli.screen import console
-from headway.doctor.checks import CheckResult, MachineReport, examine
+from headway.cli.target_options import add_target, read_options
+from headway.doctor import job
+from headway.doctor.checks import CheckResult, examine, line
+from headway.errors import UsageError
+from headway.launcher.targets import Slurm, target_fields
+from headway.run.status import Status
 
 _STYLES = {"ok": "green", "warn": "yellow", "bad": "bold red"}
+_TIME = "10:00"
+"""minutes that the job of an examination asks for, unless --time says otherwise"""
+_LEAVE_OUT = ("array", "array_limit", "pre", "pre_to", "doctor", "requeue", "max_requeues", "max_restarts")
+_EXAMPLES = """\
+examples:
+  headway doctor                                   this machine
+  headway doctor --root /scratch/me/runs           and whether runs can be written there
+  headway doctor --nodes 4 --gpus-per-node 8       four nodes of the cluster, as a job of its own
+  headway doctor --nodes 2 --partition gpu --data /data/images --json
+  headway submit --doctor --nodes 4 train.py       the same before SCRIPT, in its own job
 
-
-@dataclass(frozen=True, kw_only=True)
-class DoctorOptions:
-    """What this machine is and whether it is fit to train: a verdict per line.
-
-    ok: fine. warn: may cost speed or safety. bad: runs will fail. Exit code 1 if anything is bad, else 0.
-    """
-
-    root: Path = Path("runs")
-    """where runs are to be written"""
-    canary: bool = True
-    """start ranks that try the links between them (takes some seconds)"""
-    json: bool = False
-    """print facts for programs"""
+ok: fine. warn: may cost speed or safety. bad: runs will fail. Exit code 1 if anything is bad, else 0.
+"""
 
 
 def main(argv: list[str]) -> int:
-    options = parse(DoctorOptions, argv, verb="doctor")
+    options = _parser().parse_args(argv)
+    if "nodes" in options or options.on is not None:
+        return _examine_nodes(options)
+    for name in ("data", *(each.name for each in target_fields(Slurm))):
+        if getattr(options, name, None):
+            raise UsageError(f"--{name.replace('_', '-')} is for nodes of a cluster: say how many by --nodes")
     with Console(stderr=True).status("examining this machine ..."):  # shown on a terminal only
-        report = examine(root=options.root, canary=options.canary)
-    if options.json:
-        print(json.dumps(report.to_dict(), indent=2))
-    elif sys.stdout.isatty():
-        console().print(table(report))
-    else:
-        print("\n".join(line(check) for check in report.checks))
+        report = examine(root=Path(options.root), canary=options.canary)
+    _print(report.to_dict(), report.checks, title=f"headway doctor on {report.host}", as_json=options.json)
     return 1 if report.verdict == "bad" else 0
 
 
-def line(check: CheckResult) -> str:
-    """A check as one line of plain text."""
-    advice = f"  -> {check.advice}" if check.advice else ""
-    return f"{check.verdict:<4}  {check.name:<12}  {check.detail}{advice}"
+def _parser() -> Parser:
+    does = (
+        "What this machine is, or nodes of a cluster, and whether they are fit to train: a verdict per line."
+    )
+    parser = Parser("doctor", does, _EXAMPLES)
+    parser.add_argument("--root", default="runs", help="where runs are to be written (default: runs)")
+    parser.add_argument("--canary", action=argparse.BooleanOptionalAction, default=True,
+                        help="start ranks that try the links between them (takes some seconds)")  # fmt: skip
+    parser.add_argument("--data", action="append", metavar="PATH", default=[],
+                        help="file or directory whose reading is timed on each node; with --nodes")  # fmt: skip
+    parser.add_json()
+    add_target(parser, leave_out=_LEAVE_OUT)
+    return parser
 
 
-def table(report: MachineReport) -> Table:
-    """The report for a terminal."""
-    made = Table(title=f"headway doctor on {report.host}", box=None, title_justify="left", show_header=False)
+def _examine_nodes(options: argparse.Namespace) -> int:
+    """Submits a job, waits for it and prints what it found; Ctrl-C cancels it."""
+    if not options.canary:
+        raise UsageError(
+            "--no-canary is for this machine: with --nodes, ranks on all nodes are what is tried"
+        )
+    target = read_options(options, time=_TIME)
+    data = [Path(path) for path in options.data]
+    submitted = job.submit(target, root=Path(options.root), data=data)
+    with Console(stderr=True).status("submitted") as spinner:
+        try:
+            report = job.wait(submitted, _teller(spinner, str(submitted.run.path)))
+        except KeyboardInterrupt:
+            submitted.cancel()
+            raise
+    checks = [CheckResult(**each) for each in report["checks"]]
+    hosts = [node["host"] for node in report["nodes"]]
+    title = f"headway doctor on {len(hosts)} nodes: {', '.join(hosts)}"
+    _print(report, checks, title=title, as_json=options.json)
+    return 1 if report["verdict"] == "bad" else 0
+
+
+def _teller(spinner: Spinner, place: str) -> Callable[[Status, float], None]:
+    """Says how it stands: beside the spinner on a terminal, elsewhere a line every few seconds."""
+    say = throttled_printer()
+
+    def tell(now: Status, seconds: float) -> None:
+        why = f" ({now.why})" if now.why else ""
+        text = f"the examination is {now.state}{why} for {seconds:.0f} s, in {place}"
+        if sys.stderr.isatty():
+            spinner.update(Text(text))
+        else:
+            say(text)
+
+    return tell
+
+
+def _print(facts: dict[str, object], checks: Sequence[CheckResult], *, title: str, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(facts, indent=2))
+    elif sys.stdout.isatty():
+        console().print(table(title, checks))
+    else:
+        print("\n".join(line(check) for check in checks))
+
+
+def table(title: str, checks: Sequence[CheckResult]) -> Table:
+    """The results for a terminal."""
+    made = Table(title=title, box=None, title_justify="left", show_header=False)
     made.add_column(no_wrap=True)
     made.add_column(no_wrap=True)
     made.add_column(overflow="fold")  # paths must stay whole
-    for check in report.checks:
+    for check in checks:
         detail = Text(check.detail)
         if check.advice:
             detail.append(f"\n{check.advice}", style="italic")

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from headway import schedulers
-from headway.cli.parser import Parser, whole
+from headway.cli.parser import Parser
+from headway.cli.target_options import add_target, read_options
 from headway.errors import UsageError
 from headway.launcher import submit_script
 from headway.launcher.job import Job
 from headway.launcher.submit_script import Script, SubmittedJob
-from headway.launcher.targets import ClusterTarget, Slurm, read_target, target_fields
 
 _EXAMPLES = """\
 examples:
   headway submit --nodes 2 --gpus-per-node 8 --time 2:00:00 train.py --lr 3e-4
   headway submit --on cluster.yaml --array lr=1e-3,3e-4 seed=1,2,3 train.py
   headway submit --dry-run --nodes 2 train.py       show the job script, submit nothing
+  headway submit --nodes 8 --doctor train.py        examine the nodes before SCRIPT, end with 1 if they are not fit
   headway submit --extra mail-type=END --setup 'module load cuda' --env WANDB_MODE=offline train.py
 
 The job runs a copy of the code as it is now, in a new run directory, so you can keep editing. When it is preempted, or
@@ -34,7 +33,7 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_sweep(argv)
     if options.json and options.watch:
         raise UsageError("--json and --watch do not go together: the output of a job is not JSON")
-    target = _target(options)
+    target = read_options(options)
     script = Script(name=options.script, args=options.args, module=options.module)
     root = Path(options.root)
     if options.dry_run:
@@ -55,58 +54,12 @@ def _parser() -> Parser:
     parser.add_argument("--dirty", choices=("snapshot", "refuse", "live"), default="snapshot",
                         help="what to do about changes that are not committed: copy them, refuse, or run the files "
                         "where they lie (default: snapshot)")  # fmt: skip
-    parser.add_argument("--on", metavar="FILE", help="settings from a YAML file; options override them")
     parser.add_argument("--dry-run", action="store_true", help="show the job script; submit nothing")
     parser.add_argument("--watch", action="store_true", help="show the job's output until it ends")
     parser.add_json()
-    settings = parser.add_argument_group("settings of the job, as sbatch calls them")
-    for each in target_fields(Slurm):
-        _add(settings, each.name, each.type, each.metadata["help"])
+    add_target(parser)
     parser.add_script()
     return parser
-
-
-def _add(group: argparse._ArgumentGroup, name: str, kind: Any, help: str) -> None:
-    """One option for one setting; those that are not given stay out of the result."""
-    flag = f"--{name.replace('_', '-')}"
-    common: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": help}
-    if kind == "bool":
-        group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
-    elif kind in ("int", "int | None"):
-        group.add_argument(flag, type=whole, metavar="N", **common)
-    elif kind.startswith("Mapping"):
-        group.add_argument(flag, action="append", metavar="NAME=VALUE", **common)
-    elif kind.startswith("tuple"):
-        group.add_argument(flag, action="append", metavar="TEXT", **common)
-    else:
-        group.add_argument(flag, metavar="TEXT", **common)
-
-
-def _target(options: argparse.Namespace) -> ClusterTarget:
-    values: dict[str, Any] = {}
-    given = {each.name: getattr(options, each.name) for each in target_fields(Slurm) if each.name in options}
-    if options.on is not None:
-        found = read_target(Path(options.on))
-        if not isinstance(found, ClusterTarget):
-            raise UsageError(
-                f"{options.on} describes {found.kind}; submit needs a cluster, such as 'kind: slurm'"
-            )
-        if not isinstance(found, Slurm):  # another scheduler: the options are SLURM's
-            if given:
-                raise UsageError(f"--{min(given).replace('_', '-')} is for SLURM: set it in {options.on}")
-            return found
-        values = found.to_dict()
-    for name in ("env", "extra"):
-        if name in given:
-            given[name] = {**values.get(name, {}), **dict(_pair(name, text) for text in given[name])}
-    return Slurm.from_dict({**values, **given})
-
-
-def _pair(option: str, text: str) -> tuple[str, str | bool]:
-    name, equals, value = text.partition("=")
-    if not equals and option == "env":
-        raise UsageError(f"--env {text!r:.80}: write NAME=VALUE")
-    return name, value if equals else True
 
 
 def _show(done: SubmittedJob) -> None:

@@ -69,6 +69,14 @@ def count_gpu_files() -> int:
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
+def sample_gpus() -> list[dict[str, Any]]:
+    """Returns what NVML reports about each GPU now: load, memory, clocks, throttling, and its memory's errors."""
+    from headway.record.devices.gpu import memory_errors, nvml_session, sample_gpu
+
+    with nvml_session() as handles:
+        return [sample_gpu(index, handle) | memory_errors(handle) for index, handle in enumerate(handles)]
+
+
 def visible_gpus(found: int, environ: Mapping[str, str]) -> int:
     """Returns how many of the machine's GPUs a process with these environment variables may use."""
     if "CUDA_VISIBLE_DEVICES" not in environ:

@@ -1,4 +1,4 @@
-"""What a job does before its ranks start: copy their data to each node's own disk.
+"""What a job does before its ranks start: examine its nodes, and copy data to each node's own disk.
 
 The job script calls it, once on each node. How it ended is left where the agents would leave it, so that the epilogue
 reports why the ranks never started, and queues a job again that was only stopped: what is copied is kept.
@@ -11,21 +11,24 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Sequence
 from types import FrameType
 
 from headway.data.cache.staging import stage
 from headway.dist.control.signals import STOP_REQUESTS
-from headway.errors import DONE, TERMINATED, HeadwayError, Stopped
+from headway.errors import DONE, TERMINATED, HeadwayError, Stopped, UnfitNodes
+from headway.launcher.agent.agent import Agent
 from headway.launcher.agent.node import team_of
 from headway.launcher.agent.team import Team
 from headway.launcher.program import JobFile
 from headway.run import Run
+from headway.run.info import read_json
 from headway.system.environment import STAGED
 from headway.system.log import install_handler, logger
 
 
 def main(path: str) -> int:
-    """Copies to this node what a submitted run asks for."""
+    """Prepares this node as a submitted run asks for."""
     install_handler()
     for number in (*STOP_REQUESTS, signal.SIGTERM):
         signal.signal(number, _stop)
@@ -34,7 +37,10 @@ def main(path: str) -> int:
         run = Run.open_private(path)
         job = JobFile.read(run)
         team, _ = team_of(run, job, os.environ)
-        stage(job.target.pre, job.staged_environment()[STAGED])
+        if job.target.doctor:
+            _examine(run, job)
+        if job.target.pre:
+            stage(job.target.pre, job.staged_environment()[STAGED])
         return DONE
     except SystemExit:
         if team is not None:
@@ -48,11 +54,43 @@ def main(path: str) -> int:
             logger.error(error)
             return code
         why = f"data could not be copied to {socket.gethostname()}: {type(error).__name__}: {error}"
-        record = {"kind": "staging", "sentence": str(error) if isinstance(error, HeadwayError) else why}
+        record = {
+            "kind": "doctor" if isinstance(error, UnfitNodes) else "staging",
+            "sentence": str(error) if isinstance(error, HeadwayError) else why,
+        }
         team.begin_round(0)
         team.conclude({"exit_code": code, "record": record})
         team.mark_ended(code)
         return code
+
+
+def examination_command(run: Run, data: Sequence[str] = ()) -> list[str]:
+    """The command of the ranks that examine the nodes of a job before, or instead of, its own."""
+    module = [sys.executable, "-P", "-m", "headway.doctor.examination"]
+    return [*module, str(run.doctor_file), *data]
+
+
+def _examine(run: Run, job: JobFile) -> None:
+    """Starts ranks on all nodes that examine them; raises `UnfitNodes` if they would break the run."""
+    _, node = team_of(run, job, os.environ)
+    directory = job.launch_directory(run, os.environ) / "doctor"
+    code = Agent(
+        examination_command(run, job.target.pre),
+        nproc=job.program.nproc,
+        environ=job.program.environment(os.environ),
+        team=Team(directory, number=node.index, size=node.count),
+        host=node.host,
+        report=False,
+    ).run()
+    if code == Stopped.exit_code:
+        raise Stopped("stopped while the nodes were examined; the next start examines its own")
+    if code == TERMINATED:
+        raise SystemExit(TERMINATED)
+    if code:
+        found = read_json(run.doctor_file) or {}
+        names = [check["name"] for check in found.get("checks", ()) if check["verdict"] == "bad"]
+        what = f"these checks: {', '.join(names)}" if names else "the examination itself"
+        raise UnfitNodes(f"the script was not started: the nodes fail {what}; the lines above say how")
 
 
 def _stop(number: int, _: FrameType | None) -> None:

@@ -107,6 +107,7 @@ class ClusterTarget(Target):
     setup: tuple[str, ...] = ()
     pre: tuple[str, ...] = ()
     pre_to: str = ""
+    doctor: bool = False
     signal_lead: int = 120
     requeue: bool = True
     max_requeues: int = 100
@@ -144,7 +145,7 @@ class ClusterTarget(Target):
             log=log,
             agent=(*module, "headway", "agent", "--run"),
             epilogue=(*module, "headway.launcher.epilogue"),
-            prologue=(*module, "headway.launcher.prologue") if self.pre else None,
+            prologue=(*module, "headway.launcher.prologue") if self.pre or self.doctor else None,
             nodes=self.nodes,
             nproc_per_node=self.nproc_per_node,
             is_array=bool(self.array),
@@ -236,6 +237,7 @@ class Slurm(ClusterTarget):
     pre_to: str = option(
         "$SLURM_TMPDIR", "directory on each node to copy to, for --pre; ranks find it in HEADWAY_STAGED"
     )
+    doctor: bool = option(False, "examine the nodes first, and end with 1 if they would break the run")
     env: Mapping[str, str] = option({}, "variables for the ranks")
     signal_lead: int = option(
         120, "seconds before the time limit at which ranks get the signal to save and stop"

@@ -3,7 +3,7 @@
 runs/digits-2026.11.15-14.30-x7k2/
     run.json                    what ran, from which code, on which versions; the list of attempts
     config.yaml                 the settings, resolved             plan.json, report.html
-    job.sh, job.json            what the scheduler was given       submitted.json, ended.json, launch/
+    job.sh, job.json            what the scheduler was given       submitted.json, ended.json, launch/, doctor.json
     code/uncommitted.diff       what the commit does not hold      code/tree/: the code of a submitted job
     log/rank-00000.txt          log/diagnostics.jsonl, log/job.txt
     metrics/rank-00000.jsonl    metrics.csv, tensorboard/          traces/
@@ -117,6 +117,11 @@ class RunPaths:
     def ended_file(self) -> Path:
         """When the job ended, and with which exit code."""
         return self.path / "ended.json"
+
+    @property
+    def doctor_file(self) -> Path:
+        """What the examination of the nodes found before the ranks started."""
+        return self.path / "doctor.json"
 
     @property
     def launch_dir(self) -> Path:

@@ -47,7 +47,7 @@ def summary(outcome: Mapping[str, Any], world_size: int) -> str:
     sentence = (record or {}).get("sentence")
     if code in _NOT_CRASHES:
         return f"headway: {sentence or _NOT_CRASHES[code]}\n"
-    if record and record["kind"] == "staging":  # there were no ranks yet
+    if record and record["kind"] in ("staging", "doctor"):  # there were no ranks yet
         return f"headway: {sentence}\n"
     return (
         format_cause(record, world_size, record.get("failure_file"))

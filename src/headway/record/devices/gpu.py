@@ -64,6 +64,24 @@ def sample_gpu(index: int, handle: Any) -> Sample:
     return found | {name: value for name, value in facts.items() if value is not None}
 
 
+def memory_errors(handle: Any) -> Sample:
+    """Returns uncorrectable ECC errors since the last reset, and whether the replacing of memory rows waits or failed.
+
+    What a GPU does not report is left out.
+    """
+    rows = _ask(lambda: nv.nvmlDeviceGetRemappedRows(handle))  # corrected, uncorrected, waits, failed
+    facts = {
+        "ecc_since_reset": _ask(
+            lambda: nv.nvmlDeviceGetTotalEccErrors(
+                handle, nv.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nv.NVML_VOLATILE_ECC
+            )
+        ),
+        "remap_pending": rows and bool(rows[2]),
+        "remap_failed": rows and bool(rows[3]),
+    }
+    return {name: value for name, value in facts.items() if value is not None}
+
+
 def throttle_reasons(mask: int) -> list[str]:
     """Returns why the clocks are lower than they could be.
 

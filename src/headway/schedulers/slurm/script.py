@@ -27,7 +27,7 @@ exec {epilogue} "$run" --step $!
 """
 
 _PROLOGUE = """\
-# Data for the ranks goes to each node's own disk first: a step of its own, which may take its time.
+# Nodes are examined, or get data on their own disks, before the ranks start: a step that may take its time.
 {step} \\
   {prologue} "$run" || exec {epilogue} "$run" $?
 """

@@ -1,0 +1,184 @@
+"""The examination of several nodes, as ranks of a job: `python -m headway.doctor.examination RESULT [DATA ...]`.
+
+Every rank takes part in the canary between ranks; local rank 0 reports on its node. Rank 0 judges, writes RESULT as
+JSON into its run directory, and prints a line per check. All ranks exit with 1 if something would break a run.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import headway
+from headway.doctor import checks, probes
+from headway.doctor.checks import CheckResult
+from headway.doctor.cluster import ClusterReport, NodeReport, judge
+from headway.doctor.storage import TransferRate, time_read, time_write
+from headway.system import files
+
+if TYPE_CHECKING:
+    from headway.dist.collective.exchange import RankExchange
+    from headway.dist.group import World
+
+_FILE_BYTES = 256 << 20
+_LOAD_S = 1.0
+"""how long each GPU computes before its clocks are read"""
+_MATRIX = 8192
+_TIMEOUT_S = 120.0
+
+
+def main(result: str, *data: str, file_bytes: int = _FILE_BYTES) -> int:
+    """Examines the nodes of this job together with its other ranks; returns the exit code."""
+    from headway import dist
+
+    world = dist.init(setup_timeout=_TIMEOUT_S, step_timeout=_TIMEOUT_S)
+    verdict = _examine(world, Path(result), [Path(path) for path in data], file_bytes)
+    dist.leave()
+    return 1 if verdict == "bad" else 0
+
+
+def _examine(world: World, result: Path, data: Sequence[Path], file_bytes: int) -> str:
+    """Measures one thing after the other, each on all nodes at once, as a run would do it."""
+    from headway.dist.collective.exchange import RankExchange
+    from headway.dist.topology.clocks import measure_clocks
+    from headway.dist.topology.interconnect import check_interconnect
+
+    exchange = RankExchange("examine the nodes", timeout_s=_TIMEOUT_S)
+    places = exchange.all_gather(lambda: (world.host, world.local_rank))
+    hosts, firsts = (
+        [host for host, _ in places],
+        [rank for rank, (_, local) in enumerate(places) if not local],
+    )
+    is_first = world.rank in firsts
+    rates = _measure_storage(exchange, world.rank, firsts, result.parent, data, file_bytes)
+    speed, gpus = _load_gpu(world, sample=is_first)
+    own = _node_report(world, result.parent.parent, rates, gpus) if is_first else None
+    speeds = exchange.all_gather(lambda: speed)
+    nodes = exchange.all_gather(lambda: own and asdict(own))
+    links = check_interconnect(megabytes=16 if world.device.type == "cuda" else 4)
+    clocks = measure_clocks([rank for rank in firsts if rank])
+
+    def decide() -> str:
+        report = judge(
+            [NodeReport.from_dict(each) for each in nodes if each],
+            speeds=speeds,
+            links=links,
+            clocks=clocks,
+            rank_hosts=hosts,
+        )
+        _publish(report, result)
+        return report.verdict
+
+    return exchange.from_root(decide)
+
+
+def _node_report(
+    world: World, root: Path, rates: dict[str, float | str], gpus: Sequence[dict[str, Any]]
+) -> NodeReport:
+    from headway.dist.topology.machine import detect
+    from headway.dist.topology.nvml import read_driver
+
+    required = probes.required_versions()
+    found: list[CheckResult] = [
+        checks.packages(required, probes.installed_versions(required)),
+        *checks.machine(detect(), read_driver(), gpus),
+        *checks.system(),
+        *checks.run_root(root),
+    ]
+    return NodeReport(host=world.host, versions=own_versions(), checks=found, rates=rates, gpus=gpus)
+
+
+def own_versions() -> dict[str, str]:
+    """Returns the versions that must agree between nodes, and some that should."""
+    import torch
+
+    from headway.dist.topology.nvml import read_driver
+
+    found = {"headway": headway.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    if torch.version.cuda is not None:
+        found["CUDA"] = torch.version.cuda
+        with suppress(RuntimeError, AttributeError):  # built without NCCL
+            found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    if driver := read_driver():
+        found["driver"] = driver.version
+    return found
+
+
+def _measure_storage(
+    exchange: RankExchange, rank: int, firsts: Sequence[int], directory: Path, data: Sequence[Path], size: int
+) -> dict[str, float | str]:
+    """Local rank 0 of each node writes a file, reads the one of the next node, and then from the data.
+
+    A node's own file may still be in its memory; that of another node is not.
+    """
+    paths = {each: directory / f".storage-{each:05d}.bin" for each in firsts}
+    rates: dict[str, float | str] = {}
+
+    def measure(what: str, action: Any) -> None:
+        exchange.all_gather(lambda: None)  # all nodes at once, as in a run
+        if rank in paths:
+            rates[what] = _rate(action)
+
+    try:
+        measure("run write", lambda: time_write(paths[rank], size))
+        exchange.all_gather(lambda: None)
+        next_one = dict(zip(firsts, [*firsts[1:], firsts[0]], strict=True))
+        measure("run read", lambda: files.retry_until_visible(lambda: time_read(paths[next_one[rank]], size)))
+        exchange.all_gather(lambda: None)
+    finally:
+        if rank in paths:
+            paths[rank].unlink(missing_ok=True)
+    for place in data:
+        measure(f"data read: {place}", lambda place=place: time_read(place, size))
+    return rates
+
+
+def _rate(action: Any) -> float | str:
+    try:
+        measured: TransferRate = action()
+    except OSError as error:
+        return f"{error.strerror}: {error.filename}"
+    return measured.megabytes_per_second if measured.bytes else "there is nothing to read"
+
+
+def _load_gpu(world: World, *, sample: bool) -> tuple[float | None, list[dict[str, Any]]]:
+    """Returns the TFLOP/s of this rank's GPU, and samples of the node's GPUs while they compute."""
+    import torch
+
+    if world.device.type != "cuda":
+        return None, probes.sample_gpus() if sample else []
+    a, b = (torch.randn(_MATRIX, _MATRIX, dtype=torch.float16, device=world.device) for _ in range(2))
+
+    def seconds(count: int) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            torch.mm(a, b)
+        if count > 1 and sample:  # the kernels are queued: the GPUs are busy now
+            samples.extend(probes.sample_gpus())
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    samples: list[dict[str, Any]] = []
+    seconds(1)  # the first one also loads the library
+    count = max(2, min(10_000, int(_LOAD_S / max(seconds(1), 1e-6))))
+    seconds(count)  # until clocks and temperature have settled
+    samples.clear()
+    return 2 * _MATRIX**3 * count / seconds(count) / 1e12, samples
+
+
+def _publish(report: ClusterReport, result: Path) -> None:
+    with files.storage(f"write {result}"):
+        files.write_atomic(result, json.dumps(report.to_dict(), indent=2).encode())
+    print("\n".join(checks.line(check) for check in report.checks), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,60 @@
+"""A job of its own that examines nodes of a cluster: submitted like any other, waited for, and read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from headway.errors import HeadwayError
+from headway.launcher.enqueue import check_target, submit_runs
+from headway.launcher.job import Job
+from headway.launcher.program import Program
+from headway.launcher.prologue import examination_command
+from headway.launcher.targets import ClusterTarget
+from headway.run import Run
+from headway.run.info import read_json
+from headway.run.status import Status
+
+_LOOK_S = 1.0
+_TAIL_LINES = 12
+Report = dict[str, Any]
+"""`ClusterReport.to_dict`, as the ranks of the job have written it"""
+
+
+def submit(target: ClusterTarget, *, root: Path, data: Sequence[Path] = ()) -> Job:
+    """Submits a job that examines the nodes it gets; its run directory is called doctor-DATE.
+
+    >>> submit(Slurm(nodes=2, gpus_per_node=8), root=Path("runs"))  # doctest: +SKIP
+    """
+    target = replace(target, requeue=False)  # type: ignore[type-var]  # a ClusterTarget is a dataclass
+    check_target(target)
+    run = Run.create(root, name="doctor", command=["headway", "doctor"])
+    program = Program(
+        command=examination_command(run, [str(path.absolute()) for path in data]),
+        nproc=target.nproc_per_node,
+        env=dict(target.env),
+    )
+    submit_runs([run], [program], target)
+    return Job(run)
+
+
+def wait(job: Job, tell: Callable[[Status, float], None], look_s: float = _LOOK_S) -> Report:
+    """Waits for the end of the job and returns its report; `tell` is called with its state and the seconds so far.
+
+    Raises `HeadwayError` with the last lines of the job's log if the examination itself failed.
+    """
+    start = time.monotonic()
+    while not (now := job.status()).over:
+        tell(now, time.monotonic() - start)
+        time.sleep(look_s)
+    report = read_json(job.run.doctor_file)
+    if report is None:
+        tail = "\n".join(job.log().splitlines()[-_TAIL_LINES:])
+        why = f": {now.why}" if now.why else ""
+        raise HeadwayError(
+            f"the examination is {now.state}{why}; the end of {job.run.job_log}:\n{tail}".rstrip()
+        )
+    return {"run": str(job.run.path), **report}
