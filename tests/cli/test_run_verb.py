@@ -18,7 +18,7 @@ BIN = Path(sys.executable).parent
 
 
 def run(*command: str, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
-    return warm.run(command, capture_output=True, text=True, timeout=60, cwd=cwd, env=os.environ | environ)
+    return warm.run(command, capture_output=True, text=True, timeout=180, cwd=cwd, env=os.environ | environ)
 
 
 @pytest.mark.parametrize(

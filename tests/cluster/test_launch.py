@@ -111,7 +111,7 @@ def test_waiting_in_the_queue_and_taken_back(
     shown = capsys.readouterr().out.splitlines()
     assert shown[1].split()[:2] == [job.id, "queued"] and shown[2].strip() == now.why
     job.cancel()
-    assert job.wait(timeout=60) == "cancelled"
+    assert job.wait(timeout=180) == "cancelled"
     with pytest.raises(HeadwayError, match="was cancelled; there is no result"):
         job.result()
 
@@ -195,13 +195,13 @@ def test_a_failed_job_is_submitted_again_on_more_nodes(
     assert main(["submit", "--partition", "low", "train.py"]) == 0
     (path,) = (tmp_path / "runs").glob("train-*")
     job = hw.Job.open(path)
-    assert job.wait(timeout=60) == "failed" and job.status().why
+    assert job.wait(timeout=180) == "failed" and job.status().why
     first = summarize([job.run])[0].job
     flag.touch()
     assert main(["resume", job.id[-4:], "--nodes", "2"]) == 0
     second = summarize([job.run])[0].job
     assert f"job {second} in {path}" in capsys.readouterr().out and second != first
     assert json.loads(job.run.submission_file.read_text())["before"] == [first]
-    assert job.wait(timeout=60) == "done"
+    assert job.wait(timeout=180) == "done"
     assert "ranks 1\n" in job.log() and job.log().count("ranks 2\n") == 2
     assert main(["resume", job.id]) == 2 and "is done" in capsys.readouterr().err

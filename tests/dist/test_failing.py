@@ -25,7 +25,7 @@ TORCHRUN = [str(BIN / "torchrun"), "--nproc-per-node", "2"]
 
 def run(command: list[str], *args: str, how: str, rank: int = 2) -> tuple[int, str]:
     environ = os.environ | {"FAIL": how, "FAIL_RANK": str(rank)}
-    done = warm.run([*command, FAIL, *args], env=environ, capture_output=True, text=True, timeout=60)
+    done = warm.run([*command, FAIL, *args], env=environ, capture_output=True, text=True, timeout=180)
     return done.returncode, done.stderr
 
 
@@ -214,5 +214,5 @@ thread.join()
 os.kill(os.getpid(), signal.SIGTERM)
 print("last words")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=180)
     assert (done.returncode, done.stdout) == (0, "last words\n")

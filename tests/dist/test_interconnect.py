@@ -187,7 +187,7 @@ def test_a_silent_rank_ends_the_check_at_the_groups_timeout(tmp_path: Path) -> N
         for rank in range(3)
     ]
     try:
-        told = [process.communicate(timeout=60)[0] for process in started[:2]]
+        told = [process.communicate(timeout=180)[0] for process in started[:2]]
     finally:
         for process in started:
             process.kill()

@@ -177,7 +177,7 @@ def run(code: str, cwd: Path, environ: Mapping[str, str]) -> subprocess.Complete
         env=os.environ | environ,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
 
 

@@ -32,7 +32,7 @@ def wait_until(
     condition: Callable[[], T],
     what: str,
     *,
-    timeout_s: float = 60.0,
+    timeout_s: float = 150.0,
     interval_s: float = 0.05,
     explain: Callable[[], object] = str,
 ) -> T:

@@ -297,7 +297,7 @@ def test_a_stop_request_that_comes_too_early_is_repeated(tmp_path: Path) -> None
     started = lambda: len(psutil.Process(agent.pid).children()) == 2  # noqa: E731  which are not ready to hear
     wait_until(started, "the agent has started its ranks")
     agent.send_signal(12)
-    _, error = agent.communicate(timeout=60)
+    _, error = agent.communicate(timeout=180)
     assert (agent.returncode, error.count("\n")) == (75, 1), error
     assert "stopped with a checkpoint" in error
     assert len(list(tmp_path.glob("ready-*"))) == 2, "the early request has killed no rank"
@@ -311,13 +311,13 @@ def test_a_rank_that_hears_it_twice_while_it_exits_has_stopped(tmp_path: Path) -
     agent.send_signal(12)
     time.sleep(1)
     agent.send_signal(12)
-    assert agent.wait(timeout=60) == 75
+    assert agent.wait(timeout=180) == 75
 
 
 def test_an_agent_says_its_usage(tmp_path: Path) -> None:
     environ = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
     done = subprocess.run(
-        [*AGENT, __file__], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
+        [*AGENT, __file__], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=180
     )
     assert done.returncode == 2
     assert "an agent starts ranks, and torchrun has started this process as one" in done.stderr
@@ -329,7 +329,7 @@ def test_variables_of_the_ranks(tmp_path: Path) -> None:
     names = ["RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR"]
     (tmp_path / "show.py").write_text(show % (names,))
     done = subprocess.run(
-        [*AGENT, "--nproc", "2", "show.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [*AGENT, "--nproc", "2", "show.py"], cwd=tmp_path, capture_output=True, text=True, timeout=180
     )
     found = sorted((json.loads(line) for line in done.stdout.splitlines()), key=lambda rank: rank["RANK"])
     assert [list(rank.values()) for rank in found] == [
@@ -364,7 +364,7 @@ def test_jobs_that_start_at_once_do_not_meet(tmp_path: Path) -> None:
     finally:
         for job in running:
             job.terminate()
-            job.communicate(timeout=60)
+            job.communicate(timeout=180)
 
 
 def test_a_free_port_is_free() -> None:

@@ -174,7 +174,7 @@ def test_waiting_and_cancelling(work: Any, tmp_path: Path) -> None:
         with pytest.raises(TimeoutError, match=f"{job.id} is still running after 0.1 s"):
             job.wait(timeout=0.1)
     job.cancel()
-    assert job.wait(timeout=60) == "interrupted"
+    assert job.wait(timeout=180) == "interrupted"
     with pytest.raises(HeadwayError, match="was interrupted; there is no result"):
         job.result()
     job.cancel()  # nothing left to do, and no other process of that number is hit
@@ -185,7 +185,7 @@ def test_a_job_whose_keeper_is_killed(work: Any, tmp_path: Path) -> None:
     wait_until(lambda: (tmp_path / "begun").exists() or job.state() != "running", "the function runs")
     assert job.state() == "running"
     os.kill(json.loads(job.run.submission_file.read_text())["pid"], signal.SIGKILL)
-    assert job.wait(timeout=60) == "lost"
+    assert job.wait(timeout=180) == "lost"
     with pytest.raises(RankFailure, match=r"left no result: pid .* is gone and recorded no end"):
         job.result()
     rank = int((tmp_path / "begun").read_text())

@@ -57,7 +57,7 @@ def program(run: Run) -> Callable[..., subprocess.CompletedProcess[str]]:
             capture_output=True,
             text=True,
             errors="surrogateescape",
-            timeout=60,
+            timeout=180,
             env={**os.environ, "PYTHONUNBUFFERED": "", **environment},
         )
 

@@ -90,12 +90,12 @@ class Trainer:
         self.process.stdin.flush()
 
     def leave(self) -> None:
-        assert self.process.communicate(timeout=60)[0] == "released\n"
+        assert self.process.communicate(timeout=180)[0] == "released\n"
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         self.process.send_signal(number)
         if number == signal.SIGKILL:
-            self.process.wait(timeout=60)
+            self.process.wait(timeout=180)
 
     def _answer(self) -> str:
         assert self.process.stdout
@@ -235,7 +235,7 @@ def test_an_earlier_start_of_the_same_job_is_replaced_though_it_lives_and_holds_
     assert "in use" in start("here", **(job | {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"})).tell("take")
     here = start("here", **(job | {"SLURM_RESTART_COUNT": "1"}))
     assert here.tell("take") == "held None"
-    assert there.process.wait(timeout=60) == RunLocked.exit_code, "it ends by itself, without being asked"
+    assert there.process.wait(timeout=180) == RunLocked.exit_code, "it ends by itself, without being asked"
     assert here.tell("check") == "mine"
 
 

@@ -201,7 +201,7 @@ def test_many_processes_create_at_once(tmp_path: Path) -> None:
     ]
     for worker in workers:
         assert worker.stdout and worker.stdout.readline() == "ready\n"
-    made = [line for worker in workers for line in worker.communicate("go\n", timeout=60)[0].splitlines()]
+    made = [line for worker in workers for line in worker.communicate("go\n", timeout=180)[0].splitlines()]
     assert len(made) == len(set(made)) == 12
     assert {str(path) for path in (tmp_path / "runs").iterdir()} == set(made)
     assert all(worker.returncode == 0 for worker in workers)
@@ -441,7 +441,7 @@ def test_of_many_failures_exactly_one_is_written(links: bool, tmp_path: Path) ->
         assert rank.stdin
         rank.stdin.write("go\n")
         rank.stdin.flush()
-    answers = [rank.communicate(timeout=60)[0].strip() for rank in ranks]
+    answers = [rank.communicate(timeout=180)[0].strip() for rank in ranks]
     assert sorted(answers) == ["False"] * 5 + ["True"]
     assert json.loads(run.failure_file.read_text())["rank"] == answers.index("True")
     assert {path.name for path in run.path.iterdir() if path.name.startswith(".")} == set()

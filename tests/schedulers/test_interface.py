@@ -37,7 +37,7 @@ def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     yield directory
     while RUNNING:
-        RUNNING.pop().wait(timeout=60)
+        RUNNING.pop().wait(timeout=180)
 
 
 def result(path: Path) -> Result:
@@ -88,7 +88,7 @@ def test_a_run_whose_job_is_cancelled_says_so(queue: Path, tmp_path: Path) -> No
     job = hw.Job.open(submitted.runs[0].path)
     wait_for(lambda: job.log().count("here") == 2, job)
     job.cancel()
-    assert job.wait(timeout=60) == "interrupted"
+    assert job.wait(timeout=180) == "interrupted"
     assert f"to resume: submit {job.run.job_script}" in job.log()
     assert (queue / "1" / "state").read_text() == "failed"
 

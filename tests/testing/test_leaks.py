@@ -171,7 +171,7 @@ def test_multiprocessings_own_helper_is_no_leak() -> None:
         "import psutil; assert psutil.Process().children(), 'the helper runs'\n"
         "print(leaks.since(before, settle_s=0.0))"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180)
     assert ended.stdout == "[]\n", ended.stderr
 
 
@@ -200,10 +200,10 @@ def test_shared_memory_of_a_stranger_is_not_ours() -> None:
     ) as child:
         assert child.stdout is not None
         name = child.stdout.readline().strip()
-        child.wait(timeout=60)
+        child.wait(timeout=180)
         assert Path("/dev/shm", name) in leaks.own_shared_memory() - before
         assert leaks.shared_memory_since(before) == []
-        child.communicate("\n", timeout=60)
+        child.communicate("\n", timeout=180)
 
 
 def test_the_fixture_fails_a_test_that_leaks(pytester: pytest.Pytester) -> None:

@@ -96,7 +96,7 @@ def test_nothing_is_left_when_pytest_is_ended(folder: Path, number: signal.Signa
         wait_until(lambda: (folder / "ready").exists() or session.poll() is not None, "the test runs")
         assert session.poll() is None, session.communicate()[0]
         session.send_signal(number)
-        session.communicate(timeout=60)
+        session.communicate(timeout=180)
     if number == signal.SIGINT:
         assert session.returncode == pytest.ExitCode.INTERRUPTED
     else:

@@ -25,7 +25,7 @@ import psutil
 
 _SHARED_MEMORY = Path("/dev/shm")
 _SETTLE_S = 2.0
-"""how long children and sockets get to disappear: they may be about to end"""
+"""how long children and sockets get to disappear, for each process that waits for a CPU: they may be about to end"""
 _ABSENT = object()
 
 
@@ -66,8 +66,11 @@ def snapshot(*, shared_memory: bool = True, except_variables: Collection[str] = 
     )
 
 
-def since(before: ResourceSnapshot, *, settle_s: float = _SETTLE_S) -> list[str]:
-    """Returns one line for each thing that is new, after waiting up to `settle_s` seconds for it to disappear."""
+def since(before: ResourceSnapshot, *, settle_s: float | None = None) -> list[str]:
+    """Returns one line for each thing that is new, after waiting up to `settle_s` seconds for it to disappear.
+
+    By default it waits for 2 s, and on a busy machine as many times longer as there are processes to a CPU.
+    """
     memory = before.shared_memory is not None
     return _once_settled(
         lambda: _compare(before, snapshot(shared_memory=memory, except_variables=before.ignored)), settle_s
@@ -76,7 +79,7 @@ def since(before: ResourceSnapshot, *, settle_s: float = _SETTLE_S) -> list[str]
 
 def shared_memory_since(before: frozenset[Path]) -> list[str]:
     """Returns one line for each piece of new shared memory that only this process and its children use."""
-    return _once_settled(lambda: _compare_memory(before, own_shared_memory()), _SETTLE_S)
+    return _once_settled(lambda: _compare_memory(before, own_shared_memory()))
 
 
 def describe(found: Iterable[str]) -> str:
@@ -89,7 +92,9 @@ def describe(found: Iterable[str]) -> str:
     return "the test left something behind:\n" + "\n".join(f"  {line}" for line in found)
 
 
-def _once_settled(look: Callable[[], list[str]], settle_s: float) -> list[str]:
+def _once_settled(look: Callable[[], list[str]], settle_s: float | None = None) -> list[str]:
+    if settle_s is None:
+        settle_s = _SETTLE_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
     deadline = time.monotonic() + settle_s
     while found := look():
         if time.monotonic() > deadline:
