@@ -23,6 +23,7 @@ from headway.data.quarantine import QuarantinedSample
 from headway.data.shards.decode import (
     IMAGES,
     Decoder,
+    LatePart,
     SampleDecoder,
     decode,
     decode_rgb,
@@ -75,8 +76,7 @@ class _ReadSample:
     name: str
     value: Any
     """its parts by extension, until it is transformed"""
-    late: list[tuple[str, memoryview, Decoder]]
-    """images, and the functions that decode them"""
+    late: list[LatePart]
     read: int
     bad: list[QuarantinedSample]
     size: int = 0
@@ -135,18 +135,14 @@ class SampleReader:
         """Reads a sample or, if it is bad, its substitute; None if it is left out."""
         while True:
             dataset, _, shard, sample = location
-            source, value, late, read = None, dict[str, Any](), [], 0
+            source = None
             try:
                 source = self._shards.get(dataset, shard)
                 name, parts = source.read(sample)
-                for extension, data in parts.items():
-                    read += len(data)
-                    if self._gpu_bytes and (encoded := self._encoded(extension, data)) is not None:
-                        value[extension] = encoded
-                        continue
-                    value[extension], decoder = self._decoder.begin(extension, data)
-                    if decoder is not None:
-                        late.append((extension, data, decoder))
+                if self._gpu_bytes:
+                    value, late, read = self._begin_for_gpu(parts)
+                else:
+                    value, late, read = self._decoder.begin_all(parts)
             except (BadSample, BadShard) as error:
                 name = f"sample {sample}" if source is None else source.entries.key(sample)
                 substitute = self._substitute(location, name, error, bad)
@@ -159,6 +155,14 @@ class SampleReader:
                 chunk.labels.append((dataset, shard, sample, value[LABEL]))
             value["__key__"] = name
             return _ReadSample(location, name, value, late, read, bad)
+
+    def _begin_for_gpu(self, parts: Mapping[str, memoryview]) -> tuple[dict[str, Any], list[LatePart], int]:
+        """Begins to decode a sample, except for images that the GPU is to decode."""
+        encoded = {extension: self._encoded(extension, data) for extension, data in parts.items()}
+        rest = {extension: data for extension, data in parts.items() if encoded[extension] is None}
+        values, late, _ = self._decoder.begin_all(rest)
+        value = {extension: encoded[extension] or values[extension] for extension in parts}
+        return value, late, sum(map(len, parts.values()))
 
     def _encoded(self, extension: str, data: memoryview) -> EncodedImage | None:
         """Returns an image that the GPU is to decode; None for all else, which the CPU decodes."""

@@ -45,7 +45,7 @@ from headway.data.sources.open_shards import OpenShards, find_sources
 from headway.dist.shared_run import current_run
 from headway.errors import UsageError
 
-_MAX_CHUNK_SAMPLES = 16  # that a thread loads at a time
+_MAX_CHUNK_SAMPLES = 64  # that a thread loads at a time: a task costs as much as two small samples
 
 
 class _RankBatch(NamedTuple):

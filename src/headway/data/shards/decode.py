@@ -26,12 +26,16 @@ from headway.errors import BadSample, HeadwayError, MissingExtra
 Decoder = Callable[[memoryview], Any]
 Pixels = npt.NDArray[np.uint8]
 _Begin = Callable[[memoryview], tuple[Any, Decoder | None]]
+LatePart = tuple[str, memoryview, Decoder]
+"""the extension of an image, its bytes, and the function that decodes them"""
 
 _START, _SCAN, _END = b"\xff\xd8", b"\xff\xda", b"\xff\xd9"
 # markers of segments with a length: frames that are not progressive, tables and comments
 _SEGMENTS = {0xC0, 0xC1, 0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}
 _SEGMENT, _FRAME = struct.Struct(">BBH"), struct.Struct(">HHB")
 _MAX_EXTENSIONS = 1000  # that are remembered: the names in a file may all differ
+_AFTER_HEADER_BYTES = 5  # that a JPEG has at least
+_MAX_HEADERS = 256  # that are remembered
 _SMALL_IMAGE_BYTES = 2**24  # decoded; the ratio is not checked below it
 
 
@@ -66,17 +70,33 @@ class SampleDecoder:
 
         What the header of an image states is checked here.
         """
-        begin = self._known.get(extension)
-        if begin is None:
-            begin = self._find(extension)
-            if len(self._known) < _MAX_EXTENSIONS:
-                self._known[extension] = begin
+        begin = self._known.get(extension) or self._begin(extension)
         try:
             return begin(data)
         except _BROKEN as error:
             raise _bad(extension, data, error) from error
 
-    def finish(self, late: Iterable[tuple[str, memoryview, Decoder]], values: dict[str, Any]) -> None:
+    def begin_all(self, parts: Mapping[str, memoryview]) -> tuple[dict[str, Any], list[LatePart], int]:
+        """Begins all parts of a sample: returns their values, what `finish` must do, and how many bytes they have."""
+        values, late, size, known = dict[str, Any](), list[LatePart](), 0, self._known
+        for extension, data in parts.items():
+            size += len(data)
+            begin = known.get(extension) or self._begin(extension)
+            try:
+                values[extension], decoder = begin(data)
+            except _BROKEN as error:
+                raise _bad(extension, data, error) from error
+            if decoder is not None:
+                late.append((extension, data, decoder))
+        return values, late, size
+
+    def _begin(self, extension: str) -> _Begin:
+        begin = self._find(extension)
+        if len(self._known) < _MAX_EXTENSIONS:
+            self._known[extension] = begin
+        return begin
+
+    def finish(self, late: Iterable[LatePart], values: dict[str, Any]) -> None:
         """Decodes what `begin` left to do. Kept short: whatever runs between two images runs with a cold cache."""
         try:
             for extension, data, decoder in late:
@@ -101,15 +121,18 @@ class SampleDecoder:
         if kind in IMAGES:
             return _image(kind, self._limits)
         if kind in _TEXT:
-            return partial(_text, _PLAIN[kind], self._limits.text_bytes)
+            return _text(_PLAIN[kind], self._limits.text_bytes)
         by_kind = _PLAIN.get(kind, _bytes)
         return lambda data: (by_kind(data), None)
 
 
-def _text(parse: Decoder, most: int, data: memoryview) -> tuple[Any, None]:
-    if len(data) > most:
-        raise _above("text_bytes", most, "it has", "bytes of text")
-    return parse(data), None
+def _text(parse: Decoder, most: int) -> _Begin:
+    def begin(data: memoryview) -> tuple[Any, None]:
+        if len(data) > most:
+            raise _above("text_bytes", most, "it has", "bytes of text")
+        return parse(data), None
+
+    return begin
 
 
 def _bytes(data: memoryview) -> npt.NDArray[np.uint8]:
@@ -153,8 +176,8 @@ def _array(data: memoryview) -> npt.NDArray[Any]:
 
 
 _PLAIN: dict[str, Decoder] = {
-    "cls": lambda data: int(bytes(data)),
-    "index": lambda data: int(bytes(data)),
+    "cls": int,
+    "index": int,
     "txt": lambda data: bytes(data).decode(),
     "text": lambda data: bytes(data).decode(),
     "json": lambda data: json.loads(bytes(data)),
@@ -171,9 +194,10 @@ def _image(kind: str, limits: ShardLimits) -> _Begin:
     if kind not in ("jpg", "jpeg") or simplejpeg is None:
         return lambda _: (None, by_pillow)
     by_simplejpeg: Decoder = partial(_jpeg, simplejpeg.decode_jpeg, by_pillow)
+    sizes = _HeaderCache()
 
     def begin(data: memoryview) -> tuple[None, Decoder]:
-        size = _plain_size(data)
+        size = sizes.size(data)
         if size is None:
             _check_scans(data, limits)
             try:
@@ -236,16 +260,22 @@ def plain_jpeg_size(data: memoryview, limits: ShardLimits) -> tuple[int, int] | 
 
 
 def _plain_size(data: memoryview) -> tuple[int, int] | None:
-    """Returns height and width of a JPEG in one scan, gray or in color; None for any other, and if in doubt.
+    """Returns height and width of a JPEG in one scan, gray or in color; None for any other, and if in doubt."""
+    header = _plain_header(data)
+    return None if header is None else header[:2]
+
+
+def _plain_header(data: memoryview) -> tuple[int, int, int] | None:
+    """Returns height and width of a JPEG in one scan, gray or in color, and where its header ends; else None.
 
     Nearly all JPEGs are such, and counting the scans of all would take a twentieth of the decoding time. It must not be
     wrong: a decoder that took another header for the first one than we do would bypass the limits.
     """
-    at, last, size, components = 2, len(data) - 10, None, 0
+    at, last, size, components = 2, len(data) - 5 - _AFTER_HEADER_BYTES, None, 0
     while at <= last:
         start, marker, length = _SEGMENT.unpack_from(data, at)
         if start == 0xFF and marker == _SCAN[1]:
-            return size if data[at + 4] == components else None
+            return (*size, at + 5) if size is not None and data[at + 4] == components else None
         if start != 0xFF or marker not in _SEGMENTS:
             return None
         if marker in (0xC0, 0xC1):  # a frame that is not progressive
@@ -255,6 +285,30 @@ def _plain_size(data: memoryview) -> tuple[int, int] | None:
             size, components = (height, width), count
         at += 2 + length
     return None
+
+
+@final
+class _HeaderCache:
+    """Remembers what the headers of JPEGs say: thumbnails of one encoder and size begin with the same bytes."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[bytes, tuple[int, int]] = {}
+        self._end = 0  # of the header that was walked last
+
+    def size(self, data: memoryview) -> tuple[int, int] | None:
+        """Returns what `_plain_size` does. It looks at no byte after the header, so equal headers have one size."""
+        end = self._end
+        known = self._sizes.get(bytes(data[:end])) if len(data) >= end + _AFTER_HEADER_BYTES else None
+        if known is not None:
+            return known
+        header = _plain_header(data)
+        if header is None:
+            return None
+        height, width, end = header
+        if len(self._sizes) >= _MAX_HEADERS:
+            self._sizes.clear()
+        self._sizes[bytes(data[:end])], self._end = (height, width), end
+        return height, width
 
 
 def _pillow(data: memoryview, limits: ShardLimits, *, keep: bool = False) -> npt.NDArray[Any]:

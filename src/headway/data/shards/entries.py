@@ -72,8 +72,8 @@ class ShardEntries(Sequence[SampleEntry], ABC):
     def parts(self, number: int) -> list[SamplePart]:
         """Returns the parts of a sample."""
 
-    def locate(self, number: int) -> tuple[str, list[SamplePart]]:
-        """Returns the key and the parts of a sample."""
+    def locate(self, number: int) -> tuple[str, Sequence[tuple[str, int, int]]]:
+        """Returns the key of a sample, and extension, offset and size of each part: plain tuples are quick to make."""
         return self.key(number), self.parts(number)
 
     def _check(self, number: int) -> None:

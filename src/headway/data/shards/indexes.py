@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import final
 
 import numpy as np
+import numpy.typing as npt
 
 from headway.data.shards.entries import SampleEntry, SamplePart, ShardEntries
 from headway.data.shards.tar import BLOCK_BYTES, ShardLimits, over_limit
@@ -29,6 +30,10 @@ from headway.system.retries import read_start, retry
 _DALI = b"v1."
 _NAMED = b"v1.2"
 _WIDTH = 4  # words for each part of a sample
+_BLOCK_LINES = 128  # parsed at a time
+_MAX_DIGITS = 18  # of a number that surely fits into 64 bits
+
+Ints = npt.NDArray[np.int64]
 
 
 def indexed_count(path: Path, limits: ShardLimits) -> int | None:
@@ -71,8 +76,8 @@ def stale_index(path: Path) -> BadShard:
 
 @final
 class DaliIndex(ShardEntries):
-    """The samples in DALI's index. A line is parsed when its sample is read: a loader that resumes in the middle of
-    large shards needs few of them, and should not wait for all."""
+    """The samples in DALI's index. Lines are parsed when a sample near them is read: a loader that resumes in the
+    middle of large shards needs few of them, and should not wait for all."""
 
     def __init__(self, text: bytes, path: Path, size: int, limits: ShardLimits) -> None:
         self._text = text if text.endswith(b"\n") else text + b"\n"
@@ -81,6 +86,7 @@ class DaliIndex(ShardEntries):
         self._path, self._size, self._limits = path, size, limits
         self._most = limits.member_bytes
         self._extensions: dict[bytes, str] = {}  # decoded once; two samples rarely have others
+        self._blocks: dict[int, _Block | None] = {}
 
     def __len__(self) -> int:
         return len(self._ends) - 1
@@ -91,9 +97,42 @@ class DaliIndex(ShardEntries):
     def parts(self, number: int) -> list[SamplePart]:
         return self._parts(number, self._words(number))
 
-    def locate(self, number: int) -> tuple[str, list[SamplePart]]:
-        words = self._words(number)
-        return _key(words), self._parts(number, words)
+    def locate(self, number: int) -> tuple[str, Sequence[tuple[str, int, int]]]:
+        """Finds a sample in the block of lines around it, which is parsed once, at a fifth of the time for each."""
+        place = number // _BLOCK_LINES
+        block = self._blocks.get(place)
+        if block is None:
+            if place not in self._blocks:
+                block = self._blocks[place] = self._block(place)
+            if block is None:  # a line by itself says what is wrong with it
+                words = self._words(number)
+                return _key(words), self._parts(number, words)
+        return block.locate(number % _BLOCK_LINES)
+
+    def _block(self, place: int) -> _Block | None:
+        """Parses neighboring lines at once; None if they do not have the same parts, or one of them is not valid."""
+        first = place * _BLOCK_LINES
+        self._check(first)
+        last = min(first + _BLOCK_LINES, len(self))
+        rows = [line.split() for line in self._text[self._ends[first] + 1 : self._ends[last]].split(b"\n")]
+        if len(rows[0]) < _WIDTH or {*map(len, rows)} != {len(rows[0]) // _WIDTH * _WIDTH}:
+            return None
+        columns = list(zip(*rows, strict=True))
+        names, starts, lengths = columns[::_WIDTH], columns[1::_WIDTH], columns[2::_WIDTH]
+        numbers = [digits for column in (*starts, *lengths) for digits in column]
+        if any(len({*name}) > 1 for name in names) or not b"".join(numbers).isdigit():
+            return None
+        if max(map(len, numbers)) > _MAX_DIGITS:
+            return None
+        values = np.array(list(map(int, numbers)), np.int64).reshape(2, len(names), len(rows))
+        offsets, sizes = values
+        valid = (offsets % BLOCK_BYTES == 0) & (offsets >= BLOCK_BYTES) & (offsets + sizes <= self._size)
+        if not (valid & (sizes <= self._most)).all():
+            return None
+        suffix = b"." + names[0][0]
+        keys = [name.removesuffix(suffix) for name in columns[3]]
+        decoded = [name[0].decode("utf-8", "surrogateescape").lower() for name in names]
+        return _Block(decoded, offsets, sizes, keys)
 
     def _parts(self, number: int, words: list[bytes]) -> list[SamplePart]:
         """Parses a line. Optimized, because it runs for each sample."""
@@ -120,6 +159,25 @@ class DaliIndex(ShardEntries):
         if not 0 <= number < len(ends) - 1:
             self._check(number)
         return self._text[ends[number] + 1 : ends[number + 1]].split()
+
+
+@final
+class _Block:
+    """Some neighboring lines of an index whose samples have the same parts, in arrays: as objects they would take ten
+    times as much memory."""
+
+    def __init__(self, names: list[str], offsets: Ints, sizes: Ints, keys: list[bytes]) -> None:
+        self._names, self._keys = names, b"".join(keys)
+        self._key_ends = array("q", np.cumsum([0, *map(len, keys)]).tobytes())
+        self._offsets, self._sizes = array("q", offsets.T.tobytes()), array("q", sizes.T.tobytes())
+
+    def locate(self, number: int) -> tuple[str, Sequence[tuple[str, int, int]]]:
+        """Returns the key of a sample, and extension, offset and size of each part."""
+        names, ends = self._names, self._key_ends
+        first = number * len(names)
+        last = first + len(names)
+        key = self._keys[ends[number] : ends[number + 1]].decode("utf-8", "surrogateescape")
+        return key, list(zip(names, self._offsets[first:last], self._sizes[first:last], strict=True))
 
 
 def _key(words: list[bytes]) -> str:

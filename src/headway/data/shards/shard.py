@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import mmap
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
+from zlib import crc32
 
 from headway.data.shards import checksums
 from headway.data.shards.entries import EntryTable, SamplePart, ShardEntries, group_samples
@@ -123,34 +125,36 @@ class Shard:
             table, view = self._mapped
             return table.key(number), table.cut(number, view)
         key, parts = self.entries.locate(number)
-        if _are_contiguous(parts):
-            found = self._read(parts)
-        else:  # an index may name them in any order
-            found = {part.extension: self._read([part])[part.extension] for part in parts}
-            parts.sort(key=lambda part: part.offset)
+        found, crc = self._read(parts) if _are_contiguous(parts) else self._read_scattered(parts)
         sums = self.index.sums
-        if sums is not None and checksums.sum_sample([found[part[0]] for part in parts]) != sums[number]:
+        if sums is not None and crc != sums[number]:
             raise BadSample(
                 f"its bytes do not match {checksums.checksum_path(self.path).name}: they are damaged, or the shard was "
                 "replaced; copy both again"
             )
         return key, found
 
-    def _read(self, parts: list[SamplePart]) -> dict[str, memoryview]:
+    def _read(self, parts: Sequence[tuple[str, int, int]]) -> tuple[dict[str, memoryview], int]:
         """Reads contiguous parts at once, and validates their headers, as the shard or its index may have changed.
-        Optimized, because it runs for each sample."""
+        Returns them with their CRC32. Optimized, because it runs for each sample."""
         assert isinstance(self._data, ShardFile)
-        start, found = parts[0].offset - BLOCK_BYTES, dict[str, memoryview]()
-        data = self._data.read(start, parts[-1].offset + parts[-1].size)
+        start, found, crc = parts[0][1] - BLOCK_BYTES, dict[str, memoryview](), 0
+        data = self._data.read(start, parts[-1][1] + parts[-1][2])
         view = memoryview(data)
-        for part in parts:
-            extension, offset, size = part
+        for extension, offset, size in parts:
             at = offset - start
             # nearly always equal; the full check takes ten times as long
             if not (data.startswith(b"ustar", at - 255) and data.startswith(b"%011o" % size, at - 388)):
-                self._check(part, data[at - BLOCK_BYTES : at])
-            found[extension] = view[at : at + size]
-        return found
+                self._check(SamplePart(extension, offset, size), data[at - BLOCK_BYTES : at])
+            part = found[extension] = view[at : at + size]
+            crc = crc32(part, crc)
+        return found, crc
+
+    def _read_scattered(self, parts: Sequence[tuple[str, int, int]]) -> tuple[dict[str, memoryview], int]:
+        """Reads parts one by one: an index may name them in any order. Their CRC32 goes by their offsets."""
+        found = {part[0]: self._read([part])[0][part[0]] for part in parts}
+        in_shard = sorted(parts, key=lambda part: part[1])
+        return found, checksums.sum_sample([found[extension] for extension, _, _ in in_shard])
 
     def _table(self, data: mmap.mmap) -> EntryTable:
         """Validates all headers of a mapped shard now; those of a file are validated when a sample is read."""
@@ -176,9 +180,9 @@ class Shard:
             )
 
 
-def _are_contiguous(parts: list[SamplePart]) -> bool:
+def _are_contiguous(parts: Sequence[tuple[str, int, int]]) -> bool:
     """Whether one read can get all parts; checked, because an index may state anything."""
-    end = parts[0].offset
+    end = parts[0][1]
     for _, offset, size in parts:
         if not 0 <= offset - end <= _MAX_GAP_BYTES:
             return False
