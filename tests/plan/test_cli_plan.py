@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import warm
 
 from headway.cli import plan as verb
 from headway.errors import HeadwayError, UsageError
@@ -206,6 +207,7 @@ def test_calibrate_writes_a_machine_that_plans_can_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(subprocess, "Popen", warm.Popen)
     with pytest.raises(HeadwayError, match="run: headway plan calibrate"):
         verb.main(["preset", "gpt2", "--node", "this"])
     zoo = Path(__file__).parent / "zoo.py"
@@ -221,7 +223,10 @@ def test_calibrate_writes_a_machine_that_plans_can_use(
     assert step["high"] / step["value"] < 1.2  # measured constants narrow the interval
 
 
-def test_measure_compares_on_this_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measure_compares_on_this_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", warm.Popen)
     zoo = Path(__file__).parent / "zoo.py"
     argv = [
         "measure",

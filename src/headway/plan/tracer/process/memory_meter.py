@@ -21,6 +21,7 @@ _BLOCK_BYTES = 512
 """CUDA's caching allocator rounds requests up to a multiple of this."""
 _WORKSPACE_BYTES = 32 << 20
 """cuBLAS's workspace on Hopper; 8 MiB on older devices."""
+_DEVICE = torch.ops.prim.device.default
 _BLAS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot"})
 
 
@@ -63,6 +64,8 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if any(kind not in (torch.Tensor, FakeTensor, nn.Parameter) for kind in types):
             return NotImplemented  # a sharded tensor: its local shards are dispatched here one by one
+        if func is _DEVICE:
+            return func(*args)  # two of three calls ask where a tensor is, and allocate nothing
         if self.phase == "build" and _is_small_table(func, args, kwargs or {}):
             # models read such values (drop rates, widths, tables) while they are built
             with unset_fake_temporarily():
