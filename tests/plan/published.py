@@ -39,12 +39,15 @@ class Row(NamedTuple):
 
 
 @cache
-def rows() -> tuple[Row, ...]:
+def rows(*, held_out: bool = False) -> tuple[Row, ...]:
+    """The rows of which every second was fitted; or those that no constant was ever fitted on."""
     tables = yaml.safe_load((Path(__file__).parent / "data" / "published.yaml").read_text())
-    readers = {"megatron_bridge": _bridge, "torchtitan": _titan, "torchtitan_async": _async,
-               "torchtitan_h200": _h200, "mosaic": _mosaic, "megatron_core": _core, "llama3": _llama3}  # fmt: skip
+    readers = {"megatron_bridge": _bridge, "megatron_bridge_held_out": _bridge, "torchtitan": _titan,
+               "torchtitan_async": _async, "torchtitan_h200": _h200, "mosaic": _mosaic, "megatron_core": _core,
+               "llama3": _llama3}  # fmt: skip
     found = []
-    for name, table in tables.items():
+    chosen = {name: table for name, table in tables.items() if table.get("held_out", False) == held_out}
+    for name, table in chosen.items():
         for cells in table["rows"]:
             found += readers[name](dict(zip(table["columns"], cells, strict=True)), table)
     return tuple(found)
@@ -77,7 +80,7 @@ def _bridge(r: dict[str, Any], _: object) -> Iterator[Row]:
         dp=dp, tp=r["tp"], pp=r["pp"], cp=r["cp"], vpp=min(r["vp"] or 1, model.layers // r["pp"]), ep=r["ep"],
         expert_tp=1 if model.moe else None, zero=3 if r["fsdp"] else 1, microbatch=r["mbs"], global_batch=r["gbs"],
         sequence=r["seq"], precision="bf16" if r["precision"] == "bf16" else "fp8", sequence_parallel=r["tp"] > 1,
-        tp_overlap=r["tp"] > 1,
+        tp_overlap=r["tp"] > 1, ep_overlap=r["ep_overlap"],
     )  # fmt: skip
     yield _row(
         "Megatron-Bridge", r["model"], model, layout, _BRIDGE_NODES[r["system"]], tok_s_gpu=r["tok_s_gpu"]

@@ -11,10 +11,12 @@ import pytest
 from published import Row, rows
 
 from headway.plan import Layout, Node, Workload, estimate, preset
+from headway.plan.cost.compute import attention_gemms, attention_seconds
 from headway.plan.cost.memory import peak
 from headway.plan.cost.steptime import step_time
 from headway.plan.machine.calibration import Calibration, load_calibration, save_calibration
 from headway.plan.machine.efficiency import default_calibration
+from headway.plan.machine.hardware import find_device
 from headway.plan.report.bounds import time_bounds
 
 LLAMA = preset("llama-3.1-8b")
@@ -28,9 +30,9 @@ def errors(chosen: Iterable[Row]) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize(("family", "most"), [("hopper", 0.10), ("blackwell", 0.18)])
+@pytest.mark.parametrize(("family", "most"), [("hopper", 0.10), ("blackwell", 0.13)])
 def test_steps_of_a_family(family: str, most: float) -> None:
-    """Every second row was fitted: 7 % and 16 % when this was written, 27 % and 18 % with the constants of an A100."""
+    """Every second row was fitted: 7 % and 12 % when this was written, 27 % and 18 % with the constants of an A100."""
     found = errors(row for row in rows() if row.family == family)
     assert mean(map(abs, found)) < most
     assert abs(median(found)) < 0.06
@@ -45,6 +47,37 @@ def test_no_kind_of_parallelism_is_biased(kind: str) -> None:
 def test_rows_set_aside_are_as_good_as_those_fitted() -> None:
     hopper = [row for row in rows() if row.family == "hopper"]
     assert mean(map(abs, errors(hopper[1::2]))) < 0.08
+
+
+def test_rows_that_were_read_after_all_constants_were_fixed() -> None:
+    """Twenty Blackwell steps: 15 % when this was written, 7 % for models without experts."""
+    held_out = rows(held_out=True)
+    found = errors(held_out)
+    assert len(found) == 20 and mean(map(abs, found)) < 0.16 and abs(median(found)) < 0.05
+    assert mean(map(abs, errors(row for row in held_out if not row.model.moe))) < 0.08
+
+
+def test_attention_on_blackwell_waits_for_exponentials() -> None:
+    """cuDNN 9.13 reaches 1235 TFLOP/s on a B200 with heads of 128; a B300 has twice the units for exponentials."""
+    layout = Layout(microbatch=1, sequence=32768)
+    flops = sum(gemm.flops for gemm in attention_gemms(LLAMA, layout)) / 2
+    reached = {}
+    for name in ("b200-sxm-180", "b300-sxm-288"):
+        device = find_device(name)
+        best = replace(device, achievable=1.0)  # a kernel alone, before its power is limited
+        reached[name] = flops / attention_seconds(LLAMA, layout, best, default_calibration(device)) / 1e12
+    assert reached["b200-sxm-180"] == pytest.approx(1235, rel=0.05)
+    assert reached["b300-sxm-288"] > 1.25 * reached["b200-sxm-180"]
+
+
+def test_tokens_that_are_sent_while_another_microbatch_is_computed_cost_a_fifth() -> None:
+    row = next(row for row in rows() if row.layout.ep_overlap)
+    used = default_calibration(row.node.device)
+    hidden, exposed = (
+        step_time(row.model, replace(row.layout, ep_overlap=overlap), row.node, used).parts["expert parallel"]
+        for overlap in (True, False)
+    )
+    assert hidden == pytest.approx(0.2 * exposed)
 
 
 def test_intervals_hold_what_they_promise() -> None:

@@ -135,6 +135,7 @@ def _layer_cost(
     forward = compute.layer_forward(model, layout, node.device, constants, moe=moe)
     backward = compute.layer_backward(forward, layout, constants)
     recomputed = compute.layer_recompute(forward, layout)
+    computed = forward.total + backward.total + recomputed.total
     return LayerCost(
         products=forward.products + backward.products,
         attention=forward.attention + backward.attention,
@@ -144,7 +145,7 @@ def _layer_cost(
         context_parallel=_context_parallel(
             model, layout, node, constants, forward.attention, recomputed.attention
         ),
-        expert_parallel=_expert_parallel(model, layout, node, constants) if moe else 0.0,
+        expert_parallel=_expert_parallel(model, layout, node, constants, computed) if moe else 0.0,
     )
 
 
@@ -196,8 +197,13 @@ MERGE_BYTES = 12
 """Bytes per element to correct an fp32 output by a partial one: two are read, one is written."""
 
 
-def _expert_parallel(model: Transformer, layout: Layout, node: Node, constants: Calibration) -> float:
-    """Tokens are sent to their experts and back, forward and backward: four all-to-alls."""
+def _expert_parallel(
+    model: Transformer, layout: Layout, node: Node, constants: Calibration, computed: float
+) -> float:
+    """Tokens are sent to their experts and back, forward and backward: four all-to-alls.
+
+    With `ep_overlap`, another microbatch's layer is `computed` meanwhile, and slowed by what it hides.
+    """
     if layout.ep == 1 or model.moe is None:
         return 0.0
     ranks = collectives.axis_group("ep", layout, node, constants)
@@ -205,7 +211,9 @@ def _expert_parallel(model: Transformer, layout: Layout, node: Node, constants: 
     size = tokens * model.hidden * layout.element_bytes.activation * model.moe.capacity
     # a token for several experts of one node is sent to that node once, and distributed there
     distinct = ranks.nodes * (1 - (1 - 1 / ranks.nodes) ** model.moe.top_k) / model.moe.top_k
-    return 4 * collectives.all_to_all(ranks, size * model.moe.top_k, abroad=distinct)
+    total = 4 * collectives.all_to_all(ranks, size * model.moe.top_k, abroad=distinct)
+    hidden = min(total, computed) if layout.ep_overlap else 0.0
+    return total - hidden + OVERLAP_COST * hidden
 
 
 def _sends(model: Transformer, layout: Layout, node: Node, constants: Calibration) -> float:

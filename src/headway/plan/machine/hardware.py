@@ -37,6 +37,9 @@ class Device:
     """Fraction of the peak that the best real matrix product reaches."""
     fp8_achievable: float = 0.7
     hbm_achievable: float = 0.88
+    exponentials_T: float | None = None
+    """10^12 exponentials a second: fused attention computes one per score, beside its products. None: not known, and
+    the fraction of the products' rate that attention reaches includes them."""
     usable_GiB: float | None = None
     source: str = "given by the user"
 

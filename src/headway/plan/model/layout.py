@@ -109,6 +109,8 @@ class Layout:
     """Data-parallel communication overlaps the backward pass."""
     tp_overlap: bool = False
     """Tensor-parallel communication overlaps the products it belongs to (async TP, user buffers)."""
+    ep_overlap: bool = False
+    """Tokens are sent to their experts while another microbatch is computed (Megatron's overlapped all-to-all)."""
     offload: bool = False
     """Keep the optimizer state in host memory."""
     compiled: bool = False
@@ -120,7 +122,17 @@ class Layout:
         for key in ("shard", "sequence", "expert_tp"):
             if getattr(self, key) is not None:
                 checks.require_int(f"layout.{key}", getattr(self, key))
-        for key in ("sequence_parallel", "reshard", "flash", "overlap", "tp_overlap", "offload", "compiled"):
+        flags = (
+            "sequence_parallel",
+            "reshard",
+            "flash",
+            "overlap",
+            "tp_overlap",
+            "ep_overlap",
+            "offload",
+            "compiled",
+        )
+        for key in flags:
             checks.require_choice(f"layout.{key}", getattr(self, key), (True, False))
         checks.require_number("layout.bucket_MB", self.bucket_MB)
         checks.require_choice("layout.zero", self.zero, (0, 1, 2, 3))
