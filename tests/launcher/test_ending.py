@@ -497,6 +497,41 @@ def test_what_is_ended_three_times_without_a_newer_checkpoint_is_not_queued_agai
     assert f"to resume: sbatch {run.job_script}" in said
 
 
+@pytest.mark.usefixtures("start")
+@pytest.mark.parametrize(
+    ("why", "age_s", "requeued"),
+    [
+        pytest.param("the end of the job's time", 40.0, False, id="8 % of its time"),
+        pytest.param("the end of the job's time", 60.0, True, id="after the data was copied for a while"),
+        pytest.param("SIGUSR2", 10.0, True, id="an early preemption"),
+    ],
+)
+def test_a_start_whose_time_is_over_as_it_begins_is_at_fault(
+    why: str,
+    age_s: float,
+    requeued: bool,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The clock of its node is wrong: it would make a step or two, and be queued again for ever."""
+    asked = answering(monkeypatch, scontrol=DONE)
+    monkeypatch.setattr(epilogue, "process_age_s", lambda: age_s)
+    monkeypatch.setenv("SLURM_JOB_START_TIME", "1000")
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1480")
+    stopped = f"stopped by {why} after step 2, with a checkpoint: the same command resumes"
+    run.end_attempt(run.begin_attempt(world={}), status="stopped", exit_code=75, why=stopped)
+    assert ended(run, 75, Slurm()) == (75 if requeued else 1)
+    assert (("scontrol", "requeue", "7") in [command[:3] for command in asked]) == requeued
+    if not requeued:
+        fault = f"the run was stopped by {why} 40s after its start, of 8m00s: the clock of "
+        lines = capsys.readouterr().err.splitlines()
+        assert lines[-2].startswith(f"headway: {fault}"), lines
+        assert lines[-2].endswith(f"not queued again; to resume: sbatch {run.job_script}")
+        found = status(run, Queue())
+        assert found.state == "stopped" and found.why.startswith(fault)
+
+
 @pytest.mark.parametrize(
     ("restarts", "earlier", "requeued"), [(0, 0, True), (1, 0, True), (2, 0, False), (1, 1, False)]
 )

@@ -43,13 +43,37 @@ def slurm(**statuses: tuple[str, str]) -> Queue:
 
 def test_what_the_run_wrote_down(run: Run) -> None:
     assert state(run) == ("new", "")
-    for ending in ("done", "stopped", "interrupted"):
-        run.end_attempt(run.begin_attempt(world={}), status=ending, exit_code=0)
-        assert state(run) == (ending, "")
+    run.end_attempt(run.begin_attempt(world={}), status="done", exit_code=0)
+    assert state(run) == ("done", "")
+    why = "stopped by SIGTERM after step 7, with a checkpoint: the same command resumes"
+    run.end_attempt(run.begin_attempt(world={}), status="stopped", exit_code=75, why=why)
+    assert state(run) == ("stopped", why)
     number = run.begin_attempt(world={})
     run.write_failure({"rank": 3, "step": 7, "error": "ValueError: bad\n  thing"})
     run.end_attempt(number, status="failed", exit_code=1)
     assert state(run) == ("failed", "rank 3 at step 7: ValueError: bad thing")
+
+
+@pytest.mark.parametrize("ending", ["stopped", "failed", "interrupted"])
+@pytest.mark.parametrize("code", [1, 2, 74, 75, 86, 93, 130, 143])
+def test_every_end_but_a_good_one_has_a_reason_that_stays(ending: str, code: int, run: Run) -> None:
+    """Whoever recorded it, and whoever asks: the run alone, the supervisor alone, the queue alone, or nobody."""
+    over = slurm(_7=("TIMEOUT", ""))
+    submitted(run, job_id="7")
+    record_end(run, code)
+    alone = state(run)
+    assert (alone[1] != "") == (alone[0] in ("stopped", "failed", "interrupted"))
+    number = run.begin_attempt(world={})
+    run.end_attempt(number, status=ending, exit_code=code)
+    assert state(run)[0] == ending and state(run)[1]
+    assert state(run, over) == (ending, "ran into its time limit")
+    record_end(run, code, error="a node fell over")
+    assert state(run) == state(run, over) == (ending, "a node fell over"), (
+        "also when the queue has forgotten it"
+    )
+    run.write_failure({"kind": "agent", "rank": None, "error": "the agent on n1 was killed"})
+    assert state(run) == state(run, over) == (ending, "the agent on n1 was killed")
+    assert "why" not in run.info()["attempts"][-1], "an attempt of an older version"
 
 
 def test_running_needs_a_sign_of_life(run: Run) -> None:
@@ -102,8 +126,8 @@ def test_a_job_that_is_queued_again_is_queued_whatever_its_last_attempt_says(run
     run.end_attempt(run.begin_attempt(world={}), status="stopped", exit_code=75)
     record_end(run, 75)
     assert state(run, slurm(j12=("PENDING", "BeginTime"))) == ("queued", "BeginTime")
-    assert state(run, slurm(j12=("COMPLETED", ""))) == ("stopped", "")
-    assert state(run) == ("stopped", "")
+    assert state(run, slurm(j12=("COMPLETED", "")))[0] == "stopped"
+    assert state(run)[0] == "stopped"
     run.begin_attempt(world={})  # the note of its earlier end does not speak for the new attempt
     assert state(run, slurm(j12=("NODE_FAIL", ""))) == ("failed", "a node failed")
 

@@ -203,7 +203,7 @@ def test_the_end_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert schedulers.end_time({}) is None
     assert schedulers.end_time({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1800000000"}) == 1_800_000_000
     squeue = tmp_path / "squeue"
-    squeue.write_text('#!/bin/sh\n[ "$2" = --jobs=7 ] && echo 2026-11-15T10:00:00 || echo N/A\n')
+    squeue.write_text('#!/bin/sh\n[ "$2" = --jobs=7 ] && echo "N/A|2026-11-15T10:00:00" || echo "N/A|N/A"\n')
     squeue.chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert (
@@ -212,18 +212,31 @@ def test_the_end_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert schedulers.end_time({"SLURM_JOB_ID": "8"}) is None
 
 
+@pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize("ahead", [3600, -3600, 0])
 def test_the_end_of_a_job_on_a_node_with_a_wrong_clock(
-    ahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ahead: int, old: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An 8-minute job that has just begun, by the controller's clock, has 8 minutes left by the node's."""
+    """An 8-minute job that has just begun, by the controller's clock, has 8 minutes left by the node's.
+
+    An old SLURM does not tell the job by variables when it began and ends.
+    """
     now = int(time.time()) - ahead
     sdiag = tmp_path / "sdiag"
     sdiag.write_text(f"#!/bin/sh\necho '****'\necho 'sdiag output at Mon Nov 16 03:18:00 2026 ({now})'\n")
     sdiag.chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_START_TIME": str(now), "SLURM_JOB_END_TIME": str(now + 480)}
+    job = {"SLURM_JOB_ID": "7"}
+    if old:
+        squeue = tmp_path / "squeue"
+        squeue.write_text(
+            f"#!/bin/sh\necho '{'|'.join(datetime.fromtimestamp(at).isoformat() for at in (now, now + 480))}'\n"
+        )
+        squeue.chmod(0o700)
+    else:
+        job |= {"SLURM_JOB_START_TIME": str(now), "SLURM_JOB_END_TIME": str(now + 480)}
     end = schedulers.end_time(job)
+    assert SlurmScheduler().time_limit_s(job) == 480
     assert end is not None
     assert end - time.time() == pytest.approx(480, abs=30)
     assert ("clock of this node" in caplog.text) == bool(ahead)

@@ -14,10 +14,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from functools import cache
+from typing import Any
 
-from headway.dist.control.signals import STOP_REQUESTS
+from headway.dist.control.signals import END_OF_TIME, STOP_REQUESTS
 from headway.dist.failure.record import FailureRecord, describe_exit_status
 from headway.errors import (
     DONE,
@@ -27,8 +29,9 @@ from headway.errors import (
     NoValidCheckpoint,
     Stopped,
     StorageError,
+    UsageError,
 )
-from headway.launcher.agent.outcome import is_crash, summary
+from headway.launcher.agent.outcome import is_crash, reason, summary
 from headway.launcher.agent.team import LaunchRecords, Outcome
 from headway.launcher.enqueue import submit_successor
 from headway.launcher.program import JobFile
@@ -36,8 +39,11 @@ from headway.launcher.step import Step, StepEnd
 from headway.run import Run
 from headway.run.info import newest_step
 from headway.run.status import NOT_OF_A_RANK, ends_at_same_step, record_end
+from headway.schedulers.base import JobIds
 from headway.system.environment import EARLIER_STARTS
+from headway.system.limits import process_age_s
 from headway.system.log import install_handler, logger, print_last
+from headway.system.text import format_duration
 
 _RESTART_S = 60.0
 """how long agents may take to agree on another round"""
@@ -50,6 +56,8 @@ _SETTLE_S = 3.0
 """how long a network file system may hide the last record of an agent"""
 _CLOCK_S = 30.0
 """by how much the clock of a node may be behind that of the scheduler"""
+_EARLY = 0.1
+"""a start that is told within this part of its time limit that its time is over has a wrong clock"""
 _SAME_STEP_ENDS = 3
 """after so many ends by the time limit with no newer checkpoint, another start would end like them"""
 
@@ -126,6 +134,8 @@ def _finish(
 ) -> int:
     """Reports how the launch ended, and queues the job again if it is not over."""
     outcome = read_outcome(records, end, staging=staging)
+    if outcome["exit_code"] == Stopped.exit_code and (fault := _why_too_early(run, job, os.environ)):
+        outcome = {"exit_code": 1, "record": {"kind": "step", "error": fault, "exit_code": 1}}
     lost = ", ".join(records.host(number) for number in end.lost)
     shutil.rmtree(records.directory, ignore_errors=True)  # an agent on a lost node may still be writing there
     code = int(outcome["exit_code"])
@@ -142,7 +152,7 @@ def _finish(
         record["failure_file"] = str(run.failure_file)
     try:
         if not record.get("locked_out"):  # else the run is another job's, which may have ended meanwhile
-            record_end(run, code, error=record.get("sentence") or record.get("error"))
+            record_end(run, code, error=reason(outcome) or None)
             if record.get("kind") in NOT_OF_A_RANK:
                 run.write_failure(record, instead=True)
     except StorageError as error:  # it may be the cause itself; the job ends by that, and not by this
@@ -156,6 +166,36 @@ def _finish(
     if not is_over and not is_cancelled():
         logger.info(_why_hopeless(run, job) or requeue(run, job, os.environ))
     return code
+
+
+def _why_too_early(run: Run, job: JobFile, environ: Mapping[str, str]) -> str | None:
+    """Why a start that its own clock has stopped is at fault, in a sentence; None if its time was over.
+
+    Each further start would end like it. How long it took is measured on this node alone: by the age of this process,
+    which was the job's script, and by its ranks, which began later.
+    """
+    scheduler, last = job.target.scheduler, _last_attempt(run, job.ids(environ))
+    if END_OF_TIME not in last.get("why", "") or (limit_s := scheduler.time_limit_s(environ)) is None:
+        return None
+    took = datetime.fromisoformat(last["ended"]) - datetime.fromisoformat(last["started"])
+    took_s = max(took.total_seconds(), process_age_s())
+    if took_s > _EARLY * limit_s:
+        return None
+    return (
+        f"the run was stopped by {END_OF_TIME} {format_duration(took_s)} after its start, of "
+        f"{format_duration(limit_s)}: the clock of {last.get('host')} is wrong (look with: date), or a save takes "
+        f"longer than the job; not queued again; to resume: {scheduler.submit_command(run.job_script)}"
+    )
+
+
+def _last_attempt(run: Run, ids: JobIds) -> Mapping[str, Any]:
+    """The last attempt of the run, if this start of the job made it and it has ended."""
+    with suppress(UsageError):  # run.json cannot be read, and the end must be reported all the same
+        last: Mapping[str, Any] = (run.info()["attempts"] or [{}])[-1]
+        made_by = JobIds.from_dict(last)
+        if last.get("ended") and made_by and made_by.start == ids.start:
+            return last
+    return {}
 
 
 def _why_hopeless(run: Run, job: JobFile) -> str | None:

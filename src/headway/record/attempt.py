@@ -131,12 +131,12 @@ def _numbered(run: Run, world: World) -> Iterator[tuple[int, EventLog]]:
     error: BaseException | None = None
     lock, ended = threading.Lock(), False
 
-    def end(status: str, code: int, text: str, **facts: object) -> None:
+    def end(status: str, code: int, text: str, why: str, **facts: object) -> None:
         """Records the end once. A second caller waits for the first: it may end this process when this returns."""
         nonlocal ended
         with lock:
             if not ended:
-                run.end_attempt(number, status=status, exit_code=code)
+                run.end_attempt(number, status=status, exit_code=code, why=why)
                 if run.is_ours():
                     events.write(cast(EventKind, status), text, exit_code=code, **facts)
             ended = True
@@ -145,7 +145,7 @@ def _numbered(run: Run, world: World) -> Iterator[tuple[int, EventLog]]:
         # another rank failed: this one may not get to its `finally`
         status = "interrupted" if record["kind"] == "interrupted" else "failed"
         text = f"rank {record.get('rank')}: {record.get('error')}"
-        end(status, record["exit_code"], text, failed_rank=record.get("rank"), step=record.get("step"))
+        end(status, record["exit_code"], text, text, failed_rank=record.get("rank"), step=record.get("step"))
 
     with recording_events(run, rank=0, attempt=number) as events, at_failure(cut_short):
         where = f"{plural(world.world_size, 'rank')} on {plural(world.nodes, 'node')}"
@@ -165,12 +165,13 @@ def _numbered(run: Run, world: World) -> Iterator[tuple[int, EventLog]]:
             if os.getpid() == pid:  # a forked child that leaves the block must not end the attempt
                 try:
                     status, code = ending(error)
-                    end(status, code, f"attempt {number} is {status}{_because(error)}")
+                    why = _why(error)
+                    end(status, code, f"attempt {number} is {status}{why and f': {why}'}", why)
                 except StorageError as unwritten:
                     if error is None:
                         raise
                     logger.error("%s", unwritten)  # the cause is the error that ends the attempt
 
 
-def _because(error: BaseException | None) -> str:
-    return "" if error is None else f": {error}" if isinstance(error, HeadwayError) else f": {error!r}"
+def _why(error: BaseException | None) -> str:
+    return "" if error is None else str(error) if isinstance(error, HeadwayError) else repr(error)

@@ -30,7 +30,7 @@ from headway.schedulers.base import JobIds
 from headway.system import files, ownership
 from headway.system.jsonlines import JsonLinesWriter
 from headway.system.log import logger
-from headway.system.redact import redact_tree
+from headway.system.redact import redact, redact_tree
 
 _ATTEMPT_ENDS = ("done", "failed", "stopped", "interrupted")
 _STATUS_BY_CODE = {
@@ -281,8 +281,8 @@ class Run(RunPaths):
     def _newest(self) -> int:
         return len(self.info()["attempts"])
 
-    def end_attempt(self, number: int, *, status: str, exit_code: int) -> None:
-        """Records how an attempt ended: "done", "failed", "stopped" (may be resumed) or "interrupted".
+    def end_attempt(self, number: int, *, status: str, exit_code: int, why: str = "") -> None:
+        """Records how an attempt ended: "done", "failed", "stopped" (may be resumed) or "interrupted", and why.
 
         An attempt that another one followed has ended when that began, and writes nothing: run.json is no longer its
         own.
@@ -299,11 +299,12 @@ class Run(RunPaths):
             "status": status,
             "exit_code": exit_code,
             "ended": format_time(datetime.now(UTC)),
+            **({"why": redact(why)} if why else {}),
         }
         with files.storage(f"end attempt {number} in {self.path}"):
             write_info(self.path, info)
 
-    def end_killed_attempt(self, pid: int, exit_code: int) -> None:
+    def end_killed_attempt(self, pid: int, exit_code: int, *, why: str = "") -> None:
         """Records how the last attempt ended, if it is that of process `pid` of this host and nobody has recorded it.
 
         For the parent of rank 0, which knows how that ended and may be the only one left to record it.
@@ -317,7 +318,7 @@ class Run(RunPaths):
         )
         if is_killed and exit_code:  # a rank 0 that left with 0 in the middle of its attempt has not said how
             status = _STATUS_BY_CODE.get(exit_code, "failed")
-            self.end_attempt(len(attempts), status=status, exit_code=exit_code)
+            self.end_attempt(len(attempts), status=status, exit_code=exit_code, why=why)
 
     def was_replaced(self) -> bool:
         """Returns whether the scheduler has started the job of this process again, and the run is the newer start's."""

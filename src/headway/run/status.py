@@ -11,13 +11,13 @@ A process can be killed before it records its end, so a record that says "runnin
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal, final
 
 from headway import schedulers
-from headway.errors import INTERRUPTED, TERMINATED, Stopped
+from headway.errors import INTERRUPTED, TERMINATED, NoProgress, NoValidCheckpoint, Stopped, StorageError
 from headway.run import Run, lock
 from headway.run.info import newest_step, read_json
 from headway.schedulers.base import JobIds, JobStatus, Queue
@@ -27,6 +27,15 @@ from headway.system.locks import ProcessIdentity
 State = Literal["queued", "running", "done", "failed", "stopped", "interrupted", "cancelled", "lost", "new"]
 OVER: frozenset[State] = frozenset({"done", "failed", "stopped", "interrupted", "cancelled", "lost"})
 _RECORDED_ENDS = ("failed", "stopped", "interrupted")  # here the run recorded more than an exit code
+_CODE_MEANS = {
+    0: "it did not record by what",
+    Stopped.exit_code: "stopped with a checkpoint, and did not record by what",
+    StorageError.exit_code: "its storage failed",
+    NoValidCheckpoint.exit_code: "checkpoints exist, but none of them is valid",
+    NoProgress.exit_code: "three attempts made no new step",
+    INTERRUPTED: "interrupted by Ctrl-C",
+    TERMINATED: "ended by SIGTERM before it could save",
+}
 NOT_OF_A_RANK = ("lost", "agent", "step")
 """kinds of failure records whose error names who has failed: a node, its agent, or the step of the job"""
 _BY_CODE: Mapping[int, State] = {
@@ -72,18 +81,23 @@ def _status(run: Run, queue: Queue, info: Mapping[str, Any], submitted: Mapping[
     if job and in_queue and not in_queue.is_over:
         held = _held_after_the_end(run, job, in_queue, attempts[-1]) if attempts else None
         return held or Status(state=in_queue.state, why=in_queue.why)
-    recorded = _recorded_status(run, attempts[-1], job if in_queue else None) if attempts else None
+    ended = read_json(run.ended_file)
+    of_an_earlier_start = ended and attempts and ended["time"] < attempts[-1]["started"]
+    ended = None if of_an_earlier_start else ended
+    queue_why = in_queue.why if in_queue and in_queue.state == "failed" else ""  # such as its time limit
+    recorded = None
+    if attempts:
+        said = ((ended or {}).get("error"), queue_why)
+        recorded = _recorded_status(run, attempts[-1], job if in_queue else None, said)
     process = _process(submitted) if "pid" in submitted else None
     for sign in (recorded, process):
         if sign and sign.state == "running" and sign.certain:
             return sign
-    ended = read_json(run.ended_file)
-    of_an_earlier_start = ended and attempts and ended["time"] < attempts[-1]["started"]
-    why = in_queue.why if in_queue and in_queue.state == "failed" else ""  # such as its time limit
-    if recorded and recorded.state in _RECORDED_ENDS and not recorded.why:
-        recorded = replace(recorded, why=why)
-    if ended and not of_an_earlier_start:
-        return recorded if recorded and recorded.state in _RECORDED_ENDS else _by_exit_code(run, ended)
+    if ended:
+        if recorded and recorded.state in _RECORDED_ENDS:
+            return recorded
+        state = _BY_CODE.get(ended["exit_code"], "failed")
+        return Status(state=state, why=_reason(run, state, ended["exit_code"], ended.get("error"), queue_why))
     if recorded and recorded.state != "lost":
         return recorded
     if in_queue:
@@ -108,13 +122,17 @@ def _held_after_the_end(
     return Status(state="running", why=why)
 
 
-def _recorded_status(run: Run, attempt: Mapping[str, Any], over: JobIds | None = None) -> Status:
+def _recorded_status(
+    run: Run, attempt: Mapping[str, Any], over: JobIds | None = None, said: Sequence[str | None] = ()
+) -> Status:
     """Returns what the last attempt recorded, unless it says "running" and its process is gone.
 
     `over` is a job of which the scheduler says that it is over: so are its processes, where they cannot be checked.
+    `said` is what others say about the end, for an attempt that did not record why.
     """
     if attempt["status"] != "running":
-        return Status(state=attempt["status"], why=_failure(run) if attempt["status"] == "failed" else "")
+        state, why = attempt["status"], attempt.get("why")
+        return Status(state=state, why=_reason(run, state, attempt.get("exit_code"), why, *said))
     owner = lock.newest_owner(run.lock_dir)
     gone = "it ended without recording how"
     if owner is not None and not owner.released:
@@ -129,7 +147,7 @@ def _recorded_status(run: Run, attempt: Mapping[str, Any], over: JobIds | None =
     end = run.conclude_end(attempt)
     if end["status"] == "lost":
         return Status(state="lost", why=gone)
-    return Status(state=end["status"], why=_failure(run) or f"exit code {end['exit_code']}")
+    return Status(state=end["status"], why=_reason(run, end["status"], end["exit_code"], *said))
 
 
 def _is_same_job(one: JobIds | None, other: JobIds | None) -> bool:
@@ -138,11 +156,12 @@ def _is_same_job(one: JobIds | None, other: JobIds | None) -> bool:
     return (one.scheduler, one.number) == (other.scheduler, other.number)
 
 
-def _by_exit_code(run: Run, ended: Mapping[str, Any]) -> Status:
-    state = _BY_CODE.get(ended["exit_code"], "failed")
-    if state != "failed":
-        return Status(state=state)
-    return Status(state=state, why=_failure(run) or ended.get("error") or f"exit code {ended['exit_code']}")
+def _reason(run: Run, state: State, code: int | None, *said: str | None) -> str:
+    """Returns why a run ended: by its failure record, else by the first of `said`, else what its exit code means."""
+    if state not in _RECORDED_ENDS:
+        return ""
+    known = next(filter(None, (_failure(run), *said)), None) or _CODE_MEANS.get(code or 0)
+    return " ".join((known or f"exit code {code}").split())
 
 
 def _process(submitted: Mapping[str, Any]) -> Status:

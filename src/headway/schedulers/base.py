@@ -207,6 +207,10 @@ class Scheduler(ABC):
     def end_time(self, environ: Mapping[str, str]) -> float | None:
         """When the job's time is over, in seconds since 1970; None if there is no limit, or no job."""
 
+    def time_limit_s(self, environ: Mapping[str, str]) -> float | None:  # noqa: ARG002
+        """How long this start of the job may take; None if that is not known."""
+        return None
+
     @abstractmethod
     def local_disk(self, environ: Mapping[str, str]) -> str | None:
         """A directory of the job on the node's own disk; None if there is none."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,17 @@ def boot_id() -> str:
     """Returns a name for this start of the machine; an empty string where the kernel has none."""
     lines = _lines(_ROOT / "proc/sys/kernel/random/boot_id")
     return lines[0].strip() if lines else ""
+
+
+def process_age_s(root: Path = _ROOT) -> float:
+    """Returns for how long this process runs, whatever programs it has executed, by no clock that people set.
+
+    0 where the kernel does not say it.
+    """
+    words = " ".join(_words(root / "proc" / "self" / "stat")).rpartition(") ")[2].split()
+    if len(words) < 20:
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(words[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def filesystem_type(path: Path, root: Path = _ROOT) -> str | None:

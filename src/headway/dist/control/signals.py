@@ -29,6 +29,8 @@ STOP_REQUESTS = (signal.SIGUSR1, signal.SIGUSR2)
 """what schedulers and `headway` send to ask a run to save and stop"""
 STOP_SIGNALS = (*STOP_REQUESTS, signal.SIGTERM, signal.SIGINT)
 """all that make a run save and stop; data workers must not get them"""
+END_OF_TIME = "the end of the job's time"
+"""by what a run is stopped that watches the clock itself, without a signal"""
 FORWARDED_SIGNALS = (*STOP_SIGNALS, signal.SIGHUP)
 """what the parent process of ranks passes on to them"""
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from headway.dist.control.signals import STOP_SIGNALS, replaced
+from headway.dist.control.signals import END_OF_TIME, STOP_SIGNALS, replaced
 from headway.dist.group import current
 from headway.system.retries import stop_requested
 
@@ -95,7 +95,7 @@ def _forward(
             assert deadline is not None
             if time.monotonic() + lead() < deadline:
                 continue
-            request, deadline = "the end of the job's time", None
+            request, deadline = END_OF_TIME, None
         if request is None:
             return
         stop_requested.set()

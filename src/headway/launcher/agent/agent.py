@@ -27,7 +27,7 @@ from headway.dist.control.signals import FORWARDED_SIGNALS, STOP_REQUESTS
 from headway.dist.failure import heartbeat
 from headway.errors import INTERRUPTED, TERMINATED, HeadwayError, Stopped, UsageError
 from headway.launcher.agent.environment import AgentPlacement, cpu_shares, kernel_caches, rank_environment
-from headway.launcher.agent.outcome import first_failure, is_crash, record_failure, summary
+from headway.launcher.agent.outcome import first_failure, is_crash, reason, record_failure, summary
 from headway.launcher.agent.process import RankProcess, start_rank
 from headway.launcher.agent.scratch import scratch_directory
 from headway.launcher.agent.team import Outcome, Team
@@ -136,7 +136,7 @@ class Agent:
                 signal.signal(each, handler)
             _clear_cache()
 
-    def _end_attempt(self, beats: Path, code: int) -> None:
+    def _end_attempt(self, beats: Path, mine: Outcome) -> None:
         """Records how the attempt ended where rank 0 could not: it was killed, or lost the race with its own end."""
         beat = heartbeat.read(beats, 0)
         path = (beat and beat.run) or self._environ.get(environment.RUN)
@@ -144,7 +144,7 @@ class Agent:
             return
         try:
             run = Run.open(path).held_as(beat.owner if beat else None)
-            run.end_killed_attempt(self._pids[0], code)
+            run.end_killed_attempt(self._pids[0], int(mine["exit_code"]), why=reason(mine))
         except HeadwayError as error:  # the disk may be what failed; the next attempt records it
             logger.error("%s", error)
 
@@ -185,7 +185,7 @@ class Agent:
         self._supervise(team, Watchdog(beats, ranks=ranks, world_size=placement.world_size))
         managed = any(heartbeat.read(beats, rank) for rank in ranks)
         mine = self._outcome(team)
-        self._end_attempt(beats, int(mine["exit_code"]))
+        self._end_attempt(beats, mine)
         return self._conclude(team, mine, placement.world_size, managed=managed)
 
     def _supervise(self, team: Team, watchdog: Watchdog) -> None:

@@ -20,6 +20,7 @@ from headway.errors import (
     StorageError,
 )
 from headway.run import Run
+from headway.run.status import NOT_OF_A_RANK
 from headway.system import files
 from headway.system.jsonlines import parse_json
 from headway.system.log import logger
@@ -56,6 +57,17 @@ def summary(outcome: Mapping[str, Any], world_size: int) -> str:
     )
 
 
+def reason(outcome: Mapping[str, Any]) -> str:
+    """Why a launch ended, in a few words for the list of runs; empty if its agents do not know more than its ranks."""
+    code, record = int(outcome["exit_code"]), outcome.get("record") or {}
+    if record.get("sentence"):
+        return str(record["sentence"])
+    if not record.get("error") or (code in _NOT_CRASHES and record["kind"] == "exit"):
+        return ""
+    of_a_rank = record["kind"] not in (*NOT_OF_A_RANK, "hang")
+    return f"rank {record['rank']}: {record['error']}" if of_a_rank else str(record["error"])
+
+
 def first_failure(path: Path, ended: Mapping[int, int], pids: Mapping[int, int]) -> FailureRecord:
     """What the ranks agreed on, completed by what only their parent process knows: how they ended."""
     if path.exists():
@@ -78,7 +90,8 @@ def first_failure(path: Path, ended: Mapping[int, int], pids: Mapping[int, int])
         "rank": rank,
         "host": socket.gethostname(),
         "pid": pids[rank],
-        "error": f"{describe_exit_status(status)}; its own output, above, says why",
+        "error": describe_exit_status(status),
+        "hint": "its own output, above, says why",
         "exit_code": status if status in _NOT_CRASHES else 1,
     }
 

@@ -69,21 +69,32 @@ class SlurmScheduler(Scheduler):
         )
 
     def end_time(self, environ: Mapping[str, str]) -> float | None:
-        ids, given = self.detect(environ), environ.get("SLURM_JOB_END_TIME", "")
-        if ids is None:
-            return None
-        if given.isdecimal():
-            return float(given) + self._clock_error_s(environ)
-        answer = self._client.run("squeue", "--noheader", f"--jobs={ids.job_id}", "--format=%e")
-        return slurm_queue.parse_time(answer.out)  # N/A: there is no limit
+        began, end = self._times(environ)
+        return None if end is None else end + self._clock_error_s(began)
 
-    def _clock_error_s(self, environ: Mapping[str, str]) -> float:
+    def time_limit_s(self, environ: Mapping[str, str]) -> float | None:
+        began, end = self._times(environ)
+        return None if began is None or end is None else end - began
+
+    def _times(self, environ: Mapping[str, str]) -> tuple[float | None, float | None]:
+        """When this start of the job began and when it ends, by the controller's clock; None where unknown."""
+        ids, end = self.detect(environ), environ.get("SLURM_JOB_END_TIME", "")
+        if ids is None:
+            return None, None
+        if end.isdecimal():
+            began = environ.get("SLURM_JOB_START_TIME", "")
+            return float(began) if began.isdecimal() else None, float(end)
+        # before 23.02, SLURM sets no such variables; N/A: there is no limit
+        answer = self._client.run("squeue", "--noheader", f"--jobs={ids.job_id}", "--format=%S|%e")
+        first, _, second = answer.out.partition("|")
+        return slurm_queue.parse_time(first), slurm_queue.parse_time(second)
+
+    def _clock_error_s(self, began: float | None) -> float:
         """Returns how far this node's clock is ahead of the controller's, which says when the job ends.
 
         The controller is asked only where the clock says that this job began in the future, or long ago.
         """
-        began = environ.get("SLURM_JOB_START_TIME", "")
-        if not began.isdecimal() or 0 <= time.time() - float(began) <= _SLOW_START_S:
+        if began is None or 0 <= time.time() - began <= _SLOW_START_S:
             return 0.0
         found = _CONTROLLER_TIME.search(self._client.run("sdiag").out)
         error = time.time() - float(found[1]) if found else 0.0
