@@ -26,7 +26,17 @@ from headway.run.status import Status
 _STYLES = {"ok": "green", "warn": "yellow", "bad": "bold red"}
 _TIME = "10:00"
 """minutes that the job of an examination asks for, unless --time says otherwise"""
-_LEAVE_OUT = ("array", "array_limit", "pre", "pre_to", "doctor", "requeue", "max_requeues", "max_restarts")
+_LEAVE_OUT = (
+    "array",
+    "array_limit",
+    "pre",
+    "pre_to",
+    "doctor",
+    "alert",
+    "requeue",
+    "max_requeues",
+    "max_restarts",
+)
 _EXAMPLES = """\
 examples:
   headway doctor                                   this machine

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
 from headway.cli.parser import Parser
 from headway.cli.screen import console
 from headway.errors import DONE, UsageError
+from headway.record.alerts import EVENTS, AlertChannels, AlertSender, alert_events
 from headway.run import Run, has_info, runs_under
 from headway.run.info import read_json
 from headway.system.log import logger
+from headway.watch.alerting import AlertWatch
 from headway.watch.runs import resolve
 from headway.watch.terminal import follow, layout, watch
 from headway.watch.terminal.screen import Selection
@@ -26,6 +30,8 @@ examples:
   headway watch /scratch/me/runs             all runs there: n and p switch
   headway watch x7k2 --once                  print the screen once
   headway watch x7k2 | tee watch.txt         a line every ten seconds, until the run is over
+  headway watch --alert failed --alert silent > watch.txt &
+                                             post to $HEADWAY_ALERT_URL when a run fails or is silent
 
 keys: q quit, n/p next and previous run, c next curve, up/down a rank and its log, m messages of all ranks.
 It reads the run directory and nothing else: start and leave it when you like, training does not notice.
@@ -41,9 +47,34 @@ def main(argv: list[str]) -> int:
     )
     parser.add_root()
     parser.add_argument("--once", action="store_true", help="print the screen once, as text")
+    parser.add_argument("--alert", action="append", choices=(*EVENTS, "all"), default=[], metavar="EVENT",
+                        help=f"send an alert when a run fails, stops, is silent or finishes: {', '.join(EVENTS)} or "
+                        "all; to $HEADWAY_ALERT_URL or $HEADWAY_ALERT_COMMAND")  # fmt: skip
     parser.add_json()
     options = parser.parse_args(argv)
     runs = find_runs(options.run, options.root)
+    problems: list[str] = []
+    try:
+        # on the live screen, lines of others would be in the way
+        with _alerting(options, problems.append if sys.stdout.isatty() else logger.warning):
+            _show(runs, options)
+    finally:
+        for problem in dict.fromkeys(problems):
+            logger.warning("%s", problem)
+    return DONE
+
+
+def _alerting(options: argparse.Namespace, report: Callable[[str], object]) -> AbstractContextManager[object]:
+    """Sends alerts while the block runs, about the one run or all of a root."""
+    if not options.alert:
+        return nullcontext()
+    if options.json or options.once:
+        raise UsageError("--alert watches until the run is over: leave out --once and --json")
+    sender = AlertSender(AlertChannels.from_environment(), alert_events(options.alert), report=report)
+    return AlertWatch(lambda: find_runs(options.run, options.root), sender)
+
+
+def _show(runs: Sequence[Run], options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(asdict(RunView(runs[0]).refresh()), default=str))
     elif options.once:
@@ -52,7 +83,6 @@ def main(argv: list[str]) -> int:
         watch(runs, console())
     else:
         follow(RunView(runs[0]), lambda line: print(line, flush=True))
-    return DONE
 
 
 def find_runs(place: str | None, root: str) -> Sequence[Run]:

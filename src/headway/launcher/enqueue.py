@@ -12,6 +12,7 @@ from pathlib import Path
 from headway.errors import HeadwayError, UsageError
 from headway.launcher.program import JobFile, Program
 from headway.launcher.targets import ClusterTarget
+from headway.record.alerts import AlertChannels
 from headway.run import Run
 from headway.run.info import read_json
 from headway.schedulers.base import JobIds, JobRequest
@@ -25,6 +26,8 @@ def check_target(target: ClusterTarget, *, is_array: bool = False) -> None:
             raise UsageError(
                 f"pre: there is nothing to copy at {path!r:.200}; correct the path, or make it first"
             )
+    if target.alert:
+        AlertChannels.from_environment()
     request = target.request(name="check", directory=Path("/run"), log=Path("log/job.txt"))
     target.scheduler.check(replace(request, is_array=request.is_array or is_array))
 

@@ -36,6 +36,7 @@ from headway.launcher.agent.team import LaunchRecords, Outcome
 from headway.launcher.enqueue import submit_successor
 from headway.launcher.program import JobFile
 from headway.launcher.step import Step, StepEnd
+from headway.record.alerts import Alert, AlertChannels, AlertEvent, AlertSender, alert_events
 from headway.run import Run
 from headway.run.info import newest_step
 from headway.run.status import NOT_OF_A_RANK, ends_at_same_step, record_end
@@ -54,6 +55,8 @@ _TIMED_OUT = (
 )
 _SETTLE_S = 3.0
 """how long a network file system may hide the last record of an agent"""
+_ALERT_S = 10.0
+"""how long the end of a job waits for the alert about it"""
 _CLOCK_S = 30.0
 """by how much the clock of a node may be behind that of the scheduler"""
 _EARLY = 0.1
@@ -163,8 +166,12 @@ def _finish(
     kind = record.get("kind")
     lost_node = is_crash(outcome) and (kind == "lost" or (lost and kind == "vanished"))
     is_over = code not in (Stopped.exit_code, TERMINATED) and not lost_node
+    then = ""
     if not is_over and not is_cancelled():
-        logger.info(_why_hopeless(run, job) or requeue(run, job, os.environ))
+        then = _why_hopeless(run, job) or requeue(run, job, os.environ)
+        logger.info(then)
+    if job.target.alert:
+        _alert(run, job, code, "; ".join(filter(None, (reason(outcome), then))))
     return code
 
 
@@ -196,6 +203,21 @@ def _last_attempt(run: Run, ids: JobIds) -> Mapping[str, Any]:
         if last.get("ended") and made_by and made_by.start == ids.start:
             return last
     return {}
+
+
+def _alert(run: Run, job: JobFile, code: int, why: str) -> None:
+    """Sends the alert of this end, as the last thing that the job does; a dead server costs a few seconds at most."""
+    event: AlertEvent = "failed" if code else "finished"
+    if code in (Stopped.exit_code, TERMINATED):
+        event = "stopped"
+    try:
+        sender = AlertSender(AlertChannels.from_environment(), alert_events(job.target.alert))
+        attempts = len(run.info()["attempts"])
+    except HeadwayError as error:  # the variables of the login node are not always those of the job
+        logger.warning("no alert was sent: %s", error)
+        return
+    sender.send(run, Alert.of(run, event, attempts=attempts, why=why, step=newest_step(run.path)))
+    sender.wait(_ALERT_S)
 
 
 def _why_hopeless(run: Run, job: JobFile) -> str | None:

@@ -23,6 +23,7 @@ import yaml
 
 from headway import schedulers
 from headway.errors import UsageError, unknown_name, yaml_problem
+from headway.record.alerts import alert_events
 from headway.schedulers.base import JobRequest, Scheduler
 from headway.schedulers.slurm.time_limit import parse_time_limit
 
@@ -108,6 +109,7 @@ class ClusterTarget(Target):
     pre: tuple[str, ...] = ()
     pre_to: str = ""
     doctor: bool = False
+    alert: tuple[str, ...] = ()
     signal_lead: int = 120
     requeue: bool = True
     max_requeues: int = 100
@@ -238,6 +240,10 @@ class Slurm(ClusterTarget):
         "$SLURM_TMPDIR", "directory on each node to copy to, for --pre; ranks find it in HEADWAY_STAGED"
     )
     doctor: bool = option(False, "examine the nodes first, and end with 1 if they would break the run")
+    alert: tuple[str, ...] = option(
+        (),
+        "failed, stopped, finished or all: send an alert at the end, to $HEADWAY_ALERT_URL or $HEADWAY_ALERT_COMMAND",
+    )
     env: Mapping[str, str] = option({}, "variables for the ranks")
     signal_lead: int = option(
         120, "seconds before the time limit at which ranks get the signal to save and stop"
@@ -267,6 +273,11 @@ class Slurm(ClusterTarget):
         self._set("setup", _texts(self.setup, "setup"))
         self._set("array", _texts(self.array, "array"))
         self._set("pre", _texts(self.pre, "pre"))
+        self._set("alert", _texts(self.alert, "alert"))
+        if "silent" in alert_events(self.alert) and "all" not in self.alert:
+            raise UsageError(
+                "alert: a job does not watch itself for silence; use: headway watch --alert silent"
+            )
         for path in self.pre:
             if not Path(path).is_absolute():
                 raise UsageError(

@@ -13,6 +13,7 @@ runs/digits-2026.11.15-14.30-x7k2/
     ledger.jsonl                what each step saw and did, if a ledger was enabled
     events.jsonl                checkpoints, restarts, stops, warnings; log/events-00003.jsonl: warnings of rank 3
     nodes/cn-l084.jsonl         samples of the devices of a node
+    alerts/failed-1.json        an alert that was sent, and by which process: each is claimed by one
     failure.json                the first failing rank of this attempt; failure-N.json: of attempt N
     lock/                       which process trains here: see `headway.run.lock`
 """
@@ -214,6 +215,14 @@ class RunPaths:
     def node_file(self, host: str) -> Path:
         """Samples of the devices of a node, as JSON lines."""
         return self.nodes_dir / f"{host}.jsonl"
+
+    @property
+    def alerts_dir(self) -> Path:
+        """Which alerts were sent, and by which process."""
+        return self.path / "alerts"
+
+    def alert_file(self, key: str) -> Path:
+        return self.alerts_dir / f"{key}.json"
 
     @property
     def traces_dir(self) -> Path:

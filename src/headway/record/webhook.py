@@ -1,0 +1,55 @@
+"""Posting JSON to a webhook: a few tries, each with a time limit, and never an address in a message."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from http.client import HTTPException
+from typing import Any
+
+_TRIES = 3
+_PAUSE_S = 1.0
+"""before the second try; four times as long before the third"""
+_REPLY_S = 5.0
+"""how long a server has for its reply, and for each step of the connection"""
+_TOO_MANY = 429
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A webhook that sends elsewhere is a mistake: what is posted is for one server."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+def post(url: str, facts: Mapping[str, Any]) -> str | None:
+    """Posts facts as JSON; returns why that failed, or None. Proxies are those of the environment.
+
+    >>> post("https://example.org/hook", {"text": "headway: digits-x7k2 failed"})  # doctest: +SKIP
+    """
+    body = json.dumps(facts).encode()
+    headers = {"Content-Type": "application/json", "User-Agent": "headway"}
+    opener = urllib.request.build_opener(_NoRedirect)
+    problem = None
+    for number in range(_TRIES):
+        if number:
+            time.sleep(_PAUSE_S * 4 ** (number - 1))
+        request = urllib.request.Request(url, data=body, headers=headers, method="POST")
+        try:
+            with opener.open(request, timeout=_REPLY_S):
+                return None
+        except urllib.error.HTTPError as error:
+            problem = f"it answered {error.code} {error.reason}"
+            error.close()
+            if error.code < 500 and error.code != _TOO_MANY:  # another try would be refused, too
+                break
+        except urllib.error.URLError as error:
+            problem = str(error.reason)
+        except TimeoutError:
+            problem = f"it did not answer within {_REPLY_S:g} s"
+        except (OSError, HTTPException, ValueError) as error:
+            problem = type(error).__name__
+    return problem and problem.replace(url, "its address")

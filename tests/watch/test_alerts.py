@@ -1,0 +1,319 @@
+"""Alerts against a real server and a real command: once per event, whoever watches, and never at a rank's cost."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic_run import make_run, row, write_rows
+
+from headway.cli import main
+from headway.errors import UsageError
+from headway.launcher import epilogue
+from headway.launcher.program import JobFile, Program
+from headway.launcher.targets import Slurm
+from headway.record import alerts, webhook
+from headway.record.alerts import Alert, AlertChannels, AlertSender, alert_events
+from headway.record.diagnostics import collect
+from headway.run import Run
+from headway.system.redact import environment as recorded, redact
+from headway.watch import alerting
+from headway.watch.alerting import AlertWatch
+
+ALL = alert_events(["all"])
+SECRET = "s3cr3t-path-of-the-hook"
+
+
+class Hook:
+    """A webhook on the loopback: keeps what is posted, and answers with the next of `answers`, then 200."""
+
+    def __init__(self) -> None:
+        self.posts: list[dict[str, Any]] = []
+        self.answers: list[int] = []
+        hook = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                assert self.headers["Content-Type"] == "application/json" and self.path == f"/{SECRET}"
+                hook.posts.append(json.loads(body))
+                self.send_response(hook.answers.pop(0) if hook.answers else 200)
+                self.send_header("Location", "/elsewhere")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            do_GET = do_POST
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/{SECRET}"
+        threading.Thread(
+            target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
+
+
+@pytest.fixture
+def hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hook]:
+    monkeypatch.setattr(webhook, "_PAUSE_S", 0.0)
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    made = Hook()
+    monkeypatch.setenv("HEADWAY_ALERT_URL", made.url)
+    monkeypatch.delenv("HEADWAY_ALERT_COMMAND", raising=False)
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+
+
+def sender(report: Any = pytest.fail, events: Any = ALL) -> AlertSender:
+    return AlertSender(AlertChannels.from_environment(), events, report=report)
+
+
+def failed(run: Run, attempts: int = 1) -> Alert:
+    return Alert.of(run, "failed", attempts=attempts, why="KeyError: 'x'", step=7)
+
+
+# ---- one alert
+
+
+def test_a_webhook_gets_what_happened_as_json(tmp_path: Path, hook: Hook) -> None:
+    run = make_run(tmp_path)
+    first = sender()
+    assert first.send(run, failed(run)) and first.wait(20)
+    (post,) = hook.posts
+    assert post["text"] == post["content"] == f"headway: {run.id} failed at step 7: KeyError: 'x'"
+    assert (post["event"], post["run"], post["path"], post["step"]) == ("failed", run.id, str(run.path), 7)
+    facts = json.loads((run.alerts_dir / "failed-1.json").read_bytes())
+    assert facts["sent"] and facts["pid"] == os.getpid()
+
+
+def test_of_many_watchers_one_sends_and_the_next_attempt_is_news(tmp_path: Path, hook: Hook) -> None:
+    run = make_run(tmp_path)
+    senders = [sender() for _ in range(8)]
+    begin = threading.Barrier(8)
+
+    def race(each: AlertSender) -> None:
+        begin.wait()
+        each.send(run, failed(run))
+        each.wait(20)
+
+    threads = [threading.Thread(target=race, args=(each,)) for each in senders]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(hook.posts) == 1
+    assert senders[3].send(run, failed(run, attempts=2)) and senders[3].wait(20)
+    assert not sender(events=alert_events(["finished"])).send(run, failed(run, attempts=3)), "nobody asked"
+    assert len(hook.posts) == 2
+
+
+@pytest.mark.parametrize(
+    ("answers", "posts", "problem"),
+    [
+        ([503, 429], 3, None),
+        ([500, 502, 503], 3, "the webhook: it answered 503 Service Unavailable"),
+        ([404], 1, "the webhook: it answered 404 Not Found"),
+        ([307], 1, "the webhook: it answered 307 Temporary Redirect"),
+    ],
+)
+def test_a_server_that_refuses_is_tried_again_only_if_that_may_help(
+    tmp_path: Path, hook: Hook, answers: list[int], posts: int, problem: str | None
+) -> None:
+    run = make_run(tmp_path)
+    hook.answers, told = list(answers), []
+    one = sender(told.append)
+    assert one.send(run, failed(run)) and one.wait(20)
+    assert len(hook.posts) == posts
+    assert [text.partition("): ")[2] for text in told] == ([problem] if problem else [])
+    facts = json.loads((run.alerts_dir / "failed-1.json").read_bytes())
+    assert facts["sent"] == (problem is None) and SECRET not in str(facts) + str(told)
+
+
+def test_a_dead_server_costs_nothing(tmp_path: Path, hook: Hook, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that accepts and never answers, and one that is not there: who sends does not wait."""
+    monkeypatch.setattr(webhook, "_REPLY_S", 0.1)
+    run, told = make_run(tmp_path), []
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for number, port in enumerate((silent.getsockname()[1], 9), 1):
+            monkeypatch.setenv("HEADWAY_ALERT_URL", f"http://127.0.0.1:{port}/{SECRET}")
+            one = sender(told.append)
+            one.send(run, failed(run, attempts=number))
+            assert one.wait(30)
+    assert len(told) == 2 and "did not answer within 0.1 s" in told[0] and "refused" in told[1], told
+    assert SECRET not in str(told)
+    assert hook.posts == []
+
+
+def test_a_command_gets_the_alert_on_its_input_and_no_shell_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "mailer.py"
+    program.write_text(
+        "import json, sys\n"
+        "json.dump([sys.argv[1:], sys.stdin.read()], open(sys.argv[1], 'w'))\n"
+        "sys.exit(len(sys.argv) > 3)\n"
+    )
+    out = tmp_path / "got.json"
+    monkeypatch.delenv("HEADWAY_ALERT_URL", raising=False)
+    monkeypatch.setenv("HEADWAY_ALERT_COMMAND", f"{sys.executable} {program} {out} {{subject}}")
+    run, told = make_run(tmp_path / "runs"), []
+    hostile = Alert.of(run, "stopped", attempts=1, why="$(touch hit); `id`\nBcc: all@example.org")
+    one = sender(told.append)
+    assert one.send(run, hostile) and one.wait(60)
+    (arguments, text) = json.loads(out.read_text())
+    assert arguments[1] == f"headway: {run.id} was stopped: $(touch hit); `id` Bcc: all@example.org"
+    assert f"headway watch {run.path}" in text and told == []
+    for command, problem in (
+        (f"{sys.executable} {program} {out} {{subject}} more", "it ended with 1"),
+        ("no-such-mailer", "No such file or directory"),
+        ("sleep 60", "it did not end within"),
+    ):
+        monkeypatch.setenv("HEADWAY_ALERT_COMMAND", command)
+        monkeypatch.setattr(alerts, "_COMMAND_S", 0.2 if command == "sleep 60" else 30.0)
+        assert problem in AlertChannels.from_environment().send(hostile)[0]
+
+
+def test_the_address_is_a_secret(hook: Hook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert SECRET not in redact(f"posting to {hook.url}") and "HEADWAY_ALERT_URL" not in recorded()
+    assert SECRET not in json.dumps(collect(), default=str)
+    run = make_run(tmp_path)
+    alert = Alert.of(run, "failed", attempts=1, why=f"could not reach {hook.url}")
+    assert SECRET not in json.dumps(alert.to_dict())
+    for wrong in ("ftp://host/x", "file:///etc/passwd", "hooks.example.org/x", "http://[/x"):
+        monkeypatch.setenv("HEADWAY_ALERT_URL", wrong)
+        with pytest.raises(UsageError, match="is not an address") as error:
+            AlertChannels.from_environment()
+        assert wrong not in str(error.value)
+
+
+# ---- who watches
+
+
+def test_a_watched_run_that_fails_stops_or_finishes_sends_one_alert(tmp_path: Path, hook: Hook) -> None:
+    for status, event in (
+        ("failed", "failed"),
+        ("stopped", "stopped"),
+        ("interrupted", "stopped"),
+        ("done", "finished"),
+    ):
+        run = make_run(tmp_path / status)
+        over = make_run(tmp_path / status)
+        over.end_attempt(1, status="failed", exit_code=1)  # no news
+        one = sender()
+        watch = AlertWatch(lambda run=run, over=over: [run, over], one, look_s=600)
+        with run.lock(), watch, AlertWatch(lambda run=run: [run], sender(), look_s=600):  # two watch it
+            watch.look()
+            assert hook.posts == []
+            run.end_attempt(1, status=status, exit_code=1)
+        assert [(post["run"], post["event"]) for post in hook.posts] == [(run.id, event)]
+        with AlertWatch(lambda run=run: [run], sender(), look_s=600):
+            pass  # another one comes later
+        assert len(hook.posts) == 1
+        hook.posts.clear()
+
+
+def test_a_run_that_is_started_again_is_watched_again(tmp_path: Path, hook: Hook) -> None:
+    run = make_run(tmp_path)
+    run.end_attempt(1, status="failed", exit_code=1)
+    one = sender()
+    watch = AlertWatch(lambda: [run], one)
+    watch.look()
+    with run.lock():
+        run.begin_attempt(world={"world_size": 2, "nodes": 1, "device": "cpu"})
+        watch.look()
+        run.end_attempt(2, status="done", exit_code=0)
+    watch.look()
+    watch.look()
+    assert one.wait(20) and [post["key"] for post in hook.posts] == ["finished-2"]
+
+
+def test_silence_is_reported_once_and_again_when_it_comes_back(tmp_path: Path, hook: Hook) -> None:
+    run = make_run(tmp_path, log_points=4, waited_s=1000)
+    run.events_file(0).unlink()
+    one = sender()
+    watch = AlertWatch(lambda: [run], one)
+    with run.lock():
+        for steps in (4, 4, 5):
+            write_rows(
+                run.metrics_file(0), [row(10 * n, 0, time.time() - 100 + n) for n in range(1, steps + 1)]
+            )
+            watch.look()
+            watch.look()
+    assert one.wait(20)
+    assert [(post["event"], post["step"]) for post in hook.posts] == [("silent", 40), ("silent", 50)]
+    assert "nothing was written for 1m3" in hook.posts[0]["why"]
+
+
+def test_a_run_that_looks_lost_for_a_moment_is_not_news(
+    tmp_path: Path, hook: Hook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path)
+    one = sender()
+    watch = AlertWatch(lambda: [run], one)
+    with run.lock():
+        watch.look()
+    monkeypatch.setattr(alerting, "_LOST_LOOKS", 2)
+    watch.look()
+    assert hook.posts == []
+    watch.look()
+    assert one.wait(20) and [post["event"] for post in hook.posts] == ["failed"]
+
+
+def test_the_command_sends_alerts_and_says_what_is_missing(
+    tmp_path: Path, hook: Hook, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path)
+    monkeypatch.setattr("headway.cli.watch.follow", lambda *_: run.end_attempt(1, status="done", exit_code=0))
+    with run.lock():
+        assert main(["watch", str(run.path), "--alert", "finished", "--alert", "failed"]) == 0
+    assert [post["event"] for post in hook.posts] == ["finished"]
+    monkeypatch.delenv("HEADWAY_ALERT_URL")
+    assert main(["watch", str(run.path), "--alert", "all"]) == 2
+    assert "set HEADWAY_ALERT_URL to the address of a webhook" in capfd.readouterr().err
+    assert main(["watch", str(run.path), "--alert", "never"]) == 2
+
+
+# ---- the job itself
+
+
+@pytest.mark.parametrize(("code", "event"), [(0, "finished"), (1, "failed"), (75, "stopped")])
+def test_a_job_sends_its_own_end(
+    tmp_path: Path, hook: Hook, monkeypatch: pytest.MonkeyPatch, code: int, event: str
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    run = Run.create(tmp_path / "runs", name="x", command=["train"])
+    JobFile(program=Program(command=["train"]), target=Slurm(alert=("all",), requeue=False)).write(run)
+    record = {"kind": "exit", "rank": 0, "host": "n1", "pid": 1, "error": "it broke", "exit_code": code}
+    start = run.launch_dir / "7-0" / "round-0"
+    start.mkdir(parents=True, mode=0o700)
+    (start / "ended-00000.json").write_text(json.dumps({"exit_code": code}))
+    if code:
+        (start / "outcome.json").write_text(json.dumps({"exit_code": code, "record": record}))
+    watch = AlertWatch(lambda: [run], sender())  # somebody watches the job as well
+    watch.look()
+    assert epilogue.main(str(run.path), str(code)) == code
+    (post,) = hook.posts
+    assert post["event"] == event and post["run"] == run.id
+    assert ("it broke" in post["why"], "not queued again" in post["why"]) == (code == 1, code == 75)
+    assert SECRET not in "".join(path.read_text() for path in run.path.rglob("*") if path.is_file())
+    watch.look()
+    assert run.id in watch._over and len(hook.posts) == 1
+
+
+def test_a_job_cannot_be_asked_to_watch_itself() -> None:
+    with pytest.raises(UsageError, match="headway watch --alert silent"):
+        Slurm(alert=("silent",))
+    with pytest.raises(UsageError, match="alert 'ended' is not an event; expected failed, stopped"):
+        Slurm(alert=("ended",))
