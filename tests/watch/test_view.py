@@ -15,6 +15,7 @@ from hypothesis import given, settings, strategies as st
 from synthetic_run import events, make_run, node_sample, row, write_rows
 
 from headway.run import Run
+from headway.watch.planned import compare_with_plan
 from headway.watch.report import render
 from headway.watch.terminal import layout
 from headway.watch.terminal.lines import describe
@@ -272,3 +273,26 @@ def test_no_value_in_any_file_can_break_or_command_the_screen(victim: Run, data:
     assert all(c.isprintable() for c in shown)
     page = render(run)
     assert "\x1b" not in page and "<script" not in page
+
+
+def test_a_plan_is_compared_in_one_place(tmp_path: Path) -> None:
+    """The screen, the report and `headway plan check` show the same comparison."""
+    run = make_run(tmp_path, ranks=4, log_points=20)
+    for rank, peak in enumerate((10, 40, 20, 30)):
+        append(run.metrics_file(rank), row(300, rank, time.time()) | {"memory_peak": peak * 10**9})
+    step = {"value": 0.08, "low": 0.05, "high": 0.2}
+    run.plan_file.write_text(
+        json.dumps(
+            {"answers": {"time.step": step, "memory.allocated": {"value": 32e9, "low": 30e9, "high": 34e9}}}
+        )
+    )
+    paced, memory = compare_with_plan(run)
+    assert (paced.what, paced.differs) == ("step", False) and paced.ratio == pytest.approx(
+        0.1 / 0.08, rel=0.2
+    )
+    assert (memory.what, memory.measured, memory.differs) == ("memory", 40e9, True)
+    assert RunView(run).refresh().plan[1] == memory
+    run.plan_file.write_text(
+        json.dumps({"answers": {"time.step": step | {"value": 0}, "memory.allocated": 3}})
+    )
+    assert RunView(run).refresh().plan == []

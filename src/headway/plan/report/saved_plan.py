@@ -6,13 +6,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple, TypeGuard
 
 from headway.errors import UsageError
 from headway.plan.machine.hardware import GIB
 from headway.plan.report.quantity import Unit, format_value
 
 PlannedKey = Literal["step", "memory"]
+_LARGEST = 1e15
 _ANSWERS: dict[str, tuple[str, Unit]] = {"step": ("time.step", "s"), "memory": ("memory.allocated", "bytes")}
 
 
@@ -38,6 +39,29 @@ class Planned:
         )
 
 
+class PlanComparison(NamedTuple):
+    """One planned number, and what was measured of it; `measured` is None if nothing was."""
+
+    what: PlannedKey
+    planned: Planned
+    measured: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """What was measured over what was planned."""
+        return None if self.measured is None else self.measured / self.planned.value
+
+    @property
+    def differs(self) -> bool:
+        """Whether what was measured is outside the interval of the plan."""
+        return self.measured is not None and self.planned.outside(self.measured)
+
+    def to_dict(self) -> dict[str, object]:
+        """Returns plain values for JSON."""
+        plan = {"value": self.planned.value, "low": self.planned.low, "high": self.planned.high}
+        return {"what": self.what, "planned": plan, "measured": self.measured, "differs": self.differs}
+
+
 @dataclass(frozen=True, kw_only=True)
 class SavedPlan:
     """The content of plan.json.
@@ -52,12 +76,25 @@ class SavedPlan:
     def planned(self, key: PlannedKey) -> Planned | None:
         """Returns what was planned for a step's time or for the memory of the fullest GPU; None if it was not."""
         name, unit = _ANSWERS[key]
-        answers = self.content["answers"]
+        answers = self.content.get("answers")
         answer = answers.get(name) if isinstance(answers, Mapping) else None
         if not isinstance(answer, Mapping):
             return None
-        value, low, high = (float(answer[bound]) for bound in ("value", "low", "high"))
-        return Planned(value=value, low=low, high=high, unit=unit)
+        value = answer.get("value")
+        bounds = [answer.get(bound, value) for bound in ("low", "high")]
+        if not _is_amount(value) or not all(map(_is_amount, bounds)):
+            return None  # a file that somebody edited: a reader of runs shows the rest
+        low, high = map(float, bounds)
+        return Planned(value=float(value), low=low, high=high, unit=unit)
+
+    def compare(self, measured: Mapping[PlannedKey, float | None]) -> list[PlanComparison]:
+        """Compares what was measured, by its key, with what was planned; what was not planned is left out."""
+        known = {key: self.planned(key) for key in measured}
+        return [
+            PlanComparison(key, planned, measured[key])
+            for key, planned in known.items()
+            if planned is not None
+        ]
 
     @property
     def fixes(self) -> list[str]:
@@ -65,6 +102,11 @@ class SavedPlan:
         ways = self.content.get("remedies")
         found = [way for way in ways if way.get("fits")] if isinstance(ways, list) else []
         return [f"{way['change']} ({float(way['needed']) / GIB:.1f} GiB)" for way in found]
+
+
+def _is_amount(value: object) -> TypeGuard[float]:
+    """Whether a value of a file is a positive number that can be shown."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _LARGEST
 
 
 def read_saved_plan(path: str | Path) -> SavedPlan:

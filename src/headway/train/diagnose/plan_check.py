@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
-from headway.plan.report.saved_plan import Planned, PlannedKey, SavedPlan, read_saved_plan
+from headway.plan.report.saved_plan import PlanComparison, PlannedKey, SavedPlan, read_saved_plan
 from headway.run.info import to_json
 from headway.system import files
 from headway.system.log import logger
@@ -66,26 +66,24 @@ class PlanCheck(Callback):
         if self._since is not None and steps > self._since[1]:
             self._step_s = [*self._step_s, (now - self._since[0]) / (steps - self._since[1])][-_REMEMBERED:]
         self._since = now, steps
-        measured: dict[PlannedKey, float] = {}
+        measured: dict[PlannedKey, float | None] = {}
         if len(self._step_s) >= _INTERVALS:
             measured["step"] = median(self._step_s)
         if stage.pipe.device.type == "cuda":
             measured["memory"] = float(torch.cuda.max_memory_allocated(stage.pipe.device))
-        known = {key: (value, self.plan.planned(key)) for key, value in measured.items()}
-        ratios = {}
-        for key, (value, planned) in known.items():
-            if planned is not None:
-                ratios[f"plan/{key}"] = value / planned.value
-                self._warn(stage, key, planned, value)
-        return ratios
+        compared = self.plan.compare(measured)
+        for each in compared:
+            self._warn(stage, each)
+        return {f"plan/{each.what}": each.ratio for each in compared if each.ratio is not None}
 
-    def _warn(self, stage: Stage, key: PlannedKey, planned: Planned, value: float) -> None:
-        if key in self._told or not planned.outside(value):
+    def _warn(self, stage: Stage, found: PlanComparison) -> None:
+        if found.what in self._told or found.measured is None or not found.differs:
             return
-        self._told.add(key)
+        self._told.add(found.what)
         if stage.pipe.world.is_root:
-            what = "step time" if key == "step" else "memory of rank 0"
-            text = planned.sentence(what, value) + (self._part(stage) if key == "step" else "")
+            what = "step time" if found.what == "step" else "memory of rank 0"
+            text = found.planned.sentence(what, found.measured)
+            text += self._part(stage) if found.what == "step" else ""
             logger.warning("the run differs from its plan: %s", text, extra={"event": "plan"})
 
     def _part(self, stage: Stage) -> str:

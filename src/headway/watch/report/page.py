@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headway import __version__
+from headway.plan.report.saved_plan import PlanComparison
 from headway.run import Run
 from headway.system import files
 from headway.system.text import format_bytes, format_duration, plural
@@ -20,7 +21,7 @@ from headway.watch.report.figures import curves, stacked
 from headway.watch.view import RunView, Snapshot
 from headway.watch.view.run_view import timestamp
 from headway.watch.view.series import Series
-from headway.watch.view.source import clean, is_number, last_lines, read_object, read_text
+from headway.watch.view.source import clean, last_lines, read_text
 
 _MAX_FIGURES = 24
 _MAX_MESSAGES = 100
@@ -78,7 +79,7 @@ def render(run: Run, *, price: float | None = None) -> str:
         _failure(run, snapshot),
         _curves(snapshot.curves),
         _times(times),
-        _plan(run, snapshot),
+        _plan(snapshot.plan),
         _attempts(attempts),
         _ranks(snapshot),
         _devices(snapshot),
@@ -213,26 +214,15 @@ def _times(times: TimeAccount) -> str:
     return f"<h2>Where the time went</h2>{stacked(times.parts, PARTS)}{_table((), rows)}"
 
 
-def _plan(run: Run, snapshot: Snapshot) -> str:
+def _plan(plan: Sequence[PlanComparison]) -> str:
     """The plan against what happened, by the numbers that both have."""
-    answers = read_object(run.path, run.plan_file).get("answers")
-    if not isinstance(answers, dict):
-        return ""
-
-    def planned(name: str) -> float | None:
-        answer = answers.get(name)
-        value = answer.get("value") if isinstance(answer, dict) else None
-        return float(value) if is_number(value) else None
-
-    peaks = [row.memory_peak for row in snapshot.ranks if row.memory_peak]
+    names = {"step": "seconds per step", "memory": "memory, allocated"}
     rows = []
-    for what, expected, actual, text in (
-        ("seconds per step", planned("time.step"), snapshot.speed.step_median_s, "{:.4g} s"),
-        ("memory, allocated", planned("memory.allocated"), max(peaks, default=None), ""),
-    ):
-        if expected and actual:
-            show = text.format if text else format_bytes
-            rows.append((escape(what), show(expected), show(actual), f"{actual / expected:.0%}"))
+    for each in plan:
+        if each.measured and each.ratio:
+            show = "{:.4g} s".format if each.what == "step" else format_bytes
+            values = show(each.planned.value), show(each.measured)
+            rows.append((escape(names[each.what]), *values, f"{each.ratio:.0%}"))
     return (
         f"<h2>Plan against actual</h2>{_table(('', 'plan', 'actual', 'actual / plan'), rows)}" if rows else ""
     )

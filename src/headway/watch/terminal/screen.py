@@ -193,8 +193,7 @@ def _speed(snapshot: Snapshot, width: int) -> list[Text]:
     text.append(f"step {_seconds(speed.step_median_s)}, p95 {_seconds(speed.step_p95_s)}")
     if speed.mfu is not None:
         text.append(f"  MFU {speed.mfu:.0%}")
-    if speed.planned_step_s:
-        ratio = speed.planned_step_s / speed.step_median_s
+    for ratio in (1 / each.ratio for each in snapshot.plan if each.what == "step" and each.ratio):
         text.append(f"  {ratio:.0%} of planned speed", "yellow" if ratio < 0.9 else "")
     found = [_labelled("speed", text)]
     if speed.shares:

@@ -7,21 +7,23 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 from typing import Any, final
 
 from headway import schedulers
 from headway.errors import UsageError
+from headway.plan.report.saved_plan import PlanComparison, SavedPlan
 from headway.run import Run, lock
 from headway.run.status import Status, status
 from headway.schedulers.base import JobIds, Queue
 from headway.watch.runs import last_row_time
 from headway.watch.view.metric_rows import MetricRows
 from headway.watch.view.ranks import RankTable
-from headway.watch.view.snapshot import Failure, Header, Message, Safety, Snapshot, Speed
+from headway.watch.view.snapshot import Failure, Header, Message, RankRow, Safety, Snapshot, Speed
 from headway.watch.view.source import Row, RowTail, clean, is_count, is_number, is_time, read_object
 
 _QUEUE_S = 15.0
@@ -77,6 +79,7 @@ class RunView:
 
     def __init__(self, run: Run, *, thorough: bool = False) -> None:
         self.run = run
+        self._thorough = thorough
         self.metrics = MetricRows(run, thorough=thorough)
         self.ranks = RankTable(run)
         self.events: deque[Row] = deque(maxlen=_MAX_MESSAGES)
@@ -109,16 +112,19 @@ class RunView:
         self.metrics.refresh()
         self._read_events()
         self._read_nodes(started)
-        self.ranks.refresh(world_size, since=started - 1, budget_s=0.15 if self._begun else 0.4)
+        budget_s = inf if self._thorough else 0.15 if self._begun else 0.4
+        self.ranks.refresh(world_size, since=started - 1, budget_s=budget_s)
         self._begun = True
         now = self._status(info)
         header = self._header(info, attempts, now, world, world_size)
+        speed, ranks = self._speed(), self.ranks.rows(self._nodes)
         return Snapshot(
             time=time.time(),
             header=header,
             curves=self.metrics.curves,
-            speed=self._speed(),
-            ranks=self.ranks.rows(self._nodes),
+            speed=speed,
+            plan=self._plan(speed, ranks),
+            ranks=ranks,
             nodes=list(self._nodes.values()),
             data=self.metrics.datasets(),
             safety=self._safety(now),
@@ -242,17 +248,19 @@ class RunView:
     def _speed(self) -> Speed:
         median, p95 = self.metrics.step_s
         rate, mfu = self.metrics.last.get("samples_per_second"), self.metrics.curves.get("mfu")
-        plan = read_object(self.run.path, self.run.plan_file).get("answers", {})
-        planned = plan.get("time.step", {}) if isinstance(plan, dict) else {}
-        planned_s = planned.get("value") if isinstance(planned, dict) else None
         return Speed(
             samples_per_s=float(rate) if is_number(rate) else None,
             step_median_s=median,
             step_p95_s=p95,
             shares=self.metrics.shares,
             mfu=mfu.last if mfu else None,
-            planned_step_s=float(planned_s) if is_number(planned_s) and planned_s > 0 else None,
         )
+
+    def _plan(self, speed: Speed, ranks: Sequence[RankRow]) -> list[PlanComparison]:
+        """Compares step time and memory with plan.json; empty without one."""
+        plan = SavedPlan(title="", content=read_object(self.run.path, self.run.plan_file))
+        peak = max((row.memory_peak for row in ranks if row.memory_peak), default=None)
+        return plan.compare({"step": speed.step_median_s, "memory": peak})
 
     def _safety(self, now: Status) -> Safety:
         saved, ends = self._checkpoint, self._ends

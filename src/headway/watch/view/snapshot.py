@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
+from headway.plan.report.saved_plan import PlanComparison
 from headway.watch.view.series import Series
 
 
@@ -60,7 +61,6 @@ class Speed:
     shares: Mapping[str, float] = field(default_factory=dict)
     """fraction of the time by phase; they add to 1"""
     mfu: float | None = None
-    planned_step_s: float | None = None
 
 
 @final
@@ -142,6 +142,8 @@ class Snapshot:
     header: Header
     curves: Mapping[str, Series]
     speed: Speed
+    plan: Sequence[PlanComparison]
+    """what plan.json says of the run, and what was measured"""
     ranks: Sequence[RankRow]
     """the slowest first"""
     nodes: Sequence[Mapping[str, Any]]

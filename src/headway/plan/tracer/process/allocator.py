@@ -14,11 +14,11 @@ _MIB = 1 << 20
 
 
 @dataclass(eq=False)
-class _Block:
+class _CachedBlock:
     size: int
     small: bool
-    before: _Block | None = None
-    after: _Block | None = None
+    before: _CachedBlock | None = None
+    after: _CachedBlock | None = None
     is_free: bool = False
 
 
@@ -30,15 +30,17 @@ class Allocator:
     reserved: int = 0
     peak_allocated: int = 0
     peak_reserved: int = 0
-    _free: dict[bool, list[tuple[int, int, _Block]]] = field(default_factory=lambda: {True: [], False: []})
+    _free: dict[bool, list[tuple[int, int, _CachedBlock]]] = field(
+        default_factory=lambda: {True: [], False: []}
+    )
     _count: int = 0
 
-    def allocate(self, size: int) -> _Block:
+    def allocate(self, size: int) -> _CachedBlock:
         small = size <= _MIB
         block = self._best_fit(size, small) or self._segment(size, small)
         left = block.size - size
         if left >= 512 if small else left > _MIB:
-            rest = _Block(left, small, before=block, after=block.after)
+            rest = _CachedBlock(left, small, before=block, after=block.after)
             if block.after is not None:
                 block.after.before = rest
             block.after, block.size = rest, size
@@ -48,7 +50,7 @@ class Allocator:
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
 
-    def free(self, block: _Block) -> None:
+    def free(self, block: _CachedBlock) -> None:
         self.allocated -= block.size
         for other in (block.before, block.after):
             if other is not None and other.is_free:
@@ -59,32 +61,32 @@ class Allocator:
     def reset_peaks(self) -> None:
         self.peak_allocated = self.allocated
 
-    def _segment(self, size: int, small: bool) -> _Block:
+    def _segment(self, size: int, small: bool) -> _CachedBlock:
         segment_bytes = (
             2 * _MIB if small else 20 * _MIB if size < 10 * _MIB else -(-size // (2 * _MIB)) * 2 * _MIB
         )
         self.reserved += segment_bytes
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-        return _Block(segment_bytes, small)
+        return _CachedBlock(segment_bytes, small)
 
-    def _best_fit(self, size: int, small: bool) -> _Block | None:
+    def _best_fit(self, size: int, small: bool) -> _CachedBlock | None:
         pool = self._free[small]
         index = bisect_left(pool, (size, -1))
         return pool.pop(index)[2] if index < len(pool) else None
 
-    def _release(self, block: _Block) -> None:
+    def _release(self, block: _CachedBlock) -> None:
         block.is_free = True
         self._count += 1
         insort(self._free[block.small], (block.size, self._count, block), key=lambda entry: entry[:2])
 
-    def _withdraw(self, block: _Block) -> None:
+    def _withdraw(self, block: _CachedBlock) -> None:
         pool = self._free[block.small]
         index = bisect_left(pool, (block.size, -1))
         while pool[index][2] is not block:
             index += 1
         del pool[index]
 
-    def _merge(self, block: _Block, other: _Block) -> None:
+    def _merge(self, block: _CachedBlock, other: _CachedBlock) -> None:
         block.size += other.size
         if other is block.before:
             block.before = other.before
@@ -102,7 +104,7 @@ def replay(events: list[tuple[int, int]], *, built: int, start: int) -> tuple[in
     At `built`, when the model is complete, live storages are allocated again from scratch: large models are built on
     the CPU or the meta device and leave no holes on the GPU.
     """
-    allocator, held = Allocator(), dict[int, tuple[_Block, int]]()
+    allocator, held = Allocator(), dict[int, tuple[_CachedBlock, int]]()
     for index, (serial, change) in enumerate(events):
         if index == built:
             sizes = {key: size for key, (_, size) in held.items()}
