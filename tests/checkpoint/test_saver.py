@@ -22,9 +22,11 @@ from waiting import wait_until
 import headway
 from headway import checkpoint
 from headway.checkpoint import Saver
+from headway.checkpoint.write import writer_process
 from headway.dist.collective import from_root
 from headway.errors import BarrierTimeout, RunLocked, StorageError, UsageError
 from headway.run import Run
+from headway.system import retries
 from headway.testing import faults, ranks
 
 
@@ -202,6 +204,30 @@ def test_a_helper_that_is_killed_from_outside(tmp_path: Path) -> None:
         saver.save({"x": 2}, step=2)
         with pytest.raises(StorageError, match=r"process that was writing step .* killed by SIGKILL"):
             saver.wait()
+        saver.save({"x": 2}, step=2)
+    assert_only(tmp_path, 1, 2)
+
+
+def test_a_helper_that_is_stopped_is_named_and_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rank waited for half an hour without a word, also when it was asked to stop."""
+    monkeypatch.setattr(writer_process, "_LOOK_S", 0.01)
+    monkeypatch.setattr(writer_process, "_STOPPING_LOOKS", 5)
+    with Saver(tmp_path) as saver:
+        saver.save({"x": 1}, step=1)
+        saver.wait()
+        with faults.at("checkpoint.before_rename", action="stop"):
+            saver.save({"x": 2}, step=2)
+            retries.stop_requested.set()
+            (helper,) = helpers()
+            with pytest.raises(
+                StorageError, match=rf"writes step 2 to .* \(pid {helper.pid}\) was stopped"
+            ) as caught:
+                saver.wait()
+        retries.stop_requested.clear()
+        assert caught.value.exit_code == 74
+        assert f"the run stops when process {helper.pid} has written step 2 to {tmp_path}" in caplog.text
         saver.save({"x": 2}, step=2)
     assert_only(tmp_path, 1, 2)
 

@@ -65,31 +65,44 @@ def test_what_is_still_alive_is_named(child: Child) -> None:
 
 ENDS = """
 import atexit, sys, threading, time
-from headway.dist.failure.exit_deadline import limit_normal_exit
+from headway.dist.failure.exit_deadline import EXIT_CODE, limit_normal_exit
+EXIT_CODE.watch()
 limit_normal_exit("the script of rank 0 has ended", 0.3)
 time.sleep(0.5)  # training, which takes as long as it takes
 {hang}
-sys.exit(3)
+{end}
 """
 
 
-def test_a_script_that_has_ended_exits() -> None:
-    hangs = {
-        "threading.Thread(target=time.sleep, args=(60,), name='upload').start()": "still alive: thread 'upload'; ",
-        "atexit.register(time.sleep, 60)": "still alive: the main thread in native code. It is ended with exit code 1",
-        "": None,
-    }
-    for hang, said in hangs.items():
-        done = subprocess.run(
-            [sys.executable, "-c", ENDS.format(hang=hang)],
-            capture_output=True,
-            text=True,
-            timeout=180,
-            check=False,
-        )
-        start = "headway: the script of rank 0 has ended, but the process did not exit within 0.3 s; "
-        assert done.returncode == (3 if said is None else 1), done.stderr
-        assert done.stderr == "" if said is None else done.stderr.startswith(start + said)
+UPLOAD = "threading.Thread(target=time.sleep, args=(60,), name='upload').start()"
+
+
+@pytest.mark.parametrize(
+    ("hang", "end", "code", "said"),
+    [
+        (UPLOAD, "sys.exit(3)", 3, "still alive: thread 'upload'; "),
+        (UPLOAD, "sys.exit()", 1, "still alive: thread 'upload'; "),
+        (
+            "atexit.register(time.sleep, 60)",
+            "sys.exit('no space')",
+            1,
+            "still alive: the main thread in native code. It is ended with exit code 1",
+        ),
+        ("", "sys.exit(3)", 3, None),
+    ],
+)
+def test_a_script_that_has_ended_exits(hang: str, end: str, code: int, said: str | None) -> None:
+    """With its own code, where Python code can know it; else with 1."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS.format(hang=hang, end=end)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    start = "headway: the script of rank 0 has ended, but the process did not exit within 0.3 s; "
+    assert done.returncode == code, done.stderr
+    assert done.stderr == "" if said is None else start + said in done.stderr
 
 
 def test_an_interpreter_that_is_stuck_exits_too(

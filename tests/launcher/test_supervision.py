@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from headway.errors import UsageError
 from headway.launcher.agent.agent import Agent, check_nproc
 from headway.launcher.agent.environment import AgentPlacement, rank_environment
 from headway.launcher.agent.outcome import summary
+from headway.launcher.agent.process import RankProcess
 from headway.launcher.agent.team import Team
 
 TOP = """
@@ -66,6 +69,34 @@ Path("lived-on").touch()
 """)
     assert code == 130
     assert [path.name for path in tmp_path.iterdir()] == ["told"]
+
+
+def test_a_second_ctrl_c_does_not_wait_for_a_file_system(
+    supervised: Supervised, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The rank cannot be killed, and every write of the agent blocks, as on a frozen file system: both are imitated."""
+    block = lambda *_, **__: time.sleep(60)  # noqa: E731
+    for name in ("_end_attempt", "_outcome", "_conclude"):
+        monkeypatch.setattr(Agent, name, block)
+    monkeypatch.setattr(RankProcess, "has_ended", lambda _: False)
+    began = time.monotonic()
+    code = supervised("""
+hear(signal.SIGINT)
+os.kill(agent, signal.SIGINT)
+wait_for(lambda: told)
+os.kill(agent, signal.SIGINT)
+time.sleep(60)
+""")
+    assert code == 130
+    assert time.monotonic() - began < 40, "it takes four seconds beside the start of Python"
+    said = capfd.readouterr().err
+    left = re.search(
+        r"rank 0 \(pid (\d+)\) was killed but cannot end: it waits in the kernel, for a file", said
+    )
+    assert left is not None, said
+    os.waitpid(int(left[1]), 0)
+    assert "how the run ended could not be recorded: its file system does not answer" in said
+    assert said.rstrip().endswith("headway: interrupted by Ctrl-C")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -325,5 +356,5 @@ def test_ranks_that_could_not_save_when_they_were_told_to_end_say_so(tmp_path: P
     team.round_dir.mkdir(parents=True, exist_ok=True)
     record = {"kind": "exception", "rank": 0, "exit_code": 74, "sentence": "stopped, without a checkpoint"}
     (team.round_dir / "failure.json").write_text(json.dumps(record))
-    outcome = agent._outcome(team)
+    outcome = agent._outcome(team, tmp_path)
     assert outcome["exit_code"] == 143 and summary(outcome, 1) == "headway: stopped, without a checkpoint\n"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from headway.errors import StorageError, UnreadableRun
+from headway.errors import StorageError, UnreadableRun, UsageError
 from headway.run import Run
 from headway.run.choice import choose
 from headway.system import files, jsonlines
@@ -124,3 +125,60 @@ def test_rows_that_are_nested_too_deeply_are_skipped(tmp_path: Path) -> None:
     file.write_text(f'{DEEP}\n{{"step": 1}}\n')
     assert list(jsonlines.read(file)) == [{"step": 1}]
     assert list(jsonlines.read_reversed(file)) == [{"step": 1}]
+
+
+def started(root: Path, run: Run, way: str) -> Run:
+    """Starts the same training again, in one of the ways to name the run."""
+    environ = {"HEADWAY_RUN": str(run.path)} if way == "variable" else {}
+    resume = run.path if way == "path" else "auto"
+    return choose(root, name="a", config={"lr": 1}, world={}, resume=resume, environ=environ).run
+
+
+@pytest.mark.parametrize("way", ["auto", "path", "variable"])
+def test_what_others_could_have_written_is_not_resumed(way: str, tmp_path: Path) -> None:
+    """The walk of jobs over owners and modes, for every start; what the refusal says to run makes it work."""
+    root = tmp_path / "runs"
+    run = Run.create(root, name="a", config={"lr": 1})
+    run.end_attempt(run.begin_attempt(world={}), status="failed", exit_code=1)
+    assert started(root, run, way) == run
+    for path, mode in (
+        (run.path, 0o777),
+        (run.path, 0o702),
+        (run.info_file, 0o666),
+        (run.checkpoints_dir, 0o777),
+        (root, 0o777),
+        (tmp_path, 0o777),
+    ):
+        before = path.stat().st_mode & 0o7777
+        path.chmod(mode)
+        with pytest.raises(UsageError, match="can be written by others") as refused:
+            started(root, run, way)
+        remedy = str(refused.value).rpartition(": ")[2]
+        assert remedy in (f"chmod go-w {path}", f"chmod +t {path}")
+        subprocess.run(remedy, shell=True, check=True)
+        assert started(root, run, way) == run
+        path.chmod(before)
+    root.chmod(0o1777)
+    assert started(root, run, way) == run, "with the sticky bit nobody else can rename it"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize("way", ["auto", "path", "variable"])
+def test_what_others_own_is_not_resumed(way: str, tmp_path: Path) -> None:
+    run = Run.create(tmp_path, name="a", config={"lr": 1})
+    run.end_attempt(run.begin_attempt(world={}), status="failed", exit_code=1)
+    for path in (run.info_file, run.checkpoints_dir):
+        shutil.chown(path, NOBODY)
+        with pytest.raises(UsageError, match=f"{path} belongs to another user, nobody"):
+            started(tmp_path, run, way)
+        shutil.chown(path, 0)
+    assert started(tmp_path, run, way) == run
+
+
+def test_a_root_that_others_can_change_is_refused_before_training(tmp_path: Path) -> None:
+    """Not only when the run is to be resumed, after days of training."""
+    tmp_path.chmod(0o777)
+    for resume in ("auto", "never"):
+        with pytest.raises(UsageError, match=rf"can be written by others .*: chmod \+t {tmp_path}$"):
+            choose(tmp_path, name="a", config=None, world={}, resume=resume, environ={})
+    assert list(tmp_path.iterdir()) == []

@@ -27,8 +27,9 @@ from headway.dist.control import stop
 from headway.dist.control.signals import STOP_SIGNALS
 from headway.dist.group import current
 from headway.errors import Stopped
+from headway.run import Run
 from headway.testing import ranks
-from headway.train import Stage
+from headway.train import Callback, Pipeline, Stage
 from headway.train.resume.lead_time import LeadTime
 
 alone = pytest.mark.usefixtures("alone")
@@ -115,6 +116,79 @@ def test_where_a_validation_between_steps_is_due(at: Any, tmp_path: Path) -> Non
 def test_in_a_validation_of_one_rank(tmp_path: Path) -> None:
     """Rank 1 hears it in its validation, rank 0 may be through with its own and wait in the reduction."""
     assert stop_and_go_on(tmp_path, signal.SIGTERM, (1,), ("val", 11)) in (11, 12)
+
+
+class Ending(Callback):
+    """Signals when the last step is done: in the last save, or in `post_run`."""
+
+    def __init__(self, where: str, who: tuple[int, ...]) -> None:
+        self.where, self.who = where, who
+
+    def post_stage(self, stage: Stage) -> None:  # noqa: ARG002
+        if self.where == "save":
+            self._signal()
+
+    def post_run(self, pipe: Pipeline) -> None:  # noqa: ARG002
+        if self.where == "post_run":
+            self._signal()
+
+    def _signal(self) -> None:
+        if hw.rank() in self.who:
+            os.kill(os.getpid(), signal.SIGTERM)
+        wait_for_the_word()
+
+
+def stop_at_the_end(folder: Path, where: str, who: tuple[int, ...]) -> None:
+    """What is stopped is resumed, what is done is restored, and nothing is repeated."""
+    first = make(folder, Traced(), every="1h")
+    first.add_callback(Ending(where, who))
+    said = "after the last step, 33, with a checkpoint" if where == "save" else "when .* was finished"
+    with pytest.raises(Stopped, match=said):
+        first.run()
+    current().raised = True  # as the exception hook notes it
+    hw.barrier()
+    (attempt,) = first.directory.info()["attempts"]
+    recorded = (attempt["status"], attempt["exit_code"], attempt.get("script_ended"))
+    assert recorded == (("stopped", 75, None) if where == "save" else ("done", 0, False))
+    hw.barrier()
+    current().opened_runs.clear()  # as another process
+    if hw.rank() == 0:
+        forget_owner(first.directory)
+    stage = Traced()
+    again = make(folder, stage, every="1h")
+    again.run()
+    assert again.directory == first.directory
+    assert stage.by_step == {}, "nothing is trained"
+    assert_same(weights(again), weights(first))
+    hw.barrier()
+    statuses = [each["status"] for each in again.directory.info()["attempts"]]
+    assert statuses == (["stopped", "done"] if where == "save" else ["done"])
+    current().raised = False
+    current().call_at_clean_exit()
+    assert again.directory.info()["attempts"][-1]["script_ended"] or hw.rank()
+    hw.barrier()
+    current().opened_runs.clear()
+    third = make(folder, Traced(), every="1h", max_epochs=1)
+    third.run()
+    assert third.directory != first.directory, "the script had ended: this is a new run"
+
+
+def forget_owner(run: Run) -> None:
+    """Lets the last owner of a run look like a process that is gone."""
+    file = max(run.lock_dir.glob("owner-*.json"))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"pid": 2**22 + 7}))
+
+
+@alone
+@pytest.mark.parametrize("where", ["save", "post_run"])
+def test_a_signal_after_the_last_step(where: str, tmp_path: Path) -> None:
+    stop_at_the_end(tmp_path, where, (0,))
+
+
+@ranks(2)
+@pytest.mark.parametrize("where", ["save", "post_run"])
+def test_a_signal_to_one_rank_after_the_last_step(where: str, tmp_path: Path) -> None:
+    stop_at_the_end(tmp_path, where, (1,))
 
 
 class Alone(Stage):
@@ -325,6 +399,41 @@ def finish(folder: Path, *command: str) -> None:
     assert done.returncode == 0 and "done at step 15" in done.stdout, done.stdout + done.stderr
     lines = [json.loads(line) for line in (folder / "steps-0.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 16)), "no step twice"
+
+
+@pytest.mark.parametrize(
+    ("command", "number", "code"),
+    [
+        ((sys.executable, "-m", "headway", "run", "--nproc", "2"), signal.SIGTERM, 75),
+        ((sys.executable, "-m", "headway", "run", "--nproc", "2"), signal.SIGINT, 130),
+        ((sys.executable,), signal.SIGKILL, -signal.SIGKILL),
+    ],
+    ids=["agent-TERM", "agent-INT", "python-KILL"],
+)
+def test_a_signal_in_the_rest_of_the_script(
+    command: tuple[str, ...], number: int, code: int, tmp_path: Path
+) -> None:
+    """The run is done, and the script is not: started again, it gets the run, and ends; then the next run is new."""
+    line = [*command, str(SCRIPT), str(tmp_path), "tail"]
+    first = warm.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_until(
+        lambda: first.poll() is not None or (tmp_path / "tail").exists(), "it is trained", timeout_s=100
+    )
+    first.send_signal(number)
+    said = first.communicate(timeout=100)[0]
+    assert first.returncode == code, said
+    (run,) = (tmp_path / "runs").iterdir()
+    if code == 75:
+        assert f"stopped by SIGTERM when {run.name} was finished: the same command restores it" in said
+    assert json.loads((run / "run.json").read_text())["attempts"][-1]["status"] == "done"
+    for runs in (1, 2):
+        done = warm.run(line, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0 and "done at step 15" in done.stdout, done.stdout + done.stderr
+        restored = (
+            f"{run.name} is already finished (its script had not ended): models, history" in done.stderr
+        )
+        assert restored == (runs == 1), done.stderr
+        assert len(list((tmp_path / "runs").iterdir())) == runs
 
 
 @pytest.mark.timeout(600)

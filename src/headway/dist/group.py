@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +23,7 @@ from headway.dist.control.failure_handler import FailureHandler
 from headway.dist.control.hub import Hub
 from headway.dist.control.peer import Peer
 from headway.dist.environment import LaunchEnvironment
+from headway.dist.failure.exit_deadline import EXIT_CODE
 from headway.errors import HeadwayError, UsageError
 
 
@@ -63,6 +65,9 @@ class RankGroup:
             launch, sys.__excepthook__ if sys.excepthook is _excepthook else sys.excepthook
         )
         self.opened_runs: set[Path] = set()
+        self.at_clean_exit: list[Callable[[], object]] = []
+        """what to call when this rank leaves without an error and, on rank 0, all others have left"""
+        self.raised = False  # an exception that nothing caught
         self.calls: dict[str, int] = {}
         """how many exchanges of each channel this rank has made: the same on all ranks"""
         self._own_agreements = {subject: Agreement() for subject in SUBJECTS}
@@ -81,6 +86,12 @@ class RankGroup:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+    def call_at_clean_exit(self) -> None:
+        """Calls what was registered for the end of the script, unless that has failed."""
+        callbacks, self.at_clean_exit = self.at_clean_exit, []
+        for callback in callbacks if not self.raised and not EXIT_CODE.given else ():
+            callback()
 
     @property
     def agreements(self) -> dict[str, Agreement]:
@@ -165,6 +176,7 @@ def own_group() -> RankGroup | None:
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     group = own_group()
     if group is not None:
+        group.raised = True
         group.failure_handler.on_exception(error, trace)
     elif isinstance(error, HeadwayError):  # joining failed before other ranks saw this one
         sys.stderr.write(f"headway: {error}\n")

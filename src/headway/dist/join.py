@@ -22,7 +22,7 @@ from headway.dist.control.peer import Peer, connect_to_hub
 from headway.dist.device import check_kind, choose_device
 from headway.dist.environment import LaunchEnvironment, detect
 from headway.dist.failure.capture import HEARTBEAT
-from headway.dist.failure.exit_deadline import end_daemonic_children, limit_normal_exit
+from headway.dist.failure.exit_deadline import EXIT_CODE, end_daemonic_children, limit_normal_exit
 from headway.dist.group import (
     RankGroup,
     World,
@@ -97,6 +97,7 @@ def init(*, device: str = "auto", setup_timeout: float = 300.0, step_timeout: fl
     atexit.unregister(_end_children)
     atexit.register(_end_children, os.getpid())
     atexit.register(leave)  # runs first
+    EXIT_CODE.watch()
     if period_s:
         limit_normal_exit(f"the script of rank {group.launch.rank} has ended", period_s)
     if group.launch.rank == 0:
@@ -337,5 +338,7 @@ def leave() -> None:
         group.hub.all_left.wait()
     if group.peer is not None:
         group.peer.close()
+    group.call_at_clean_exit()
+    EXIT_CODE.restore()
     leave_current(group)
     atexit.unregister(leave)

@@ -15,6 +15,7 @@ from headway import schedulers
 from headway.errors import RunLocked, UnreadableRun, UsageError
 from headway.run import Run, config_text, has_info, runs_under
 from headway.run.info import newest_step
+from headway.run.lock import newest_owner
 from headway.run.plain import is_yaml
 from headway.run.rebuild import named_run
 from headway.schedulers.base import JobIds
@@ -69,8 +70,10 @@ def choose(
             finished=resume != "never" and _finished(run),
             parent=parent,
         )
+    if resume in ("auto", "never", "must") or parent is not None:
+        _check_root(Path(root))
     if parent is not None:
-        found = _find(root, name, config_text(config), environ, parent=parent)
+        found = _find(root, name, config_text(config), environ, opened, parent=parent)
         if found is not None:
             return replace(found, parent=parent)
         run = Run.create(root, name=name, config=config, world=world)
@@ -79,7 +82,7 @@ def choose(
     if resume not in ("auto", "never", "must"):
         run = _open(resume)
         return Choice(run=run, why="as requested", finished=_finished(run))
-    found = None if resume == "never" else _find(root, name, config_text(config), environ)
+    found = None if resume == "never" else _find(root, name, config_text(config), environ, opened)
     if found is not None:
         return found
     if resume == "must":
@@ -92,21 +95,35 @@ def choose(
 
 def _open(path: str | Path) -> Run:
     try:
-        return _open_own(path)
+        run = Run.open(path)
     except UnreadableRun:
         raise
     except UsageError as error:
         raise UsageError(
             f'resume={str(path)!r}: {error}; give "auto", "never", "must" or a run directory'
         ) from error
+    _check_own(run)
+    return run
 
 
 def _open_own(path: str | Path) -> Run:
     """Opens a run of this user, to train in it."""
     run = Run.open(path)
-    for each in (run.path.resolve(), run.info_file):
-        ownership.check_owner(each)
+    _check_own(run)
     return run
+
+
+def _check_root(root: Path) -> None:
+    """Refuses a root in which others could replace runs, before anything is trained that could not be resumed."""
+    if root.is_dir():
+        ownership.check_root(root)
+
+
+def _check_own(run: Run) -> None:
+    """Raises `UsageError` if others could have written what a start of this run reads: a job checks the same."""
+    Run(path=run.path.resolve(), id=run.id, name=run.name).check_private()
+    if run.checkpoints_dir.exists():
+        ownership.check_private(run.checkpoints_dir.resolve())  # it may be a link to another disk
 
 
 def _is_own(path: Path, uids: Collection[int]) -> bool:
@@ -148,9 +165,18 @@ def _warn_of_damage(beginning: str, problem: str) -> None:
 
 
 def _find(
-    root: str | Path, name: str, config: str, environ: Mapping[str, str], *, parent: Path | None = None
+    root: str | Path,
+    name: str,
+    config: str,
+    environ: Mapping[str, str],
+    opened: Collection[Path],
+    *,
+    parent: Path | None = None,
 ) -> Choice | None:
-    """Returns the newest run of that name, those settings and that parent that this job began or is unfinished."""
+    """Returns the newest run of that name, those settings and that parent that this job began or is unfinished.
+
+    Also one that is finished, but whose script was killed before its own end.
+    """
     uids = {os.geteuid(), ownership.uid_in(Path(root))}
     named = runs_under(root, name=name, warn=partial(_warn_of_damage, str(Path(root) / f"{name}-")))
     alike = [
@@ -163,9 +189,14 @@ def _find(
         # only an earlier start of this job counts: one start may train in several runs
         begun = (JobIds.from_dict(attempt) for attempt in run.info()["attempts"])
         if job and any(schedulers.is_earlier_start(ids, job) for ids in begun):
+            _check_own(run)
             return Choice(run=run, why=f"begun by {schedulers.describe(job)}", finished=_finished(run))
     for run in alike:
+        if _finished(run) and run.path not in opened and _script_was_cut(run):
+            _check_own(run)
+            return Choice(run=run, why="its script had not ended", finished=True)
         if run.info()["attempts"] and not _finished(run) and _is_free(run):
+            _check_own(run)
             return Choice(
                 run=run,
                 why=f"the newest unfinished run of that name with these settings{_other_command(run)}",
@@ -203,6 +234,14 @@ def _other_command(run: Run) -> str:
 def _finished(run: Run) -> bool:
     attempts = run.info()["attempts"]
     return bool(attempts) and attempts[-1]["status"] == "done"
+
+
+def _script_was_cut(run: Run) -> bool:
+    """Whether the script of a finished run has not ended, and its process does not run any more."""
+    if run.info()["attempts"][-1].get("script_ended", True):  # older versions did not record it
+        return False
+    owner = newest_owner(run.lock_dir)
+    return owner is None or not owner.identity.is_alive()
 
 
 def _is_free(run: Run) -> bool:

@@ -34,11 +34,6 @@ def uid_in(directory: Path) -> int:
         probe.unlink(missing_ok=True)
 
 
-def check_owner(path: Path) -> None:
-    """Raises `UsageError` unless a file or directory belongs to this user or to root. A link counts as itself."""
-    _check_owner(path, path.lstat())
-
-
 def check_private(path: Path, *, advice: str | None = None) -> None:
     """Raises `UsageError` unless a file or directory is this user's, or root's, and nobody else can write to it.
 

@@ -100,8 +100,9 @@ class Pipeline(EvaluationMethods):
         self._keeper: Keeper | None = None
         self._ledger: LedgerWriter | None = None
         self._ledger_enabled = environment.is_on(environment.LEDGER)
-        self._busy_s = 0.0  # what this rank spent on its own in the last interval between log points
-        self._interval_s = 0.0
+        self._busy_s = self._interval_s = (
+            0.0  # what this rank spent on its own between log points, and in all
+        )
         self._stragglers = Stragglers()
         self._root = root
         self._callbacks: list[Callback] = []
@@ -109,8 +110,6 @@ class Pipeline(EvaluationMethods):
         self._sinks: list[Sink] = []
         self._schedules: dict[str, Schedule] = {}
         self._open_reporter: Reporter | None = None
-
-    # --- hooks
 
     def pre_run(self) -> None:
         """Called before the first stage."""
@@ -301,8 +300,7 @@ class Pipeline(EvaluationMethods):
         """Runs all stages and returns the run. Exceptions and Ctrl-C end the run and are raised again."""
         check_pipeline(self)
         watch_first_steps(self)
-        smoke_part = smoke.requested_part()
-        if smoke_part:
+        if smoke_part := smoke.requested_part():
             smoke.shorten(self, smoke_part)
         name, resume = self.name, self._keeper.settings.resume if self._keeper else "never"
         if any(isinstance(loader, FirstBatch) for loader in self.datasets.values()):
@@ -331,6 +329,8 @@ class Pipeline(EvaluationMethods):
             if smoke_part:
                 smoke.end(smoke_part)
             self._run_hook("post_run", self)
+        if self._keeper:
+            self._keeper.leave()
         return choice.run
 
     @contextmanager
@@ -345,8 +345,8 @@ class Pipeline(EvaluationMethods):
             self._open_reporter = stack.enter_context(Reporter(directory, self.world, recording.events))
             self._reporter.print_inputs(self.registered_models.values(), self.datasets)
             if self._ledger_enabled:
-                ledger = LedgerWriter(directory, self.world, attempt=recording.attempt)
-                self._ledger = stack.enter_context(ledger)
+                self._ledger = LedgerWriter(directory, self.world, attempt=recording.attempt)
+                stack.enter_context(self._ledger)
             if self._keeper:
                 stack.enter_context(self._keeper.saving(recording))
             yield

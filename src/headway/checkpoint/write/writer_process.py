@@ -23,6 +23,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
+import psutil
+
 import headway
 from headway import errors
 from headway.checkpoint.format.manifest import FileChecksum, Manifest
@@ -31,10 +33,18 @@ from headway.checkpoint.write.disk import SaveTarget
 from headway.errors import HeadwayError, StorageError
 from headway.run.lock import Fence
 from headway.system import environment, failpoints
+from headway.system.log import logger
+from headway.system.retries import stop_requested
 
 _IGNORED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 _REAP_S = 1.0
+_LOOK_S = 1.0
+"""how often a rank that waits looks at its writer process"""
+_STOPPED_LOOKS = 10
+"""how often a writer process may be found stopped in a row"""
+_STOPPING_LOOKS = 15
+"""how often a rank looks before it names the process, while the run waits for it to stop"""
 
 
 # --- in the rank
@@ -67,10 +77,14 @@ class WriterProcess:
             **details,
         }
         try:
-            _send(process.stdin.fileno(), json.dumps(message).encode() + b"\n", deadline)
-            answer = _receive(process.stdout.fileno(), deadline)
+            patience = _Patience(process.pid, deadline, f"step {target.step} to {target.parent}")
+            _send(process.stdin.fileno(), json.dumps(message).encode() + b"\n", patience)
+            answer = _receive(process.stdout.fileno(), patience)
         except BrokenPipeError:
             answer = b""
+        except StorageError:  # it is stopped
+            self._end()
+            raise
         except TimeoutError:
             self._end()
             raise
@@ -146,18 +160,18 @@ class WriterProcess:
         return process
 
 
-def _send(fd: int, data: bytes, deadline: float) -> None:
+def _send(fd: int, data: bytes, patience: _Patience) -> None:
     view = memoryview(data)
     while view:
-        _wait(fd, select.POLLOUT, deadline)
+        patience.wait(fd, select.POLLOUT)
         view = view[os.write(fd, view) :]
 
 
-def _receive(fd: int, deadline: float) -> bytes:
+def _receive(fd: int, patience: _Patience) -> bytes:
     """Reads the next line; empty if the process has ended."""
     line = b""
     while not line.endswith(b"\n"):
-        _wait(fd, select.POLLIN, deadline)
+        patience.wait(fd, select.POLLIN)
         piece = os.read(fd, 1 << 16)
         if not piece:
             return b""
@@ -165,11 +179,47 @@ def _receive(fd: int, deadline: float) -> bytes:
     return line
 
 
-def _wait(fd: int, event: int, deadline: float) -> None:
-    waiting = select.poll()
-    waiting.register(fd, event)
-    if not waiting.poll(max(0.0, deadline - time.monotonic()) * 1000):
-        raise TimeoutError
+@final
+class _Patience:
+    """How long a rank waits for its writer process: until a deadline, and not for one that is stopped.
+
+    While the run is asked to stop, somebody waits for this save: one line says who writes it. `writing` completes "the
+    process that writes ...".
+    """
+
+    def __init__(self, pid: int, deadline: float, writing: str) -> None:
+        self._pid, self._deadline, self._writing = pid, deadline, writing
+        self._stopped_looks = self._stopping_looks = 0
+
+    def wait(self, fd: int, event: int) -> None:
+        waiting = select.poll()
+        waiting.register(fd, event)
+        while not waiting.poll(max(0.0, min(_LOOK_S, self._deadline - time.monotonic())) * 1000):
+            if time.monotonic() >= self._deadline:
+                raise TimeoutError
+            self._look()
+
+    def _look(self) -> None:
+        """Counts looks, not seconds: a job that was suspended, rank and writer alike, has waited for nobody."""
+        try:
+            state = psutil.Process(self._pid).status()
+        except psutil.Error:  # it has just ended
+            return
+        self._stopped_looks = self._stopped_looks + 1 if state == psutil.STATUS_STOPPED else 0
+        if self._stopped_looks >= _STOPPED_LOOKS:
+            raise StorageError(
+                f"the process that writes {self._writing} (pid {self._pid}) was stopped (SIGSTOP) for "
+                f"{_STOPPED_LOOKS * _LOOK_S:g} s, and is ended; earlier checkpoints are unchanged"
+            )
+        self._stopping_looks += stop_requested.is_set()
+        if self._stopping_looks == _STOPPING_LOOKS:
+            logger.warning(
+                "the run stops when process %d has written %s; it has not for %g s (%s)",
+                self._pid,
+                self._writing,
+                _STOPPING_LOOKS * _LOOK_S,
+                "it waits for the disk" if state == psutil.STATUS_DISK_SLEEP else state,
+            )
 
 
 def _value(answer: dict[str, Any]) -> Any:

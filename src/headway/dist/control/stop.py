@@ -26,21 +26,22 @@ MARGIN_S = 15.0
 @contextmanager
 def handle_stop_signals(
     end: float | None = None, lead: Callable[[], float] = lambda: 0.0, *, clock_check_s: float = 1.0
-) -> Iterator[None]:
+) -> Iterator[list[str]]:
     """Turns stop signals into a request that all ranks stop at one point; a second Ctrl-C raises KeyboardInterrupt.
 
     `end` is when the job's time is over (seconds since 1970), on the rank that watches it, and `lead()` how long
     before that a stop must be requested; both are compared with the clock every `clock_check_s`. Earlier handlers are
-    called as well, and restored afterwards.
+    called as well, and restored afterwards. Yields what this rank was asked by, so far.
 
     >>> with handle_stop_signals(end=schedulers.end_time(), lead=lambda: 60.0):
     ...     train()
     """
     requests: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # the one queue that a handler may put into
+    heard: list[str] = []
     deadline = None if end is None else time.monotonic() + end - time.time()
     thread = threading.Thread(
         target=_forward,
-        args=(requests, deadline, lead, clock_check_s),
+        args=(requests, heard, deadline, lead, clock_check_s),
         name="headway stop",
         daemon=True,
     )
@@ -48,7 +49,7 @@ def handle_stop_signals(
     stop_requested.clear()
     thread.start()
     try:
-        yield
+        yield heard
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -84,6 +85,7 @@ def _handle(requests: queue.SimpleQueue[str | None]) -> dict[signal.Signals, Any
 
 def _forward(
     requests: queue.SimpleQueue[str | None],
+    heard: list[str],
     deadline: float | None,
     lead: Callable[[], float],
     clock_check_s: float,
@@ -98,5 +100,6 @@ def _forward(
             request, deadline = END_OF_TIME, None
         if request is None:
             return
+        heard.append(request)
         stop_requested.set()
         current().request_stop(request)

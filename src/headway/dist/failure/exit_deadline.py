@@ -18,13 +18,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
+from typing import Any, NoReturn, final
 
 import psutil
 
 EXIT_S = 10.0
 """how long a rank that has stopped or failed may take to exit; less than `stop.MARGIN_S`"""
 HUNG_CODE = 1
-"""the exit code of a process that does not exit; its own is not known to Python code"""
+"""the exit code of a process that does not exit, unless it has failed with its own"""
 _TERMINATE_S = 2.0
 """how long a daemonic child has after SIGTERM, and again after SIGKILL"""
 _REPORT_S = 2.0
@@ -83,16 +84,49 @@ def limit_exit(code: int, why: str, *, seconds: float = EXIT_S) -> None:
 def limit_normal_exit(why: str, seconds: float) -> None:
     """Lets the exit of this process take at most `seconds` when its script ends, by itself or by `sys.exit`.
 
-    A thread that never ends, or a hook of `atexit`, is a hang like any other: the process exits with code 1.
+    A thread that never ends, or a hook of `atexit`, is a hang like any other: the process exits with code 1, or with
+    the one of `sys.exit` that `ExitCode` has seen.
     """
     rank = os.getpid()
 
     def begin() -> None:
         if os.getpid() == rank:  # a forked child is another process
-            limit_exit(HUNG_CODE, why, seconds=seconds)
+            limit_exit(EXIT_CODE.given or HUNG_CODE, why, seconds=seconds)
 
     # called when the main thread is done, before Python waits for the other threads
     threading._register_atexit(begin)  # type: ignore[attr-defined]
+
+
+@final
+class ExitCode:
+    """The last code that the script has passed to `sys.exit`: when the process exits, Python tells it to nobody.
+
+    `raise SystemExit(3)` is not seen, nor is a `sys.exit` that was imported by name before `watch`.
+    """
+
+    def __init__(self) -> None:
+        self.given = 0
+        self._usual: Any = None
+
+    def watch(self) -> None:
+        """Replaces `sys.exit` by a function that notes the code, and does the same."""
+        if self._usual is None:
+            self.given, self._usual = 0, sys.exit
+            sys.exit = self._exit
+
+    def restore(self) -> None:
+        """Restores `sys.exit`; what was noted stays."""
+        if self._usual is not None and sys.exit == self._exit:
+            sys.exit = self._usual
+        self._usual = None
+
+    def _exit(self, status: str | int | None = None, /) -> NoReturn:
+        self.given = 0 if status is None else int(status) if isinstance(status, int) else 1
+        raise SystemExit(status)
+
+
+EXIT_CODE = ExitCode()
+"""that of this process"""
 
 
 def _report_and_exit(code: int, why: str, seconds: float) -> None:

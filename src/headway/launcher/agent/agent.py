@@ -15,6 +15,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import final
@@ -28,7 +29,7 @@ from headway.dist.failure import heartbeat
 from headway.errors import INTERRUPTED, TERMINATED, HeadwayError, Stopped, UsageError
 from headway.launcher.agent.environment import AgentPlacement, cpu_shares, kernel_caches, rank_environment
 from headway.launcher.agent.outcome import first_failure, is_crash, reason, record_failure, summary
-from headway.launcher.agent.process import RankProcess, start_rank
+from headway.launcher.agent.process import RankProcess, start_rank, work_in_child
 from headway.launcher.agent.scratch import scratch_directory
 from headway.launcher.agent.team import Outcome, Team
 from headway.launcher.agent.watchdog import Watchdog, with_run
@@ -46,6 +47,10 @@ _STOP_GRACE_S = 60.0
 _STARTUP_S = 60.0
 """seconds for which a rank may not have its signal handlers yet, so that a stop request is repeated"""
 _REPEAT_S = 5.0
+_UNKILLABLE_S = 60.0
+"""how long a killed rank may take to end, say to free the memory of its GPU; after that it is stuck in the kernel"""
+_LEAVE_S = 2.0
+"""the same after a second Ctrl-C, and again for the record of how the run ended"""
 _RANK_MEMORY_BYTES = 250 << 20
 """the least that a process which has imported torch needs"""
 
@@ -99,6 +104,7 @@ class Agent:
         self._ended: dict[int, int] = {}  # rank -> return code, in the order in which they ended
         self._pids: dict[int, int] = {}
         self._signals: list[int] = []
+        self._leave_at: float | None = None  # when to leave what is left of the ranks, after a second Ctrl-C
         self._repeat: tuple[int, float] | None = None  # a stop request, and when it is next repeated
 
     def run(self) -> int:
@@ -150,10 +156,25 @@ class Agent:
 
     def _keep_run(self, beats: Path) -> None:
         """Makes the ranks of the next round resume the run of the last one."""
-        found = (heartbeat.read(beats, rank) for rank in self._pids)
-        run = next((beat.run for beat in found if beat and beat.run), None)
+        run = self._run_of(beats)
         if run is not None:
             self._environ.setdefault(environment.RUN, run)
+
+    def _run_of(self, beats: Path) -> str | None:
+        found = (heartbeat.read(beats, rank) for rank in self._pids)
+        return next((beat.run for beat in found if beat and beat.run), None)
+
+    def _finished_run(self, beats: Path) -> Run | None:
+        """The run of the ranks, if all that was left to do was the rest of their script."""
+        path = self._run_of(beats)
+        if path is None:
+            return None
+        try:
+            run = Run.open(path)
+            last = run.info()["attempts"][-1]
+        except (HeadwayError, IndexError):
+            return None
+        return run if last["status"] == "done" and not last.get("script_ended", True) else None
 
     def _newest_step(self) -> int:
         """The step of the newest checkpoint; -1 if there is none, or no run yet."""
@@ -183,8 +204,10 @@ class Agent:
             self._pids[rank.number] = rank.process.pid
         ranks = range(placement.first_rank, placement.first_rank + placement.nproc)
         self._supervise(team, Watchdog(beats, ranks=ranks, world_size=placement.world_size))
+        if self._leave_at is not None:
+            return self._leave(team, beats)
         managed = any(heartbeat.read(beats, rank) for rank in ranks)
-        mine = self._outcome(team)
+        mine = self._outcome(team, beats)
         self._end_attempt(beats, mine)
         return self._conclude(team, mine, placement.world_size, managed=managed)
 
@@ -206,11 +229,14 @@ class Agent:
             while deadlines and now >= deadlines[0][0]:
                 self._kill(deadlines.pop(0)[1])
             self._repeat_stop_request(now)
+            if self._leave_at is not None:
+                self._reap_killed()
+                return
             found = None if self._ended else watchdog.tick()
             if found is None and not deadlines and (loss := team.loss()) is not None:
                 found = with_run(loss, watchdog.beats().values())
             if found is not None:
-                record_failure(found, team.round_dir / "failure.json")
+                work_in_child(partial(record_failure, found, team.round_dir / "failure.json"), _UNKILLABLE_S)
                 self._kill(signal.SIGKILL)
             time.sleep(_POLL_S)
 
@@ -225,8 +251,40 @@ class Agent:
     def _kill(self, number: signal.Signals) -> None:
         for rank in self._running:
             rank.signal_group(number)
-        for rank in list(self._running) if number == signal.SIGKILL else ():
-            self._reap(rank)
+        if number == signal.SIGKILL:
+            self._reap_killed()
+
+    def _reap_killed(self) -> None:
+        """Waits for ranks that were killed; one that is stuck in the kernel is named and left."""
+        deadline = time.monotonic() + _UNKILLABLE_S
+        while self._running and time.monotonic() < min(deadline, self._leave_at or deadline):
+            for rank in [rank for rank in self._running if rank.has_ended()]:
+                self._reap(rank)
+            time.sleep(_POLL_S)
+        for rank in self._running:
+            self._ended[rank.number] = rank.process.returncode = -signal.SIGKILL
+            logger.error(
+                "rank %d (pid %d) was killed but cannot end: it waits in the kernel, for a file system or device, and "
+                "ends when that answers",
+                rank.number,
+                rank.process.pid,
+            )
+        self._running.clear()
+
+    def _leave(self, team: Team, beats: Path) -> Outcome:
+        """Ends after a second Ctrl-C, whatever does not answer: another process records how the run ended."""
+        mine: Outcome = {"exit_code": INTERRUPTED, "record": None}
+
+        def record() -> None:
+            self._end_attempt(beats, mine)
+            team.conclude(mine)
+            team.mark_ended(INTERRUPTED)
+
+        if not work_in_child(record, _LEAVE_S):
+            logger.error("how the run ended could not be recorded: its file system does not answer")
+        if self._report and team.number == 0:
+            print_last(summary(mine, self._nproc))
+        return mine
 
     def _forward(self, number: int, _: FrameType | None) -> None:
         """Forwards a signal to the ranks; a second Ctrl-C kills them."""
@@ -240,6 +298,8 @@ class Agent:
                 rank.signal_group(signal.SIGKILL)
             else:
                 rank.signal(number)
+        if kill:
+            self._leave_at = time.monotonic() + _LEAVE_S
         if number in STOP_REQUESTS:
             self._repeat = (number, time.monotonic() + self._repeat_s)
 
@@ -272,7 +332,8 @@ class Agent:
             first = team.conclude(mine)
         outcome = team.outcome() if code or timeout_s else None
         reports = self._report or team.is_silent
-        if first and reports and not (managed and code == Stopped.exit_code):
+        said = managed and code == Stopped.exit_code and not (mine["record"] or {}).get("sentence")
+        if first and reports and not said:
             print_last(summary(mine, world_size))
         if first and self._report:
             team.mark_reported()
@@ -280,10 +341,10 @@ class Agent:
             team.wait_reported(self._grace_s)  # mpirun ends all agents with the first that leaves
         return outcome or mine
 
-    def _outcome(self, team: Team) -> Outcome:
+    def _outcome(self, team: Team, beats: Path) -> Outcome:
         """How the ranks of this agent ended."""
-        if not any(self._ended.values()):
-            return {"exit_code": INTERRUPTED if signal.SIGINT in self._signals else 0, "record": None}
+        if not any(self._ended.values()):  # a signal that came too late has changed nothing
+            return {"exit_code": 0, "record": None}
         record = first_failure(team.round_dir / "failure.json", self._ended, self._pids)
         if record["kind"] == "vanished" and record["rank"] not in self._ended:
             team.wait_outcome(self._grace_s)  # its own agent knows better how it ended
@@ -292,6 +353,12 @@ class Agent:
         if signal.SIGINT in self._signals:
             return {"exit_code": INTERRUPTED, "record": None}
         if signal.SIGTERM in self._signals:
+            if (done := self._finished_run(beats)) is not None:
+                sentence = (
+                    f"stopped by SIGTERM when {done.id} was finished: the same command restores it and runs "
+                )
+                record |= {"sentence": f"{sentence}the rest of the script", "exit_code": Stopped.exit_code}
+                return {"exit_code": Stopped.exit_code, "record": record}
             # a sentence says why the ranks could not save before they ended
             return {"exit_code": TERMINATED, "record": record if record.get("sentence") else None}
         return {"exit_code": int(record["exit_code"]), "record": record}

@@ -8,10 +8,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import final
+
+from headway.system.log import logger
+
+_POLL_S = 0.01
+_KILLED_S = 0.5
+"""how long a killed process may take to end"""
 
 
 @final
@@ -66,3 +72,33 @@ def start_rank(
         command, env=environ, cwd=cwd, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=prepare
     )
     return RankProcess(number=number, process=process, started=time.monotonic())
+
+
+def work_in_child(work: Callable[[], object], timeout_s: float) -> bool:
+    """Does what may block in the kernel, such as a write, in a forked process; returns whether it ended in time.
+
+    A thread would not do: a process whose thread waits for a file system that is frozen cannot end, either.
+    """
+    child = os.fork()
+    if not child:
+        try:
+            work()
+            os._exit(0)
+        except Exception:  # noqa: BLE001  the parent goes on without it
+            logger.exception("the node agent could not record what it found")
+        finally:
+            os._exit(1)
+    if _ends_within(child, timeout_s):
+        return True
+    os.kill(child, signal.SIGKILL)
+    _ends_within(child, _KILLED_S)  # unless it waits in the kernel
+    return False
+
+
+def _ends_within(child: int, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if os.waitpid(child, os.WNOHANG)[0]:
+            return True
+        time.sleep(_POLL_S)
+    return False

@@ -16,18 +16,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from headway import checkpoint, dist, schedulers
 from headway.checkpoint.settings import CheckpointSettings
 from headway.dist import set_phase
-from headway.dist.collective.exchange import gather_rows
 from headway.dist.collective.guard import from_root
 from headway.dist.control import stop
 from headway.dist.control.agreement import Agreement
 from headway.dist.group import current
 from headway.dist.seeding import derive_seed
-from headway.errors import HeadwayError, NoValidCheckpoint, RunLocked, Stopped, StorageError, UsageError
+from headway.errors import NoValidCheckpoint, RunLocked, Stopped, StorageError, UsageError
 from headway.record import Recording
 from headway.run.choice import NEW, Choice
 from headway.run.status import exit_seconds
@@ -38,7 +36,7 @@ from headway.system.text import format_duration
 from headway.train import loop
 from headway.train.loop_state import SAVE
 from headway.train.metrics.meter import LogPoint, Value
-from headway.train.resume import attempts, rng, state
+from headway.train.resume import attempts, end_of_run, rng, state
 from headway.train.resume.lead_time import LeadTime
 from headway.train.resume.positions import is_global, per_rank_batch_size, position
 from headway.train.resume.replay import LoaderStates
@@ -66,7 +64,7 @@ class Keeper:
         """whether to save at the next opportunity"""
         self._saver: checkpoint.Saver | None = None
         self._agreement, self._retry_agreement = Agreement(), Agreement()
-        self._attempt = 0
+        self._attempt, self._heard = 0, list[str]()  # what this rank was asked to stop by
         self._last_save = _SaveAttempt(step=-1, scheduled=False)
         self._retry = False  # whether to repeat a save that has failed
         self._newest: tuple[int, float] | None = None
@@ -100,7 +98,7 @@ class Keeper:
             background=self.settings.background,
             on_failure=self._request_retry if root else lambda _: None,
         )
-        with stop.handle_stop_signals(end, self._lead_time.seconds), saver as self._saver:
+        with stop.handle_stop_signals(end, self._lead_time.seconds) as self._heard, saver as self._saver:
             try:
                 yield
             finally:
@@ -146,6 +144,8 @@ class Keeper:
             f"{choice.run.id} is already finished ({choice.why}): models, history and counters of step "
             f"{loaded.step:,} are restored, and nothing is trained"
         )
+        if self.pipe.world.is_root:
+            end_of_run.note_script(choice.run)
 
     def _load(self, choice: Choice) -> checkpoint.LoadedCheckpoint | None:
         try:
@@ -157,8 +157,17 @@ class Keeper:
             raise UsageError(f'{error} (to start a new run, pass resume="never")') from error
 
     def finish(self) -> None:
-        """Saves the last checkpoint of a finished run."""
+        """Saves the last checkpoint of a run, and stops if that is due: the rest of the script may take long."""
         self._save_and_wait(None)
+        after = f"after the last step, {self.pipe.steps_done:,}"
+        end_of_run.stop_if_requested(self._heard, f"{after}, with a checkpoint: the same command resumes")
+        if self.pipe.world.is_root:
+            end_of_run.note_script(self.pipe.directory, self._attempt)
+
+    def leave(self) -> None:
+        """Stops after the end of the run, if that was requested while it ended: before the rest of the script."""
+        then = "the same command restores it and runs the rest of the script"
+        end_of_run.stop_if_requested(self._heard, f"when {self.pipe.directory.id} was finished: {then}")
 
     def _record_start(self, step: int) -> None:
         """Records the step where this attempt starts; raises `NoProgress` if the last ones made none."""
@@ -358,7 +367,7 @@ class Keeper:
             return
         self._last_save = _SaveAttempt(step=pipe.steps_done, scheduled=scheduled)
         failpoint("train.save")
-        self._check_weights()
+        state.check_weights(self.pipe)
         self._unsaved.check()
         facts = self._before_validation or self._local_facts()
         best: dict[str, Any] = {"best": self._best, "keep_best": self.settings.keep_best}
@@ -409,22 +418,6 @@ class Keeper:
         better = self.settings.better(scalars, self._best) if at == self.pipe.steps_done else None
         if better is not None:
             self._best, self.due = better, True
-
-    def _check_weights(self) -> None:
-        """Raises if weights are non-finite: such a checkpoint is useless and would replace a good one."""
-        weights = [
-            local
-            for model in self.pipe.registered_models.values()
-            for p in model.bare.parameters()
-            if p.requires_grad and (local := p.to_local() if isinstance(p, DTensor) else p).numel()
-        ]
-        largest = torch._foreach_norm(weights, float("inf")) if weights else ()
-        bad = [norm.to(self.pipe.device, torch.float32).isfinite().logical_not() for norm in largest]
-        if gather_rows(torch.stack(bad).any(0, keepdim=True).float() if bad else torch.zeros(1)).any():
-            raise HeadwayError(
-                f"weights are non-finite after step {self.pipe.steps_done:,} and are not saved: lower the learning "
-                "rate, set gradient_clip, or check the data, then resume from the previous checkpoint"
-            )
 
     # --- restoring
 

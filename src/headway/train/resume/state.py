@@ -21,7 +21,8 @@ from headway.checkpoint.format import dtypes
 from headway.checkpoint.format.directory import CheckpointDirectory
 from headway.checkpoint.format.manifest import read_index, read_manifest
 from headway.data.fingerprint import fingerprints
-from headway.errors import UsageError
+from headway.dist.collective.exchange import gather_rows
+from headway.errors import HeadwayError, UsageError
 from headway.train.model.initial_weights import adapter_config, adapter_name, is_adapted
 
 if TYPE_CHECKING:
@@ -316,4 +317,21 @@ def _check_names(kind: str, known: Any, saved: Mapping[str, Any]) -> None:
             f"the checkpoint has {kind} {', '.join(sorted(saved)) or 'none'}, but the pipeline has "
             f"{', '.join(sorted(known)) or 'none'}: register the same names as in the saved run, or start a new run "
             'with resume="never"'
+        )
+
+
+def check_weights(pipe: Pipeline) -> None:
+    """Raises if weights are non-finite: such a checkpoint is useless and would replace a good one."""
+    weights = [
+        local
+        for model in pipe.registered_models.values()
+        for p in model.bare.parameters()
+        if p.requires_grad and (local := p.to_local() if isinstance(p, DTensor) else p).numel()
+    ]
+    largest = torch._foreach_norm(weights, float("inf")) if weights else ()
+    bad = [norm.to(pipe.device, torch.float32).isfinite().logical_not() for norm in largest]
+    if gather_rows(torch.stack(bad).any(0, keepdim=True).float() if bad else torch.zeros(1)).any():
+        raise HeadwayError(
+            f"weights are non-finite after step {pipe.steps_done:,} and are not saved: lower the learning "
+            "rate, set gradient_clip, or check the data, then resume from the previous checkpoint"
         )
