@@ -30,6 +30,7 @@ from headway.launcher.agent.team import LaunchRecords, Outcome, Team, place_rank
 from headway.launcher.agent.team_watch import TeamWatch
 from headway.launcher.epilogue import read_outcome
 from headway.launcher.step import StepEnd
+from headway.system import ownership
 
 AGENT = [sys.executable, "-m", "headway", "agent"]
 
@@ -227,12 +228,17 @@ def test_kernels_are_kept_apart_on_the_nodes_disk(tmp_path: Path) -> None:
     assert kernel_caches(3, {"SLURM_TMPDIR": str(tmp_path / "nowhere")}) == {}
 
 
-def test_a_folder_that_others_could_write_is_not_used(tmp_path: Path) -> None:
+def test_a_folder_that_others_could_write_is_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = private_directory(tmp_path)
     assert folder is not None
     assert private_directory(tmp_path) == folder
+    assert caplog.text == ""
     folder.chmod(0o777)
-    assert private_directory(tmp_path) is None
+    for _ in range(3):  # ranks
+        assert private_directory(tmp_path) is None
+    assert caplog.text.count(f"{folder} is drwxrwxrwx of {ownership.user(os.geteuid())} and is not used") == 1
     folder.rmdir()
     folder.symlink_to(tmp_path)
     assert private_directory(tmp_path) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from torch.utils.data import TensorDataset
 from toys import BATCH, FEATURES, Batches, Classify, make_pipe
 
 import headway as hw
-from headway.errors import HeadwayError
+from headway.errors import HeadwayError, UsageError
 from headway.testing import ranks
 from headway.train import Pipeline
+from headway.train.checks import gather_lengths
 
 
 class Greedy(Classify):
@@ -143,3 +145,40 @@ def test_all_ranks_look_for_it_together(parallel: str, tmp_path: Path) -> None:
         HeadwayError, match=r"became non-finite at step 3, on rank 0, 1; the weights .* are non-finite"
     ):
         pipe.run()
+
+
+class MeanOverNothing(Classify):
+    """On rank 1, the third batch has nothing but padding."""
+
+    def step(self, batch: Any) -> Tensor:
+        x, y = batch
+        empty = hw.rank() == 1 and self.pipe.steps_done >= 2
+        keep = torch.zeros(len(y)) if empty else torch.ones(len(y))
+        losses = nn.functional.cross_entropy(self.models["net"](x), y, reduction="none")
+        return (losses * keep).sum() / keep.sum()
+
+
+@ranks(2)
+def test_a_mean_over_nothing_is_named_with_its_rank_and_batch(tmp_path: Path) -> None:
+    """The optimizer does not step, so that the weights show nothing; rank 0 reports what rank 1 has found."""
+    pipe = make_pipe(tmp_path)
+    pipe.register_dataset("train", Batches(8))
+    stage = MeanOverNothing(log_every=1)
+    stage.optimize = lambda: None  # type: ignore[method-assign]
+    pipe.append_stage(stage, max_epochs=1)
+    with pytest.raises(HeadwayError) as caught:
+        pipe.run()
+    assert (
+        "became non-finite at step 3, on rank 1; all modules have finite outputs for the last batch, of shapes "
+        f"({BATCH}, {FEATURES}) and ({BATCH},), and its loss is non-finite, as a mean over nothing (0/0) is: return "
+        "(loss, weight) from step(), with weight 0"
+    ) in str(caught.value)
+
+
+@ranks(2)
+def test_numbers_of_batches_are_compared_exactly() -> None:
+    """In single precision 2**24 and 2**24 + 1 are one number."""
+    stage: Any = SimpleNamespace(name="long", device=torch.device("cpu"), train_dataset=lambda: None)
+    assert gather_lengths(stage, 2**24 + hw.rank(), uneven="longest") == [2**24, 2**24 + 1]
+    with pytest.raises(UsageError, match="16,777,216 on rank 0, 16,777,217 on rank 1"):
+        gather_lengths(stage, 2**24 + hw.rank(), uneven=None)

@@ -75,7 +75,7 @@ def gather_lengths(stage: TrainValStage, batches: int | None, *, uneven: str | N
 
     Raises `UsageError` on all ranks if they know that they have different numbers, and `uneven` is not set.
     """
-    mine = torch.tensor([-1.0 if batches is None else float(batches)], device=stage.device)
+    mine = torch.tensor([-1 if batches is None else batches], dtype=torch.int64, device=stage.device)
     lengths = gather_rows(mine)[:, 0].tolist()
     if min(lengths) < 0:
         return None

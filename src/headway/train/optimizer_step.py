@@ -74,13 +74,13 @@ class OptimizerStep:
             return loss * self._shares[number]
         self._state.pipe._timer.mark_step("backward")  # waiting for other ranks counts as backward, as in DDP
         if self._state.settings.accumulate == 1:
-            return loss.float() * (weight * self._sum_over_ranks(weight)).float()
+            return loss.float() * (weight * self._ranks_per_weight(weight)).float()
         if self._unit is None:
             self._unit = self._choose_unit(weight)
         self._weight = weight if self._weight is None else self._weight + weight
         return loss.float() * (weight / self._unit).float()
 
-    def _sum_over_ranks(self, weight: Tensor) -> Tensor:
+    def _ranks_per_weight(self, weight: Tensor) -> Tensor:
         """Returns the number of ranks, by which gradients are divided anyway, over the weight of all ranks."""
         total, size = weight.clone(), self._state.pipe.world.world_size
         if size > 1:
@@ -103,7 +103,7 @@ class OptimizerStep:
     def _divide_gradients(self, weight: Tensor) -> None:
         """Turns the gradients of a sum of losses into those of their mean by weight."""
         assert self._unit is not None
-        factor = self._unit * self._sum_over_ranks(weight)
+        factor = self._unit * self._ranks_per_weight(weight)
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         local = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
         for each in local:
@@ -114,7 +114,7 @@ class OptimizerStep:
         self._state.pipe._timer.mark_step("backward")  # waiting for other ranks counts as backward, as in DDP
         counts = [self._state.checked_count(batch) for batch in window]
         mine, size = sum(counts), self._state.pipe.world.world_size
-        total = torch.tensor(float(mine), device=self._state.device)
+        total = torch.tensor(mine, dtype=exact_dtype(self._state.device), device=self._state.device)
         if size > 1:
             c10d.all_reduce(total)  # ranks may have last batches of different sizes, or no sample
         if not mine and not float(total):  # the number is read only where this rank has no sample
@@ -122,9 +122,9 @@ class OptimizerStep:
                 f"stage {self._state.name!r} counts no sample in the {len(window)} batches of a step: return how many "
                 "samples a batch has from count_samples()"
             )
-        return (
-            [count / mine for count in counts] if size == 1 else [count * (size / total) for count in counts]
-        )
+        if size == 1:
+            return [count / mine for count in counts]
+        return [(count * size / total).float() for count in counts]
 
     # --- the update
 

@@ -326,14 +326,15 @@ class TrainValState(LoopState):
         prefix = self.stage.train_metric_prefix()
         if ranks := point.not_finite.get(prefix + self.stage.loss_metric_name()):
             bad = [step for step, loss, _, _ in self.recent_losses if not loss.isfinite()]
-            mine = torch.tensor([float(bad[0]) if bad else math.inf], device=self.device)
-            first = gather_rows(mine).min().item()
+            mine = torch.tensor([bad[0] if bad else evidence.UNKNOWN_STEP], device=self.device)
+            steps = gather_rows(mine)[:, 0]
+            first, rank = int(steps.min()), int(steps.argmin())
             who = ", ".join(str(rank) for rank in ranks)
             known = evidence.explain_non_finite_loss(
-                self.stage, first, point.values.get(prefix + "grad_norm")
+                self.stage, first, rank, point.values.get(prefix + "grad_norm")
             )
             raise HeadwayError(
-                f"the loss of stage {self.name!r} became non-finite at step {first:g}, on rank {who}{known}: "
+                f"the loss of stage {self.name!r} became non-finite at step {first:,}, on rank {who}{known}: "
                 'lower the learning rate, set gradient_clip, check the data of that step, or pass on_nan="skip"'
             )
         self.recent_losses.clear()

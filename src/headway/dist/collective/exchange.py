@@ -178,7 +178,8 @@ def gather_rows(vector: Tensor) -> Tensor:
     """Collects the equally long vectors of all ranks as the rows of a table on the host: one collective, one wait."""
     _, size = rank_and_size()
     if size == 1:
-        return vector[None].double().cpu()
+        alone = vector[None].cpu()
+        return alone.double() if alone.is_floating_point() else alone  # counts stay exact
     table = vector.new_empty(size, len(vector))
     c10d.all_gather(list(table), vector)
     return table.cpu()

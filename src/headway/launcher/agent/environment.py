@@ -7,13 +7,15 @@ import stat
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import final
 
 from headway import schedulers
-from headway.system import files
+from headway.system import files, ownership
 from headway.system.limits import usable_cpus
+from headway.system.log import logger
 
 
 @final
@@ -117,5 +119,18 @@ def private_directory(parent: Path) -> Path | None:
     except OSError:  # no such parent, or read-only: kernels are cached where torch would
         return None
     found = directory.lstat()
-    safe = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
-    return directory if safe else None
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+        return directory
+    _warn_of_foreign(directory, stat.filemode(found.st_mode), found.st_uid)
+    return None
+
+
+@cache  # said once, and not for every rank and round
+def _warn_of_foreign(directory: Path, mode: str, uid: int) -> None:
+    logger.warning(
+        "%s is %s of %s and is not used, since what is in it would be executed: compiled kernels are cached where "
+        "torch does; remove it, or set TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR",
+        directory,
+        mode,
+        ownership.user(uid),
+    )

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from headway.data.order import SampleLookup, TraceableLoader
+from headway.dist.collective.exchange import RankExchange
 from headway.errors import HeadwayError
 from headway.plan.report.saved_plan import SavedPlan
 from headway.system import files
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from headway.train.train_val import TrainValStage
 
 _GIB = 2**30
+UNKNOWN_STEP = 2**62
+"""the first step with a non-finite loss, where no rank has kept it"""
 _PHASES = {"backward": "backward pass", "apply_update": "optimizer's step", "validate": "validation"}
 
 
@@ -92,13 +95,17 @@ def shapes(batch: Any) -> str:
     return f"shape {found[0]}" if len(found) == 1 else f"shapes {', '.join(found[:-1])} and {found[-1]}"
 
 
-def explain_non_finite_loss(stage: TrainValStage, first: float, norm: Any) -> str:
-    """Returns what can be found out about a loss that became non-finite at step `first`. Call it on all ranks."""
-    known = [_replay(stage)]
+def explain_non_finite_loss(stage: TrainValStage, first: int, rank: int, norm: Any) -> str:
+    """Returns what can be found out about a loss that became non-finite at step `first`, on `rank` before others.
+
+    Call it on all ranks; it returns the same on all.
+    """
+    causes = RankExchange("explain a non-finite loss").all_gather(lambda: _replay(stage))
+    known = [causes[rank]]
     if isinstance(norm, float) and math.isfinite(norm):
         known.append(f"the norm of the gradients was {norm:.3g}")
     if samples := _samples(stage, first):
-        known.append(f"step {first:g} used the samples {samples}")
+        known.append(f"step {first:,} used the samples {samples}")
     return "".join(f"; {fact}" for fact in known if fact)
 
 
@@ -118,10 +125,17 @@ def _replay(stage: TrainValStage) -> str:
         stage._loop.logging_off = True
         stack.callback(setattr, stage._loop, "logging_off", False)
         with torch.no_grad(), stage._loop.precision.autocast or nullcontext():
-            stage.train_step(stage._loop.batch)
+            returned = stage.train_step(stage._loop.batch)
     if found:
         return f"the first module with a non-finite output is {found[0]}"
-    return "" if _finite(*tree_leaves(stage._loop.batch)) else "the last batch itself is non-finite"
+    if not _finite(*tree_leaves(stage._loop.batch)):
+        return "the last batch itself is non-finite"
+    if _finite(*tree_leaves(returned)):
+        return ""
+    return (
+        f"all modules have finite outputs for the last batch, of {shapes(stage._loop.batch)}, and its loss is "
+        "non-finite, as a mean over nothing (0/0) is: return (loss, weight) from step(), with weight 0 for such a batch"
+    )
 
 
 def _output_check(name: str, found: list[str]) -> Callable[[Any, Any, Any], None]:
@@ -146,16 +160,16 @@ def _finite(*values: Any) -> bool:
     return True
 
 
-def _samples(stage: TrainValStage, first: float) -> str:
+def _samples(stage: TrainValStage, first: int) -> str:
     """Returns the samples of that step, of all ranks together; empty if the loader cannot tell."""
     loader = stage.train_dataset()
-    if not isinstance(loader, TraceableLoader) or not math.isfinite(first):
+    if not isinstance(loader, TraceableLoader) or first == UNKNOWN_STEP:
         return ""
     span, order = loader.last_span(), loader.order()
     if span is None or order is None:
         return ""
     width = (span[1] - span[0]) * stage._loop.settings.accumulate
-    stop = span[1] - (stage.pipe.steps_done - int(first)) * width
+    stop = span[1] - (stage.pipe.steps_done - first) * width
     if stop < width:
         return ""  # the step was in an earlier epoch
     return shorten_list(SampleLookup(order).labels(stop - width, stop))
