@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,11 +20,14 @@ from headway.data.cache.staging import stage
 from headway.dist.control.signals import STOP_REQUESTS
 from headway.errors import UsageError
 from headway.launcher import epilogue, prologue
+from headway.launcher.agent.team import LaunchRecords, Team
 from headway.launcher.program import JobFile, Program
+from headway.launcher.step import Step, StepEnd
 from headway.launcher.targets import Slurm
 from headway.run import Run
 from headway.run.status import status
 from headway.schedulers.base import Queue
+from headway.schedulers.slurm.scheduler import SlurmScheduler
 
 
 @pytest.fixture
@@ -53,10 +59,14 @@ def test_in_a_job_script_it_is_a_step_before_the_ranks() -> None:
     assert "prologue" not in plain and "/data" not in with_data, (
         "paths wait in job.json, out of reach of the shell"
     )
-    begin, _, end = with_data.partition("# Nodes are examined")
-    assert plain == begin + end.partition('launcher.epilogue "$run" $?\n')[2]
+    begin, _, end = with_data.partition("# The nodes are prepared first")
+    assert plain.startswith(begin) and with_data.count("headway.launcher.prologue") == 1
+    last = end.partition("exec ")[2]
+    assert last.split('"$run" --prologue $! ')[0] in plain, (
+        "the last command has the job's status, as without data"
+    )
+    assert end.count("srun ") == 2 and last.count("srun ") == 1 and "agent --run" in last
     assert script(Slurm(nodes=2, doctor=True)) == with_data, "what the step does is in job.json, too"
-    assert with_data.count("headway.launcher.prologue") == 1, "what it leaves behind is read by the epilogue"
     with pytest.raises(UsageError, match="pre: 'data' must be an absolute path"):
         Slurm(pre=("data",))
 
@@ -94,6 +104,98 @@ def test_a_job_that_is_stopped_while_it_copies_may_come_back(
         assert status(run, Queue()).state == "stopped"
     assert not list(run.launch_dir.glob("*"))
     assert stage([source]).files == 6 and contents(node / "data set") == contents(source)
+
+
+class Prologues:
+    """A child process in place of srun, and what the two nodes write for which it waits."""
+
+    def __init__(self, directory: Path) -> None:
+        self.srun = subprocess.Popen(["sleep", "100"])
+        self.nodes = [Team(directory, number=number, size=2) for number in range(2)]
+        records = LaunchRecords(directory, size=2)
+        self.step = Step(self.srun.pid, records, over_s=0.3, silent_s=0.6, first_s=1.5)
+
+
+def beating(prologues: Prologues, *numbers: int) -> Callable[[], bool]:
+    """Lets these nodes show life whenever the waiting script looks whether it has to end."""
+    count = itertools.count()
+
+    def beat() -> bool:
+        for number in numbers:
+            prologues.nodes[number].show_life({"host": f"n{number}", "count": next(count)})
+        return False
+
+    return beat
+
+
+@pytest.fixture
+def prologues(tmp_path: Path) -> Iterator[Prologues]:
+    found = Prologues(tmp_path / "runs" / "launch" / "7-0")
+    yield found
+    found.srun.kill()
+    found.srun.wait()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_node_that_is_lost_while_data_is_copied_ends_the_step(prologues: Prologues, first: bool) -> None:
+    if first:  # else it has never been there
+        prologues.nodes[1].show_life({"host": "n1", "count": 0})
+    begin = time.monotonic()
+    end = prologues.step.wait_prepared(until=beating(prologues, 0))
+    assert end == StepEnd(status=143, lost=(1,))
+    assert (time.monotonic() - begin > 1.5) or first
+
+
+def test_nodes_that_are_slow_or_done_are_not_lost(prologues: Prologues) -> None:
+    prologues.nodes[1].show_life({"host": "n1", "exit_code": 0})
+    begin, beat = time.monotonic(), beating(prologues, 0)
+
+    def for_a_while() -> bool:
+        return time.monotonic() - begin > 1.5 or beat()
+
+    assert prologues.step.wait_prepared(until=for_a_while) == StepEnd(status=None)
+    prologues.nodes[0].show_life({"host": "n0", "exit_code": 0})
+    assert prologues.step.wait_prepared() == StepEnd(status=0), "srun outlives them, and is ended"
+
+
+def test_a_job_whose_node_is_lost_while_data_is_copied_is_queued_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run.create(tmp_path / "runs", name="x", command=["train"])
+    JobFile(program=Program(command=["train"]), target=Slurm(nodes=2, pre=(str(tmp_path),))).write(run)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    requeued: list[str] = []
+    monkeypatch.setattr(SlurmScheduler, "requeue", lambda _, ids: requeued.append(ids.number))
+    Team(run.launch_dir / "7-0", number=1, size=2).show_life({"host": "n1", "count": 3})
+    monkeypatch.setattr(epilogue.Step, "wait_prepared", lambda *_, **__: StepEnd(status=143, lost=(1,)))
+    assert epilogue.main(str(run.path), "--prologue", "1", "true") == 1
+    assert requeued == ["7"]
+    cause = "n1 is lost: it was silent while the nodes were prepared for the ranks"
+    assert f"headway: {cause}\nrecord: {run.failure_file}\n" in capsys.readouterr().err
+    assert status(run, Queue()).why == cause
+
+
+@pytest.mark.usefixtures("node")
+def test_the_agents_follow_when_the_nodes_are_prepared(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    run = Run.create(tmp_path / "runs", name="x", command=["train"])
+    JobFile(program=Program(command=["train"]), target=Slurm(pre=(str(source),))).write(run)
+    handlers = {number: signal.getsignal(number) for number in (*STOP_REQUESTS, signal.SIGTERM)}
+    try:
+        assert prologue.main(str(run.path)) == 0
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    records = LaunchRecords(run.launch_dir / "7-0", size=1)
+    assert records.preparations() == {0: {"host": socket.gethostname(), "exit_code": 0}}
+    prepared = subprocess.Popen(["true"])
+    mark = f"import sys; from headway.launcher.agent.team import Team; from pathlib import Path; \
+        Team(Path({str(records.directory)!r}), number=0, size=1).mark_ended(0)"
+    assert epilogue.main(str(run.path), "--prologue", str(prepared.pid), sys.executable, "-c", mark) == 0
+    prepared.returncode = 0  # reaped by the epilogue
+    assert status(run, Queue()).state == "done"
 
 
 def test_where_data_goes_is_known_on_the_node(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,11 +65,11 @@ _SAME_STEP_ENDS = 3
 """after so many ends by the time limit with no newer checkpoint, another start would end like them"""
 
 
-def main(path: str, status: str, pid: str | None = None) -> int:
+def main(path: str, status: str, pid: str | None = None, *agents: str) -> int:
     """Returns the exit code of the job in whose script this runs.
 
-    `status` is that of the step that copies data, which failed, or the word `--step` for that of the agents, and
-    `pid` its process, a child of this one.
+    `status` is that of the agents, or the word `--step` for a step that still runs, and `pid` its process, a child of
+    this one. With the word `--prologue` that step prepares the nodes, and `agents` is the command that follows it.
     """
     install_handler()
     with _noting_termination() as signals:
@@ -77,7 +77,13 @@ def main(path: str, status: str, pid: str | None = None) -> int:
             run = Run.open_private(path)
             job = JobFile.read(run)
             records = LaunchRecords(job.launch_directory(run, os.environ), size=job.target.nodes)
-            end = StepEnd(status=int(status)) if pid is None else _wait(int(pid), job, records, signals)
+            step, staging = int(pid or 0), status != "--step"
+            end = StepEnd(status=int(status)) if pid is None else None
+            if status == "--prologue":
+                end = Step(step, records).wait_prepared(until=lambda: signals)
+                if end == StepEnd(status=DONE) and not signals:
+                    step, staging, end = os.posix_spawnp(agents[0], agents, os.environ), False, None
+            end = end or _wait(step, job, records, signals)
 
             @cache
             def ended_by_others() -> bool:  # asked once: between SIGTERM and SIGKILL there is little time
@@ -88,7 +94,7 @@ def main(path: str, status: str, pid: str | None = None) -> int:
 
             if is_cancelled():
                 return TERMINATED
-            return _finish(run, job, records, end, is_cancelled, staging=pid is None)
+            return _finish(run, job, records, end, is_cancelled, staging=staging)
         except HeadwayError as error:
             logger.error(error)
             return error.exit_code
@@ -146,7 +152,7 @@ def _finish(
         label = job.target.scheduler.label
         logger.warning("%s has started this job again meanwhile; this start leaves the run to it", label)
         return code
-    if lost:
+    if lost and not staging:
         logger.error(
             "the agent on %s left no record, and the job's step waited for it: the step was ended", lost
         )
@@ -237,6 +243,10 @@ def read_outcome(records: LaunchRecords, end: StepEnd, *, staging: bool = False)
 
     With `staging`, that step was to copy data to the nodes.
     """
+    if end.lost and staging:
+        hosts = ", ".join(records.host(number) for number in end.lost)
+        error = f"{hosts} is lost: it was silent while the nodes were prepared for the ranks"
+        return {"exit_code": 1, "record": {"kind": "lost", "host": hosts, "error": error, "exit_code": 1}}
     if end.status is not None and not end.lost and records.ends():
         records.settle(_SETTLE_S)
     outcome: Outcome = records.outcome() or {"exit_code": 0, "record": None}

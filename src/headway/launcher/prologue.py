@@ -6,12 +6,15 @@ reports why the ranks never started, and queues a job again that was only stoppe
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 
 from headway.data.cache.staging import stage
@@ -20,6 +23,7 @@ from headway.errors import DONE, TERMINATED, HeadwayError, Stopped, UnfitNodes
 from headway.launcher.agent.agent import Agent
 from headway.launcher.agent.node import team_of
 from headway.launcher.agent.team import Team
+from headway.launcher.agent.team_watch import BEAT_S
 from headway.launcher.program import JobFile
 from headway.run import Run
 from headway.run.info import read_json
@@ -36,11 +40,13 @@ def main(path: str) -> int:
     try:
         run = Run.open_private(path)
         job = JobFile.read(run)
-        team, _ = team_of(run, job, os.environ)
-        if job.target.doctor:
-            _examine(run, job)
-        if job.target.pre:
-            stage(job.target.pre, job.staged_environment()[STAGED])
+        team, node = team_of(run, job, os.environ)
+        with _showing_life(team, node.host):
+            if job.target.doctor:
+                _examine(run, job)
+            if job.target.pre:
+                stage(job.target.pre, job.staged_environment()[STAGED])
+        team.show_life({"host": node.host, "exit_code": DONE})
         return DONE
     except SystemExit:
         if team is not None:
@@ -62,6 +68,26 @@ def main(path: str) -> int:
         team.conclude({"exit_code": code, "record": record})
         team.mark_ended(code)
         return code
+
+
+@contextmanager
+def _showing_life(team: Team, host: str) -> Iterator[None]:
+    """Shows the job's script that this node is there, which may take hours: a node that is lost says nothing."""
+    over = threading.Event()
+
+    def beat() -> None:
+        for count in itertools.count():
+            team.show_life({"host": host, "count": count})
+            if over.wait(BEAT_S):
+                return
+
+    thread = threading.Thread(target=beat, name="headway prologue", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def examination_command(run: Run, data: Sequence[str] = ()) -> list[str]:

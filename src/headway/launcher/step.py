@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import final
 
 from headway.errors import TERMINATED, Stopped
+from headway.launcher.agent.standstill import Standstill
 from headway.launcher.agent.team import LaunchRecords, Outcome
+from headway.launcher.agent.team_watch import SILENT_S
 
 _POLL_S = 0.1
 _READ_S = 1.0
@@ -30,6 +32,8 @@ _STOPPING_S = 180.0
 """the same after a stop: each agent grants its ranks two minutes, and waits one more for the others"""
 _SRUN_S = 60.0
 """how long srun has to end; it gives its tasks KillWait, 30 s by default"""
+_FIRST_S = 300.0
+"""how long a node may take from the start of the step to its first sign of life: Python comes from a busy disk"""
 _STOPS = (Stopped.exit_code, TERMINATED)
 
 
@@ -63,9 +67,12 @@ class Step:
         spare_s: float = 0.0,
         over_s: float = _OVER_S,
         missing_s: float = _MISSING_S,
+        silent_s: float = SILENT_S,
+        first_s: float = _FIRST_S,
     ) -> None:
         self._pid, self._records = pid, records
         self._over_s, self._missing_s = over_s + spare_s, missing_s + spare_s
+        self._silent_s, self._first_s = silent_s, first_s
         self._since: tuple[Path, float] | None = None  # the last round, and since when it is over
         self._killed_by: int | None = None
 
@@ -83,6 +90,30 @@ class Step:
                     break
                 if self._outlives(outcome, missing, now):
                     return StepEnd(status=self._end(until), lost=missing)
+            time.sleep(_POLL_S)
+        return StepEnd(status=status, killed_by=self._killed_by)
+
+    def wait_prepared(self, until: Callable[[], object] = lambda: False) -> StepEnd:
+        """Waits for the end of a step that prepares the nodes, by one process on each; at most until `until` holds.
+
+        It is ended if a node is silent, and so lost, or if it outlives its processes: srun waits for ever for both.
+        """
+        heard: dict[int, tuple[object, float]] = {}
+        standstill, next_look = Standstill(longest_s=self._silent_s / 2), 0.0
+        while (status := self._poll()) is None and not until():
+            if (now := time.monotonic()) >= next_look:
+                next_look = now + min(_READ_S, self._silent_s / 4)
+                found, resumed = self._records.preparations(), standstill.ended()
+                for number in range(self._records.size):
+                    if number not in heard or heard[number][0] != found.get(number):
+                        heard[number] = (found.get(number), now)
+                quiet_s = {number: now - max(at, resumed) for number, (_, at) in heard.items()}
+                busy = [number for number in heard if "exit_code" not in found.get(number, {})]
+                patience_s = {n: self._silent_s if n in found else self._first_s for n in busy}
+                lost = tuple(number for number in busy if quiet_s[number] > patience_s[number])
+                if lost or (not busy and min(quiet_s.values()) > self._over_s):
+                    ended = self._end(until)
+                    return StepEnd(status=ended if lost else 0, lost=lost)
             time.sleep(_POLL_S)
         return StepEnd(status=status, killed_by=self._killed_by)
 

@@ -108,8 +108,9 @@ class JobRequest:
     agent: Sequence[str]
     """the command that each node runs, with the run directory as its last argument"""
     epilogue: Sequence[str]
-    """the last command of the job, whose status is the job's: with the run directory and the agents' exit status, or
-    with the run directory, `--step` and the pid of the process that runs the agents, a child of this one"""
+    """the last command of the job, whose status is the job's: with the run directory and the agents' exit status; or
+    with the run directory, `--step` and the pid of the process that runs the agents, a child of this one; or with the
+    run directory, `--prologue`, the pid of the process that runs the prologue, and the command that runs the agents"""
     prologue: Sequence[str] | None = None
     """a command that each node runs before the agents, with the run directory; if it fails, no agent starts"""
     nodes: int = 1

@@ -3,6 +3,7 @@
 They watch each other (`team_watch`), and meet in a directory that all of them can write. Each file has one writer, and
 each decision is published once:
 
+    prologue-00001.json      before the agents start: the node is being prepared; rewritten every few seconds
     agent-00001.json         host, number of ranks, of agent 0 where it listens; rewritten by a launch of the same name
     roster.json              agent 0 has seen them all
     round-0/                 the ranks meet here (rendezvous.json); another round for each local restart
@@ -167,6 +168,12 @@ class Team:
         with self._trying_to_write(path):
             self._write(path, {"exit_code": code})
 
+    def show_life(self, facts: Mapping[str, object]) -> None:
+        """Writes what the job's script reads while this node is prepared: anything that changes, then an exit code."""
+        path = self.directory / _preparation_name(self.number)
+        with self._trying_to_write(path):
+            self._write(path, facts)
+
     def fail(self, error: Exception) -> None:
         """Records that this agent itself has failed, which ends the launch."""
         code = error.exit_code if isinstance(error, HeadwayError) else 1
@@ -304,6 +311,11 @@ class LaunchRecords:
         """What the ranks of the last round have agreed on as the first cause of their end."""
         return read_json(self.last_round / "failure.json")
 
+    def preparations(self) -> dict[int, dict[str, Any]]:
+        """What the nodes have last written while they are prepared for the ranks, by number."""
+        found = {number: read_json(self.directory / _preparation_name(number)) for number in range(self.size)}
+        return {number: facts for number, facts in found.items() if facts}
+
     def settle(self, timeout_s: float) -> None:
         """Waits until all agents have recorded their end: a network file system may show a file seconds later."""
         deadline = time.monotonic() + timeout_s
@@ -317,7 +329,7 @@ class LaunchRecords:
 
     def host(self, number: int) -> str:
         """The node of an agent, as the agent itself calls it; an only agent is on the node of the job's script."""
-        facts = read_json(self.directory / _agent_name(number)) or {}
+        facts = read_json(self.directory / _agent_name(number)) or self.preparations().get(number, {})
         return str(facts.get("host", socket.gethostname() if self.size == 1 else f"node {number}"))
 
     def agent_of(self, rank: int) -> int | None:
@@ -354,6 +366,10 @@ def place_ranks(members: list[dict[str, Any]], number: int) -> AgentPlacement:
 
 def _agent_name(number: int) -> str:
     return f"agent-{number:05d}.json"
+
+
+def _preparation_name(number: int) -> str:
+    return f"prologue-{number:05d}.json"
 
 
 def _ended_name(number: int) -> str:

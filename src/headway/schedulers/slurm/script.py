@@ -18,7 +18,10 @@ _TEXT = """\
 {directives}
 {setup}
 run={quoted_run}
-{prologue}# One agent per node starts the ranks there. `--wait=0`: nodes that end early do not hurry the others.
+{steps}"""
+
+_AGENTS = """\
+# One agent per node starts the ranks there. `--wait=0`: nodes that end early do not hurry the others.
 {step} \\
   {agent} "$run" &
 # srun's exit status does not say how the run ended; what the agents have left in the run directory does.
@@ -26,10 +29,15 @@ run={quoted_run}
 exec {epilogue} "$run" --step $!
 """
 
-_PROLOGUE = """\
-# Nodes are examined, or get data on their own disks, before the ranks start: a step that may take its time.
+_PREPARED = """\
+# The nodes are prepared first, for example with data on their own disks: a step of its own, which may take its time.
 {step} \\
-  {prologue} "$run" || exec {epilogue} "$run" $?
+  {prologue} "$run" &
+# This last command waits for it, ends it should a node be lost, and has the job's exit status. Then it runs the rest:
+# one agent per node starts the ranks there. `--wait=0`: nodes that end early do not hurry the others.
+exec {epilogue} "$run" --prologue $! \\
+  {step} \\
+  {agent} "$run"
 """
 
 
@@ -37,18 +45,18 @@ def job_script(request: JobRequest) -> str:
     """The text of the job script."""
     path = _quoted(str(request.directory)) + ('/"$SLURM_ARRAY_TASK_ID"' if request.is_array else "")
     step, epilogue = " ".join(step_command(request)), _quoted(*request.epilogue)
-    prologue = request.prologue and _PROLOGUE.format(
-        step=step, prologue=_quoted(*request.prologue), epilogue=epilogue
+    steps = (_PREPARED if request.prologue else _AGENTS).format(
+        step=step,
+        prologue=_quoted(*request.prologue or ()),
+        agent=_quoted(*request.agent),
+        epilogue=epilogue,
     )
     return _TEXT.format(
         run=request.directory.name,
         directives="\n".join(f"#SBATCH {option}" for option in options(request)),
         setup="".join(f"\n{line}" for line in request.setup) + ("\n" if request.setup else ""),
         quoted_run=path,
-        prologue=prologue or "",
-        step=step,
-        agent=_quoted(*request.agent),
-        epilogue=epilogue,
+        steps=steps,
     )
 
 
