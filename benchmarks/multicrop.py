@@ -30,9 +30,9 @@ import torch
 from headway.data import MultiCrop, ShardLoader, pack
 from headway.data.assembly import quick_switches
 from headway.data.images.batch import IMAGE, SAMPLES, EncodedImage
-from headway.data.images.device_batch import GpuBatcher
-from headway.data.images.gpu import GpuCropper
-from headway.data.images.nvjpeg import as_tensor, decode_batch
+from headway.data.images.device.device_batch import GpuBatcher
+from headway.data.images.device.gpu import GpuCropper
+from headway.data.images.device.nvjpeg import as_tensor, decode_batch
 from headway.data.order.permutation import derive_keys
 from headway.data.sample_reader import collate
 

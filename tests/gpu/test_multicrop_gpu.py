@@ -14,10 +14,10 @@ import torch
 from PIL import Image
 
 from headway.data import Batch, CenterCrop, MultiCrop, RandomResizedCrop, ShardLoader, pack
-from headway.data.images.cpu import cut_crops, draw_groups, largest_value, normalization
+from headway.data.images.cpu import DrawnImage, cut_crops, draw_groups, largest_value, normalization
+from headway.data.images.device.nvjpeg import missing_for_gpu
 from headway.data.images.draws import CropTable
 from headway.data.images.fp8 import Fp8Scaling
-from headway.data.images.nvjpeg import missing_for_gpu
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "data" / "images"))
 import oracle
@@ -38,7 +38,7 @@ def levels(transform: Any) -> torch.Tensor:
 def crops_of(
     transform: Any, pixels: list[np.ndarray], turns: list[int] | None = None
 ) -> dict[str, torch.Tensor]:
-    from headway.data.images.gpu import GpuCropper
+    from headway.data.images.device.gpu import GpuCropper
 
     cropper = GpuCropper(transform)
     shapes = [
@@ -58,7 +58,9 @@ def test_crops_are_those_of_the_cpu() -> None:
     tables = draw_groups(transform, KEYS, np.array(shapes))
     differences = []
     for at, each in enumerate(pixels):
-        expected = cut_crops(transform, each, [CropTable(t.ints[at], t.floats[at]) for t in tables])
+        expected = cut_crops(
+            transform, DrawnImage(each, [CropTable(t.ints[at], t.floats[at]) for t in tables], 0)
+        )
         for name, crops in expected.items():
             differences.append(((found[name][:, at] - crops) / levels(transform)).abs().flatten())
     every = torch.cat(differences)
@@ -130,7 +132,8 @@ def test_types_layouts_and_orientations() -> None:
     center = CenterCrop(size=64, resize=80, output="fp32")
     tables = draw_groups(center, KEYS, np.full((8, 2), (90, 120)))
     expected = [
-        cut_crops(center, p, [CropTable(t.ints[0], t.floats[0]) for t in tables])["images"][0] for p in pixels
+        cut_crops(center, DrawnImage(p, [CropTable(t.ints[0], t.floats[0]) for t in tables], 0))["images"][0]
+        for p in pixels
     ]
     assert ((crops_of(center, pixels)["images"] - torch.stack(expected)) / levels(center)).abs().max() < 1.3
 

@@ -27,14 +27,17 @@ if TYPE_CHECKING:
     from headway.data.dataset_split import split as split
     from headway.data.images import (
         Batch as Batch,
+        BlockMasks as BlockMasks,
         CenterCrop as CenterCrop,
         CutMix as CutMix,
         ImageTransform as ImageTransform,
         Mixup as Mixup,
         MultiCrop as MultiCrop,
+        RandAugment as RandAugment,
         RandomChoice as RandomChoice,
         RandomErasing as RandomErasing,
         RandomResizedCrop as RandomResizedCrop,
+        TrivialAugment as TrivialAugment,
     )
     from headway.data.loader import DataLoader as DataLoader
     from headway.data.order import Order as Order, Shuffle as Shuffle

@@ -25,7 +25,7 @@ from headway.data.sample_reader import Chunk, SampleReader, Transform, collate, 
 from headway.system.limits import usable_cpus
 
 if TYPE_CHECKING:
-    from headway.data.images.device_batch import GpuBatcher
+    from headway.data.images.device.device_batch import GpuBatcher
 
 
 _SWITCH_S = 0.0005
@@ -118,7 +118,7 @@ def make_assembler(
     if gpu is None:
         by_crops = collate_fn or partial(collate_crops, transform, reader.transform_keys)
         return BatchAssembler(by_crops, validates=validates, drops=drops)
-    from headway.data.images.device_batch import GpuBatcher  # needs Triton
+    from headway.data.images.device.device_batch import GpuBatcher  # needs Triton
 
     batcher = GpuBatcher(transform, gpu, collate_fn or collate, reader.transform_keys)
     prepare = partial(_decode_on_gpu, batcher, reader)

@@ -13,7 +13,13 @@ import numpy as np
 import torch
 
 from headway.data.images.batch import IMAGE, SAMPLES, Batch, EncodedImage, finish_batch, stack_crops
-from headway.data.images.cpu import crop_image
+from headway.data.images.cpu import (
+    DrawnImage,
+    crop_image,
+    cut_crops,
+    draw_image,
+    largest_reduction,
+)
 from headway.data.images.exif import orientation, turn
 from headway.data.images.transforms import ImageTransform
 from headway.data.label_watch import LabelWatch
@@ -26,6 +32,7 @@ from headway.data.shards.decode import (
     LatePart,
     SampleDecoder,
     decode,
+    decode_reduced,
     decode_rgb,
     plain_jpeg_size,
 )
@@ -108,6 +115,7 @@ class SampleReader:
             decoders = {"png": partial(decode_rgb, limits=limits), **decoders}
         self._transform, self._decoders, self._limits = transform, decoders, limits
         self._decoder = SampleDecoder(decoders, limits)
+        self._reduces = isinstance(transform, ImageTransform) and transform.scaled_decode and not on_gpu
 
     def read(self, locations: Sequence[SampleLocation]) -> Chunk:
         """Loads samples, a few at a time: all are read, then all images are decoded. Decoding an image evicts Python
@@ -197,6 +205,8 @@ class SampleReader:
         """Decodes and transforms a sample or, if that finds it bad, its substitute; None if it is left out."""
         while True:
             try:
+                if self._reduces:
+                    self._decode_reduced(sample)
                 self._decoder.finish(sample.late, sample.value)
                 if self._gpu_bytes:
                     sample.value, sample.size = self._for_gpu(sample), self._gpu_bytes + sample.read
@@ -216,14 +226,40 @@ class SampleReader:
             else:
                 return sample
 
+    def _decode_reduced(self, sample: _ReadSample) -> None:
+        """Decodes the image of a sample at the smallest size that its crops allow, if it is a JPEG that can be."""
+        transform, name = self._transform, _image_name(sample.value)
+        assert isinstance(transform, ImageTransform)
+        late = next((each for each in sample.late if each[0] == name), None)
+        if late is None or late[0] not in _JPEGS or late[0] in self._decoders:
+            return
+        size = plain_jpeg_size(late[1], self._limits)
+        if size is None:
+            return
+        how, key = orientation(late[1]) if transform.exif else 1, self._key(sample)
+        tables = draw_image(transform, key, *(size[::-1] if how >= 5 else size))
+        factor = largest_reduction(tables)
+        while how > 1 and (size[0] % factor or size[1] % factor):
+            factor //= 2  # a last pixel that is not whole would come first
+        sample.late.remove(late)
+        pixels = turn(decode_reduced(late[1], size, factor), how)
+        sample.value[late[0]] = DrawnImage(pixels, tables, key, factor)
+
+    def _key(self, sample: _ReadSample) -> int:
+        """Returns what the random numbers of a sample are derived from."""
+        dataset, *where = sample.location
+        return derive_key(self._seed, _TRANSFORM, self._keys[dataset], *where)
+
     def _apply_transform(self, sample: _ReadSample) -> Any:
         assert self._transform is not None
-        dataset, *where = sample.location
-        seed = derive_key(self._seed, _TRANSFORM, self._keys[dataset], *where)
         if isinstance(self._transform, ImageTransform):
-            crops = crop_image(self._transform, _take_image(self._transform, sample), seed)
+            image = _take_image(self._transform, sample)
+            if isinstance(image, DrawnImage):
+                crops = cut_crops(self._transform, image)
+            else:
+                crops = crop_image(self._transform, image, self._key(sample))
             return {SAMPLES: sample.location, **crops, **sample.value}
-        return self._transform(sample.value, np.random.Generator(np.random.Philox(seed)))
+        return self._transform(sample.value, np.random.Generator(np.random.Philox(self._key(sample))))
 
     def _for_gpu(self, sample: _ReadSample) -> dict[str, Any]:
         """Returns a sample with its image set apart, encoded or decoded, for the GPU."""
@@ -286,13 +322,18 @@ class SampleReader:
 def _take_image(transform: ImageTransform, sample: _ReadSample) -> Any:
     """Takes the image out of a sample: its pixels, turned if asked, or an `EncodedImage`."""
     value = sample.value
-    name = next((name for name in value if name in IMAGES), None)
+    name = _image_name(value)
     if name is None:
         raise BadSample(f"it has no image (a part called {', '.join(sorted(IMAGES))}) but {', '.join(value)}")
     image = value.pop(name)
-    if transform.exif and not isinstance(image, EncodedImage):
+    if transform.exif and not isinstance(image, EncodedImage | DrawnImage):
         image = turn(image, next(orientation(data) for part, data, _ in sample.late if part == name))
     return image
+
+
+def _image_name(value: Mapping[str, Any]) -> str | None:
+    """Returns which part of a sample is its image: the first."""
+    return next((name for name in value if name in IMAGES), None)
 
 
 def _bytes(value: Any) -> int:

@@ -27,7 +27,7 @@ from headway.data.cache.prefetch import BatchShards, Prefetcher
 from headway.data.catalog.shard_files import ShardSpec
 from headway.data.counters import Counters, LoaderTrace, Span
 from headway.data.images.batch import Batch
-from headway.data.images.nvjpeg import usable_gpu
+from headway.data.images.device.nvjpeg import usable_gpu
 from headway.data.images.transforms import ImageTransform
 from headway.data.label_watch import LabelWatch
 from headway.data.order.batch_split import BatchSplit

@@ -67,6 +67,11 @@ class Batch(dict[str, Any]):
         return cast(Tensor, self["local_crops"])
 
     @property
+    def masks(self) -> Tensor:
+        """Which patches of the global crops are hidden, with `BlockMasks`: crops x samples x patches."""
+        return cast(Tensor, self["masks"])
+
+    @property
     def labels(self) -> Tensor:
         """The class of each sample, its part `cls`."""
         return cast(Tensor, self["cls"])

@@ -6,6 +6,8 @@ floats, while the crop is in the processor's cache.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -16,10 +18,14 @@ from headway.data.images.color import change_colors
 from headway.data.images.draws import Column, CropTable, Factor, Flag, draw_crops
 from headway.data.images.fp8 import E4M3_MAX
 from headway.data.images.transforms import ImageTransform
-from headway.data.order.permutation import Ints, UInts
+from headway.data.order.permutation import Ints, UInts, derive_key
 
 Pixels = npt.NDArray[np.uint8]
 
+REDUCTIONS = (8, 4, 2)
+"""what JPEGs can be divided by when they are decoded"""
+_SPARE = 2  # pixels of a reduced image for each of a crop, at least
+_AUGMENT = 7  # the purpose of a hash
 DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -44,12 +50,40 @@ def draw_groups(transform: ImageTransform, keys: UInts, sizes: Ints) -> list[Cro
 
 def crop_image(transform: ImageTransform, pixels: Pixels, key: int) -> dict[str, Tensor]:
     """Returns the crops of one image by the names of their groups, each crops x 3 x size x size."""
-    tables = draw_groups(transform, np.array([key], np.uint64), np.array([pixels.shape[:2]]))
-    return cut_crops(transform, pixels, [CropTable(table.ints[0], table.floats[0]) for table in tables])
+    return cut_crops(transform, DrawnImage(pixels, draw_image(transform, key, *pixels.shape[:2]), key))
 
 
-def cut_crops(transform: ImageTransform, pixels: Pixels, tables: list[CropTable]) -> dict[str, Tensor]:
-    """Returns the crops of one image whose parameters are drawn: in each table, a row per crop."""
+class DrawnImage(NamedTuple):
+    """An image whose crops are drawn."""
+
+    pixels: Pixels
+    tables: list[CropTable]
+    """a table for each group of crops, and in it a row for each crop"""
+    key: int
+    factor: int = 1
+    """by which the image was reduced when it was decoded; the boxes of its crops are those of the whole image"""
+
+
+def draw_image(transform: ImageTransform, key: int, height: int, width: int) -> list[CropTable]:
+    """Draws the crops of one image."""
+    tables = draw_groups(transform, np.array([key], np.uint64), np.array([(height, width)]))
+    return [CropTable(table.ints[0], table.floats[0]) for table in tables]
+
+
+def largest_reduction(tables: list[CropTable]) -> int:
+    """Returns by how much an image may be reduced when it is decoded: each crop is still made of twice its rows and
+    columns, so that it hardly differs, as Pillow's thumbnails are."""
+    boxes = np.concatenate([table.ints for table in tables])
+    spare = min(
+        (boxes[:, Column.HEIGHT] // boxes[:, Column.ROWS]).min(),
+        (boxes[:, Column.WIDTH] // boxes[:, Column.COLUMNS]).min(),
+    )
+    return next((factor for factor in REDUCTIONS if _SPARE * factor <= spare), 1)
+
+
+def cut_crops(transform: ImageTransform, image: DrawnImage) -> dict[str, Tensor]:
+    """Returns the crops of one image whose parameters are drawn."""
+    pixels, tables, number = image.pixels, image.tables, 0
     if not pixels.flags.writeable:
         pixels = pixels.copy()  # torch takes no others
     found, dtype = dict[str, Tensor](), DTYPES[transform.output]
@@ -58,9 +92,18 @@ def cut_crops(transform: ImageTransform, pixels: Pixels, tables: list[CropTable]
     for group, table in zip(transform.groups(), tables, strict=True):
         out = torch.empty((len(group.recipes), 3, group.size, group.size), dtype=dtype, memory_format=layout)
         for slot, ints, floats in zip(out, table.ints, table.floats, strict=True):
-            crop = resize(pixels, ints, group.size, transform.interpolation)
+            if image.factor > 1:
+                crop = _resize_reduced(image, ints, group.size, transform.interpolation)
+            else:
+                crop = resize(pixels, ints, group.size, transform.interpolation)
             if ints[Column.FLAGS] & Flag.FLIP:
                 crop = crop.flip(2)
+            if transform.augment is not None:
+                augmented = transform.augment(
+                    crop.permute(1, 2, 0).numpy(), derive_key(_AUGMENT, image.key, number)
+                )
+                crop = torch.from_numpy(np.ascontiguousarray(augmented)).permute(2, 0, 1)
+            number += 1
             if dtype is torch.uint8 and _is_plain(ints, floats):
                 slot.copy_(crop)
                 continue
@@ -74,10 +117,7 @@ def cut_crops(transform: ImageTransform, pixels: Pixels, tables: list[CropTable]
 
 
 def resize(pixels: Pixels, ints: npt.NDArray[np.int32], size: int, interpolation: str) -> Tensor:
-    """Returns one crop of an image, resized with antialias: 3 x size x size bytes, not flipped.
-
-    Where a crop is the center of a large resized image, only the part of the image that it is made of is resized.
-    """
+    """Returns one crop of an image, resized with antialias: 3 x size x size bytes, not flipped."""
     top, left, height, width, rows, columns, row, column = (int(value) for value in ints[:8])
     box = torch.from_numpy(pixels[top : top + height, left : left + width]).permute(2, 0, 1)[None]
     if box.shape[2:] == (rows, columns):
@@ -85,6 +125,25 @@ def resize(pixels: Pixels, ints: npt.NDArray[np.int32], size: int, interpolation
     else:
         resized = F.interpolate(box, (rows, columns), mode=interpolation, antialias=True)[0]
     return resized[:, row : row + size, column : column + size]
+
+
+def _resize_reduced(image: DrawnImage, ints: npt.NDArray[np.int32], size: int, interpolation: str) -> Tensor:
+    """Returns what `resize` does, of a reduced image. Its boxes begin and end within pixels, which Pillow can do."""
+    from PIL import Image
+
+    top, left, height, width, rows, columns, row, column = (int(value) for value in ints[:8])
+    sides = (left, top, left + width, top + height)
+    low, high = int(top / image.factor), -(-(top + height) // image.factor)  # only these rows are copied
+    box = (
+        sides[0] / image.factor,
+        sides[1] / image.factor - low,
+        sides[2] / image.factor,
+        sides[3] / image.factor - low,
+    )
+    source = Image.fromarray(image.pixels[low:high])
+    resized = source.resize((columns, rows), Image.Resampling[interpolation.upper()], box)
+    cut = np.array(resized)[row : row + size, column : column + size]
+    return torch.from_numpy(cut).permute(2, 0, 1)
 
 
 def _is_plain(ints: npt.NDArray[np.int32], floats: npt.NDArray[np.float32]) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Real
 from typing import Any, Literal, final
 
@@ -19,6 +19,8 @@ from headway.errors import UsageError
 Range = tuple[float, float]
 BatchTransform = Callable[[Any, npt.NDArray[np.uint64]], Any]
 """gets a `Batch` and a hash of each sample, from which all that is random must be derived; returns the batch"""
+Augment = Callable[[npt.NDArray[np.uint8], int], npt.NDArray[np.uint8]]
+"""gets a crop, height x width x 3, and a hash of its sample and number, from which all that is random is derived"""
 Output = Literal["bf16", "fp16", "fp32", "uint8", "fp8"]
 OUTPUTS = ("bf16", "fp16", "fp32", "uint8", "fp8")
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "uint8": 1, "fp8": 1}
@@ -112,6 +114,11 @@ class ImageTransform(ABC):
     interpolation: Literal["bicubic", "bilinear"] = "bicubic"
     exif: bool = False
     """whether images are turned as their EXIF data says; most datasets for training are made without"""
+    scaled_decode: bool = False
+    """whether the CPU decodes a JPEG at a half, a quarter or an eighth of its size where crops have half its sides:
+    much faster for large photos; crops differ a little from those of a whole image, so it is off unless asked for"""
+    augment: Augment | None = None
+    """what is done to the bytes of each crop before its colors change: `hw.data.RandAugment()`, on the CPU"""
     then: tuple[BatchTransform, ...] = ()
     """what is done to whole batches, such as `hw.data.Mixup`; or functions of your own"""
 
@@ -129,6 +136,11 @@ class ImageTransform(ABC):
     def crop_bytes(self) -> int:
         """Returns the bytes that the crops of one image take."""
         return sum(3 * group.size**2 * len(group.recipes) for group in self.groups()) * _BYTES[self.output]
+
+    def _recipe(self, **others: Any) -> CropRecipe:
+        """Returns the recipe of a crop: `others`, and the settings of this transform that a recipe has, too."""
+        own = {each.name: getattr(self, each.name) for each in fields(CropRecipe) if hasattr(self, each.name)}
+        return CropRecipe(**{**own, **others})
 
     @abstractmethod
     def groups(self) -> tuple[CropGroup, ...]:
@@ -177,30 +189,18 @@ class MultiCrop(ImageTransform):
                 f"n_global={self.n_global}, n_local={self.n_local}: a batch has at least one global crop"
             )
         large = [
-            self._recipe(self.global_scale, self.blur[min(number, 1)], self.solarize * (number == 1))
+            self._recipe(
+                scale=self.global_scale,
+                blur=self.blur[min(number, 1)],
+                solarize=self.solarize * (number == 1),
+            )
             for number in range(self.n_global)
         ]
         groups = [CropGroup("global_crops", self.global_size, tuple(large))]
         if self.n_local:
-            small = self._recipe(self.local_scale, self.blur[2], 0.0)
+            small = self._recipe(scale=self.local_scale, blur=self.blur[2], solarize=0.0)
             groups.append(CropGroup("local_crops", self.local_size, (small,) * self.n_local))
         return tuple(groups)
-
-    def _recipe(self, scale: Range, blur: float, solarize: float) -> CropRecipe:
-        return CropRecipe(
-            scale=scale,
-            ratio=self.ratio,
-            flip=self.flip,
-            jitter=self.jitter,
-            brightness=self.brightness,
-            contrast=self.contrast,
-            saturation=self.saturation,
-            hue=self.hue,
-            grayscale=self.grayscale,
-            blur=blur,
-            sigma=self.sigma,
-            solarize=solarize,
-        )
 
 
 @final
@@ -229,21 +229,7 @@ class RandomResizedCrop(ImageTransform):
     interpolation: Literal["bicubic", "bilinear"] = "bilinear"
 
     def groups(self) -> tuple[CropGroup, ...]:
-        recipe = CropRecipe(
-            scale=self.scale,
-            ratio=self.ratio,
-            flip=self.flip,
-            jitter=self.jitter,
-            brightness=self.brightness,
-            contrast=self.contrast,
-            saturation=self.saturation,
-            hue=self.hue,
-            grayscale=self.grayscale,
-            blur=self.blur,
-            sigma=self.sigma,
-            solarize=self.solarize,
-        )
-        return (CropGroup("images", self.size, (recipe,)),)
+        return (CropGroup("images", self.size, (self._recipe(),)),)
 
 
 @final

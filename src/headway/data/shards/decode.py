@@ -234,6 +234,32 @@ def decode_rgb(data: memoryview, limits: ShardLimits | None = None) -> Pixels:
     return pixels
 
 
+def decode_reduced(data: memoryview, size: tuple[int, int], factor: int) -> Pixels:
+    """Decodes a JPEG of this height and width to RGB, whole or at a half, a quarter or an eighth of it, rounded up.
+
+    The decoder leaves out frequencies instead of computing all pixels. `plain_jpeg_size` says which JPEGs this is for.
+    """
+    height, width = (-(-side // factor) for side in size)
+    simplejpeg, by_pillow = _simplejpeg(), partial(_pillow_draft, size[0] // factor, size[1] // factor)
+    try:
+        if simplejpeg is None:
+            return by_pillow(data)
+        by_simplejpeg = partial(simplejpeg.decode_jpeg, min_height=height, min_width=width)
+        pixels: Pixels = _jpeg(by_simplejpeg, by_pillow, data)
+        return pixels
+    except _BROKEN as error:
+        raise _bad("jpg", data, error) from error
+
+
+def _pillow_draft(height: int, width: int, data: memoryview) -> Pixels:
+    """Decodes a JPEG by Pillow at the smallest scale that gives at least these sides."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(data), formats=["JPEG"]) as image:
+        image.draft("RGB", (max(1, width), max(1, height)))
+        return np.asarray(image.convert("RGB"))
+
+
 @cache
 def _simplejpeg() -> Any:
     """Imports libjpeg-turbo without Pillow's copies, a third faster; None if it is not installed."""

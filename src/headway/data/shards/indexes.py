@@ -86,7 +86,7 @@ class DaliIndex(ShardEntries):
         self._path, self._size, self._limits = path, size, limits
         self._most = limits.member_bytes
         self._extensions: dict[bytes, str] = {}  # decoded once; two samples rarely have others
-        self._blocks: dict[int, _Block | None] = {}
+        self._blocks: dict[int, _LineBlock | None] = {}
 
     def __len__(self) -> int:
         return len(self._ends) - 1
@@ -109,7 +109,7 @@ class DaliIndex(ShardEntries):
                 return _key(words), self._parts(number, words)
         return block.locate(number % _BLOCK_LINES)
 
-    def _block(self, place: int) -> _Block | None:
+    def _block(self, place: int) -> _LineBlock | None:
         """Parses neighboring lines at once; None if they do not have the same parts, or one of them is not valid."""
         first = place * _BLOCK_LINES
         self._check(first)
@@ -132,7 +132,7 @@ class DaliIndex(ShardEntries):
         suffix = b"." + names[0][0]
         keys = [name.removesuffix(suffix) for name in columns[3]]
         decoded = [name[0].decode("utf-8", "surrogateescape").lower() for name in names]
-        return _Block(decoded, offsets, sizes, keys)
+        return _LineBlock(decoded, offsets, sizes, keys)
 
     def _parts(self, number: int, words: list[bytes]) -> list[SamplePart]:
         """Parses a line. Optimized, because it runs for each sample."""
@@ -162,7 +162,7 @@ class DaliIndex(ShardEntries):
 
 
 @final
-class _Block:
+class _LineBlock:
     """Some neighboring lines of an index whose samples have the same parts, in arrays: as objects they would take ten
     times as much memory."""
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from headway.data.images.batch import IMAGE, SAMPLES, Batch, EncodedImage, finish_batch
-from headway.data.images.gpu import GpuCropper
-from headway.data.images.nvjpeg import as_tensor, decode_batch
+from headway.data.images.device.gpu import GpuCropper
+from headway.data.images.device.nvjpeg import as_tensor, decode_batch
 from headway.data.images.transforms import ImageTransform
 from headway.data.order.permutation import Ints, UInts
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.data.images import kernels
 from headway.data.images.cpu import DTYPES, draw_groups, normalization
+from headway.data.images.device import kernels
 from headway.data.images.draws import CropTable
 from headway.data.images.transforms import CropGroup, ImageTransform
 from headway.data.order.permutation import Ints, UInts

@@ -27,7 +27,7 @@ def usable_gpu(device: str | torch.device | None, transform: object) -> bool:
             f"device={str(device)!r} is where images are decoded and cropped, which needs a transform of images, such "
             "as hw.data.MultiCrop(); without one, batches are moved by the pipeline"
         )
-    missing = missing_for_gpu()
+    missing = "augment= is not computed" if transform.augment is not None else missing_for_gpu()
     if missing:
         logger.info(f"images are decoded and cropped on the CPU: {missing} here for device={str(device)!r}")
     return not missing
