@@ -20,6 +20,7 @@ from waiting import wait_until
 
 from headway.errors import MissingExtra, Stopped, UsageError
 from headway.record.sinks import Csv, Mlflow, Sink, TensorBoard, Wandb, check_sink, feeding, scalars
+from headway.record.sinks.replayer import replay
 from headway.run import Run
 
 pytestmark = pytest.mark.timeout(300)
@@ -64,7 +65,7 @@ def wandb_records(run: Run) -> list[Any]:
     from wandb.proto import wandb_internal_pb2
 
     found = []
-    for file in run.path.glob("wandb/offline-run-*/run-*.wandb"):
+    for file in sorted(run.path.glob("wandb/offline-run-*/run-*.wandb")):
         data, at, piece = file.read_bytes(), 7, b""
         while at + 7 <= len(data):
             if 32768 - at % 32768 < 7:  # no header fits into the rest of a block
@@ -88,7 +89,8 @@ def wandb_history(run: Run) -> list[dict[str, Any]]:
 
 
 def wandb_exit(run: Run) -> int:
-    return next(r.exit.exit_code for r in wandb_records(run) if r.WhichOneof("record_type") == "exit")
+    *_, last = (r.exit.exit_code for r in wandb_records(run) if r.WhichOneof("record_type") == "exit")
+    return int(last)
 
 
 def mlflow_run(store: str, run: Run) -> tuple[Any, Any]:
@@ -112,28 +114,36 @@ def events(run: Run, name: str = "train/loss") -> list[tuple[int, float]]:
 
 @pytest.mark.filterwarnings("ignore")  # of the packages' own
 def test_every_sink_gets_every_row_and_the_settings(run: Run, store: str) -> None:
+    """A restart in the middle, whose rows come by `headway runs sync`: one run, and each step once."""
     write(run, 1, 2)
     sinks = [Wandb(project="p", mode="offline"), TensorBoard(), Mlflow(tracking_uri=store), Csv()]
-    with feeding(run, sinks, finish_s=120):
+    with pytest.raises(ValueError), feeding(run, sinks, finish_s=120):
         write(run, 3)
-        write(run, 4, kind="epoch")
-    assert events(run) == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
+        raise ValueError
+    assert wandb_exit(run) == 1 and mlflow_run(store, run)[1].info.status == "FAILED"
+    run.begin_attempt(world={})
+    write(run, 2, 3, 4)  # from the checkpoint of step 1
+    write(run, 4, kind="epoch")
+    run.end_attempt(2, status="done", exit_code=0)
+    assert replay(run) == {"csv": True, "mlflow": True, "tensorboard": True, "wandb": True}
+    assert events(run) == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3)), (4, 0.25)]
     assert events(run, "epoch/hits/1") == [(4, 4.0)]
     assert events(run, "headway/seconds/data")[0] == (1, 0.5)
     rows = wandb_history(run)
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert [row.get("train/loss") for row in rows] == [1.0, 0.5, 1 / 3, None]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 4]
+    assert [row.get("train/loss") for row in rows] == [1.0, 0.5, 1 / 3, 0.25, None]
+    assert {r.run.run_id for r in wandb_records(run) if r.WhichOneof("record_type") == "run"} == {run.id}
     assert wandb_exit(run) == 0
     client, found = mlflow_run(store, run)
     history = client.get_metric_history(found.info.run_id, "train/loss")
-    assert [(metric.step, metric.value) for metric in history] == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
+    assert [(metric.step, metric.value) for metric in history] == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.25)]
     assert found.info.status == "FINISHED"
     assert found.data.params == {"lr": "0.1", "model.depth": "2", "api_key": "[redacted]"}
     with run.csv_file.open(newline="") as file:
         values = [
             (int(r["step"]), float(r["value"])) for r in csv.DictReader(file) if r["name"] == "train/loss"
         ]
-    assert values == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
+    assert values == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.25)]
     config = next(r.run.config for r in wandb_records(run) if r.WhichOneof("record_type") == "run")
     assert "hush" not in str(config) and "depth" in str(config)
 
@@ -203,16 +213,6 @@ def test_a_sink_that_fails_is_reported_and_no_more(run: Run, messages: list[str]
     with feeding(run, [Mlflow(tracking_uri="nonsense://")], finish_s=60):
         write(run, 1)
     assert [message.split(": ")[0] for message in messages] == ["MLflow failed"]
-
-
-def test_after_a_restart_sinks_continue_where_they_were(run: Run) -> None:
-    with pytest.raises(ValueError), feeding(run, [TensorBoard()], finish_s=60):
-        write(run, 1, 2, 3, 4)
-        raise ValueError
-    run.begin_attempt(world={})
-    with feeding(run, [TensorBoard()], finish_s=60):
-        write(run, 3, 4, 5)  # from the checkpoint of step 2
-    assert [step for step, _ in events(run)] == [1, 2, 3, 4, 5]
 
 
 def test_a_missing_package_is_reported_when_the_sink_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

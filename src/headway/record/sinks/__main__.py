@@ -11,16 +11,19 @@ import os
 import select
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
 from headway.record.sinks import transport
+from headway.record.sinks.base import MetricRow
 from headway.run import Run
 from headway.system import files
 from headway.system.jsonlines import Tail
 
 _POLL_S = 1.0
+_CHUNK_BYTES = 1 << 20
 _STATUS_WAIT_S = 5.0  # a run that was killed may need as long until its record says so
 
 
@@ -31,6 +34,9 @@ def main() -> None:
     sink = transport.make(request["sink"])
     offset_file = run.sink_offset_file(sink.name)
     tail = Tail(run.metrics_file(0), _read_offset(offset_file))
+    sent = SentSteps()
+    if not sink.replaces_steps:
+        sent.read(run.metrics_file(0), tail.offset)
     sink.open(run)
     ended: dict[str, Any] | None = None
     while True:
@@ -40,7 +46,8 @@ def main() -> None:
             )
             return
         start = tail.offset
-        if rows := [row for row in tail.read() if "step" in row]:
+        rows = [row for row in tail.read() if "step" in row]
+        if rows := rows if sink.replaces_steps else sent.leave_out(rows):
             sink.write(rows)
         if tail.offset > start:
             files.write_atomic(offset_file, f"{tail.offset}\n".encode())
@@ -49,6 +56,37 @@ def main() -> None:
         elif (line := parent.read_line(timeout_s=_POLL_S)) is not None:
             ended = json.loads(line) if line else _recorded_end(run)
     sink.close(ended["status"], ended["exit_code"])
+
+
+@final
+class SentSteps:
+    """Which rows a sink has, by kind, stage, step and names: after a restart, a tracker would have some steps twice.
+
+    >>> sent = SentSteps()
+    >>> [len(sent.leave_out([{"kind": "train", "step": step}])) for step in (1, 2, 1, 3)]
+    [1, 1, 0, 1]
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    def read(self, file: Path, end: int) -> None:
+        """Notes the rows before byte `end` of the metrics file."""
+        tail = Tail(file)
+        while tail.offset < end and (rows := tail.read(min(_CHUNK_BYTES, end - tail.offset))):
+            self.leave_out(row for row in rows if "step" in row)
+
+    def leave_out(self, rows: Iterable[MetricRow]) -> list[MetricRow]:
+        """Returns the rows that are not there yet, and notes them."""
+        new = []
+        for row in rows:
+            metrics = row.get("metrics")
+            names = tuple(sorted(metrics)) if isinstance(metrics, dict) else ()
+            key = hash((str(row.get("kind")), str(row.get("stage")), str(row["step"]), names))
+            if key not in self._seen:
+                self._seen.add(key)
+                new.append(row)
+        return new
 
 
 @final

@@ -46,6 +46,9 @@ class Sink(ABC):
     title: ClassVar[str]
     """names the sink in messages; by default the class's name"""
 
+    replaces_steps: ClassVar[bool] = False
+    """whether a step that a restart repeats takes the place of the first one; else the sink gets each step once"""
+
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         if "name" not in cls.__dict__:

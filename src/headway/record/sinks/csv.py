@@ -25,6 +25,7 @@ class Csv(Sink):
     Steps that a restart repeats replace those that were lost: every step is in the file once.
     """
 
+    replaces_steps = True
     file: str | Path | None = None
     """None: `metrics.csv` in the run directory"""
 

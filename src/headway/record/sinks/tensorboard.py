@@ -18,6 +18,7 @@ from headway.run import Run
 class TensorBoard(Sink):
     """Writes event files for TensorBoard."""
 
+    replaces_steps = True
     directory: str | Path | None = None
     """None: `tensorboard/` in the run directory"""
 
