@@ -265,7 +265,7 @@ def test_the_page_is_self_contained() -> None:
     reader = _Reader()
     reader.feed(text)
     assert not reader.links and "script" not in reader.tags and "http" not in text
-    assert reader.tags.count("svg") == 3 and reader.tags.count("rect") > 10
+    assert reader.tags.count("svg") == 4 and reader.tags.count("rect") > 10
     for rank in ("first", "stage 4", "last"):
         assert f">{rank}<" in text
 

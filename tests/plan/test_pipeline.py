@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
+from headway.errors import UsageError
+from headway.plan import Layout, Node, Transformer, estimate
 from headway.plan.cost.schedule import bubble_fraction, chunk_layers, in_flight, layers_in_flight
+from headway.plan.cost.timeline import play_schedule
+from headway.plan.report.html import render_page
+from headway.plan.report.schedule_picture import schedule_passes, schedule_text
 
 StorageEvent = tuple[str, int, int]  # forward or backward, microbatch, chunk on this rank
 
@@ -107,3 +114,45 @@ def test_layers_are_all_placed() -> None:
 
 def test_no_bubble_without_a_pipeline() -> None:
     assert bubble_fraction(1, 5) == 0
+
+
+@pytest.mark.parametrize(("p", "m", "v"), [(1, 3, 1), (2, 1, 1), (4, 8, 1), (4, 2, 1), (4, 8, 2), (3, 9, 4)])
+def test_the_schedule_that_is_drawn_is_the_one_above(p: int, m: int, v: int) -> None:
+    """Every pass once, no rank does two things at once, and the end is that of the independent player."""
+    passes = play_schedule([(v, 2 * v)] * p, m, v)
+    assert len(passes) == len({each[:4] for each in passes}) == 2 * p * m * v
+    for rank in range(p):
+        mine = sorted((each for each in passes if each.rank == rank), key=lambda each: each.start_s)
+        assert all(before.end_s <= after.start_s for before, after in pairwise(mine))
+        order = [(each.direction[0].upper(), each.microbatch, each.chunk) for each in mine]
+        assert order == one_f_one_b(p, m, rank, v)
+    assert max(each.end_s for each in passes) == play(p, m, v)[0]
+
+
+def test_the_picture_ends_when_the_plan_says() -> None:
+    """Equal stages: passes and bubble of `step_time` are the length of the schedule."""
+    model = Transformer(layers=16, hidden=1024, heads=8, vocab=1, context=1024)
+    layout, node = Layout(pp=4, vpp=2, global_batch=8), Node("dgx-h100")
+    plan = estimate(model, layout, node)
+    parts = {key: answer.value for key, answer in plan.answers.items() if key.startswith("time.part.")}
+    around = [parts.pop(f"time.part.{name}", 0.0) for name in ("data parallel", "optimizer", "stragglers")]
+    passes, shown = schedule_passes(plan)
+    assert shown == 8 and around[2] > 0
+    assert max(each.end_s for each in passes) == pytest.approx(sum(parts.values()), rel=0.02)
+
+
+def test_the_schedule_as_text_and_as_a_picture() -> None:
+    model = Transformer(layers=4, hidden=1024, heads=8, vocab=1, context=1024)
+    plan = estimate(model, Layout(pp=2, global_batch=3), Node("dgx-h100"))
+    first, second, legend = schedule_text(plan, width=60).splitlines()
+    assert [len(first), len(second)] == [60, 60]
+    assert "".join(dict.fromkeys(first[9:])) == "01.a2bc" and "".join(dict.fromkeys(second[9:])) == ".0a1b2c"
+    assert legend.startswith("forward 0-9, backward a-j by microbatch, idle . (25% of ")
+    page = render_page(plan)
+    assert page.count("<title>forward of microbatch") == page.count("<title>backward of microbatch") == 6
+    long = estimate(model, Layout(pp=2, global_batch=4096), Node("dgx-h100"))
+    assert "500 of 4096 microbatches" in schedule_text(long) and len(render_page(long)) < 1_000_000
+    flat = estimate(model, Layout(), Node("dgx-h100"))
+    assert "Pipeline schedule" not in render_page(flat)
+    with pytest.raises(UsageError, match="one pipeline stage, so there is no schedule to draw"):
+        schedule_text(flat)

@@ -57,6 +57,8 @@ class OutputOptions:
     """Write the plan as JSON: model, layout, node and answers; `pipe.enable_plan` takes it."""
     sps: Annotated[float | None, above_zero] = None
     """Samples per second that a run reached: print its MFU, and its tokens per second and day, instead of the plan."""
+    timeline: bool = False
+    """Print only the pipeline schedule of one step: a line per pipeline rank."""
     emit: Literal["submit"] | None = None
     """Print only the `headway submit` line that asks for the nodes of this plan."""
 
@@ -415,6 +417,10 @@ def _print(plan: Estimate, options: OutputOptions) -> int:
             if options.json
             else "\n".join(f"{k} = {v:.4g}" for k, v in reached.items())
         )
+    elif options.timeline:
+        from headway.plan.report.schedule_picture import schedule_text
+
+        print(schedule_text(plan, Console().width))
     elif options.emit is not None:
         print(plan.submit_line(options.save))
     elif options.explain is not None:

@@ -115,6 +115,19 @@ def _stage_seconds(
     return seconds
 
 
+def stage_passes(
+    model: Transformer, layout: Layout, node: Node, constants: Calibration
+) -> list[tuple[float, float]]:
+    """Seconds of the forward and of the backward pass of one microbatch on each stage, recomputation included."""
+    forward = compute.layer_forward(model, layout, node.device, constants, moe=model.moe is not None)
+    backward = compute.layer_backward(forward, layout, constants).total
+    again = compute.layer_recompute(forward, layout).total
+    share = forward.total / (forward.total + backward + again)
+    layers = _layer_costs(model, layout, node, constants)
+    seconds = _stage_seconds(model, layout, node, constants, layers)
+    return [(share * each, (1 - share) * each) for each in seconds]
+
+
 @lru_cache(maxsize=8192)
 def _head(model: Transformer, layout: Layout, device: Device, constants: Calibration) -> float:
     return compute.head_seconds(model, layout, device, constants)

@@ -10,7 +10,7 @@ from headway.errors import DOES_NOT_FIT, DONE, UsageError, unknown_name
 from headway.plan import checks
 from headway.plan.cost import compute, memory
 from headway.plan.cost.economy import Workload
-from headway.plan.cost.steptime import step_time
+from headway.plan.cost.steptime import stage_passes, step_time
 from headway.plan.machine.calibration import Calibration
 from headway.plan.machine.efficiency import scoped_calibration
 from headway.plan.machine.hardware import GIB, Node
@@ -33,6 +33,8 @@ class Estimate:
     verdict: str
     ranks: list[dict[str, object]] = field(default_factory=list)
     """Bytes by part on the first, middle and last pipeline rank, and on each with other layers."""
+    stages: list[dict[str, float]] = field(default_factory=list)
+    """Seconds of one microbatch on each pipeline rank: `forward_s` and `backward_s`."""
     remedies: list[Remedy] = field(default_factory=list)
     products: list[dict[str, object]] = field(default_factory=list)
     """The matrix products of a layer with their rooflines."""
@@ -70,6 +72,7 @@ class Estimate:
             "verdict": self.verdict,
             "answers": {key: quantity.to_dict() for key, quantity in self.answers.items()},
             "ranks": self.ranks,
+            "stages": self.stages,
             "remedies": [{k: v for k, v in asdict(r).items() if k != "layout"} for r in self.remedies],
             "products": self.products,
             "scaling": self.scaling,
@@ -147,6 +150,10 @@ def estimate(
         fits=fits,
         verdict=verdict(needed, capacity, ways),
         ranks=[{"rank": _rank_name(rank.stage, layout), **rank.parts} for rank in ranks],
+        stages=[
+            {"forward_s": forward, "backward_s": backward}
+            for forward, backward in stage_passes(model, layout, node, constants)
+        ],
         remedies=ways,
         products=product_table(model, layout, node, constants),
         scaling=scaling_table(model, layout, node, constants),

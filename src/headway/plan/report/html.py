@@ -7,6 +7,7 @@ from html import escape
 from headway.plan.machine.hardware import GIB
 from headway.plan.report.estimates import Estimate
 from headway.plan.report.quantity import Unit, format_value
+from headway.plan.report.schedule_picture import schedule_figure
 
 _COLORS = (
     "#3b6fb6",
@@ -49,6 +50,7 @@ def render_page(plan: Estimate) -> str:
         f"<p class='verdict {'yes' if plan.fits else 'no'}'>{escape(plan.verdict)}</p>",
         _memory(plan),
         _timeline(plan),
+        schedule_figure(plan, _WIDTH_PX, _COLORS[0], _COLORS[1]),
         _scaling(plan),
         _remedies(plan),
         _answers(plan),
