@@ -21,7 +21,7 @@ import warm
 from waiting import wait_until
 
 import headway as hw
-from headway import dist
+from headway import cli, dist
 from headway.dist import shared_run
 from headway.errors import (
     HeadwayError,
@@ -245,14 +245,32 @@ def test_ctrl_c_while_waiting_stops_what_is_running(work: Any, tmp_path: Path) -
     assert hw.Job.open(run).state() == "interrupted"
 
 
-def test_a_job_that_is_over_is_started_again_in_its_directory(work: Any, tmp_path: Path) -> None:
+def test_a_job_that_is_over_is_started_again_in_its_directory(
+    work: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     job = hw.launch(work.second_time, tmp_path / "been")
     with pytest.raises(UsageError, match="only a job that is over can be started again"):
         job.resume()
     with pytest.raises(LookupError, match="the first time"):
         job.result()
-    job.resume()
+    (row,) = summarize([job.run])
+    assert row.attempts == 1 and row.started is not None and 0 < row.seconds < 300, (
+        "functions have times, too"
+    )
+    assert cli.main(["resume", job.run.id, "--dry-run"]) == 0
+    assert capsys.readouterr().out == f"would call the function of {job.id} again\n"
+    assert cli.main(["resume", job.run.id, "--nproc", "2"]) == 2, (
+        "a function has a result of each of its ranks"
+    )
+    assert cli.main(["resume", job.run.id]) == 0, "it follows the job to its end"
+    assert capsys.readouterr().out.endswith(f"headway: {job.id} is done\n")
     assert job.result() == "went on" and job.state() == "done"
+    (again,) = summarize([job.run])
+    assert again.attempts == 2 and again.seconds > row.seconds
+    assert (
+        cli.main(["resume", job.run.id]) == 2
+        and "is done: there is nothing to resume" in capsys.readouterr().err
+    )
     assert sorted(path.name for path in job.run.path.glob("failure*")) == ["failure-0.json"]
 
 

@@ -92,7 +92,15 @@ def test_ranks_of_a_node(settings: dict[str, Any], ranks: int) -> None:
         (hw.Local, {"env": ["A=b"]}, "must be a mapping"),
         (hw.Mpi, {"hosts": ("-x", "n1")}, "'-x' is not a host"),
         (hw.Mpi, {"hosts": "n1"}, "must be a list of strings"),
-        (hw.Slurm, {"nodes": "two"}, "nodes='two' must be a whole number"),
+        (
+            hw.Slurm,
+            {"nodes": "two"},
+            "nodes='two' must be a whole number of at least 1, or a range such as '1-2'",
+        ),
+        (hw.Slurm, {"nodes": "3-2"}, "nodes='3-2' must be a whole number of at least 1, or a range"),
+        (hw.Slurm, {"nodes": "0-2"}, "nodes='0-2' must be a whole number of at least 1, or a range"),
+        (hw.Slurm, {"nodes": "1-2\n"}, "must be a whole number of at least 1, or a range"),
+        (hw.Slurm, {"nodes": True}, "nodes=True must be a whole number of at least 1, or a range"),
         (hw.Slurm, {"gpus_per_node": "4x"}, "neither a number nor TYPE:NUMBER"),
         (hw.Slurm, {"mem": "lots"}, "mem='lots' is not a valid amount of memory"),
         (hw.Slurm, {"time": "soon"}, "time='soon' is not a valid time limit"),
@@ -114,6 +122,17 @@ def test_what_cannot_work_is_refused_at_once(kind: Any, settings: dict[str, Any]
         kind(**settings)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_range_of_nodes() -> None:
+    target = hw.Slurm(nodes="2-4", ntasks_per_node=8)
+    assert (target.nodes, target.node_range, target.nproc) == ("2-4", (2, 4), 32)
+    assert Slurm.from_dict(target.to_dict()) == target
+    assert hw.Slurm(nodes="3").nodes == hw.Slurm(nodes="3-3").nodes == 3
+    with pytest.raises(
+        UsageError, match="nodes='2-4': a function has a result of each rank, so their number is fixed"
+    ):
+        hw.launch(print, on=target)
 
 
 def test_a_wrong_key_is_named_with_the_nearest_right_one() -> None:

@@ -96,6 +96,7 @@ def test_paths_are_those_of_the_design(tmp_path: Path) -> None:
         "log_dir": "log", "metrics_dir": "metrics", "checkpoints_dir": "checkpoints", "traces_dir": "traces",
         "failure_file": "failure.json", "report_file": "report.html", "diagnostics_file": "log/diagnostics.jsonl",
         "job_file": "job.json", "submission_file": "submitted.json", "launch_dir": "launch", "ended_file": "ended.json",
+        "starts_file": "starts.jsonl",
         "job_log": "log/job.txt", "sweep_file": "sweep.json", "call_dir": "call", "snapshot_dir": "code/tree",
         "ledger_file": "ledger.jsonl", "tensorboard_dir": "tensorboard", "csv_file": "metrics.csv",
         "info_file": "run.json", "lock_dir": "lock", "eval_dir": "eval", "nodes_dir": "nodes",

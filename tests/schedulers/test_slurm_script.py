@@ -31,6 +31,7 @@ TARGETS = {
         env={"SECRET": "not in the script"},
         signal_lead=300,
     ),
+    "range": Slurm(nodes="1-2", ntasks_per_node=2),
     "array": Slurm(ntasks_per_node=2, array=("lr=1,2",), exclusive=True, requeue=False),
 }
 

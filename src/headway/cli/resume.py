@@ -17,6 +17,7 @@ _EXAMPLES = """\
 examples:
   headway resume runs/digits-2026.11.15-14.30-x7k2    or the end of its id: headway resume x7k2
   headway resume x7k2 --nodes 4                       a job of SLURM, on another number of nodes
+  headway resume x7k2 --nodes 2-4                     as many of them as are free
   headway resume x7k2 --nproc 2                       a run of this machine, on another number of processes
   headway resume x7k2 --dry-run                       say what would be started, and start nothing
 
@@ -34,7 +35,7 @@ def main(argv: list[str]) -> int:
         "--root", default="runs", metavar="DIR", help="where ids are looked up (default: runs)"
     )
     parser.add_argument(
-        "--nodes", type=positive, metavar="N", help="number of nodes, for a job of a scheduler"
+        "--nodes", metavar="N", help="number of nodes, or a range such as 1-2, for a job of a scheduler"
     )
     parser.add_argument(
         "--nproc", type=positive, metavar="N", help="number of processes, for a run of this machine"
@@ -68,7 +69,7 @@ def _check(run: Run, now: Status) -> None:
         raise UsageError(f"{run.id} is {now.state}: only a run that is over can be started again")
 
 
-def _submit(run: Run, nodes: int | None, *, dry_run: bool) -> int:
+def _submit(run: Run, nodes: str | None, *, dry_run: bool) -> int:
     if dry_run:
         print(f"would submit {run.job_script} again" + (f", on {nodes} nodes" if nodes else ""))
         return DONE

@@ -20,6 +20,7 @@ examples:
   headway submit --on cluster.yaml --array lr=1e-3,3e-4 seed=1,2,3 train.py
   headway submit --dry-run --nodes 2 train.py       show the job script, submit nothing
   headway submit --nodes 8 --doctor train.py        examine the nodes before SCRIPT, end with 1 if they are not fit
+  headway submit --nodes 1-4 train.py               as many nodes as are free, at least one
   headway submit --extra mail-type=END --setup 'module load cuda' --env WANDB_MODE=offline train.py
 
 The job runs a copy of the code as it is now, in a new run directory, so you can keep editing. When it is preempted, or

@@ -26,6 +26,8 @@ def _add(group: argparse._ArgumentGroup, name: str, kind: Any, help: str) -> Non
     common: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": help}
     if kind == "bool":
         group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
+    elif name == "nodes":
+        group.add_argument(flag, type=_number_or_range, metavar="N", **common)
     elif kind in ("int", "int | None"):
         group.add_argument(flag, type=whole, metavar="N", **common)
     elif kind.startswith("Mapping"):
@@ -34,6 +36,10 @@ def _add(group: argparse._ArgumentGroup, name: str, kind: Any, help: str) -> Non
         group.add_argument(flag, action="append", metavar="TEXT", **common)
     else:
         group.add_argument(flag, metavar="TEXT", **common)
+
+
+def _number_or_range(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
 
 
 def read_options(options: argparse.Namespace, **defaults: Any) -> ClusterTarget:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from headway.errors import HeadwayError, UsageError
+from headway import schedulers
+from headway.errors import HeadwayError, RunLocked, UsageError
 from headway.launcher.program import JobFile, Program
 from headway.launcher.targets import ClusterTarget
 from headway.record.alerts import AlertChannels
@@ -17,6 +19,7 @@ from headway.run import Run
 from headway.run.info import read_json
 from headway.schedulers.base import JobIds, JobRequest
 from headway.system import files
+from headway.system.log import logger
 
 
 def check_target(target: ClusterTarget, *, is_array: bool = False) -> None:
@@ -53,9 +56,7 @@ def submit_runs(runs: Sequence[Run], programs: Sequence[Program], target: Cluste
         run.check_private()  # the scheduler and the job read what others could have put there
     if not is_array:
         ids = scheduler.submit(request, runs[0].job_script)
-        earlier = read_json(runs[0].submission_file) or {}
-        before = JobIds.from_submission(earlier)
-        _record(runs[0], ids, before=[*earlier.get("before", ()), before.number] if before else ())
+        _record(runs[0], ids, before=_jobs_before(runs[0]))
         return ids
     ids = scheduler.submit_array(request, runs[0].job_script, range(len(runs)))
     for index, run in enumerate(runs):
@@ -82,6 +83,38 @@ def submit_successor(run: Run, job: JobFile, ids: JobIds, env: Mapping[str, str]
         ) from error
     _record(run, successor, before=[ids.number])
     return successor
+
+
+def note_job(run: Run, ids: JobIds) -> None:
+    """Makes the job that has just started the job of its run, if somebody has submitted its script by hand.
+
+    The record of another job that is still there is left to that one: this start will be refused, or is its rival.
+    """
+    known = JobIds.from_submission(read_json(run.submission_file) or {})
+    if known is None or known.number == ids.number:
+        return
+    queued = schedulers.queue([known]).find(known)
+    if queued is not None and not queued.is_over:
+        return
+    with suppress(RunLocked), run.lock() as held:
+        if held.note:
+            logger.warning("%s", held.note)
+        set_end_aside(run)
+        _record(run, ids, before=_jobs_before(run))
+
+
+def set_end_aside(run: Run) -> None:
+    """Removes what a run says of the end of its last job, which another one follows."""
+    with files.storage(f"start {run.id} again"):
+        run.ended_file.unlink(missing_ok=True)
+        run.set_failure_aside(len(run.info()["attempts"]))
+
+
+def _jobs_before(run: Run) -> list[str]:
+    """The numbers of the jobs that a run has had so far."""
+    earlier = read_json(run.submission_file) or {}
+    last = JobIds.from_submission(earlier)
+    return [*earlier.get("before", ()), last.number] if last else []
 
 
 def _request(run: Run, target: ClusterTarget, directory: Path) -> JobRequest:

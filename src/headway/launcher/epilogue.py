@@ -76,7 +76,8 @@ def main(path: str, status: str, pid: str | None = None, *agents: str) -> int:
         try:
             run = Run.open_private(path)
             job = JobFile.read(run)
-            records = LaunchRecords(job.launch_directory(run, os.environ), size=job.target.nodes)
+            nodes = job.target.scheduler.node_count(os.environ) or job.target.node_range[1]
+            records = LaunchRecords(job.launch_directory(run, os.environ), size=nodes)
             step, staging = int(pid or 0), status != "--step"
             end = StepEnd(status=int(status)) if pid is None else None
             if status == "--prologue":
@@ -167,7 +168,7 @@ def _finish(
     except StorageError as error:  # it may be the cause itself; the job ends by that, and not by this
         logger.error("%s", error)
     if code:
-        print_last(summary(outcome, job.target.nproc))
+        print_last(summary(outcome, records.size * job.target.nproc_per_node))
     # an error of a rank comes again, and a node that is only slow to end is no reason to try
     kind = record.get("kind")
     lost_node = is_crash(outcome) and (kind == "lost" or (lost and kind == "vanished"))

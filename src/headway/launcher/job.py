@@ -135,10 +135,10 @@ class Job:
             with suppress(ProcessLookupError):  # it ended by itself, this moment
                 os.kill(submitted["pid"], signal.SIGTERM)
 
-    def resume(self, *, nodes: int | None = None) -> None:
+    def resume(self, *, nodes: int | str | None = None) -> None:
         """Starts a job that is over again, in its run directory: a `Pipeline` resumes from its newest checkpoint.
 
-        `nodes` is another number of nodes, for a script on a cluster.
+        `nodes` is another number of nodes, or a range such as "1-2", for a script on a cluster.
         """
         if not (now := self.status()).over:
             raise UsageError(f"{self.id} is {now.state}: only a job that is over can be started again")

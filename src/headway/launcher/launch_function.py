@@ -235,6 +235,11 @@ def _check(function: object, target: object, groups: Groups, count: int) -> None
             "launch takes the array itself, not its target: hw.launch(function, array=[{'lr': 1e-3}, {'lr': 3e-4}])"
         )
     if isinstance(target, ClusterTarget):
+        if len({*target.node_range}) > 1:
+            raise UsageError(
+                f"nodes={target.nodes!r}: a function has a result of each rank, so their number is fixed: give one "
+                "number of nodes, or submit a script with: headway submit"
+            )
         check_target(target, is_array=count > 1)
     if isinstance(target, Local):
         check_nproc(target.nproc * count)  # on this machine they run at the same time

@@ -14,6 +14,7 @@ from headway.launcher.agent.agent import Agent, check_nproc
 from headway.launcher.program import Program
 from headway.launcher.submit_script import Script, make_program, prepare_runs
 from headway.run import Run
+from headway.run.starts import record_start
 from headway.run.status import record_end
 from headway.system import environment
 from headway.system.log import logger
@@ -43,6 +44,7 @@ def run_sweep(
     failed = DONE
     for number, (run, values) in enumerate(zip(runs, settings, strict=True), start=1):
         logger.info(f"{number} of {len(runs)}: {sweep.label(values)} in {run.path}")
+        record_start(run)
         code = _run(run, make_program(run, script, values), nproc)
         record_end(run, code)
         failed = failed or code

@@ -24,6 +24,7 @@ from headway.launcher.agent.agent import Agent
 from headway.launcher.agent.node import team_of
 from headway.launcher.agent.team import Team
 from headway.launcher.agent.team_watch import BEAT_S
+from headway.launcher.enqueue import note_job
 from headway.launcher.program import JobFile
 from headway.run import Run
 from headway.run.info import read_json
@@ -41,6 +42,8 @@ def main(path: str) -> int:
         run = Run.open_private(path)
         job = JobFile.read(run)
         team, node = team_of(run, job, os.environ)
+        if node.index == 0:
+            note_job(run, job.ids(os.environ))
         with _showing_life(team, node.host):
             if job.target.doctor:
                 _examine(run, job)

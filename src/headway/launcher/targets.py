@@ -33,6 +33,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
 _MEMORY = re.compile(r"\d+[KMGT]?", re.IGNORECASE)
 _GPUS = re.compile(r"(?:[A-Za-z][\w.-]*:)?(\d+)")
+_NODES = re.compile(r"(\d+)(?:-(\d+))?")
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 _RESERVED_OPTIONS = (
     "job-name",
@@ -102,7 +103,8 @@ class ClusterTarget(Target):
     A subclass is a frozen dataclass; it declares as fields what its users may set, and keeps the rest as it is here.
     """
 
-    nodes: int = 1
+    nodes: int | str = 1
+    """how many, or a range such as "1-2" where the scheduler gives as many of them as are free"""
     array: tuple[str, ...] = ()
     array_limit: int | None = None
     setup: tuple[str, ...] = ()
@@ -130,9 +132,15 @@ class ClusterTarget(Target):
         """Settings under the scheduler's own names, for `JobRequest.options`."""
 
     @property
+    def node_range(self) -> tuple[int, int]:
+        """The least and the most nodes."""
+        least, _, most = str(self.nodes).partition("-")
+        return int(least), int(most or least)
+
+    @property
     def nproc(self) -> int:
-        """Number of ranks in all."""
-        return self.nodes * self.nproc_per_node
+        """Number of ranks in all; the most there may be, for a range of nodes."""
+        return self.node_range[1] * self.nproc_per_node
 
     def without_array(self) -> Self:
         """The same settings without the array: for one of its jobs that starts again."""
@@ -148,7 +156,8 @@ class ClusterTarget(Target):
             agent=(*module, "headway", "agent", "--run"),
             epilogue=(*module, "headway.launcher.epilogue"),
             prologue=(*module, "headway.launcher.prologue") if self.pre or self.doctor else None,
-            nodes=self.nodes,
+            nodes=self.node_range[0],
+            max_nodes=self.node_range[1],
             nproc_per_node=self.nproc_per_node,
             is_array=bool(self.array),
             array_limit=self.array_limit,
@@ -218,7 +227,7 @@ class Slurm(ClusterTarget):
     """
 
     kind: ClassVar[str] = "slurm"
-    nodes: int = option(1, "number of nodes")
+    nodes: int | str = option(1, "number of nodes, or a range: 1-2 takes as many of them as are free")
     gpus_per_node: int | str | None = option(None, "GPUs of each node: 8, or a100:8")
     ntasks_per_node: int | None = option(None, "ranks on each node (default: one per GPU, or one)")
     cpus_per_task: int | None = option(None, "CPUs of each rank")
@@ -253,7 +262,7 @@ class Slurm(ClusterTarget):
     max_restarts: int = option(0, "restarts on the same nodes after a crash, as long as each made progress")
 
     def __post_init__(self) -> None:
-        _at_least(1, self.nodes, "nodes")
+        self._set("nodes", _nodes(self.nodes))
         _at_least(1, self.ntasks_per_node, "ntasks_per_node")
         _at_least(1, self.cpus_per_task, "cpus_per_task")
         _at_least(1, self.array_limit, "array_limit")
@@ -410,6 +419,21 @@ def _plain(value: object) -> object:
 def _at_least(least: int, value: object, name: str) -> None:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
         raise UsageError(f"{name}={value!r:.80} must be a whole number of at least {least}")
+
+
+def _nodes(value: object) -> int | str:
+    """A number of nodes, or SLURM's form of a range.
+
+    >>> _nodes(2), _nodes("2"), _nodes("1-4"), _nodes("3-3")
+    (2, 2, '1-4', 3)
+    """
+    match = _NODES.fullmatch(str(value)) if isinstance(value, int | str) else None
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if isinstance(value, bool) or not 1 <= least <= most:
+        raise UsageError(
+            f"nodes={value!r:.80} must be a whole number of at least 1, or a range such as '1-2'"
+        )
+    return least if least == most else f"{least}-{most}"
 
 
 def _token(value: object, name: str) -> None:

@@ -1,11 +1,16 @@
 """The run directory: the one owner of every path in it, its lock, which run continues, code state, plain settings.
 
 `paths` names the files, `info` reads and writes run.json, `creation` makes a directory, `directory` holds `Run`. `lock`
-lets one process train at a time, `choice` decides which run to train in, `status` says where a run stands, `source`
-asks git about the code, and `plain` turns settings into plain values.
+lets one process train at a time, `choice` decides which run to train in, `status` says where a run stands, `starts`
+when its job was started, `source` asks git about the code, and `plain` turns settings into plain values.
 """
 
 from headway.run.creation import check_name as check_name, config_text as config_text
-from headway.run.directory import Run as Run, find_latest as find_latest, runs_under as runs_under
+from headway.run.directory import (
+    Run as Run,
+    find_latest as find_latest,
+    find_runs as find_runs,
+    runs_under as runs_under,
+)
 from headway.run.info import has_info as has_info
 from headway.run.paths import step_name as step_name

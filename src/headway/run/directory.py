@@ -354,6 +354,17 @@ def find_latest(root: str | os.PathLike[str] = "runs", *, name: str | None = Non
     return next(iter(runs_under(root, name=name)), None)
 
 
+def find_runs(place: str, root: str | os.PathLike[str] = "runs") -> list[Run]:
+    """Returns the run at a path; else those under `root` whose id begins with the text or ends with it.
+
+    >>> find_runs("x7k2")  # doctest: +SKIP
+    [Run(path=PosixPath('/home/me/runs/digits-2026.11.15-14.30-x7k2'), ...)]
+    """
+    if has_info(Path(place)):
+        return [Run.open(place)]
+    return [run for run in runs_under(root) if run.id.startswith(place) or run.id.endswith(f"-{place}")]
+
+
 def runs_under(
     root: str | os.PathLike[str] = "runs",
     *,

@@ -125,6 +125,11 @@ class RunPaths:
         return self.path / "doctor.json"
 
     @property
+    def starts_file(self) -> Path:
+        """When the job was started, and when each start ended."""
+        return self.path / "starts.jsonl"
+
+    @property
     def launch_dir(self) -> Path:
         return self.path / "launch"
 

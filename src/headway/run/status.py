@@ -20,6 +20,7 @@ from headway import schedulers
 from headway.errors import INTERRUPTED, TERMINATED, NoProgress, NoValidCheckpoint, Stopped, StorageError
 from headway.run import Run, lock
 from headway.run.info import newest_step, read_json
+from headway.run.starts import record_exit
 from headway.schedulers.base import JobIds, JobStatus, Queue
 from headway.system import files
 from headway.system.locks import ProcessIdentity
@@ -194,6 +195,7 @@ def record_end(run: Run, code: int, *, error: str | None = None) -> None:
     """
     if not run.is_ours():
         return
+    record_exit(run, code)
     now = datetime.now(UTC)
     facts = {
         "exit_code": code,

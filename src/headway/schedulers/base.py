@@ -114,6 +114,9 @@ class JobRequest:
     prologue: Sequence[str] | None = None
     """a command that each node runs before the agents, with the run directory; if it fails, no agent starts"""
     nodes: int = 1
+    """the number of nodes, or the least if `max_nodes` is larger"""
+    max_nodes: int | None = None
+    """the most nodes, as many of which as are free the job gets; None for as many as `nodes`"""
     nproc_per_node: int = 1
     """the number of ranks that an agent starts on its node"""
     is_array: bool = False
@@ -203,6 +206,10 @@ class Scheduler(ABC):
     @abstractmethod
     def node(self, environ: Mapping[str, str]) -> AllocatedNode | None:
         """The node on which a process runs that `step_command` has started; None for other processes."""
+
+    def node_count(self, environ: Mapping[str, str]) -> int | None:  # noqa: ARG002
+        """Returns how many nodes the job of this environment was given; None if it has as many as it asked for."""
+        return None
 
     @abstractmethod
     def end_time(self, environ: Mapping[str, str]) -> float | None:

@@ -18,11 +18,13 @@ from typing import Any, final
 from headway import schedulers
 from headway.errors import HeadwayError, UsageError
 from headway.launcher import sweep
-from headway.run import Run, has_info, lock, runs_under
+from headway.run import Run, find_runs, lock, runs_under
 from headway.run.info import read_json
+from headway.run.starts import Start, last_output, read_starts
 from headway.run.status import Status, status
 from headway.schedulers.base import JobIds, Queue
 from headway.system import jsonlines
+from headway.system.text import plural
 
 _HEARTBEAT_WAIT_S = 2.5 * lock.HEARTBEAT_S
 
@@ -134,19 +136,16 @@ def resolve(places: Sequence[str], root: str | os.PathLike[str] = "runs") -> lis
 
 
 def _resolve_one(place: str, root: str | os.PathLike[str]) -> list[Run]:
-    if has_info(Path(place)):
-        first = Run.open(place)
-    else:
-        here = [run for run in runs_under(root) if run.id.startswith(place) or run.id.endswith(f"-{place}")]
-        sweeps = {member.sweep for run in here if (member := sweep.member(run))}
-        if len(here) > 1 and len(sweeps) == 1 and all(sweep.member(run) for run in here):
-            here = here[-1:]  # one sweep, named by the common part of its ids
-        if len(here) != 1:
-            count = f"{len(here)} runs" if here else "no run"
-            raise UsageError(
-                f"{place!r} matches {count} in {root}; give the path of a run, or more of its id"
-            )
-        first = here[0]
+    here = find_runs(place, root)
+    sweeps = {member.sweep for run in here if (member := sweep.member(run))}
+    if len(here) > 1 and len(sweeps) == 1 and all(sweep.member(run) for run in here):
+        here = here[-1:]  # one sweep, named by the common part of its ids
+    if len(here) != 1:
+        raise UsageError(
+            f"{place!r} matches {plural(len(here), 'run') if here else 'no run'} in {root}; give the path of a run, or "
+            "more of its id"
+        )
+    first = here[0]
     member = sweep.member(first)
     if member is None or member.sweep != first.id:
         return [first]
@@ -159,13 +158,15 @@ def _summary(run: Run, queue: Queue, submitted: Mapping[str, Any]) -> RunSummary
     attempts = info["attempts"]
     now = status(run, queue, info)
     last = last_metrics(run)
+    starts = [] if attempts else read_starts(run)  # a function, or a script without a pipeline
     return RunSummary(
         run=run,
         status=now,
         created=datetime.fromisoformat(info["created"]),
-        started=datetime.fromisoformat(attempts[-1]["started"]) if attempts else None,
-        seconds=sum(_seconds(run, at, attempts, now) for at in range(len(attempts))),
-        attempts=len(attempts),
+        started=_started(attempts, starts),
+        seconds=sum(_seconds(run, at, attempts, now) for at in range(len(attempts)))
+        + sum(_start_seconds(run, each, now) for each in starts),
+        attempts=len(attempts) or len(starts),
         step=last.get("step"),
         job=_job(submitted, attempts),
         sweep=sweep.member(run),
@@ -185,6 +186,20 @@ def _seconds(run: Run, at: int, attempts: Sequence[Mapping[str, Any]], now: Stat
     else:
         until = math.inf
     return max(0.0, last_row_time(run, before=until) - begin.timestamp())
+
+
+def _started(attempts: Sequence[Mapping[str, Any]], starts: Sequence[Start]) -> datetime | None:
+    if attempts:
+        return datetime.fromisoformat(attempts[-1]["started"])
+    return datetime.fromtimestamp(starts[-1].began, UTC) if starts else None
+
+
+def _start_seconds(run: Run, start: Start, now: Status) -> float:
+    """Seconds of a start so far. One that was killed has no end: it counts up to its last output."""
+    if start.ended is not None:
+        return max(0.0, start.ended - start.began)
+    until = time.time() if now.state == "running" else last_output(run) or start.began
+    return max(0.0, until - start.began)
 
 
 def last_row_time(run: Run, *, before: float) -> float:

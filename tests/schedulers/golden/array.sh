@@ -8,6 +8,12 @@
 #SBATCH --no-requeue
 
 run='/data/my runs/x-1'/"$SLURM_ARRAY_TASK_ID"
+# Submitted by hand, SLURM writes elsewhere: the output goes where that of the other starts is.
+log="$run"/log/job.txt
+if ! [ /proc/self/fd/1 -ef "$log" ] && { : >> "$log"; } 2> /dev/null; then
+  echo "the output goes to $log"
+  exec >> "$log" 2>&1
+fi
 # One agent per node starts the ranks there. `--wait=0`: nodes that end early do not hurry the others.
 srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 --wait=0 \
   /opt/venv/bin/python -P -m headway agent --run "$run" &

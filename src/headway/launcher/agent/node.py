@@ -12,8 +12,10 @@ from headway.dist.rendezvous import file_rendezvous
 from headway.errors import UsageError
 from headway.launcher.agent.agent import Agent
 from headway.launcher.agent.team import Team
+from headway.launcher.enqueue import note_job
 from headway.launcher.program import JobFile
 from headway.run import Run
+from headway.run.starts import record_start
 from headway.schedulers.base import AllocatedNode
 from headway.system import environment
 
@@ -23,6 +25,10 @@ def run_submitted(path: str) -> int:
     run = Run.open_private(path)
     job = JobFile.read(run)
     team, node = team_of(run, job, os.environ)
+    if node.index == 0:
+        ids = job.ids(os.environ)
+        note_job(run, ids)
+        record_start(run, job=ids.number)
     return Agent(
         job.program.command,
         nproc=job.program.nproc,

@@ -18,6 +18,7 @@ from headway.launcher.agent.agent import Agent
 from headway.launcher.functions.worker import Call
 from headway.launcher.targets import Local, Mpi
 from headway.run import Run
+from headway.run.starts import record_start
 from headway.run.status import record_end
 from headway.system import environment
 from headway.system.log import install_handler
@@ -29,6 +30,7 @@ def main(argv: Sequence[str]) -> int:
     target = Mpi.from_dict(facts) if facts["kind"] == Mpi.kind else Local.from_dict(facts)
     command = [sys.executable, "-P", "-m", "headway.launcher.functions.worker", str(run.path)]
     environ = os.environ | target.env | {environment.RUN: str(run.path)}
+    record_start(run)
     try:
         if isinstance(target, Mpi):
             code = _mpirun(target, command, environ)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from headway.errors import UsageError
 from headway.launcher.code import snapshot
-from headway.launcher.enqueue import check_target, submit_runs
+from headway.launcher.enqueue import check_target, set_end_aside, submit_runs
 from headway.launcher.program import JobFile, Program
 from headway.launcher.targets import ClusterTarget
 from headway.run import Run
@@ -61,7 +61,7 @@ def worker_program(run: Run, target: ClusterTarget, cwd: Path) -> Program:
     )
 
 
-def restart(run: Run, *, nodes: int | None = None) -> None:
+def restart(run: Run, *, nodes: int | str | None = None) -> None:
     """Starts a job that is over again, in its run directory, with the code it had; on `nodes` nodes, if given."""
     run.check_private()
     job = JobFile.read(run) if run.job_file.exists() else None
@@ -73,11 +73,10 @@ def restart(run: Run, *, nodes: int | None = None) -> None:
             )
         target = replace(target, nodes=nodes)  # type: ignore[type-var]
         check_target(target)
-    with run.lock() as held, files.storage(f"start {run.id} again"):
+    with run.lock() as held:
         if held.note:
             logger.warning("%s", held.note)
-        run.ended_file.unlink(missing_ok=True)
-        run.set_failure_aside(len(run.info()["attempts"]))
+        set_end_aside(run)
     if job and target:
         submit_runs([run], [job.program], target)
     else:

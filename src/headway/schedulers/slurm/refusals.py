@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from headway.errors import HeadwayError, UsageError
 from headway.schedulers.base import JobRequest
 from headway.schedulers.slurm.client import SlurmClient
+from headway.schedulers.slurm.script import node_range
 
 
 def refusal(complaint: str, request: JobRequest, client: SlurmClient) -> HeadwayError:
@@ -57,7 +58,7 @@ def _time(request: JobRequest, client: SlurmClient) -> str:
 
 def _nodes(request: JobRequest, client: SlurmClient) -> str:
     options = request.options
-    wanted = f"{request.nodes} nodes" if request.nodes > 1 else "a node"
+    wanted = f"{node_range(request)} nodes" if node_range(request) != "1" else "a node"
     needs = [f"{request.nproc_per_node * (options.get('cpus-per-task') or 1)} CPUs"]
     if options.get("gpus-per-node"):
         needs.append(f"{options['gpus-per-node']} GPUs")
@@ -81,7 +82,9 @@ def _feature(request: JobRequest, client: SlurmClient) -> str:
 
 def _limits(request: JobRequest, _: SlurmClient) -> str:
     time = request.options.get("time")
-    wanted = f"{request.nodes} nodes x {request.nproc_per_node} tasks" + (f" for {time}" if time else "")
+    wanted = f"{node_range(request)} nodes x {request.nproc_per_node} tasks" + (
+        f" for {time}" if time else ""
+    )
     see = f"sacctmgr show assoc user={getpass.getuser()}"
     return f"SLURM's limits for you or this partition forbid {wanted}; ask for less, or see: {see}"
 

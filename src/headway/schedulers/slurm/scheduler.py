@@ -68,6 +68,10 @@ class SlurmScheduler(Scheduler):
             cpus=int(cpus) if cpus.isdecimal() and int(cpus) else None,
         )
 
+    def node_count(self, environ: Mapping[str, str]) -> int | None:
+        given = environ.get("SLURM_JOB_NUM_NODES", "")
+        return int(given) if given.isdecimal() else None
+
     def end_time(self, environ: Mapping[str, str]) -> float | None:
         began, end = self._times(environ)
         return None if end is None else end + self._clock_error_s(began)

@@ -18,6 +18,12 @@ _TEXT = """\
 {directives}
 {setup}
 run={quoted_run}
+# Submitted by hand, SLURM writes elsewhere: the output goes where that of the other starts is.
+log="$run"/{log}
+if ! [ /proc/self/fd/1 -ef "$log" ] && {{ : >> "$log"; }} 2> /dev/null; then
+  echo "the output goes to $log"
+  exec >> "$log" 2>&1
+fi
 {steps}"""
 
 _AGENTS = """\
@@ -56,6 +62,7 @@ def job_script(request: JobRequest) -> str:
         directives="\n".join(f"#SBATCH {option}" for option in options(request)),
         setup="".join(f"\n{line}" for line in request.setup) + ("\n" if request.setup else ""),
         quoted_run=path,
+        log=_quoted(str(request.log)),
         steps=steps,
     )
 
@@ -66,9 +73,10 @@ def options(request: JobRequest) -> list[str]:
     They are in the script, and on sbatch's command line as well: a user's SBATCH_* variables override the script.
     """
     given: dict[str, object] = {
-        "nodes": request.nodes,
+        "nodes": node_range(request),
         "ntasks-per-node": request.nproc_per_node,
         **request.options,
+        **(_per_node(request) if _is_range(request) else {}),
         "open-mode": "append",
         # to the steps, where the ranks are: not B:. A Pipeline watches the clock itself; scripts with a loop of their
         # own, and the copying of data before the ranks start, know only by this that their time is nearly over
@@ -91,9 +99,10 @@ def step_command(request: JobRequest) -> list[str]:
     """srun with its options: one task per node, which has all that the job was given there."""
     per_rank = request.options.get("cpus-per-task")
     cpus = per_rank and per_rank * request.nproc_per_node
+    nodes = '"$SLURM_JOB_NUM_NODES"' if _is_range(request) else request.nodes  # as many as the job was given
     given = {
-        "nodes": request.nodes,
-        "ntasks": request.nodes,
+        "nodes": nodes,
+        "ntasks": nodes,
         "ntasks-per-node": 1,
         "cpus-per-task": cpus,
         "cpu-bind": None if cpus else "none",  # the site decides how many CPUs; the one task may use them all
@@ -101,6 +110,24 @@ def step_command(request: JobRequest) -> list[str]:
         "wait": 0,
     }
     return ["srun", *(_option(name, value) for name, value in given.items() if value is not None)]
+
+
+def node_range(request: JobRequest) -> str:
+    """The number of nodes as sbatch takes it: 2, or 1-2."""
+    return f"{request.nodes}-{request.max_nodes}" if _is_range(request) else str(request.nodes)
+
+
+def _is_range(request: JobRequest) -> bool:
+    return request.max_nodes not in (None, request.nodes)
+
+
+def _per_node(request: JobRequest) -> dict[str, object]:
+    """What each node of a range must have.
+
+    Tasks are not counted: SLURM notes their number at the first start, and would wait for as many when it requeues.
+    """
+    cpus = request.options.get("cpus-per-task") or 1
+    return {"ntasks-per-node": None, "cpus-per-task": None, "mincpus": cpus * request.nproc_per_node}
 
 
 def _task_list(tasks: Sequence[int]) -> str:
