@@ -279,7 +279,7 @@ def check_refusal(case: str, folder: Path, limit_s: float) -> None:
         ({"val_every": "often"}, "val_every='often' is not a valid interval: give steps"),
         (
             {"val_every": 500},
-            'val_every=500 could mean steps or epochs: give "500 steps" or "500 epochs", or None for no validation',
+            'val_every=500 could mean steps or epochs: give "500 steps" or "500 epochs", a part',
         ),
         ({"val_every": 0}, "val_every=0 could mean steps or epochs"),
         ({"on_nan": "pray"}, 'on_nan=\'pray\' is unknown: use "stop" or "skip"'),

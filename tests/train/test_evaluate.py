@@ -43,13 +43,17 @@ def by_hand(net: torch.nn.Module, batches: Batches) -> tuple[float, float]:
     return F.cross_entropy(logits, y).item(), (logits.argmax(1) == y).float().mean().item()
 
 
-def test_several_sets_and_a_validation_before_the_first_step(tmp_path: Path) -> None:
+def test_several_sets_and_a_validation_before_the_first_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pipe = make_pipe(tmp_path)
     pipe.register_dataset("train", Batches(4))
     pipe.register_dataset("val", Batches(3, rank=1, sizes=lambda number: 16 - 5 * number))
     pipe.register_dataset("ood", Batches(2, rank=2))
     pipe.append_stage(TwoSets(val_at_start=True, val_every="2 epochs"), max_epochs=2)
     run = pipe.run()
+    shown = [line for line in capsys.readouterr().err.splitlines() if line.startswith("twosets:")]
+    assert shown[0].startswith("twosets: epoch 1/2, step 0, val/loss "), "it is on the screen, too"
     rows = list(jsonlines.read(run.metrics_file(0)))
     first, last = (row for row in rows if row["kind"] == "validation")
     assert (first["step"], last["step"]) == (0, 8)
@@ -217,6 +221,35 @@ def test_evaluations_are_the_same_on_three_ranks(parallel: str, runs: Path, tmp_
     check_evaluations(runs, tmp_path, parallel=parallel)
 
 
+def test_the_weights_are_those_that_the_run_validated_with(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether this pipeline averages weights or not; the word "raw" and ema=False are for those that were trained."""
+    run = shared_run(runs)
+    labels = torch.stack([y for _, y in Samples()])  # type: ignore[misc]
+    losses = {
+        part: F.cross_entropy(logits_of(saved_net(run, 4, part)), labels).item()
+        for part in ("averages", "models")
+    }
+    assert losses["averages"] != pytest.approx(losses["models"], rel=1e-3)
+    short = run.id.rpartition("-")[2]
+    raw = hw.checkpoint.Weights(run, ema=False)
+    for model in ({}, {"ema": 0.9}):
+        for weights, part in (("last", "averages"), (short, "averages"), ("raw", "models"), (raw, "models")):
+            pipe = fresh(runs, **model)
+            found = pipe.test(Predicting(), loader(), weights=weights, run=short)  # type: ignore[arg-type]
+            assert found["test/loss"] == pytest.approx(losses[part], rel=1e-6), (model, weights)
+            said = capsys.readouterr().out
+            word = " (averaged)" if part == "averages" else ""
+            assert said.startswith(f"test, weights {run.checkpoint_dir(4)}{word}: test/accuracy"), said
+            row = list(jsonlines.read(run.eval_file("test")))[-1]
+            assert row["averaged"] == (["net"] if part == "averages" else [])
+    began = fresh(runs, init_from=short).registered_models["net"].bare
+    assert all(
+        map(torch.equal, began.state_dict().values(), saved_net(run, 4, "models").state_dict().values())
+    )
+
+
 @pytest.mark.parametrize("kind", ["tensor", "dict", "list"])
 def test_a_prediction_that_was_cut_off_continues(
     kind: str, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -244,7 +277,7 @@ def test_a_prediction_that_was_cut_off_continues(
         assert found["label"].equal(found["logits"].argmax(1)) and len(found["label"]) == SAMPLES
     if kind == "list":
         rows = list(jsonlines.read(path))
-        labels = logits_of(saved_net(shared_run(runs), 4, "models")).argmax(1)
+        labels = logits_of(saved_net(shared_run(runs), 4)).argmax(1)
         assert rows == [{"index": n, "label": int(label)} for n, label in enumerate(labels)]
 
 
@@ -262,7 +295,7 @@ def test_a_sharded_prediction_that_was_cut_off_continues(runs: Path, tmp_path: P
     stage = Predicting()
     path = fresh(runs, parallel="fsdp").predict(stage, data, tmp_path / "logits.npy")
     assert stage.calls == 1
-    expected = logits_of(saved_net(shared_run(runs), 4, "models")).numpy()
+    expected = logits_of(saved_net(shared_run(runs), 4)).numpy()
     np.testing.assert_allclose(np.load(path), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -301,7 +334,7 @@ def test_a_prediction_that_was_killed_continues_on_other_ranks(runs: Path, tmp_p
     stage = Predicting()
     path = fresh(runs).predict(stage, loader(), tmp_path / "logits.npy")
     assert stage.calls == 6  # 11 samples are left, for one rank
-    expected = logits_of(saved_net(shared_run(runs), 4, "models")).numpy()
+    expected = logits_of(saved_net(shared_run(runs), 4)).numpy()
     np.testing.assert_allclose(np.load(path), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -350,7 +383,9 @@ def test_a_prediction_with_other_weights_is_not_taken_for_this_one(runs: Path, t
             net.first.weight.mul_(3)  # type: ignore[union-attr,operator]
         torch.save({"state_dict": net.state_dict(), "epoch": 3}, file)
         other = (
-            hw.checkpoint.Weights(weights.source) if isinstance(weights, hw.checkpoint.Weights) else weights
+            hw.checkpoint.Weights(weights.source, ema=False)
+            if isinstance(weights, hw.checkpoint.Weights)
+            else weights
         )
         with pytest.raises(UsageError, match="exists already"):
             pipe.predict(stage, loader(), out, weights=other)
@@ -370,6 +405,80 @@ def test_a_prediction_of_an_edited_stage_is_not_taken_for_this_one(runs: Path, t
     assert pipe.predict(Before(), loader(), out) == out
     with pytest.raises(UsageError, match="exists already"):
         pipe.predict(After(), loader(), out)
+
+
+class Noisy(Samples):
+    """Draws from a generator of its own: no two loads of a sample are the same."""
+
+    generator = torch.Generator().manual_seed(1)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = super().__getitem__(index)
+        return x + torch.rand((), generator=self.generator), y
+
+
+def test_a_prediction_of_other_samples_is_not_taken_for_this_one(runs: Path, tmp_path: Path) -> None:
+    """An own dataset of the same length; of the samples that may be looked at, the first, middle and last differ."""
+    for workers in (0, 1):
+        pipe, out = fresh(runs), tmp_path / f"{workers}.npy"
+
+        def load(dataset: Any, workers: int = workers) -> Any:
+            return hw.data.DataLoader(dataset, batch_size=8, num_workers=workers)
+
+        before = torch.get_rng_state()
+        assert pipe.predict(Predicting(), load(Samples()), out) == out
+        assert torch.equal(before, torch.get_rng_state()), "looking at samples draws no numbers of the model"
+        assert pipe.predict(Predicting(), load(Samples()), out) == out
+        for index in (0, SAMPLES // 2, SAMPLES - 1):
+            changed = Samples()
+            changed.x[index, 0] += 1
+            with pytest.raises(UsageError, match="exists already"):
+                pipe.predict(Predicting(), load(changed), out)
+    noisy = pipe.predict(Predicting(), load(Noisy()), tmp_path / "noisy.npy")
+    assert pipe.predict(Predicting(), load(Noisy()), noisy) == noisy, "what is never the same says nothing"
+
+
+def packed(folder: Path) -> Path:
+    """The samples in shards of a few."""
+    if hw.rank() == 0:
+        samples = [{"__key__": f"{n:03d}", "npy": Samples().x[n].numpy()} for n in range(SAMPLES)]
+        hw.data.pack(samples, folder, shard_size=10240)
+    hw.barrier()
+    assert len(list(folder.glob("*.tar"))) > 2
+    return folder
+
+
+class OfShards(Predicting):
+    def predict(self, batch: Any) -> Any:
+        return super().predict([batch["npy"]])
+
+
+@ranks(2)
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_shards_are_predicted_in_their_order_on_several_ranks(
+    parallel: str, runs: Path, tmp_path: Path
+) -> None:
+    where = Path(hw.broadcast_object(str(tmp_path)))
+    folder = packed(where / "shards")
+
+    def load(**settings: Any) -> hw.data.ShardLoader:
+        return hw.data.ShardLoader(folder, batch_size=4, **settings)
+
+    stage, out = OfShards(), where / "logits.npy"
+    stage.fails_at = 3
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(output, "COMMIT_S", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            fresh(runs, parallel=parallel).predict(stage, load(shuffle=False), out)
+    hw.barrier()
+    stage = OfShards()
+    fresh(runs, parallel=parallel).predict(stage, load(shuffle=False), out)
+    assert stage.calls == 1, "16 samples were there, and 7 are left for both"
+    expected = logits_of(saved_net(shared_run(runs), 4)).numpy()
+    np.testing.assert_allclose(np.load(out), expected, rtol=1e-5, atol=1e-6)
+    for settings in ({}, {"shuffle": False, "tail": "pad"}):
+        with pytest.raises(UsageError, match="make the ShardLoader with shuffle=False"):
+            fresh(runs, parallel=parallel).predict(OfShards(), load(**settings), where / "b.npy")
 
 
 class ValidatingInHooks(Predicting):
@@ -414,6 +523,11 @@ def test_every_stage_gets_its_hooks(runs: Path) -> None:
         assert len(calls) == number
 
 
+class Summing(Predicting):
+    def predict(self, batch: Any) -> Any:
+        return super().predict(batch).sum()
+
+
 def test_what_cannot_be_evaluated_is_said(runs: Path, tmp_path: Path) -> None:
     pipe, stage = fresh(runs), Predicting()
     for call, message in (
@@ -435,6 +549,14 @@ def test_what_cannot_be_evaluated_is_said(runs: Path, tmp_path: Path) -> None:
         ),
         (lambda: pipe.predict(Classify(), loader(), tmp_path / "a.npy"), "define predict"),
         (lambda: pipe.predict(stage, loader(), tmp_path / "no" / "a.npy"), "no directory .* mkdir -p"),
+        (
+            lambda: pipe.predict(Summing(), loader(), tmp_path / "a.npy"),
+            r"of shape \(\): return a row for each",
+        ),
+        (
+            lambda: pipe.predict(Summing(), loader(), tmp_path / "a.safetensors"),
+            r"'summing' returned tensors of shape \(\)",
+        ),
         (lambda: pipe.predict(stage, iter([1]), tmp_path / "a.npy"), "number of samples is not known"),
     ):
         with pytest.raises(UsageError, match=message):

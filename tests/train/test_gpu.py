@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
-from toys import FEATURES, Batches, make_net, make_pipe, sgd
+from toys import FEATURES, Batches, make_net, make_pipe, sgd, warm_up
 
 from headway.errors import HeadwayError
 from headway.train import Fsdp, TrainValStage
@@ -62,6 +62,58 @@ def test_between_log_points_the_host_does_not_wait(precision: str, tmp_path: Pat
         torch.cuda.set_sync_debug_mode("default")
     assert pipe.device.type == "cuda"
     assert len(pipe.history.points("train/loss")) == 6
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_in_fp16_a_fused_optimizer_with_a_scheduler_does_not_make_the_host_wait(tmp_path: Path) -> None:
+    """And the numbers are those of a loop by hand, with overflows in it, that asks after each step."""
+    overflows = (3, 4, 33)
+
+    def adam(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.01, fused=True)
+
+    def flat(x: Tensor, number: int) -> Tensor:
+        return x * (1e6 if number in overflows else 1.0)  # too large for fp16
+
+    batches = [(flat(x, number), y) for number, (x, y) in enumerate(Batches(60))]
+    net = make_net(dropout=0.0).cuda()
+    optimizer, scaler = adam(net.parameters()), torch.amp.GradScaler("cuda")
+    scheduler, average = warm_up(optimizer), [p.detach().clone() for p in net.parameters()]
+    for x, y in batches:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.float16):
+            loss = F.cross_entropy(net(x.cuda()).float().nan_to_num(1e30), y.cuda())
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        before = scaler.get_scale()
+        scaler.update()
+        if scaler.get_scale() >= before:
+            scheduler.step()
+            for mean, p in zip(average, net.parameters(), strict=True):
+                mean.lerp_(p.detach(), 1 - 0.9)
+
+    class Tamed(Quiet):
+        def step(self, batch: Any) -> Tensor:
+            logits = self.models["net"](batch[0]).float()
+            return F.cross_entropy(logits.nan_to_num(1e30), batch[1])
+
+    pipe = make_pipe(tmp_path, net=make_net(dropout=0.0), optimizer=adam, scheduler=warm_up, ema=0.9)
+    pipe.register_dataset("train", [(x.pin_memory(), y.pin_memory()) for x, y in batches])
+    stage = Tamed(precision="fp16", log_every=10)
+    stage.watched = True
+    pipe.append_stage(stage, max_epochs=1)
+    try:
+        pipe.run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert scheduler.last_epoch < 60, "the case has overflows"
+    assert pipe.schedulers["sgd"].last_epoch == scheduler.last_epoch
+    registered = pipe.registered_models["net"]
+    assert registered.ema is not None
+    for ours, truth in zip(registered.bare.parameters(), net.parameters(), strict=True):
+        assert torch.equal(ours, truth)
+    for ours, truth in zip(registered.ema.state_dict().values(), average, strict=True):
+        torch.testing.assert_close(ours, truth, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

@@ -128,38 +128,12 @@ def flat(made: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
 
 
 WHOLE = "give a whole number of at least 1"
-BATCHES = "give a whole number of batches of at least 1, or None for all"
+BATCHES = "give a whole number of batches of at least 1, a part of them such as 0.1, or None for all"
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "accumulate as text": (settings(accumulate="2"), f"accumulate='2': {WHOLE}"),
-    "half a batch": (settings(accumulate=1.5), f"accumulate=1.5: {WHOLE}"),
     "yes": (settings(max_skips=True), f"max_skips=True: {WHOLE}"),
     "never a log point": (settings(log_every=None), f"log_every=None: {WHOLE}"),
     "never, by hand": (lambda _: Own(log_every=None), f"log_every=None: {WHOLE}"),  # type: ignore[arg-type]
-    "a fraction": (settings(limit_train_batches=0.1), f"limit_train_batches=0.1: {BATCHES}"),
-    "part of an epoch": (
-        settings(val_every=0.25),
-        'val_every=0.25 is a part of an epoch: give steps, such as "500 steps"',
-    ),
-    "epochs as text": (
-        lambda folder: make_pipe(folder).append_stage(Classify(), max_epochs="3"),  # type: ignore[arg-type]
-        f"max_epochs='3': {WHOLE}",
-    ),
-    "a class": (
-        lambda folder: make_pipe(folder).register_model("b", nn.Linear),  # type: ignore[arg-type]
-        "model 'b' is the class Linear: register an instance, such as Linear(...)",
-    ),
-    "misspelled": (
-        stage_with(step=lambda self, _: self.models["nett"]),
-        "'nett' is not a valid model of the pipeline (did you mean 'net'?); valid: net",
-    ),
-    "misspelled in validation": (
-        stage_with(val_step=lambda self, _: self.models["nett"]),
-        "'nett' is not a valid model of the pipeline (did you mean 'net'?); valid: net",
-    ),
-    "a collection without a name": (
-        lambda _: Classify().add_metric(torchmetrics.MetricCollection([torchmetrics.MeanMetric()])),  # type: ignore[arg-type]
-        "add_metric got a MetricCollection instead of a name: give both, such as",
-    ),
     "which ranks": (settings(uneven="most"), "uneven='most' is unknown: use"),
     "minus one": (settings(limit_val_batches=-1), f"limit_val_batches=-1: {BATCHES}"),
     "no batch": (settings(limit_val_batches=0), f"limit_val_batches=0: {BATCHES}"),
@@ -173,10 +147,6 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         "gradient_clip()=-1: give a norm above 0, or None",
     ),
     "keep a number": (checkpoints(keep_best=1), "keep_best=1 is not valid: give a metric such as"),
-    "resume yes": (
-        checkpoints(resume=True),
-        'resume=True is not valid: use "auto", "never", "must" or a run directory',
-    ),
     "background": (checkpoints(background="no"), "background='no' is not valid: give True or False"),
     "when": (
         optimizer(sgd, scheduler=flat, every="epok"),

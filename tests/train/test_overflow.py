@@ -16,6 +16,7 @@ from toys import Batches, make_net, warm_up
 import headway as hw
 from headway.testing import ranks
 from headway.train import Pipeline, TrainValStage
+from headway.train.model.precision import HostReadback, MixedPrecision
 
 BATCHES, DECAY = 12, 0.9
 OVERFLOWS = (3, 4, 9)  # of the batches, counted from 0
@@ -42,7 +43,11 @@ class Half(TrainValStage):
     def pre_stage(self) -> None:
         self.rates: list[float] = []
 
+    fails_at = -1
+
     def step(self, batch: Any) -> Tensor:
+        if self.steps_done == self.fails_at:
+            raise KeyboardInterrupt  # right after the checkpoint of the step before
         self.rates.append(self.optimizers()[0].param_groups[0]["lr"])
         return loss_of(self.models["net"], batch)
 
@@ -87,7 +92,7 @@ def by_hand(net: nn.Module, batches: Overflowing, *, accumulate: int, clip: floa
     }
 
 
-def compare(folder: Path, *, accumulate: int, clip: float | None, rank: int) -> None:
+def compare(folder: Path, *, accumulate: int, clip: float | None, rank: int, ahead: bool = False) -> None:
     net = make_net(dropout=0.0)
     hand = by_hand(net, Overflowing(BATCHES, rank=rank), accumulate=accumulate, clip=clip)
     pipe = Pipeline(name="toy", root=folder)
@@ -100,7 +105,8 @@ def compare(folder: Path, *, accumulate: int, clip: float | None, rank: int) -> 
 
     registered, optimizer = pipe.registered_models["net"], pipe.optimizers["adam"]
     assert hand["skipped"] == 3, "the case has overflows"
-    assert stage.rates == hand["rates"], "the scheduler stands still with the optimizer"
+    if not ahead:
+        assert stage.rates == hand["rates"], "the scheduler stands still with the optimizer"
     assert pipe.schedulers["adam"].last_epoch == hand["scheduler"].last_epoch
     assert pipe.steps_done == BATCHES // accumulate, "a skipped step is a step"
     for ours, theirs in zip(registered.bare.parameters(), net.parameters(), strict=True):
@@ -129,6 +135,46 @@ CASES = [(1, None), (1, 0.5), (2, None), (2, 0.5)]
 def test_one_process_equals_a_loop_by_hand(accumulate: int, clip: float | None, tmp_path: Path) -> None:
     hw.init()
     compare(tmp_path, accumulate=accumulate, clip=clip, rank=0)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("log_every", [1, 5])
+def test_a_host_that_runs_ahead_of_the_device_decides_later_and_alike(
+    log_every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with fused optimizers on a GPU: whether a step overflowed is read before the next update, or a save."""
+    hw.init()
+    monkeypatch.setattr(MixedPrecision, "runs_ahead", lambda *_: True)
+    reads: list[int] = []
+    read = HostReadback.read
+    monkeypatch.setattr(HostReadback, "read", lambda copy: (reads.append(1), read(copy))[1])
+    compare(tmp_path, accumulate=1, clip=None, rank=0, ahead=True)
+    assert len(reads) == BATCHES, "each step once"
+
+    def train(name: str, *, fails_at: int = -1) -> Pipeline:
+        pipe = Pipeline(name=name, root=tmp_path)
+        pipe.register_model("net", make_net(dropout=0.0), ema=DECAY)
+        pipe.register_optimizer("adam", adam, scheduler=warm_up)
+        pipe.register_dataset("train", Overflowing(BATCHES))
+        stage = Half(precision="fp16", log_every=log_every)
+        stage.fails_at = fails_at
+        pipe.append_stage(stage, max_epochs=1)
+        pipe.enable_checkpointing(every=1, background=False)
+        if fails_at < 0:
+            pipe.run()
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                pipe.run()
+        return pipe
+
+    whole = train("whole").state_dict()
+    for at in (4, 5, 7):  # the checkpoints of a step that overflowed, of the next one, and of another
+        train(f"at-{at}", fails_at=at)
+        again = train(f"at-{at}").state_dict()
+        assert again["schedulers"] == whole["schedulers"]
+        for part in ("models", "averages"):
+            for name, tensor in whole[part]["net"].items():
+                assert torch.equal(again[part]["net"][name], tensor), (part, name)
 
 
 @ranks(2)

@@ -62,6 +62,9 @@ def test_of_two_ranks_the_slower_one_is_named() -> None:
     told = [stragglers.observe([1.4, 1.0], whole=3.0) for _ in range(3)]
     assert told[2] is not None and told[2].startswith("rank 0 is slower than the others")
     assert told[2].endswith("now 1.40 s against 1.00 s")
+    brief = Stragglers()
+    told = [brief.observe([0.0021, 0.0004], whole=0.003) for _ in range(3)]
+    assert told[2] is not None and told[2].endswith("now 2.1 ms against 0.4 ms")
 
 
 def test_what_costs_nothing_is_not_worth_a_word() -> None:

@@ -20,7 +20,7 @@ def parse_metric(setting: str, value: object) -> tuple[str, Literal["min", "max"
     (('val/loss', None), ('val/accuracy', 'max'))
     """
     which, _, name = value.rpartition(":") if isinstance(value, str) else ("", "", "")
-    if which not in ("", "min", "max") or not name:
+    if which not in ("", "min", "max") or name in ("", "min", "max"):
         raise UsageError(
             f'{setting}={value!r} is not valid: give a metric such as "val/loss" or "max:val/accuracy"'
         )
@@ -45,7 +45,9 @@ class CheckpointSettings:
 
     def __post_init__(self) -> None:
         given: dict[str, object] = vars(self)  # a caller without a type checker may pass anything
-        if not isinstance(given["resume"], str | Path):
+        resume = given["resume"]
+        word = isinstance(resume, str) and "/" not in resume and resume not in ("auto", "never", "must")
+        if not isinstance(resume, str | Path) or (word and not Path(resume).exists()):
             raise UsageError(
                 f'resume={self.resume!r} is not valid: use "auto", "never", "must" or a run directory'
             )

@@ -139,7 +139,7 @@ class ShardLoader:
         self._gpu = torch.device(device or "cuda") if usable_gpu(device, transform) else None
         self._label_watch = LabelWatch(watching=shuffle)
         self._arrange(Shuffle(seed=seed, lanes=lanes, window=window))
-        self.samples = self._batcher.samples
+        self.samples, self.in_order = self._batcher.samples, not shuffle and tail == "carry"
         self._collate = collate_fn
         self._threads, self._prefetch, self._memory = threads, prefetch, memory
         self._epoch = self._position = self._loops = self.padding = self._seen = self._seen_here = 0

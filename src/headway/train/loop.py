@@ -92,7 +92,7 @@ def validate(stage: TrainValStage) -> None:
     """Runs one validation, in the same precision, over whatever number of batches each rank has."""
     state, timer, keeper = stage._loop, stage.pipe._timer, stage.pipe._keeper
     if not (loaders := state.val_loaders()):
-        return
+        return state.note_validation()
     log_point(stage)  # the training so far is reported first, and its time is not the validation's
     with state.evaluating():
         for batch in val_batches(state, loaders):

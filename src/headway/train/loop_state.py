@@ -358,6 +358,9 @@ class LoopState:
         """The loaders whose bad samples are counted at the log points of training."""
         return quarantining(self.stage.datasets)
 
+    def settle(self) -> None:
+        """Finishes what the last step has left to the next one, before anything of it is looked at or saved."""
+
     def before_log_point(self) -> None:
         """Logs what was put off until now."""
         if self.steps_done != self.logged_at:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from headway.errors import HeadwayError, UsageError
 from headway.train.metrics.meter import exact_dtype
 from headway.train.model.mesh_groups import total_norm
+from headway.train.model.precision import HostReadback
 from headway.train.model.zero_grad import fast_zero_grad
 from headway.train.settings import check_norm
 
@@ -36,6 +37,9 @@ class OptimizerStep:
             None  # of this rank's batches so far, if gradients are divided at the end
         )
         self._unit: Tensor | None = None
+        self._undecided: tuple[Sequence[Optimizer], HostReadback] | None = (
+            None  # has the last step overflowed?
+        )
 
     def begin_epoch(self) -> None:
         """Finds out once per epoch what does not depend on the step."""
@@ -147,6 +151,7 @@ class OptimizerStep:
             for update in self._updates:
                 update()
             return True
+        self.settle()
         stage, settings = self._state.stage, self._state.settings
         optimizers, limit = stage.optimizers(), stage.gradient_clip()
         check_norm("gradient_clip()", limit)
@@ -169,16 +174,34 @@ class OptimizerStep:
         return made
 
     def _follow(self, optimizers: Sequence[Optimizer]) -> None:
-        """Steps the schedulers and averages of the optimizers that stepped: an overflow of fp16 skips all of them."""
+        """Steps the schedulers and averages of the optimizers that stepped: an overflow of fp16 skips all of them.
+
+        Whether there was one, the device knows. A fused optimizer does not make the host wait for it; then the host
+        does so only before the next update, when the device has the work of a whole step to do.
+        """
         pipe, precision = self._state.pipe, self._state.precision
         followers = pipe._after_optimizers(optimizers)
-        if precision.scaler is not None:
-            overflows = [precision.overflow(optimizer) for optimizer in optimizers]
-            self._state.log_own("skipped_steps", torch.stack(overflows).amax(), reduce="sum")
-            if followers:  # the host waits for the device, as most optimizers have made it do by now
-                stepped = [each for each, over in zip(optimizers, overflows, strict=True) if not over.item()]
-                followers = pipe._after_optimizers(stepped)
-        for follow in followers:
+        if precision.scaler is None:
+            for follow in followers:
+                follow()
+            return
+        overflows = torch.stack([precision.overflow(optimizer) for optimizer in optimizers])
+        self._state.log_own("skipped_steps", overflows.amax(), reduce="sum")
+        if followers:
+            self._undecided = optimizers, HostReadback(overflows)
+            if not any(map(precision.runs_ahead, optimizers)):
+                self.settle()
+
+    def settle(self) -> None:
+        """Steps what follows the last update, if that has waited to know whether it overflowed.
+
+        Call it before anything looks at schedulers, learning rates or averages.
+        """
+        if self._undecided is None:
+            return
+        (optimizers, overflows), self._undecided = self._undecided, None
+        stepped = [each for each, over in zip(optimizers, overflows.read(), strict=True) if not over]
+        for follow in self._state.pipe._after_optimizers(stepped):
             follow()
 
     def _log_norm(self, norm: Tensor) -> None:

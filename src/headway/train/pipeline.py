@@ -157,7 +157,7 @@ class Pipeline(EvaluationMethods):
             compile=compile,
             ema=ema,
             activation_checkpointing=activation_checkpointing,
-            initial=None if init_from is None else InitialWeights(init_from, strict=strict, rename=rename),
+            initial=InitialWeights.of(init_from, strict=strict, rename=rename, root=self._root),
         )
         self._outputs_are_reused |= isinstance(compile, str)  # some modes use CUDA graphs
         self.models[name] = self.registered_models[name].wrapped

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, TypedDict, final
+from typing import Any, Literal, TypedDict, final
 
 import numpy as np
 
@@ -19,6 +20,8 @@ from headway.checkpoint.settings import CheckpointSettings, parse_metric
 from headway.errors import UsageError, unknown_name
 from headway.system import environment
 from headway.system.interval import Interval
+from headway.system.text import plural
+from headway.train.batches import count_batches
 from headway.train.metrics.early_stopping import EarlyStopping
 from headway.train.model import precision
 from headway.train.uneven import Uneven
@@ -38,6 +41,46 @@ def check_norm(name: str, norm: object) -> None:
         raise UsageError(f"{name}={norm!r}: give a norm above 0, or None for no clipping")
 
 
+def _check_limit(name: str, limit: object) -> None:
+    """Raises `UsageError` unless the value of a setting is a number of batches, a part of them, or None."""
+    if limit is None:
+        return
+    whole = isinstance(limit, int | np.integer) and not isinstance(limit, bool) and limit >= 1
+    if not whole and not (isinstance(limit, float | np.floating) and 0 < limit <= 1):
+        none = ", or val_every=None for no validation" if name == "limit_val_batches" and not limit else ""
+        raise UsageError(
+            f"{name}={limit!r}: give a whole number of batches of at least 1, a part of them such as 0.1, or None for "
+            f"all{none}"
+        )
+
+
+def limit_batches(
+    settings: TrainSettings, name: Literal["limit_train_batches", "limit_val_batches"], loader: Iterable[Any]
+) -> int | None:
+    """Returns how many batches of a loader are taken at most; a part of them is rounded down, as in Lightning.
+
+    >>> limit_batches(TrainSettings(limit_val_batches=0.29), "limit_val_batches", range(100))
+    29
+    """
+    limit = getattr(settings, name)
+    if limit is None or not isinstance(limit, float | np.floating):
+        return None if limit is None else int(limit)
+    if limit == 1:
+        return None
+    count = count_batches(loader, None)
+    if count is None:
+        raise UsageError(
+            f"{name}={limit} is a part of all batches, and a {type(loader).__name__} has no length: give a number of "
+            "batches"
+        )
+    batches = math.floor(count * limit + 1e-9)  # 100 times 0.29 is a little less than 29
+    if count and not batches:
+        raise UsageError(
+            f"{name}={limit} of {plural(count, 'batch', 'batches')} is none: give a larger part, or a number of batches"
+        )
+    return batches
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
@@ -49,14 +92,15 @@ class TrainSettings:
     """batches per optimizer step; the gradient is that of the mean over all their samples, on all ranks"""
     gradient_clip: float | None = None
     """largest total norm of the gradients; the norm is logged as train/grad_norm"""
-    val_every: str | None = "1 epoch"
-    """between validations: "1 epoch", "500 steps" or a time such as "30min" (rank 0's clock); None for no validation"""
+    val_every: str | float | None = "1 epoch"
+    """between validations: "1 epoch", a part of an epoch such as 0.25, "500 steps", or a time such as "30min" (rank
+    0's clock); None for no validation"""
     val_at_start: bool = False
     """whether to validate before the first step, too: what the weights are worth that training begins with"""
-    limit_train_batches: int | None = None
-    """batches per epoch, for quick trials"""
-    limit_val_batches: int | None = None
-    """batches per validation"""
+    limit_train_batches: float | None = None
+    """batches per epoch, for quick trials: a whole number, or the part of all that 0.1 is"""
+    limit_val_batches: float | None = None
+    """batches per validation: a whole number, or the part of all that 0.1 is"""
     uneven: Uneven | None = None
     """what ranks with different numbers of batches do: "shortest", all stop with the first that has no more, or
     "longest", those that have no more wait for the last; None for "shortest" where lengths are not known, and an error
@@ -84,11 +128,7 @@ class TrainSettings:
         for name in ("accumulate", "log_every", "max_skips", "patience"):
             check_whole(name, getattr(self, name))
         for name in ("limit_train_batches", "limit_val_batches"):
-            limit = getattr(self, name)
-            if limit is not None and (type(limit) is not int or limit < 1):
-                raise UsageError(
-                    f"{name}={limit!r}: give a whole number of batches of at least 1, or None for all"
-                )
+            _check_limit(name, getattr(self, name))
         if type(self.val_at_start) is not bool:
             raise UsageError(f"val_at_start={self.val_at_start!r}: give True or False")
         check_norm("gradient_clip", self.gradient_clip)
@@ -131,27 +171,37 @@ class TrainSettings:
         mode = self.mode or best or "min"
         return EarlyStopping(name, mode=mode, patience=self.patience, min_delta=self.min_delta)
 
+    @property
+    def validates(self) -> bool:
+        """Whether there are validations at all."""
+        return self.val_every is not None
+
+    @cached_property
+    def val_part(self) -> float | None:
+        """The part of an epoch between validations; None if they come another way."""
+        every = self.val_every
+        return float(every) if isinstance(every, float | np.floating) and 0 < every < 1 else None
+
     @cached_property
     def val_interval(self) -> Interval | None:
-        """The interval between validations; None for no validation."""
+        """The interval between validations; None for no validation, or for a part of an epoch."""
         every: object = self.val_every  # a caller without a type checker may pass a number
-        if self.val_every is None:
+        if every is None or self.val_part is not None:
             return None
-        if isinstance(every, float) and 0 < every < 1:
-            raise UsageError(
-                f'val_every={every!r} is a part of an epoch: give steps, such as "500 steps", a time, or "1 epoch"'
-            )
+        if isinstance(every, float) and every == 1:  # a whole one, as in Lightning
+            return Interval(epochs=1)
         if isinstance(every, int | float):
             raise UsageError(
                 f'val_every={every!r} could mean steps or epochs: give "{every:g} steps" or "{every:g} epochs", '
-                "or None for no validation"
+                "a part of an epoch such as 0.25, or None for no validation"
             )
-        return Interval.parse(self.val_every, name="val_every")
+        return Interval.parse(self.val_every, name="val_every")  # type: ignore[arg-type]
 
     @cached_property
     def validates_between_steps(self) -> bool:
         """Whether validations happen within epochs rather than at their ends."""
-        return self.val_interval is not None and self.val_interval.epochs is None
+        in_epochs = self.val_interval is not None and self.val_interval.epochs is not None
+        return self.validates and not in_epochs
 
     @cached_property
     def validates_in_epoch(self) -> bool:
@@ -165,10 +215,10 @@ class TrainOptions(TypedDict, total=False):
     precision: precision.Name
     accumulate: int
     gradient_clip: float | None
-    val_every: str | None
+    val_every: str | float | None
     val_at_start: bool
-    limit_train_batches: int | None
-    limit_val_batches: int | None
+    limit_train_batches: float | None
+    limit_val_batches: float | None
     uneven: Uneven | None
     log_every: int
     on_nan: Literal["stop", "skip"]

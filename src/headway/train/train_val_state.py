@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -24,13 +23,14 @@ from headway.train.batches import Pass, count_batches
 from headway.train.checks import check_optimizers, gather_lengths, not_a_loss
 from headway.train.diagnose import evidence
 from headway.train.evaluate.mode import evaluating
+from headway.train.evaluate.val_schedule import ValSchedule
 from headway.train.loop_state import VALIDATE, LoopState
 from headway.train.metrics.bad_samples import QuarantiningLoader, check_bad, log_bad, quarantining
 from headway.train.metrics.epoch_metrics import EpochMetric, compute_metrics, metrics_of_set
 from headway.train.metrics.meter import LogPoint, MetricAccumulator, Reduction, Scope, exact_dtype
 from headway.train.model.precision import MixedPrecision
 from headway.train.optimizer_step import OptimizerStep
-from headway.train.settings import TrainSettings
+from headway.train.settings import TrainSettings, limit_batches
 from headway.train.uneven import BatchAgreement, Repeated
 
 if TYPE_CHECKING:
@@ -62,12 +62,7 @@ class TrainValState(LoopState):
         self._own_names: set[str] = set()  # of metrics that the loop itself logs
         self._base = base
         self.optimizer_step = OptimizerStep(self)
-        self._validated_at = 0  # the steps done at the last validation
-        self._validated_at_start = False
-        self._validation_requested = False  # by rank 0's clock, at a log point
-        # when the last validation ended; None until the stage runs
-        self._validation_clock: float | None = None
-        self._carried_s = 0.0  # the time since the last validation in earlier attempts
+        self._val_schedule = ValSchedule(settings)
         self._val_values: dict[str, Any] = {}
 
     @cached_property
@@ -148,10 +143,10 @@ class TrainValState(LoopState):
     def check(self) -> None:
         super().check()
         if self.is_default("step"):
-            validates = self.settings.val_interval is not None and self.is_default("val_step")
+            validates = self.settings.validates and self.is_default("val_step")
             if self.is_default("train_step") or (validates and self.stage.val_dataset() is not None):
                 raise self.no_step()
-        self.stage.train_dataset()
+        self._train_limit(self.stage.train_dataset())
         check_optimizers(self.stage, self.stage.optimizers())
 
     def no_step(self) -> UsageError:
@@ -173,12 +168,23 @@ class TrainValState(LoopState):
 
     def train_batches(self) -> tuple[Pass, Iterator[Any]]:
         """Begins the pass over the training data, and returns its batches on the device."""
-        loader, limit = self.stage.train_dataset(), self.settings.limit_train_batches
+        loader = self.stage.train_dataset()
+        limit = self._train_limit(loader)
         if self.pipe.world.world_size > 1:
             progress = self._begin_agreed_pass(loader, limit)
         else:
             progress = self.begin_pass(loader, count_batches(loader, limit))
         return progress, self.device_batches(loader, limit, progress=progress)
+
+    def _train_limit(self, loader: Iterable[Any]) -> int | None:
+        """Returns how many batches of a loader an epoch has at most; refuses parts of an unknown number."""
+        limit, part = limit_batches(self.settings, "limit_train_batches", loader), self.settings.val_part
+        if part is not None and count_batches(loader, limit) is None:
+            raise UsageError(
+                f"val_every={part} is a part of an epoch, and a {type(loader).__name__} has no length: give steps, "
+                'such as "500 steps", or limit_train_batches as a number'
+            )
+        return limit
 
     def _begin_agreed_pass(self, loader: Iterable[Any], limit: int | None) -> Pass:
         """Begins a pass for which ranks agree on their batches, unless all know that they have equally many.
@@ -224,7 +230,8 @@ class TrainValState(LoopState):
             raise self.no_batch()
 
     def total_steps(self) -> int | None:
-        batches = count_batches(self.stage.train_dataset(), self.settings.limit_train_batches)
+        loader = self.stage.train_dataset()
+        batches = count_batches(loader, self._train_limit(loader))
         known = [self.max_steps] if self.max_steps is not None else []
         if batches is not None and self.max_epochs is not None:
             known.append(math.ceil(batches / self.settings.accumulate) * self.max_epochs)
@@ -232,7 +239,7 @@ class TrainValState(LoopState):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        self._validation_clock = time.monotonic() - self._carried_s
+        self._val_schedule.start_clock()
         before = torch.are_deterministic_algorithms_enabled()
         for model in self.pipe.registered_models.values():
             model.bare.train()  # pre_stage may set parts to eval mode again
@@ -292,7 +299,11 @@ class TrainValState(LoopState):
         used = {id(loader) for loader in self.val_loaders().values()}
         return quarantining({name: each for name, each in self.stage.datasets.items() if id(each) in used})
 
+    def settle(self) -> None:
+        self.optimizer_step.settle()
+
     def before_log_point(self) -> None:
+        self.settle()
         super().before_log_point()
         steps = len(self.recent_losses)
         # a batch without a sample, such as a repeated one, has no part in the mean
@@ -340,6 +351,8 @@ class TrainValState(LoopState):
         self.recent_losses.clear()
 
     def begin_epoch(self) -> None:
+        if not self.status.in_epoch:
+            self._val_schedule.begin_epoch()
         super().begin_epoch()
         self._own_names.add(self.stage.train_metric_prefix() + self.stage.loss_metric_name())
         self.optimizer_step.begin_epoch()
@@ -348,35 +361,18 @@ class TrainValState(LoopState):
 
     def validation_due(self, *, epoch_ends: bool) -> bool:
         """Whether a validation is due after this step, or at the end of this epoch if `epoch_ends`."""
-        if self.settings.val_at_start and not self.steps_done and not epoch_ends:
-            return not self._validated_at_start
-        every = self.settings.val_interval
-        if every is None or epoch_ends != (every.epochs is not None):
-            return False
-        if every.epochs is not None:
-            return (self.epoch + 1) % every.epochs == 0
-        if every.steps is not None:
-            return self.steps_done % every.steps == 0 and self._validated_at != self.steps_done
-        return self._validation_requested
+        if epoch_ends:
+            return self._val_schedule.is_due_after(self.epoch + 1)
+        return self._val_schedule.is_due(self.steps_done, self.passes[-1] if self.passes else None)
 
     def log_point_flags(self) -> int:
-        every = self.settings.val_interval
-        late = (
-            every is not None
-            and every.seconds is not None
-            and self._since_validation() >= every.seconds
-            and self.stage.val_dataset() is not None
-        )
+        late = self._val_schedule.is_late() and self.stage.val_dataset() is not None
         return super().log_point_flags() | (VALIDATE if late else 0)
 
     def apply_flags(self, flags: Sequence[int]) -> None:
         super().apply_flags(flags)
-        self._validation_requested |= bool(flags[0] & VALIDATE)  # rank 0 has the clock
-
-    def _since_validation(self) -> float:
-        """Returns the seconds of training since the last validation, including those of earlier attempts."""
-        clock = self._validation_clock
-        return self._carried_s if clock is None else time.monotonic() - clock
+        if flags[0] & VALIDATE:  # rank 0 has the clock
+            self._val_schedule.request()
 
     def pause_follows(self) -> bool:
         return super().pause_follows() or self.validation_due(epoch_ends=False)
@@ -446,8 +442,7 @@ class TrainValState(LoopState):
             point = replace(point, values=compute_metrics(self.set_metrics, point.values))
         # a validation before the first step is not one of the epoch
         self._val_values = dict(point.values) if self.steps_done else {}
-        self._validated_at, self._validated_at_start = self.steps_done, True
-        self._validation_requested, self._validation_clock = False, time.monotonic()
+        self.note_validation()
         self.pipe._record_log_point(self.stage, "validation", point)
         if self.settings.validates_between_steps and self.steps_done:
             self.stop_early(point.values, in_validation=True)
@@ -456,37 +451,35 @@ class TrainValState(LoopState):
         self.pipe._timer.stop()
         check_bad(self.val_quarantining, point)
 
+    def note_validation(self) -> None:
+        """Notes that the validation that was due has been made, or has nothing to validate on."""
+        self._val_schedule.end_validation(self.steps_done, self.passes[-1] if self.passes else None)
+
     @property
     def has_validated(self) -> bool:
-        validates = self.settings.val_interval is not None and bool(self.val_loaders())
-        return not validates or self._validated_at > 0
+        validates = self.settings.validates and bool(self.val_loaders())
+        return not validates or self._val_schedule.validated_at > 0
 
     def epoch_values(self) -> dict[str, Any]:
         values = super().epoch_values() | self._val_values
         self._val_values = {}
-        if self.val_metrics and (self.settings.val_interval is None or self.stage.val_dataset() is None):
+        if self.val_metrics and (not self.settings.validates or self.stage.val_dataset() is None):
             return compute_metrics(self.val_metrics, values)  # the user validates
         return values
 
     # --- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict() | {
+        return super().state_dict() | {
             "precision": self.precision.state_dict(),
             **self.optimizer_step.state_dict(),
             "validated": self._val_values,
-            "validated_at": self._validated_at,
+            **self._val_schedule.state_dict(),
         }
-        every = self.settings.val_interval
-        if every is not None and every.seconds is not None:
-            requested, since = self._validation_requested, self._since_validation()
-            state["val_clock"] = {"requested": requested, "since_s": since}
-        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self.precision.load_state_dict(state["precision"])
         self.optimizer_step.load_state_dict(state)
-        self._val_values, self._validated_at = state["validated"], state["validated_at"]
-        if clock := state.get("val_clock"):  # only if val_every is a time
-            self._validation_requested, self._carried_s = clock["requested"], clock["since_s"]
+        self._val_values = state["validated"]
+        self._val_schedule.load_state_dict(state)

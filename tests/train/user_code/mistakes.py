@@ -23,7 +23,7 @@ class Classify(hw.TrainValStage):
 pipe = hw.Pipeline(name="digits")
 pipe.append_stage(Classify(presicion="bf16"), max_epochs=10)  # mypy: call-arg
 pipe.append_stage(Classify(precision="fp8"), max_epochs=10)  # mypy: arg-type
-pipe.append_stage(Classify(val_every=500), max_epochs=10)  # mypy: arg-type
+pipe.append_stage(Classify(val_every=["2 epochs"]), max_epochs=10)  # mypy: arg-type
 pipe.append_stage(Classify(gradient_clip="1"), max_epochs=10)  # mypy: arg-type
 pipe.append_stage(Classify, max_epochs=10)  # mypy: arg-type
 pipe.append_stage(Classify(), epochs=10)  # mypy: call-arg

@@ -87,8 +87,7 @@ def load_weights(
 
 def _part(reader: TensorReader, weights: Weights, model: str, path: Path) -> dict[str, str]:
     """Returns name -> name in the source, for the tensors of one model."""
-    parts = sorted({name.split(".")[1] for name in reader.entries if name.startswith("models.")})
-    wanted = weights.model or model
+    parts, wanted = _parts(reader, "models"), weights.model or model
     if not parts:  # a file, or a checkpoint that a script has saved by itself
         if weights.ema:
             raise UsageError(f"{path} has no averaged weights: pass ema=False")
@@ -109,6 +108,20 @@ def _part(reader: TensorReader, weights: Weights, model: str, path: Path) -> dic
             raise UsageError(f"{path} has no averaged weights of model {wanted!r}: pass ema=False")
         found |= averages  # buffers are not averaged
     return found
+
+
+def has_averages(weights: Weights, model: str, path: Path) -> bool:
+    """Whether a file or a checkpoint has averages of the weights that `load_weights` would read for this model."""
+    with open_weights(path) as reader:
+        parts, wanted = _parts(reader, "models"), weights.model or model
+        if weights.model is None and wanted not in parts and len(parts) == 1:
+            wanted = parts[0]
+        return wanted in _parts(reader, "averages")
+
+
+def _parts(reader: TensorReader, kind: str) -> list[str]:
+    """Returns the names of the models whose weights or averages a checkpoint has."""
+    return sorted({name.split(".")[1] for name in reader.entries if name.startswith(f"{kind}.")})
 
 
 def _below(reader: TensorReader, prefix: str) -> dict[str, str]:

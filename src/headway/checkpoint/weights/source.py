@@ -34,8 +34,9 @@ class Weights:
     """of a run: the newest checkpoint, the best one, or that of a step"""
     model: str | None = None
     """of a checkpoint: the name that the model was registered under; by default that of the model to fill"""
-    ema: bool = False
-    """of a checkpoint: the averaged weights instead of those that were trained"""
+    ema: bool | None = None
+    """of a checkpoint: True for the averaged weights, False for those that were trained; by default a model begins with
+    the trained ones, and an evaluation uses those that the validations of the run used"""
     metric: str | None = None
     """what "best" means, such as "max:val/accuracy"; by default the run's own `keep_best`"""
 

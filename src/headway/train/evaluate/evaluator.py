@@ -26,6 +26,7 @@ from headway.train.evaluate.session import (
 from headway.train.metrics.bad_samples import check_bad, log_bad, quarantining
 from headway.train.metrics.epoch_metrics import compute_metrics
 from headway.train.metrics.meter import Value
+from headway.train.settings import limit_batches
 from headway.train.train_val_state import TrainValState
 
 if TYPE_CHECKING:
@@ -56,11 +57,12 @@ def evaluate(
         named = _loaders(pipe, stage._loop, dataset, kind)
         name = check_result_name(name or (next(iter(named)) if len(named) == 1 else kind))
         began = time.monotonic()
-        values = _compute(stage._loop, named, f"{kind} {name}")
+        what = kind if name == kind else f"{kind} {name}"
+        values = _compute(stage._loop, named, what)
         row = {"kind": kind, "stage": stage.name, "datasets": list(named), "metrics": values}
         opened.write(pipe.world, name, {**row, "seconds": round(time.monotonic() - began, 3)})
         shown = ", ".join(f"{key} {value:.6g}" for key, value in values.items() if isinstance(value, float))
-        dist.print_root(f"{kind} {name}, weights {opened.source}: {shown}")
+        dist.print_root(f"{what}, weights {opened}: {shown}")
     return values
 
 
@@ -89,8 +91,11 @@ def _loaders(
 
 
 def _compute(state: TrainValState, named: Mapping[str, Iterable[Any]], what: str) -> dict[str, Value]:
-    stage, limit = state.stage, state.settings.limit_val_batches
-    counts = [count_batches(loader, limit) for loader in named.values()]
+    stage, settings = state.stage, state.settings
+    counts = [
+        count_batches(loader, limit_batches(settings, "limit_val_batches", loader))
+        for loader in named.values()
+    ]
     progress = EvalProgress(what, None if None in counts else sum(count or 0 for count in counts))
     bad = quarantining(named)
     for loader in named.values():

@@ -24,9 +24,11 @@ class EvaluationMethods(ABC):  # noqa: B024  it is a part of Pipeline
     """What a pipeline can do with trained models, in the process that trained them or in another.
 
     All take `weights`: "last" or "best" or a step of the run, a path or `hw.checkpoint.Weights`, or "current" for
-    those that the models have, the only ones that a hook can evaluate while a stage trains. `run` is a run or its
-    directory; by default the one that this pipeline has trained in, else the newest of its name. Models keep the
-    weights that were loaded. Results are appended to eval/NAME.jsonl of the run; nothing else of it is changed.
+    those that the models have, the only ones that a hook can evaluate while a stage trains. Where the run has averaged
+    weights, these are used, as in its validations; "raw" is the last checkpoint without them. `run` is a run, its
+    directory or the end of its id; by default the one that this pipeline has trained in, else the newest of its name.
+    Models keep the weights that were loaded. Results are appended to eval/NAME.jsonl of the run; nothing else of it is
+    changed.
     """
 
     def validate(

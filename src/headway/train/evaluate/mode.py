@@ -12,6 +12,7 @@ from headway.dist import set_phase
 from headway.dist.collective.exchange import gather_rows
 from headway.errors import UsageError
 from headway.train.model.named_parts import NamedParts
+from headway.train.settings import limit_batches
 
 if TYPE_CHECKING:
     from headway.train.loop_state import LoopState
@@ -62,7 +63,8 @@ def _batches_of(state: TrainValState, loader: Iterable[Any]) -> Iterator[Any]:
     A sharded model needs all ranks for each batch: a rank without more data repeats its last batch, and what it
     logs then does not count.
     """
-    batches, mark = state.device_batches(loader, state.settings.limit_val_batches), state.pipe._timer.mark
+    limit = limit_batches(state.settings, "limit_val_batches", loader)
+    batches, mark = state.device_batches(loader, limit), state.pipe._timer.mark
     mark("data")
     if not shares_batches(state.pipe):
         for batch in batches:

@@ -20,12 +20,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as c10d
 from torch import Tensor
-from torch.utils.data import DataLoader as TorchDataLoader, SequentialSampler
 
 from headway import dist
 from headway.checkpoint.format import dtypes
 from headway.data import DataLoader
-from headway.data.fingerprint import fingerprints
 from headway.dist.collective.exchange import RankExchange, gather_rows
 from headway.dist.collective.guard import from_root
 from headway.errors import UsageError
@@ -35,6 +33,7 @@ from headway.system.failpoints import failpoint
 from headway.train.batches import count_batches, set_epoch, to_device
 from headway.train.evaluate.mode import evaluating, shares_batches
 from headway.train.evaluate.output import Columns, PredictionFile, kind_of
+from headway.train.evaluate.sample_order import count_samples, describe_samples, seek
 from headway.train.evaluate.session import (
     EvalProgress,
     EvalSession,
@@ -65,10 +64,11 @@ def predict(
     kind, name = kind_of(out), check_result_name(name)
     with session(pipe, stage, weights=weights, run=run) as opened:
         loader = find_dataset(pipe, dataset)
-        total = _count_samples(loader, pipe.world.world_size)
+        total = count_samples(loader, pipe.world.world_size)
+        content = from_root(lambda: describe_samples(loader))
         request = {
             "out": str(out), "stage": stage.name, "weights": opened.identity, "samples": total,
-            "fingerprints": fingerprints(loader), "code": _code_of(stage),
+            "fingerprints": content, "code": _code_of(stage),
         }  # fmt: skip
         if from_root(lambda: _is_done(out, opened, name, request)):
             dist.print_root(f"{out} is already there, with the same weights and data")
@@ -85,7 +85,7 @@ def predict(
                 file.close()
         row = {"kind": "predict", "request": request, "seconds": round(time.monotonic() - began, 3)}
         opened.write(pipe.world, name, row)
-        dist.print_root(f"predictions of {stage.name}, weights {opened.source}, are in {out}")
+        dist.print_root(f"predictions of {stage.name}, weights {opened}, are in {out}")
     return out
 
 
@@ -115,30 +115,6 @@ def _is_done(out: Path, opened: EvalSession, name: str, request: Mapping[str, An
     if any(row.get("request") == request for row in rows):
         return True
     raise UsageError(f"{out} exists already: choose another name, or remove it")
-
-
-def _count_samples(loader: Iterable[Any], world_size: int) -> int | None:
-    """Returns the number of samples, if it is known; refuses loaders whose order is not the dataset's."""
-    if isinstance(loader, DataLoader) and not loader.per_rank:
-        state = loader.state_dict()
-        if state["shuffle"] or loader.drop_last:
-            raise UsageError(
-                "predictions are in the order of the dataset, and all of it: make the loader with shuffle=False and "
-                "drop_last=False"
-            )
-        return int(state["length"])
-    if world_size > 1:
-        raise UsageError(
-            f"the order of a {type(loader).__name__} over {world_size} ranks is not known: predict from "
-            "hw.data.DataLoader(dataset, batch_size=...)"
-        )
-    if isinstance(loader, TorchDataLoader) and not loader.drop_last:
-        if not isinstance(loader.sampler, SequentialSampler):
-            raise UsageError(
-                "predictions are in the order of the dataset: make the loader without shuffle or sampler"
-            )
-        return len(loader.dataset)  # type: ignore[arg-type]
-    return None
 
 
 def _write_rows(
@@ -174,34 +150,43 @@ def _batches(
 ) -> Iterator[tuple[Any, bool]]:
     """Yields the batches that are left, and whether this rank's rows count: one without data repeats its last batch."""
     set_epoch(loader, 0)
-    skip = 0
-    if isinstance(loader, DataLoader) and not loader.per_rank:
-        loader.load_state_dict(loader.state_dict() | {"epoch": 0, "samples": position["rows"]})
-    else:
-        skip = position["batches"]
-    batches = islice(state.device_batches(loader), skip, None)
+    batches = islice(state.device_batches(loader), seek(loader, position), None)
     last = None
     while True:
         batch = next(batches, None)
         if not gather_rows(torch.tensor([float(batch is not None)], device=state.device)).any():
             return
         if batch is None and last is None and shares_batches(state.pipe):
-            assert isinstance(loader, DataLoader)  # another one is on one rank, which has all batches
-            last = to_device(loader.load_samples([0]), state.device)
+            last = to_device(_any_batch(loader, state.pipe.world.rank), state.device)
         last = last if batch is None else batch
         yield last, batch is not None
 
 
+def _any_batch(loader: Iterable[Any], rank: int) -> Any:
+    """Returns a batch for a rank that has none, while other ranks need it in the forward of a sharded model."""
+    if isinstance(loader, DataLoader):
+        return loader.load_samples([0])
+    seek(loader, {"rows": 0})
+    batch = next(iter(loader), None)
+    if batch is None:
+        raise UsageError(
+            f"rank {rank} has no sample, but a sharded model needs one on each rank: predict on fewer ranks"
+        )
+    return batch
+
+
 def _to_rows(stage: Stage, returned: Any) -> Any:
     """Returns tensors by name on the host, or a list with an entry for each sample."""
-    if isinstance(returned, Tensor):
-        returned = {"": returned}
-    if isinstance(returned, Mapping) and returned and all(isinstance(v, Tensor) for v in returned.values()):
-        found = {str(name): _on_host(tensor) for name, tensor in returned.items()}
-        if len({len(tensor) if tensor.ndim else -1 for tensor in found.values()}) == 1 and all(
-            tensor.ndim for tensor in found.values()
-        ):
-            return found
+    named = {"": returned} if isinstance(returned, Tensor) else returned
+    if isinstance(named, Mapping) and named and all(isinstance(v, Tensor) for v in named.values()):
+        lengths = {name: len(tensor) if tensor.ndim else None for name, tensor in named.items()}
+        if len({*lengths.values()}) == 1 and None not in lengths.values():
+            return {str(name): _on_host(tensor) for name, tensor in named.items()}
+        shapes = ", ".join(f"{name} {tuple(each.shape)}".strip() for name, each in named.items())
+        raise UsageError(
+            f"predict() of stage {stage.name!r} returned tensors of shape {shapes}: return a row for each sample, in "
+            "the first dimension"
+        )
     if isinstance(returned, list | tuple):
         return list(returned)
     raise UsageError(

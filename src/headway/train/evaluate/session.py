@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,18 +14,18 @@ from torch import Tensor
 
 from headway import dist
 from headway.checkpoint import Weights
-from headway.checkpoint.weights.loading import load_weights
-from headway.checkpoint.weights.readers import open_weights, read_stamps
+from headway.checkpoint.weights.loading import has_averages, load_weights
+from headway.checkpoint.weights.readers import read_stamps
 from headway.dist.collective.guard import from_root
 from headway.dist.shared_run import open_run
 from headway.errors import UsageError, unknown_name
-from headway.run import Run, check_name, runs_under
+from headway.run import Run, check_name, find_runs, runs_under
 from headway.run.info import newest_step
 from headway.system import files
 from headway.system.jsonlines import JsonLinesWriter
 from headway.train.batches import closing_loaders
 from headway.train.metrics.display import LINE_SECONDS
-from headway.train.model.initial_weights import WeightsLike
+from headway.train.model.initial_weights import WeightsLike, find_weights
 from headway.train.model.parallel import RegisteredModel
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from headway.train.stage import Stage
 
 EvalWeights: TypeAlias = WeightsLike | int
-"""what evaluations take: "last", "best", a step, "current", or anything that `init_from` takes"""
+"""what evaluations take: "last", "best", a step, "raw", "current", or anything that `init_from` takes"""
 
 
 @final
@@ -48,6 +48,11 @@ class EvalSession:
     """equal for equal weights alone, so never for "current", which may have changed since"""
     step: int | None
     """the step of the checkpoint that they are from"""
+    averaged: Sequence[str] = ()
+    """the models whose averaged weights are used; the others have those that were trained"""
+
+    def __str__(self) -> str:
+        return f"{self.source}{' (averaged)' if self.averaged else ''}"
 
     def write(self, world: dist.World, name: str, row: Mapping[str, Any]) -> None:
         """Appends the row of an evaluation to eval/NAME.jsonl of the run, on rank 0."""
@@ -60,6 +65,7 @@ class EvalSession:
             "time": time.time(),
             "weights": self.source,
             "step": self.step,
+            "averaged": list(self.averaged),
             "world_size": world.world_size,
         }
         with JsonLinesWriter(self.run.eval_file(name), content="results of evaluations") as rows:
@@ -113,13 +119,13 @@ def check_result_name(name: str) -> str:
 
 
 def _is_of_run(weights: EvalWeights) -> bool:
-    return isinstance(weights, int) or weights in ("last", "best")
+    return isinstance(weights, int) or weights in ("last", "best", "raw")
 
 
 def _choose_run(pipe: Pipeline, given: Run | str | Path | None, weights: EvalWeights) -> Run:
     if given is not None or pipe._run is not None:
         found = given if given is not None else pipe._run
-        path = from_root(lambda: str(found.path if isinstance(found, Run) else Run.open(found).path))  # type: ignore[arg-type]
+        path = from_root(lambda: str(found.path if isinstance(found, Run) else _find_run(pipe, found).path))  # type: ignore[arg-type]
         return _opened(Path(path))
 
     def find() -> str | None:
@@ -139,6 +145,12 @@ def _choose_run(pipe: Pipeline, given: Run | str | Path | None, weights: EvalWei
     return open_run(pipe._root, name=pipe.name, config=pipe.config)
 
 
+def _find_run(pipe: Pipeline, place: str | Path) -> Run:
+    """Returns the run at a path, or the one whose id ends with the text."""
+    found = find_runs(place, pipe._root) if isinstance(place, str) else []
+    return found[0] if len(found) == 1 else Run.open(place)
+
+
 def _opened(path: Path) -> Run:
     return files.retry_until_visible(lambda: Run.open(path))
 
@@ -147,44 +159,53 @@ def _load(pipe: Pipeline, run: Run, weights: EvalWeights) -> EvalSession:
     """Loads the weights into all registered models."""
     if weights == "current":
         identity: dict[str, Any] = {"source": "current", "unlike_others": secrets.token_hex(8)}
-        return EvalSession(run=run, source="current", identity=identity, step=pipe.steps_done)
-    if isinstance(weights, Weights):
-        chosen = weights
-    elif isinstance(weights, int) or weights in ("last", "best"):
-        chosen = Weights(run, at=weights)  # type: ignore[arg-type]
-    else:
-        chosen = Weights(weights)
-        if isinstance(weights, str) and "/" not in weights and not from_root(lambda: chosen.path.exists()):
-            raise UsageError(
-                f'weights={weights!r} is not known: give "last", "best", "current", a step as a number, or a path'
-            )
+        averaged = [model.name for model in pipe.registered_models.values() if model.ema is not None]
+        return EvalSession(
+            run=run, source="current", identity=identity, step=pipe.steps_done, averaged=averaged
+        )
+    chosen = _choose_weights(run, weights, pipe._root)
     chosen = replace(chosen, source=chosen.locate(), at="last")
     path = Path(chosen.source)  # type: ignore[arg-type]
     stamps = from_root(lambda: read_stamps(path))  # before they are read: newer weights then have another one
-    identity = {"source": str(path), "files": stamps, "model": chosen.model, "ema": chosen.ema}
-    for model in pipe.registered_models.values():
-        _load_model(model, chosen)
+    averaged = [model.name for model in pipe.registered_models.values() if _load_model(model, chosen)]
+    identity = {"source": str(path), "files": stamps, "model": chosen.model, "averaged": averaged}
     name = path.name.removeprefix("step-")
     step = int(name) if name != path.name and name.isdigit() else None
-    return EvalSession(run=run, source=str(path), identity=identity, step=step)
+    return EvalSession(run=run, source=str(path), identity=identity, step=step, averaged=averaged)
 
 
-def _load_model(model: RegisteredModel, weights: Weights) -> None:
+def _choose_weights(run: Run, weights: EvalWeights, root: str | Path) -> Weights:
+    if isinstance(weights, int) or weights in ("last", "best"):
+        return Weights(run, at=weights)  # type: ignore[arg-type]
+    if weights == "raw":
+        return Weights(run, ema=False)
+    chosen = find_weights(weights, root)
+    if isinstance(weights, str) and "/" not in weights and not from_root(lambda: chosen.path.exists()):
+        raise UsageError(
+            f'weights={weights!r} is not known: give "last", "best", "raw", "current", a step as a number, or a path'
+        )
+    return chosen
+
+
+def _load_model(model: RegisteredModel, weights: Weights) -> bool:
+    """Loads the weights that the validations of their run used, unless `weights` says which; whether averaged ones."""
+    path = weights.path
+    averaged = weights.ema
+    if averaged is None:
+        averaged = from_root(lambda: has_averages(weights, model.name, path))
     tensors = {key: value for key, value in model.state_dict().items() if isinstance(value, Tensor)}
-    report = load_weights(weights, tensors, model=model.name, ties=model.ties)
+    swapped = model.ema is not None  # the average takes the place of the weights within an evaluation
+    first = replace(weights, ema=averaged and not swapped)
+    load_weights(first, tensors, model=model.name, ties=model.ties)
     model.load_state_dict(tensors)
     if model.ema is None:
-        return
-    averages = model.average_state_dict() or {}
-    if not weights.ema and from_root(lambda: _has_averages(report.path)):
-        load_weights(replace(weights, ema=True), {**tensors, **averages}, model=model.name, ties=model.ties)
+        return averaged
+    if averaged:
+        averages = {**tensors, **(model.average_state_dict() or {})}
+        load_weights(replace(weights, ema=True), averages, model=model.name, ties=model.ties)
     else:
         model.ema.load_state_dict(tensors)
-
-
-def _has_averages(path: Path) -> bool:
-    with open_weights(path) as reader:
-        return any(name.startswith("averages.") for name in reader.entries)
+    return averaged
 
 
 @final

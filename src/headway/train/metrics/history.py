@@ -40,7 +40,13 @@ class History:
         self.log_points: deque[MetricRow] = deque(maxlen=MAX_LOG_POINTS)
 
     def __getitem__(self, name: str) -> list[Value]:
-        return [row.values[name] for row in self.epochs if name in row.values]
+        """Returns the value of each epoch that has one; of a metric that only log points have, the last of each."""
+        found = [row.values[name] for row in self.epochs if name in row.values]
+        if found:
+            return found
+        ended = {(row.stage, row.epoch) for row in self.epochs}
+        points = [row for row in self.log_points if name in row.values and (row.stage, row.epoch) in ended]
+        return list({(row.stage, row.epoch): row.values[name] for row in points}.values())
 
     def __contains__(self, name: object) -> bool:
         """Returns whether any epoch has a value of the metric."""

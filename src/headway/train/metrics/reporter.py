@@ -120,7 +120,10 @@ class Reporter:
             row["memory_peak"] = self._memory_peak(now)
         self._rows.write(row)
         self._shown.update(point.values)
-        if self._display is not None and self._display.due(now):
+        at_start = (
+            kind == "validation" and not stage.steps_done
+        )  # asked for, and often the only one for a while
+        if self._display is not None and (at_start or self._display.due(now)):
             self._display.update(self._snapshot(stage, step))
 
     def checkpoint(self, saved: SavedCheckpoint) -> None:

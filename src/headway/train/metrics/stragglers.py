@@ -59,5 +59,9 @@ class Stragglers:
         worst = max(reached, key=lambda rank: times[rank])
         return (
             f"rank {worst} is slower than the others: at {enough} log points in a row its data and forward pass "
-            f"took more than {SLOW_FACTOR:g} times the median, now {times[worst]:.2f} s against {usual:.2f} s"
+            f"took more than {SLOW_FACTOR:g} times the median, now {_seconds(times[worst])} against {_seconds(usual)}"
         )
+
+
+def _seconds(time: float) -> str:
+    return f"{time:.2f} s" if time >= 0.1 else f"{time * 1e3:.3g} ms"

@@ -6,7 +6,8 @@ import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeAlias, final
 
 import torch
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from headway import dist
 from headway.checkpoint import Weights, WeightsReport
 from headway.checkpoint.weights.loading import Rename, load_weights
+from headway.dist.collective.guard import from_root
 from headway.errors import UsageError
-from headway.run import Run
+from headway.run import Run, find_runs
 
 WeightsLike: TypeAlias = Weights | Run | str | os.PathLike[str]
 
@@ -26,7 +28,7 @@ WeightsLike: TypeAlias = Weights | Run | str | os.PathLike[str]
 class InitialWeights:
     """The `init_from`, `strict` and `rename` of `register_model`."""
 
-    source: WeightsLike
+    source: Weights
     strict: bool = True
     rename: Rename | None = None
 
@@ -38,6 +40,21 @@ class InitialWeights:
                 "{'old.': 'new.'}, or a function"
             )
 
+    @classmethod
+    def of(
+        cls, source: WeightsLike | None, *, strict: bool, rename: Rename | None, root: str | os.PathLike[str]
+    ) -> InitialWeights | None:
+        """Returns those of `register_model`, where a run may be named by the end of its id; None without any."""
+        if source is not None:
+            return cls(find_weights(source, root), strict=strict, rename=rename)
+        for name, value, default in (("strict", strict, True), ("rename", rename, None)):
+            if value != default:
+                raise UsageError(
+                    f"{name}={value!r:.80} does nothing without init_from: pass where the weights come from, such as "
+                    'init_from="runs/digits-..."'
+                )
+        return None
+
     def load(
         self, name: str, module: nn.Module, ties: Sequence[Sequence[str]], empty: Collection[str] = ()
     ) -> WeightsReport:
@@ -47,7 +64,7 @@ class InitialWeights:
         """
         tensors = {key: value for key, value in module.state_dict().items() if isinstance(value, Tensor)}
         report = load_weights(
-            self.source if isinstance(self.source, Weights) else Weights(self.source),
+            self.source,
             tensors,
             model=name,
             strict=self.strict,
@@ -59,6 +76,21 @@ class InitialWeights:
         module.load_state_dict(tensors, strict=False)
         dist.print_root(f"model {name}: {report}")
         return report
+
+
+def find_weights(given: WeightsLike, root: str | os.PathLike[str]) -> Weights:
+    """Returns which weights are meant; a text that is not a path may be the id of a run under `root`, or its end."""
+    weights = given if isinstance(given, Weights) else Weights(given)
+    place = weights.source
+    if isinstance(place, str) and place and "/" not in place:
+        found = from_root(lambda: _path_of_run(place, root))
+        return weights if found is None else replace(weights, source=found)
+    return weights
+
+
+def _path_of_run(place: str, root: str | os.PathLike[str]) -> str | None:
+    found = [] if Path(place).exists() else find_runs(place, root)
+    return str(found[0].path) if len(found) == 1 else None
 
 
 def is_adapted(module: nn.Module) -> bool:

@@ -29,6 +29,24 @@ def copy_loss(loss: Tensor) -> Tensor:
 
 
 @final
+class HostReadback:
+    """A copy of a small tensor on the host, which is read later: only then the host waits, and for this copy alone."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event = torch.cuda.Event() if tensor.is_cuda else None  # type: ignore[no-untyped-call]
+        self._copy = tensor.to("cpu", non_blocking=True) if tensor.is_cuda else tensor
+        if self._event is not None:
+            self._event.record()
+
+    def read(self) -> list[float]:
+        """Returns the values."""
+        if self._event is not None:
+            self._event.synchronize()
+        values: list[float] = self._copy.tolist()
+        return values
+
+
+@final
 class MixedPrecision:
     """Autocast and, for fp16 alone, a gradient scaler: bf16 has the range of fp32 and needs none."""
 
@@ -75,6 +93,10 @@ class MixedPrecision:
             return found[0]
         # of none, if the stage stepped it without the scaler; of several, if its parameters are on several devices
         return torch.tensor(any(each.item() for each in found), dtype=torch.float32, device=self._device)
+
+    def runs_ahead(self, optimizer: Optimizer) -> bool:
+        """Whether the scaler steps an optimizer without waiting for the device, as it does with fused ones."""
+        return self._device.type == "cuda" and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.scaler is None else self.scaler.state_dict()

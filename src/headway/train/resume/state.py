@@ -46,6 +46,8 @@ class StatefulObject(Protocol):
 def gather(pipe: Pipeline) -> dict[str, Any]:
     """Returns the whole state as it is on this rank."""
     names = parameter_names(pipe)
+    for stage in pipe.stages:
+        stage._loop.settle()
     return {
         "models": {name: model.state_dict() for name, model in pipe.registered_models.items()},
         "averages": {
