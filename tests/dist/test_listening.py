@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+from typing import Any
 
 import psutil
 import pytest
 
-from headway.dist import join
+from headway.dist import join, rendezvous
 from headway.dist.environment import LaunchEnvironment
 from headway.dist.rendezvous import listen, listen_on, own_address
 
@@ -47,15 +48,49 @@ def test_where_others_know_one_address_the_port_is_open_there_only() -> None:
             other.connect(("127.0.0.1", server.getsockname()[1]))
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", *OWN[:1]])
+def resolve(monkeypatch: pytest.MonkeyPatch, **names: list[str]) -> None:
+    """Lets names stand for addresses, as a site's DNS does."""
+    ask = socket.getaddrinfo
+
+    def answer(host: str, *args: Any, **kwargs: Any) -> list[Any]:
+        return [found for address in names.get(host, [host]) for found in ask(address, *args, **kwargs)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", answer)
+
+
+@pytest.mark.skipif(not OWN, reason="this machine has no network")
+def test_a_name_of_this_host_is_one_address_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_own_addresses", lambda _: [*OWN, "192.0.2.9", "2001:db8::9"])
+    resolve(monkeypatch, one=OWN[:1], both=["2001:db8::9", OWN[0]], new=["2001:db8::9"], debian=["127.0.1.1"])
+    assert own_address("one") == own_address("both") == OWN[0] and own_address("new") == "2001:db8::9"
+    resolve(monkeypatch, two=[OWN[0], "192.0.2.9"], other=[OWN[0], "203.0.113.7"])
+    assert [own_address(name) for name in ("two", "other", "debian")] == [None] * 3, "nobody knows which"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", *OWN[:1], "one-node", "a-name", "loop"])
 def test_the_store_at_the_users_master_address(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name of the host is the loopback on Debian, which other nodes cannot mean: then torch's own store is open."""
+    if address == "a-name" and not OWN:
+        pytest.skip("this machine has no network")
+    names = {"one-node": ["127.0.0.1"], "a-name": OWN[:1], "loop": ["127.0.0.1"]}
+    resolve(monkeypatch, **names)
     monkeypatch.setattr(os, "environ", dict(os.environ))
+    if address == "loop":
+        monkeypatch.setattr(join.c10d, "rendezvous", lambda *_, **__: iter([("torch's own", 0, 2)]))
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     launch = LaunchEnvironment(
-        launcher="srun", rank=0, world_size=2, node="a", store_address=f"{address}:{port}"
+        launcher="srun",
+        rank=0,
+        world_size=2,
+        local_world_size=2 if address == "one-node" else 1,
+        node="a",
+        store_address=f"{address}:{port}",
     )
     store = join._launchers_store(launch, 10)
+    if address == "loop":
+        assert store == "torch's own"
+        return
     store.set("x", "1")
     assert store.get("x") == b"1"
     listening = {
@@ -63,4 +98,4 @@ def test_the_store_at_the_users_master_address(address: str, monkeypatch: pytest
         for each in psutil.Process().net_connections()
         if each.laddr.port == port and not each.raddr
     }
-    assert listening == {"127.0.0.1" if address == "localhost" else address}
+    assert listening == {names.get(address, ["127.0.0.1" if address == "localhost" else address])[0]}

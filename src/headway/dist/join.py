@@ -35,6 +35,7 @@ from headway.dist.group import (
     world,
 )
 from headway.dist.rendezvous import (
+    LOOPBACK,
     FileRendezvous,
     HubAddress,
     Rendezvous,
@@ -171,13 +172,15 @@ def _launchers_store(launch: LaunchEnvironment, timeout: float) -> c10d.Store:
     host, _, port = (launch.store_address or "").rpartition(":")
     address = own_address(host)
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    # a name may stand for another address elsewhere
-    if launch.rank == 0 and not is_torchruns and address in (host, "127.0.0.1") and port.isdigit():
+    # many hosts resolve their own name to the loopback, which others cannot mean by it
+    elsewhere = address in LOOPBACK and host not in (*LOOPBACK, "localhost")
+    elsewhere &= launch.local_world_size != launch.world_size
+    if launch.rank == 0 and not is_torchruns and address and not elsewhere and port.isdigit():
         # torch would listen on all networks of this host
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         server = socket.create_server((address, int(port)), family=family, backlog=4096)
         return c10d.TCPStore(
-            host,
+            address,
             int(port),
             is_master=True,
             timeout=timedelta(seconds=timeout),

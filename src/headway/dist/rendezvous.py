@@ -27,6 +27,9 @@ from headway.system.environment import runs_root
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+LOOPBACK = ("127.0.0.1", "::1")
+"""addresses that every host has, and that mean no other host"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class HubAddress:
@@ -189,7 +192,7 @@ def listen_on(
     Without such a name nobody knows on which of its networks they reach this host, and the port is open on all.
     """
     address = own_address(name) if name else None
-    if name and address and address not in ("127.0.0.1", "::1"):  # other hosts cannot mean the loopback
+    if name and address and address not in LOOPBACK:  # other hosts cannot mean the loopback
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         server = socket.create_server((address, 0), family=family, backlog=backlog)
         return server, tuple(dict.fromkeys((name, address)))
@@ -206,6 +209,8 @@ def listen_on(
 def own_address(name: str) -> str | None:
     """Returns the one address of this host that a name stands for there; None if it is not one of its own.
 
+    Of a name with one address of each version of IP it is that of version 4: who knows the name tries both.
+
     >>> own_address("127.0.0.1")
     '127.0.0.1'
     """
@@ -213,10 +218,11 @@ def own_address(name: str) -> str | None:
         found = {str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
     except OSError:  # it does not resolve here
         return None
-    if found <= {"127.0.0.1", "::1"}:
-        return "127.0.0.1" if "127.0.0.1" in found else "::1"
+    if found <= {*LOOPBACK}:
+        return min(found)
+    version4 = {address for address in found if ":" not in address} or found
     own = {*_own_addresses(socket.AF_INET), *_own_addresses(socket.AF_INET6)}
-    return found.pop() if len(found) == 1 and found <= own else None
+    return version4.pop() if len(version4) == 1 and found <= own else None
 
 
 def _own_addresses(family: socket.AddressFamily) -> list[str]:
