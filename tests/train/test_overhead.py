@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import socket
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
@@ -19,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toys import Batches, make_net, make_pipe, sgd
 
 import headway
-from headway.train import Pipeline, TrainValStage
+from headway.train import Pipeline, TrainValStage, pipeline
 from headway.train.metrics import timing
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -121,6 +124,46 @@ def test_a_kept_run_makes_few_calls_more(tmp_path: Path, monkeypatch: pytest.Mon
     }  # to stop, and to repeat a save
     assert {name: calls.python[name] / steps for name in expected} == expected
     assert calls.python.total() == 14 * steps
+
+
+class AllCalls(Calls):
+    """Every function that the training thread calls, locks and files included, and the threads of the process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: set[str] = set()
+
+    def _see(self, frame: FrameType, event: str, what: Any) -> None:
+        if event == "call":
+            self.python[frame.f_code.co_qualname] += 1
+        elif event == "c_call":
+            self.built_in[getattr(what, "__qualname__", repr(what))] += 1
+            self.threads |= {thread.name for thread in threading.enumerate()}
+
+
+def test_a_tracker_behind_a_black_hole_costs_a_step_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that accepts and never answers: not one call, lock or file operation more than without a tracker."""
+    monkeypatch.setattr(timing, "SHORT_STEP_S", math.inf)
+    monkeypatch.setattr(pipeline, "feeding", partial(pipeline.feeding, finish_s=0.0))
+    monkeypatch.setenv("HEADWAY_SAMPLE_EVERY", "0")  # its thread ends after some seconds
+    counted = []
+    with socket.create_server(("127.0.0.1", 0)) as black_hole:
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+        for number, uri in enumerate((None, f"http://127.0.0.1:{black_hole.getsockname()[1]}")):
+            calls = AllCalls()
+            pipe = make_pipe(tmp_path / str(number))
+            if uri is not None:
+                pipe.enable_mlflow(tracking_uri=uri)
+            pipe.register_dataset("train", Watched(calls))
+            pipe.append_stage(Quiet(), max_epochs=1)
+            pipe.run()
+            counted.append(calls)
+    without, behind = counted
+    assert without.python.total() > 0 and without.built_in.total() > 0
+    assert behind.python - without.python == Counter() == behind.built_in - without.built_in
+    assert behind.threads <= without.threads
 
 
 class Operations(TorchDispatchMode):

@@ -94,13 +94,19 @@ def test_keys_choose_run_curve_and_rank(tmp_path: Path) -> None:
     assert watcher.press("n") and watcher.chosen.run == (1, 2)
 
 
-def test_the_real_terminal_is_filled_and_restored(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 50)])
+def test_the_real_terminal_is_filled_and_restored(tmp_path: Path, width: int, height: int) -> None:
     run = make_run(tmp_path, ranks=64)
+    started = tmp_path / "started"
     pid, fd = pty.fork()
     if pid == 0:
+        while not started.exists():  # the terminal has its size before anything is drawn
+            time.sleep(0.01)
         command = [sys.executable, "-m", "headway", "watch", str(run.path)]
-        os.execve(sys.executable, command, {**os.environ, "TERM": "xterm-256color", "NO_COLOR": "1"})
-    termios.tcsetwinsize(fd, (24, 80))
+        kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+        os.execve(sys.executable, command, {**kept, "TERM": "xterm-256color", "NO_COLOR": "1"})
+    termios.tcsetwinsize(fd, (height, width))
+    started.touch()
     shown, typed = "", False
     deadline = time.monotonic() + 60
     while select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -116,6 +122,9 @@ def test_the_real_terminal_is_filled_and_restored(tmp_path: Path) -> None:
         "the screen before is back"
     )
     assert run.id in shown and "train/loss" in shown
+    first = next(frame for frame in shown.split("\x1b[H") if "q quit" in frame).partition("\x1b[?25h")[0]
+    lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line).rstrip("\r") for line in first.split("\n")]
+    assert len(lines) == height and 0.9 * width < max(map(len, lines)) <= width, lines
     colors = set(re.findall(r"\x1b\[([0-9;]*)m", shown))
     assert not any(re.search(r"(^|;)(3\d|9\d)", code) for code in colors), "NO_COLOR"
 
