@@ -27,6 +27,7 @@ VERBS = {
     "run": "run a script here, on N processes that start and end together",
     "runs": "list runs: queued, running, done, stopped or failed, and why",
     "watch": "a live screen of a run: state, losses, speed, ranks, checkpoints, messages",
+    "web": "runs in a browser: live curves, ranks, settings, logs, sweeps; on this machine only",
     "report": "a run as one HTML file: curves, where the time went, settings, code, failure",
     "submit": "a SLURM job that runs the code as it is now, and resumes by itself after a preemption",
 }

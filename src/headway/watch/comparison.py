@@ -8,14 +8,15 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate, islice
 from typing import Any, Literal, final
 
 import yaml
 
 from headway.errors import unknown_name
+from headway.launcher.sweep import SweepMember
 from headway.run import Run
 from headway.run.plain import leaves
-from headway.system import files
 from headway.watch.runs import RunSummary, metric_rows, summarize
 from headway.watch.view.series import Series, sparkline
 from headway.watch.view.source import read_text
@@ -30,6 +31,9 @@ _HIGHER = re.compile(
 _MAX_METRICS = 4
 _CURVE_WIDTH = 24
 _DIFF_BYTES = 10 << 20
+_CONFIG_BYTES = 1 << 19
+_MAX_SETTINGS = 2000
+_MAX_DEPTH = 100
 
 
 @final
@@ -73,7 +77,7 @@ def compare(runs: Sequence[Run], *, metrics: Sequence[str] = ()) -> list[RunComp
     [0.31, 0.29]
     """
     found = summarize(runs)
-    settings = [_settings(summary) for summary in found]
+    settings = [settings_of(summary.run, summary.sweep) for summary in found]
     differing = [name for name in _union(settings) if len({_text(each.get(name)) for each in settings}) > 1]
     histories = [_history(summary.run) for summary in found]
     wanted = dict(map(_direction, metrics)) or _default_metrics(histories)
@@ -118,16 +122,25 @@ def _code(run: Run) -> tuple[str, str]:
     return f"{str(code.get('commit') or 'no commit')[:10]}{'*' if code.get('dirty') else ''}", diff
 
 
-def _settings(summary: RunSummary) -> dict[str, Any]:
-    """Returns the recorded settings of a run, and those of its sweep."""
+def settings_of(run: Run, member: SweepMember | None) -> dict[str, Any]:
+    """Returns the recorded settings of a run by their full names, and those of its sweep.
+
+    >>> settings_of(run, None)
+    {'lr': 0.0003, 'model.depth': 12}
+    """
+    text = read_text(run.path, run.config_file, _CONFIG_BYTES) or ""
     try:
-        recorded = yaml.safe_load(files.read_regular(summary.run.config_file))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        recorded = yaml.safe_load(text) if _depth(text) <= _MAX_DEPTH else None
+    except (ValueError, RecursionError, yaml.YAMLError):
         recorded = None
-    flat = dict(leaves(recorded))
-    return flat | {
-        k: v for k, v in (summary.sweep.settings if summary.sweep else {}).items() if k not in flat
-    }
+    flat = dict(islice(leaves(recorded), _MAX_SETTINGS))  # anchors can make a small file a huge tree
+    return flat | {k: v for k, v in (member.settings if member else {}).items() if k not in flat}
+
+
+def _depth(text: str) -> int:
+    """How deeply brackets are nested, at most: PyYAML takes quadratic time to find out."""
+    steps = (1 if match[0] in "[{" else -1 for match in re.finditer(r"[][{}]", text))
+    return max(accumulate(steps), default=0)
 
 
 History = dict[str, list[tuple[int, float | str]]]

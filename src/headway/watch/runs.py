@@ -78,7 +78,7 @@ def summarize(
     """Summarizes runs. `warn` gets a line if a scheduler does not answer.
 
     A run on another machine is known by its heartbeat only: it counts as running if the heartbeat changes within
-    `heartbeat_wait_s` seconds.
+    `heartbeat_wait_s` seconds, and without another look if these are 0.
 
     >>> [(summary.run.id, summary.status.state) for summary in summarize(runs_under("runs"))]
     [('digits-2026.11.15-14.30-x7k2', 'running')]
@@ -95,7 +95,7 @@ def summarize(
         except (HeadwayError, LookupError, TypeError, ValueError, AttributeError) as error:
             warn(f"{run.path} cannot be read: its files are damaged ({type(error).__name__}: {error!s:.200})")
     uncertain = [each.run for each in found if each.status.state == "running" and not each.status.certain]
-    if not uncertain:
+    if not uncertain or not heartbeat_wait_s:
         return found
     before = {run.path: _heartbeat(run) for run in uncertain}
     time.sleep(heartbeat_wait_s)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Mapping
-from typing import Any, final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, final
 
 from headway.run import Run
 from headway.watch.view.series import Series
@@ -23,6 +23,20 @@ _RECENT = 50
 _MAX_CURVES = 400
 _NAME_CHARACTERS = 120
 _PAUSES = ("validation", "checkpoint")
+PHASES = frozenset({"data", "compute", "optimizer", "wait", "validation", "checkpoint", "other"})
+"""the phases of a step that are known; a row may name others, which only count as a whole"""
+_PART_BYTES = 1 << 20
+_MAX_PARTS = 8
+"""parts of the file that are read again to see more of a range of steps"""
+
+
+class FilePart(NamedTuple):
+    """A part of the metrics file, and the steps of its rows."""
+
+    begin: int
+    end: int
+    first_step: int
+    last_step: int
 
 
 @final
@@ -41,6 +55,18 @@ class MetricRows:
         self.data: Mapping[str, Any] = {}
         self.lost_steps = 0
         """steps that restarts repeated"""
+        self.phases: dict[str, Series] = {}
+        """seconds per step in each phase"""
+        self.samples = Series()
+        """samples of all ranks so far"""
+        self.worlds: Sequence[tuple[float, int]] = ()
+        """begin and number of ranks of each attempt"""
+        self.is_sampled = False
+        """whether rows between the sampled ones were skipped"""
+        self._path, self._run_path = run.metrics_file(0), run.path
+        self._parts: list[FilePart] = []
+        self._is_gap = False  # between the last row and the next one rows were skipped
+        self._counted = 0  # samples of rank 0's loader, by its own count
         self._tail = RowTail(run.path, run.metrics_file(0))
         self._thorough, self._begun = thorough, False
         self._recent: deque[Row] = deque(maxlen=_RECENT)
@@ -55,16 +81,21 @@ class MetricRows:
             self._begun = True
             whole, kept = (_THOROUGH_BYTES,) * 2 if self._thorough else (_WHOLE_BYTES, _KEPT_BYTES)
             if self._tail.size > whole:
+                self.is_sampled = True
                 self._tail.skip_to_end(kept)
                 for row in self._tail.sample(_PLACES):
                     self._add(row)
+                self.phases.clear()  # between two of these rows are more steps than those of a log point
+                self._is_gap = True
                 self._recent.clear()
                 self._paces.clear()
         end = self._tail.size  # what is written meanwhile is for the next time
         while True:
             at = self._tail.offset
-            for row in self._tail.read():
+            rows = self._tail.read()
+            for row in rows:
                 self._add(row)
+            self._note_part(at, self._tail.offset, rows)
             if self._tail.offset == at or self._tail.offset >= end:  # a chunk without a whole row is no end
                 return self._tail.offset > before
 
@@ -72,6 +103,53 @@ class MetricRows:
         """Starts the speeds again: another attempt has begun, perhaps on other machines."""
         self._recent.clear()
         self._paces.clear()
+
+    def within(self, name: str, first_step: int, last_step: int) -> Series | None:
+        """Returns a curve in a range of steps, from the file again: with every row, if the range is short enough.
+
+        None if the range is too long for that, or not of the part of the file that was read as a whole.
+        """
+        parts = [
+            part for part in self._parts if part.first_step <= last_step and part.last_step >= first_step
+        ]
+        known = self.curves.get(name)
+        if not parts or known is None or len(parts) > _MAX_PARTS or self._parts[0].first_step > first_step:
+            return None
+        found = Series(of_epochs=known.of_epochs)
+        for row in self._rows_of(parts):
+            step, time, metrics = row.get("step"), row.get("time"), row.get("metrics")
+            if not is_count(step) or not is_time(time) or not isinstance(metrics, dict):
+                continue
+            if row.get("kind") == "epoch" and not known.of_epochs:
+                continue
+            for given, value in metrics.items():
+                number = _number(value) if self._names.get(given) == name else None
+                if number is not None and first_step <= step <= last_step:
+                    found.add(step, float(time), number)
+        return found
+
+    def _rows_of(self, parts: Sequence[FilePart]) -> Iterator[Row]:
+        for part in parts:
+            tail = RowTail(self._run_path, self._path)
+            tail.offset = part.begin
+            while tail.offset < part.end:
+                at = tail.offset
+                yield from tail.read(part.end - at)
+                if tail.offset == at:
+                    break
+
+    def _note_part(self, begin: int, end: int, rows: Sequence[Row]) -> None:
+        """Remembers where in the file which steps are."""
+        steps = [step for row in rows if is_count(step := row.get("step"))]
+        if not steps:
+            return
+        part = FilePart(begin, end, min(steps), max(steps))
+        last = self._parts[-1] if self._parts else None
+        if last and part.end - last.begin <= _PART_BYTES:
+            low, high = min(last.first_step, part.first_step), max(last.last_step, part.last_step)
+            self._parts[-1] = FilePart(last.begin, end, low, high)
+        else:
+            self._parts.append(part)
 
     # --- what the rows say
 
@@ -152,6 +230,8 @@ class MetricRows:
             self.data = data
         if row["kind"] == "train":
             before = self.last
+            self._add_phases(row, step, step - before["step"] if before else step)
+            self._add_samples(row, step)
             if before and step > before["step"]:
                 passed = row["time"] - before["time"] - self._pause_s
                 if passed > 0:
@@ -161,6 +241,32 @@ class MetricRows:
                 self.forget_pace()
             self.last, self._pause_s = row, 0.0
         self._recent.append(row)
+
+    def _add_phases(self, row: Row, step: int, steps: int) -> None:
+        """Adds the seconds per step, where it is known for how many steps the seconds are."""
+        if steps <= 0 or self._is_gap:
+            for series in self.phases.values():
+                series.cut(step)
+            self._is_gap = False
+            return
+        seconds = _seconds(row)
+        for phase in {*self.phases, *(set(seconds) & PHASES)}:
+            series = self.phases.setdefault(phase, Series())
+            series.add(step, float(row["time"]), seconds.get(phase, 0.0) / steps)
+
+    def _add_samples(self, row: Row, step: int) -> None:
+        """Counts samples from rank 0's counter, which begins again with each attempt."""
+        counters = self.data.get("train", next(iter(self.data.values()), None)) if self.data else None
+        count = counters.get("samples") if isinstance(counters, dict) else None
+        if not is_count(count):
+            return
+        ranks = next((size for begin, size in reversed(self.worlds) if begin <= row["time"]), 1)
+        if self.samples.steps and (count < self._counted or step <= self.samples.steps[-1]):
+            self.samples.cut(step)
+            self._counted = 0
+        before = self.samples.highs[-1] if self.samples.highs else 0.0
+        self.samples.add(step, float(row["time"]), before + max(0, count - self._counted) * ranks)
+        self._counted = count
 
 
 def _seconds(row: Row) -> dict[str, float]:

@@ -56,14 +56,14 @@ class RankTable:
             tail = self._tails[rank] = RowTail(self._run.path, self._run.metrics_file(rank))
         tail.skip_to_end(_KEPT_BYTES)
         rows = self._rows.setdefault(rank, deque(maxlen=_KEPT_ROWS))
-        rows.extend(row for row in tail.read(2 * _KEPT_BYTES) if _is_whole(row))
+        rows.extend(row for row in tail.read(2 * _KEPT_BYTES) if is_log_point(row))
 
     def rows(self, nodes: Mapping[str, Mapping[str, Any]]) -> list[RankRow]:
         """Returns all ranks, the slowest first; `nodes` are the newest device samples by host."""
         known = {rank: rows for rank, rows in self._rows.items() if rows}
         if not known:
             return []
-        newest = {rank: _busy(rows[-1]) for rank, rows in known.items()}
+        newest = {rank: busy_s(rows[-1]) for rank, rows in known.items()}
         usual = median_low(newest.values())
         slow = self._stragglers(known)
         gpus = _assign_gpus({rank: str(rows[-1].get("host", "")) for rank, rows in known.items()}, nodes)
@@ -72,7 +72,7 @@ class RankTable:
                 rank=rank,
                 host=clean(rows[-1].get("host", ""), 40),
                 relative=newest[rank] / usual if usual else None,
-                data_share=_data_share(rows[-1]),
+                data_share=data_share(rows[-1]),
                 memory_peak=peak if is_count(peak := rows[-1].get("memory_peak")) else None,
                 step=rows[-1]["step"],
                 is_straggler=rank in slow,
@@ -91,17 +91,17 @@ class RankTable:
         slow = set(known)
         for step in common:
             here = {rank: row for rank, rows in known.items() for row in rows if row["step"] == step}
-            usual = median_low(_busy(row) for row in here.values())
+            usual = median_low(busy_s(row) for row in here.values())
             slow &= {
                 rank
                 for rank, row in here.items()
-                if _busy(row) > SLOW_FACTOR * usual
-                and _busy(row) - usual > MIN_LOST_FRACTION * sum(row["seconds"].values())
+                if busy_s(row) > SLOW_FACTOR * usual
+                and busy_s(row) - usual > MIN_LOST_FRACTION * sum(row["seconds"].values())
             }
         return slow
 
 
-def _is_whole(row: Row) -> bool:
+def is_log_point(row: Row) -> bool:
     seconds = row.get("seconds")
     return (
         row.get("kind") == "train"
@@ -112,7 +112,7 @@ def _is_whole(row: Row) -> bool:
     )
 
 
-def _busy(row: Row) -> float:
+def busy_s(row: Row) -> float:
     """Seconds that a rank spent on its own, waiting for data and in the forward pass."""
     found = row.get("busy_seconds")
     if is_number(found):
@@ -120,7 +120,7 @@ def _busy(row: Row) -> float:
     return float(row["seconds"].get("data", 0.0) + row["seconds"].get("compute", 0.0))  # by an older version
 
 
-def _data_share(row: Row) -> float | None:
+def data_share(row: Row) -> float | None:
     whole = sum(row["seconds"].values())
     return row["seconds"].get("data", 0.0) / whole if whole else None
 

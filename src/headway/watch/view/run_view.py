@@ -109,6 +109,7 @@ class RunView:
             self._attempts = len(attempts)
             self._earlier_s = _earlier_s(self.run, attempts)
             self.metrics.forget_pace()
+            self.metrics.worlds = [_world(each) for each in attempts]
         self.metrics.refresh()
         self._read_events()
         self._read_nodes(started)
@@ -338,6 +339,14 @@ def timestamp(text: object) -> float:
 def _positive(value: object) -> int:
     """Returns a number of ranks or nodes; 1 if it is not one."""
     return value if is_count(value) and value > 0 else 1
+
+
+def _world(attempt: Row) -> tuple[float, int]:
+    """Returns the begin of an attempt, and its number of ranks."""
+    world = attempt.get("world")
+    return timestamp(attempt.get("started")), _positive(
+        world.get("world_size") if isinstance(world, dict) else 1
+    )
 
 
 def _earlier_s(run: Run, attempts: list[Row]) -> float:

@@ -1,4 +1,4 @@
-"""Curves with a fixed number of points: neighbors are merged when there are too many, and extremes are kept."""
+"""Curves with a bounded number of points: neighbors are merged when there are too many, and extremes are kept."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ class Series:
     """the newest value, finite or not"""
     non_finite: int = 0
     """values that were not numbers"""
+    stride: int = 1
+    """values in each point but the last: the same everywhere, so that all of a long run is seen equally well"""
 
     def add(self, step: int, time: float, value: float) -> None:
         """Appends a value. A step that was before is one that a restart repeats: what follows it is forgotten."""
@@ -43,9 +45,17 @@ class Series:
         if not math.isfinite(value):
             self.non_finite += 1
             return
-        if len(self.steps) >= CAPACITY:
+        if len(self.steps) >= CAPACITY and self.counts[-1] >= self.stride:
             self._merge()
-        self._append(step, time, value, value, value, 1)
+        if self.counts and self.counts[-1] < self.stride:
+            self._extend(step, time, value)
+        else:
+            self.steps.append(step)
+            self.times.append(time)
+            self.means.append(value)
+            self.lows.append(value)
+            self.highs.append(value)
+            self.counts.append(1)
 
     def cut(self, step: int) -> None:
         """Forgets `step` and what follows it."""
@@ -53,21 +63,20 @@ class Series:
             for column in self._columns():
                 column.pop()
 
-    def _append(self, step: int, time: float, mean: float, low: float, high: float, count: int) -> None:
-        self.steps.append(step)
-        self.times.append(time)
-        self.means.append(mean)
-        self.lows.append(low)
-        self.highs.append(high)
-        self.counts.append(count)
+    def _extend(self, step: int, time: float, value: float) -> None:
+        """Adds a value to the last point."""
+        self.steps[-1], self.times[-1] = step, time
+        self.lows[-1], self.highs[-1] = min(self.lows[-1], value), max(self.highs[-1], value)
+        self.counts[-1] += 1
+        self.means[-1] += (value - self.means[-1]) / self.counts[-1]
 
     def _columns(self) -> tuple[list[int] | list[float], ...]:
         return self.steps, self.times, self.means, self.lows, self.highs, self.counts
 
     def _merge(self) -> None:
-        """Merges each two neighbors of the older three quarters, where detail matters least, into one point."""
+        """Merges each two neighbors into one point."""
         points = list(zip(*self._columns(), strict=True))
-        keep = len(points) * 3 // 4 // 2 * 2
+        even = len(points) // 2 * 2
         merged = [
             (
                 b[0],
@@ -77,10 +86,11 @@ class Series:
                 max(a[4], b[4]),
                 a[5] + b[5],
             )
-            for a, b in zip(points[:keep:2], points[1:keep:2], strict=True)
+            for a, b in zip(points[:even:2], points[1:even:2], strict=True)
         ]
-        for column, values in zip(self._columns(), zip(*merged, *points[keep:], strict=True), strict=True):
+        for column, values in zip(self._columns(), zip(*merged, *points[even:], strict=True), strict=True):
             column[:] = values
+        self.stride *= 2
 
 
 def resample(series: Series, width: int) -> list[float | None]:

@@ -86,14 +86,29 @@ def read_object(root: Path, path: Path) -> Row:
 
 def last_lines(root: Path, path: Path, limit_bytes: int = 1 << 16) -> list[str]:
     """Returns the last lines of a text file, as they are."""
+    return lines_before(root, path, None, limit_bytes)[0]
+
+
+def lines_before(
+    root: Path, path: Path, end: int | None, limit_bytes: int = 1 << 16
+) -> tuple[list[str], int]:
+    """Returns the lines before a place in a text file, by default its end, and the place where they begin.
+
+    >>> lines, begin = lines_before(run.path, run.log_file(0), None)
+    >>> earlier, _ = lines_before(run.path, run.log_file(0), begin)
+    """
     file = open_regular(root, path)
     if file is None:
-        return []
+        return [], 0
     with file:
-        start = max(0, os.fstat(file.fileno()).st_size - limit_bytes)
-        file.seek(start)
-        lines = file.read(limit_bytes).decode("utf-8", "replace").splitlines()
-    return lines[1:] if start else lines
+        size = os.fstat(file.fileno()).st_size
+        end = size if end is None else min(size, max(0, end))
+        begin = max(0, end - limit_bytes)
+        file.seek(begin)
+        data = file.read(end - begin)
+    cut = data.find(b"\n") + 1 if begin else 0  # of a part of a line, there is no more to show than that
+    lines = data[cut:].decode("utf-8", "replace").splitlines()
+    return lines, begin + cut
 
 
 def parse(lines: Iterable[bytes]) -> Iterator[Row]:

@@ -1,0 +1,72 @@
+"""`headway web`: runs in a browser."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from headway.cli.parser import Parser, natural
+from headway.cli.watch import find_runs
+from headway.errors import DONE, UsageError
+from headway.run import has_info
+from headway.system.text import plural
+from headway.watch.web import RunLibrary, listen, serve
+from headway.watch.web.run_library import key_of
+
+_MAX_PORT = 65_535
+_EXAMPLES = """\
+examples:
+  headway web                                all runs in runs/
+  headway web x7k2                           a run by the end of its id
+  headway web /scratch/me/runs --port 8265   all runs there, on a port that you choose
+
+It listens on 127.0.0.1 only, and prints an address with a token, without which nobody gets an answer; and the `ssh -L`
+line to run on your own machine if this is another one. It reads run directories and nothing else: training does not
+notice. Ctrl-C ends it.
+"""
+
+
+def main(argv: list[str]) -> int:
+    parser = Parser("web", "Shows runs in a browser: live curves, ranks, settings, logs, sweeps.", _EXAMPLES)
+    parser.add_argument(
+        "run", metavar="RUN|ROOT", nargs="?", help="run directory, id, end of an id, or a directory of runs"
+    )
+    parser.add_root()
+    parser.add_argument(
+        "--port", type=natural, default=0, metavar="N", help="listen there (default: a free port)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the address for programs, then serve")
+    options = parser.parse_args(argv)
+    if options.port > _MAX_PORT:
+        raise UsageError(f"--port {options.port} is not a port; they end at {_MAX_PORT}")
+    library, first, what = _library(options.run, options.root)
+    address = listen(options.port)
+    url, tunnel = address.url(first), address.ssh_command()
+    if options.json:
+        print(json.dumps({"url": url, "port": address.port, "ssh": tunnel}), flush=True)
+    else:
+        print(
+            f"{what}:\n\n  {url}\n\nfrom another machine, run there, and open the same address:\n\n  {tunnel}\n"
+        )
+        print("Ctrl-C ends this; training does not notice", flush=True)
+    try:
+        serve(address, library)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+    return DONE
+
+
+def _library(place: str | None, root: str) -> tuple[RunLibrary, str | None, str]:
+    """Returns the runs to show, the key of the one to open first, and what to call them."""
+    directory = Path(root if place is None else place)
+    if place is None or (directory.is_dir() and not has_info(directory)):
+        if not directory.is_dir():
+            raise UsageError(
+                f"there is no directory {str(directory)!r}; give a run or the directory of the runs"
+            )
+        library = RunLibrary(root=directory.absolute())
+        return library, None, f"{plural(len(library.runs()), 'run')} in {directory}"
+    runs = find_runs(place, root)
+    first = key_of(runs[0]) if len(runs) == 1 else None
+    return RunLibrary(runs=runs), first, runs[0].id if first else f"{plural(len(runs), 'run')} of a sweep"

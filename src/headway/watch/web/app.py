@@ -1,0 +1,189 @@
+"""The addresses of the page, and what each answers. Runs are named by keys that are looked up, never by paths."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from headway.watch.web import curves, texts
+from headway.watch.web.assets import assets
+from headway.watch.web.blocks import blocks, to_json
+from headway.watch.web.guard import Application, Guard
+from headway.watch.web.heat_map import heat_map
+from headway.watch.web.run_library import OpenRun, RunLibrary
+from headway.watch.web.run_list import RunList
+
+_LIVE_S = 1.0
+_PING_TICKS = 15
+_MAX_STREAMS = 32
+_MAX_RUNS = 16
+_MAX_METRICS = 64
+_MAX_NUMBER = 1 << 53
+
+
+def make_app(library: RunLibrary, *, token: str, cookie: str = "headway") -> Application:
+    """Returns the application, behind its guard.
+
+    >>> app = make_app(RunLibrary(root=Path("runs")), token=secrets.token_urlsafe(32))
+    """
+    answers = _Answers(library)
+    routes = [
+        Route("/", _asset("index.html")),
+        *(Route(f"/static/{name}", _asset(name)) for name in assets() if name != "index.html"),
+        Route("/api/runs", answers.runs),
+        Route("/api/run", answers.run),
+        Route("/api/live", answers.live),
+        Route("/api/curves", answers.curves),
+        Route("/api/phases", answers.phases),
+        Route("/api/ranks", answers.ranks),
+        Route("/api/settings", answers.settings),
+        Route("/api/diagnostics", answers.diagnostics),
+        Route("/api/log", answers.log),
+    ]
+    return Guard(Starlette(routes=routes), token=token, cookie=cookie)
+
+
+def _asset(name: str) -> Callable[[Request], Response]:
+    def answer(_: Request) -> Response:
+        asset = assets()[name]
+        return Response(asset.data, media_type=asset.media_type)
+
+    return answer
+
+
+class _BadRequest(Exception):
+    """A request that asks for what is not there, with the status of the answer."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+def _answered(work: Callable[[Any, Request], Any]) -> Callable[[Any, Request], Response]:
+    """Makes a method that returns plain values answer with JSON, or with the reason why it cannot."""
+
+    def answer(self: Any, request: Request) -> Response:
+        try:
+            found = work(self, request)
+        except _BadRequest as error:
+            return PlainTextResponse(f"{error}\n", status_code=error.status)
+        return Response(to_json(found), media_type="application/json")
+
+    return answer
+
+
+class _Answers:
+    """What the page asks for. Starlette calls these in threads."""
+
+    def __init__(self, library: RunLibrary) -> None:
+        self._library = library
+        self._list = RunList(library)
+        self._streams = 0
+
+    @_answered
+    def runs(self, _: Request) -> Any:
+        return self._list.rows()
+
+    @_answered
+    def run(self, request: Request) -> Any:
+        return blocks(self._open(request).refresh())
+
+    @_answered
+    def curves(self, request: Request) -> Any:
+        metrics, is_whole = self._open(request).metrics()
+        names = request.query_params.getlist("metric")[:_MAX_METRICS]
+        points = min(curves.MAX_POINTS, _number(request, "points") or curves.MAX_POINTS)
+        first, last = _number(request, "from"), _number(request, "to")
+        found = [curves.curve(metrics, name, points, first, last) for name in names]
+        return {"curves": [each for each in found if each], "is_whole": is_whole}
+
+    @_answered
+    def phases(self, request: Request) -> Any:
+        metrics, is_whole = self._open(request).metrics()
+        points = min(curves.MAX_POINTS, _number(request, "points") or curves.MAX_POINTS)
+        return {"phases": curves.phases(metrics, points), "is_whole": is_whole}
+
+    @_answered
+    def ranks(self, request: Request) -> Any:
+        found = self._open(request)
+        world_size = found.refresh().header.world_size
+        return heat_map(
+            found.run, world_size, "data" if request.query_params.get("what") == "data" else "own"
+        )
+
+    @_answered
+    def settings(self, request: Request) -> Any:
+        known = self._library.runs()
+        keys = request.query_params.getlist("run")[:_MAX_RUNS]
+        if not keys or not all(key in known for key in keys):
+            raise _BadRequest(404, "there is no such run")
+        return texts.settings_table([known[key] for key in keys])
+
+    @_answered
+    def diagnostics(self, request: Request) -> Any:
+        return {"lines": texts.diagnostics(self._open(request).run)}
+
+    @_answered
+    def log(self, request: Request) -> Any:
+        run, query = self._open(request).run, request.query_params
+        names = texts.log_names(run)
+        name = query.get("name", names[0] if names else "")
+        page = texts.log_page(run, name, _number(request, "end"), query.get("search", "")[:200])
+        if page is None and "name" in query:
+            raise _BadRequest(404, "there is no such log")
+        return {"names": names, "name": name, **(page or {"lines": [], "begin": 0})}
+
+    async def live(self, request: Request) -> Response:
+        """Sends the run, or the list of runs, each time that it has changed."""
+        key = request.query_params.get("run")
+        if key is not None and await run_in_threadpool(self._library.open, key) is None:
+            return PlainTextResponse("there is no such run\n", status_code=404)
+        if self._streams >= _MAX_STREAMS:
+            return PlainTextResponse("too many pages are open\n", status_code=503)
+        return StreamingResponse(self._events(key), media_type="text/event-stream")
+
+    async def _events(self, key: str | None) -> AsyncIterator[bytes]:
+        self._streams += 1
+        try:
+            sent, ticks = b"", 0
+            while True:
+                data = await run_in_threadpool(self._state, key)
+                if data is None:
+                    yield b"event: gone\ndata: {}\n\n"
+                    return
+                ticks += 1
+                if data != sent or ticks >= _PING_TICKS:
+                    yield b"data: " + data + b"\n\n" if data != sent else b": still here\n\n"
+                    sent, ticks = data, 0
+                await asyncio.sleep(_LIVE_S)
+        finally:
+            self._streams -= 1
+
+    def _state(self, key: str | None) -> bytes | None:
+        if key is None:
+            return to_json(self._list.rows())
+        found = self._library.open(key)
+        return None if found is None else to_json(blocks(found.refresh()))
+
+    def _open(self, request: Request) -> OpenRun:
+        found = self._library.open(request.query_params.get("run", ""))
+        if found is None:
+            raise _BadRequest(404, "there is no such run")
+        return found
+
+
+def _number(request: Request, name: str) -> int | None:
+    """Returns a number of the query; None if it is not given."""
+    text = request.query_params.get(name)
+    if text is None or text == "":
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= 16):
+        raise _BadRequest(400, f"{name} must be a whole number of 0 or more")
+    return min(int(text), _MAX_NUMBER)

@@ -1,0 +1,134 @@
+"""The runs that the page may show, by key, and those that are open: within a budget of memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import final
+
+from headway.errors import UsageError
+from headway.run import Run, runs_under
+from headway.watch.view import RunView, Snapshot
+from headway.watch.view.metric_rows import MetricRows
+
+REFRESH_S = 1.0
+"""a view is not read again before"""
+_LISTED_S = 2.0
+_BUDGET_BYTES = 256 << 20
+_POINT_BYTES = 200
+"""of a point of a curve: six numbers, as Python keeps them"""
+_RUN_BYTES = 1 << 20
+"""of an open run, curves aside"""
+
+
+@final
+class OpenRun:
+    """A run that somebody looks at. It may be asked by several threads."""
+
+    def __init__(self, run: Run, read_rows: Callable[[MetricRows], Future[bool]]) -> None:
+        self.run = run
+        self._view = RunView(run)
+        self._read_rows = read_rows
+        self._lock = threading.Lock()
+        self._snapshot: Snapshot | None = None
+        self._read_at = 0.0
+        self._full: tuple[MetricRows, Future[bool]] | None = None
+
+    def refresh(self) -> Snapshot:
+        """Returns what is known now, or was a moment ago."""
+        with self._lock:
+            if self._snapshot is None or time.monotonic() - self._read_at >= REFRESH_S:
+                self._snapshot = self._view.refresh()
+                self._read_at = time.monotonic()
+                self._refresh_full()
+            return self._snapshot
+
+    def metrics(self) -> tuple[MetricRows, bool]:
+        """Returns the rows of the run, and whether all of them were read: of a long file, not at once."""
+        self.refresh()
+        with self._lock:
+            if self._full is not None and self._full[1].done():
+                return self._full[0], True
+            return self._view.metrics, not self._view.metrics.is_sampled
+
+    def _refresh_full(self) -> None:
+        """Reads a long file as a whole, in another thread, while a sample of it is shown; then what is new of it."""
+        rows = self._view.metrics
+        if not rows.is_sampled:
+            return
+        if self._full is None:
+            full = MetricRows(self.run, thorough=True)
+            full.worlds = rows.worlds
+            self._full = (full, self._read_rows(full))
+        elif self._full[1].done():
+            self._full[0].worlds = rows.worlds
+            self._full[0].refresh()
+
+    @property
+    def size_bytes(self) -> int:
+        """An estimate of the memory that this takes."""
+        rows = [self._view.metrics, *([self._full[0]] if self._full else [])]
+        points = sum(len(series.steps) for each in rows for series in list(each.curves.values()))
+        return _RUN_BYTES + points * _POINT_BYTES
+
+
+@final
+class RunLibrary:
+    """The runs under a root, or a fixed list of runs.
+
+    A request names a run by its key, the name of its directory, which is looked up and never made part of a path.
+
+    >>> RunLibrary(root=Path("runs")).open("digits-2026.11.15-14.30-x7k2").refresh().header.state
+    'running'
+    """
+
+    def __init__(
+        self, *, root: Path | None = None, runs: Sequence[Run] = (), budget_bytes: int = _BUDGET_BYTES
+    ) -> None:
+        self._root, self._budget_bytes = root, budget_bytes
+        self._runs = {key_of(run): run for run in runs}
+        self._listed_at = float("-inf")
+        self._open: OrderedDict[str, OpenRun] = OrderedDict()
+        self._lock = threading.Lock()
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="headway-web-reader")
+
+    def runs(self) -> dict[str, Run]:
+        """Returns all runs by key, the newest first."""
+        with self._lock:
+            if self._root is not None and time.monotonic() - self._listed_at > _LISTED_S:
+                with suppress(UsageError):  # the directory cannot be read just now
+                    self._runs = {key_of(run): run for run in runs_under(self._root)}
+                self._listed_at = time.monotonic()
+            return dict(self._runs)
+
+    def open(self, key: str) -> OpenRun | None:
+        """Returns the run with this key; None if there is none. What was not looked at for longest is closed."""
+        run = self.runs().get(key)
+        with self._lock:
+            if run is None:
+                self._open.pop(key, None)
+                return None
+            found = self._open.get(key)
+            if found is None:
+                found = self._open[key] = OpenRun(run, lambda rows: self._reader.submit(rows.refresh))
+            self._open.move_to_end(key)
+            sizes = {name: each.size_bytes for name, each in self._open.items()}
+            while len(self._open) > 1 and sum(sizes.values()) > self._budget_bytes:
+                sizes.pop(self._open.popitem(last=False)[0])
+            return found
+
+    @property
+    def open_keys(self) -> list[str]:
+        """The keys of the runs that are open, the one that was asked for last at the end."""
+        with self._lock:
+            return list(self._open)
+
+
+def key_of(run: Run) -> str:
+    """Returns the name of a run's directory, as text that any address can hold."""
+    return run.path.name.encode("utf-8", "backslashreplace").decode()

@@ -1,0 +1,91 @@
+"""Listens on 127.0.0.1, and nowhere else."""
+
+from __future__ import annotations
+
+import getpass
+import secrets
+import socket
+from dataclasses import dataclass, field
+from typing import final
+from urllib.parse import quote
+
+from headway.errors import MissingExtra, UsageError
+from headway.watch.web.run_library import RunLibrary
+
+_HOST = "127.0.0.1"
+_BACKLOG = 64
+_MAX_CONNECTIONS = 128
+_LEAVE_S = 1
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """Where the page is, and the token that opens it."""
+
+    listener: socket.socket
+    token: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
+
+    @property
+    def port(self) -> int:
+        return int(self.listener.getsockname()[1])
+
+    @property
+    def cookie(self) -> str:
+        """Cookies belong to a host, whatever the port: two servers must not share one."""
+        return f"headway-{self.port}"
+
+    def url(self, run: str | None = None) -> str:
+        """Returns the address to open, of a run by its key or of the list."""
+        place = "" if run is None else f"#/run/{quote(run, safe='')}"
+        return f"http://{_HOST}:{self.port}/?token={self.token}{place}"
+
+    def ssh_command(self) -> str:
+        """Returns the command that makes the page reachable from one's own machine."""
+        host = f"{getpass.getuser()}@{socket.gethostname()}"
+        return f"ssh -N -L {self.port}:{_HOST}:{self.port} {host}"
+
+
+def listen(port: int = 0) -> Address:
+    """Takes a port, by default one that the kernel picks.
+
+    >>> listen().url()
+    'http://127.0.0.1:41234/?token=...'
+    """
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((_HOST, port))
+    except OSError as error:
+        listener.close()
+        raise UsageError(
+            f"port {port} cannot be used: {error.strerror}; leave --port out to get a free one"
+        ) from error
+    listener.listen(_BACKLOG)
+    return Address(listener=listener)
+
+
+def serve(address: Address, library: RunLibrary) -> None:
+    """Serves the page until Ctrl-C.
+
+    >>> serve(listen(), RunLibrary(root=Path("runs")))
+    """
+    try:
+        import uvicorn
+
+        from headway.watch.web.app import make_app
+    except ModuleNotFoundError as error:
+        raise MissingExtra(
+            "starlette and uvicorn", extra="web", purpose="to show runs in a browser"
+        ) from error
+    config = uvicorn.Config(
+        make_app(library, token=address.token, cookie=address.cookie),
+        access_log=False,
+        lifespan="off",
+        limit_concurrency=_MAX_CONNECTIONS,
+        log_level="error",
+        server_header=False,
+        timeout_graceful_shutdown=_LEAVE_S,
+        ws="none",
+    )
+    uvicorn.Server(config).run(sockets=[address.listener])
