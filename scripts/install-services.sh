@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Install what the cluster and MPI tests need and this machine lacks: Slurm, munge, Open MPI and a few system tools.
+# Install what the cluster, MPI and browser tests need and this machine lacks: Slurm, munge, Open MPI, Chromium and a few
+# system tools.
 # Says nothing when all is there. Where it may not install, it says in one line what will be skipped, and is content.
 set -euo pipefail
 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin  # the system's: a virtual environment has an mpirun too
@@ -19,6 +20,7 @@ util-linux unshare
 util-linux nsenter
 procps pgrep
 END
+  type -P chromium chromium-browser google-chrome > /dev/null || echo chromium
   compgen -G '/usr/lib*/*/pmix2/lib/libpmix.so' > /dev/null || echo libpmix-dev  # Slurm loads it for srun --mpi=pmix
 }
 

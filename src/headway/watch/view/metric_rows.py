@@ -23,7 +23,7 @@ _RECENT = 50
 _MAX_CURVES = 400
 _NAME_CHARACTERS = 120
 _PAUSES = ("validation", "checkpoint")
-PHASES = frozenset({"data", "compute", "optimizer", "wait", "validation", "checkpoint", "other"})
+PHASES = ("data", "compute", "optimizer", "wait", "validation", "checkpoint", "other")
 """the phases of a step that are known; a row may name others, which only count as a whole"""
 _PART_BYTES = 1 << 20
 _MAX_PARTS = 8
@@ -250,7 +250,7 @@ class MetricRows:
             self._is_gap = False
             return
         seconds = _seconds(row)
-        for phase in {*self.phases, *(set(seconds) & PHASES)}:
+        for phase in PHASES:  # all of them from the first row on, so that their points are at the same steps
             series = self.phases.setdefault(phase, Series())
             series.add(step, float(row["time"]), seconds.get(phase, 0.0) / steps)
 

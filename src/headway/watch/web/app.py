@@ -8,6 +8,8 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -17,6 +19,7 @@ from headway.watch.web.assets import assets
 from headway.watch.web.blocks import blocks, to_json
 from headway.watch.web.guard import Application, Guard
 from headway.watch.web.heat_map import heat_map
+from headway.watch.web.media import Picture
 from headway.watch.web.run_library import OpenRun, RunLibrary
 from headway.watch.web.run_list import RunList
 
@@ -46,8 +49,11 @@ def make_app(library: RunLibrary, *, token: str, cookie: str = "headway") -> App
         Route("/api/settings", answers.settings),
         Route("/api/diagnostics", answers.diagnostics),
         Route("/api/log", answers.log),
+        Route("/api/media", answers.media),
+        Route("/api/media/file", answers.media_file),
     ]
-    return Guard(Starlette(routes=routes), token=token, cookie=cookie)
+    squeezed = Middleware(GZipMiddleware, minimum_size=2000, compresslevel=3)  # an ssh tunnel may be slow
+    return Guard(Starlette(routes=routes, middleware=[squeezed]), token=token, cookie=cookie)
 
 
 def _asset(name: str) -> Callable[[Request], Response]:
@@ -74,6 +80,8 @@ def _answered(work: Callable[[Any, Request], Any]) -> Callable[[Any, Request], R
             found = work(self, request)
         except _BadRequest as error:
             return PlainTextResponse(f"{error}\n", status_code=error.status)
+        if isinstance(found, Picture):
+            return Response(found.data, media_type=found.media_type)
         return Response(to_json(found), media_type="application/json")
 
     return answer
@@ -139,6 +147,18 @@ class _Answers:
         if page is None and "name" in query:
             raise _BadRequest(404, "there is no such log")
         return {"names": names, "name": name, **(page or {"lines": [], "begin": 0})}
+
+    @_answered
+    def media(self, request: Request) -> Any:
+        query = request.query_params
+        return self._open(request).media_page(query.get("name", ""), query.get("search", "")[:200])
+
+    @_answered
+    def media_file(self, request: Request) -> Any:
+        found = self._open(request).media_content(request.query_params.get("file", ""))
+        if found is None:
+            raise _BadRequest(404, "there is no such file")
+        return found
 
     async def live(self, request: Request) -> Response:
         """Sends the run, or the list of runs, each time that it has changed."""

@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from headway.errors import UsageError
 from headway.run import Run, runs_under
 from headway.watch.view import RunView, Snapshot
 from headway.watch.view.metric_rows import MetricRows
+from headway.watch.web.media import MediaShelf, Picture
 
 REFRESH_S = 1.0
 """a view is not read again before"""
@@ -38,6 +39,7 @@ class OpenRun:
         self._snapshot: Snapshot | None = None
         self._read_at = 0.0
         self._full: tuple[MetricRows, Future[bool]] | None = None
+        self._media = MediaShelf(run)
 
     def refresh(self) -> Snapshot:
         """Returns what is known now, or was a moment ago."""
@@ -55,6 +57,16 @@ class OpenRun:
             if self._full is not None and self._full[1].done():
                 return self._full[0], True
             return self._view.metrics, not self._view.metrics.is_sampled
+
+    def media_page(self, name: str, search: str) -> dict[str, Any]:
+        """Returns the newest images, figures, histograms and texts."""
+        with self._lock:
+            return self._media.page(name, search)
+
+    def media_content(self, file: str) -> Picture | dict[str, Any] | None:
+        """Returns what a file of the media holds; None if there is no such file."""
+        with self._lock:
+            return self._media.content(file)
 
     def _refresh_full(self) -> None:
         """Reads a long file as a whole, in another thread, while a sample of it is shown; then what is new of it."""

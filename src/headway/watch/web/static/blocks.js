@@ -32,7 +32,7 @@ export function failure(record, key) {
   ];
 }
 
-export function header(head) {
+export function header(head, hasFailure) {
   const facts = [
     head.epoch && `epoch ${head.epoch}${head.max_epochs ? ` of ${head.max_epochs}` : ""}`,
     head.stage && `stage ${head.stage}`,
@@ -51,7 +51,7 @@ export function header(head) {
     ),
     progress(head),
     h("p", { class: "soft" }, facts.join(" · ")),
-    head.why && h("p", { class: `why ${head.state}` }, head.why),
+    head.why && !hasFailure && h("p", { class: `why ${head.state}` }, head.why),
   ];
 }
 

@@ -5,18 +5,21 @@ import { duration, number, short } from "./format.js";
 
 export const COLORS = ["#3b82f6", "#f59e0b", "#10b981", "#ef4444", "#8b5cf6", "#06b6d4", "#ec4899", "#84cc16"];
 const HEIGHT = 220;
+const POINTS = 500;
 
 export const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-// An exponential moving average that begins without bias.
-export function smoothed(values, decay) {
+// An exponential moving average that begins without bias. It forgets by distance and not by point, so that a curve with
+// few points, such as one of validations, does not lag behind.
+export function smoothed(x, values, smoothing) {
+  const unit = (x[x.length - 1] - x[0]) / POINTS || 1;
   let total = 0;
   let weight = 0;
-  return values.map((value) => {
-    if (value === null) return null;
+  return values.map((value, at) => {
+    const decay = smoothing ** (at ? Math.max(0, x[at] - x[at - 1]) / unit : 1);
     total = decay * total + (1 - decay) * value;
     weight = decay * weight + (1 - decay);
-    return total / weight;
+    return weight ? total / weight : value;
   });
 }
 
@@ -44,9 +47,10 @@ const translucent = (color, alpha) =>
 function tablesOf(curves, view) {
   const positive = (values) => (view.log ? values.map((value) => (value > 0 ? value : null)) : values);
   return curves.map((curve) => {
-    const main = view.smoothing ? smoothed(curve.mean, view.smoothing) : curve.mean;
+    const x = axisValues(curve, view.axis);
+    const main = view.smoothing ? smoothed(x, curve.mean, view.smoothing) : curve.mean;
     const columns = [main, curve.mean, curve.high, curve.low].map(positive);
-    return growing([axisValues(curve, view.axis), ...columns]);
+    return growing([x, ...columns]);
   });
 }
 
@@ -88,7 +92,7 @@ function options(host, curves, view, hooks) {
     },
     axes: [
       { stroke: ink, font, grid, ticks: grid, size: 28, values: (_, ticks) => ticks.map(formatX(view.axis)) },
-      { stroke: ink, font, grid, ticks: grid, size: 52, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick, 3))) },
+      { stroke: ink, font, grid, ticks: grid, size: 60, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick, 3))) },
     ],
     cursor: { sync: { key: "curves" }, drag: { x: true, y: false, setScale: false }, focus: { prox: 24 }, bind: { dblclick: () => null } },
     hooks: {

@@ -43,7 +43,7 @@ export function block(draw, attributes = {}) {
 
 export function sparkline(values, width = 120, height = 28) {
   const known = values.map((value, at) => [at, value]).filter(([, value]) => typeof value === "number");
-  const svg = s("svg", { viewBox: `0 0 ${width} ${height}`, class: "spark", "aria-hidden": "true" });
+  const svg = s("svg", { viewBox: `0 0 ${width} ${height}`, class: "spark", preserveAspectRatio: "none", "aria-hidden": "true" });
   if (known.length < 2) return svg;
   const low = Math.min(...known.map(([, value]) => value));
   const span = Math.max(...known.map(([, value]) => value)) - low || 1;

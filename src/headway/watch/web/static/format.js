@@ -57,4 +57,4 @@ export const short = (value) => {
 
 export const plural = (value, word) => `${count(value)} ${word}${value === 1 ? "" : "s"}`;
 
-export const setting = (value) => (value === null ? "null" : typeof value === "number" ? number(value) : String(value));
+export const setting = (value) => String(value); // as in the file: to be copied

@@ -64,7 +64,7 @@ export function showRun(main, { key, tab, title }) {
     state = found;
     title(found.header.id);
     parts.failure.update(found.failure);
-    parts.header.update(found.header);
+    parts.header.update(found.header, found.failure !== null);
     parts.tiles.update({ learning: found.learning.slice(0, 2), speed: found.speed, header: found.header, safety: found.safety });
     parts.shares.update(found.speed);
     parts.slowest.update(found.ranks.slice(0, 5), found.rank_count, found.stragglers);

@@ -51,8 +51,10 @@ export function metricNames(runs) {
 
 export const score = (metric) => (metric ? (typeof metric.best === "number" ? metric.best : metric.last) : null);
 
+const isBusy = (run) => Number(["running", "queued"].includes(run.state));
+
 function ordered(runs, sort) {
-  if (sort === "newest") return runs;
+  if (sort === "newest") return [...runs].sort((a, b) => isBusy(b) - isBusy(a) || b.created - a.created);
   const direction = runs.find((run) => run.metrics[sort])?.metrics[sort].better === "max" ? -1 : 1;
   const value = (run) => {
     const found = score(run.metrics[sort]);
@@ -82,7 +84,7 @@ export function showRuns(main, { title }) {
   const draw = () => {
     if (!runs) return;
     const names = metricNames(runs);
-    const options = [["newest", "newest first"], ...names.map((name) => [name, `by ${name}`])];
+    const options = [["newest", "running, then newest"], ...names.map((name) => [name, `by ${name}`])];
     replace(sorter, select("sort", options, names.includes(view.sort) ? view.sort : "newest", (sort) => change({ sort })));
     const shown = ordered(runs.filter((run) => matches(run, view.filter)), names.includes(view.sort) ? view.sort : "newest");
     note.textContent = shown.length === runs.length ? `${count(runs.length)} runs` : `${count(shown.length)} of ${count(runs.length)} runs`;

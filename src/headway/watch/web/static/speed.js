@@ -73,7 +73,7 @@ export function speedTab(host, { key }) {
 }
 
 function drawPhases(host, legend, phases) {
-  const known = Object.keys(PHASES).filter((phase) => phases[phase]?.step.length);
+  const known = Object.keys(PHASES).filter((phase) => phases[phase]?.high.some((value) => value > 0));
   replace(legend, known.map((phase) => h("span", { class: "item" }, h("i", { class: "key", styles: { background: PHASES[phase][1] } }), PHASES[phase][0])));
   if (!known.length) {
     replace(host, h("p", { class: "soft" }, "no log point yet"));
@@ -95,7 +95,7 @@ function drawPhases(host, legend, phases) {
     scales: { x: { time: false }, y: { range: (_, __, high) => [0, high * 1.05 || 1] } },
     axes: [
       { ...axis, size: 28, values: (_, ticks) => ticks.map(short) },
-      { ...axis, size: 60, values: (_, ticks) => ticks.map((tick) => (tick ? seconds(tick) : "0")) },
+      { ...axis, size: 70, values: (_, ticks) => ticks.map((tick) => (tick ? seconds(tick) : "0")) },
     ],
     series: [{}, ...order.map((at) => ({ stroke: PHASES[known[at]][1], fill: PHASES[known[at]][1], width: 0, points: { show: false } }))],
   }, [joined[0], ...order.map((at) => stacked[at])], host);

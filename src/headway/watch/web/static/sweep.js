@@ -58,7 +58,7 @@ function scaleOf(values) {
   const numbers = values.map((value) => (typeof value === "boolean" || value === null || value === "" ? NaN : Number(value)));
   if (numbers.every(Number.isFinite)) {
     const [low, high] = [Math.min(...numbers), Math.max(...numbers)];
-    const log = low > 0 && high / low > 50;
+    const log = low > 0 && high / low >= 9;
     const at = (value) => (log ? Math.log(value) : value);
     const span = at(high) - at(low) || 1;
     const ticks = [...new Set(numbers)].sort((a, b) => a - b).map((value) => [(at(value) - at(low)) / span, number(value, 3)]);

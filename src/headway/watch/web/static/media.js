@@ -1,0 +1,76 @@
+// Images, figures, histograms and texts that a run has logged, the newest first.
+
+import { get } from "./api.js";
+import { h, replace, s, search, select } from "./dom.js";
+import { count, number } from "./format.js";
+
+export function mediaTab(host, { key }) {
+  const names = h("span", {});
+  const note = h("span", { class: "soft" });
+  const grid = h("div", { class: "media" });
+  let view = { name: "", search: "" };
+  let asked = 0;
+  let step = null;
+  let known = "";
+
+  const read = async () => {
+    const mine = ++asked;
+    try {
+      const found = await get("media", { run: key, ...view });
+      if (mine !== asked) return;
+      const options = [["", "all names"], ...found.names.map((name) => [name, name])];
+      replace(names, select("name", options, view.name, (name) => change({ name })));
+      note.textContent = found.count > found.items.length ? `the newest ${found.items.length} of ${count(found.count)}` : `${count(found.count)}`;
+      const now = JSON.stringify(found.items);
+      if (now === known) return;
+      known = now;
+      const none = "Nothing was logged: self.log_image, log_figure, log_histogram and log_text do that.";
+      replace(grid, found.items.length ? found.items.map((item) => card(key, item)) : h("p", { class: "soft" }, none));
+    } catch (error) {
+      replace(grid, h("p", { class: "bad" }, error.message));
+    }
+  };
+  const change = (changes) => {
+    view = { ...view, ...changes };
+    read();
+  };
+  replace(host, h("section", { class: "card" }, h("div", { class: "controls" }, names, search("find in names and captions", (text) => change({ search: text })), note), grid));
+  read();
+  return {
+    update: (state) => {
+      if (step !== null && step !== state.header.step) read();
+      step = state.header.step;
+    },
+    close: () => (asked += 1),
+  };
+}
+
+function card(run, item) {
+  const file = `/api/media/file?${new URLSearchParams({ run, file: item.file })}`;
+  const body = h("div", {});
+  if (item.kind === "image" || item.kind === "figure") {
+    replace(body, h("a", { href: file, target: "_blank", rel: "noopener" }, h("img", {
+      src: file, loading: "lazy", alt: item.caption || item.name, width: item.width || null, height: item.height || null,
+    })));
+  } else {
+    get("media/file", { run, file: item.file }).then(
+      (found) => replace(body, item.kind === "text" ? h("pre", {}, found.text) : histogram(found)),
+      () => replace(body, h("p", { class: "soft" }, "it cannot be read")),
+    );
+  }
+  const place = `step ${count(item.step)}${item.rank ? `, rank ${item.rank}` : ""}`;
+  return h("figure", { class: `panel ${item.kind}` }, h("h3", {}, item.name), body,
+    h("figcaption", {}, h("span", { class: "soft" }, place), item.caption));
+}
+
+function histogram({ edges, counts, non_finite: bad }) {
+  const [width, height] = [320, 140];
+  const most = Math.max(1, ...counts);
+  const span = edges[edges.length - 1] - edges[0] || 1;
+  const bars = counts.map((value, at) => s("rect", {
+    x: (((edges[at] - edges[0]) / span) * width).toFixed(2), width: Math.max(0.5, ((edges[at + 1] - edges[at]) / span) * width - 0.5).toFixed(2),
+    y: (height * (1 - value / most)).toFixed(2), height: ((height * value) / most).toFixed(2), class: "bar",
+  }, s("title", {}, `${number(edges[at])} to ${number(edges[at + 1])}: ${count(value)}`)));
+  return h("div", {}, s("svg", { viewBox: `0 0 ${width} ${height}`, class: "bars" }, bars),
+    h("p", { class: "soft ends" }, h("span", {}, number(edges[0])), bad ? `${count(bad)} not finite` : "", h("span", {}, number(edges[edges.length - 1]))));
+}
