@@ -19,8 +19,8 @@ iproute2 ip
 util-linux unshare
 util-linux nsenter
 procps pgrep
+chromium chromium
 END
-  type -P chromium chromium-browser google-chrome > /dev/null || echo chromium
   compgen -G '/usr/lib*/*/pmix2/lib/libpmix.so' > /dev/null || echo libpmix-dev  # Slurm loads it for srun --mpi=pmix
 }
 

@@ -29,6 +29,7 @@ from headway.watch.web.curves import decimated
 from headway.watch.web.run_library import key_of
 
 TOKEN = "the-right-token-of-this-test-0123456789"
+SECRET = f"secret-{os.urandom(8).hex()}"
 BASE = "http://127.0.0.1:8123"
 ADDRESSES = (
     "/api/runs", "/api/run", "/api/curves", "/api/phases", "/api/ranks", "/api/settings", "/api/diagnostics", "/api/log"
@@ -193,6 +194,61 @@ def test_open_runs_stay_within_a_budget(tmp_path: Path) -> None:
         assert len(library.open_keys) <= 2
     assert library.open_keys[-1] == key_of(runs[0])
     assert library.open("none") is None
+
+
+def test_media_are_pictures_or_text_and_inside_the_run(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    run = make_run(root)
+    (tmp_path / "secret.png").write_bytes(b"\x89PNG\r\n\x1a\n" + SECRET.encode())
+    files = run.media_files_dir(0)
+    files.mkdir(parents=True)
+    (files / "good.png").write_bytes(b"\x89PNG\r\n\x1a\nxyz")
+    (files / "fake.png").write_text("<html><script>alert(1)</script>")
+    (files / "page.txt").write_text("<script>alert(1)</script>\x1b[31m")
+    (files / "link.png").symlink_to(tmp_path / "secret.png")
+    (files / "other.txt").symlink_to(tmp_path / "secret.png")
+    (files / "h.json").write_text('{"edges": [0, 1e999], "counts": [1]}')
+    base = {
+        "time": 1.0,
+        "attempt": 1,
+        "step": 5,
+        "stage": "fit",
+        "epoch": 0,
+        "number": 0,
+        "bytes": 1,
+        "name": "<b>",
+    }
+    kinds = {"png": "image", "txt": "text", "json": "histogram"}
+    names = [*(path.name for path in files.iterdir()), "../../../../secret.png", "gone.png"]
+    rows = [base | {"kind": kinds[name.rpartition(".")[2]], "file": f"rank-00000/{name}"} for name in names]
+    write_rows(run.media_index_file(0), rows)
+    with client_of(RunLibrary(root=root)) as client:
+
+        def fetch(name: str) -> Any:
+            return client.get("/api/media/file", params={"run": key_of(run), "file": name})
+
+        good = fetch("rank-00000/good.png")
+        assert (good.status_code, good.headers["content-type"]) == (200, "image/png")
+        text = fetch("rank-00000/page.txt")
+        assert text.headers["content-type"] == "application/json"
+        assert text.json() == {"text": "<script>alert(1)</script>"}
+        bad = (
+            "fake.png",
+            "link.png",
+            "other.txt",
+            "gone.png",
+            "h.json",
+            "../../../../secret.png",
+            "none.png",
+        )
+        for name in (*(f"rank-00000/{each}" for each in bad), "../run.json", "/etc/passwd", ""):
+            assert fetch(name).status_code == 404, name
+        page = get(client, "/api/media", run=key_of(run))
+        assert page["names"] == ["<b>"] and page["count"] == 7
+        assert get(client, "/api/media", run=key_of(run), search="none")["items"] == []
+        run.media_index_file(0).rename(tmp_path / "index.jsonl")
+        run.media_index_file(0).symlink_to(tmp_path / "index.jsonl")
+        assert get(client, "/api/media", run=key_of(run))["count"] == 0
 
 
 # --- who may ask
@@ -364,8 +420,8 @@ def make_hostile(root: Path) -> Run:
     run.path.rename(bad)
     run = Run(path=bad, id=run.id, name=run.name)
     secret = root.parent / "secret.txt"
-    secret.write_text("TOP SECRET\n")
-    (root.parent / "secret.yaml").write_text("password: TOP SECRET\n")
+    secret.write_text(f"{SECRET}\n")
+    (root.parent / "secret.yaml").write_text(f"password: {SECRET}\n")
     run.config_file.unlink()
     run.config_file.symlink_to(root.parent / "secret.yaml")
     run.log_file(0).symlink_to(secret)
@@ -424,7 +480,7 @@ def test_a_hostile_run_directory_is_shown_as_far_as_it_is_sane(tmp_path: Path) -
             )
         shown = get(client, "/api/run", run=key_of(run))
         assert shown["header"]["step"] == 10**14 and len(shown["learning"]) <= 400
-    assert not [text for text in texts if "TOP SECRET" in text or "Internal Server Error" in text]
+    assert not [text for text in texts if SECRET in text or "Internal Server Error" in text]
     assert max(map(len, texts)) < 2_000_000, "each answer is bounded"
 
 

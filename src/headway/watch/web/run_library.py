@@ -20,6 +20,7 @@ from headway.watch.web.media import MediaShelf, Picture
 REFRESH_S = 1.0
 """a view is not read again before"""
 _LISTED_S = 2.0
+_UNKNOWN_S = 0.2
 _BUDGET_BYTES = 256 << 20
 _POINT_BYTES = 200
 """of a point of a curve: six numbers, as Python keeps them"""
@@ -109,10 +110,10 @@ class RunLibrary:
         self._lock = threading.Lock()
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="headway-web-reader")
 
-    def runs(self) -> dict[str, Run]:
-        """Returns all runs by key, the newest first."""
+    def runs(self, max_age_s: float = _LISTED_S) -> dict[str, Run]:
+        """Returns all runs by key, the newest first, as they were at most so many seconds ago."""
         with self._lock:
-            if self._root is not None and time.monotonic() - self._listed_at > _LISTED_S:
+            if self._root is not None and time.monotonic() - self._listed_at > max_age_s:
                 with suppress(UsageError):  # the directory cannot be read just now
                     self._runs = {key_of(run): run for run in runs_under(self._root)}
                 self._listed_at = time.monotonic()
@@ -120,7 +121,7 @@ class RunLibrary:
 
     def open(self, key: str) -> OpenRun | None:
         """Returns the run with this key; None if there is none. What was not looked at for longest is closed."""
-        run = self.runs().get(key)
+        run = self.runs().get(key) or self.runs(_UNKNOWN_S).get(key)  # it may have begun just now
         with self._lock:
             if run is None:
                 self._open.pop(key, None)

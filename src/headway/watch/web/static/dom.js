@@ -66,6 +66,14 @@ export function search(placeholder, oninput, value = "") {
   });
 }
 
+// As `replace`, but only if `key` has changed: a list that somebody has opened stays open.
+export function replaceOnce(host, key, make) {
+  const now = JSON.stringify(key);
+  if (host.dataset.shown === now) return;
+  host.dataset.shown = now;
+  replace(host, make());
+}
+
 export function select(label, options, value, onchange) {
   const element = h(
     "select",

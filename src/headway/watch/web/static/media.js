@@ -1,7 +1,7 @@
 // Images, figures, histograms and texts that a run has logged, the newest first.
 
 import { get } from "./api.js";
-import { h, replace, s, search, select } from "./dom.js";
+import { h, replace, replaceOnce, s, search, select } from "./dom.js";
 import { count, number } from "./format.js";
 
 export function mediaTab(host, { key }) {
@@ -19,7 +19,7 @@ export function mediaTab(host, { key }) {
       const found = await get("media", { run: key, ...view });
       if (mine !== asked) return;
       const options = [["", "all names"], ...found.names.map((name) => [name, name])];
-      replace(names, select("name", options, view.name, (name) => change({ name })));
+      replaceOnce(names, [options, view.name], () => select("name", options, view.name, (name) => change({ name })));
       note.textContent = found.count > found.items.length ? `the newest ${found.items.length} of ${count(found.count)}` : `${count(found.count)}`;
       const now = JSON.stringify(found.items);
       if (now === known) return;

@@ -1,7 +1,7 @@
 // The list of runs: states, curves in small, settings that differ; filter, sort, and choose some to overlay.
 
 import { live, remember, remembered } from "./api.js";
-import { h, pill, replace, search, select, sparkline } from "./dom.js";
+import { h, pill, replace, replaceOnce, search, select, sparkline } from "./dom.js";
 import { clock, count, duration, number, setting } from "./format.js";
 
 const MAX_SETTINGS = 4;
@@ -66,7 +66,8 @@ function ordered(runs, sort) {
 export function showRuns(main, { title }) {
   title("");
   let runs = null;
-  let view = { sort: "newest", filter: "", ...remembered("runs", {}) };
+  let view = { sort: "newest", ...remembered("runs", {}), filter: "" };
+  let visible = [];
   const chosen = new Set();
   const tools = h("div", { class: "controls" });
   const body = h("div", {}, h("p", { class: "soft" }, "reading runs…"));
@@ -75,7 +76,7 @@ export function showRuns(main, { title }) {
   const sorter = h("span", {});
   const change = (changes) => {
     view = { ...view, ...changes };
-    remember("runs", view);
+    remember("runs", { sort: view.sort }); // a filter that is remembered would hide runs
     draw();
   };
   tools.append(search("filter: name, state, lr>0.001", (filter) => change({ filter }), view.filter), sorter, note);
@@ -85,9 +86,11 @@ export function showRuns(main, { title }) {
     if (!runs) return;
     const names = metricNames(runs);
     const options = [["newest", "running, then newest"], ...names.map((name) => [name, `by ${name}`])];
-    replace(sorter, select("sort", options, names.includes(view.sort) ? view.sort : "newest", (sort) => change({ sort })));
-    const shown = ordered(runs.filter((run) => matches(run, view.filter)), names.includes(view.sort) ? view.sort : "newest");
+    const sort = names.includes(view.sort) ? view.sort : "newest";
+    replaceOnce(sorter, [options, sort], () => select("sort", options, sort, (chosen) => change({ sort: chosen })));
+    const shown = ordered(runs.filter((run) => matches(run, view.filter)), sort);
     note.textContent = shown.length === runs.length ? `${count(runs.length)} runs` : `${count(shown.length)} of ${count(runs.length)} runs`;
+    visible = shown;
     drawActions(shown);
     if (!runs.length) replace(body, h("p", {}, "There is no run here yet. Start one: ", h("code", {}, "headway run train.py")));
     else replace(body, list(shown, names, runs));
@@ -119,7 +122,7 @@ export function showRuns(main, { title }) {
       onchange: (event) => {
         if (event.target.checked) chosen.add(run.key);
         else chosen.delete(run.key);
-        drawActions(runs);
+        drawActions(visible);
       },
     });
     const spark = run.metrics[metrics[0]] ?? Object.values(run.metrics)[0];

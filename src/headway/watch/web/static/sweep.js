@@ -1,7 +1,7 @@
 // A sweep: a metric against each setting that differs between its runs, and the runs from best to worst.
 
 import { live } from "./api.js";
-import { h, pill, replace, s, select } from "./dom.js";
+import { h, pill, replace, replaceOnce, s, select } from "./dom.js";
 import { keysOf } from "./compare.js";
 import { number, setting } from "./format.js";
 import { differing, metricNames } from "./runs.js";
@@ -31,11 +31,12 @@ export function showSweep(main, { key, title }) {
       view = { ...view, ...changes };
       draw();
     };
-    replace(tools,
+    replaceOnce(tools, [names, view, runs.map((run) => run.key)], () => [
       select("metric", names.map((name) => [name, name]), view.metric, (metric) => set({ metric })),
       select("which value", [["best", "best value"], ["last", "newest value"]], view.which, (which) => set({ which })),
       h("span", { class: "soft" }, `${runs.length} runs`),
-      runs.length > 1 && h("a", { class: "button", href: `#/compare/${encodeURIComponent(runs.slice(0, 8).map((run) => encodeURIComponent(run.key)).join("/"))}` }, "overlay curves"));
+      runs.length > 1 && h("a", { class: "button", href: `#/compare/${encodeURIComponent(runs.slice(0, 8).map((run) => encodeURIComponent(run.key)).join("/"))}` }, "overlay curves"),
+    ]);
     const settings = differing(runs);
     const better = runs.find((run) => run.metrics[view.metric])?.metrics[view.metric].better;
     const sorted = [...runs].sort((a, b) => ((value(a) ?? Infinity) - (value(b) ?? Infinity)) * (better === "max" ? -1 : 1));
@@ -85,7 +86,7 @@ function scatter(name, runs, value, metric) {
     const anchor = place === 0 ? "start" : place === 1 ? "end" : "middle";
     svg.append(s("text", { x: LEFT + 10 + place * (WIDTH - LEFT - 24), y: HEIGHT - 14, "text-anchor": anchor }, text));
   });
-  shown.forEach((run, at) => {
+  shown.map((run, at) => [run, at]).reverse().forEach(([run, at]) => { // the best one on top
     const dot = s("circle", { cx: x(run).toFixed(1), cy: y(value(run)).toFixed(1), r: at === 0 ? 6 : 4.5, class: at === 0 ? "dot first" : "dot" },
       s("title", {}, `${run.id}\n${name} = ${setting(run.settings[name])}\n${metric} = ${number(value(run))}`));
     dot.addEventListener("click", () => (location.hash = `#/run/${encodeURIComponent(run.key)}`));

@@ -81,11 +81,12 @@ function marked(lines, wanted) {
 export function diagnosticsTab(host, { key }) {
   const body = h("pre", {}, "reading…");
   let lines = [];
-  const draw = (wanted) => replace(body, marked(wanted ? lines.filter((line) => line.toLowerCase().includes(wanted.toLowerCase())) : lines, wanted));
-  replace(host, h("section", { class: "card" }, h("h2", {}, "The machine and its software"), h("div", { class: "controls" }, search("find", draw)), body));
+  let wanted = "";
+  const draw = () => replace(body, marked(lines.filter((line) => line.toLowerCase().includes(wanted.toLowerCase())), wanted));
+  replace(host, h("section", { class: "card" }, h("h2", {}, "The machine and its software"), h("div", { class: "controls" }, search("find", (text) => ((wanted = text), draw()))), body));
   get("diagnostics", { run: key }).then((found) => {
     lines = found.lines.length ? found.lines : ["nothing was recorded"];
-    draw("");
+    draw();
   }, (error) => replace(body, error.message));
   return { update: () => {}, close: () => {} };
 }
