@@ -332,7 +332,9 @@ def test_it_listens_on_this_machine_only_and_prints_the_tunnel() -> None:
         other.listener.close()
 
 
-def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken = listen()
     try:
         for argv, words in (
@@ -344,6 +346,10 @@ def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
             assert main(argv) == 2 and words in (error := capsys.readouterr().err) and error.count("\n") == 1
     finally:
         taken.listener.close()
+    monkeypatch.setattr("headway.watch.web.server.find_spec", {"starlette": 1}.get)
+    assert main(["web", str(tmp_path)]) == 2
+    needed = "headway: starlette is needed to show runs in a browser: pip install 'headway[web]'\n"
+    assert capsys.readouterr() == ("", needed)
 
 
 # --- attacks

@@ -6,6 +6,7 @@ import getpass
 import secrets
 import socket
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import final
 from urllib.parse import quote
 
@@ -52,6 +53,8 @@ def listen(port: int = 0) -> Address:
     >>> listen().url()
     'http://127.0.0.1:41234/?token=...'
     """
+    if not all(map(find_spec, ("starlette", "uvicorn"))):
+        raise MissingExtra("starlette", extra="web", purpose="to show runs in a browser")
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -70,14 +73,10 @@ def serve(address: Address, library: RunLibrary) -> None:
 
     >>> serve(listen(), RunLibrary(root=Path("runs")))
     """
-    try:
-        import uvicorn
+    import uvicorn
 
-        from headway.watch.web.app import make_app
-    except ModuleNotFoundError as error:
-        raise MissingExtra(
-            "starlette and uvicorn", extra="web", purpose="to show runs in a browser"
-        ) from error
+    from headway.watch.web.app import make_app
+
     config = uvicorn.Config(
         make_app(library, token=address.token, cookie=address.cookie),
         access_log=False,
