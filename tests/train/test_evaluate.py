@@ -434,8 +434,10 @@ def test_a_prediction_of_other_samples_is_not_taken_for_this_one(runs: Path, tmp
             changed.x[index, 0] += 1
             with pytest.raises(UsageError, match="exists already"):
                 pipe.predict(Predicting(), load(changed), out)
-    noisy = pipe.predict(Predicting(), load(Noisy()), tmp_path / "noisy.npy")
-    assert pipe.predict(Predicting(), load(Noisy()), noisy) == noisy, "what is never the same says nothing"
+    noisy = pipe.predict(Predicting(), load(Noisy(), workers=0), tmp_path / "noisy.npy")
+    assert pipe.predict(Predicting(), load(Noisy(), workers=0), noisy) == noisy, (
+        "what is never the same says nothing"
+    )
 
 
 def packed(folder: Path) -> Path:
