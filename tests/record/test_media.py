@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+import io
 import json
+import threading
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
+import torch
+from PIL import Image
 
+from headway.dist import World
+from headway.errors import UsageError
 from headway.record.media import MediaIndex, read_histogram, read_media
+from headway.record.media.content import (
+    EncodedMedia,
+    ImageFormat,
+    MediaContent,
+    take_figure,
+    take_histogram,
+    take_image,
+    take_text,
+)
+from headway.record.media.encoding import encode_png
+from headway.record.media.writer import MediaSettings, MediaWriter
 from headway.run import Run
 
 
@@ -43,7 +64,7 @@ def append(run: Run, *rows: dict[str, Any], rank: int = 0) -> None:
 # --- the index
 
 
-def test_items_are_followed_by_step_and_those_that_a_resume_repeats_do_not_count(run: Run) -> None:
+def test_items_are_followed_and_those_that_were_removed_do_not_count(run: Run) -> None:
     index = MediaIndex(run)
     assert not index.refresh() and index.items() == []
     append(run, row(20), row(10), row(30), row(10, name="weights", kind="histogram"))
@@ -56,14 +77,11 @@ def test_items_are_followed_by_step_and_those_that_a_resume_repeats_do_not_count
         (30, 3),
     ]
     assert index.names() == ["val/samples", "weights"]
-    append(
-        run, {"kind": "resumed", "attempt": 2, "step": 10}, row(10, attempt=2), row(30, attempt=2, bytes=4)
-    )
+    gone = [{"kind": "removed", "file": row(step)["file"]} for step in (20, 30)]
+    append(run, {"kind": "saved", "step": 10}, *gone, row(10, attempt=2), row(30, attempt=2, bytes=4))
     assert index.refresh()
-    assert [(item.step, item.attempt) for item in index.items("val/samples")] == [(10, 2), (30, 2)]
-    append(run, {"kind": "removed", "file": row(10)["file"]})
-    index.refresh()
-    assert [item.bytes for item in index.items("val/samples")] == [4]
+    found = [(item.step, item.attempt, item.bytes) for item in index.items("val/samples")]
+    assert found == [(10, 2, 3), (30, 2, 4), (30, 1, 3)], "the last is rank 3's"
     assert read_media(run) == index.items(), "what was followed is what is read at once"
     assert index.items("weights")[0].path(run) == run.path / "media" / row(10, name="weights")["file"]
 
@@ -96,3 +114,265 @@ def test_a_damaged_histogram_is_none(tmp_path: Path) -> None:
         assert read_histogram(file) is None
     file.write_text('{"edges": [0, 1.5], "counts": [4]}')
     assert read_histogram(file) == {"edges": [0, 1.5], "counts": [4], "non_finite": 0}
+
+
+# --- what is encoded
+
+
+def written(content: MediaContent, format: ImageFormat = "png") -> npt.NDArray[np.uint8]:
+    """The pixels of an image, as another package reads its file."""
+    return np.asarray(Image.open(io.BytesIO(content.encode(format).data)))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 3), (5, 7, 3), (5, 7, 4), (64, 3, 1), (2, 300, 3)], ids=str)
+def test_a_png_has_the_pixels_that_it_was_given(shape: tuple[int, int, int]) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    found = np.asarray(Image.open(io.BytesIO(encode_png(pixels))))
+    assert np.array_equal(found.reshape(shape), pixels)
+
+
+HWC = np.random.default_rng(1).integers(0, 256, (6, 9, 3), np.uint8)
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        HWC,
+        HWC.transpose(2, 0, 1),
+        HWC.astype(np.int64),
+        HWC / 255,
+        torch.from_numpy(HWC),
+        torch.from_numpy(HWC).permute(2, 0, 1),
+        torch.from_numpy(HWC).permute(2, 0, 1).double() / 255,
+        (torch.from_numpy(HWC).float() / 255).requires_grad_(),
+        Image.fromarray(HWC),
+        [HWC],
+        HWC[None],
+    ],
+    ids=lambda image: f"{type(image).__name__}-{getattr(image, 'dtype', '')}-{getattr(image, 'shape', '')}",
+)
+def test_images_of_any_kind_have_the_same_pixels(image: Any) -> None:
+    content = take_image(image, caption="", columns=None)
+    assert np.array_equal(written(content), HWC)
+    assert (content.encode("png").width, content.encode("png").height) == (9, 6)
+    ramp = np.linspace(0, 255, 64 * 64).reshape(64, 64).astype(np.uint8)
+    assert np.abs(written(take_image(ramp, caption="", columns=None), "jpeg").astype(int) - ramp).mean() < 2
+
+
+def test_floats_beyond_one_are_scaled_bools_are_black_and_white_and_nan_is_black() -> None:
+    values = torch.tensor([[-1.0, 0.0], [1.0, float("nan")]])
+    assert written(take_image(values, caption="", columns=None)).tolist() == [[0, 128], [255, 0]]
+    assert written(take_image(values > 0, caption="", columns=None)).tolist() == [[0, 0], [255, 0]]
+    half = torch.tensor([[0.0, 1.0]], dtype=torch.bfloat16)
+    assert written(take_image(half, caption="", columns=None)).tolist() == [[0, 255]]
+
+
+def test_a_batch_is_a_grid_in_rows_and_what_is_changed_afterwards_does_not_show() -> None:
+    batch = torch.arange(5, dtype=torch.uint8).reshape(5, 1, 1, 1).expand(5, 1, 4, 3).clone() * 50
+    content = take_image(batch, caption="", columns=2)
+    batch.zero_()
+    grid = written(content)
+    assert grid.shape == (3 * 4 + 2 * 2, 2 * 3 + 2)
+    assert [int(grid[y, x]) for y in (0, 6, 12) for x in (0, 5)] == [0, 50, 100, 150, 200, 0]
+    mixed = take_image([HWC, Image.new("L", (2, 2), 9), HWC], caption="", columns=None)
+    assert written(mixed).shape == (6 * 2 + 2, 9 * 2 + 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (
+            lambda: take_image(torch.zeros(16, 28, 28), caption="", columns=None),
+            r"the shape \(16, 28, 28\): give",
+        ),
+        (lambda: take_image(torch.zeros(5), caption="", columns=None), r"the shape \(5,\)"),
+        (lambda: take_image("cat.png", caption="", columns=None), "got a str: give a tensor"),
+        (lambda: take_image([], caption="", columns=None), "empty list"),
+        (lambda: take_image(torch.zeros(100, 3, 1000, 1000), caption="", columns=None), "100,000,000 pixels"),
+        (lambda: take_histogram([1.0], bins=0), "bins=0: give a whole number from 1 to 1024"),
+        (lambda: take_histogram(torch.zeros(2, dtype=torch.complex64), bins=4), "complex"),
+        (lambda: take_text(7), "got a int: give text"),
+        (lambda: take_figure("x", caption=""), "got a str: give a figure of matplotlib"),
+        (lambda: MediaSettings(max_gb=0), "max_gb=0: give a size above 0"),
+        (lambda: MediaSettings(format="gif"), 'use "png" or "jpeg"'),
+        (lambda: MediaSettings(ranks=("a",)), "ranks="),
+    ],
+)
+def test_what_cannot_be_kept_is_one_sentence(call: Callable[[], Any], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        call()
+
+
+@pytest.mark.parametrize("bins", [1, 7, 64])
+def test_a_histogram_counts_as_numpy_does(bins: int) -> None:
+    values = np.random.default_rng(2).normal(size=1000).round(1)  # many on the edges
+    found = json.loads(take_histogram(torch.from_numpy(values), bins=bins).encode("png").data)
+    counts, _ = np.histogram(values, bins=np.array(found["edges"]))
+    assert found["counts"] == counts.tolist() and sum(counts) == 1000
+    assert (found["edges"][0], found["edges"][-1]) == (values.min(), values.max())
+
+
+def test_histograms_of_nothing_of_one_value_and_of_what_is_not_finite() -> None:
+    def of(values: Any) -> dict[str, Any]:
+        return dict(json.loads(take_histogram(values, bins=2).encode("png").data))
+
+    assert of([])["counts"] == [0, 0] and of([])["edges"] == [-0.5, 0.0, 0.5]
+    assert of([3, 3]) == {"edges": [2.5, 3.0, 3.5], "counts": [0, 2], "non_finite": 0}
+    found = of(torch.tensor([1.0, float("inf"), 2.0, float("nan")], dtype=torch.float16))
+    assert found == {"edges": [1.0, 1.5, 2.0], "counts": [1, 1], "non_finite": 2}
+    assert of([float("nan")])["non_finite"] == 1
+
+
+def test_a_figure_is_what_matplotlib_draws() -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figure, axes = pyplot.subplots(figsize=(2, 1.5), dpi=60)
+    axes.plot([1, 3, 2])
+    content = take_figure(figure, caption="")
+    own = io.BytesIO()
+    figure.savefig(own, format="png", dpi=60)
+    pyplot.close(figure)
+    assert np.array_equal(written(content), np.asarray(Image.open(own)))
+
+
+# --- what is kept
+
+WORLD = World(
+    rank=0,
+    world_size=1,
+    local_rank=0,
+    local_world_size=1,
+    node_rank=0,
+    nodes=1,
+    host="here",
+    launcher="none",
+    device=torch.device("cpu"),
+)
+
+
+def log(writer: MediaWriter, step: int, name: str = "x", text: str = "t") -> None:
+    writer.add(name, take_text(text), step=step, stage="fit", epoch=0)
+
+
+def kept(run: Run) -> list[tuple[str, int, int, str]]:
+    return [(item.name, item.step, item.number, item.path(run).read_text()) for item in read_media(run)]
+
+
+def files_of(run: Run) -> int:
+    return sum(path.is_file() for path in run.media_files_dir(0).rglob("*"))
+
+
+def test_a_resumed_run_has_what_an_uninterrupted_one_has(run: Run) -> None:
+    """Whatever step is resumed from: what was logged before its checkpoint stays, what came after is repeated."""
+
+    def train(writer: MediaWriter, first: int, stop: int) -> None:
+        for step in range(first, stop):
+            if step % 2 == 0:
+                writer.save_point(step)
+            log(writer, step, text=f"{step}")  # before the first step, and after each
+            log(writer, step, name="y/a b", text=f"{step}")
+            log(writer, step, text=f"{step} again")
+
+    with MediaWriter(run, MediaSettings(), world=WORLD, attempt=1) as writer:
+        writer.begin(0)
+        train(writer, 0, 7)
+    once = kept(run)
+    assert len(once) == 21
+    for attempt, first in ((2, 4), (3, 4), (4, 0), (5, 6)):
+        with MediaWriter(run, MediaSettings(), world=WORLD, attempt=attempt) as writer:
+            writer.begin(first)
+            assert [each for each in kept(run) if each[1] >= first] == []
+            train(writer, first, 7)
+        assert kept(run) == once and files_of(run) == 21
+
+
+def test_a_checkpoint_keeps_what_was_logged_in_its_own_step_before_it(run: Run) -> None:
+    with MediaWriter(run, MediaSettings(), world=WORLD, attempt=1) as writer:
+        writer.begin(0)
+        log(writer, 5, text="validation")
+        assert writer.save_point(5)()
+        log(writer, 5, text="after it")
+    with MediaWriter(run, MediaSettings(), world=WORLD, attempt=2) as writer:
+        writer.begin(5)
+        log(writer, 5, text="after it")
+    assert [(number, text) for _, _, number, text in kept(run)] == [(0, "validation"), (1, "after it")]
+
+
+def test_ranks_that_are_no_more_lose_what_is_repeated_too(run: Run) -> None:
+    with MediaWriter(
+        run, MediaSettings(ranks="all"), world=replace(WORLD, rank=1, world_size=2), attempt=1
+    ) as two:
+        log(two, 1)
+    assert [item.rank for item in read_media(run)] == [1]
+    with MediaWriter(run, MediaSettings(), world=WORLD, attempt=2) as writer:
+        writer.begin(0)
+    assert read_media(run) == []
+
+
+def test_the_oldest_of_the_largest_name_are_thinned_and_it_is_said_once(
+    run: Run, messages: list[str]
+) -> None:
+    with MediaWriter(run, MediaSettings(max_gb=1e-5), world=WORLD, attempt=1) as writer:  # 10 kB
+        log(writer, 0, name="small")
+        for step in range(100):
+            log(writer, step, text="x" * 500)
+    items = read_media(run)
+    assert sum(item.bytes for item in items) <= 10_000 and files_of(run) == len(items)
+    steps = [item.step for item in items if item.name == "x"]
+    assert steps[0] == 0 and steps[-5:] == [95, 96, 97, 98, 99] and len(steps) > 12
+    gaps = np.diff(steps)
+    assert gaps[: len(gaps) // 2].mean() > gaps[len(gaps) // 2 :].mean()
+    assert "small" in {item.name for item in items}
+    assert [message.split(":")[0] for message in messages] == ["media have reached 10.0 kB"]
+
+
+def test_an_attempt_that_was_replaced_writes_nothing_more(run: Run, messages: list[str]) -> None:
+    with run.lock() as lock:
+        number = lock.fence.number
+    with run.lock(), MediaWriter(run.held_as(number), MediaSettings(), world=WORLD, attempt=1) as writer:
+        log(writer, 1)
+    assert read_media(run) == [] and files_of(run) == 0
+    assert len(messages) == 1
+
+
+def test_what_fails_beside_training_is_said_and_costs_nothing_else(run: Run, messages: list[str]) -> None:
+    def fail(_: ImageFormat) -> Any:
+        raise ValueError("no codec")
+
+    with MediaWriter(run, MediaSettings(), world=WORLD, attempt=1) as writer:
+        for step in (1, 2):
+            writer.add("a", MediaContent(kind="image", bytes=1, encode=fail), step=step, stage="s", epoch=0)
+        log(writer, 3)
+    assert messages == ["'a' of step 1 was not kept: no codec"]
+    assert [item.step for item in read_media(run)] == [3]
+
+
+def test_training_waits_when_too_much_waits_to_be_encoded(run: Run, messages: list[str]) -> None:
+    free = threading.Event()
+
+    def slow(_: ImageFormat) -> EncodedMedia:
+        assert free.wait(60)
+        return EncodedMedia(data=b"x", ending="txt")
+
+    with MediaWriter(run, MediaSettings(), world=WORLD, attempt=1) as writer:
+        big = MediaContent(kind="text", bytes=1 << 29, encode=slow)
+        writer.add("a", big, step=1, stage="s", epoch=0)
+        assert not messages, "one that is too large alone does not wait"
+        threading.Timer(0.05, free.set).start()
+        writer.add("a", big, step=2, stage="s", epoch=0)
+        assert free.is_set() and "training waits" in messages[0]
+    assert len(read_media(run)) == 2
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/../b", "/a", "a//b", 7, "x" * 300])
+def test_a_name_that_is_not_a_path_is_refused(name: Any, run: Run) -> None:
+    with MediaWriter(run, MediaSettings(), world=WORLD, attempt=1) as writer:
+        with pytest.raises(UsageError, match="name"):
+            log(writer, 1, name=name)
+        log(writer, 1, name="größe: {α} %2F")
+    assert [item.name for item in read_media(run)] == ["größe: {α} %2F"]
+
+
+def test_secrets_are_not_kept(run: Run) -> None:
+    with MediaWriter(run, MediaSettings(), world=WORLD, attempt=1) as writer:
+        log(writer, 1, text="api_key=abcdef123456")
+    assert kept(run)[0][3] == "api_key=[redacted]"

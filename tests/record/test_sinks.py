@@ -12,15 +12,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
+import torch
 from waiting import wait_until
 
+from headway.dist import World
 from headway.errors import MissingExtra, Stopped, UsageError
+from headway.record.media import read_media
+from headway.record.media.content import take_histogram, take_image, take_text
+from headway.record.media.writer import MediaSettings, MediaWriter
 from headway.record.sinks import Csv, Mlflow, Sink, TensorBoard, Wandb, check_sink, feeding, scalars
+from headway.record.sinks.options import MlflowOptions, TensorBoardOptions, WandbOptions, check_options
 from headway.record.sinks.replayer import replay
+from headway.record.sinks.tensorboard import media_value
 from headway.run import Run
 
 pytestmark = pytest.mark.timeout(300)
@@ -88,6 +98,11 @@ def wandb_history(run: Run) -> list[dict[str, Any]]:
     ]
 
 
+def wandb_media(rows: list[dict[str, Any]], name: str, step: int) -> dict[str, Any]:
+    (row,) = [row for row in rows if row["step"] == step and f"{name}/_type" in row]
+    return {key.removeprefix(f"{name}/"): value for key, value in row.items() if key.startswith(f"{name}/")}
+
+
 def wandb_exit(run: Run) -> int:
     *_, last = (r.exit.exit_code for r in wandb_records(run) if r.WhichOneof("record_type") == "exit")
     return int(last)
@@ -112,40 +127,229 @@ def events(run: Run, name: str = "train/loss") -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in found.Scalars(name)]
 
 
+def log_media(run: Run, *steps: int) -> None:
+    """An image, a histogram and a text, as a stage logs them."""
+    world = World(
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        local_world_size=1,
+        node_rank=0,
+        nodes=1,
+        host="here",
+        launcher="none",
+        device=torch.device("cpu"),
+    )
+    with MediaWriter(run, MediaSettings(), world=world, attempt=1) as media:
+        for step in steps:
+            image = take_image(
+                torch.full((3, 2, 4), 50 * step, dtype=torch.uint8), caption="a cat", columns=None
+            )
+            for name, content in (
+                ("val/x: y", image),
+                ("weights", take_histogram([1.0, 2.0, 2.0], bins=2)),
+                ("said", take_text(f"<step {step}>")),
+            ):
+                media.add(name, content, step=step, stage="fit", epoch=0)
+
+
+def event_values(run: Run) -> dict[str, list[Any]]:
+    """The media in the event files, by tag."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(
+        str(run.path / "tensorboard"), size_guidance={"images": 0, "tensors": 0, "histograms": 0}
+    )
+    found.Reload()
+    return {
+        "image": found.Images("val/x: y"),
+        "histogram": found.Histograms("weights"),
+        "text": found.Tensors("said/text_summary"),
+    }
+
+
 @pytest.mark.filterwarnings("ignore")  # of the packages' own
-def test_every_sink_gets_every_row_and_the_settings(run: Run, store: str) -> None:
+def test_every_sink_gets_every_row_the_media_and_the_settings(run: Run, store: str, tmp_path: Path) -> None:
     """A restart in the middle, whose rows come by `headway runs sync`: one run, and each step once."""
     write(run, 1, 2)
-    sinks = [Wandb(project="p", mode="offline"), TensorBoard(), Mlflow(tracking_uri=store), Csv()]
+    named: dict[str, Any] = {"run_name": "the third", "notes": "why", "artifacts": ["config.yaml"]}
+    sinks = [
+        Wandb(project="p", mode="offline", group="g", job_type="train", tags=["a"], **named),
+        TensorBoard(filename_suffix=".mine"),
+        Mlflow(tracking_uri=store, tags={"team": "t"}, artifact_location=str(tmp_path / "art"), **named),
+        Csv(),
+    ]
     with pytest.raises(ValueError), feeding(run, sinks, finish_s=120):
         write(run, 3)
+        log_media(run, 3)
         raise ValueError
     assert wandb_exit(run) == 1 and mlflow_run(store, run)[1].info.status == "FAILED"
     run.begin_attempt(world={})
     write(run, 2, 3, 4)  # from the checkpoint of step 1
     write(run, 4, kind="epoch")
+    log_media(run, 3, 4)
     run.end_attempt(2, status="done", exit_code=0)
     assert replay(run) == {"csv": True, "mlflow": True, "tensorboard": True, "wandb": True}
     assert events(run) == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3)), (4, 0.25)]
     assert events(run, "epoch/hits/1") == [(4, 4.0)]
     assert events(run, "headway/seconds/data")[0] == (1, 0.5)
+    assert all(path.name.endswith(".mine") for path in (run.path / "tensorboard").iterdir())
+    media = event_values(run)
+    assert [event.step for each in media.values() for event in each] == 3 * [3, 4]
+    picture = run.media_dir / "rank-00000" / "val" / "x%3A y" / "step-000000000003-000.png"
+    assert media["image"][0].encoded_image_string == picture.read_bytes()
+    assert media["text"][1].tensor_proto.string_val == [b"<step 4>"]
+    assert (media["histogram"][0].histogram_value.bucket, media["histogram"][0].histogram_value.num) == (
+        [1, 2],
+        3,
+    )
     rows = wandb_history(run)
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 4]
-    assert [row.get("train/loss") for row in rows] == [1.0, 0.5, 1 / 3, 0.25, None]
+    own = [row for row in rows if "hits/0" in row or "epoch/hits/0" in row]
+    assert [row["step"] for row in own] == [1, 2, 3, 4, 4]
+    assert [row.get("train/loss") for row in own] == [1.0, 0.5, 1 / 3, 0.25, None]
     assert {r.run.run_id for r in wandb_records(run) if r.WhichOneof("record_type") == "run"} == {run.id}
+    image = wandb_media(rows, "val/x: y", 3)
+    assert (image["_type"], image["width"], image["height"], image["caption"]) == (
+        "image-file",
+        4,
+        2,
+        "a cat",
+    )
+    (kept,) = run.path.glob(f"wandb/offline-run-*/files/{image['path']}")
+    assert kept.read_bytes() == picture.read_bytes()
+    histogram = wandb_media(rows, "weights", 4)
+    assert histogram == {"_type": "histogram", "values": [1, 2], "bins": [1.0, 1.5, 2.0]}
+    text = wandb_media(rows, "said", 4)
+    (page,) = run.path.glob(f"wandb/offline-run-*/files/{text['path']}")
+    assert page.read_text() == "<pre>&lt;step 4&gt;</pre>"
     assert wandb_exit(run) == 0
+    made = next(r.run for r in wandb_records(run) if r.WhichOneof("record_type") == "run")
+    assert (made.display_name, made.notes, made.run_group, made.job_type) == (
+        "the third",
+        "why",
+        "g",
+        "train",
+    )
+    assert [*made.tags] == ["a"] and "hush" not in str(made.config) and "depth" in str(made.config)
+    (artifact,) = [r.artifact for r in wandb_records(run) if r.WhichOneof("record_type") == "artifact"]
+    assert (artifact.type, [entry.path for entry in artifact.manifest.contents]) == ("run", ["config.yaml"])
     client, found = mlflow_run(store, run)
     history = client.get_metric_history(found.info.run_id, "train/loss")
     assert [(metric.step, metric.value) for metric in history] == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.25)]
-    assert found.info.status == "FINISHED"
+    assert found.info.status == "FINISHED" and found.info.run_name == "the third"
+    assert (found.data.tags["team"], found.data.tags["mlflow.note.content"]) == ("t", "why")
     assert found.data.params == {"lr": "0.1", "model.depth": "2", "api_key": "[redacted]"}
+    uploaded = {path.name for path in (tmp_path / "art").rglob("*") if path.is_file()}
+    assert {"config.yaml", "step-000000000004-000.json", "step-000000000004-000.txt"} <= uploaded
+    images = [name for name in uploaded if name.startswith("val~x_ y+step+") and name.endswith(".png")]
+    assert sorted(name.split("+")[2] for name in images) == ["3", "4"]
     with run.csv_file.open(newline="") as file:
         values = [
             (int(r["step"]), float(r["value"])) for r in csv.DictReader(file) if r["name"] == "train/loss"
         ]
     assert values == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.25)]
-    config = next(r.run.config for r in wandb_records(run) if r.WhichOneof("record_type") == "run")
-    assert "hush" not in str(config) and "depth" in str(config)
+    assert json.loads(run.sink_media_file("wandb").read_text()) == {
+        "0": run.media_index_file(0).stat().st_size
+    }
+
+
+def test_events_of_media_are_those_that_torch_writes(run: Run) -> None:
+    from torch.utils.tensorboard import summary
+
+    log_media(run, 1)
+    values = {item.kind: media_value(item, item.path(run)) for item in read_media(run)}
+    assert values["text"] == summary.text("said", "<step 1>").value[0]
+    (theirs,) = summary.histogram_raw("weights", 1.0, 2.0, 3, 0.0, 0.0, [1.5, 2.0], [1, 2]).value
+    mine = values["histogram"]
+    mine.histo.sum, mine.histo.sum_squares = 0.0, 0.0  # of the middles of the bins, since values are not kept
+    assert mine == theirs
+    image = summary.image("val/x: y", np.full((3, 2, 4), 50, np.uint8), dataformats="CHW").value[0]
+    image.image.encoded_image_string = values["image"].image.encoded_image_string
+    assert values["image"] == image
+
+
+def test_all_ranks_write_to_one_run_of_wandb_and_rank_0_alone_finishes_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no server here: `wandb.init` itself is replaced, and its settings are the real ones."""
+    import wandb
+
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(wandb, "init", lambda **arguments: given.append(arguments) or MagicMock())
+    for rank in (0, 3):
+        sink = Wandb(project="p", shared=True, notes="why", settings={"x_stats_sampling_interval": 30.0})
+        sink.rank, sink.local_rank = rank, rank % 2
+        sink.open(run)
+        sink.write([{"kind": "train", "step": 5, "metrics": {}, "memory_peak": 7}])
+        (logged,) = sink._run.log.call_args.args
+        assert logged == {
+            f"{f'rank-{rank}/' if rank else ''}headway/memory_peak": 7.0,
+            "step": 5,
+            "epoch": None,
+        }
+        sink.close("stopped", 75)
+        assert sink._run.mark_preempting.called == (rank == 0)
+        assert sink._run.finish.call_args.kwargs == {"exit_code": 75}
+    first, other = given
+    facts = ("mode", "x_primary", "x_label", "x_update_finish_state", "x_stats_gpu_device_ids")
+    assert [getattr(first["settings"], fact) for fact in facts] == ["shared", True, "rank-0", True, [0]]
+    assert [getattr(other["settings"], fact) for fact in facts] == ["shared", False, "rank-3", False, [1]]
+    assert first["settings"].x_stats_sampling_interval == 30.0
+    assert first["id"] == other["id"] == run.id and first["notes"] == "why"
+    assert "notes" not in other and "config" not in other and "mode" not in first
+    with pytest.raises(UsageError, match="shared=True needs a server"):
+        Wandb(shared=True, mode="offline")
+
+
+def test_other_ranks_feed_only_what_all_ranks_feed_and_wait_for_rank_0(run: Run) -> None:
+    with run.metrics_file(2).open("w") as file:
+        file.write('{"kind": "train", "time": 1.0, "step": 1, "rank_metrics": {"x": 2.0}}\n')
+    sink = EachRank(file=str(run.path / "ranks.txt"))
+    with feeding(run, [sink, Csv()], rank=2, finish_s=60), feeding(run, [sink], finish_s=60):
+        write(run, 7)
+    assert sorted((run.path / "ranks.txt").read_text().split()) == ["0:7", "2:1"]
+    assert not run.csv_file.exists() and run.sink_log("eachrank", 2).exists()
+    assert run.sink_offset_file("eachrank", 2).read_text() == f"{run.metrics_file(2).stat().st_size}\n"
+
+
+@dataclass
+class EachRank(Sink):
+    file: str
+
+    @property
+    def feeds_all_ranks(self) -> bool:
+        return True
+
+    def open(self, run: Run) -> None: ...
+
+    def write(self, rows: Sequence[dict[str, Any]]) -> None:
+        with Path(self.file).open("a") as file:
+            file.writelines(f"{self.rank}:{row['step']}\n" for row in rows)
+
+    def close(self, status: str, exit_code: int) -> None: ...
+
+
+def test_what_trackers_take_is_what_their_packages_take() -> None:
+    import inspect
+
+    import wandb
+    from torch.utils.tensorboard import SummaryWriter
+
+    ours = set(WandbOptions.__annotations__) - {"artifacts", "shared"}
+    assert ours <= set(inspect.signature(wandb.init).parameters)
+    assert set(TensorBoardOptions.__annotations__) <= set(inspect.signature(SummaryWriter).parameters)
+    for options, sink in ((WandbOptions, Wandb), (MlflowOptions, Mlflow), (TensorBoardOptions, TensorBoard)):
+        names = {"run_name" if name == "name" else name for name in options.__annotations__}
+        assert names == {each.name for each in fields(sink)} - {"directory"}
+    with pytest.raises(
+        UsageError, match=r"'job_typ' is not a valid setting of .* \(did you mean 'job_type'\?\)"
+    ):
+        check_options(WandbOptions, Wandb.title, {"job_typ": "train"})
+    for wrong in ("config.yaml", ["/etc/passwd"], ["../x"], [""]):
+        with pytest.raises(UsageError, match="artifact"):
+            Wandb(artifacts=wrong)
+    with pytest.raises(UsageError, match="MLflow has tags with values"):
+        Mlflow(tags=["a"])  # type: ignore[arg-type]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -90,11 +90,18 @@ class Calls:
                 self.built_in[what.__name__] += 1
 
 
-def test_a_step_makes_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between operations that empty the caches, each function costs about half a microsecond: so each is listed."""
+@pytest.mark.parametrize("window", [None, "20-25", "80-85"])
+def test_a_step_makes_few_calls(window: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between operations that empty the caches, each function costs about half a microsecond: so each is listed.
+
+    A profiler calls nothing outside of its window.
+    """
     monkeypatch.setattr(timing, "SHORT_STEP_S", math.inf)
     calls, steps = Calls(), LAST - FIRST
-    run(tmp_path, calls)
+    if window is not None:
+        monkeypatch.setenv("HEADWAY_PROFILE", window)
+    kept = run(tmp_path, calls).directory
+    assert len(list(kept.traces_dir.iterdir())) == (0 if window is None else 2)
     within_a_step = [
         "_device_batches",
         "to_device",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import NamedTuple, Protocol, TypeAlias, final, runtime_checkable
 
 from headway.system.files import storage, write_atomic
 
@@ -23,6 +23,16 @@ class Span(NamedTuple):
     ended: float
 
 
+SpanListener: TypeAlias = Callable[[Span], None]
+
+
+@runtime_checkable
+class SpanSource(Protocol):
+    """A loader that tells a listener of each span: what its threads read, decode, transform, and what is waited for."""
+
+    def observe_spans(self, listener: SpanListener | None) -> None: ...
+
+
 @final
 class Counters:
     """Totals of samples, bytes and seconds of one rank. Only the training loop's thread updates them."""
@@ -30,6 +40,7 @@ class Counters:
     def __init__(self) -> None:
         self.samples = self.batches = self.bytes_read = self.bytes_decoded = self.read_retries = 0
         self.trace: LoaderTrace | None = None
+        self.listener: SpanListener | None = None
         self._seconds: dict[str, float] = {}
 
     def add(self, span: Span) -> None:
@@ -37,6 +48,21 @@ class Counters:
         self._seconds[span.stage] = self._seconds.get(span.stage, 0.0) + span.ended - span.began
         if self.trace is not None:
             self.trace.add([span])
+        if self.listener is not None:
+            self.listener(span)
+
+    def open_trace(self, path: str | Path | None, *, rank: int) -> None:
+        """Begins a trace of all spans, unless there is one; within a run, the path is relative to its directory."""
+        if path is not None and self.trace is None:
+            from headway.dist.shared_run import current_run  # needs torch
+
+            run = current_run()
+            self.trace = LoaderTrace(Path(path) if run is None else run.path / path, rank=rank)
+
+    def save_trace(self) -> None:
+        """Writes the trace, if there is one."""
+        if self.trace is not None:
+            self.trace.save()
 
     def add_stages(self, thread: int, times: Sequence[float]) -> None:
         """Adds consecutive stages: when the first of them began, and when each ended; later stages may be missing."""

@@ -18,7 +18,7 @@ import torch
 from torch.utils import data as torch_data
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from headway.data.counters import Counters, Span
+from headway.data.counters import Counters, Span, SpanListener
 from headway.data.cursor import Collate, Cursor, MapCursor, Unbatched
 from headway.data.order.batch_split import BatchSplit
 from headway.data.stream_cursor import StreamCursor
@@ -164,6 +164,10 @@ class DataLoader:
         if isinstance(iterator, _MultiProcessingDataLoaderIter):
             iterator._shutdown_workers()
         self._torch._iterator = None
+
+    def observe_spans(self, listener: SpanListener | None) -> None:
+        """Calls `listener` with each wait for a batch from now on; None ends that."""
+        self._counters.listener = listener
 
     def counters(self) -> dict[str, float]:
         """Returns the totals of this rank: batches and samples consumed, and seconds that the loop waited for them."""

@@ -25,7 +25,7 @@ from headway.data.assembly import AssembledBatch, make_assembler, quick_switches
 from headway.data.cache.node_cache import CachedShards, NodeCache
 from headway.data.cache.prefetch import BatchShards, Prefetcher
 from headway.data.catalog.shard_files import ShardSpec
-from headway.data.counters import Counters, LoaderTrace, Span
+from headway.data.counters import Counters, Span, SpanListener
 from headway.data.images.batch import Batch
 from headway.data.images.device.nvjpeg import usable_gpu
 from headway.data.images.transforms import ImageTransform
@@ -42,7 +42,6 @@ from headway.data.shards.decode import Decoder
 from headway.data.shards.tar import ShardLimits
 from headway.data.sources.mix import Mix
 from headway.data.sources.open_shards import OpenShards, find_sources
-from headway.dist.shared_run import current_run
 from headway.errors import UsageError
 
 _MAX_CHUNK_SAMPLES = 64  # that a thread loads at a time: a task costs as much as two small samples
@@ -185,10 +184,7 @@ class ShardLoader:
         return self._loop(self._loops)
 
     def _loop(self, number: int) -> Iterator[Any]:
-        if self._trace_path is not None and self._counters.trace is None:
-            run = current_run()
-            path = run.path / self._trace_path if run is not None else Path(self._trace_path)
-            self._counters.trace = LoaderTrace(path, rank=self._split.rank_and_world_size()[0])
+        self._counters.open_trace(self._trace_path, rank=self._split.rank_and_world_size()[0])
         self._label_watch.watching &= self._split.rank_and_world_size()[0] == 0  # one warning is enough
         pool = ThreadPoolExecutor(reader_threads(self._threads, self._gpu), "headway load")
         prefetcher = self._prefetcher = (
@@ -205,8 +201,7 @@ class ShardLoader:
                 each.shutdown(wait=True)
             if prefetcher is not None:
                 prefetcher.stop()
-            if self._counters.trace is not None:
-                self._counters.trace.save()
+            self._counters.save_trace()
         if self._loops == number:
             self._label_watch.end_pass(self._order.names)
             self._epoch, self._begun = self._epoch + 1, False
@@ -379,6 +374,10 @@ class ShardLoader:
     def counts(self) -> dict[str, int]:
         """Returns the samples of each dataset that all ranks together have consumed."""
         return self._weights_over_time().counts_at(self._position)
+
+    def observe_spans(self, listener: SpanListener | None) -> None:
+        """Calls `listener` with each span of its stages from now on; None ends that."""
+        self._counters.listener = listener
 
     def counters(self) -> dict[str, float]:
         """Returns totals of this rank (samples, bytes, bad samples, repeated reads, seconds) and the proportions.

@@ -36,6 +36,10 @@ def step_name(step: int) -> str:
     return f"step-{step:012d}"
 
 
+def _of_rank(rank: int) -> str:
+    return f"-{rank:05d}" if rank else ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunPaths:
     """The files and directories of one run directory."""
@@ -172,9 +176,9 @@ class RunPaths:
         """Output of the process that samples the devices of a node."""
         return self.log_dir / f"devices-{host}.txt"
 
-    def sink_log(self, name: str) -> Path:
+    def sink_log(self, name: str, rank: int = 0) -> Path:
         """Output of the process that feeds a sink."""
-        return self.log_dir / f"sink-{name}.txt"
+        return self.log_dir / f"sink-{name}{_of_rank(rank)}.txt"
 
     def quarantine_file(self, rank: int) -> Path:
         """Samples that a rank could not use, as JSON lines."""
@@ -189,9 +193,13 @@ class RunPaths:
     def metrics_file(self, rank: int) -> Path:
         return self.metrics_dir / f"rank-{rank:05d}.jsonl"
 
-    def sink_offset_file(self, name: str) -> Path:
+    def sink_offset_file(self, name: str, rank: int = 0) -> Path:
         """How many bytes of the metrics file a sink has received."""
-        return self.metrics_dir / f"sink-{name}.offset"
+        return self.metrics_dir / f"sink-{name}{_of_rank(rank)}.offset"
+
+    def sink_media_file(self, name: str, rank: int = 0) -> Path:
+        """How many bytes of the index of each rank's media a sink has received."""
+        return self.metrics_dir / f"sink-{name}{_of_rank(rank)}.media"
 
     def sink_file(self, name: str) -> Path:
         """Which sink it is, and its settings: enough to feed it again."""
@@ -232,6 +240,10 @@ class RunPaths:
     @property
     def traces_dir(self) -> Path:
         return self.path / "traces"
+
+    def trace_file(self, first: int, last: int, rank: int, ending: str = ".json.gz") -> Path:
+        """The trace of some steps of a rank, or what is kept beside it."""
+        return self.traces_dir / f"step-{first:012d}-{last:012d}-rank-{rank:05d}{ending}"
 
     @property
     def media_dir(self) -> Path:

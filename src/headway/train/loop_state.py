@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import cached_property, partial
@@ -19,6 +19,7 @@ from headway import dist
 from headway.dist import set_phase
 from headway.dist.failure.capture import HEARTBEAT
 from headway.errors import UsageError
+from headway.record.media.content import MediaContent
 from headway.system.failpoints import armed
 from headway.system.log import logger
 from headway.train.batches import Pass, count_batches, open_loader, to_device
@@ -34,6 +35,7 @@ from headway.train.settings import check_whole
 from headway.train.uneven import BatchAgreement, Repeated, report_left
 
 if TYPE_CHECKING:
+    from headway.train.diagnose.profiler import ProfilerSettings, StageProfiler
     from headway.train.pipeline import Pipeline
     from headway.train.stage import Stage
 
@@ -98,6 +100,9 @@ class LoopState:
         self._warned = False
         self._uneven_reported = False
         self.early_stopping: EarlyStopping | None = None
+        self.batches_per_step = 1
+        self.profiler_settings: ProfilerSettings | None = None
+        self.profiler: StageProfiler | None = None
 
     def set_limits(self, *, max_epochs: int | None, max_steps: int | None) -> None:
         """Sets after how many epochs or steps the stage ends, whichever is first."""
@@ -129,6 +134,17 @@ class LoopState:
         self, name: str, value: Tensor | float, weight: Tensor | float, reduce: Reduction, scope: Scope
     ) -> None:
         self.meter.log(name, value, weight=weight, reduce=reduce, scope=scope)
+
+    def media_name(self, name: str) -> str | None:
+        """Returns the full name of what is logged under `name`; None if nothing is to be logged now."""
+        return name
+
+    def log_media(self, name: str, take: Callable[[], MediaContent]) -> None:
+        """Keeps what `take` returns, if this rank keeps anything. An evaluation outside of a run keeps nothing."""
+        media = self.pipe._media
+        if media is None or not media.is_open or (full := self.media_name(name)) is None:
+            return
+        media.add(full, take(), step=self.pipe.steps_done, stage=self.name, epoch=self.epoch)
 
     def add_metric(self, name: str, metric: EpochMetric) -> None:
         self.epoch_metrics[name] = metric
@@ -249,6 +265,8 @@ class LoopState:
         """Yields the batches of a loader, on the device."""
         batches = self._device_batches(loader, limit, progress)
         self._open_batches.add(batches)
+        if self.profiler is not None and progress is not None:  # not a validation
+            return self.profiler.wrap(batches, self.batches_per_step)
         return batches
 
     def close_batches(self) -> None:
@@ -312,6 +330,8 @@ class LoopState:
 
     def end_pass(self, progress: Pass) -> None:
         """Reports once how many batches were left when the shortest rank ended its pass. All ranks call it."""
+        if self.profiler is not None:
+            self.profiler.stop_if_over()
         HEARTBEAT.set_ended_epoch(self.epoch + 1)  # the others may have batches left, and wait for this rank
         if progress.agreement is not None and not self._uneven_reported:
             self._uneven_reported = report_left(

@@ -18,7 +18,8 @@ from headway.checkpoint.weights.loading import Rename
 from headway.dist import World
 from headway.dist.shared_run import choose_run
 from headway.errors import UsageError
-from headway.record.sinks import Mlflow, Sink, TensorBoard, Wandb, check_sink, feeding
+from headway.record.media.writer import MediaSettings, MediaWriter
+from headway.record.sinks import Sink, feeding
 from headway.run import Run, check_name
 from headway.system import environment
 from headway.system.log import logger
@@ -38,6 +39,7 @@ from headway.train.checks import (
 from headway.train.diagnose import smoke
 from headway.train.diagnose.evidence import explain_out_of_memory
 from headway.train.diagnose.plan_check import PlanCheck, with_plan
+from headway.train.diagnose.profiler import profiling
 from headway.train.evaluate.methods import EvaluationMethods
 from headway.train.loop_state import StageStatus
 from headway.train.metrics.epoch_metrics import EpochMetric
@@ -46,6 +48,7 @@ from headway.train.metrics.meter import LogPoint
 from headway.train.metrics.reporter import Reporter
 from headway.train.metrics.stragglers import Stragglers, busy
 from headway.train.metrics.timing import PhaseTimer
+from headway.train.metrics.trackers import TrackerMethods
 from headway.train.model.initial_weights import InitialWeights, WeightsLike
 from headway.train.model.mesh_groups import split_param_groups
 from headway.train.model.named_parts import NamedParts
@@ -61,7 +64,7 @@ from headway.train.stage import Stage, finish_open_steps
 OptimizerLike: TypeAlias = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
-class Pipeline(EvaluationMethods):
+class Pipeline(EvaluationMethods, TrackerMethods):
     """A training run: models, optimizers and datasets, and the stages that use them.
 
         pipe = hw.Pipeline(config={"lr": 3e-4}, name="digits")
@@ -108,6 +111,8 @@ class Pipeline(EvaluationMethods):
         self._callbacks: list[Callback] = []
         self._hooks_called: dict[tuple[str, int], object] = {}  # kept, since ids are used again
         self._sinks: list[Sink] = []
+        self._media: MediaWriter | None = None
+        self._media_settings = MediaSettings()
         self._schedules: dict[str, Schedule] = {}
         self._open_reporter: Reporter | None = None
 
@@ -255,34 +260,6 @@ class Pipeline(EvaluationMethods):
         self._root = self._root if root is None else root
         self._keeper = Keeper(self, checkpoint_settings(options))
 
-    def enable_wandb(
-        self,
-        *,
-        project: str | None = None,
-        entity: str | None = None,
-        group: str | None = None,
-        tags: Sequence[str] = (),
-        mode: Literal["online", "offline"] | None = None,
-    ) -> None:
-        """Sends metrics to Weights & Biases, from the metrics file in a process that never delays training."""
-        self.add_sink(Wandb(project=project, entity=entity, group=group, tags=tuple(tags), mode=mode))
-
-    def enable_tensorboard(self, directory: str | Path | None = None) -> None:
-        """Writes event files for TensorBoard, by default into `tensorboard/` in the run directory."""
-        self.add_sink(TensorBoard(directory=directory))
-
-    def enable_mlflow(self, *, tracking_uri: str | None = None, experiment: str | None = None) -> None:
-        """Sends metrics to MLflow, from the metrics file in a process that never delays training."""
-        self.add_sink(Mlflow(tracking_uri=tracking_uri, experiment=experiment))
-
-    def add_sink(self, sink: Sink) -> None:
-        """Sends metrics to a sink, such as `sinks.Csv`, from the metrics file in a process that never delays training.
-
-        >>> pipe.add_sink(SqliteSink(file="metrics.db"))
-        """
-        check_sink(sink, self._sinks)
-        self._sinks.append(sink)
-
     def enable_ledger(self) -> None:
         """Records the exact loss, the samples and the state of the random number generators of every step.
 
@@ -316,6 +293,8 @@ class Pipeline(EvaluationMethods):
             self._run_hook("pre_run", self)
             if self._keeper:
                 self._keeper.start(choice)
+            if self._media is not None:
+                self._media.begin(self.steps_done)
             for stage in self.stages:
                 status = stage._loop.status
                 if status is not StageStatus.NEW and not status.in_epoch and not stage._loop.more_epochs:
@@ -337,16 +316,21 @@ class Pipeline(EvaluationMethods):
     def _recording(self, directory: Run) -> Iterator[None]:
         """Opens the rank logs, the metrics files, the ledger and the checkpoints of a run, and closes them."""
         with ExitStack() as stack:
-            stack.callback(vars(self).update, current_stage=None, _open_reporter=None)  # after a failure, too
+            stack.callback(
+                vars(self).update, current_stage=None, _open_reporter=None, _media=None
+            )  # after a failure, too
             recording = stack.enter_context(record.recording(directory, self.world, config=self.config))
             self._run = directory = recording.run
-            if self.world.is_root:
-                stack.enter_context(feeding(directory, self._sinks))
+            ranks = {"rank": self.world.rank, "local_rank": self.world.local_rank}
+            stack.enter_context(feeding(directory, self._sinks, **ranks))
             self._open_reporter = stack.enter_context(Reporter(directory, self.world, recording.events))
             self._reporter.print_inputs(self.registered_models.values(), self.datasets)
             if self._ledger_enabled:
                 self._ledger = LedgerWriter(directory, self.world, attempt=recording.attempt)
                 stack.enter_context(self._ledger)
+            self._media = stack.enter_context(
+                MediaWriter(directory, self._media_settings, world=self.world, attempt=recording.attempt)
+            )
             if self._keeper:
                 stack.enter_context(self._keeper.saving(recording))
             yield
@@ -358,7 +342,12 @@ class Pipeline(EvaluationMethods):
         self.current_stage = stage
         if self._keeper and stage._loop.status is StageStatus.NEW:
             self._keeper.restore_rng()
-        with stage._loop.running(), self._reporter.displaying(stage), explain_out_of_memory(stage):
+        with (
+            stage._loop.running(),
+            self._reporter.displaying(stage),
+            explain_out_of_memory(stage),
+            profiling(stage),
+        ):
             self._run_hook("pre_stage", stage)
             yield
             self._run_hook("post_stage", stage)

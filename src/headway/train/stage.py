@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from inspect import getattr_static
 from typing import TYPE_CHECKING, Any, final
@@ -12,8 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from headway.errors import UsageError, unknown_name
+from headway.record.media.content import (
+    Figure,
+    ImageLike,
+    take_figure,
+    take_histogram,
+    take_image,
+    take_text,
+)
 from headway.train import loop
 from headway.train.batches import count_batches, first_tensor
+from headway.train.diagnose.profiler import ProfilerSettings
 from headway.train.loop_state import LoopState
 from headway.train.metrics.epoch_metrics import EpochMetric
 from headway.train.metrics.meter import Reduction, Scope
@@ -39,9 +48,9 @@ class Stage(ABC):
         pipe.append_stage(Gan(), max_epochs=10)
 
     What you write: `run_epoch`; if you like, `count_samples`, `predict` and the hooks `pre_stage`, `post_stage`,
-    `pre_epoch` and `post_epoch`. What you use: `log`, `batches`, `step_optimizer`, `add_metric`, `add_column`,
-    `stop_stage`, `models`, `datasets`, `device`, `config`, `history`, `pipe`, `name`, `epoch`, `steps_done`,
-    `max_epochs` and `max_steps`.
+    `pre_epoch` and `post_epoch`. What you use: `log`, `log_image`, `log_figure`, `log_histogram`, `log_text`,
+    `enable_profiler`, `batches`, `step_optimizer`, `add_metric`, `add_column`, `stop_stage`, `models`,
+    `datasets`, `device`, `config`, `history`, `pipe`, `name`, `epoch`, `steps_done`, `max_epochs` and `max_steps`.
 
     All other names are yours, for attributes and for methods. The loop keeps its own state in `_loop`, and nowhere
     else. To define or assign one of the names that you use is an error (they are `@final`, so mypy reports it, too).
@@ -181,6 +190,57 @@ class Stage(ABC):
             self.log("accuracy", (logits.argmax(1) == y).float().mean(), weight=len(y))
         """
         self._loop.log(name, value, weight, reduce, scope)
+
+    @final
+    def log_image(
+        self, name: str, image: ImageLike, *, caption: str = "", columns: int | None = None
+    ) -> None:
+        """Keeps an image in the run directory and passes it to the sinks; of a batch or a list of images, a grid.
+
+        Tensors, arrays of numpy and images of Pillow: height x width, with 1, 3 or 4 channels before or after them;
+        bytes, or floats from 0 to 1 (others are scaled from their minimum and maximum). It is encoded in another
+        thread. Only rank 0 keeps what it logs, unless `pipe.set_media(ranks=...)` says otherwise. In a `TrainValStage`
+        the name gets `train/` or `val/` in front, as in `log`; the step is the number of steps done.
+
+            self.log_image("samples", x[:16], caption="the first 16 of the batch")
+        """
+        self._loop.log_media(name, lambda: take_image(image, caption=caption, columns=columns))
+
+    @final
+    def log_figure(self, name: str, figure: Figure, *, caption: str = "") -> None:
+        """Keeps a figure of matplotlib as an image; it is drawn at once, and may be closed afterwards.
+
+        self.log_figure("confusion", figure)
+        """
+        self._loop.log_media(name, lambda: take_figure(figure, caption=caption))
+
+    @final
+    def log_histogram(self, name: str, values: Any, *, bins: int = 64) -> None:
+        """Keeps how values are distributed: a tensor, an array or a list of numbers; a GPU counts its own.
+
+        self.log_histogram("weights/head", self.models["net"].head.weight)
+        """
+        self._loop.log_media(name, lambda: take_histogram(values, bins=bins))
+
+    @final
+    def log_text(self, name: str, text: str) -> None:
+        """Keeps a text, such as what a model has generated.
+
+        self.log_text("generated", tokenizer.decode(tokens))
+        """
+        self._loop.log_media(name, lambda: take_text(text))
+
+    @final
+    def enable_profiler(self, steps: str | int, *, ranks: Sequence[int] = (0,), memory: bool = False) -> None:
+        """Traces a window of steps with `torch.profiler`: what ran when, on the host, the device and in the loaders.
+
+        `steps` are those of this stage, from 1. The trace is written to `traces/` of the run directory, for Perfetto,
+        and a summary is printed. `memory=True` adds each allocation; on CUDA also a snapshot of the allocator's
+        history. HEADWAY_PROFILE=20-25 does the same for a script that is not edited, with the steps of the run.
+
+        >>> stage.enable_profiler(steps="20-25", ranks=(0,), memory=True)
+        """
+        self._loop.profiler_settings = ProfilerSettings(steps=steps, ranks=tuple(ranks), memory=memory)
 
     @final
     def add_metric(self, name: str, metric: EpochMetric | None = None) -> None:

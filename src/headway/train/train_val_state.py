@@ -45,7 +45,7 @@ class TrainValState(LoopState):
 
     def __init__(self, stage: TrainValStage, settings: TrainSettings, *, base: type[TrainValStage]) -> None:
         super().__init__(stage, log_every=settings.log_every)
-        self.settings = settings
+        self.settings, self.batches_per_step = settings, settings.accumulate
         self.early_stopping = settings.make_early_stopping()
         self.training = True
         self.logging_off = False
@@ -112,6 +112,9 @@ class TrainValState(LoopState):
             return self.meter, self.stage.train_metric_prefix() + name
         prefix = self.stage.val_metric_prefix() if self.val_prefix is None else self.val_prefix
         return self.val_meter, prefix + name
+
+    def media_name(self, name: str) -> str | None:
+        return None if self.logging_off else self._meter_and_name(name)[1]
 
     def _is_own(self, name: str) -> UsageError:
         what = (

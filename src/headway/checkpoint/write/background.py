@@ -40,7 +40,12 @@ class BackgroundSave:
         self._closed = False
 
     def start(
-        self, target: SaveTarget, contents: RankContents, agreed: AgreedSave, start: float
+        self,
+        target: SaveTarget,
+        contents: RankContents,
+        agreed: AgreedSave,
+        start: float,
+        before_write: Callable[[], object] | None = None,
     ) -> Future[SavedCheckpoint]:
         """Copies what this rank writes, and leaves the rest to the writer process. A failed copy fails the save."""
         if self._store is None and rank_and_size()[1] > 1:
@@ -59,6 +64,8 @@ class BackgroundSave:
         failpoint("checkpoint.staged")
 
         def run() -> SavedCheckpoint:
+            if before_write is not None:
+                before_write()
             size = write_checkpoint(exchange, target, contents, agreed, writer)
             return SavedCheckpoint(
                 path=target.final,

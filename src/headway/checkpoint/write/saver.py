@@ -69,8 +69,12 @@ class Saver:
         step: int,
         local: object = None,
         metrics: Mapping[str, float] | None = None,
+        before_write: Callable[[], object] | None = None,
     ) -> None:
-        """Saves a state, on all ranks; takes what `checkpoint.save` takes. Raises what made the save before it fail."""
+        """Saves a state, on all ranks; takes what `checkpoint.save` takes. Raises what made the save before it fail.
+
+        `before_write` is called before anything is written, in the background if the save is.
+        """
         start = time.monotonic()
         self.wait()
         failpoint("checkpoint.begin")
@@ -88,9 +92,11 @@ class Saver:
             fence=self._lock and self._lock.fence,
         )
         if self._background is not None:
-            self._pending = self._background.start(target, contents, agreed, start)
+            self._pending = self._background.start(target, contents, agreed, start, before_write)
             self._pending.add_done_callback(partial(self._observe, step))
             return
+        if before_write is not None:
+            before_write()
         size = write_checkpoint(exchange, target, contents, agreed, InProcessWriter())
         taken = time.monotonic() - start
         self._complete.append(

@@ -6,11 +6,13 @@
     {"kind": "histogram", ..., "file": "....json"}      {"edges": [...], "counts": [...], "non_finite": 0}
     {"kind": "text", ..., "file": "....txt"}            UTF-8
     {"kind": "figure", ..., "file": "....png"}
-    {"kind": "resumed", "time": 1.7e9, "attempt": 2, "step": 60}   what earlier attempts logged after it is gone
-    {"kind": "removed", "time": 1.7e9, "file": "..."}              to keep the total size within its limit
+    {"kind": "removed", "time": 1.7e9, "file": "..."}   to keep the total size within its limit, or since a resumed run
+                                                        repeats the steps in which it was logged
+    {"kind": "saved", "time": 1.7e9, "step": 60}        a run that resumes from step 60, or one after it, keeps the
+                                                        items above this row
 
-Files are named relative to `media/`. The index of a rank has one writer at a time and only grows, so that it can be
-followed; `MediaIndex` applies the last two kinds of rows. Needs no torch.
+Files are named relative to `media/`, and a row follows its file. The index of a rank has one writer at a time and only
+grows, so that it can be followed. Needs no torch.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ MediaKind = Literal["image", "figure", "histogram", "text"]
 _KINDS = get_args(MediaKind)
 _INDEX_NAME = re.compile(r"rank-(\d{5,})\.jsonl")
 _MAX_BINS = 4096
+_CHUNK_BYTES = 1 << 20
 
 
 @final
@@ -75,12 +78,11 @@ class MediaIndex:
         self._run = run
         self._tails: dict[int, Tail] = {}
         self._items: dict[str, MediaItem] = {}  # by file, without its ending
-        self._resumed: dict[int, int] = {}  # the steps from which attempts resumed, by their number
 
     def refresh(self) -> bool:
         """Reads what is new; returns whether anything was."""
         found = False
-        for rank in self._ranks():
+        for rank in indexed_ranks(self._run):
             tail = self._tails.setdefault(rank, Tail(self._run.media_index_file(rank)))
             before = -1
             while before != tail.offset:
@@ -90,8 +92,7 @@ class MediaIndex:
         return found
 
     def items(self, name: str | None = None) -> list[MediaItem]:
-        """Returns all items, or those of a name, by step; without those that a resumed run repeats, or that are
-        removed."""
+        """Returns all items, or those of a name, by step; without those that were removed."""
         chosen = [item for item in self._items.values() if name is None or item.name == name]
         return sorted(chosen, key=lambda item: (item.step, item.rank, item.name, item.number))
 
@@ -99,30 +100,58 @@ class MediaIndex:
         """Returns the names of all items."""
         return sorted({item.name for item in self._items.values()})
 
-    def _ranks(self) -> list[int]:
-        try:
-            names = [path.name for path in self._run.media_dir.iterdir()]
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        return sorted(int(found[1]) for name in names if (found := _INDEX_NAME.fullmatch(name)))
-
     def _add(self, rank: int, row: Row) -> bool:
-        match row:
-            case {"kind": "resumed", "attempt": int(attempt), "step": int(step)}:
-                self._resumed[attempt] = min(step, self._resumed.get(attempt, step))
-                self._items = {key: each for key, each in self._items.items() if not self._is_lost(each)}
-                return True
-            case {"kind": "removed", "file": str(file)}:
-                return self._items.pop(_stem(file), None) is not None
+        if row.get("kind") == "removed":
+            return self._items.pop(_stem(str(row.get("file"))), None) is not None
         item = parse_item(rank, row)
-        if item is None or self._is_lost(item):
-            return False
-        self._items[_stem(item.file)] = item
-        return True
+        if item is not None:
+            self._items[_stem(item.file)] = item
+        return item is not None
 
-    def _is_lost(self, item: MediaItem) -> bool:
-        """Whether a later attempt has resumed from before the item."""
-        return any(item.attempt < attempt and item.step > step for attempt, step in self._resumed.items())
+
+@final
+class MediaTail:
+    """Reads the items of a run while they are logged, of all ranks or of one, each once, in the order of the files.
+
+    `offsets` are the bytes that were read of each rank's index: give them to the next `MediaTail` to continue there.
+    """
+
+    def __init__(self, run: Run, offsets: Mapping[int, int], *, rank: int | None = None) -> None:
+        self._run, self._rank = run, rank
+        self._tails = {each: self._tail(each, offset) for each, offset in offsets.items()}
+
+    @property
+    def offsets(self) -> dict[int, int]:
+        return {rank: tail.offset for rank, tail in self._tails.items()}
+
+    def read(self) -> list[MediaItem]:
+        """Returns the next items; some of their files may have been removed since."""
+        found = []
+        for rank in indexed_ranks(self._run) if self._rank is None else [self._rank]:
+            tail = self._tails.setdefault(rank, self._tail(rank, 0))
+            found += [item for row in tail.read() if (item := parse_item(rank, row)) is not None]
+        return found
+
+    def read_again(self) -> list[MediaItem]:
+        """Returns the items before the offsets: what was read by an earlier process."""
+        found = []
+        for rank, end in self.offsets.items():
+            tail = self._tail(rank, 0)
+            while tail.offset < end and (rows := tail.read(min(_CHUNK_BYTES, end - tail.offset))):
+                found += [item for row in rows if (item := parse_item(rank, row)) is not None]
+        return found
+
+    def _tail(self, rank: int, offset: int) -> Tail:
+        return Tail(self._run.media_index_file(rank), offset)
+
+
+def indexed_ranks(run: Run) -> list[int]:
+    """Returns the ranks that have an index of media."""
+    try:
+        names = [path.name for path in run.media_dir.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(int(found[1]) for name in names if (found := _INDEX_NAME.fullmatch(name)))
 
 
 def _stem(file: str) -> str:

@@ -16,14 +16,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
+from headway.record.media.index import MediaItem, MediaTail
 from headway.record.sinks import transport
-from headway.record.sinks.base import MetricRow
+from headway.record.sinks.base import MetricRow, Sink
 from headway.run import Run
 from headway.system import files
-from headway.system.jsonlines import Tail
+from headway.system.jsonlines import Tail, parse_json
 
 _POLL_S = 1.0
 _CHUNK_BYTES = 1 << 20
+_ROOT_WAIT_S = 120.0
 _STATUS_WAIT_S = 5.0  # a run that was killed may need as long until its record says so
 
 
@@ -32,12 +34,13 @@ def main() -> None:
     request = json.loads(parent.read_line(timeout_s=None) or "{}")
     run = Run.open(request["run"]).held_as(request["owner"])
     sink = transport.make(request["sink"])
-    offset_file = run.sink_offset_file(sink.name)
-    tail = Tail(run.metrics_file(0), _read_offset(offset_file))
-    sent = SentSteps()
-    if not sink.replaces_steps:
-        sent.read(run.metrics_file(0), tail.offset)
+    sink.rank, sink.local_rank = request["rank"], request["local_rank"]
+    if sink.rank and not _wait_for_root(run, sink):
+        print("rank 0 has not opened this sink: nothing is fed", file=sys.stderr)
+        return
+    source = SinkSource(run, sink)
     sink.open(run)
+    source.note_offsets()
     ended: dict[str, Any] | None = None
     while True:
         if not run.is_ours():  # its new owner feeds this sink from here on
@@ -45,15 +48,11 @@ def main() -> None:
                 "another process trains in this run now: its rows are not for this process", file=sys.stderr
             )
             return
-        start = tail.offset
-        rows = [row for row in tail.read() if "step" in row]
-        if rows := rows if sink.replaces_steps else sent.leave_out(rows):
-            sink.write(rows)
-        if tail.offset > start:
-            files.write_atomic(offset_file, f"{tail.offset}\n".encode())
-        elif ended is not None:
+        if source.feed():
+            continue
+        if ended is not None:
             break
-        elif (line := parent.read_line(timeout_s=_POLL_S)) is not None:
+        if (line := parent.read_line(timeout_s=_POLL_S)) is not None:
             ended = json.loads(line) if line else _recorded_end(run)
     sink.close(ended["status"], ended["exit_code"])
 
@@ -90,6 +89,49 @@ class SentSteps:
 
 
 @final
+class SinkSource:
+    """What a sink has not received yet: rows of the metrics file, and media."""
+
+    def __init__(self, run: Run, sink: Sink) -> None:
+        self._run, self._sink = run, sink
+        self._rows_file = run.sink_offset_file(sink.name, sink.rank)
+        self._media_file = run.sink_media_file(sink.name, sink.rank)
+        self._rows = Tail(run.metrics_file(sink.rank), _read_offset(self._rows_file))
+        own = sink.rank if sink.feeds_all_ranks else None
+        self._media = MediaTail(run, _read_media_offsets(self._media_file), rank=own)
+        self._sent, self._sent_media = SentSteps(), set[str]()
+        if not sink.replaces_steps:
+            self._sent.read(run.metrics_file(sink.rank), self._rows.offset)
+            self._sent_media.update(item.file for item in self._media.read_again())
+
+    def feed(self) -> bool:
+        """Gives the sink what is new; returns whether anything was."""
+        before = self._rows.offset, self._media.offsets
+        rows = [row for row in self._rows.read() if "step" in row]
+        if rows := rows if self._sink.replaces_steps else self._sent.leave_out(rows):
+            self._sink.write(rows)
+        if items := [item for item in self._media.read() if self._is_new(item)]:
+            self._sink.write_media(items)
+        if before == (self._rows.offset, self._media.offsets):
+            return False
+        self.note_offsets()
+        return True
+
+    def _is_new(self, item: MediaItem) -> bool:
+        """Whether the sink is to get an item: it is still there, and was not given before a restart."""
+        known = item.file in self._sent_media
+        if not self._sink.replaces_steps:
+            self._sent_media.add(item.file)
+        return not known and item.path(self._run).is_file()
+
+    def note_offsets(self) -> None:
+        """Writes down how much the sink has received; its file exists once the sink is open."""
+        files.write_atomic(self._rows_file, f"{self._rows.offset}\n".encode())
+        if self._media.offsets:
+            files.write_atomic(self._media_file, json.dumps(self._media.offsets).encode())
+
+
+@final
 class ParentPipe:
     """Lines from the training process, read without a buffer, which `select` would not see."""
 
@@ -114,6 +156,22 @@ def _read_offset(file: Path) -> int:
     with suppress(FileNotFoundError, ValueError):
         return int(files.read_regular(file))
     return 0
+
+
+def _read_media_offsets(file: Path) -> dict[int, int]:
+    with suppress(FileNotFoundError, ValueError, AttributeError):
+        return {int(rank): int(offset) for rank, offset in parse_json(files.read_regular(file)).items()}
+    return {}
+
+
+def _wait_for_root(run: Run, sink: Sink) -> bool:
+    """Waits until rank 0 has opened the sink: the others join what it has made there."""
+    deadline = time.monotonic() + _ROOT_WAIT_S
+    while not run.sink_offset_file(sink.name).exists():
+        if time.monotonic() > deadline or not run.is_ours():
+            return False
+        time.sleep(0.5)
+    return True
 
 
 def _recorded_end(run: Run) -> dict[str, Any]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import yaml
 
-from headway.errors import MissingExtra
+from headway.errors import MissingExtra, UsageError
+from headway.record.media.index import MediaItem
 from headway.run import Run
 from headway.system import files
 
@@ -41,6 +43,9 @@ class Sink(ABC):
     there. So the class is defined at the top level of a module or of the training script.
     """
 
+    rank = 0
+    """whose rows these are; not 0 only if `feeds_all_ranks`"""
+    local_rank = 0
     name: ClassVar[str]
     """names the sink's files, `log/sink-NAME.txt` and `metrics/sink-NAME.offset`; by default the class's, lower-case"""
     title: ClassVar[str]
@@ -64,9 +69,33 @@ class Sink(ABC):
     def write(self, rows: Sequence[MetricRow]) -> None:
         """Takes the next rows, in the order of the file. If it raises, the next attempt gets them again."""
 
+    def write_media(self, items: Sequence[MediaItem]) -> None:  # noqa: B027
+        """Takes the next images, figures, histograms and texts; `item.path(run)` is the file. By default, none."""
+
+    @property
+    def feeds_all_ranks(self) -> bool:
+        """Whether each rank has a process that feeds its own rows; by default rank 0 alone."""
+        return False
+
     @abstractmethod
     def close(self, status: RunStatus, exit_code: int) -> None:
         """Called once, after the last row, with how the attempt ended."""
+
+
+def find_artifacts(run: Run, patterns: Sequence[str]) -> list[Path]:
+    """Returns the files and directories of a run directory that match: "config.yaml", "media/*", "report.html"."""
+    return sorted({path for pattern in patterns for path in run.path.glob(pattern)})
+
+
+def check_artifacts(patterns: Sequence[str]) -> None:
+    """Raises `UsageError` for patterns of files that are not in the run directory."""
+    if isinstance(patterns, str):
+        raise UsageError(f"artifacts={patterns!r} is a text: give a list, such as [{patterns!r}]")
+    for pattern in patterns:
+        if not isinstance(pattern, str) or not pattern or pattern.startswith("/") or ".." in pattern:
+            raise UsageError(
+                f"{pattern!r:.80} is not a valid artifact: give files of the run directory, such as 'config.yaml'"
+            )
 
 
 def require_package(package: str, sink: Sink) -> None:

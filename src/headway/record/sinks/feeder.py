@@ -41,8 +41,11 @@ def check_sink(sink: Sink, others: Sequence[Sink] = ()) -> None:
 
 
 @contextmanager
-def feeding(run: Run, sinks: Sequence[Sink], *, finish_s: float = _FINISH_S) -> Iterator[None]:
-    """Feeds sinks from the run's metrics file while the block runs. Call it on one rank, within `recording`.
+def feeding(
+    run: Run, sinks: Sequence[Sink], *, rank: int = 0, local_rank: int = 0, finish_s: float = _FINISH_S
+) -> Iterator[None]:
+    """Feeds sinks from the run's metrics and media while the block runs. Call it within `recording`, on all ranks or
+    on rank 0 alone: other ranks feed only sinks that take the rows of all.
 
     Nothing that a sink does affects the run. What it prints goes to `log/sink-NAME.txt`; one that failed is reported at
     the end, and one that has not taken all rows `finish_s` seconds after the block is killed.
@@ -50,7 +53,8 @@ def feeding(run: Run, sinks: Sequence[Sink], *, finish_s: float = _FINISH_S) -> 
         with feeding(run, [Wandb(project="digits")]):
             train()
     """
-    feeders, pid = [Feeder(run, sink) for sink in sinks], os.getpid()
+    mine = [sink for sink in sinks if rank == 0 or sink.feeds_all_ranks]
+    feeders, pid = [Feeder(run, sink, rank=rank, local_rank=local_rank) for sink in mine], os.getpid()
     error: BaseException | None = None
     try:
         yield
@@ -78,9 +82,10 @@ def write_description(run: Run, sink: Sink) -> None:
 class Feeder:
     """A process that feeds one sink, seen from the training process."""
 
-    def __init__(self, run: Run, sink: Sink) -> None:
-        write_description(run, sink)
-        self._sink, self._log = sink, run.sink_log(sink.name)
+    def __init__(self, run: Run, sink: Sink, *, rank: int = 0, local_rank: int = 0) -> None:
+        if rank == 0:
+            write_description(run, sink)
+        self._sink, self._log = sink, run.sink_log(sink.name, rank)
         log = files.open_private(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:
             self._process = subprocess.Popen(
@@ -93,7 +98,8 @@ class Feeder:
         finally:
             os.close(log)
         owner = run.fence.number if run.fence else None
-        self._send({"run": str(run.path), "owner": owner, "sink": transport.describe(sink)})
+        facts = {"run": str(run.path), "owner": owner, "rank": rank, "local_rank": local_rank}
+        self._send({**facts, "sink": transport.describe(sink)})
 
     def finish(self, status: str, exit_code: int) -> None:
         """Says how the run ended; the sink takes the remaining rows and closes."""

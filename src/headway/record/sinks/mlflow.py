@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import final
 
-from headway.record.sinks.base import MetricRow, RunStatus, Sink, require_package, run_config
+from headway.errors import UsageError
+from headway.record.media.index import MediaItem
+from headway.record.sinks.base import (
+    MetricRow,
+    RunStatus,
+    Sink,
+    check_artifacts,
+    find_artifacts,
+    require_package,
+    run_config,
+)
 from headway.record.sinks.rows import scalars
 from headway.run import Run
 from headway.run.plain import leaves
@@ -23,9 +35,23 @@ class Mlflow(Sink):
     """None: what MLFLOW_TRACKING_URI says"""
     experiment: str | None = None
     """None: the name of the run"""
+    run_name: str | None = None
+    """what the run is called there, `name` of `pipe.enable_mlflow`; None: the name of the run directory"""
+    notes: str | None = None
+    """its description there"""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    artifact_location: str | None = None
+    """where a new experiment keeps files; None: where the tracking server says"""
+    artifacts: Sequence[str] = ()
+    """files of the run directory that are uploaded when the run is done, such as "config.yaml" and "media/*/val" """
 
     def __post_init__(self) -> None:
         require_package("mlflow", self)
+        check_artifacts(self.artifacts)
+        if not isinstance(self.tags, Mapping):
+            raise UsageError(
+                f'tags={self.tags!r:.80}: MLflow has tags with values, such as {{"team": "vision"}}'
+            )
 
     def open(self, run: Run) -> None:
         from mlflow import MlflowClient
@@ -36,14 +62,19 @@ class Mlflow(Sink):
         name = self.experiment or run.name
         experiment = self._client.get_experiment_by_name(name)
         experiment_id = (
-            self._client.create_experiment(name) if experiment is None else experiment.experiment_id
+            self._client.create_experiment(name, artifact_location=self.artifact_location)
+            if experiment is None
+            else experiment.experiment_id
         )
+        self._directory = run
         known = self._client.search_runs([experiment_id], filter_string=f"tags.`headway.run` = '{run.id}'")
         if known:
             self._id = known[0].info.run_id
             self._client.update_run(self._id, status="RUNNING")
             return
-        made = self._client.create_run(experiment_id, tags={"headway.run": run.id}, run_name=run.id)
+        notes = {} if self.notes is None else {"mlflow.note.content": self.notes}
+        tags = {**self.tags, **notes, "headway.run": run.id}
+        made = self._client.create_run(experiment_id, tags=tags, run_name=self.run_name or run.id)
         self._id = made.info.run_id
         for setting, value in leaves(run_config(run)):
             self._client.log_param(self._id, _valid_name(setting), str(value)[:500])
@@ -58,9 +89,37 @@ class Mlflow(Sink):
             if metrics:
                 self._client.log_batch(self._id, metrics=metrics)
 
+    def write_media(self, items: Sequence[MediaItem]) -> None:
+        for item in items:
+            path, name = (
+                item.path(self._directory),
+                f"{'' if not item.rank else f'rank-{item.rank}/'}{item.name}",
+            )
+            if item.kind in ("image", "figure") and importlib.util.find_spec("PIL") is not None:
+                from PIL import Image
+
+                with Image.open(path) as image:
+                    milliseconds = round(item.time * 1000)
+                    self._client.log_image(
+                        self._id, image, key=_valid_key(name), step=item.step, timestamp=milliseconds
+                    )
+            elif item.kind == "text":
+                text = path.read_text(errors="replace")
+                self._client.log_text(self._id, text, f"{PurePosixPath('media') / item.file}")
+            else:
+                self._client.log_artifact(self._id, str(path), str(PurePosixPath("media", item.file).parent))
+
     def close(self, status: RunStatus, exit_code: int) -> None:  # noqa: ARG002  MLflow has no exit codes
+        for path in find_artifacts(self._directory, self.artifacts) if status == "done" else ():
+            place = str(path.relative_to(self._directory.path).parent)
+            self._client.log_artifact(self._id, str(path), None if place == "." else place)
         ended = {"done": "FINISHED", "failed": "FAILED"}.get(status, "KILLED")
         self._client.set_terminated(self._id, status=ended)
+
+
+def _valid_key(name: str) -> str:
+    """Replaces what MLflow refuses in the keys of images, which have letters of ASCII only."""
+    return re.sub(r"[^a-zA-Z0-9_\-./ ]", "_", name)
 
 
 def _valid_name(name: str) -> str:

@@ -42,6 +42,7 @@ def replay(
             sink = _made(run, name)
             if from_start:
                 run.sink_offset_file(name).unlink(missing_ok=True)
+                run.sink_media_file(name).unlink(missing_ok=True)
             feeder = Feeder(held, sink)
             feeder.finish(status if status in ("done", "stopped", "interrupted") else "failed", code or 0)
             found[name] = feeder.join(time.monotonic() + limit_s, limit_s)

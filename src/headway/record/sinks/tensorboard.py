@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
+from headway.record.media.index import MediaItem, read_histogram
 from headway.record.sinks.base import MetricRow, RunStatus, Sink, require_package
 from headway.record.sinks.rows import scalars
 from headway.run import Run
@@ -21,6 +23,10 @@ class TensorBoard(Sink):
     replaces_steps = True
     directory: str | Path | None = None
     """None: `tensorboard/` in the run directory"""
+    max_queue: int = 10
+    """events that wait to be written"""
+    flush_secs: float = 120
+    filename_suffix: str = ""
 
     def __post_init__(self) -> None:
         require_package("tensorboard", self)
@@ -32,20 +38,27 @@ class TensorBoard(Sink):
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._events, self._summaries = event_pb2, summary_pb2
-        self._writer = EventFileWriter(str(self.directory or run.tensorboard_dir))
+        self._directory = run
+        self._writer = EventFileWriter(
+            str(self.directory or run.tensorboard_dir),
+            max_queue_size=self.max_queue,
+            flush_secs=self.flush_secs,
+            filename_suffix=self.filename_suffix,
+        )
         self._restarted = len(run.info()["attempts"]) > 1
 
     def write(self, rows: Sequence[MetricRow]) -> None:
         for row in rows:
             self._write_row(row)
 
-    def _write_row(self, row: MetricRow) -> None:
+    def _begin_session(self, step: int) -> None:
         if self._restarted:  # hides what an earlier attempt wrote beyond this step
             start = self._events.SessionLog(status=self._events.SessionLog.START)
-            self._writer.add_event(
-                self._events.Event(wall_time=time.time(), step=row["step"], session_log=start)
-            )
+            self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, session_log=start))
             self._restarted = False
+
+    def _write_row(self, row: MetricRow) -> None:
+        self._begin_session(row["step"])
         values = [
             self._summaries.Summary.Value(tag=name, simple_value=value)
             for name, value in scalars(row).items()
@@ -53,5 +66,52 @@ class TensorBoard(Sink):
         summary = self._summaries.Summary(value=values)
         self._writer.add_event(self._events.Event(wall_time=row["time"], step=row["step"], summary=summary))
 
+    def write_media(self, items: Sequence[MediaItem]) -> None:
+        for item in items:
+            self._begin_session(item.step)
+            value = media_value(item, item.path(self._directory))
+            if value is not None:
+                summary = self._summaries.Summary(value=[value])
+                self._writer.add_event(
+                    self._events.Event(wall_time=item.time, step=item.step, summary=summary)
+                )
+
     def close(self, status: RunStatus, exit_code: int) -> None:  # noqa: ARG002  event files have no status
         self._writer.close()
+
+
+def media_value(item: MediaItem, path: Path) -> Any:
+    """Returns what `SummaryWriter.add_image`, `add_histogram` and `add_text` write for it; None if it is damaged."""
+    from tensorboard.compat.proto import summary_pb2 as summaries, tensor_pb2, tensor_shape_pb2
+    from tensorboard.plugins.text.plugin_data_pb2 import TextPluginData
+
+    name = f"rank-{item.rank}/{item.name}" if item.rank else item.name
+    if item.kind in ("image", "figure"):
+        image = summaries.Summary.Image(
+            height=item.height, width=item.width, colorspace=3, encoded_image_string=path.read_bytes()
+        )
+        return summaries.Summary.Value(tag=name, image=image)
+    if item.kind == "text":
+        plugin = summaries.SummaryMetadata.PluginData(
+            plugin_name="text", content=TextPluginData(version=0).SerializeToString()
+        )
+        one = tensor_shape_pb2.TensorShapeProto(dim=[tensor_shape_pb2.TensorShapeProto.Dim(size=1)])
+        tensor = tensor_pb2.TensorProto(dtype="DT_STRING", string_val=[path.read_bytes()], tensor_shape=one)
+        metadata = summaries.SummaryMetadata(plugin_data=plugin)
+        return summaries.Summary.Value(tag=f"{name}/text_summary", metadata=metadata, tensor=tensor)
+    histogram = read_histogram(path)
+    if histogram is None:
+        return None
+    edges, counts = histogram["edges"], histogram["counts"]
+    middles = [(low + high) / 2 for low, high in pairwise(edges)]
+    weighted = [(middle, count) for middle, count in zip(middles, counts, strict=True)]
+    proto = summaries.HistogramProto(
+        min=edges[0],
+        max=edges[-1],
+        num=sum(counts),
+        sum=sum(middle * count for middle, count in weighted),  # of the middles of the bins
+        sum_squares=sum(middle**2 * count for middle, count in weighted),
+        bucket_limit=edges[1:],
+        bucket=counts,
+    )
+    return summaries.Summary.Value(tag=name, histo=proto)

@@ -69,8 +69,7 @@ class Keeper:
         self._retry = False  # whether to repeat a save that has failed
         self._newest: tuple[int, float] | None = None
         """step of the newest whole checkpoint, and when it was written"""
-        self._since = time.monotonic()
-        self._failures = 0
+        self._since, self._failures = time.monotonic(), 0
         self._best: float | None = None
         self._fingerprints: Mapping[str, Mapping[str, str]] = {}
         self._values: tuple[int, Mapping[str, Value]] = (-1, {})
@@ -381,6 +380,7 @@ class Keeper:
             step=pipe.steps_done,
             local=facts["local"],
             metrics=scalars if at == pipe.steps_done else {},
+            before_write=pipe._media.save_point(pipe.steps_done) if pipe._media else None,
         )
         self.collect_finished()
 

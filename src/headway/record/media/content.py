@@ -1,0 +1,279 @@
+"""What a stage logs, taken over without waiting for a device; it is encoded later, in another thread.
+
+A tensor on a GPU is copied by the device itself into pinned memory: the host only queues the copy. A tensor or array
+in the host's memory is copied at once, since the next step may overwrite it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias, final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from headway.errors import UsageError
+from headway.record.media.encoding import (
+    Pixels,
+    encode_histogram,
+    encode_jpeg,
+    encode_png,
+    to_grid,
+    to_pixels,
+)
+from headway.record.media.index import MediaKind
+from headway.system.redact import redact
+
+ImageFormat = Literal["png", "jpeg"]
+MAX_BINS = 1024
+_CHANNELS = (1, 3, 4)
+_MAX_PIXELS = 1 << 26
+_MAX_TEXT_CHARACTERS = 1 << 20
+
+
+class Figure(Protocol):
+    """A figure of matplotlib's."""
+
+    dpi: float
+    bbox: Any
+
+    def savefig(self, *arguments: Any, **options: Any) -> Any: ...
+
+
+ImageLike: TypeAlias = "Tensor | np.ndarray[Any, Any] | Sequence[Any] | Any"
+"""an image, a batch of images, or a list of images: tensors, arrays of numpy, images of Pillow"""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class EncodedMedia:
+    """The file of one item, and what its row says about it."""
+
+    data: bytes
+    ending: str
+    width: int = 0
+    height: int = 0
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class MediaContent:
+    """What is to be kept: `encode` waits for the copy from the device, if there is one."""
+
+    kind: MediaKind
+    bytes: int
+    """that it needs in memory until it is encoded"""
+    encode: Callable[[ImageFormat], EncodedMedia]
+    caption: str = ""
+
+
+# --- images
+
+
+def take_image(image: ImageLike, *, caption: str, columns: int | None) -> MediaContent:
+    """Takes an image over, or a batch or list of images, which becomes a grid."""
+    given = list(image) if isinstance(image, list | tuple) else [image]
+    if not given:
+        raise UsageError("log_image got an empty list: give an image, or several")
+    taken = [part for each in given for part in _take_images(each)]
+    pixels = sum(part.pixels for part in taken)
+    if pixels > _MAX_PIXELS:
+        raise UsageError(
+            f"log_image got {pixels:,} pixels, at most {_MAX_PIXELS:,} are kept: give fewer or smaller images, such as "
+            "x[:16]"
+        )
+
+    def encode(format: ImageFormat) -> EncodedMedia:
+        images = [each for part in taken for each in part.read()]
+        return _encode_pixels(images[0] if len(images) == 1 else to_grid(images, columns=columns), format)
+
+    size = sum(part.bytes for part in taken)
+    return MediaContent(kind="image", bytes=size, encode=encode, caption=redact(caption))
+
+
+def take_figure(figure: Figure, *, caption: str) -> MediaContent:
+    """Draws a figure, which is not possible in another thread; it is compressed there."""
+    if not (hasattr(figure, "savefig") and hasattr(figure, "bbox")):
+        raise UsageError(
+            f"log_figure got a {type(figure).__name__}: give a figure of matplotlib, such as that of plt.subplots()"
+        )
+    import io
+
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="raw", dpi=figure.dpi)  # four bytes per pixel
+    width, height = int(figure.bbox.width), int(figure.bbox.height)
+    pixels = np.frombuffer(drawn.getvalue(), np.uint8).reshape(height, width, 4)
+    return MediaContent(
+        kind="figure",
+        bytes=pixels.nbytes,
+        encode=lambda format: _encode_pixels(pixels, format),
+        caption=redact(caption),
+    )
+
+
+def _encode_pixels(pixels: Pixels, format: ImageFormat) -> EncodedMedia:
+    height, width, _ = pixels.shape
+    data = encode_png(pixels) if format == "png" else encode_jpeg(pixels)
+    return EncodedMedia(data=data, ending="png" if format == "png" else "jpg", width=width, height=height)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class _TakenImages:
+    """One image or a batch of images in the host's memory, or on the way there."""
+
+    array: Callable[[], np.ndarray[Any, Any]]
+    shape: tuple[int, ...]
+    channels_first: bool
+    bytes: int
+
+    @property
+    def pixels(self) -> int:
+        return math.prod(self.shape) // (
+            1 if len(self.shape) == 2 else self.shape[-3 if self.channels_first else -1]
+        )
+
+    def read(self) -> list[Pixels]:
+        array = self.array()
+        parts = list(array) if array.ndim == 4 else [array]
+        return [to_pixels(part, channels_first=self.channels_first) for part in parts]
+
+
+def _take_images(image: ImageLike) -> list[_TakenImages]:
+    if hasattr(image, "convert") and hasattr(image, "mode"):  # of Pillow
+        picture = image if image.mode in ("L", "RGB", "RGBA") else image.convert("RGB")
+        image = np.asarray(picture)
+    if not isinstance(image, Tensor | np.ndarray):
+        raise UsageError(
+            f"log_image got a {type(image).__name__}: give a tensor, an array of numpy or an image of Pillow, or a "
+            "list of them"
+        )
+    shape = tuple(image.shape)
+    first = _channels_first(shape, isinstance(image, Tensor))
+    array, size = take_array(image, "log_image")
+    return [_TakenImages(array=array, shape=shape, channels_first=first, bytes=size)] if shape[0] else []
+
+
+def _channels_first(shape: tuple[int, ...], is_tensor: bool) -> bool:
+    """Returns whether channels come before height and width; where both are possible, they do so in tensors."""
+    if len(shape) == 2:
+        return False
+    if len(shape) in (3, 4):
+        first, last = shape[-3] in _CHANNELS, shape[-1] in _CHANNELS
+        if first or last:
+            return is_tensor if first and last else first
+    raise UsageError(
+        f"log_image got the shape {shape}: give height x width, 1, 3 or 4 channels before or after them, or a batch of "
+        "such, as in x[:, None] for images without channels"
+    )
+
+
+# --- histograms and texts
+
+
+def take_histogram(values: Any, *, bins: int) -> MediaContent:
+    """Takes the values of a histogram over; those on a device are counted there, and only the counts are copied."""
+    if not isinstance(bins, int) or isinstance(bins, bool) or not 1 <= bins <= MAX_BINS:
+        raise UsageError(f"bins={bins!r}: give a whole number from 1 to {MAX_BINS}")
+    tensor = values if isinstance(values, Tensor) else torch.from_numpy(np.array(values, dtype=np.float64))
+    if tensor.is_complex():
+        raise UsageError("log_histogram got complex values: give their absolute values or their angles")
+    if tensor.device.type == "cpu":
+        array, size = take_array(tensor, "log_histogram")
+        counted: Callable[[], np.ndarray[Any, Any]] = lambda: count_values(  # noqa: E731
+            torch.from_numpy(array()), bins
+        ).numpy()
+    else:
+        _refuse_sharded(tensor, "log_histogram")
+        counted, size = take_array(count_values(tensor.detach(), bins), "log_histogram")
+
+    def encode(_: ImageFormat) -> EncodedMedia:
+        low, high, non_finite, *counts = counted().tolist()
+        width = (high - low) / bins
+        edges = [low + width * place for place in range(bins)] + [high]
+        data = encode_histogram(edges, [int(count) for count in counts], int(non_finite))
+        return EncodedMedia(data=data, ending="json")
+
+    return MediaContent(kind="histogram", bytes=size, encode=encode)
+
+
+def count_values(values: Tensor, bins: int) -> Tensor:
+    """Returns the smallest and the largest finite value, how many are not finite, and the counts of all bins.
+
+    The device is never waited for: nothing here depends on a value that the host would have to know.
+    """
+    flat = values.reshape(-1).double()
+    finite = flat.isfinite()
+    none = ~finite.any() if flat.numel() else torch.ones((), dtype=torch.bool, device=flat.device)
+    padded = torch.cat([flat, flat.new_zeros(1)])  # so that there is one, also if all are left out
+    known = torch.cat([finite, none.reshape(1)])
+    low = torch.where(known, padded, math.inf).amin()
+    high = torch.where(known, padded, -math.inf).amax()
+    same = low == high
+    low, high = torch.where(same, low - 0.5, low), torch.where(same, high + 0.5, high)
+    edges = low + (high - low) / bins * torch.arange(bins, dtype=torch.float64, device=flat.device)
+    place = torch.searchsorted(edges, torch.where(finite, flat, low), right=True) - 1
+    place = torch.where(finite, place.clamp(0, bins - 1), bins)
+    counts = torch.zeros(bins + 1, dtype=torch.int64, device=flat.device)
+    counts.scatter_add_(0, place, torch.ones_like(place))
+    return torch.cat([torch.stack([low, high]), counts[bins:].double(), counts[:bins].double()])
+
+
+def take_text(text: str) -> MediaContent:
+    """Takes a text over, without secrets; of a very long one its beginning."""
+    if not isinstance(text, str):
+        raise UsageError(f"log_text got a {type(text).__name__}: give text, such as tokenizer.decode(tokens)")
+    rest = len(text) - _MAX_TEXT_CHARACTERS
+    note = f"\n... and {rest:,} more characters" if rest > 0 else ""
+
+    def encode(_: ImageFormat) -> EncodedMedia:
+        kept = redact(text[:_MAX_TEXT_CHARACTERS]) + note
+        return EncodedMedia(data=kept.encode(errors="replace"), ending="txt")
+
+    return MediaContent(kind="text", bytes=min(len(text), _MAX_TEXT_CHARACTERS), encode=encode)
+
+
+# --- copies
+
+
+def take_array(
+    values: Tensor | np.ndarray[Any, Any], caller: str
+) -> tuple[Callable[[], np.ndarray[Any, Any]], int]:
+    """Copies values into the host's memory; returns a function that waits for the copy, and its size in bytes."""
+    if isinstance(values, np.ndarray):
+        array = np.array(values)
+        if array.dtype.kind not in "buif":
+            raise UsageError(f"{caller} got an array of {array.dtype}: give numbers")
+        return (lambda: array), array.nbytes
+    _refuse_sharded(values, caller)
+    source = values.detach()
+    size = source.numel() * source.element_size()
+    if source.device.type != "cuda":
+        host = source.clone() if source.device.type == "cpu" else source.cpu()
+        return (lambda: _to_numpy(host)), size
+    pinned = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+    pinned.copy_(source, non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record(torch.cuda.current_stream(source.device))
+
+    def read() -> np.ndarray[Any, Any]:
+        copied.synchronize()
+        return _to_numpy(pinned)
+
+    return read, size
+
+
+def _to_numpy(host: Tensor) -> np.ndarray[Any, Any]:
+    return (host.float() if host.dtype in (torch.bfloat16, torch.float16) else host).numpy()
+
+
+def _refuse_sharded(values: Tensor, caller: str) -> None:
+    if isinstance(values, DTensor):
+        raise UsageError(
+            f"{caller} got a tensor that is sharded over ranks: give values.full_tensor(), called on all ranks, or "
+            "values.to_local() for the part of this rank"
+        )

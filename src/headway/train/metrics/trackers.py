@@ -1,0 +1,72 @@
+"""The methods of `Pipeline` that pass metrics and media on, and say how media are kept."""
+
+from __future__ import annotations
+
+from abc import ABC
+from pathlib import Path
+from typing import Literal, Unpack
+
+from headway.record.media.content import ImageFormat
+from headway.record.media.writer import MediaSettings
+from headway.record.sinks import Mlflow, Sink, TensorBoard, Wandb, check_sink
+from headway.record.sinks.options import MlflowOptions, TensorBoardOptions, WandbOptions, check_options
+
+
+class TrackerMethods(ABC):
+    """What a pipeline passes on: its sinks, and its media, which are in the run directory in any case."""
+
+    _sinks: list[Sink]
+    _media_settings: MediaSettings
+
+    def enable_wandb(self, **options: Unpack[WandbOptions]) -> None:
+        """Sends metrics and media to Weights & Biases, in a process that never delays training.
+
+        Takes what `wandb.init` takes and what makes sense here: `project`, `entity`, `name`, `notes`, `group`,
+        `job_type`, `tags`, `mode`, `save_code`, `settings`; `artifacts`, which are files of the run directory; and
+        `shared=True`, with which all ranks write to one run: see `headway.record.sinks.Wandb`.
+
+        >>> pipe.enable_wandb(project="digits", job_type="train", notes="a larger crop", tags=["baseline"])
+        """
+        self.add_sink(Wandb(**check_options(WandbOptions, Wandb.title, options)))
+
+    def enable_tensorboard(
+        self, directory: str | Path | None = None, **options: Unpack[TensorBoardOptions]
+    ) -> None:
+        """Writes event files for TensorBoard, by default into `tensorboard/` in the run directory.
+
+        Takes what `SummaryWriter` takes: `max_queue`, `flush_secs` and `filename_suffix`.
+        """
+        settings = check_options(TensorBoardOptions, TensorBoard.title, options)
+        self.add_sink(TensorBoard(directory=directory, **settings))
+
+    def enable_mlflow(self, **options: Unpack[MlflowOptions]) -> None:
+        """Sends metrics and media to MLflow, in a process that never delays training.
+
+        `tracking_uri`, `experiment`, `name`, `notes`, `tags` (a dict), `artifact_location` (of a new experiment) and
+        `artifacts`: see `headway.record.sinks.Mlflow`.
+        """
+        self.add_sink(Mlflow(**check_options(MlflowOptions, Mlflow.title, options)))
+
+    def add_sink(self, sink: Sink) -> None:
+        """Sends metrics to a sink, such as `sinks.Csv`, from the metrics file in a process that never delays training.
+
+        >>> pipe.add_sink(SqliteSink(file="metrics.db"))
+        """
+        check_sink(sink, self._sinks)
+        self._sinks.append(sink)
+
+    def set_media(
+        self,
+        *,
+        max_gb: float = 1.0,
+        format: ImageFormat = "png",
+        ranks: tuple[int, ...] | Literal["all"] = (0,),
+    ) -> None:
+        """Sets how `log_image`, `log_figure`, `log_histogram` and `log_text` of stages are kept.
+
+        `max_gb` is the size of all files together, in units of 1e9 bytes: when it is reached, some of the older items
+        of the largest names are removed. `format` is "png" or "jpeg". Only `ranks` keep what they log.
+
+        >>> pipe.set_media(max_gb=5, format="jpeg")
+        """
+        self._media_settings = MediaSettings(max_gb=max_gb, format=format, ranks=ranks)

@@ -1,0 +1,129 @@
+"""What a stage logs beside numbers: kept by a real run, equal after a resume, and not on the way of a step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_overhead import Operations
+from torch import Tensor
+from toys import Batches, Classify, make_pipe
+
+from headway.record.media import read_media
+from headway.run import Run, find_latest
+from headway.testing import ranks
+from headway.train import Stage
+
+
+class Shows(Classify):
+    def __init__(self, fail_at: int | None = None, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.fail_at = fail_at
+
+    def step(self, batch: Any) -> Tensor:
+        if self.training and self.steps_done == self.fail_at:
+            raise ValueError("a bug")
+        x, _ = batch
+        weight = self.pipe.registered_models["net"].bare.first.weight
+        if not self.training or self.steps_done % 3 == 0:
+            self.log_image("x", x, caption=f"{self.epoch}")
+            self.log_histogram("first", weight)
+            self.log_text("sum", weight.double().sum().item().hex())
+        return super().step(batch)
+
+    def post_epoch(self) -> None:
+        self.log_text("epoch", f"{self.epoch}")
+
+
+def run(folder: Path, stage: Stage, **saving: Any) -> Run:
+    pipe = make_pipe(folder)
+    pipe.register_dataset("train", Batches(10))
+    pipe.register_dataset("val", Batches(2))
+    pipe.append_stage(stage, max_epochs=3, name="toy")
+    pipe.enable_checkpointing(folder, **saving)
+    return pipe.run()
+
+
+def shown(run: Run) -> list[tuple[Any, ...]]:
+    """All that is kept, with the bytes of the files."""
+    return [
+        (item.step, item.name, item.number, item.kind, item.epoch, item.caption, item.path(run).read_bytes())
+        for item in read_media(run)
+    ]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_run_that_failed_and_resumed_keeps_what_an_uninterrupted_one_keeps(tmp_path: Path) -> None:
+    whole = shown(run(tmp_path / "whole", Shows(), every="4 steps"))
+    names = Counter(name for _, name, *_ in whole)
+    assert names == Counter(
+        {"train/x": 10, "train/first": 10, "train/sum": 10, "train/epoch": 3}
+        | {"val/x": 6, "val/first": 6, "val/sum": 6}
+    )
+    assert {(step, number) for step, name, number, *_ in whole if name == "val/x"} == {
+        (step, number) for step in (10, 20, 30) for number in (0, 1)
+    }
+    for fail_at in (19, 10):  # before a validation, and right after one
+        with pytest.raises(ValueError, match="a bug"):
+            run(tmp_path / f"failed-{fail_at}", Shows(fail_at=fail_at), every="4 steps")
+        resumed = run(tmp_path / f"failed-{fail_at}", Shows(), every="4 steps")
+        assert len(resumed.info()["attempts"]) == 2
+        assert shown(resumed) == whole
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_is_logged_costs_a_step_one_copy_and_nothing_where_it_is_not_kept(tmp_path: Path) -> None:
+    """Of a tensor in the host's memory a step makes a copy; all else happens in another thread."""
+    operations: dict[str, Counter[str]] = {}
+
+    class Counts(Classify):
+        def step(self, batch: Any) -> Tensor:
+            image = torch.rand(3, 4, 4)
+            for name, log in (
+                ("image", lambda: self.log_image("x", image)),
+                ("histogram", lambda: self.log_histogram("h", image)),
+                ("text", lambda: self.log_text("t", "x")),
+            ):
+                with Operations() as seen:
+                    log()
+                operations.setdefault(name, Counter()).update(seen.seen)
+            return super().step(batch)
+
+    for ranks_kept, copies in (((0,), 5), ((1,), 0)):
+        operations.clear()
+        pipe = make_pipe(tmp_path)
+        pipe.register_dataset("train", Batches(5))
+        pipe.append_stage(Counts(), max_epochs=1)
+        pipe.set_media(ranks=ranks_kept)
+        kept = read_media(pipe.run())
+        assert len(kept) == 3 * copies
+        taken = (
+            Counter({"aten.clone.default": copies, "aten.detach.default": copies}) if copies else Counter()
+        )
+        assert operations == {"image": taken, "histogram": taken, "text": Counter()}
+
+
+@ranks(2)
+def test_rank_0_keeps_unless_all_are_asked_to(tmp_path: Path) -> None:
+    for asked, expected in (((0,), {0}), ("all", {0, 1})):
+        pipe = make_pipe(tmp_path / str(asked))
+        pipe.register_dataset("train", Batches(4))
+        pipe.append_stage(Shows(), max_epochs=1)
+        pipe.set_media(ranks=asked)
+        kept = pipe.run()
+        torch.distributed.barrier()
+        assert {item.rank for item in read_media(kept)} == expected
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_evaluation_keeps_nothing(tmp_path: Path) -> None:
+    run(tmp_path, Shows(), every="1 epoch")
+    found = find_latest(tmp_path, name="toy")
+    assert found is not None
+    before = shown(found)
+    pipe = make_pipe(tmp_path)
+    pipe.validate(Shows(), Batches(2))
+    assert shown(found) == before
