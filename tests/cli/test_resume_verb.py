@@ -58,6 +58,11 @@ def test_a_failed_run_starts_again_as_it_was_started(tmp_path: Path) -> None:
     assert [attempt["world"]["world_size"] for attempt in attempts] == [2, 2]
     again = headway("resume", path.name, "--root", str(path.parent), cwd=elsewhere)
     assert again.returncode == 2 and "is done: there is nothing to resume" in again.stderr
+    hw.Run.open(path).note_attempt(2, script_ended=False)  # its script was killed after the run was done
+    rest = headway("resume", str(path), cwd=elsewhere)
+    assert rest.returncode == 0 and "is already finished (HEADWAY_RUN names it)" in rest.stderr, rest.stderr
+    again = headway("resume", str(path), cwd=elsewhere)
+    assert again.returncode == 2, "now the script has ended, too"
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,12 @@ import pytest
 from headway.errors import StorageError, UnreadableRun, UsageError
 from headway.run import Run
 from headway.run.choice import choose
-from headway.system import files, jsonlines
+from headway.system import files, jsonlines, ownership
 from headway.watch import runs as watched
 
 pytestmark = pytest.mark.timeout(60)  # a pipe that is opened blocks for ever
 NOBODY = 65534
+REAL_FCHMOD = os.fchmod
 DEEP = "[" * 300_000
 
 
@@ -182,3 +183,18 @@ def test_a_root_that_others_can_change_is_refused_before_training(tmp_path: Path
         with pytest.raises(UsageError, match=rf"can be written by others .*: chmod \+t {tmp_path}$"):
             choose(tmp_path, name="a", config=None, world={}, resume=resume, environ={})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_where_no_modes_are_kept_there_is_only_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Drives of Windows and exFAT show one mode for all files: no chmod could help. The mode is imitated."""
+    run = Run.create(tmp_path, name="a", config={"lr": 1})
+    run.end_attempt(run.begin_attempt(world={}), status="failed", exit_code=1)
+    tmp_path.chmod(0o777)
+    assert ownership.keeps_modes(tmp_path)
+    monkeypatch.setattr(os, "fchmod", lambda fd, _: REAL_FCHMOD(fd, 0o777))
+    assert not ownership.keeps_modes(tmp_path)
+    assert started(tmp_path, run, "auto") == run
+    assert f"chmod +t {tmp_path}; training continues, since this file system keeps no modes" in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == [run.id], "no trial is left"

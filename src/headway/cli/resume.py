@@ -10,6 +10,7 @@ from headway.errors import DONE, UsageError
 from headway.launcher.job import Job
 from headway.launcher.local_runs import local_command, resume_here
 from headway.run import Run
+from headway.run.choice import script_was_cut
 from headway.run.status import Status
 from headway.watch.runs import resolve, summarize
 
@@ -63,7 +64,7 @@ def main(argv: list[str]) -> int:
 
 
 def _check(run: Run, now: Status) -> None:
-    if now.state == "done":
+    if now.state == "done" and not script_was_cut(run):
         raise UsageError(f"{run.id} is done: there is nothing to resume")
     if not now.over and now.state != "new":
         raise UsageError(f"{run.id} is {now.state}: only a run that is over can be started again")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -116,14 +117,27 @@ def _open_own(path: str | Path) -> Run:
 def _check_root(root: Path) -> None:
     """Refuses a root in which others could replace runs, before anything is trained that could not be resumed."""
     if root.is_dir():
-        ownership.check_root(root)
+        with _only_warn_without_modes(root):
+            ownership.check_root(root)
 
 
 def _check_own(run: Run) -> None:
     """Raises `UsageError` if others could have written what a start of this run reads: a job checks the same."""
-    Run(path=run.path.resolve(), id=run.id, name=run.name).check_private()
-    if run.checkpoints_dir.exists():
-        ownership.check_private(run.checkpoints_dir.resolve())  # it may be a link to another disk
+    with _only_warn_without_modes(run.path):
+        Run(path=run.path.resolve(), id=run.id, name=run.name).check_private()
+        if run.checkpoints_dir.exists():
+            ownership.check_private(run.checkpoints_dir.resolve())  # it may be a link to another disk
+
+
+@contextmanager
+def _only_warn_without_modes(directory: Path) -> Iterator[None]:
+    """Lets a refusal pass, with a warning, on a file system where no `chmod` could help."""
+    try:
+        yield
+    except UsageError as error:
+        if ownership.keeps_modes(directory):
+            raise
+        logger.warning("%s; training continues, since this file system keeps no modes", error)
 
 
 def _is_own(path: Path, uids: Collection[int]) -> bool:
@@ -192,7 +206,7 @@ def _find(
             _check_own(run)
             return Choice(run=run, why=f"begun by {schedulers.describe(job)}", finished=_finished(run))
     for run in alike:
-        if _finished(run) and run.path not in opened and _script_was_cut(run):
+        if _finished(run) and run.path not in opened and script_was_cut(run):
             _check_own(run)
             return Choice(run=run, why="its script had not ended", finished=True)
         if run.info()["attempts"] and not _finished(run) and _is_free(run):
@@ -236,7 +250,7 @@ def _finished(run: Run) -> bool:
     return bool(attempts) and attempts[-1]["status"] == "done"
 
 
-def _script_was_cut(run: Run) -> bool:
+def script_was_cut(run: Run) -> bool:
     """Whether the script of a finished run has not ended, and its process does not run any more."""
     if run.info()["attempts"][-1].get("script_ended", True):  # older versions did not record it
         return False

@@ -34,6 +34,20 @@ def uid_in(directory: Path) -> int:
         probe.unlink(missing_ok=True)
 
 
+def keeps_modes(directory: Path) -> bool:
+    """Returns whether files in a directory have the modes they are given: exFAT and drives of Windows have none."""
+    probe = directory / f".mode-{secrets.token_hex(8)}.tmp"
+    try:
+        fd = files.open_private(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    except OSError:  # it cannot be tried: what the modes say counts
+        return True
+    try:
+        return not os.fstat(fd).st_mode & 0o077
+    finally:
+        os.close(fd)
+        probe.unlink(missing_ok=True)
+
+
 def check_private(path: Path, *, advice: str | None = None) -> None:
     """Raises `UsageError` unless a file or directory is this user's, or root's, and nobody else can write to it.
 

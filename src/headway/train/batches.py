@@ -100,6 +100,15 @@ class Pass:
     def ends_here(self) -> bool:
         return self.total_batches is not None and self.batches_given >= self.total_batches
 
+    def rescale(self, total: int | None) -> None:
+        """Sets the number of batches, and scales the position if that has changed: with the number of ranks.
+
+        As many samples have been used as before. For ranks to have one position, `total` is the same on all.
+        """
+        before, self.total_batches = self.total_batches, total
+        if before and total and before != total:
+            self.batches_given = round(self.batches_given * total / before)
+
     def state_dict(self) -> dict[str, Any]:
         return {"of": self.total_batches, "given": self.batches_given, "done": self.done}
 

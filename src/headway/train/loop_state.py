@@ -241,7 +241,7 @@ class LoopState:
     def begin_pass(self, loader: Iterable[Any], total: int | None) -> Pass:
         """Returns the next pass of this epoch: a new one, or one that had begun when the run was stopped.
 
-        `total` is the number of its batches that ranks agree on, if it is known; a position is scaled if it changed.
+        `total` is the number of its batches that ranks agree on, if it is known.
         """
         positioned = isinstance(loader, StatefulObject)
         if self._passes_begun == len(self.passes):
@@ -250,10 +250,8 @@ class LoopState:
             )
             self.passes.append(Pass(total_batches=total, rng_state=state))
         begun = self.passes[self._passes_begun]
-        before = begun.total_batches
-        if before and total and before != total:  # as many samples on another number of ranks
-            begun.batches_given = round(begun.batches_given * total / before)
-        begun.loader, begun.total_batches = loader, total
+        begun.rescale(total)
+        begun.loader = loader
         begun.skip = 0 if positioned else begun.batches_given
         self._passes_begun += 1
         self.pipe._timer.begin_step(1)  # the first batch, for which the loader starts, is always measured
