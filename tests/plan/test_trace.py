@@ -154,6 +154,17 @@ VARIANTS = {
     "foreach": replace(LINEAR, optimizer="adamw-foreach"),
     "fused": replace(LINEAR, optimizer="adamw-fused"),
     "converted": TraceSettings(factory=f"{ZOO}:converted", inputs="half_batch", precision="fp32"),
+    "experts": TraceSettings(
+        factory=f"{ZOO}:experts", inputs="float_batch", batch_size=512, arguments={"loop": 0}
+    ),
+    "experts one by one": TraceSettings(
+        factory=f"{ZOO}:experts",
+        inputs="float_batch",
+        batch_size=512,
+        precision="fp32",
+        arguments={"loop": 1},
+    ),
+    "layer drop": TraceSettings(factory=f"{ZOO}:layer_drop", inputs="float_batch", batch_size=8),
     "dropout": TraceSettings(factory=f"{ZOO}:plain", inputs="float_batch", batch_size=4096, precision="fp32"),
 }
 
@@ -229,6 +240,19 @@ def test_dropout_keeps_one_byte_per_element_as_cuda_does(tiny: dict[str, TraceRe
     kept = tiny["dropout"].by_label["activations"]
     # the input of the second linear (4 bytes) and the mask (1 byte), not a second copy in fp32
     assert 4096 * 256 * 5 <= kept < 4096 * 256 * 6 + 4096 * 64 * 8
+
+
+def test_experts_with_grouped_products_are_traced_under_amp(tiny: dict[str, TraceResult]) -> None:
+    """Their products stay in fp32, as autocast has no rule for them, and count as those of a loop do."""
+    grouped, loop = tiny["experts"], tiny["experts one by one"]
+    assert grouped.error is None and loop.error is None
+    assert grouped.flops == loop.flops == 2 * 512 * 64 * 128 * (2 + 3)  # the input needs no gradient
+    assert grouped.by_label["parameters"] == loop.by_label["parameters"] == 2 * 4 * 64 * 128 * 4
+
+
+def test_a_layer_that_chance_may_drop_is_kept(tiny: dict[str, TraceResult]) -> None:
+    found = tiny["layer drop"]
+    assert found.error is None and found.flops == 2 * 8 * 64 * 64 * (2 + 3)
 
 
 def test_modules_may_be_cast_moved_and_built_from_values(tiny: dict[str, TraceResult]) -> None:

@@ -251,5 +251,41 @@ def pair() -> tuple[nn.Module, Tensor]:
     return plain(), torch.zeros(8, 64)
 
 
+class Experts(nn.Module):
+    """Four experts as one grouped product, as in transformers; a loop over products with `loop`."""
+
+    def __init__(self, *, loop: bool) -> None:
+        super().__init__()
+        self.loop = loop
+        self.up = nn.Parameter(torch.zeros(4, 64, 128))
+        self.down = nn.Parameter(torch.zeros(4, 128, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.loop:
+            parts = x.split(len(x) // 4)
+            return torch.cat(
+                [p @ up @ down for p, up, down in zip(parts, self.up, self.down, strict=True)]
+            ).sum()
+        ends = torch.arange(1, 5, dtype=torch.int32, device=x.device) * (len(x) // 4)
+        return F.grouped_mm(F.grouped_mm(x, self.up, offs=ends), self.down, offs=ends).sum()
+
+
+class LayerDrop(nn.Sequential):
+    """Leaves a layer out by chance, as Whisper and wav2vec do: a number is drawn and looked at."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = x if torch.rand([]) < 0.1 else layer(x)
+        return x.sum()
+
+
+def layer_drop() -> nn.Module:
+    return LayerDrop(nn.Linear(64, 64), nn.Linear(64, 64))
+
+
+def experts(loop: int) -> nn.Module:
+    return Experts(loop=bool(loop))
+
+
 def wrong() -> int:
     return 7

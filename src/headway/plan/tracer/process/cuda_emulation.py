@@ -15,7 +15,7 @@ import torch.nn.functional as functional
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from headway.plan.tracer.process import recurrent
+from headway.plan.tracer.process import grouped, recurrent
 
 # operations that autocast runs in fp32 on CUDA, but not on the CPU
 _CUDA_FP32 = (
@@ -39,7 +39,7 @@ def install() -> list[torch.library.Library]:
     functional.rms_norm = _rms_norm
     functional.scaled_dot_product_attention = _attention(functional.scaled_dot_product_attention)
     recurrent.install()
-    return [_autocast_as_cuda()]
+    return [_autocast_as_cuda(), grouped.install()]
 
 
 def _skip_initialization() -> None:

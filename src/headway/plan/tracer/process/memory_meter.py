@@ -22,6 +22,7 @@ _BLOCK_BYTES = 512
 _WORKSPACE_BYTES = 32 << 20
 """cuBLAS's workspace on Hopper; 8 MiB on older devices."""
 _DEVICE = torch.ops.prim.device.default
+_RANDOM = torch.ops.aten.rand.default
 _BLAS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot"})
 
 
@@ -66,7 +67,11 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # a sharded tensor: its local shards are dispatched here one by one
         if func is _DEVICE:
             return func(*args)  # two of three calls ask where a tensor is, and allocate nothing
-        if self.phase == "build" and _is_small_table(func, args, kwargs or {}):
+        if func is _RANDOM and not args[0]:
+            with unset_fake_temporarily():
+                return torch.tensor(0.5)  # a model that draws one number decides by it, as layer drop does
+        small = _SMALL_ELEMENTS if self.phase == "build" else 1
+        if _is_small_table(func, args, kwargs or {}, small):
             # models read such values (drop rates, widths, tables) while they are built
             with unset_fake_temporarily():
                 out = func(*args, **(kwargs or {}))
@@ -165,12 +170,12 @@ _TABLE_OPERATIONS = (torch.ops.aten.arange, torch.ops.aten.linspace, torch.ops.a
 _SMALL_ELEMENTS = 1 << 20
 
 
-def _is_small_table(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation creates a small table, or reads nothing but small tables."""
+def _is_small_table(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], elements: int) -> bool:
+    """Whether an operation creates a small table, or reads nothing but tables of at most that many elements."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if not tensors:
-        return func._overloadpacket in _TABLE_OPERATIONS
-    return all(not isinstance(leaf, FakeTensor) and leaf.numel() <= _SMALL_ELEMENTS for leaf in tensors)
+        return elements > 1 and func._overloadpacket in _TABLE_OPERATIONS
+    return all(not isinstance(leaf, FakeTensor) and leaf.numel() <= elements for leaf in tensors)
 
 
 def _bytes(leaf: Any) -> int:
