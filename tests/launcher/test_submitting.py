@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from headway.cli import main, submit as verb
+from headway.cli.target_options import read_options
 from headway.errors import UsageError
 from headway.launcher.enqueue import check_target
 from headway.launcher.program import JobFile, Program, python_command
@@ -16,7 +17,7 @@ from headway.run import Run
 
 
 def target(*argv: str) -> ClusterTarget:
-    return verb._target(verb._parser().parse_args([*argv, "train.py"]))
+    return read_options(verb._parser().parse_args([*argv, "train.py"]))
 
 
 def test_options_are_the_settings() -> None:
