@@ -1,0 +1,43 @@
+"""One rank as pytest's process sees it: what is left of it is ended with all that it has started."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import Any
+
+import psutil
+import pytest
+from waiting import wait_until
+
+from headway.testing.process import RankHandle
+
+PLAIN, DEAF = "sleep 100", "(trap '' TERM; sleep 101; sleep 102)"
+"""a child that ends by SIGTERM, and one that ignores it, as multiprocessing's resource tracker does"""
+
+
+@pytest.mark.parametrize("child", [PLAIN, DEAF])
+def test_the_children_of_a_rank_end_with_it(child: str) -> None:
+    def start(**descriptors: int) -> Any:
+        given = {name: descriptors[name] for name in ("stdout", "stderr")}
+        command = f"{child} >/dev/null 2>&1 & echo $!; wait"
+        return subprocess.Popen(["sh", "-c", command], start_new_session=True, **given)
+
+    rank, text = RankHandle(0, start), ""
+
+    def has_started() -> bool:
+        nonlocal text
+        text += rank.stdout.read_new()
+        return text.endswith("\n")
+
+    wait_until(has_started, "the child has started")
+    started = psutil.Process(int(text))
+    try:
+        assert rank.reap() == -9
+        wait_until(
+            lambda: not started.is_running() or started.status() == psutil.STATUS_ZOMBIE, "its child ends"
+        )
+    finally:
+        for process in [*started.children(), started] if started.is_running() else ():
+            process.kill()
+        rank.disconnect()
+        rank.close()
