@@ -55,6 +55,13 @@ def test_the_blocks_are_there_at_80_by_24(tmp_path: Path) -> None:
         assert re.search(expected, shown), f"{expected}\n{shown}"
 
 
+def test_a_tall_screen_has_no_empty_lines_while_ranks_are_hidden(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ranks=16)
+    with run.lock():
+        shown = text_of(run, 200, 50)
+    assert sum(bool(re.search(r"\bcn00[01]$", line.rstrip())) for line in shown) == 16, shown
+
+
 def test_a_failure_is_pinned_with_its_traceback(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     run.end_attempt(1, status="failed", exit_code=1)

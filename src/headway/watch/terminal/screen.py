@@ -71,6 +71,8 @@ def layout(snapshot: Snapshot, width: int, height: int, chosen: Selection | None
     messages = _messages(snapshot, chosen, max(0, room // 2 if share == 3 else room))
     room -= len(messages)
     chart = _chart(snapshot.curves.get(selected), selected, width, min(_CURVE_LINES, room - 3))
+    if (left := room - len(chart)) > 0:  # further ranks rather than empty lines
+        ranks = _ranks(snapshot.ranks, len(ranks) + left, chosen.rank)
     body = [*learning, *chart, *fixed, *ranks, *messages]
     lines = [*head, *body][: max(0, height - len(foot))]
     lines += [Text()] * (height - len(foot) - len(lines)) if foot else []
