@@ -209,6 +209,12 @@ def test_memory_errors_are_read_through_nvml(monkeypatch: pytest.MonkeyPatch) ->
     assert "2 uncorrectable" in found.detail and "heat (hardware)" in found.detail
 
 
+def test_gpus_of_other_jobs_on_a_node_are_not_judged() -> None:
+    seen = [{"uuid": "GPU-a1"}, {"uuid": "GPU-b2"}, {"index": 2, "error": "GPU is lost"}]
+    assert [examination.is_used(gpu, {"b2"}) for gpu in seen] == [False, True, True]
+    assert all(examination.is_used(gpu, set()) for gpu in seen), "no rank uses a GPU"
+
+
 # ---- storage
 
 

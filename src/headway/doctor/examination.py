@@ -10,7 +10,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -59,6 +59,8 @@ def _examine(world: World, result: Path, data: Sequence[Path], file_bytes: int) 
     is_first = world.rank in firsts
     rates = _measure_storage(exchange, world.rank, firsts, result.parent, data, file_bytes)
     speed, gpus = _load_gpu(world, sample=is_first)
+    used = {each for each in exchange.all_gather(lambda: _uuid(world)) if each}
+    gpus = [gpu for gpu in gpus if is_used(gpu, used)]
     own = _node_report(world, result.parent.parent, rates, gpus) if is_first else None
     speeds = exchange.all_gather(lambda: speed)
     nodes = exchange.all_gather(lambda: own and asdict(own))
@@ -77,6 +79,22 @@ def _examine(world: World, result: Path, data: Sequence[Path], file_bytes: int) 
         return report.verdict
 
     return exchange.from_root(decide)
+
+
+def _uuid(world: World) -> str | None:
+    import torch
+
+    on_gpu = world.device.type == "cuda"
+    return str(torch.cuda.get_device_properties(world.device).uuid) if on_gpu else None
+
+
+def is_used(gpu: Mapping[str, Any], used: Collection[str]) -> bool:
+    """Whether a sampled GPU is a rank's: a shared node may show those of other jobs. One that is lost counts.
+
+    >>> is_used({"uuid": "GPU-ab"}, {"ab"}), is_used({"uuid": "GPU-cd"}, {"ab"}), is_used({"error": "lost"}, {"ab"})
+    (True, False, True)
+    """
+    return not used or "uuid" not in gpu or any(str(gpu["uuid"]).endswith(each) for each in used)
 
 
 def _node_report(
