@@ -117,7 +117,7 @@ def test_jobs_can_be_submitted_as_shown(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "examples").mkdir()
-    for name in ("train.py", "examples/imagenet.py"):
+    for name in ("train.py", "examples/imagenet.py", "examples/dino.py"):
         (tmp_path / name).touch()
     (tmp_path / "cluster.yaml").write_text("kind: slurm\n")
     (tmp_path / "sweep.yaml").write_text("lr: [1, 2]\n")
