@@ -135,8 +135,8 @@ class WindowTrace:
 
     def _document(self) -> dict[str, Any]:
         """Returns the trace as Perfetto and chrome://tracing read it, with the spans of the loaders on its clock."""
-        with tempfile.TemporaryDirectory() as folder:
-            exported = Path(folder) / "trace.json"
+        with tempfile.TemporaryDirectory() as directory:
+            exported = Path(directory) / "trace.json"
             self._profile.export_chrome_trace(str(exported))
             document: dict[str, Any] = json.loads(exported.read_bytes())
         events = document["traceEvents"]
