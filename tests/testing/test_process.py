@@ -11,7 +11,7 @@ from waiting import wait_until
 
 from headway.testing.process import RankHandle
 
-PLAIN, DEAF = "sleep 100", "(trap '' TERM; sleep 101; sleep 102)"
+PLAIN, DEAF = "sleep 1000", "(trap '' TERM; sleep 1001; sleep 1002)"
 """a child that ends by SIGTERM, and one that ignores it, as multiprocessing's resource tracker does"""
 
 
