@@ -192,19 +192,23 @@ _WRITE = re.compile(
 )
 _ALLOWED = {
     # of the submission, before there is an owner, or of a start of the job, in a directory of its own
-    "launcher/enqueue.py": {"job_script", "submission_file"},
+    "launcher/enqueue.py": {"job_script", "submission_file", "ended_file"},  # the last under the lock
     "launcher/program.py": {"job_file"},
     "launcher/sweep.py": {"sweep_file"},
     "launcher/launch_function.py": {"call_dir"},
-    "launcher/functions/start.py": {"job_log", "submission_file", "ended_file"},  # fenced: "restart"
+    "launcher/functions/start.py": {"job_log", "submission_file"},  # fenced: "restart"
     "launcher/functions/worker.py": {"call_dir"},
     # of a process that evaluates, and need not hold the run: rows of its own, never those of training
     "train/evaluate/session.py": {"eval_dir", "eval_file"},
+    # of a process that watches: who sends which alert; and of whoever supervises: when a job began and ended
+    "record/alerts.py": {"alerts_dir", "alert_file"},
+    "run/starts.py": {"starts_file"},
     # after check_owner, is_ours or under the lock; rows of devices are fenced
     "record/devices/__main__.py": {"nodes_dir"},
     "record/sinks/feeder.py": {"sink_file"},
-    "record/sinks/replayer.py": {"sink_offset_file"},
+    "record/sinks/replayer.py": {"sink_offset_file", "sink_media_file"},
     "train/diagnose/plan_check.py": {"plan_file"},
+    "train/diagnose/window_trace.py": {"trace_file"},
     # fenced here
     "run/directory.py": {"config_file", "failure_file"},
     "run/status.py": {"ended_file"},

@@ -92,6 +92,7 @@ def test_paths_are_those_of_the_design(tmp_path: Path) -> None:
     properties = [name for name in vars(RunPaths) if isinstance(vars(RunPaths)[name], property)]
     found = {name: str(getattr(run, name).relative_to(tmp_path)) for name in properties}
     assert found == {
+        "alerts_dir": "alerts", "doctor_file": "doctor.json", "media_dir": "media",
         "config_file": "config.yaml", "plan_file": "plan.json", "job_script": "job.sh", "code_dir": "code",
         "log_dir": "log", "metrics_dir": "metrics", "checkpoints_dir": "checkpoints", "traces_dir": "traces",
         "failure_file": "failure.json", "report_file": "report.html", "diagnostics_file": "log/diagnostics.jsonl",
