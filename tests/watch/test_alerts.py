@@ -252,8 +252,8 @@ def test_silence_is_reported_once_and_again_when_it_comes_back(tmp_path: Path, h
             watch.look()
             watch.look()
     assert one.wait(20)
-    assert [(post["event"], post["step"]) for post in hook.posts] == [("silent", 40), ("silent", 50)]
-    assert "nothing was written for 1m3" in hook.posts[0]["why"]
+    assert sorted((post["event"], post["step"]) for post in hook.posts) == [("silent", 40), ("silent", 50)]
+    assert "nothing was written for 1m" in hook.posts[0]["why"]
 
 
 def test_a_run_that_looks_lost_for_a_moment_is_not_news(
