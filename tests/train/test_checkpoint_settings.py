@@ -107,7 +107,7 @@ def test_by_epochs(tmp_path: Path) -> None:
 @ranks(2)
 def test_by_time_rank_0_says_when_and_all_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only rank 0's clock counts: that of rank 1 runs a thousand times as fast."""
-    from headway.train.resume import keeper
+    from headway.train.resume import checkpointer
 
     class Clock:
         now = 0.0
@@ -116,7 +116,7 @@ def test_by_time_rank_0_says_when_and_all_save(tmp_path: Path, monkeypatch: pyte
             return self.now if hw.rank() == 0 else 1000 * self.now
 
     clock = Clock()
-    monkeypatch.setattr(keeper, "time", clock)
+    monkeypatch.setattr(checkpointer, "time", clock)
 
     class Slow(Traced):
         def step(self, batch: Any) -> Tensor:

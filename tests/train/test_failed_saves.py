@@ -50,9 +50,9 @@ class Faulty(Traced):
         return super().step(batch)
 
     def await_save(self) -> None:
-        keeper = self.pipe._keeper
-        assert keeper is not None
-        pending, save = keeper.saver._pending, keeper._last_save
+        checkpointer = self.pipe._checkpointer
+        assert checkpointer is not None
+        pending, save = checkpointer.saver._pending, checkpointer._last_save
         if pending is not None and pending.exception(60) is not None and save.scheduled and not save.failed:
             agreed = current().agreements["save"]
             wait_until(lambda: agreed.decided, "all ranks know that the save failed", interval_s=0.001)
@@ -142,9 +142,11 @@ def test_the_age_of_the_newest_checkpoint_is_known(tmp_path: Path) -> None:
     rows = pipe.directory.metrics_file(0).read_text()
     assert rows.count('"checkpoint_age_seconds":') == rows.count('"kind": "train"') >= 3
     assert '"checkpoint_age_seconds": null' not in rows
-    assert pipe._keeper is not None and pipe._keeper.checkpoint_age_s is not None
+    assert pipe._checkpointer is not None and pipe._checkpointer.checkpoint_age_s is not None
     again = make(tmp_path, Traced(cut=6), every=EVERY)
     os.utime(pipe.directory.checkpoint_dir(5), (1, 1))
     with pytest.raises(Cut):
         again.run()
-    assert again._keeper is not None and (again._keeper.checkpoint_age_s or 0) > 1e6, "that of the file"
+    assert again._checkpointer is not None and (again._checkpointer.checkpoint_age_s or 0) > 1e6, (
+        "that of the file"
+    )

@@ -106,7 +106,7 @@ def check_monitored(stage: Stage) -> None:
     last = pipe.history.epochs[-1].values
     wanted = {} if state.early_stopping is None else {"early_stop": state.early_stopping.name}
     if stage is pipe.stages[-1]:
-        if pipe._keeper and (best := pipe._keeper.settings.retention.keep_best):
+        if pipe._checkpointer and (best := pipe._checkpointer.settings.retention.keep_best):
             wanted["keep_best"] = best
         for name, schedule in pipe._schedules.items():
             if schedule.monitor is not None:
@@ -117,8 +117,8 @@ def check_monitored(stage: Stage) -> None:
     known = pipe.history.names()
     for setting, name in missing.items():
         if name not in known:
-            if pipe._keeper:
-                pipe._keeper.finish()
+            if pipe._checkpointer:
+                pipe._checkpointer.finish()
             raise UsageError(
                 f"{setting} is {name!r}, which no epoch has logged so far: give one of {', '.join(known) or 'none'}, "
                 "or log it in every epoch"

@@ -39,8 +39,8 @@ def epochs(stage: Stage) -> Iterator[None]:
         pipe._run_hook("post_epoch", stage)
         state.log_after_epoch()
         pipe._apply_metrics(stage)
-        if pipe._keeper:
-            pipe._keeper.after_epoch(stage)
+        if pipe._checkpointer:
+            pipe._checkpointer.after_epoch(stage)
 
 
 def train(stage: TrainValStage) -> Iterator[None]:
@@ -90,7 +90,7 @@ def train(stage: TrainValStage) -> Iterator[None]:
 
 def validate(stage: TrainValStage) -> None:
     """Runs one validation, in the same precision, over whatever number of batches each rank has."""
-    state, timer, keeper = stage._loop, stage.pipe._timer, stage.pipe._keeper
+    state, timer, checkpointer = stage._loop, stage.pipe._timer, stage.pipe._checkpointer
     if not (loaders := state.val_loaders()):
         return state.note_validation()
     log_point(stage)  # the training so far is reported first, and its time is not the validation's
@@ -102,10 +102,10 @@ def validate(stage: TrainValStage) -> None:
             with state.precision.autocast or nullcontext():
                 loss = stage.val_step(batch)
             state.log_val_loss(loss, batch)
-            if keeper and keeper.stops_in_validation and not shares_batches(stage.pipe):
+            if checkpointer and checkpointer.stops_in_validation and not shares_batches(stage.pipe):
                 break
-    if keeper:
-        keeper.after_val_batches(stage)
+    if checkpointer:
+        checkpointer.after_val_batches(stage)
     timer.mark("wait")
     point = state.reduce_validation()
     timer.mark("other")
@@ -123,8 +123,8 @@ def finish_step(stage: Stage) -> None:
         failpoint("train.step")
     if state.steps_done % state.log_every == 0:
         log_point(stage)
-    if pipe._keeper:
-        pipe._keeper.after_step(stage)
+    if pipe._checkpointer:
+        pipe._checkpointer.after_step(stage)
     # one of many brief ones is measured, but not the first after a log point, which finds the device idle
     measured = state.steps_done % timer.every == timer.every // 5
     if measured or timer.measuring:
@@ -145,5 +145,5 @@ def log_point(stage: Stage) -> None:
         pipe._ledger.write(stage)
     state.examine(point)
     state.samples, state.logged_at = 0, state.steps_done
-    if pipe._keeper:
-        pipe._keeper.after_log_point(point)
+    if pipe._checkpointer:
+        pipe._checkpointer.after_log_point(point)

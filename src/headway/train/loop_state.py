@@ -216,8 +216,8 @@ class LoopState:
 
     def log_point_flags(self) -> int:
         """What this rank asks for at a log point."""
-        keeper = self.pipe._keeper
-        return (STOP if self.stop_requested else 0) | (keeper.log_point_flags() if keeper else 0)
+        checkpointer = self.pipe._checkpointer
+        return (STOP if self.stop_requested else 0) | (checkpointer.log_point_flags() if checkpointer else 0)
 
     def apply_flags(self, flags: Sequence[int]) -> None:
         """What all ranks have asked for: one rank is enough to stop."""
@@ -246,7 +246,9 @@ class LoopState:
         positioned = isinstance(loader, StatefulObject)
         if self._passes_begun == len(self.passes):
             state = (
-                self.pipe._keeper.loaders.capture(loader) if self.pipe._keeper and not positioned else None
+                self.pipe._checkpointer.loaders.capture(loader)
+                if self.pipe._checkpointer and not positioned
+                else None
             )
             self.passes.append(Pass(total_batches=total, rng_state=state))
         begun = self.passes[self._passes_begun]
@@ -298,7 +300,7 @@ class LoopState:
 
     def _open(self, loader: Iterable[Any], progress: Pass) -> Iterator[Any]:
         """Iterates over the batches that are left of a pass."""
-        loaders = self.pipe._keeper.loaders if self.pipe._keeper else None
+        loaders = self.pipe._checkpointer.loaders if self.pipe._checkpointer else None
         if loaders is None or not progress.skip:
             return loaders.open(loader) if loaders else open_loader(loader)
         dist.print_root(

@@ -55,7 +55,7 @@ from headway.train.model.named_parts import NamedParts
 from headway.train.model.parallel import Blocks, Compile, Parallel, RegisteredModel, prepare
 from headway.train.model.schedules import Schedule, SchedulerLike, make_schedule
 from headway.train.resume import state
-from headway.train.resume.keeper import Keeper
+from headway.train.resume.checkpointer import Checkpointer
 from headway.train.resume.ledger_writer import LedgerWriter
 from headway.train.resume.state import StatefulObject
 from headway.train.settings import CheckpointOptions, checkpoint_settings
@@ -100,7 +100,7 @@ class Pipeline(EvaluationMethods, TrackerMethods):
         self._run: Run | None = None
         self._outputs_are_reused = False  # whether a model's next call overwrites them, as with CUDA graphs
         self._registered_state: dict[str, StatefulObject] = {}
-        self._keeper: Keeper | None = None
+        self._checkpointer: Checkpointer | None = None
         self._ledger: LedgerWriter | None = None
         self._ledger_enabled = environment.is_on(environment.LEDGER)
         self._busy_s = self._interval_s = (
@@ -258,7 +258,7 @@ class Pipeline(EvaluationMethods, TrackerMethods):
         >>> pipe.enable_checkpointing("runs", every="10min", keep_last=3, keep_best="val/loss")
         """
         self._root = self._root if root is None else root
-        self._keeper = Keeper(self, checkpoint_settings(options))
+        self._checkpointer = Checkpointer(self, checkpoint_settings(options))
 
     def enable_ledger(self) -> None:
         """Records the exact loss, the samples and the state of the random number generators of every step.
@@ -279,20 +279,20 @@ class Pipeline(EvaluationMethods, TrackerMethods):
         watch_first_steps(self)
         if smoke_part := smoke.requested_part():
             smoke.shorten(self, smoke_part)
-        name, resume = self.name, self._keeper.settings.resume if self._keeper else "never"
+        name, resume = self.name, self._checkpointer.settings.resume if self._checkpointer else "never"
         if any(isinstance(loader, FirstBatch) for loader in self.datasets.values()):
             # weights from repeated batches are useless: real and fake runs never resume each other
             name, resume = f"{name[:59]}-fake", "never" if resume == "never" else "auto"
         choice = choose_run(self._root, name=name, config=self.config, resume=resume)
         self._run = choice.run
-        if choice.finished and self._keeper:  # what follows in the script gets what the run has made
+        if choice.finished and self._checkpointer:  # what follows in the script gets what the run has made
             self._run_hook("pre_run", self)  # it may register what is restored
-            self._keeper.restore_finished(choice)
+            self._checkpointer.restore_finished(choice)
             return choice.run
         with closing_loaders(self), self._recording(choice.run):
             self._run_hook("pre_run", self)
-            if self._keeper:
-                self._keeper.start(choice)
+            if self._checkpointer:
+                self._checkpointer.start(choice)
             if self._media is not None:
                 self._media.begin(self.steps_done)
             for stage in self.stages:
@@ -303,13 +303,13 @@ class Pipeline(EvaluationMethods, TrackerMethods):
                     for _ in loop.epochs(stage):
                         stage.run_epoch()
                         finish_open_steps(stage)
-            if self._keeper:
-                self._keeper.finish()
+            if self._checkpointer:
+                self._checkpointer.finish()
             if smoke_part:
                 smoke.end(smoke_part)
             self._run_hook("post_run", self)
-        if self._keeper:
-            self._keeper.leave()
+        if self._checkpointer:
+            self._checkpointer.leave()
         return choice.run
 
     @contextmanager
@@ -331,8 +331,8 @@ class Pipeline(EvaluationMethods, TrackerMethods):
             self._media = stack.enter_context(
                 MediaWriter(directory, self._media_settings, world=self.world, attempt=recording.attempt)
             )
-            if self._keeper:
-                stack.enter_context(self._keeper.saving(recording))
+            if self._checkpointer:
+                stack.enter_context(self._checkpointer.saving(recording))
             yield
             dist.set_phase("done")
 
@@ -340,8 +340,8 @@ class Pipeline(EvaluationMethods, TrackerMethods):
     def _running_stage(self, stage: Stage) -> Iterator[None]:
         """Surrounds all epochs of one stage: its hooks, its display, and the evidence if it runs out of memory."""
         self.current_stage = stage
-        if self._keeper and stage._loop.status is StageStatus.NEW:
-            self._keeper.restore_rng()
+        if self._checkpointer and stage._loop.status is StageStatus.NEW:
+            self._checkpointer.restore_rng()
         with (
             stage._loop.running(),
             self._reporter.displaying(stage),
@@ -395,8 +395,8 @@ class Pipeline(EvaluationMethods, TrackerMethods):
             MetricRow(stage=stage.name, epoch=stage.epoch, step=self.steps_done, values=point.values)
         )
         self._reporter.log_point(stage, kind, point, seconds, self.steps_done)
-        if self._keeper and kind == "validation":
-            self._keeper.record_metrics(point.values)
+        if self._checkpointer and kind == "validation":
+            self._checkpointer.record_metrics(point.values)
         for callback in self._callbacks:
             callback.log_point(stage, kind, point)
 
@@ -409,14 +409,14 @@ class Pipeline(EvaluationMethods, TrackerMethods):
     def _begin_epoch(self, stage: Stage) -> None:
         """Calls `pre_epoch`, and `set_epoch` of loaders that have not restored a position within the epoch."""
         in_epoch = stage._loop.status.in_epoch
-        if self._keeper and not in_epoch:
-            self._keeper.restore_rng()
+        if self._checkpointer and not in_epoch:
+            self._checkpointer.restore_rng()
         for loader in self.datasets.values():
             set_epoch(loader, self.epoch, in_place=in_epoch and isinstance(loader, StatefulObject))
         stage._loop.begin_epoch()
         self._run_hook("pre_epoch", stage)
-        if self._keeper:  # what the hook drew in this attempt does not count
-            self._keeper.restore_rng()
+        if self._checkpointer:  # what the hook drew in this attempt does not count
+            self._checkpointer.restore_rng()
         dist.set_phase(stage.name, self.steps_done)
 
     def _end_epoch(self, stage: Stage, values: Mapping[str, Any]) -> None:
@@ -427,8 +427,8 @@ class Pipeline(EvaluationMethods, TrackerMethods):
         self._reporter.end_epoch(stage, values, self.steps_done)
         stage._loop.end_epoch()
         self.epoch += 1
-        if self._keeper:
-            self._keeper.record_metrics(values)
+        if self._checkpointer:
+            self._checkpointer.record_metrics(values)
 
     def _apply_metrics(self, stage: Stage) -> None:
         """Uses the metrics of an epoch, those of `post_epoch` included: for early stopping, and for schedulers.
@@ -453,8 +453,8 @@ class Pipeline(EvaluationMethods, TrackerMethods):
                 )
         self.history.epochs[-1] = replace(row, values={**row.values, **point.values})
         self._reporter.extend_epoch(row, point)
-        if self._keeper:
-            self._keeper.record_metrics(point.values)
+        if self._checkpointer:
+            self._checkpointer.record_metrics(point.values)
 
     def _after_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Callable[[], object]]:
         """Returns what to call after the optimizers step: their schedulers and the averages of their models."""

@@ -401,8 +401,8 @@ class TrainValState(LoopState):
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Validates within the context: models in eval mode, metrics under the names of the validation."""
-        if self.pipe._keeper and self.pipe.current_stage is self.stage:
-            self.pipe._keeper.before_validation()
+        if self.pipe._checkpointer and self.pipe.current_stage is self.stage:
+            self.pipe._checkpointer.before_validation()
         for metric in self.val_metrics.values():
             metric.reset()  # a validation that was stopped is repeated from its beginning
         self.set_metrics = {}
@@ -449,8 +449,8 @@ class TrainValState(LoopState):
         self.pipe._record_log_point(self.stage, "validation", point)
         if self.settings.validates_between_steps and self.steps_done:
             self.stop_early(point.values, in_validation=True)
-        if self.pipe._keeper:
-            self.pipe._keeper.after_validation(self.stage)
+        if self.pipe._checkpointer:
+            self.pipe._checkpointer.after_validation(self.stage)
         self.pipe._timer.stop()
         check_bad(self.val_quarantining, point)
 

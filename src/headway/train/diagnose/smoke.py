@@ -38,7 +38,7 @@ def requested_part() -> Part | None:
 
 def shorten(pipe: Pipeline, part: Part) -> None:
     """Limits each stage to what a smoke run needs, and enables checkpointing if the script does not."""
-    if pipe._keeper is None:
+    if pipe._checkpointer is None:
         pipe.enable_checkpointing()
     for stage in pipe.stages:
         state = stage._loop

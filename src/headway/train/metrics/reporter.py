@@ -105,8 +105,8 @@ class Reporter:
             self._wait = seconds.get("data", 0.0) / whole if whole else None
             row["samples_per_second"] = self._rate
             row["busy_seconds"] = round(stage.pipe._busy_s, 6)  # its own: what readers compare between ranks
-            if self._world.is_root and (keeper := stage.pipe._keeper) is not None:
-                row["checkpoint_age_seconds"] = keeper.checkpoint_age_s
+            if self._world.is_root and (checkpointer := stage.pipe._checkpointer) is not None:
+                row["checkpoint_age_seconds"] = checkpointer.checkpoint_age_s
         self._since = now
         if self._counting is None:  # once per stage, since isinstance with a protocol takes many microseconds
             self._counting = {
@@ -207,7 +207,7 @@ class Reporter:
     def _snapshot(self, stage: Stage, step: int) -> ProgressSnapshot:
         total, done = stage._loop.total_steps(), stage.steps_done - self._first_step
         pace = (time.monotonic() - self._stage_start) / done if done > 0 else None
-        keeper = stage.pipe._keeper
+        checkpointer = stage.pipe._checkpointer
         return ProgressSnapshot(
             stage=stage.name,
             epoch=stage.epoch + 1,
@@ -218,5 +218,5 @@ class Reporter:
             samples_per_second=self._rate,
             data_wait=self._wait,
             seconds_left=None if pace is None or total is None else max(0, total - stage.steps_done) * pace,
-            checkpoint_age_s=keeper.checkpoint_age_s if keeper else None,
+            checkpoint_age_s=checkpointer.checkpoint_age_s if checkpointer else None,
         )

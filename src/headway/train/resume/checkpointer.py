@@ -1,4 +1,4 @@
-"""`Keeper`: when a pipeline saves its state, where all ranks stop, and how a run resumes.
+"""`Checkpointer`: when a pipeline saves its state, where all ranks stop, and how a run resumes.
 
 A save is consistent over all ranks: between two steps or after an epoch, never within an accumulation. If a validation
 or the end of the epoch follows a step, an ordinary save comes after it, so that the checkpoint has its own metrics and
@@ -55,7 +55,7 @@ _RETRY_PAUSES_S = (0.0, 1.0)
 
 
 @final
-class Keeper:
+class Checkpointer:
     """Saves and restores the state of a pipeline. `pipe.enable_checkpointing` creates it."""
 
     def __init__(self, pipe: Pipeline, settings: CheckpointSettings) -> None:
