@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -243,11 +244,11 @@ def test_a_save_that_fails_costs_no_run_and_three_in_a_row_do(
         "the save at step 6 failed, training continues: no space left; the newest checkpoint is that of"
         in said
     )
-    assert "of step 7, written 0s ago" in said, "the retry"
+    assert re.search(r"of step 7, written \d+s ago", said), "the retry"
     calls, failing = iter(range(100)), {2, 3, 4, 5, 6}  # at step 12, 18 and 24, with retries
     pipe = make(tmp_path, Traced(), every=6)
     with pytest.raises(
-        StorageError, match="no space left; the newest checkpoint is that of step 6, written 0s ago"
+        StorageError, match=r"no space left; the newest checkpoint is that of step 6, written \d+s ago"
     ):
         pipe.run()
     assert pipe.steps_done == 24
