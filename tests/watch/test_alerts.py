@@ -28,6 +28,7 @@ from headway.run import Run
 from headway.system.redact import environment as recorded, redact
 from headway.watch import alerting
 from headway.watch.alerting import AlertWatch
+from headway.watch.view import RunView, Snapshot
 
 ALL = alert_events(["all"])
 SECRET = "s3cr3t-path-of-the-hook"
@@ -237,6 +238,58 @@ def test_a_run_that_is_started_again_is_watched_again(tmp_path: Path, hook: Hook
     watch.look()
     watch.look()
     assert one.wait(20) and [post["key"] for post in hook.posts] == ["finished-2"]
+
+
+def test_what_begins_and_ends_between_two_looks_is_news(tmp_path: Path, hook: Hook) -> None:
+    first = make_run(tmp_path)
+    first.end_attempt(1, status="failed", exit_code=1)
+    runs, one = [first], sender()
+    watch = AlertWatch(lambda: runs, one)
+    watch.look()
+    runs.append(make_run(tmp_path))
+    runs[1].end_attempt(1, status="failed", exit_code=1)
+    first.begin_attempt(world={"world_size": 2, "nodes": 1, "device": "cpu"})
+    first.end_attempt(2, status="done", exit_code=0)
+    watch.look()
+    watch.look()
+    assert one.wait(60)
+    assert sorted((post["run"], post["key"]) for post in hook.posts) == sorted(
+        [(first.id, "finished-2"), (runs[1].id, "failed-1")]
+    )
+
+
+def test_runs_that_cannot_be_found_or_read_for_a_while_are_watched_afterwards(
+    tmp_path: Path, hook: Hook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, over = make_run(tmp_path), make_run(tmp_path)
+    over.end_attempt(1, status="failed", exit_code=1)
+    told: list[str] = []
+    refresh = RunView.refresh
+
+    def stall(view: RunView) -> Snapshot:
+        if view.run == over:
+            raise OSError("the file system stalls")
+        return refresh(view)
+
+    monkeypatch.setattr(RunView, "refresh", stall)
+    root = {"is": "there"}
+
+    def find() -> list[Run]:
+        if root["is"] == "gone":
+            raise UsageError("there are no runs in runs")
+        return [run, over]
+
+    one = sender(told.append)
+    with run.lock(), AlertWatch(find, one, look_s=600) as watch:
+        monkeypatch.setattr(RunView, "refresh", refresh)
+        for root["is"] in ("gone", "gone", "there", "gone"):
+            watch.look()
+        run.end_attempt(1, status="failed", exit_code=1)
+        root["is"] = "there"
+    assert [post["run"] for post in hook.posts] == [run.id], "the other one had failed before"
+    missing = "no run is watched for alerts now: there are no runs in runs"
+    stalled = f"{over.id} is not watched for alerts now: the file system stalls"
+    assert told == [stalled, missing, missing], "once for each time that they were gone"
 
 
 def test_silence_is_reported_once_and_again_when_it_comes_back(tmp_path: Path, hook: Hook) -> None:

@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
 
 
 def _check(run: Run, now: Status) -> None:
-    if now.state == "done" and not script_was_cut(run):
+    if now.state == "done" and script_was_cut(run) is False:  # who names a run knows of a script elsewhere
         raise UsageError(f"{run.id} is done: there is nothing to resume")
     if not now.over and now.state != "new":
         raise UsageError(f"{run.id} is {now.state}: only a run that is over can be started again")

@@ -159,6 +159,17 @@ def _warn_of_others(runs: Iterable[Run]) -> None:
             return
 
 
+def _warn_of_doubt(run: Run) -> None:
+    """Names the newest finished run whose script may still run elsewhere, which therefore is left alone."""
+    owner = newest_owner(run.lock_dir)
+    logger.warning(
+        "%s is finished and not restored, as its script may not have ended on %s; to go on with it: HEADWAY_RUN=%s",
+        run.id,
+        owner.host if owner else "another machine",
+        run.path,
+    )
+
+
 def _find_parent(resume: str | Path) -> Path | None:
     """Returns the checkpoint that a new run is to begin with; None if `resume` is not one."""
     path = Path(resume).absolute()
@@ -205,10 +216,14 @@ def _find(
         if job and any(schedulers.is_earlier_start(ids, job) for ids in begun):
             _check_own(run)
             return Choice(run=run, why=f"begun by {schedulers.describe(job)}", finished=_finished(run))
+    doubtful = None
     for run in alike:
-        if _finished(run) and run.path not in opened and script_was_cut(run):
-            _check_own(run)
-            return Choice(run=run, why="its script had not ended", finished=True)
+        if _finished(run) and run.path not in opened:
+            cut = script_was_cut(run)
+            if cut:
+                _check_own(run)
+                return Choice(run=run, why="its script had not ended", finished=True)
+            doubtful = run if cut is None and doubtful is None else doubtful
         if run.info()["attempts"] and not _finished(run) and _is_free(run):
             _check_own(run)
             return Choice(
@@ -216,6 +231,8 @@ def _find(
                 why=f"the newest unfinished run of that name with these settings{_other_command(run)}",
             )
     _check_unreadable(Path(root), name, config, uids)
+    if doubtful is not None:
+        _warn_of_doubt(doubtful)
     _warn_of_others(run for run in named if not _is_own(run.path, uids))
     return None
 
@@ -250,12 +267,18 @@ def _finished(run: Run) -> bool:
     return bool(attempts) and attempts[-1]["status"] == "done"
 
 
-def script_was_cut(run: Run) -> bool:
-    """Whether the script of a finished run has not ended, and its process does not run any more."""
+def script_was_cut(run: Run) -> bool | None:
+    """Whether the script of a finished run has not ended, and its process does not run any more.
+
+    None if nothing tells whether it runs: it was on another machine, and no scheduler says that its job is over.
+    """
     if run.info()["attempts"][-1].get("script_ended", True):  # older versions did not record it
         return False
     owner = newest_owner(run.lock_dir)
-    return owner is None or not owner.identity.is_alive()
+    if owner is None:
+        return True
+    alive = owner.identity.is_alive()
+    return schedulers.is_gone(owner.job, schedulers.detect()) if alive is None else not alive
 
 
 def _is_free(run: Run) -> bool:

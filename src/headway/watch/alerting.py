@@ -46,6 +46,9 @@ class AlertWatch:
         self._views: dict[str, RunView] = {}
         self._over: dict[str, int] = {}  # attempts of the runs that are over
         self._lost: dict[str, int] = {}  # how often in a row a run looked lost
+        self._has_looked = False
+        self._unread: set[str] = set()  # runs of the first look that could not be read
+        self._problems: dict[str, str] = {}  # what was reported, and still is the case, by run
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="headway alerts")
 
@@ -63,11 +66,29 @@ class AlertWatch:
 
     def look(self) -> None:
         """Looks at all runs once, and starts to send what is to be sent."""
-        for run in self._find():
+        try:
+            runs = self._find()
+        except (HeadwayError, OSError) as error:  # the directory may come back
+            self._report("", f"no run is watched for alerts now: {error}")
+            return
+        self._problems.pop("", None)
+        for run in runs:
             try:
                 self._look_at(run)
             except (HeadwayError, OSError) as error:  # one run that cannot be read does not hide the others
-                self._sender.report(f"{run.id} is not watched for alerts now: {error}")
+                self._report(run.id, f"{run.id} is not watched for alerts now: {error}")
+                if not self._has_looked:
+                    self._unread.add(run.id)
+            else:
+                self._problems.pop(run.id, None)
+                self._unread.discard(run.id)
+        self._has_looked = True
+
+    def _report(self, key: str, problem: str) -> None:
+        """Reports a problem once for as long as it lasts."""
+        if self._problems.get(key) != problem:
+            self._problems[key] = problem
+            self._sender.report(problem)
 
     def _look_at(self, run: Run) -> None:
         if run.id in self._over:
@@ -75,17 +96,17 @@ class AlertWatch:
             if len(attempts) == self._over[run.id]:
                 return
             del self._over[run.id]  # it was started again
-        is_new = run.id not in self._views
-        view = self._views.setdefault(run.id, RunView(run)) if is_new else self._views[run.id]
+        was_before = not self._has_looked or run.id in self._unread
+        view = self._views.get(run.id) or self._views.setdefault(run.id, RunView(run))
         snapshot = view.refresh()
         is_over = snapshot.header.state in OVER
         self._lost[run.id] = self._lost.get(run.id, 0) + 1 if snapshot.header.state == "lost" else 0
-        if not is_new and 0 < self._lost[run.id] < _LOST_LOOKS:
+        if not was_before and 0 < self._lost[run.id] < _LOST_LOOKS:
             return
         if is_over:
             self._over[run.id] = snapshot.header.attempts
             del self._views[run.id]
-        if (alert := find_alert(run, snapshot)) and not (is_new and is_over):
+        if (alert := find_alert(run, snapshot)) and not (was_before and is_over):
             self._sender.send(run, alert)
 
     def _run(self) -> None:
