@@ -18,7 +18,7 @@ from PIL import Image
 
 from headway.dist import World
 from headway.errors import UsageError
-from headway.record.media import MediaIndex, read_histogram, read_media
+from headway.record.media import MediaIndex, read_histogram, read_media, writer as media_writer
 from headway.record.media.content import (
     EncodedMedia,
     ImageFormat,
@@ -289,7 +289,8 @@ def test_a_checkpoint_keeps_what_was_logged_in_its_own_step_before_it(run: Run) 
     with MediaWriter(run, MediaSettings(), world=WORLD, attempt=1) as writer:
         writer.begin(0)
         log(writer, 5, text="validation")
-        assert writer.save_point(5)()
+        writer.save_point(5)
+        writer.flush_before(5)()
         log(writer, 5, text="after it")
     with MediaWriter(run, MediaSettings(), world=WORLD, attempt=2) as writer:
         writer.begin(5)
@@ -360,6 +361,31 @@ def test_training_waits_when_too_much_waits_to_be_encoded(run: Run, messages: li
         threading.Timer(0.05, free.set).start()
         writer.add("a", big, step=2, stage="s", epoch=0)
         assert free.is_set() and "training waits" in messages[0]
+    assert len(read_media(run)) == 2
+
+
+def test_a_checkpoint_waits_for_what_was_logged_before_it_alone_and_says_if_that_takes_too_long(
+    run: Run, messages: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = threading.Event()
+
+    def slow(_: ImageFormat) -> EncodedMedia:
+        assert free.wait(60)
+        return EncodedMedia(data=b"x", ending="txt")
+
+    with MediaWriter(run, MediaSettings(), world=WORLD, attempt=1) as writer:
+        log(writer, 1)
+        before = writer.flush_before(1)
+        writer.add("a", MediaContent(kind="text", bytes=1, encode=slow), step=2, stage="s", epoch=0)
+        before()
+        assert not messages, "it does not wait for what comes after it"
+        monkeypatch.setattr(media_writer, "_SAVE_S", 0.01)
+        writer.flush_before(2)()
+        (message,) = messages
+        assert message.startswith(
+            "media logged before the checkpoint of step 2 are not written after 0 s: if"
+        )
+        free.set()
     assert len(read_media(run)) == 2
 
 

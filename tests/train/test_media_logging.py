@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from test_overhead import Operations
 from torch import Tensor
 from toys import Batches, Classify, make_pipe
 
+from headway.errors import Stopped
 from headway.record.media import read_media
 from headway.run import Run, find_latest
 from headway.testing import ranks
@@ -127,3 +129,20 @@ def test_an_evaluation_keeps_nothing(tmp_path: Path) -> None:
     pipe = make_pipe(tmp_path)
     pipe.validate(Shows(), Batches(2))
     assert shown(found) == before
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_run_that_stopped_within_a_validation_repeats_its_media_and_keeps_them_once(tmp_path: Path) -> None:
+    whole = shown(run(tmp_path / "whole", Shows(), every="1 epoch"))
+
+    class StopsInValidation(Shows):
+        def val_step(self, batch: Any) -> Any:
+            if self.steps_done == 20:
+                signal.raise_signal(signal.SIGTERM)
+            return super().val_step(batch)
+
+    with pytest.raises(Stopped):
+        run(tmp_path / "stopped", StopsInValidation(), every="1 epoch")
+    resumed = run(tmp_path / "stopped", Shows(), every="1 epoch")
+    assert len(resumed.info()["attempts"]) == 2
+    assert shown(resumed) == whole

@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any, Literal, Self, final
 from urllib.parse import quote
@@ -90,6 +89,7 @@ class MediaWriter:
         self._numbers: dict[tuple[str, int], int] = {}  # of the next item of a name in a step
         self._changed = threading.Condition()
         self._queue: deque[_Entry] = deque()
+        self._added = self._written = 0  # entries of the queue; what could not be written counts, too
         self._pending_bytes, self._busy, self._closing = 0, False, False
         self._unsaved = False  # whether anything was added since the last checkpoint
         self._thread: threading.Thread | None = None
@@ -150,16 +150,31 @@ class MediaWriter:
             self._unsaved = True
             self._put(_Entry(facts=facts, content=content))
 
-    def save_point(self, step: int) -> Callable[[], object]:
-        """Notes that a checkpoint of `step` is begun here. Call what it returns before that checkpoint is written.
+    def save_point(self, step: int) -> None:
+        """Notes that a checkpoint of `step` has what was added so far: a run that resumes from it keeps that alone.
 
-        It waits until all that was added before is on disk: a run that resumes from there does not log it again.
+        A validation begins with one, too: a checkpoint that is written within it is of the state before it.
         """
         if self._unsaved:
             self._unsaved = False
             with self._changed:
                 self._put(_Entry(facts={"kind": "saved", "time": time.time(), "step": step}, content=None))
-        return partial(self.flush, _SAVE_S)
+
+    def flush_before(self, step: int) -> Callable[[], None]:
+        """Returns what to call before the checkpoint of `step` is written: it waits for what was added until now."""
+        until = self._added
+
+        def wait() -> None:
+            with self._changed:
+                written = self._changed.wait_for(lambda: self._written >= until, _SAVE_S)
+            if not written:
+                self._warn(
+                    "save",
+                    f"media logged before the checkpoint of step {step:,} are not written after {_SAVE_S:.0f} s: if "
+                    "the run is killed now, those are lost",
+                )
+
+        return wait
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Waits until all that was added is on disk; returns whether it is. May be called from any thread."""
@@ -186,6 +201,7 @@ class MediaWriter:
 
     def _put(self, entry: _Entry) -> None:
         self._queue.append(entry)
+        self._added += 1
         self._pending_bytes += entry.content.bytes if entry.content else 0
         self._changed.notify_all()
         if self._thread is None:
@@ -213,6 +229,7 @@ class MediaWriter:
             finally:
                 with self._changed:
                     self._busy = False
+                    self._written += 1
                     self._pending_bytes -= entry.content.bytes if entry.content else 0
                     self._changed.notify_all()
 

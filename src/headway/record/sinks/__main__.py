@@ -40,7 +40,7 @@ def main() -> None:
         return
     source = SinkSource(run, sink)
     sink.open(run)
-    source.note_offsets()
+    source.note_rows()
     ended: dict[str, Any] | None = None
     while True:
         if not run.is_ours():  # its new owner feeds this sink from here on
@@ -59,7 +59,7 @@ def main() -> None:
 
 @final
 class SentSteps:
-    """Which rows a sink has, by kind, stage, step and names: after a restart, a tracker would have some steps twice.
+    """Which rows a sink has, by kind, stage, epoch, step and names: a restart would give a tracker some steps twice.
 
     >>> sent = SentSteps()
     >>> [len(sent.leave_out([{"kind": "train", "step": step}])) for step in (1, 2, 1, 3)]
@@ -81,7 +81,8 @@ class SentSteps:
         for row in rows:
             metrics = row.get("metrics")
             names = tuple(sorted(metrics)) if isinstance(metrics, dict) else ()
-            key = hash((str(row.get("kind")), str(row.get("stage")), str(row["step"]), names))
+            place = (row.get("kind"), row.get("stage"), row.get("epoch"), row["step"])
+            key = hash((*map(str, place), names))
             if key not in self._seen:
                 self._seen.add(key)
                 new.append(row)
@@ -110,25 +111,31 @@ class SinkSource:
         rows = [row for row in self._rows.read() if "step" in row]
         if rows := rows if self._sink.replaces_steps else self._sent.leave_out(rows):
             self._sink.write(rows)
-        if items := [item for item in self._media.read() if self._is_new(item)]:
-            self._sink.write_media(items)
-        if before == (self._rows.offset, self._media.offsets):
-            return False
-        self.note_offsets()
-        return True
+        if before[0] != self._rows.offset:
+            self.note_rows()  # before the media: if the sink fails at one of them, it has these rows
+        for item in self._media.read():
+            self._give(item)
+        if before[1] != self._media.offsets:
+            files.write_atomic(self._media_file, json.dumps(self._media.offsets).encode())
+        return before != (self._rows.offset, self._media.offsets)
 
-    def _is_new(self, item: MediaItem) -> bool:
-        """Whether the sink is to get an item: it is still there, and was not given before a restart."""
-        known = item.file in self._sent_media
+    def _give(self, item: MediaItem) -> None:
+        """Gives the sink an item, unless it got it before a restart or the file is gone."""
+        known, path = item.file in self._sent_media, item.path(self._run)
         if not self._sink.replaces_steps:
             self._sent_media.add(item.file)
-        return not known and item.path(self._run).is_file()
+        if known or not path.is_file():
+            return
+        try:
+            self._sink.write_media([item])
+        except Exception:
+            if path.is_file():
+                raise
+            # The run has reached its limit and removed the file while the sink read it.
 
-    def note_offsets(self) -> None:
-        """Writes down how much the sink has received; its file exists once the sink is open."""
+    def note_rows(self) -> None:
+        """Writes down how many rows the sink has received; the file exists once the sink is open."""
         files.write_atomic(self._rows_file, f"{self._rows.offset}\n".encode())
-        if self._media.offsets:
-            files.write_atomic(self._media_file, json.dumps(self._media.offsets).encode())
 
 
 @final

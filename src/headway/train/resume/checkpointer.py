@@ -187,8 +187,10 @@ class Checkpointer:
             self._save(stage)
 
     def before_validation(self) -> None:
-        """Captures what a validation may change: random number generators and positions of loaders."""
+        """Captures what a validation may change: random number generators, positions of loaders, and media."""
         self._before_validation = self._local_facts()
+        if self.pipe._media:
+            self.pipe._media.save_point(self.pipe.steps_done)
         self._lead_time.pause()
 
     @property
@@ -375,12 +377,14 @@ class Checkpointer:
         shared["adapter_names"] = state.adapter_names(pipe)
         at, values = self._values
         scalars = {name: value for name, value in values.items() if isinstance(value, float | int)}
+        if pipe._media and self._before_validation is None:  # a resumed run repeats the whole validation
+            pipe._media.save_point(pipe.steps_done)
         self.saver.save(
             state.contribution(pipe, state.gather(pipe) | {"run": shared}),
             step=pipe.steps_done,
             local=facts["local"],
             metrics=scalars if at == pipe.steps_done else {},
-            before_write=pipe._media.save_point(pipe.steps_done) if pipe._media else None,
+            before_write=pipe._media.flush_before(pipe.steps_done) if pipe._media else None,
         )
         self.collect_finished()
 

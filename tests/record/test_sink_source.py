@@ -1,0 +1,104 @@
+"""What a sink gets: each row once, also of epochs without a step, and media whose files are still there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.record.media.index import MediaItem
+from headway.record.sinks import Sink
+from headway.record.sinks.__main__ import SinkSource
+from headway.run import Run
+
+
+@dataclass
+class Takes(Sink):
+    fails: bool = False
+    thins: bool = False
+    rows: list[Any] = field(default_factory=list)
+    items: list[str] = field(default_factory=list)
+
+    def open(self, run: Run) -> None:
+        self.run = run
+
+    def write(self, rows: Sequence[dict[str, Any]]) -> None:
+        self.rows += [(row["epoch"], row["step"]) for row in rows]
+
+    def write_media(self, items: Sequence[MediaItem]) -> None:
+        for item in items:
+            if self.thins and item.name == "c":  # the training process does so meanwhile
+                item.path(self.run).unlink()
+            if self.fails:
+                raise OSError("no server")
+            item.path(self.run).read_bytes()
+            self.items.append(item.name)
+
+    def close(self, status: str, exit_code: int) -> None: ...
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run.create(tmp_path, name="digits")
+
+
+def append(file: Path, *rows: dict[str, Any]) -> None:
+    file.parent.mkdir(exist_ok=True)
+    with file.open("a") as lines:
+        lines.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def write(run: Run, *places: tuple[int, int]) -> None:
+    facts = {"kind": "epoch", "time": 1.0, "stage": "fit", "metrics": {"score": 1.0}}
+    append(run.metrics_file(0), *({**facts, "epoch": epoch, "step": step} for epoch, step in places))
+
+
+def show(run: Run, *names: str) -> None:
+    facts = {"kind": "text", "time": 1.0, "attempt": 1, "rank": 0, "step": 1, "stage": "fit", "epoch": 0}
+    for name in names:
+        file = run.media_dir / "rank-00000" / name / "step-000000000001-000.txt"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("text")
+        more = {"name": name, "number": 0, "file": f"rank-00000/{name}/{file.name}", "bytes": 4}
+        append(run.media_index_file(0), facts | more)
+
+
+def opened(run: Run, sink: Takes) -> tuple[Takes, SinkSource]:
+    sink.open(run)
+    return sink, SinkSource(run, sink)
+
+
+def test_each_epoch_of_a_stage_without_steps_comes_once_also_after_a_restart(run: Run) -> None:
+    write(run, (0, 0), (1, 0), (2, 0))
+    sink, source = opened(run, Takes())
+    assert source.feed() and sink.rows == [(0, 0), (1, 0), (2, 0)]
+    write(run, (2, 0), (3, 0))  # a new attempt repeats an epoch
+    sink, source = opened(run, Takes())
+    assert source.feed() and sink.rows == [(3, 0)]
+    assert not source.feed()
+
+
+def test_rows_before_an_item_that_a_sink_fails_at_do_not_come_again(run: Run) -> None:
+    write(run, (0, 1))
+    show(run, "a")
+    _, source = opened(run, Takes(fails=True))
+    with pytest.raises(OSError, match="no server"):
+        source.feed()
+    sink, source = opened(run, Takes())
+    source.feed()
+    assert sink.rows == [] and sink.items == ["a"]
+
+
+def test_a_file_that_goes_while_the_sink_reads_it_is_passed_over(run: Run) -> None:
+    show(run, "a", "b", "c", "d")
+    (run.media_dir / "rank-00000/b/step-000000000001-000.txt").unlink()
+    sink, source = opened(run, Takes(thins=True))
+    source.feed()
+    assert sink.items == ["a", "d"]
+    write(run, (0, 1))
+    source.feed()
+    assert sink.rows == [(0, 1)]
