@@ -64,6 +64,8 @@ def run(tmp_path: Path) -> Run:
     run.call_dir.mkdir()
     Call(function="f", target=Local().to_dict(), world_size=1, groups=None, sys_path=[]).write(run)
     (run.call_dir / "call.pickle").write_bytes(pickled.pack((max, (1, 2), {}, None), what="it"))
+    for directory in (run.metrics_dir, run.log_dir, run.lock_dir):
+        directory.mkdir(exist_ok=True)
     for path in run.path.rglob("*"):
         path.chmod(0o700 if path.is_dir() else 0o600)
     return run
@@ -78,7 +80,7 @@ READERS: dict[str, Callable[[Run], object]] = {
     "submission": lambda run: enqueue.submit_runs([run], [Program(command=["train"])], Slurm()),
     "restart": restart,
 }
-WALK = ("..", ".", "run.json", "job.json", "job.sh", "code", "code/tree", "call")
+WALK = ("..", ".", "run.json", "job.json", "job.sh", "code", "code/tree", "call", "metrics", "log", "lock")
 
 
 def spoilt(path: Path) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import os
 import pty
@@ -14,7 +15,7 @@ import pytest
 from synthetic_run import make_run, row, write_rows
 
 from headway.cli import main
-from headway.errors import UsageError
+from headway.errors import StorageError, UsageError
 from headway.record.sinks import Csv, feeding, replay
 from headway.run import Run
 from headway.watch import housekeeping
@@ -111,6 +112,68 @@ def test_a_sink_catches_up_with_what_it_missed(run: Run, capsys: pytest.CaptureF
     assert [step for step, name in lines_of(run.csv_file) if name == "train/loss"] == [10, 20, 30]
     with pytest.raises(UsageError, match="had no sink 'wandb'; it had: csv"):
         replay(run, ["wandb"])
+
+
+def test_a_sink_that_others_could_have_described_is_not_imported(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "headway.record.sinks.replayer.transport.make", lambda _: pytest.fail("it was imported")
+    )
+    run.metrics_dir.chmod(0o700)
+    run.sink_file("x").write_text('{"module": "evil"}')
+    for path, mode in ((run.metrics_dir, 0o777), (run.sink_file("x"), 0o666)):
+        before = path.stat().st_mode & 0o7777
+        path.chmod(mode)
+        with pytest.raises(UsageError, match=rf"{path} can be written by others"):
+            replay(run)
+        path.chmod(before)
+    run.sink_file("x").rename(tmp_path / "elsewhere.json")
+    run.sink_file("x").symlink_to(tmp_path / "elsewhere.json")
+    with pytest.raises(UsageError, match="is damaged"):
+        replay(run)
+
+
+def test_a_run_is_not_archived_where_others_could_remove_it(run: Run, tmp_path: Path) -> None:
+    place = run.path.parent / "archive"
+    place.mkdir()
+    place.chmod(0o777)
+    with pytest.raises(UsageError, match=rf"{place} is not safe.*written by others.*--to DIR"):
+        housekeeping.archive(run)
+    place.rmdir()
+    (tmp_path / "mine").mkdir(mode=0o700)
+    place.symlink_to(tmp_path / "mine")
+    if os.geteuid() == 0:
+        os.lchown(place, 65534, 65534)
+        with pytest.raises(UsageError, match=rf"{place} is not safe.*another user, nobody"):
+            housekeeping.archive(run)
+        os.lchown(place, 0, 0)
+    assert run.path.exists() and not list((tmp_path / "mine").iterdir())
+    assert housekeeping.archive(run).exists() and not run.path.exists(), "a link of one's own is followed"
+
+
+def test_a_renamed_run_is_archived_and_a_link_to_one_is_not_removed(run: Run) -> None:
+    renamed = Run.open(run.path.rename(run.path.with_name("best")))
+    link = run.path.with_name("link")
+    link.symlink_to(renamed.path)
+    for work in (housekeeping.remove, housekeeping.archive):
+        with pytest.raises(UsageError, match=f"link is a link: give the run itself, {renamed.path}"):
+            work(Run.open(link))
+    assert link.is_symlink() and renamed.path.is_dir()
+    with tarfile.open(housekeeping.archive(renamed)) as tar:
+        assert f"{run.id}/run.json" in tar.getnames()
+
+
+def test_a_full_disk_leaves_the_run_and_no_half_of_an_archive(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tarfile.TarFile, "add", full)
+    with pytest.raises(StorageError, match="No space left"):
+        housekeeping.archive(run)
+    assert run.path.exists() and not list((run.path.parent / "archive").iterdir())
 
 
 def test_a_csv_file_has_each_step_once_whatever_was_repeated(run: Run) -> None:

@@ -65,6 +65,9 @@ class RunPaths:
         ):
             if os.path.lexists(path):
                 ownership.check_private(path)
+        for path in (self.metrics_dir, self.log_dir, self.lock_dir):  # they may be links to another disk
+            if path.exists():
+                ownership.check_private(path.resolve())
 
     # --- the run as a whole
 

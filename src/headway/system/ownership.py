@@ -58,6 +58,14 @@ def check_private(path: Path, *, advice: str | None = None) -> None:
     _check(path, path.lstat(), sticky=False, advice=advice)
 
 
+def check_owner(path: Path) -> None:
+    """Raises `UsageError` unless a file, directory or link is this user's, or root's.
+
+    >>> check_owner(Path("/usr"))
+    """
+    _check_owner(path, path.lstat())
+
+
 def check_root(path: Path) -> None:
     """Raises `UsageError` unless what this user puts into a directory stays what it is.
 

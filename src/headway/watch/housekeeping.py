@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import tarfile
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from headway.errors import StorageError, UsageError
 from headway.run import Run
-from headway.system import files
+from headway.system import files, ownership
 from headway.watch.runs import summarize
 
 _BUSY = ("running", "queued")
@@ -55,43 +56,66 @@ def archive(run: Run, directory: Path | None = None) -> Path:
     target = (directory or run.path.parent / "archive") / f"{run.id}.tar"
     if target.exists():
         raise UsageError(f"{target} exists already: move it away first")
-    partial = target.with_name(f".{target.name}.tmp")
     with _idle(run), files.storage(f"write {target}"):
         target.parent.mkdir(mode=0o700, exist_ok=True)
-        with os.fdopen(files.open_private(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
-            with tarfile.open(fileobj=file, mode="w") as tar:
-                tar.add(run.path, arcname=run.id)
-            file.flush()
-            os.fsync(file.fileno())
-        _compare(partial, run.path)
-        partial.rename(target)
-        files.sync_dir(target.parent)
+        if directory is None:  # nobody has said that it is to be trusted
+            _check_own(target.parent)
+        _pack(run, target)
     remove(run)
     return target
 
 
+def _pack(run: Run, target: Path) -> None:
+    """Writes a run to a tar file that has its name only when it is whole; what is half-made is removed."""
+    partial = target.with_name(f".{target.name}-{secrets.token_hex(4)}.tmp")
+    try:
+        with os.fdopen(files.open_private(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+            with tarfile.open(fileobj=file, mode="w") as tar:
+                tar.add(run.path, arcname=run.id)
+            file.flush()
+            os.fsync(file.fileno())
+        _compare(partial, run)
+        partial.rename(target)
+    finally:
+        partial.unlink(missing_ok=True)
+    files.sync_dir(target.parent)
+
+
+def _check_own(directory: Path) -> None:
+    """Raises `UsageError` if others could remove what is put into a directory, or have put a link in its place."""
+    try:
+        if directory.is_symlink():
+            ownership.check_owner(directory)
+        ownership.check_root(directory)
+    except UsageError as error:
+        raise UsageError(
+            f"{directory} is not safe for the only copy of a run ({error}); or give another: --to DIR"
+        ) from error
+
+
 @contextmanager
 def _idle(run: Run) -> Iterator[None]:
+    if run.path.is_symlink():
+        raise UsageError(f"{run.path} is a link: give the run itself, {run.path.resolve()}")
     check_idle(run)
     with run.lock():
         yield
 
 
-def _compare(packed: Path, directory: Path) -> None:
-    """Raises `StorageError` unless the tar file has every file of the directory with all its bytes."""
+def _compare(packed: Path, run: Run) -> None:
+    """Raises `StorageError` unless the tar file has every file of the run with all its bytes."""
     on_disk = {
-        path.relative_to(directory.parent).as_posix(): path.stat().st_size
-        for path in directory.rglob("*")
+        f"{run.id}/{path.relative_to(run.path).as_posix()}": path.stat().st_size
+        for path in run.path.rglob("*")
         if path.is_file() and not path.is_symlink()
     }
     with tarfile.open(packed) as tar:
         inside = {member.name: member.size for member in tar if member.isfile()}
         # of files that are hard links to each other, all but the first are names of it
         inside |= {each.name: inside.get(each.linkname, -1) for each in tar.getmembers() if each.islnk()}
-    lock = f"{directory.name}/lock/"  # its heartbeat goes on
+    lock = f"{run.id}/lock/"  # its heartbeat goes on
     missing = [
         name for name, size in on_disk.items() if inside.get(name) != size and not name.startswith(lock)
     ]
     if missing:
-        packed.unlink()
-        raise StorageError(f"{packed} lacks {missing[0]} or a part of it; {directory} is kept")
+        raise StorageError(f"{packed} lacks {missing[0]} or a part of it; {run.path} is kept")

@@ -10,7 +10,8 @@ from headway.record.sinks import transport
 from headway.record.sinks.base import Sink
 from headway.record.sinks.feeder import Feeder
 from headway.run import Run
-from headway.run.info import read_json
+from headway.system import ownership
+from headway.system.jsonlines import parse_json
 
 _LIMIT_S = 3600.0
 
@@ -50,7 +51,12 @@ def replay(
 
 
 def _made(run: Run, name: str) -> Sink:
-    description = read_json(run.sink_file(name))
-    if not description:
+    try:
+        description = parse_json(ownership.read_private(run.sink_file(name)))
+    except UsageError:  # which is a ValueError, too
+        raise
+    except (OSError, ValueError):
+        description = None
+    if not isinstance(description, dict) or not description:
         raise UsageError(f"{run.sink_file(name)} is damaged: it should say what the sink was")
     return transport.make(description)
