@@ -217,6 +217,17 @@ def test_steps_that_were_done_again_count_once(pair: list[Run]) -> None:
     assert (one.metrics["loss"].last, one.metrics["loss"].best) == (3.0, 3.0)
 
 
+def test_the_mean_of_an_epoch_does_not_replace_its_log_points(pair: list[Run]) -> None:
+    losses = [(1, 0.5), (2, 0.2), (3, 0.4), (4, 0.3)]
+    rows = [{"kind": "train", "step": step, "metrics": {"loss": loss}} for step, loss in losses]
+    means = {step: {"kind": "epoch", "step": step, "metrics": {"loss": 0.35, "epoch/error": 0.1}} for step in (2, 4)}
+    metrics(pair[0], *rows[:2], means[2], *rows[2:], means[4])
+    (one,) = compare(pair[:1])
+    loss = one.metrics["loss"]
+    assert (loss.last, loss.best, loss.best_step, len(loss.curve)) == (0.3, 0.2, 2, 4)
+    assert one.metrics["epoch/error"].last == 0.1, "what only epochs have is shown"
+
+
 def test_a_sweep_stands_for_its_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -147,13 +147,19 @@ History = dict[str, list[tuple[int, float | str]]]
 
 
 def _history(run: Run) -> History:
-    """Returns all values of each metric by step. A resumed run repeats steps: the later values count."""
-    history: dict[str, dict[int, float | str]] = {}
+    """Returns all values of each metric by step. A resumed run repeats steps: the later values count.
+
+    What log points have is not taken from the rows of epochs, too: those are means over the epoch.
+    """
+    points: dict[str, dict[int, float | str]] = {}
+    epochs: dict[str, dict[int, float | str]] = {}
     for row in metric_rows(run):
+        found = epochs if row.get("kind") == "epoch" else points
         for name, value in row["metrics"].items():
             if isinstance(value, int | float | str):
-                history.setdefault(name, {})[int(row["step"])] = value
-    return {name: sorted(values.items()) for name, values in history.items()}
+                found.setdefault(name, {})[int(row["step"])] = value
+                (points if found is epochs else epochs).setdefault(name, {})  # names in the order of the file
+    return {name: sorted((points[name] or epochs[name]).items()) for name in points}
 
 
 def _metric(values: Sequence[tuple[int, float | str]], better: Better | None) -> Metric:
