@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -179,6 +180,22 @@ checkpoint.main([]); checkpoint.main(["show", {str(run.path)!r}]); checkpoint.ma
 assert "torch" not in sys.modules and "numpy" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_the_best_of_what_is_left_is_said_to_be_that(
+    run: Run, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("headway"), "propagate", True)
+    checkpoint.save(run, STATE, step=3, metrics={"val/loss": 0.2})
+    assert checkpoint.load_best(run, metric="val/loss").step == 3 and not caplog.messages
+    assert checkpoint.load_best(run).step == 3
+    (said,) = caplog.messages
+    assert (
+        "trained without keep_best: step 3 has the lowest val/loss of the checkpoints that are left" in said
+    )
+    caplog.clear()
+    checkpoint.save(run, {**STATE, "run": {"keep_best": "val/loss"}}, step=4, metrics={"val/loss": 0.1})
+    assert checkpoint.load_best(run).step == 4 and not caplog.messages
 
 
 def test_show_lists_all_checkpoints_of_a_run(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,6 +54,20 @@ def test_what_the_run_wrote_down(run: Run) -> None:
     assert state(run) == ("failed", "rank 3 at step 7: ValueError: bad thing")
 
 
+def test_a_script_that_fails_after_its_training_has_failed(run: Run) -> None:
+    number = run.begin_attempt(world={})
+    run.end_attempt(number, status="done", exit_code=0)
+    run.note_attempt(number, script_ended=False)
+    assert state(run) == ("done", "")
+    run.write_failure({"rank": 0, "step": None, "error": "UsageError: logits.npy exists already"})
+    assert state(run) == (
+        "failed",
+        "after the training was done: rank 0: UsageError: logits.npy exists already",
+    )
+    run.note_attempt(number, script_ended=True)  # the same command did what was left
+    assert state(run) == ("done", "")
+
+
 @pytest.mark.parametrize("ending", ["stopped", "failed", "interrupted"])
 @pytest.mark.parametrize("code", [1, 2, 74, 75, 86, 93, 130, 143])
 def test_every_end_but_a_good_one_has_a_reason_that_stays(ending: str, code: int, run: Run) -> None:

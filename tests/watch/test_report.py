@@ -16,8 +16,9 @@ from headway import record
 from headway.cli import main
 from headway.record import attempt
 from headway.run import Run
-from headway.watch.report import account, render
+from headway.watch.report import account, figures, render
 from headway.watch.view import RunView
+from headway.watch.view.series import Series, smoothed
 
 VOID = {"meta", "br", "circle", "line", "polyline"}
 
@@ -165,6 +166,20 @@ def test_a_long_run_writes_its_report_by_itself(tmp_path: Path, monkeypatch: pyt
     assert [each.path for each in written] == [run.path]
     write(run)
     assert "done without a step" in Page(run.report_file.read_text()).text
+
+
+def test_averages_are_of_noise_alone_and_do_not_lag() -> None:
+    rate, loss = Series(), Series()
+    for step in range(10, 510, 10):
+        rate.add(step, 0.0, 1e-3 * 0.5 ** (step // 100))
+        loss.add(step, 0.0, 2.0 - step / 500 + 0.02 * (-1) ** (step // 10))
+    stairs = figures.curves({"lr": rate})
+    assert stairs.count("<polyline") == 1 and "moving average" not in stairs, "a staircase stays one"
+    both = figures.curves({"train/loss": loss})
+    assert both.count("<polyline") == 2 and "bold: moving average" in both
+    average = smoothed(loss.steps, loss.means)
+    assert max(abs(mean - (2.0 - step / 500)) for step, mean in zip(loss.steps, average, strict=True)) < 0.04
+    assert smoothed([5], [1.0]) == [1.0]
 
 
 def test_comparing_shows_curves_and_how_the_code_differs(

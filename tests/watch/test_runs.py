@@ -220,7 +220,10 @@ def test_steps_that_were_done_again_count_once(pair: list[Run]) -> None:
 def test_the_mean_of_an_epoch_does_not_replace_its_log_points(pair: list[Run]) -> None:
     losses = [(1, 0.5), (2, 0.2), (3, 0.4), (4, 0.3)]
     rows = [{"kind": "train", "step": step, "metrics": {"loss": loss}} for step, loss in losses]
-    means = {step: {"kind": "epoch", "step": step, "metrics": {"loss": 0.35, "epoch/error": 0.1}} for step in (2, 4)}
+    means = {
+        step: {"kind": "epoch", "step": step, "metrics": {"loss": 0.35, "epoch/error": 0.1}}
+        for step in (2, 4)
+    }
     metrics(pair[0], *rows[:2], means[2], *rows[2:], means[4])
     (one,) = compare(pair[:1])
     loss = one.metrics["loss"]

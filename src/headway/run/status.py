@@ -133,6 +133,8 @@ def _recorded_status(
     """
     if attempt["status"] != "running":
         state, why = attempt["status"], attempt.get("why")
+        if state == "done" and not attempt.get("script_ended", True) and (failure := _failure(run)):
+            return Status(state="failed", why=f"after the training was done: {failure}")
         return Status(state=state, why=_reason(run, state, attempt.get("exit_code"), why, *said))
     owner = lock.newest_owner(run.lock_dir)
     gone = "it ended without recording how"

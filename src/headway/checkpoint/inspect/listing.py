@@ -13,6 +13,7 @@ from headway.checkpoint.retention import read_manifests
 from headway.checkpoint.settings import CheckpointSettings
 from headway.errors import UsageError
 from headway.run import has_info
+from headway.system.log import logger
 
 _USUAL_METRIC = "val/loss"
 """of runs without `keep_best`, if it was logged"""
@@ -64,15 +65,25 @@ def list_checkpoints(where: Path, *, metric: str | None = None) -> list[Checkpoi
 
 
 def find_best(where: Path, *, metric: str | None = None) -> CheckpointSummary:
-    """Returns the checkpoint of a run with the best metric; `UsageError` if none has it."""
+    """Returns the checkpoint of a run with the best metric; `UsageError` if none has it.
+
+    It warns if the run had no `keep_best`, for then the best one may have been removed.
+    """
     listed = list_checkpoints(where, metric=metric)
     if not listed:
         raise UsageError(f"{where} has no checkpoints")
+    parent = _parent(where)
+    manifests = read_manifests(parent)
     for each in listed:
         if each.best:
+            if metric is None and _kept_metric(parent, manifests) is None:
+                logger.warning(
+                    f"{where} was trained without keep_best: step {each.step:,} has the lowest {_USUAL_METRIC} of the "
+                    "checkpoints that are left, and a better one may have been removed; give "
+                    f'enable_checkpointing(keep_best="{_USUAL_METRIC}")'
+                )
             return each
-    parent = _parent(where)
-    wanted = metric or best_metric(parent, read_manifests(parent)) or _USUAL_METRIC
+    wanted = metric or best_metric(parent, manifests) or _USUAL_METRIC
     known = ", ".join(sorted({name for each in listed for name in each.metrics})) or "none"
     raise UsageError(
         f"no checkpoint of {where} has the metric {wanted!r}, so none is the best: metrics that were saved: {known}"
@@ -81,6 +92,11 @@ def find_best(where: Path, *, metric: str | None = None) -> CheckpointSummary:
 
 def best_metric(parent: Path, manifests: Mapping[int, Manifest]) -> str | None:
     """Returns the `keep_best` of the newest checkpoint that has one; else val/loss, if it was logged."""
+    logged = any(_USUAL_METRIC in manifest.metrics for manifest in manifests.values())
+    return _kept_metric(parent, manifests) or (_USUAL_METRIC if logged else None)
+
+
+def _kept_metric(parent: Path, manifests: Mapping[int, Manifest]) -> str | None:
     for step in sorted(manifests, reverse=True):
         try:
             with CheckpointDirectory(step_dir(parent, step)) as directory:
@@ -91,8 +107,7 @@ def best_metric(parent: Path, manifests: Mapping[int, Manifest]) -> str | None:
             case {"run": {"keep_best": str(metric)}}:
                 return metric
         break  # a run has one setting; checkpoints of earlier versions do not say
-    logged = any(_USUAL_METRIC in manifest.metrics for manifest in manifests.values())
-    return _USUAL_METRIC if logged else None
+    return None
 
 
 def _best(manifests: dict[int, Manifest], metric: str | None) -> set[int]:

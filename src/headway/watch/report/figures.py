@@ -6,15 +6,16 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from headway.watch.view.series import Series, smoothed
+from headway.watch.view.series import Series, is_noisy, smoothed
 
 COLORS = ("#3b6fb6", "#e08a3c", "#4a9d6f", "#b5534f", "#8067ad", "#8a6d5a", "#d07fb3", "#7f7f7f")
 _WIDTH, _HEIGHT = 420, 210
-_LEFT, _BOTTOM, _TOP, _RIGHT = 52, 24, 8, 8
+_LEFT, _BOTTOM, _TOP, _RIGHT = 64, 24, 8, 8
+_MANY_POINTS = 40
 
 
 def curves(named: Mapping[str, Series]) -> str:
-    """Draws curves over the same steps: the values thin, a moving average bold."""
+    """Draws curves over the same steps: the values; of many noisy ones these thin, and a moving average bold."""
     drawn = {name: series for name, series in named.items() if series.steps}
     if not drawn:
         return ""
@@ -29,7 +30,7 @@ def curves(named: Mapping[str, Series]) -> str:
         inside = min(high, max(low, value))
         return _TOP + (high - inside) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
 
-    parts = [_axes(low, high, first, last)]
+    parts, has_averages = [_axes(low, high, first, last)], False
     for number, (name, series) in enumerate(drawn.items()):
         color = COLORS[number % len(COLORS)]
         points = list(zip(series.steps, series.means, strict=True))
@@ -39,14 +40,15 @@ def curves(named: Mapping[str, Series]) -> str:
                 f"<circle cx={x(points[0][0]):.1f} cy={y(points[0][1]):.1f} r=3 fill={color}>{title}</circle>"
             )
             continue
-        is_noisy = len(points) > 40
+        averaged = len(points) > _MANY_POINTS and is_noisy(series.means)
+        has_averages |= averaged
         raw = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points)
-        weight = "stroke-width=1 stroke-opacity=.35" if is_noisy else "stroke-width=2"
+        weight = "stroke-width=1 stroke-opacity=.35" if averaged else "stroke-width=2"
         parts.append(f"<polyline points='{raw}' fill=none stroke={color} {weight}>{title}</polyline>")
-        if is_noisy:
+        if averaged:
             smooth = " ".join(
                 f"{x(step):.1f},{y(value):.1f}"
-                for (step, _), value in zip(points, smoothed(series.means), strict=True)
+                for step, value in zip(series.steps, smoothed(series.steps, series.means), strict=True)
             )
             parts.append(
                 f"<polyline points='{smooth}' fill=none stroke={color} stroke-width=2>{title}</polyline>"
@@ -57,7 +59,8 @@ def curves(named: Mapping[str, Series]) -> str:
         for number, (name, series) in enumerate(drawn.items())
     )
     drawing = f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}'>{''.join(parts)}</svg>"
-    return f"<figure><figcaption>{keys}</figcaption>{drawing}</figure>"
+    note = "<span class=item>bold: moving average</span>" if has_averages else ""
+    return f"<figure><figcaption>{keys}{note}</figcaption>{drawing}</figure>"
 
 
 def _range(series: Sequence[Series]) -> tuple[float, float]:

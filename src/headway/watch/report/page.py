@@ -50,6 +50,7 @@ td, th { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px soli
 td:not(:last-child), th { white-space: nowrap; }
 pre { background: var(--card); border-radius: 6px; padding: .7rem; overflow-x: auto; font-size: .82rem;
   white-space: pre-wrap; } summary { cursor: pointer; padding: .2rem 0; }
+@media (max-width: 640px) { table { display: block; overflow-x: auto; } .item { white-space: normal; } }
 """
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from rich.text import Text
 
-from headway.watch.view.series import Series, resample, smoothed
+from headway.watch.view.series import Series, is_noisy, resample, smoothed
 
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of a braille character, by column and row
 _FILLS = {
@@ -73,8 +73,10 @@ def curve(series: Series, width: int, height: int) -> list[str]:
     ['      1 ┤⡠⠊⠁']
     """
     inner = width - 9
-    is_noisy = len(series.steps) > inner  # then the trend is what there is room for
-    shown = replace(series, means=smoothed(series.means)) if is_noisy else series
+    is_trend = len(series.steps) > inner and is_noisy(
+        series.means
+    )  # then the trend is what there is room for
+    shown = replace(series, means=smoothed(series.steps, series.means)) if is_trend else series
     values = resample(shown, 2 * inner) if inner > 0 and height > 0 else []
     finite = [value for value in values if value is not None]
     if not finite:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import final
 
 CAPACITY = 2048
 """points of a curve, more than a screen has columns"""
+_DECAY = 0.9
+_SMOOTHED_PARTS = 500
+"""of a curve: a moving average forgets a tenth with each"""
 
 
 @final
@@ -110,18 +114,32 @@ def resample(series: Series, width: int) -> list[float | None]:
     return [total / count if count else None for total, count in zip(sums, counts, strict=True)]
 
 
-def smoothed(values: Sequence[float], decay: float = 0.9) -> list[float]:
-    """Returns an exponential moving average that begins without bias.
+def smoothed(steps: Sequence[int], values: Sequence[float]) -> list[float]:
+    """Returns an exponential moving average that begins without bias, and lags 2 percent of the curve behind.
 
-    >>> smoothed([1.0, 1.0, 1.0])
+    It forgets by distance and not by point, so that a curve with few points does not lag behind more.
+
+    >>> smoothed([10, 20, 30], [1.0, 1.0, 1.0])
     [1.0, 1.0, 1.0]
     """
     found: list[float] = []
     total = weight = 0.0
-    for value in values:
+    unit = (steps[-1] - steps[0]) / _SMOOTHED_PARTS if len(steps) > 1 else 1.0
+    for value, distance in zip(values, (unit, *(b - a for a, b in pairwise(steps))), strict=True):
+        decay: float = _DECAY ** (distance / unit) if unit else 0.0
         total, weight = decay * total + (1 - decay) * value, decay * weight + (1 - decay)
         found.append(total / weight)
     return found
+
+
+def is_noisy(values: Sequence[float]) -> bool:
+    """Returns whether a curve turns up and down so often that its average says more; a learning rate does not.
+
+    >>> is_noisy([1.0, 3.0, 2.0, 4.0, 3.0]), is_noisy([3.0, 3.0, 2.0, 2.0, 1.0])
+    (True, False)
+    """
+    rises = [b > a for a, b in pairwise(values) if a != b]
+    return sum(a != b for a, b in pairwise(rises)) * 5 > len(values)
 
 
 _BARS = "▁▂▃▄▅▆▇█"
