@@ -20,10 +20,11 @@ from synthetic_run import make_run, row, write_rows
 
 from headway.cli import main
 from headway.launcher.sweep import SweepMember
+from headway.record.media import MediaIndex
 from headway.run import Run
 from headway.watch.view import metric_rows
 from headway.watch.view.series import Series
-from headway.watch.web import RunLibrary, listen, make_app
+from headway.watch.web import RunLibrary, listen, make_app, media
 from headway.watch.web.assets import assets
 from headway.watch.web.curves import decimated
 from headway.watch.web.run_library import key_of
@@ -248,7 +249,68 @@ def test_media_are_pictures_or_text_and_inside_the_run(tmp_path: Path) -> None:
         assert get(client, "/api/media", run=key_of(run), search="none")["items"] == []
         run.media_index_file(0).rename(tmp_path / "index.jsonl")
         run.media_index_file(0).symlink_to(tmp_path / "index.jsonl")
-        assert get(client, "/api/media", run=key_of(run))["count"] == 0
+        linked = get(client, "/api/media", run=key_of(run))
+        assert linked["count"] == 0 and "is not a regular file" in linked["note"]
+        assert fetch("rank-00000/good.png").status_code == 404
+
+
+def test_of_a_long_index_the_newest_media_are_shown_and_the_page_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path)
+    base = {"time": 1.0, "attempt": 1, "stage": "fit", "epoch": 0, "number": 0, "name": "x", "kind": "image"}
+
+    def log(*steps: int, size: int = 1) -> None:
+        rows = [base | {"step": n, "file": f"rank-00000/x/{n}.png", "bytes": size} for n in steps]
+        with run.media_index_file(0).open("a") as index:
+            index.writelines(f"{json.dumps(row)}\n" for row in rows)
+
+    run.media_files_dir(0).mkdir(parents=True)
+    log(*range(100))
+    row_bytes = run.media_index_file(0).stat().st_size // 100
+    monkeypatch.setattr(media, "_INDEX_BYTES", 20 * row_bytes)
+    with client_of(RunLibrary(root=tmp_path)) as client:
+
+        def steps() -> list[int]:
+            found = get(client, "/api/media", run=key_of(run))
+            assert "the newest part of a long index" in found["note"]
+            return [item["step"] for item in found["items"]]
+
+        assert steps() == list(range(99, 80, -1)), "and a part of a row, which is none"
+        log(100)
+        assert steps() == list(range(100, 80, -1))
+        log(*range(101, 140))
+        assert steps() == list(range(139, 120, -1)), "what it keeps stays bounded"
+        log(140, size=40 << 20)
+        newest, *others = get(client, "/api/media", run=key_of(run))["items"]
+        assert newest["too_large"] and not any(item["too_large"] for item in others)
+
+
+def test_media_keep_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a long index is read, the run is shown; a file is found without a look at all others."""
+    run = make_run(tmp_path)
+    (run.media_files_dir(0) / "x").mkdir(parents=True)
+    (run.media_files_dir(0) / "x" / "1.txt").write_text("words")
+    base = {"time": 1.0, "attempt": 1, "stage": "fit", "epoch": 0, "number": 0, "name": "x", "kind": "text"}
+    write_rows(run.media_index_file(0), [base | {"step": 1, "file": "rank-00000/x/1.txt", "bytes": 5}])
+    opened = RunLibrary(root=tmp_path).open(key_of(run))
+    assert opened is not None
+    refresh, shown = MediaIndex.refresh, threading.Event()
+
+    def read_slowly(index: MediaIndex) -> bool:
+        other = threading.Thread(target=lambda: opened.refresh() and shown.set(), daemon=True)
+        other.start()
+        assert shown.wait(60), "who looks at the run waits for its media"
+        return refresh(index)
+
+    before = opened.size_bytes
+    monkeypatch.setattr(MediaIndex, "refresh", read_slowly)
+    assert opened.media_page("", "")["count"] == 1
+    assert opened.size_bytes > before, "media count in the budget of memory"
+    monkeypatch.setattr(MediaIndex, "refresh", refresh)
+    monkeypatch.setattr(MediaIndex, "items", lambda *_: pytest.fail("all items are looked at"))
+    assert opened.media_content("rank-00000/x/1.txt") == {"text": "words"}
+    assert opened.media_content("rank-00000/x/1.png") is None
 
 
 # --- who may ask

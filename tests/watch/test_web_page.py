@@ -165,7 +165,7 @@ def make_runs(root: Path) -> dict[str, Run]:
 
 
 def add_media(run: Run) -> None:
-    """An image, a histogram and a text."""
+    """An image, a histogram and a text, and an image that is too large."""
     files = run.media_files_dir(0)
     files.mkdir(parents=True)
     (files / "a.png").write_bytes(png(24, 16))
@@ -183,7 +183,8 @@ def add_media(run: Run) -> None:
     }
     items = (("image", "a.png", "samples"), ("histogram", "b.json", "weights"), ("text", "c.txt", "words"))
     rows = [base | {"kind": kind, "file": f"rank-00000/{file}", "name": name} for kind, file, name in items]
-    write_rows(run.media_index_file(0), rows)
+    large = {"kind": "image", "file": "rank-00000/d.png", "name": "scans", "bytes": 40 << 20}
+    write_rows(run.media_index_file(0), [*rows, base | large])
 
 
 def png(width: int, height: int) -> bytes:
@@ -324,11 +325,16 @@ def test_the_tabs_show_ranks_settings_diagnostics_logs_and_media(site: Site, pag
     expect(page.locator(".log")).to_have_text("WARNING: <i>hot</i>")
     page.get_by_role("tab", name="Media").click()
     page.get_by_placeholder("find in names").fill("s")
-    expect(page.locator(".media figure")).to_have_count(3)
+    expect(page.locator(".media figure")).to_have_count(4)
     image = page.locator(".media img")
     wait_until(lambda: image.evaluate("each => each.naturalWidth") == 24, "the picture is shown")
     expect(page.locator(".media pre")).to_have_text("a <b>bold</b> text")
     expect(page.locator(".media .bar")).to_have_count(2)
+    expect(page.locator(".media")).to_contain_text(
+        "40 MiB are too large for this page: media/rank-00000/d.png in"
+    )
+    page.get_by_placeholder("find in names").fill("none of them")
+    expect(page.locator(".media")).to_have_text("Nothing has that name, or that text in its name or caption.")
 
 
 # --- several runs

@@ -65,7 +65,7 @@ class MediaItem:
 
 @final
 class MediaIndex:
-    """Follows the media of a run, of all its ranks.
+    """Follows the media of a run, of all its ranks; of a long index only the newest `most_bytes`, if they are given.
 
     >>> index = MediaIndex(run)  # doctest: +SKIP
     >>> index.refresh()  # doctest: +SKIP
@@ -74,31 +74,58 @@ class MediaIndex:
     ['rank-00000/val/samples/step-000000000100-000.png']
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: Run, *, most_bytes: int | None = None) -> None:
+        self._run, self._most_bytes = run, most_bytes
         self._tails: dict[int, Tail] = {}
         self._items: dict[str, MediaItem] = {}  # by file, without its ending
+        self._sorted: list[MediaItem] | None = None
+        self.is_partial = False
+        """whether older rows were left out"""
+
+    def __len__(self) -> int:
+        return len(self._items)
 
     def refresh(self) -> bool:
         """Reads what is new; returns whether anything was."""
         found = False
-        for rank in indexed_ranks(self._run):
-            tail = self._tails.setdefault(rank, Tail(self._run.media_index_file(rank)))
-            before = -1
+        ranks = indexed_ranks(self._run)
+        for rank in ranks:
+            if rank not in self._tails:
+                self._tails[rank] = self._open(rank, len(ranks))
+            tail, before = self._tails[rank], -1
             while before != tail.offset:
                 before = tail.offset
                 for row in tail.read():
                     found |= self._add(rank, row)
+        if found:
+            self._sorted = None
         return found
+
+    def find(self, file: str) -> MediaItem | None:
+        """Returns the item of a file, as rows name it; None if there is none."""
+        item = self._items.get(_stem(file))
+        return item if item is not None and item.file == file else None
 
     def items(self, name: str | None = None) -> list[MediaItem]:
         """Returns all items, or those of a name, by step; without those that were removed."""
-        chosen = [item for item in self._items.values() if name is None or item.name == name]
-        return sorted(chosen, key=lambda item: (item.step, item.rank, item.name, item.number))
+        if self._sorted is None:
+            order = sorted(
+                self._items.values(), key=lambda item: (item.step, item.rank, item.name, item.number)
+            )
+            self._sorted = order
+        return [item for item in self._sorted if name is None or item.name == name]
 
     def names(self) -> list[str]:
         """Returns the names of all items."""
         return sorted({item.name for item in self._items.values()})
+
+    def _open(self, rank: int, ranks: int) -> Tail:
+        """Opens the index of a rank; where that begins within a row, the rest of it is skipped as damaged."""
+        file = self._run.media_index_file(rank)
+        size = file.stat().st_size if self._most_bytes is not None else 0
+        begin = 0 if self._most_bytes is None else max(0, size - self._most_bytes // ranks)
+        self.is_partial |= begin > 0
+        return Tail(file, begin)
 
     def _add(self, rank: int, row: Row) -> bool:
         if row.get("kind") == "removed":

@@ -25,7 +25,7 @@ _BUDGET_BYTES = 256 << 20
 _POINT_BYTES = 200
 """of a point of a curve: six numbers, as Python keeps them"""
 _RUN_BYTES = 1 << 20
-"""of an open run, curves aside"""
+"""of an open run, curves and media aside"""
 
 
 @final
@@ -41,6 +41,7 @@ class OpenRun:
         self._read_at = 0.0
         self._full: tuple[MetricRows, Future[bool]] | None = None
         self._media = MediaShelf(run)
+        self._media_lock = threading.Lock()  # a long index takes a second, in which the run itself is shown
 
     def refresh(self) -> Snapshot:
         """Returns what is known now, or was a moment ago."""
@@ -61,13 +62,14 @@ class OpenRun:
 
     def media_page(self, name: str, search: str) -> dict[str, Any]:
         """Returns the newest images, figures, histograms and texts."""
-        with self._lock:
+        with self._media_lock:
             return self._media.page(name, search)
 
     def media_content(self, file: str) -> Picture | dict[str, Any] | None:
         """Returns what a file of the media holds; None if there is no such file."""
-        with self._lock:
-            return self._media.content(file)
+        with self._media_lock:
+            item = self._media.find(file)
+        return None if item is None else self._media.content(item)
 
     def _refresh_full(self) -> None:
         """Reads a long file as a whole, in another thread, while a sample of it is shown; then what is new of it."""
@@ -87,7 +89,7 @@ class OpenRun:
         """An estimate of the memory that this takes."""
         rows = [self._view.metrics, *([self._full[0]] if self._full else [])]
         points = sum(len(series.steps) for each in rows for series in list(each.curves.values()))
-        return _RUN_BYTES + points * _POINT_BYTES
+        return _RUN_BYTES + points * _POINT_BYTES + self._media.size_bytes
 
 
 @final

@@ -20,12 +20,12 @@ export function mediaTab(host, { key }) {
       if (mine !== asked) return;
       const options = [["", "all names"], ...found.names.map((name) => [name, name])];
       replaceOnce(names, [options, view.name], () => select("name", options, view.name, (name) => change({ name })));
-      note.textContent = found.count > found.items.length ? `the newest ${found.items.length} of ${count(found.count)}` : `${count(found.count)}`;
-      const now = JSON.stringify(found.items);
+      const many = found.count > found.items.length ? `the newest ${found.items.length} of ${count(found.count)}` : `${count(found.count)}`;
+      note.textContent = found.note && found.items.length ? `${many}; ${found.note}` : many;
+      const now = JSON.stringify([found.items, found.note, view]);
       if (now === known) return;
       known = now;
-      const none = "Nothing was logged: self.log_image, log_figure, log_histogram and log_text do that.";
-      replace(grid, found.items.length ? found.items.map((item) => card(key, item)) : h("p", { class: "soft" }, none));
+      replace(grid, found.items.length ? found.items.map((item) => card(key, item)) : h("p", { class: "soft" }, why(found.note, view)));
     } catch (error) {
       replace(grid, h("p", { class: "bad" }, error.message));
     }
@@ -45,17 +45,28 @@ export function mediaTab(host, { key }) {
   };
 }
 
+function why(note, view) {
+  if (note) return note;
+  if (view.name || view.search) return "Nothing has that name, or that text in its name or caption.";
+  return "Nothing was logged: self.log_image, log_figure, log_histogram and log_text do that.";
+}
+
 function card(run, item) {
   const file = `/api/media/file?${new URLSearchParams({ run, file: item.file })}`;
   const body = h("div", {});
-  if (item.kind === "image" || item.kind === "figure") {
-    replace(body, h("a", { href: file, target: "_blank", rel: "noopener" }, h("img", {
+  const say = (text) => replace(body, h("p", { class: "soft" }, text));
+  if (item.too_large) {
+    say(`${count(Math.round(item.bytes / 2 ** 20))} MiB are too large for this page: media/${item.file} in the run directory`);
+  } else if (item.kind === "image" || item.kind === "figure") {
+    const image = h("img", {
       src: file, loading: "lazy", alt: item.caption || item.name, width: item.width || null, height: item.height || null,
-    })));
+    });
+    image.addEventListener("error", () => say("it cannot be read"));
+    replace(body, h("a", { href: file, target: "_blank", rel: "noopener" }, image));
   } else {
     get("media/file", { run, file: item.file }).then(
       (found) => replace(body, item.kind === "text" ? h("pre", {}, found.text) : histogram(found)),
-      () => replace(body, h("p", { class: "soft" }, "it cannot be read")),
+      () => say("it cannot be read"),
     );
   }
   const place = `step ${count(item.step)}${item.rank ? `, rank ${item.rank}` : ""}`;
