@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -106,54 +108,89 @@ def test_a_job_that_is_stopped_while_it_copies_may_come_back(
     assert stage([source]).files == 6 and contents(node / "data set") == contents(source)
 
 
+class Clock:
+    """In place of `time` where a step is waited for: a sleep takes no time, whatever else the machine does."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, duration_s: float) -> None:
+        self.now_s += duration_s
+        time.sleep(0)
+
+
 class Prologues:
     """A child process in place of srun, and what the two nodes write for which it waits."""
 
-    def __init__(self, directory: Path) -> None:
-        self.srun = subprocess.Popen(["sleep", "100"])
+    def __init__(self, directory: Path, clock: Clock) -> None:
+        self.clock = clock
+        self.srun = subprocess.Popen(["sleep", "1000"])
         self.nodes = [Team(directory, number=number, size=2) for number in range(2)]
-        records = LaunchRecords(directory, size=2)
-        self.step = Step(self.srun.pid, records, over_s=0.3, silent_s=0.6, first_s=1.5)
+        self.step = Step(self.srun.pid, LaunchRecords(directory, size=2))
 
+    def beating(self, number: int, *, for_s: float = math.inf) -> Callable[[], bool]:
+        """Lets a node show life every five seconds, whenever the waiting script looks whether it has to end."""
+        count, begin_s = itertools.count(), self.clock.now_s
+        next_s = begin_s
 
-def beating(prologues: Prologues, *numbers: int) -> Callable[[], bool]:
-    """Lets these nodes show life whenever the waiting script looks whether it has to end."""
-    count = itertools.count()
+        def beat() -> bool:
+            nonlocal next_s
+            if self.clock.now_s >= next_s:
+                next_s = self.clock.now_s + 5
+                self.nodes[number].show_life({"host": f"n{number}", "count": next(count)})
+            return self.clock.now_s - begin_s > for_s
 
-    def beat() -> bool:
-        for number in numbers:
-            prologues.nodes[number].show_life({"host": f"n{number}", "count": next(count)})
-        return False
-
-    return beat
+        return beat
 
 
 @pytest.fixture
-def prologues(tmp_path: Path) -> Iterator[Prologues]:
-    found = Prologues(tmp_path / "runs" / "launch" / "7-0")
+def prologues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Prologues]:
+    clock = Clock()
+    monkeypatch.setattr("headway.launcher.step.time", clock)
+    monkeypatch.setattr("headway.launcher.agent.standstill.time", clock)
+    monkeypatch.setattr("headway.launcher.step._SRUN_S", math.inf)  # srun's end does take time
+    found = Prologues(tmp_path / "runs" / "launch" / "7-0", clock)
     yield found
     found.srun.kill()
     found.srun.wait()
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_a_node_that_is_lost_while_data_is_copied_ends_the_step(prologues: Prologues, first: bool) -> None:
-    if first:  # else it has never been there
+@pytest.mark.parametrize(("was_there", "patience_s"), [(True, 60), (False, 300)])
+def test_a_node_that_is_lost_while_data_is_copied_ends_the_step(
+    prologues: Prologues, was_there: bool, patience_s: float
+) -> None:
+    if was_there:
         prologues.nodes[1].show_life({"host": "n1", "count": 0})
-    begin = time.monotonic()
-    end = prologues.step.wait_prepared(until=beating(prologues, 0))
+    begin_s, signalled_s = prologues.clock.now_s, []
+    beat = prologues.beating(0)
+
+    def note_end(pid: int, number: int) -> None:
+        signalled_s.append(prologues.clock.now_s - begin_s)
+        os.kill(pid, number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("headway.launcher.step.os", SimpleNamespace(**vars(os) | {"kill": note_end}))
+        end = prologues.step.wait_prepared(until=beat)
     assert end == StepEnd(status=143, lost=(1,))
-    assert (time.monotonic() - begin > 1.5) or first
+    assert signalled_s == [pytest.approx(patience_s + 1, abs=1.5)]
 
 
 def test_nodes_that_are_slow_or_done_are_not_lost(prologues: Prologues) -> None:
     prologues.nodes[1].show_life({"host": "n1", "exit_code": 0})
-    begin, beat = time.monotonic(), beating(prologues, 0)
+    beat = prologues.beating(0, for_s=1400)
+    suspended = iter([1000])
 
     def for_a_while() -> bool:
-        return time.monotonic() - begin > 1.5 or beat()
+        is_over = beat()
+        if prologues.clock.now_s > 1200:
+            prologues.clock.now_s += next(suspended, 0)  # the whole job is
+        return is_over
 
     assert prologues.step.wait_prepared(until=for_a_while) == StepEnd(status=None)
+    assert next(suspended, None) is None
     prologues.nodes[0].show_life({"host": "n0", "exit_code": 0})
     assert prologues.step.wait_prepared() == StepEnd(status=0), "srun outlives them, and is ended"
 
