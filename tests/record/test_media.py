@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -167,6 +168,30 @@ def test_floats_beyond_one_are_scaled_bools_are_black_and_white_and_nan_is_black
     assert written(take_image(half, caption="", columns=None)).tolist() == [[0, 255]]
 
 
+def test_a_batch_and_a_list_have_one_scale_and_integers_beyond_a_byte_are_scaled() -> None:
+    def grays(*images: Any) -> list[list[int]]:
+        """The first pixel of each image, given as a batch and as a list."""
+        found = [
+            written(take_image(each, caption="", columns=9)) for each in (torch.stack(images), [*images])
+        ]
+        return [row[0, :: images[0].shape[-1] + 2].tolist() for row in found]
+
+    plain, bright = torch.full((1, 1, 2), 0.5), torch.tensor([[[0.0, 2.0]]])
+    assert grays(plain, plain) == [[128, 128]] * 2
+    assert grays(plain, bright) == [[64, 0]] * 2
+    wide = np.array([[0, 30000, 60000]], np.uint16)
+    assert written(take_image(wide, caption="", columns=None)).tolist() == [[0, 128, 255]]
+    every = np.arange(256, dtype=np.int64)[None]
+    assert written(take_image(every, caption="", columns=None)).tolist() == every.tolist()
+
+
+def test_a_batch_without_images_is_said(run: Run, messages: list[str]) -> None:
+    with MediaWriter(run, MediaSettings(), world=WORLD, attempt=1) as writer:
+        empty = take_image(torch.zeros(0, 3, 4, 4), caption="", columns=None)
+        writer.add("x", empty, step=1, stage="s", epoch=0)
+    assert messages == ["'x' of step 1 was not kept: the batch has no images"]
+
+
 def test_a_batch_is_a_grid_in_rows_and_what_is_changed_afterwards_does_not_show() -> None:
     batch = torch.arange(5, dtype=torch.uint8).reshape(5, 1, 1, 1).expand(5, 1, 4, 3).clone() * 50
     content = take_image(batch, caption="", columns=2)
@@ -188,7 +213,15 @@ def test_a_batch_is_a_grid_in_rows_and_what_is_changed_afterwards_does_not_show(
         (lambda: take_image(torch.zeros(5), caption="", columns=None), r"the shape \(5,\)"),
         (lambda: take_image("cat.png", caption="", columns=None), "got a str: give a tensor"),
         (lambda: take_image([], caption="", columns=None), "empty list"),
-        (lambda: take_image(torch.zeros(100, 3, 1000, 1000), caption="", columns=None), "100,000,000 pixels"),
+        (lambda: take_image(torch.zeros(100, 3, 1000, 1000), caption="", columns=None), "100,360,324 pixels"),
+        (
+            lambda: take_image(
+                [torch.zeros(4000, 4000, dtype=torch.uint8), *[torch.zeros(8, 8)] * 24],
+                caption="",
+                columns=None,
+            ),
+            r"25 images that make 400,\d+,\d+ pixels, at most",
+        ),
         (lambda: take_histogram([1.0], bins=0), "bins=0: give a whole number from 1 to 1024"),
         (lambda: take_histogram(torch.zeros(2, dtype=torch.complex64), bins=4), "complex"),
         (lambda: take_text(7), "got a int: give text"),
@@ -196,6 +229,7 @@ def test_a_batch_is_a_grid_in_rows_and_what_is_changed_afterwards_does_not_show(
         (lambda: MediaSettings(max_gb=0), "max_gb=0: give a size above 0"),
         (lambda: MediaSettings(format="gif"), 'use "png" or "jpeg"'),
         (lambda: MediaSettings(ranks=("a",)), "ranks="),
+        (lambda: MediaSettings(ranks=1), "ranks=1: give numbers of ranks"),
     ],
 )
 def test_what_cannot_be_kept_is_one_sentence(call: Callable[[], Any], sentence: str) -> None:
@@ -221,6 +255,26 @@ def test_histograms_of_nothing_of_one_value_and_of_what_is_not_finite() -> None:
     found = of(torch.tensor([1.0, float("inf"), 2.0, float("nan")], dtype=torch.float16))
     assert found == {"edges": [1.0, 1.5, 2.0], "counts": [1, 1], "non_finite": 2}
     assert of([float("nan")])["non_finite"] == 1
+
+
+@pytest.mark.parametrize("format", ["png", "jpeg"])
+def test_a_figure_that_is_cropped_when_it_is_saved_is_kept_as_it_was_cropped(format: ImageFormat) -> None:
+    """As with `rcParams["savefig.bbox"] = "tight"`; matplotlib may be missing, so this figure only behaves like one."""
+    picture = Image.fromarray(HWC)
+
+    class Cropped:
+        dpi = 100.0
+        bbox = SimpleNamespace(width=640.0, height=480.0)
+
+        def savefig(self, file: Any, *, format: str, dpi: float) -> None:
+            assert dpi == self.dpi
+            file.write(picture.convert("RGBA").tobytes()) if format == "raw" else picture.save(file, format)
+
+    content = take_figure(Cropped(), caption="")
+    encoded = content.encode(format)
+    assert (encoded.width, encoded.height) == picture.size == Image.open(io.BytesIO(encoded.data)).size
+    if format == "png":
+        assert (written(content) == HWC).all()
 
 
 def test_a_figure_is_what_matplotlib_draws() -> None:

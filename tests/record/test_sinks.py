@@ -311,6 +311,8 @@ def test_other_ranks_feed_only_what_all_ranks_feed_and_wait_for_rank_0(run: Run)
     assert sorted((run.path / "ranks.txt").read_text().split()) == ["0:7", "2:1"]
     assert not run.csv_file.exists() and run.sink_log("eachrank", 2).exists()
     assert run.sink_offset_file("eachrank", 2).read_text() == f"{run.metrics_file(2).stat().st_size}\n"
+    assert replay(run, ["eachrank"], from_start=True) == {"eachrank": True}
+    assert sorted((run.path / "ranks.txt").read_text().split()) == ["0:7", "0:7", "2:1", "2:1"]
 
 
 @dataclass

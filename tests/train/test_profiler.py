@@ -6,6 +6,7 @@ import gzip
 import json
 import logging
 import re
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -220,6 +221,8 @@ def test_what_is_not_a_window_is_one_sentence(steps: Any) -> None:
         Classify().enable_profiler(steps=steps)
     with pytest.raises(UsageError, match="give the numbers of ranks"):
         Classify().enable_profiler(steps=3, ranks=(-1,))
+    with pytest.raises(UsageError, match="ranks=0: give the numbers of ranks"):
+        Classify().enable_profiler(steps=3, ranks=0)
 
 
 @ranks(2)
@@ -253,6 +256,17 @@ def test_a_trace_is_bounded_and_one_that_cannot_be_written_costs_nothing_else(
     stage.enable_profiler(steps="3-6")
     run(tmp_path / "full", stage, epochs=1)
     assert any(re.match("the trace of steps 3 to 6 is lost: could not write", message) for message in said)
+
+    def gone(*_: Any, **__: Any) -> None:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    said.clear()
+    monkeypatch.setattr(tempfile, "mkdtemp", gone)  # which is what a full TMPDIR does
+    stage = Classify()
+    stage.enable_profiler(steps="3-6")
+    kept = run(tmp_path / "no-space", stage, epochs=1)
+    assert kept.info()["attempts"][-1]["status"] == "done" and not traces(kept)
+    assert any(re.match("the trace of steps 3 to 6 is lost: could not export", message) for message in said)
 
 
 @pytest.mark.usefixtures("alone")

@@ -198,9 +198,9 @@ class Stage(ABC):
         """Keeps an image in the run directory and passes it to the sinks; of a batch or a list of images, a grid.
 
         Tensors, arrays of numpy and images of Pillow: height x width, with 1, 3 or 4 channels before or after them;
-        bytes, or floats from 0 to 1 (others are scaled from their minimum and maximum). It is encoded in another
-        thread. Only rank 0 keeps what it logs, unless `pipe.set_media(ranks=...)` says otherwise. In a `TrainValStage`
-        the name gets `train/` or `val/` in front, as in `log`; the step is the number of steps done.
+        bytes, or floats from 0 to 1 (a batch with others is scaled from its minimum and maximum). It is encoded in
+        another thread. Only rank 0 keeps what it logs, unless `pipe.set_media(ranks=...)` says otherwise. In a
+        `TrainValStage` the name gets `train/` or `val/` in front, as in `log`; the step is the number of steps done.
 
             self.log_image("samples", x[:16], caption="the first 16 of the batch")
         """
@@ -240,7 +240,7 @@ class Stage(ABC):
 
         >>> stage.enable_profiler(steps="20-25", ranks=(0,), memory=True)
         """
-        self._loop.profiler_settings = ProfilerSettings(steps=steps, ranks=tuple(ranks), memory=memory)
+        self._loop.profiler_settings = ProfilerSettings(steps=steps, ranks=ranks, memory=memory)
 
     @final
     def add_metric(self, name: str, metric: EpochMetric | None = None) -> None:

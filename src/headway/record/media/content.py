@@ -6,7 +6,9 @@ in the host's memory is copied at once, since the next step may overwrite it.
 
 from __future__ import annotations
 
+import io
 import math
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias, final
@@ -22,8 +24,10 @@ from headway.record.media.encoding import (
     encode_histogram,
     encode_jpeg,
     encode_png,
+    grid_size,
     to_grid,
     to_pixels,
+    value_span,
 )
 from headway.record.media.index import MediaKind
 from headway.system.redact import redact
@@ -80,15 +84,18 @@ def take_image(image: ImageLike, *, caption: str, columns: int | None) -> MediaC
     if not given:
         raise UsageError("log_image got an empty list: give an image, or several")
     taken = [part for each in given for part in _take_images(each)]
-    pixels = sum(part.pixels for part in taken)
-    if pixels > _MAX_PIXELS:
+    sizes = [size for part in taken for size in part.sizes]
+    height, width, _ = grid_size(sizes, columns=columns) if sizes else (0, 0, 0)
+    if height * width > _MAX_PIXELS:
         raise UsageError(
-            f"log_image got {pixels:,} pixels, at most {_MAX_PIXELS:,} are kept: give fewer or smaller images, such as "
-            "x[:16]"
+            f"log_image got {len(sizes):,} images that make {height * width:,} pixels, at most {_MAX_PIXELS:,} are "
+            "kept: give fewer or smaller images, such as x[:16]"
         )
 
     def encode(format: ImageFormat) -> EncodedMedia:
-        images = [each for part in taken for each in part.read()]
+        images = _read_images(taken)
+        if not images:
+            raise ValueError("the batch has no images")
         return _encode_pixels(images[0] if len(images) == 1 else to_grid(images, columns=columns), format)
 
     size = sum(part.bytes for part in taken)
@@ -101,11 +108,11 @@ def take_figure(figure: Figure, *, caption: str) -> MediaContent:
         raise UsageError(
             f"log_figure got a {type(figure).__name__}: give a figure of matplotlib, such as that of plt.subplots()"
         )
-    import io
-
     drawn = io.BytesIO()
     figure.savefig(drawn, format="raw", dpi=figure.dpi)  # four bytes per pixel
     width, height = int(figure.bbox.width), int(figure.bbox.height)
+    if len(drawn.getvalue()) != height * width * 4:  # cropped, as with rcParams["savefig.bbox"] = "tight"
+        return _take_cropped(figure, caption)
     pixels = np.frombuffer(drawn.getvalue(), np.uint8).reshape(height, width, 4)
     return MediaContent(
         kind="figure",
@@ -113,6 +120,23 @@ def take_figure(figure: Figure, *, caption: str) -> MediaContent:
         encode=lambda format: _encode_pixels(pixels, format),
         caption=redact(caption),
     )
+
+
+def _take_cropped(figure: Figure, caption: str) -> MediaContent:
+    """Takes a figure over whose size is known only from the file that matplotlib makes of it."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=figure.dpi)
+    data = drawn.getvalue()
+
+    def encode(format: ImageFormat) -> EncodedMedia:
+        if format == "png":
+            width, height = struct.unpack(">II", data[16:24])  # of the header
+            return EncodedMedia(data=data, ending="png", width=width, height=height)
+        from PIL import Image
+
+        return _encode_pixels(np.asarray(Image.open(io.BytesIO(data)).convert("RGB")), format)
+
+    return MediaContent(kind="figure", bytes=len(data), encode=encode, caption=redact(caption))
 
 
 def _encode_pixels(pixels: Pixels, format: ImageFormat) -> EncodedMedia:
@@ -131,16 +155,29 @@ class _TakenImages:
     channels_first: bool
     bytes: int
 
-    @property
-    def pixels(self) -> int:
-        return math.prod(self.shape) // (
-            1 if len(self.shape) == 2 else self.shape[-3 if self.channels_first else -1]
-        )
-
-    def read(self) -> list[Pixels]:
+    def read(self) -> np.ndarray[Any, Any]:
         array = self.array()
-        parts = list(array) if array.ndim == 4 else [array]
-        return [to_pixels(part, channels_first=self.channels_first) for part in parts]
+        return array.astype(np.uint8) * np.uint8(255) if array.dtype == np.bool_ else array
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """The height and width of each image."""
+        height, width = self.shape[-2:] if self.channels_first or len(self.shape) == 2 else self.shape[-3:-1]
+        return [(height, width)] * (self.shape[0] if len(self.shape) == 4 else 1)
+
+
+def _read_images(taken: Sequence[_TakenImages]) -> list[Pixels]:
+    """Returns the pixels of all images: those of floats have one scale, and those of integers."""
+    arrays = [part.read() for part in taken]
+    spans = {
+        kind: value_span([each for each in arrays if (each.dtype.kind == "f") == kind])
+        for kind in {each.dtype.kind == "f" for each in arrays}
+    }
+    return [
+        to_pixels(image, channels_first=part.channels_first, span=spans[array.dtype.kind == "f"])
+        for part, array in zip(taken, arrays, strict=True)
+        for image in (array if array.ndim == 4 else [array])
+    ]
 
 
 def _take_images(image: ImageLike) -> list[_TakenImages]:

@@ -25,37 +25,53 @@ _GRID_GAP_PIXELS = 2
 _PNG_COLORS = {1: 0, 2: 4, 3: 2, 4: 6}  # its number for gray, gray with alpha, RGB and RGBA
 
 
-def to_pixels(values: npt.NDArray[Any], *, channels_first: bool) -> Pixels:
-    """Returns an image as bytes: floats are 0 to 1, or else scaled from their own minimum and maximum."""
+def to_pixels(
+    values: npt.NDArray[Any], *, channels_first: bool, span: tuple[float, float] | None = None
+) -> Pixels:
+    """Returns an image as bytes: of `span`, by default that of the image alone, the first is black, the last white."""
     if values.ndim == 2:
         values = values[:, :, None]
     elif channels_first:
         values = values.transpose(1, 2, 0)
-    if values.dtype == np.bool_:
-        return np.asarray(values, np.uint8) * np.uint8(255)
-    if values.dtype.kind in "iu":
-        clipped: Pixels = np.clip(values, 0, 255).astype(np.uint8)
-        return clipped
+    low, high = span or value_span([values])
+    if values.dtype == np.uint8 and (low, high) == (0, 255):
+        return values
     finite = np.isfinite(values)
-    values = np.where(finite, values, 0).astype(np.float32)
-    low, high = float(values.min(initial=0)), float(values.max(initial=1))
-    if low < 0 or high > 1:
-        known = values[finite]
-        low, high = float(known.min()), float(known.max())
-        values = np.where(finite, (values - low) / max(high - low, 1e-12), 0)
-    return np.round(values * 255).astype(np.uint8)
+    exact = values.dtype.itemsize > 2 and values.dtype != np.float32
+    known: npt.NDArray[Any] = np.where(finite, values, low).astype(np.float64 if exact else np.float32)
+    scaled = np.where(finite, (known - low) / max(high - low, 1e-12), 0)
+    return np.round(scaled * 255).astype(np.uint8)
+
+
+def value_span(images: Sequence[npt.NDArray[Any]]) -> tuple[float, float]:
+    """Returns which values are black and white: 0 and 1, of integers 0 and 255, or the extremes if some are beyond.
+
+    >>> value_span([np.array([0.5]), np.array([0.2])]), value_span([np.array([0.5]), np.array([3.0])])
+    ((0.0, 1.0), (0.5, 3.0))
+    """
+    most = 255.0 if images and images[0].dtype.kind in "iu" else 1.0
+    known = [values for image in images if (values := image[np.isfinite(image)]).size]
+    low = min((float(values.min()) for values in known), default=0.0)
+    high = max((float(values.max()) for values in known), default=most)
+    return (low, high) if low < 0 or high > most else (0.0, most)
+
+
+def grid_size(sizes: Sequence[tuple[int, int]], *, columns: int | None) -> tuple[int, int, int]:
+    """Returns height, width and columns of the grid of images of these heights and widths."""
+    columns = min(len(sizes), columns or math.ceil(math.sqrt(len(sizes))))
+    rows, gap = math.ceil(len(sizes) / columns), _GRID_GAP_PIXELS
+    height, width = (max(size[axis] for size in sizes) for axis in (0, 1))
+    return rows * (height + gap) - gap, columns * (width + gap) - gap, columns
 
 
 def to_grid(images: Sequence[Pixels], *, columns: int | None) -> Pixels:
     """Returns images of any sizes side by side, in rows, with a gap between them."""
-    columns = min(len(images), columns or math.ceil(math.sqrt(len(images))))
-    rows, gap = math.ceil(len(images) / columns), _GRID_GAP_PIXELS
-    height, width = (max(image.shape[axis] for image in images) for axis in (0, 1))
-    channels = max(3 if image.shape[2] == 3 else image.shape[2] for image in images)
-    grid = np.zeros((rows * (height + gap) - gap, columns * (width + gap) - gap, channels), np.uint8)
+    *size, columns = grid_size([image.shape[:2] for image in images], columns=columns)
+    height, width = (max(image.shape[axis] for image in images) + _GRID_GAP_PIXELS for axis in (0, 1))
+    grid = np.zeros((*size, max(image.shape[2] for image in images)), np.uint8)
     for place, image in enumerate(images):
-        y, x = place // columns * (height + gap), place % columns * (width + gap)
-        grid[y : y + image.shape[0], x : x + image.shape[1]] = _with_channels(image, channels)
+        y, x = place // columns * height, place % columns * width
+        grid[y : y + image.shape[0], x : x + image.shape[1]] = _with_channels(image, grid.shape[2])
     return grid
 
 

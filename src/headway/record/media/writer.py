@@ -53,10 +53,12 @@ class MediaSettings:
             raise UsageError(f'format={self.format!r} is not a valid format of images: use "png" or "jpeg"')
         if self.format == "jpeg":
             check_jpeg()
-        ranks = self.ranks if self.ranks == "all" else tuple(self.ranks)
-        if ranks != "all" and not all(isinstance(rank, int) and rank >= 0 for rank in ranks):
-            raise UsageError(f'ranks={self.ranks!r}: give numbers of ranks, such as (0, 1), or "all"')
-        object.__setattr__(self, "ranks", ranks)
+        if self.ranks != "all":
+            given: object = self.ranks  # a caller without a type checker may give anything
+            ranks = tuple(given) if isinstance(given, Iterable) else (None,)
+            if not all(isinstance(rank, int) and rank >= 0 for rank in ranks):
+                raise UsageError(f'ranks={given!r}: give numbers of ranks, such as (0, 1), or "all"')
+            object.__setattr__(self, "ranks", ranks)
 
     def limit_bytes(self, rank: int, world_size: int) -> int:
         """Returns how many bytes a rank may keep; 0 if it keeps nothing."""

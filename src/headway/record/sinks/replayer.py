@@ -41,13 +41,28 @@ def replay(
         status, code = (attempts[-1]["status"], attempts[-1]["exit_code"]) if attempts else ("failed", 1)
         for name in names or known:
             sink = _made(run, name)
-            if from_start:
-                run.sink_offset_file(name).unlink(missing_ok=True)
-                run.sink_media_file(name).unlink(missing_ok=True)
-            feeder = Feeder(held, sink)
-            feeder.finish(status if status in ("done", "stopped", "interrupted") else "failed", code or 0)
-            found[name] = feeder.join(time.monotonic() + limit_s, limit_s)
+            ranks = _fed_ranks(run, sink)
+            for rank in ranks if from_start else ():
+                run.sink_offset_file(name, rank).unlink(missing_ok=True)
+                run.sink_media_file(name, rank).unlink(missing_ok=True)
+            feeders = [Feeder(held, sink, rank=rank) for rank in ranks]
+            for feeder in feeders:
+                feeder.finish(status if status in ("done", "stopped", "interrupted") else "failed", code or 0)
+            deadline = time.monotonic() + limit_s
+            took = [
+                feeder.join(deadline, limit_s) for feeder in feeders
+            ]  # each is waited for, whatever others did
+            found[name] = all(took)
     return found
+
+
+def _fed_ranks(run: Run, sink: Sink) -> list[int]:
+    """Returns the ranks whose rows the sink takes."""
+    if not sink.feeds_all_ranks:
+        return [0]
+    return sorted(
+        {0} | {int(path.stem.removeprefix("rank-")) for path in run.metrics_dir.glob("rank-?????.jsonl")}
+    )
 
 
 def _made(run: Run, name: str) -> Sink:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -43,8 +43,11 @@ class ProfilerSettings:
     """whether steps are counted through all stages, as in the metrics, and not in the stage alone"""
 
     def __post_init__(self) -> None:
-        if isinstance(self.ranks, int) or not all(isinstance(rank, int) and rank >= 0 for rank in self.ranks):
-            raise UsageError(f"ranks={self.ranks!r}: give the numbers of ranks, such as (0, 1)")
+        given: object = self.ranks  # a caller without a type checker may give anything
+        ranks = tuple(given) if isinstance(given, Iterable) else (None,)
+        if not all(isinstance(rank, int) and rank >= 0 for rank in ranks):
+            raise UsageError(f"ranks={given!r}: give the numbers of ranks, such as (0, 1)")
+        object.__setattr__(self, "ranks", ranks)
         _ = self.window
 
     @property

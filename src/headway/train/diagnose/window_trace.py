@@ -110,14 +110,14 @@ class WindowTrace:
         snapshot = torch.cuda.memory._snapshot() if self._memory and self._cuda else None
         self._stop()
         with dist.no_hang_check():
-            document = self._document()
-            summary = summarize(
-                document["traceEvents"],
-                self._profile.key_averages(),
-                title=f"steps {self._first:,} to {self._last:,} of stage {self._stage.name!r}, rank {rank}",
-                device=str(self._pipe.device),
-            )
             try:
+                document = self._document()
+                summary = summarize(
+                    document["traceEvents"],
+                    self._profile.key_averages(),
+                    title=f"steps {self._first:,} to {self._last:,} of stage {self._stage.name!r}, rank {rank}",
+                    device=str(self._pipe.device),
+                )
                 run.check_owner()
                 trace = run.trace_file(self._first, self._last, rank)
                 with files.storage(f"write {trace}"):
@@ -135,10 +135,7 @@ class WindowTrace:
 
     def _document(self) -> dict[str, Any]:
         """Returns the trace as Perfetto and chrome://tracing read it, with the spans of the loaders on its clock."""
-        with tempfile.TemporaryDirectory() as directory:
-            exported = Path(directory) / "trace.json"
-            self._profile.export_chrome_trace(str(exported))
-            document: dict[str, Any] = json.loads(exported.read_bytes())
+        document = self._export()
         events = document["traceEvents"]
         document["traceEvents"] = _longest(events) + self._loader_events(events)
         world = self._pipe.world
@@ -153,6 +150,20 @@ class WindowTrace:
             "events": len(events),
         }
         return document
+
+    def _export(self) -> dict[str, Any]:
+        """Returns the trace that torch writes; raises `StorageError` if there is no space for it meanwhile."""
+        doing = "export the trace to a temporary directory (TMPDIR)"
+        with files.storage(doing), tempfile.TemporaryDirectory() as directory:
+            exported = Path(directory) / "trace.json"
+            self._profile.export_chrome_trace(str(exported))
+            try:
+                document: dict[str, Any] = json.loads(exported.read_bytes())
+            except ValueError as error:  # torch says nothing of a disk that becomes full
+                raise StorageError(
+                    f"{exported} is not whole: check the space there, or set TMPDIR"
+                ) from error
+            return document
 
     def _loader_events(self, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
         clock = next((each["ts"] for each in events if each.get("name") == self._clock_mark), None)
