@@ -292,6 +292,19 @@ def test_runs_that_cannot_be_found_or_read_for_a_while_are_watched_afterwards(
     assert told == [stalled, missing, missing], "once for each time that they were gone"
 
 
+def test_a_run_that_cannot_be_understood_does_not_hide_the_others(
+    tmp_path: Path, hook: Hook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd, run = make_run(tmp_path / "a"), make_run(tmp_path / "b")
+    refresh = RunView.refresh
+    monkeypatch.setattr(RunView, "refresh", lambda view: {}["x"] if view.run == odd else refresh(view))
+    told: list[str] = []
+    with run.lock(), AlertWatch(lambda: [odd, run], sender(told.append), look_s=600):
+        run.end_attempt(1, status="failed", exit_code=1)
+    assert [post["run"] for post in hook.posts] == [run.id]
+    assert told == [f"{odd.id} is not watched for alerts now: 'x'"]
+
+
 def test_silence_is_reported_once_and_again_when_it_comes_back(tmp_path: Path, hook: Hook) -> None:
     run = make_run(tmp_path, log_points=4, waited_s=1000)
     run.events_file(0).unlink()
@@ -300,7 +313,7 @@ def test_silence_is_reported_once_and_again_when_it_comes_back(tmp_path: Path, h
     with run.lock():
         for steps in (4, 4, 5):
             write_rows(
-                run.metrics_file(0), [row(10 * n, 0, time.time() - 100 + n) for n in range(1, steps + 1)]
+                run.metrics_file(0), [row(10 * n, 0, int(time.time()) - 100 + n) for n in range(1, steps + 1)]
             )
             watch.look()
             watch.look()

@@ -19,9 +19,13 @@ from headway.run import Run, lock
 from headway.run.info import write_info
 from headway.run.status import record_end
 from headway.schedulers.base import Queue
+from headway.system.locks import ProcessIdentity
 from headway.watch import comparison as comparing, runs as listing
 from headway.watch.comparison import compare
 from headway.watch.view.run_view import RunView
+from headway.watch.web.blocks import to_json
+from headway.watch.web.run_library import RunLibrary
+from headway.watch.web.run_list import RunList
 
 NOBODY = Queue()
 
@@ -281,3 +285,64 @@ def test_squeue_and_sacct_in_their_own_words(
     shown = capsys.readouterr()
     assert run.id in shown.out
     assert "Unable to contact; the states below are from the run directories alone" in shown.err
+
+
+HUGE = 10**400
+PROCESS = {"pid": 1, "host": "h", "machine": "m", "born": "1"}
+HOSTILE_FILES: dict[str, list[object]] = {
+    "submitted.json": [
+        {"pid": 7},
+        PROCESS | {"pid": HUGE, "machine": ProcessIdentity.of().machine},
+        PROCESS | {"pid": "../x", "host": None},
+        {"job_id": {}, "scheduler": ["x"], "cluster": {}, "array_task": []},
+        {"job_id": HUGE, "scheduler": 7},
+    ],
+    "ended.json": [{}, {"time": HUGE, "exit_code": HUGE}, {"time": "9", "exit_code": []}, {"exit_code": 1}],
+    "failure.json": [{"kind": [], "rank": HUGE, "step": HUGE, "error": {"a": 1}, "exit_code": {}}],
+    "sweep.json": [
+        {"sweep": HUGE, "index": HUGE, "settings": [1]},
+        {"sweep": "a", "index": 0, "settings": 7},
+    ],
+    "starts.jsonl": [
+        {"time": HUGE, "event": "start"},
+        {"time": 1e300, "event": "start", "output_before": HUGE},
+    ],
+    "metrics/rank-00000.jsonl": [
+        {"kind": "train", "time": HUGE, "step": 3, "metrics": {"a": HUGE}},
+        {"kind": "train", "time": 1e300, "step": HUGE, "metrics": [1]},
+    ],
+    "config.yaml": [
+        f"lr: {':'.join(['1'] * 300)}.0",
+        f"lr: 0x{'f' * 5000}",
+        *("lr: !!timestamp x", "lr: !!int ''", "lr: !!bool x", "lr: !!float ''"),
+    ],
+}
+
+
+@pytest.mark.parametrize("state", ["running", "done", "new"])
+def test_no_file_of_one_run_ends_a_list_or_a_view(tmp_path: Path, state: str) -> None:
+    victim = Run.create(tmp_path / "mine", name="mine")
+    for name, contents in HOSTILE_FILES.items():
+        for number, content in enumerate(contents):
+            hostile = Run.create(tmp_path / f"{name.replace('/', '-')}{number}", name="x")
+            if state != "new":
+                hostile.begin_attempt(world={})
+            if state == "done":
+                hostile.end_attempt(1, status="done", exit_code=0)
+            text = content if isinstance(content, str) else json.dumps(content)
+            (hostile.path / name).parent.mkdir(exist_ok=True)
+            (hostile.path / name).write_text(f"{text}\n")
+            listed = listing.summarize([hostile, victim], heartbeat_wait_s=0)
+            assert [each.run.id for each in listed][-1] == victim.id, (name, content)
+            assert json.dumps([each.to_dict() for each in listed])
+            RunView(hostile).refresh()
+            rows = RunList(RunLibrary(runs=[hostile, victim])).rows()
+            assert to_json(rows) and victim.id in [row["id"] for row in rows], (name, content)
+
+
+def test_a_config_file_of_any_size_is_read_quickly(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+    monkeypatch.setattr("yaml.safe_load", lambda text: given.append(len(text)))
+    run.config_file.write_text("".join(f"k{j}: [1, 2, {{a: b}}]\n" for j in range(40_000)))
+    comparing.settings_of(run, None)
+    assert sum(given) <= 1 << 16

@@ -19,6 +19,7 @@ from headway.run.info import (
     format_time,
     has_info,
     newest_step,
+    read_end,
     read_info,
     read_json,
     to_json,
@@ -270,7 +271,7 @@ class Run(RunPaths):
             interrupted = record.get("kind") == "interrupted"
             status, code = ("interrupted", INTERRUPTED) if interrupted else ("failed", 1)
             return {"status": status, "exit_code": record.get("exit_code") or code}
-        ended = read_json(self.ended_file) or {"time": "", "exit_code": 0}
+        ended = read_end(self.ended_file) or {"time": "", "exit_code": 0}
         if number == self._newest() and ended["time"] >= attempt["started"] and ended["exit_code"]:
             return {
                 "status": _STATUS_BY_CODE.get(ended["exit_code"], "failed"),

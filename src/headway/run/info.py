@@ -18,6 +18,9 @@ FORMAT = 1
 _NAME = "run.json"
 _STEP = re.compile(r"step-([0-9]{12,18})")
 
+DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""what reading a value of another kind than expected may raise: a file of another user may hold anything"""
+
 Info = dict[str, Any]
 
 
@@ -105,3 +108,13 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return facts if isinstance(facts, dict) else None
+
+
+def read_end(path: Path) -> dict[str, Any] | None:
+    """Reads ended.json: when a job ended, with which exit code, and why; None if it does not say."""
+    facts = read_json(path) or {}
+    match facts:
+        case {"time": str(), "exit_code": int()}:
+            error = facts.get("error")
+            return facts | {"error": error if isinstance(error, str) else None}
+    return None

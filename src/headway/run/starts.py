@@ -5,7 +5,6 @@ A `Pipeline` records its attempts in run.json, with more facts. A function or a 
 
 from __future__ import annotations
 
-import math
 import socket
 import time
 from collections.abc import Iterable, Mapping
@@ -15,7 +14,7 @@ from typing import Any, final
 
 from headway.run.directory import Run
 from headway.system import jsonlines
-from headway.system.jsonlines import JsonLinesWriter
+from headway.system.jsonlines import JsonLinesWriter, is_time
 
 
 @final
@@ -46,13 +45,13 @@ def read_starts(run: Run) -> list[Start]:
         rows = list(jsonlines.read(run.starts_file))
     found: list[Start] = []
     for row in rows:
-        now = _seconds(row.get("time"))
-        if now is None:
+        now = row.get("time")
+        if not is_time(now):
             continue
         is_open = bool(found) and found[-1].ended is None
         if row.get("event") == "start":
-            output = _seconds(row.get("output_before"))
-            if is_open and output is not None:
+            output = row.get("output_before")
+            if is_open and is_time(output):
                 found[-1] = replace(found[-1], ended=max(found[-1].began, min(output, now)))
             found.append(Start(began=now))
         elif is_open:
@@ -70,10 +69,3 @@ def last_output(run: Run) -> float | None:
 def _append(run: Run, row: Mapping[str, Any]) -> None:
     with JsonLinesWriter(run.starts_file, content="starts of the job") as rows:
         rows.write({**row, "time": time.time()})
-
-
-def _seconds(value: object) -> float | None:
-    """Returns a time that a file holds, if it may be one."""
-    return (
-        float(value) if isinstance(value, int | float) and math.isfinite(value) and 0 <= value < 4e9 else None
-    )

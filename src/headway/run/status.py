@@ -19,7 +19,7 @@ from typing import Any, Literal, final
 from headway import schedulers
 from headway.errors import INTERRUPTED, TERMINATED, NoProgress, NoValidCheckpoint, Stopped, StorageError
 from headway.run import Run, lock
-from headway.run.info import newest_step, read_json
+from headway.run.info import newest_step, read_end, read_json
 from headway.run.starts import record_exit
 from headway.schedulers.base import JobIds, JobStatus, Queue
 from headway.system import files
@@ -82,7 +82,7 @@ def _status(run: Run, queue: Queue, info: Mapping[str, Any], submitted: Mapping[
     if job and in_queue and not in_queue.is_over:
         held = _held_after_the_end(run, job, in_queue, attempts[-1]) if attempts else None
         return held or Status(state=in_queue.state, why=in_queue.why)
-    ended = read_json(run.ended_file)
+    ended = read_end(run.ended_file)
     of_an_earlier_start = ended and attempts and ended["time"] < attempts[-1]["started"]
     ended = None if of_an_earlier_start else ended
     queue_why = in_queue.why if in_queue and in_queue.state == "failed" else ""  # such as its time limit
@@ -90,7 +90,7 @@ def _status(run: Run, queue: Queue, info: Mapping[str, Any], submitted: Mapping[
     if attempts:
         said = ((ended or {}).get("error"), queue_why)
         recorded = _recorded_status(run, attempts[-1], job if in_queue else None, said)
-    process = _process(submitted) if "pid" in submitted else None
+    process = _process(submitted)
     for sign in (recorded, process):
         if sign and sign.state == "running" and sign.certain:
             return sign
@@ -163,13 +163,18 @@ def _reason(run: Run, state: State, code: int | None, *said: str | None) -> str:
     """Returns why a run ended: by its failure record, else by the first of `said`, else what its exit code means."""
     if state not in _RECORDED_ENDS:
         return ""
-    known = next(filter(None, (_failure(run), *said)), None) or _CODE_MEANS.get(code or 0)
-    return " ".join((known or f"exit code {code}").split())
+    code = code if isinstance(code, int) else 0
+    known = next(filter(None, (_failure(run), *said)), None) or _CODE_MEANS.get(code)
+    return " ".join(str(known or f"exit code {code}").split())
 
 
-def _process(submitted: Mapping[str, Any]) -> Status:
-    """Returns the status of a job that was started as a process, without a scheduler."""
-    alive = ProcessIdentity.from_dict(submitted).is_alive()
+def _process(submitted: Mapping[str, Any]) -> Status | None:
+    """Returns the status of a job that was started as a process, without a scheduler; None if it is not named."""
+    match submitted:
+        case {"host": str(), "machine": str(), "pid": int(), "born": str() | None}:
+            alive = ProcessIdentity.from_dict(submitted).is_alive()
+        case _:
+            return None
     if alive:
         return Status(state="running")
     if alive is None:

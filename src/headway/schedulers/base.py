@@ -75,18 +75,18 @@ class JobIds:
         if not isinstance(ids, dict) or not all(isinstance(value, str) for value in ids.values()):
             return None
         known = {name: ids[name] for name in _ID_NAMES if name in ids}
-        return cls(scheduler=values.get("scheduler") or "slurm", **known) if "job_id" in known else None
+        return cls(scheduler=str(values.get("scheduler") or "slurm"), **known) if "job_id" in known else None
 
     @classmethod
     def from_submission(cls, values: Mapping[str, Any]) -> JobIds | None:
         """The job that submitted.json names; None if the run was not submitted to a scheduler."""
         if "job_id" not in values:
             return None
-        job, task = str(values["job_id"]), values.get("array_task")
+        job, task, cluster = str(values["job_id"]), values.get("array_task"), values.get("cluster")
         return cls(
-            scheduler=values.get("scheduler") or "slurm",
+            scheduler=str(values.get("scheduler") or "slurm"),
             job_id=job,
-            cluster_name=values.get("cluster"),
+            cluster_name=None if cluster is None else str(cluster),
             array_job_id=None if task is None else job,
             array_task_id=None if task is None else str(task),
         )

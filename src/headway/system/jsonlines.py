@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Any, Self, TypeGuard, final
 
 from headway.system import files
 from headway.system.log import logger
@@ -21,6 +21,11 @@ from headway.system.log import logger
 _CHUNK_BYTES = 1 << 20
 _LAST_BYTES = 1 << 14
 _LONGEST_BYTES = 1 << 26  # a longer line is not a row
+_LONGEST_DIGITS = 100
+_LARGEST = 1e15
+"""a step or a number of bytes that is larger is a mistake"""
+_LATEST_S = 4e9
+"""a time after that, in the year 2096, is a mistake"""
 
 Row = dict[str, Any]
 
@@ -177,14 +182,38 @@ class Tail:
         return list(_parse(whole.split(b"\n")))
 
 
+def _whole(digits: str) -> float:
+    return int(digits) if len(digits) <= _LONGEST_DIGITS else float(digits)
+
+
+_DECODER = json.JSONDecoder(parse_int=_whole)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value of a file is a finite number that can be shown."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
+
+
+def is_time(value: object) -> TypeGuard[float]:
+    """Whether a value of a file is a time in seconds since 1970."""
+    return is_number(value) and 0 <= value <= _LATEST_S
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Whether a value of a file is a step, a rank or another number of things."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _LARGEST
+
+
 def parse_json(data: bytes | str) -> Any:
     """Parses JSON; `ValueError` also if it is nested too deeply.
+
+    A whole number of more digits than anything has becomes a float: others compute with it, which would overflow.
 
     >>> parse_json('{"step": 50}')
     {'step': 50}
     """
     try:
-        return json.loads(data)
+        return _DECODER.decode(data if isinstance(data, str) else data.decode(json.detect_encoding(data)))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 

@@ -9,7 +9,7 @@ from typing import final
 from headway.errors import HeadwayError
 from headway.record.alerts import Alert, AlertEvent, AlertSender
 from headway.run import Run
-from headway.run.info import read_json
+from headway.run.info import DAMAGED, read_json
 from headway.run.status import OVER
 from headway.system.text import format_duration
 from headway.watch.view import RunView, Snapshot
@@ -75,7 +75,11 @@ class AlertWatch:
         for run in runs:
             try:
                 self._look_at(run)
-            except (HeadwayError, OSError) as error:  # one run that cannot be read does not hide the others
+            except (
+                HeadwayError,
+                OSError,
+                *DAMAGED,
+            ) as error:  # one run that cannot be read does not hide the others
                 self._report(run.id, f"{run.id} is not watched for alerts now: {error}")
                 if not self._has_looked:
                     self._unread.add(run.id)

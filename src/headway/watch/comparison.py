@@ -16,6 +16,7 @@ import yaml
 from headway.errors import unknown_name
 from headway.launcher.sweep import SweepMember
 from headway.run import Run
+from headway.run.info import DAMAGED
 from headway.run.plain import leaves
 from headway.watch.runs import RunSummary, metric_rows, summarize
 from headway.watch.view.series import Series, sparkline
@@ -31,7 +32,8 @@ _HIGHER = re.compile(
 _MAX_METRICS = 4
 _CURVE_WIDTH = 24
 _DIFF_BYTES = 10 << 20
-_CONFIG_BYTES = 1 << 19
+_CONFIG_BYTES = 1 << 16
+"""a second of parsing; a longer file is not of settings"""
 _MAX_SETTINGS = 2000
 _MAX_DEPTH = 100
 
@@ -131,7 +133,7 @@ def settings_of(run: Run, member: SweepMember | None) -> dict[str, Any]:
     text = read_text(run.path, run.config_file, _CONFIG_BYTES) or ""
     try:
         recorded = yaml.safe_load(text) if _depth(text) <= _MAX_DEPTH else None
-    except (ValueError, RecursionError, yaml.YAMLError):
+    except (*DAMAGED, RecursionError, yaml.YAMLError):
         recorded = None
     flat = dict(islice(leaves(recorded), _MAX_SETTINGS))  # anchors can make a small file a huge tree
     return flat | {k: v for k, v in (member.settings if member else {}).items() if k not in flat}
@@ -207,4 +209,7 @@ def _union(mappings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _text(value: object) -> str:
-    return json.dumps(value, sort_keys=True, default=str)
+    try:
+        return json.dumps(value, sort_keys=True, default=str)
+    except DAMAGED:  # keys of several kinds, or a number of too many digits
+        return f"{type(value).__name__} {id(value)}"

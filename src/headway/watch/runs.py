@@ -19,11 +19,12 @@ from headway import schedulers
 from headway.errors import HeadwayError, UsageError
 from headway.launcher import sweep
 from headway.run import Run, find_runs, lock, runs_under
-from headway.run.info import read_json
+from headway.run.info import DAMAGED, read_json
 from headway.run.starts import Start, last_output, read_starts
 from headway.run.status import Status, status
 from headway.schedulers.base import JobIds, Queue
 from headway.system import jsonlines
+from headway.system.jsonlines import is_count, is_time
 from headway.system.text import plural
 
 _HEARTBEAT_WAIT_S = 2.5 * lock.HEARTBEAT_S
@@ -92,7 +93,7 @@ def summarize(
     for run, facts in zip(runs, submitted, strict=True):
         try:
             found.append(_summary(run, queue, facts))
-        except (HeadwayError, LookupError, TypeError, ValueError, AttributeError) as error:
+        except (HeadwayError, OSError, *DAMAGED) as error:
             warn(f"{run.path} cannot be read: its files are damaged ({type(error).__name__}: {error!s:.200})")
     uncertain = [each.run for each in found if each.status.state == "running" and not each.status.certain]
     if not uncertain or not heartbeat_wait_s:
@@ -205,7 +206,7 @@ def _start_seconds(run: Run, start: Start, now: Status) -> float:
 def last_row_time(run: Run, *, before: float) -> float:
     """Returns the time of the newest row of rank 0's metrics file before a time; 0 if there is none."""
     times = (row.get("time") for row in jsonlines.read_reversed(run.metrics_file(0)))
-    return next((float(each) for each in times if isinstance(each, int | float) and each < before), 0.0)
+    return next((float(each) for each in times if is_time(each) and each < before), 0.0)
 
 
 def _job(submitted: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]]) -> str | None:
@@ -239,4 +240,4 @@ def metric_rows(run: Run) -> Iterator[dict[str, Any]]:
 
 
 def _has_metrics(row: Mapping[str, Any]) -> bool:
-    return "metrics" in row
+    return isinstance(row.get("metrics"), dict) and is_count(row.get("step"))

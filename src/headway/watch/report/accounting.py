@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, final
 
+from headway.system.jsonlines import is_count
 from headway.watch.view import RunView, Snapshot
 from headway.watch.view.run_view import timestamp
-from headway.watch.view.source import is_count
 
 _TRAINING = ("compute", "optimizer")
 PARTS = {

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 from headway.run import Run
+from headway.system.jsonlines import is_count, is_number, is_time
 from headway.watch.view.series import Series
 from headway.watch.view.snapshot import DatasetRow
-from headway.watch.view.source import Row, RowTail, clean, is_count, is_number, is_time
+from headway.watch.view.source import Row, RowTail, clean
 
 _WHOLE_BYTES = 4 << 20
 """longer files are sampled, unless all of it is asked for"""

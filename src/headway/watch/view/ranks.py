@@ -9,8 +9,9 @@ from statistics import median_low
 from typing import Any, final
 
 from headway.run import Run
+from headway.system.jsonlines import is_count, is_number, is_time
 from headway.watch.view.snapshot import RankRow
-from headway.watch.view.source import Row, RowTail, clean, is_count, is_number, is_time
+from headway.watch.view.source import Row, RowTail, clean
 
 # as in headway.train.metrics.stragglers, whose package imports torch
 SLOW_FACTOR = 1.3

@@ -20,11 +20,12 @@ from headway.plan.report.saved_plan import PlanComparison, SavedPlan
 from headway.run import Run, lock
 from headway.run.status import Status, status
 from headway.schedulers.base import JobIds, Queue
+from headway.system.jsonlines import is_count, is_number, is_time
 from headway.watch.runs import last_row_time
 from headway.watch.view.metric_rows import MetricRows
 from headway.watch.view.ranks import RankTable
 from headway.watch.view.snapshot import Failure, Header, Message, RankRow, Safety, Snapshot, Speed
-from headway.watch.view.source import Row, RowTail, clean, is_count, is_number, is_time, read_object
+from headway.watch.view.source import Row, RowTail, clean, read_object
 
 _QUEUE_S = 15.0
 """seconds between two questions to the scheduler"""

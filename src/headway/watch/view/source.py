@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, TypeGuard, final
+from typing import Any, BinaryIO, final
+
+from headway.system.jsonlines import parse_json
 
 Row = dict[str, Any]
 
@@ -16,10 +17,6 @@ _LINE_BYTES = 1 << 18
 _CHUNK_BYTES = 1 << 20
 _SAMPLED_BYTES = 1 << 13
 _TEXT_BYTES = 1 << 20
-_LARGEST = 1e15
-"""a step or a number of bytes that is larger is a mistake"""
-_LATEST_S = 4e9
-"""a time after that, in the year 2096, is a mistake"""
 
 
 def open_regular(root: Path, path: Path) -> BinaryIO | None:
@@ -51,21 +48,6 @@ def clean(text: object, limit: int = 400) -> str:
     return shown if len(shown) <= limit else f"{shown[: limit - 1]}…"
 
 
-def is_number(value: object) -> TypeGuard[float]:
-    """Whether a value of a file is a finite number that can be shown."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
-
-
-def is_time(value: object) -> TypeGuard[float]:
-    """Whether a value of a file is a time in seconds since 1970."""
-    return is_number(value) and 0 <= value <= _LATEST_S
-
-
-def is_count(value: object) -> TypeGuard[int]:
-    """Whether a value of a file is a step, a rank or another number of things."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _LARGEST
-
-
 def read_text(root: Path, path: Path, limit_bytes: int = _TEXT_BYTES) -> str | None:
     """Returns the beginning of a text file; None if it cannot be read."""
     file = open_regular(root, path)
@@ -78,8 +60,8 @@ def read_text(root: Path, path: Path, limit_bytes: int = _TEXT_BYTES) -> str | N
 def read_object(root: Path, path: Path) -> Row:
     """Returns a JSON object from a file; empty if there is none."""
     try:
-        found = json.loads(read_text(root, path) or "{}")
-    except (ValueError, RecursionError):
+        found = parse_json(read_text(root, path) or "{}")
+    except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -117,8 +99,8 @@ def parse(lines: Iterable[bytes]) -> Iterator[Row]:
         if not line or len(line) > _LINE_BYTES:
             continue
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
+            row = parse_json(line)
+        except ValueError:
             continue
         if isinstance(row, dict):
             yield row

@@ -11,11 +11,12 @@ from typing import Any, final
 
 from headway.run import Run
 from headway.schedulers.base import Queue
+from headway.system.jsonlines import is_count, is_number
 from headway.watch.comparison import settings_of
 from headway.watch.runs import RunSummary, summarize
 from headway.watch.terminal.screen import ordered_curves
 from headway.watch.view.metric_rows import MetricRows
-from headway.watch.view.source import clean, is_count, is_number
+from headway.watch.view.source import clean
 from headway.watch.web.blocks import digest
 from headway.watch.web.run_library import RunLibrary, key_of
 
@@ -109,9 +110,16 @@ def plain_settings(settings: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in islice(settings.items(), _MAX_SETTINGS):
         is_plain = value is None or isinstance(value, bool) or is_number(value)
-        text = value if is_plain else value if isinstance(value, str) else _short.repr(value)
+        text = value if is_plain or isinstance(value, str) else _shown(value)
         found[clean(name, 120)] = clean(text, 200) if isinstance(text, str) else text
     return found
+
+
+def _shown(value: object) -> str:
+    try:
+        return _short.repr(value)
+    except ValueError:  # Python writes no number of that many digits
+        return "a number too long to show"
 
 
 def _changed(run: Run, what: str) -> float:
