@@ -192,7 +192,10 @@ def test_the_variable_counts_the_steps_of_the_run_in_a_script_that_is_not_edited
     def two_stages(folder: str) -> Run:
         pipe = make_pipe(tmp_path / folder)
         pipe.register_dataset("train", Batches(10))
-        pipe.append_stage(Classify(), max_epochs=1, name="first")
+        first = Classify()
+        if folder == "d":
+            first.enable_profiler(steps="1-2")
+        pipe.append_stage(first, max_epochs=1, name="first")
         pipe.append_stage(Own(), max_epochs=2, name="second")
         return pipe.run()
 
@@ -206,13 +209,15 @@ def test_the_variable_counts_the_steps_of_the_run_in_a_script_that_is_not_edited
         "step-000000000011-000000000012-rank-00000.json.gz",
     ]
     monkeypatch.setenv("HEADWAY_PROFILE", "5-6")
-    assert steps_in(read(two_stages("d"))) == [5, 6]
+    assert steps_in(read(two_stages("d"))) == [5, 6], "not the window of the script"
+    assert "HEADWAY_PROFILE=5-6 is traced instead of steps 1-2 of stage 'first'" in said
     assert not [message for message in said if "window" in message]
     monkeypatch.setenv("HEADWAY_PROFILE", "soon")
     with pytest.raises(
         UsageError, match="HEADWAY_PROFILE: 'soon' is not a window of steps: give the first and"
     ):
         two_stages("c")
+    assert not list(tmp_path.glob("c/**/run.json")), "nothing is created"
 
 
 @pytest.mark.parametrize("steps", ["", "5-3", "0-3", "a-b", -1, True, None, "1-5000", "3-"])

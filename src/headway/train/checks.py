@@ -15,6 +15,7 @@ from headway.dist import World
 from headway.dist.collective.exchange import gather_rows
 from headway.errors import UsageError
 from headway.system.text import shorten_list
+from headway.train.diagnose.profiler import asked_window
 from headway.train.metrics.epoch_metrics import EpochMetric
 from headway.train.stage import Stage
 
@@ -173,6 +174,7 @@ def check_pipeline(pipe: Pipeline) -> None:
                 )
     for stage in pipe.stages:
         stage._loop.check()
+    asked_window()
 
 
 def watch_first_steps(pipe: Pipeline) -> None:

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, final
 
@@ -66,16 +66,26 @@ class ProfilerSettings:
         return first, last
 
 
+def asked_window() -> ProfilerSettings | None:
+    """Returns what HEADWAY_PROFILE asks for; None if it is not set. `UsageError` if that is no window of steps."""
+    text = os.environ.get(environment.PROFILE)
+    try:
+        return ProfilerSettings(steps=text, of_run=True) if text else None
+    except UsageError as error:
+        raise UsageError(f"{environment.PROFILE}: {error}") from None
+
+
 @contextmanager
 def profiling(stage: Stage) -> Iterator[None]:
-    """Surrounds all epochs of a stage: traces the window that it or HEADWAY_PROFILE names, if this rank is to."""
-    state, text = stage._loop, os.environ.get(environment.PROFILE)
+    """Surrounds all epochs of a stage: traces the window that HEADWAY_PROFILE or else it names, if this rank is to."""
+    state, asked = stage._loop, asked_window()
     settings = state.profiler_settings
-    if settings is None and text:
-        try:
-            settings = ProfilerSettings(steps=text, of_run=True)
-        except UsageError as error:
-            raise UsageError(f"{environment.PROFILE}: {error}") from None
+    if asked is not None and settings is not None:
+        logger.info(
+            f"{environment.PROFILE}={asked.steps} is traced instead of steps {settings.steps} of stage {stage.name!r}"
+        )
+        settings = replace(settings, steps=asked.steps, of_run=True)
+    settings = settings or asked
     if settings is None or stage.pipe.world.rank not in settings.ranks:
         yield
         return
