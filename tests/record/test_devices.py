@@ -16,6 +16,7 @@ from waiting import wait_until
 
 from headway.errors import UsageError
 from headway.record.devices import __main__ as process, gpu, sampling
+from headway.record.devices.node import NodeMeter
 from headway.record.devices.sampling import sampling_devices
 from headway.run import Run
 
@@ -34,8 +35,17 @@ def test_a_row_has_the_node_and_its_gpus(run: Run, monkeypatch: pytest.MonkeyPat
     (row,) = samples_of(run, "cn1")
     memory = psutil.virtual_memory().total
     assert row["host"] == "cn1" and row["memory_total"] == memory and 0 < row["memory_used"] < memory
-    assert 0 <= row["cpu"] <= 1 and row["network_sent"] >= 0 and isinstance(row["gpus"], list)
+    assert not {"cpu", "network_sent", "disk_read"} & set(row), "there is nothing yet to count from"
+    assert isinstance(row["gpus"], list)
     assert oct(run.node_file("cn1").stat().st_mode)[-3:] == "600"
+
+
+def test_rates_are_those_between_two_samples() -> None:
+    meter = NodeMeter()
+    first, second = meter.sample(), meter.sample()
+    rates = set(second) - set(first)
+    assert "cpu" in rates and {"network_received", "network_sent"} <= rates and set(first) <= set(second)
+    assert 0 <= second["cpu"] <= 1 and second["network_sent"] >= 0
 
 
 def test_the_process_comes_and_goes_with_the_block(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def test_the_blocks_are_there_at_80_by_24(tmp_path: Path) -> None:
         r"learning  train/loss +\d\.\d+ +█",
         r"speed     4,096 samples/s \(64 per rank\)  step 100\.0 ms",
         r"▓ forward\+backward 70%  █ data wait 20%",
-        r"data      train: cache hits 90%, 3 bad",
+        r"data      train of rank 0: cache hits 90%, 3 bad",
         r"safety    saved step 100, 1m3\ds ago \(4\.2 GB in 12\.5 s\) · at risk",
         r"devices   64 GPUs: 97% busy, up to 64 °C, 41,600 W",
         r"\(slowest of 64\)\n +13 +2\.00x +33% +71\.0 GB +97% +64 +cn001  straggler",

@@ -7,6 +7,7 @@ import math
 import os
 import random
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,18 @@ def test_a_merged_curve_keeps_mean_and_extremes(values: list[float], capacity: i
     mean = sum(m * c for m, c in zip(series.means, series.counts, strict=True)) / len(values)
     assert mean == pytest.approx(sum(values) / len(values), abs=1e-3)
     assert sum(series.counts) == len(values)
+
+
+def test_a_run_began_with_its_first_attempt(tmp_path: Path) -> None:
+    run = Run.create(tmp_path)
+    created = datetime.fromisoformat(run.info()["created"]).timestamp()
+    assert RunView(run).refresh().header.began == created
+    run.begin_attempt(world={})
+    info = run.info()
+    info["attempts"][0]["started"] = "2090-01-01T00:00:00+00:00"  # it has waited in a queue
+    run.info_file.write_text(json.dumps(info))
+    header = RunView(run).refresh().header
+    assert (header.created, header.began) == (created, datetime(2090, 1, 1, tzinfo=UTC).timestamp())
 
 
 def test_hostile_directories_are_shown_as_far_as_they_are_sane(tmp_path: Path) -> None:

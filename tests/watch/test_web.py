@@ -103,6 +103,7 @@ def test_logs_are_read_from_their_end_and_searched(tmp_path: Path, client: TestC
     run = make_run(tmp_path)
     lines = [f"line {number:06d} {'x' * 80}" for number in range(5000)]
     lines[7] = "  Traceback <script>alert(1)</script> \x1b[31mred"
+    lines[8] = "name        calls\tms   "
     run.log_file(0).write_text("\n".join(lines) + "\n")
     run.log_file(1).write_text("the other rank\n")
     newest = get(client, "/api/log", run=key_of(run))
@@ -113,6 +114,8 @@ def test_logs_are_read_from_their_end_and_searched(tmp_path: Path, client: TestC
     assert earlier["lines"] == before[-len(earlier["lines"]) :], "no line is missing between two pages"
     found = get(client, "/api/log", run=key_of(run), search="TRACEBACK")
     assert found["lines"] == ["  Traceback <script>alert(1)</script> red"] and found["begin"] == 0
+    table = get(client, "/api/log", run=key_of(run), search="calls")
+    assert table["lines"] == ["name        calls       ms"], "columns stay below each other"
     assert client.get("/api/log", params={"run": key_of(run), "name": "../../run.json"}).status_code == 404
 
 

@@ -20,6 +20,7 @@ examples:
   headway compare runs/digits-2026.11.15-14.30-x7k2 runs/digits-2026.11.15-15.02-m3p9
   headway compare x7k2 m3p9                     the end of an id will do
   headway compare lr-2026.11.15-16.00-a2b4      a sweep: its first run stands for all of them
+  headway compare a2b4 c5d6                     beside another run of its sweep, it stands for itself
   headway compare x7k2 m3p9 --metric max:val/f1 --metric train/loss
   headway compare x7k2 m3p9 --code              how their code differs
 

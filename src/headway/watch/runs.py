@@ -131,9 +131,14 @@ def select(
 
 
 def resolve(places: Sequence[str], root: str | os.PathLike[str] = "runs") -> list[Run]:
-    """Finds runs by path, by id, or by the beginning or end of an id. The first run of a sweep means all its runs."""
-    found = [run for place in places for run in _resolve_one(place, root)]
-    return list({run.path: run for run in found}.values())
+    """Finds runs by path, by id, or by the beginning or end of an id. The first run of a sweep means all its runs.
+
+    Beside another run of its sweep, it means itself.
+    """
+    found = [_resolve_one(place, root) for place in places]
+    named = {runs[0].path for runs in found if len(runs) == 1}
+    chosen = [runs[:1] if named & {run.path for run in runs} else runs for runs in found]
+    return list({run.path: run for runs in chosen for run in runs}.values())
 
 
 def _resolve_one(place: str, root: str | os.PathLike[str]) -> list[Run]:

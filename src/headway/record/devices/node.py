@@ -14,26 +14,20 @@ _SHARED_MEMORY = "/dev/shm"
 class NodeMeter:
     """Samples CPU, memory, shared memory, disk and network; rates are those since the previous sample.
 
+    The first sample has no rates and no share of the CPU: there is nothing yet to count from.
+
     >>> NodeMeter().sample().keys()
-    dict_keys(['cpu', 'load', 'memory_used', 'memory_total', ...])
+    dict_keys(['load', 'memory_used', 'memory_total', ...])
     """
 
     def __init__(self) -> None:
-        psutil.cpu_percent(None)  # counts from here
-        self._before, self._at = _totals(), time.monotonic()
+        self._before: dict[str, int] | None = None
+        self._at = 0.0
 
     def sample(self) -> dict[str, Any]:
         """Returns fractions, bytes, and bytes per second."""
-        memory, totals, now = psutil.virtual_memory(), _totals(), time.monotonic()
-        passed = max(1e-3, now - self._at)
-        rates = {
-            name: max(0.0, total - self._before[name]) / passed
-            for name, total in totals.items()
-            if name in self._before
-        }
-        self._before, self._at = totals, now
-        found: dict[str, Any] = {
-            "cpu": psutil.cpu_percent(None) / 100,
+        memory = psutil.virtual_memory()
+        found = self._since_the_last() | {
             "load": psutil.getloadavg()[0],
             "memory_used": memory.total - memory.available,
             "memory_total": memory.total,
@@ -44,7 +38,21 @@ class NodeMeter:
             pass
         else:
             found |= {"shm_used": shared.used, "shm_total": shared.total}
-        return found | {name: round(rate) for name, rate in rates.items()}
+        return found
+
+    def _since_the_last(self) -> dict[str, Any]:
+        """Returns the share of the CPU, and bytes per second; empty the first time."""
+        cpu, totals, now = psutil.cpu_percent(None) / 100, _totals(), time.monotonic()
+        before, passed = self._before, max(1e-3, now - self._at)
+        self._before, self._at = totals, now
+        if before is None:
+            return {}
+        rates = {
+            name: round(max(0.0, total - before[name]) / passed)
+            for name, total in totals.items()
+            if name in before
+        }
+        return {"cpu": cpu, **rates}
 
 
 def _totals() -> dict[str, int]:

@@ -21,7 +21,7 @@ from headway.watch.report.figures import curves, stacked
 from headway.watch.view import RunView, Snapshot
 from headway.watch.view.run_view import timestamp
 from headway.watch.view.series import Series
-from headway.watch.view.source import clean, last_lines, read_text
+from headway.watch.view.source import clean, clean_indented, last_lines, read_text
 
 _MAX_FIGURES = 24
 _MAX_MESSAGES = 100
@@ -113,7 +113,7 @@ def _title(snapshot: Snapshot, info: Mapping[str, Any]) -> str:
     why = f"<br>{escape(header.why)}" if header.why else ""
     where = f"{plural(header.nodes, 'node')} x {header.world_size // header.nodes} {header.device}"
     return (
-        f"<h1>{escape(header.id)}</h1><p class=soft>{escape(where)}, began {_moment(header.created)}"
+        f"<h1>{escape(header.id)}</h1><p class=soft>{escape(where)}, began {_moment(header.began)}"
         f"<br><code>{escape(clean(line, 500))}</code></p>"
         f"<p class='verdict {escape(header.state)}'><b>{escape(header.state)}</b> {step} in "
         f"{format_duration(header.elapsed_s)}{best}{why}</p>"
@@ -157,7 +157,9 @@ def _failure(run: Run, snapshot: Snapshot) -> str:
     if failure is None:
         return ""
     text = "\n".join(failure.traceback) or failure.error
-    log = "\n".join(clean(line, 500) for line in last_lines(run.path, run.log_file(failure.rank or 0))[-40:])
+    log = "\n".join(
+        clean_indented(line) for line in last_lines(run.path, run.log_file(failure.rank or 0))[-40:]
+    )
     where = f"rank {failure.rank}, host {failure.host}, step {failure.step}"
     return (
         f"<h2>The first failure</h2><p>{escape(where)}</p><pre>{escape(text)}</pre>"

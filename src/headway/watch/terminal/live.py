@@ -19,8 +19,7 @@ from rich.live import Live
 from headway.run import Run
 from headway.watch.terminal.screen import Selection, layout
 from headway.watch.view import RunView, Snapshot
-from headway.watch.view.run_view import clean_indented
-from headway.watch.view.source import last_lines
+from headway.watch.view.source import clean_indented, last_lines
 
 REFRESH_S = 1.0
 _KEYS = {"\x1b[A": "up", "\x1b[B": "down", "\x1b[C": "n", "\x1b[D": "p", "\x03": "q", "\x1b": "m"}

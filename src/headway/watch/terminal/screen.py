@@ -59,7 +59,12 @@ def layout(snapshot: Snapshot, width: int, height: int, chosen: Selection | None
     chosen = chosen or Selection()
     head = _header(snapshot.header, width, snapshot.time) + _failure(snapshot.failure, height)
     foot = [_keys(chosen)] if chosen.has_keys else []
-    fixed = [*_speed(snapshot, width), *_data(snapshot.data), *_safety(snapshot), *_nodes(snapshot)]
+    fixed = [
+        *_speed(snapshot, width),
+        *_data(snapshot.data, snapshot.header.world_size),
+        *_safety(snapshot),
+        *_nodes(snapshot),
+    ]
     room = height - len(head) - len(fixed) - len(foot)
     names = ordered_curves(snapshot.curves)
     selected = names[chosen.curve % len(names)] if names else ""
@@ -96,7 +101,7 @@ def _header(header: Header, width: int, now: float) -> list[Text]:
         f"attempt {header.attempts}" if header.attempts else "",
         f"job {header.job}" if header.job else "",
         f"{plural(header.nodes, 'node')} x {header.world_size // max(1, header.nodes)} {header.device}".rstrip(),
-        f"began {_clock(header.created, now)}",
+        f"began {_clock(header.began, now)}",
     ]
     lines = [first, _progress(header, width), Text(" · ".join(filter(None, facts)), "dim")]
     if header.why:
@@ -204,14 +209,15 @@ def _speed(snapshot: Snapshot, width: int) -> list[Text]:
     return found
 
 
-def _data(rows: Sequence[DatasetRow]) -> list[Text]:
+def _data(rows: Sequence[DatasetRow], world_size: int) -> list[Text]:
     found: list[Text] = []
+    whose = " of rank 0" if world_size > 1 else ""
     for row in rows:
         parts = [f"cache hits {row.cache_hits:.0%}"] if row.cache_hits is not None else []
         parts += [f"{row.bad:,} bad"] if row.bad is not None else []
         parts += [f"{name} {share:.1%} (target {target:.1%})" for name, share, target in row.mixture[:6]]
         if parts:
-            found.append(_labelled("" if found else "data", f"{row.name}: {', '.join(parts)}"))
+            found.append(_labelled("" if found else "data", f"{row.name}{whose}: {', '.join(parts)}"))
     return found[:3]
 
 
@@ -259,9 +265,9 @@ def _nodes(snapshot: Snapshot) -> list[Text]:
     parts += [f"CPU {max(cpus):.0%}"] if cpus else []
     memory = [node.get("memory_used", 0) / node["memory_total"] for node in nodes if node.get("memory_total")]
     parts += [f"memory {max(memory):.0%}"] if memory else []
-    read = sum(node.get("disk_read", 0) for node in nodes)
-    received = sum(node.get("network_received", 0) for node in nodes)
-    parts += [f"disk {format_bytes(read)}/s", f"network {format_bytes(received)}/s"]
+    for what, name in (("disk", "disk_read"), ("network", "network_received")):
+        rates = [node[name] for node in nodes if name in node]
+        parts += [f"{what} {format_bytes(sum(rates))}/s"] if rates else []
     return [_labelled("devices", ", ".join(parts))]
 
 

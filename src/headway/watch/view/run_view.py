@@ -25,7 +25,7 @@ from headway.watch.runs import last_row_time
 from headway.watch.view.metric_rows import MetricRows
 from headway.watch.view.ranks import RankTable
 from headway.watch.view.snapshot import Failure, Header, Message, RankRow, Safety, Snapshot, Speed
-from headway.watch.view.source import Row, RowTail, clean, read_object
+from headway.watch.view.source import Row, RowTail, clean, clean_indented, read_object
 
 _QUEUE_S = 15.0
 """seconds between two questions to the scheduler"""
@@ -230,6 +230,8 @@ class RunView:
             epoch=epoch + 1 if is_count(epoch) else None,
             max_epochs=most if is_count(most) else None,
             created=timestamp(info.get("created")),
+            began=timestamp(attempts[0].get("started") if attempts else None)
+            or timestamp(info.get("created")),
             elapsed_s=self._earlier_s
             + (_elapsed_s(attempts[-1], now, self.metrics.last) if attempts else 0.0),
             eta_s=(end - step) * pace if running and end and step is not None and pace else None,
@@ -288,11 +290,6 @@ class RunView:
             error=clean(record.get("error", ""), 2000),
             traceback=[clean_indented(line) for line in lines],
         )
-
-
-def clean_indented(line: str) -> str:
-    """Cleans a line and keeps its indentation."""
-    return " " * min(120, len(line) - len(line.lstrip(" "))) + clean(line, 500)
 
 
 def sane_node(row: Row) -> Row:

@@ -31,6 +31,8 @@ class Header:
     """counted from 1"""
     max_epochs: int | None
     created: float
+    began: float
+    """when the first attempt started; when the run was created, as long as none has"""
     elapsed_s: float
     """total time of all attempts"""
     eta_s: float | None

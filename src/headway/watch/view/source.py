@@ -16,6 +16,7 @@ _LINE_BYTES = 1 << 18
 """a longer line is skipped"""
 _CHUNK_BYTES = 1 << 20
 _SAMPLED_BYTES = 1 << 13
+_LINE_CHARACTERS = 600
 _TEXT_BYTES = 1 << 20
 
 
@@ -46,6 +47,19 @@ def clean(text: object, limit: int = 400) -> str:
     whole = " ".join(plain(str(text)[: 4 * limit]).split())
     shown = "".join(c for c in whole if c.isprintable())
     return shown if len(shown) <= limit else f"{shown[: limit - 1]}…"
+
+
+def clean_indented(line: str) -> str:
+    """Makes a line harmless like `clean`, and keeps its spaces: the columns of a table stay below each other.
+
+    >>> clean_indented("  name\\tms  \\x1b[31mcalls ")
+    '  name  ms  calls'
+    """
+    from headway.record.terminal_lines import plain
+
+    spaced = plain(line[: 4 * _LINE_CHARACTERS]).expandtabs()
+    shown = "".join(c if c.isprintable() else " " if c.isspace() else "" for c in spaced).rstrip()
+    return shown if len(shown) <= _LINE_CHARACTERS else f"{shown[: _LINE_CHARACTERS - 1]}…"
 
 
 def read_text(root: Path, path: Path, limit_bytes: int = _TEXT_BYTES) -> str | None:

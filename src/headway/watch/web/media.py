@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, final
 
 from headway.record.media import MediaIndex, MediaItem, read_histogram
 from headway.run import Run
-from headway.watch.view.run_view import clean_indented
-from headway.watch.view.source import clean, open_regular, read_text
+from headway.watch.view.source import clean, clean_indented, open_regular, read_text
 
 _INDEX_BYTES = 8 << 20
 """of a longer index the newest rows are read, some 30,000, in about a second"""

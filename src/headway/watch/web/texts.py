@@ -10,8 +10,7 @@ from typing import Any
 from headway.launcher import sweep
 from headway.run import Run
 from headway.watch.comparison import settings_of
-from headway.watch.view.run_view import clean_indented
-from headway.watch.view.source import clean, last_lines, lines_before, read_object, read_text
+from headway.watch.view.source import clean, clean_indented, last_lines, lines_before, read_object, read_text
 from headway.watch.web.run_library import key_of
 from headway.watch.web.run_list import plain_settings
 

@@ -39,7 +39,7 @@ export function header(head, hasFailure) {
     head.attempts && `attempt ${head.attempts}`,
     head.job && `job ${head.job}`,
     `${plural(head.nodes, "node")} × ${Math.max(1, Math.floor(head.world_size / head.nodes))} ${head.device}`.trim(),
-    `began ${clock(head.created)}`,
+    `began ${clock(head.began)}`,
   ].filter(Boolean);
   return [
     h(
@@ -165,7 +165,7 @@ export function data(rows) {
     ].filter(Boolean);
     return h("li", {}, h("b", {}, row.name), ` ${count(row.samples)} samples${parts.length ? `, ${parts.join(", ")}` : ""}`);
   });
-  return lines.length ? [h("h2", {}, "Data"), h("ul", {}, lines)] : null;
+  return lines.length ? [h("h2", {}, "Data of rank 0"), h("ul", {}, lines)] : null;
 }
 
 export function devices(nodes, total) {
@@ -180,10 +180,10 @@ export function devices(nodes, total) {
     heat !== null && `up to ${heat} °C`,
     slowed.length && `${slowed.length} throttled (${slowed[0].throttling[0]})`,
     gpus.some((gpu) => gpu.ecc_errors) && `${gpus.filter((gpu) => gpu.ecc_errors).length} with ECC errors`,
-    `CPU ${percent(most(nodes.filter((node) => node.cpu !== undefined).map((node) => node.cpu)))}`,
+    nodes.some((node) => node.cpu !== undefined) && `CPU ${percent(most(nodes.filter((node) => node.cpu !== undefined).map((node) => node.cpu)))}`,
     `memory ${percent(most(nodes.filter((node) => node.memory_total).map((node) => (node.memory_used ?? 0) / node.memory_total)))}`,
-    `disk ${bytes(nodes.reduce((sum, node) => sum + (node.disk_read ?? 0), 0))}/s`,
-    `network ${bytes(nodes.reduce((sum, node) => sum + (node.network_received ?? 0), 0))}/s`,
+    ...[["disk", "disk_read"], ["network", "network_received"]].map(([what, name]) =>
+      nodes.some((node) => node[name] !== undefined) && `${what} ${bytes(nodes.reduce((sum, node) => sum + (node[name] ?? 0), 0))}/s`),
   ].filter(Boolean);
   const note = total > nodes.length ? ` (${nodes.length} of ${count(total)} nodes)` : "";
   return [h("h2", {}, `Devices${note}`), h("ul", {}, items.map((text) => h("li", {}, text)))];

@@ -51,6 +51,11 @@ export function metricNames(runs) {
 
 export const score = (metric) => (metric ? (typeof metric.best === "number" ? metric.best : metric.last) : null);
 
+const KINDS = { min: "lowest", max: "highest" };
+
+// What `score` shows of a metric, in a word.
+const kindOf = (name, runs) => KINDS[runs.find((run) => run.metrics[name])?.metrics[name].better] ?? "last";
+
 const isBusy = (run) => Number(["running", "queued"].includes(run.state));
 
 function ordered(runs, sort) {
@@ -110,7 +115,7 @@ export function showRuns(main, { title }) {
   const list = (shown, names, all) => {
     const settings = differing(all).slice(0, MAX_SETTINGS);
     const metrics = [...new Set([...(view.sort === "newest" ? [] : [view.sort]), ...names])].filter((name) => names.includes(name)).slice(0, MAX_METRICS);
-    const heads = ["", "state", "run", "", ...metrics, "step", "time", ...settings, "created"];
+    const heads = ["", "state", "run", "", ...metrics.map((name) => `${kindOf(name, all)} ${name}`), "step", "time", ...settings, "created"];
     return h("div", { class: "scroll" }, h("table", { class: "runs" },
       h("thead", {}, h("tr", {}, heads.map((text) => h("th", {}, text)))),
       h("tbody", {}, shown.map((run) => row(run, metrics, settings)))));
@@ -131,7 +136,7 @@ export function showRuns(main, { title }) {
       h("td", { title: run.why }, pill(run.state)),
       h("td", {}, h("a", { href: `#/run/${encodeURIComponent(run.key)}` }, h("b", {}, run.name), h("small", {}, run.id.slice(run.name.length))), run.why && h("div", { class: "soft why" }, run.why)),
       h("td", {}, spark ? sparkline(spark.spark) : run.is_read ? null : h("span", { class: "soft" }, "reading…")),
-      metrics.map((name) => h("td", { class: "number", "data-name": name }, number(score(run.metrics[name])))),
+      metrics.map((name) => h("td", { class: "number", "data-name": name, title: run.metrics[name] ? `last ${number(run.metrics[name].last)}` : "" }, number(score(run.metrics[name])))),
       h("td", { class: "number", "data-name": "step" }, count(run.step)),
       h("td", { class: "number", "data-name": "time" }, duration(run.seconds)),
       settings.map((name) => h("td", { "data-name": name }, name in run.settings ? setting(run.settings[name]) : "")),
