@@ -77,6 +77,42 @@ def test_a_run_that_failed_and_resumed_keeps_what_an_uninterrupted_one_keeps(tmp
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_an_item_has_the_step_of_the_loss_beside_it(accumulate: int, tmp_path: Path) -> None:
+    class Own(Stage):
+        def run_epoch(self) -> None:
+            for number, _ in enumerate(self.batches()):
+                self.log("own", float(number))
+                self.log_text("own", f"{number}")
+                if number == 1:
+                    break
+            for _ in self.batches("val"):
+                self.log_text("own", "val")
+            self.log_text("own", "end")
+
+    pipe = make_pipe(tmp_path)
+    pipe.register_dataset("train", Batches(6))
+    pipe.register_dataset("val", Batches(2))
+    managed = Shows(log_every=1, accumulate=accumulate)
+    pipe.append_stage(managed, max_epochs=1, name="managed")
+    pipe.append_stage(Own(log_every=1), max_epochs=1, name="own")
+    kept = pipe.run()
+    steps = 6 // accumulate
+    found = [(item.name, item.step) for item in read_media(kept) if item.name.endswith(("/x", "/epoch"))]
+    train = [1, 4] if accumulate == 1 else [1, 1]
+    assert sorted(found) == [
+        ("train/epoch", steps),
+        *(("train/x", step) for step in train),
+        ("val/x", steps),
+        ("val/x", steps),
+    ]
+    own = [
+        (item.step - steps, item.path(kept).read_text()) for item in read_media(kept) if item.name == "own"
+    ]
+    assert own == [(1, "0"), (2, "1"), (3, "val"), (4, "val"), (4, "end")]
+
+
+@pytest.mark.usefixtures("alone")
 def test_what_is_logged_costs_a_step_one_copy_and_nothing_where_it_is_not_kept(tmp_path: Path) -> None:
     """Of a tensor in the host's memory a step makes a copy; all else happens in another thread."""
     operations: dict[str, Counter[str]] = {}

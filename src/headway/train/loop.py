@@ -63,7 +63,7 @@ def train(stage: TrainValStage) -> Iterator[None]:
             break
         for number, batch in enumerate(window):
             timer.mark_step("compute")
-            state.batch, weight = batch, None
+            state.batch, state.in_step, weight = batch, True, None
             if accumulate > 1:
                 update.set_gradient_sync(number + 1 == len(window))  # once per step, with the last batch
             if autocast is None:
@@ -115,7 +115,7 @@ def validate(stage: TrainValStage) -> None:
 def finish_step(stage: Stage) -> None:
     """Counts a step, and holds the log point if one is due."""
     pipe, state, timer = stage.pipe, stage._loop, stage.pipe._timer
-    state.steps_done, pipe.steps_done = state.steps_done + 1, pipe.steps_done + 1
+    state.steps_done, pipe.steps_done, state.in_step = state.steps_done + 1, pipe.steps_done + 1, False
     HEARTBEAT.move(state.name, pipe.steps_done)
     if pipe._ledger:
         pipe._ledger.end_step(stage)

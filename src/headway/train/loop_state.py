@@ -83,6 +83,7 @@ class LoopState:
         self.steps_left_open = 0
         """steps that ended with `break`, which the loop has not counted yet"""
         self.batch: Any = None
+        self.in_step = False  # whether a batch has come whose step is not counted yet
         """the batch that was taken last"""
         self.failpoints_armed = False
         self.columns: list[str] = []
@@ -144,7 +145,8 @@ class LoopState:
         media = self.pipe._media
         if media is None or not media.is_open or (full := self.media_name(name)) is None:
             return
-        media.add(full, take(), step=self.pipe.steps_done, stage=self.name, epoch=self.epoch)
+        step = self.pipe.steps_done + self.in_step  # as the loss of the same step
+        media.add(full, take(), step=step, stage=self.name, epoch=self.epoch)
 
     def add_metric(self, name: str, metric: EpochMetric) -> None:
         self.epoch_metrics[name] = metric
@@ -230,7 +232,7 @@ class LoopState:
         self.check_modules()  # pre_stage may have assigned some
         if not self.status.in_epoch:
             self.status, self.epoch_start, self.passes = StageStatus.IN_EPOCH, self.steps_done, []
-        self._passes_begun = 0
+        self._passes_begun, self.in_step = 0, False
 
     def end_epoch(self) -> None:
         self.epoch += 1

@@ -200,7 +200,8 @@ class Stage(ABC):
         Tensors, arrays of numpy and images of Pillow: height x width, with 1, 3 or 4 channels before or after them;
         bytes, or floats from 0 to 1 (a batch with others is scaled from its minimum and maximum). It is encoded in
         another thread. Only rank 0 keeps what it logs, unless `pipe.set_media(ranks=...)` says otherwise. In a
-        `TrainValStage` the name gets `train/` or `val/` in front, as in `log`; the step is the number of steps done.
+        `TrainValStage` the name gets `train/` or `val/` in front, as in `log`. What the seventh step logs has the step
+        7, as its loss has; what is logged between steps has the number of steps done.
 
             self.log_image("samples", x[:16], caption="the first 16 of the batch")
         """
@@ -292,7 +293,7 @@ class Stage(ABC):
         state.expect_uneven(loader, progress)
         try:
             for batch in state.device_batches(loader, progress=progress):
-                state.batch = batch
+                state.batch, state.in_step = batch, True
                 state.samples += state.checked_count(batch)
                 timer.mark_step("compute")
                 in_step = True

@@ -115,9 +115,9 @@ class MediaWriter:
             if rank == self._rank:
                 self._kept.begin(kept)
                 for item in kept:
-                    if item.step == step:
-                        self._numbers[item.name, step] = max(
-                            self._numbers.get((item.name, step), 0), item.number + 1
+                    if item.step >= step:
+                        self._numbers[item.name, item.step] = max(
+                            self._numbers.get((item.name, item.step), 0), item.number + 1
                         )
 
     def add(self, name: str, content: MediaContent, *, step: int, stage: str, epoch: int) -> None:
