@@ -148,6 +148,10 @@ def closest(name: str, known: Iterable[str]) -> str | None:
 
     by_lower_case = {each.lower(): each for each in known}
     wanted = name.lower()
-    found = get_close_matches(wanted, by_lower_case, n=1)
+    found = get_close_matches(wanted, by_lower_case, n=1, cutoff=0.8)
+    found = found or [
+        each for each in by_lower_case if wanted.startswith(f"{each}_")
+    ]  # other libraries say more
+    found = found or get_close_matches(wanted, by_lower_case, n=1)
     found = found or [each for each in by_lower_case if wanted and each.startswith(wanted)]
     return by_lower_case[found[0]] if found else None

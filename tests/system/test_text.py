@@ -35,12 +35,13 @@ def test_a_long_list_is_cut_and_counted() -> None:
         ("presicion", "precision"),
         ("PRECISION", "precision"),
         ("acc", "accumulate"),
+        ("accumulate_grad_batches", "accumulate"),
         ("zzz", None),
         ("", None),
     ],
 )
 def test_the_closest_name(name: str, close: str | None) -> None:
-    assert text.closest(name, ["accumulate", "precision", "Batch"]) == close
+    assert text.closest(name, ["accumulate", "precision", "limit_train_batches", "Batch"]) == close
     assert text.closest("bach", ["accumulate", "Batch"]) == "Batch", "the name as it is written"
 
 

@@ -17,9 +17,10 @@ from synthetic_run import make_run, write_rows
 
 from headway.cli import main
 from headway.run import Run
-from headway.watch.terminal import Selection, layout
+from headway.watch.terminal import Selection, charts, layout
 from headway.watch.terminal.live import Watcher
 from headway.watch.view import RunView
+from headway.watch.view.series import Series
 
 
 def text_of(run: Run, width: int, height: int, chosen: Selection | None = None) -> list[str]:
@@ -157,3 +158,9 @@ def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["watch", str(tmp_path)]) == 2
     assert main(["watch", "x7k2", "--root", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 3
+
+
+def test_labels_of_a_curve_do_not_shift_its_rows() -> None:
+    rates = Series(steps=[0, 1, 2], means=[0.0007053, -0.00001234, 0.0001])
+    lines = charts.curve(rates, 30, 4)
+    assert {line.index("┤") for line in lines} == {8} and lines[0].startswith("0.00071")

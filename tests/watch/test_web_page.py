@@ -350,6 +350,7 @@ def test_runs_are_filtered_sorted_and_overlaid(site: Site, page: Page) -> None:
     page.get_by_placeholder("filter").fill("depth=12")
     expect(rows).to_have_count(4)
     page.get_by_label("sort").select_option("train/loss")
+    expect(page.locator(".runs thead")).to_contain_text("lowest train/loss")
     assert {each.get_attribute("data-key") for each in rows.all()[:2]} == set(names[:2]), (
         "the lowest loss first"
     )

@@ -66,13 +66,16 @@ def legend(shares: Mapping[str, float], *, least: float = 0.005) -> Text:
     return found
 
 
+_LABEL_WIDTH = 7
+
+
 def curve(series: Series, width: int, height: int) -> list[str]:
     """Draws a curve with braille dots, two by four to a character; of a noisy one the moving average.
 
     >>> curve(Series(steps=[0, 1], means=[0.0, 1.0]), 12, 1)
     ['      1 ┤⡠⠊⠁']
     """
-    inner = width - 9
+    inner = width - _LABEL_WIDTH - 2
     is_trend = len(series.steps) > inner and is_noisy(
         series.means
     )  # then the trend is what there is room for
@@ -95,7 +98,7 @@ def curve(series: Series, width: int, height: int) -> list[str]:
             column, row = x + (next_x - x) * part // count, y + round((next_y - y) * part / count)
             grid[row // 4][column // 2] |= _DOTS[column % 2][row % 4]
     return [
-        f"{_label(number, height, low, high):>7} ┤"
+        f"{_label(number, height, low, high):>{_LABEL_WIDTH}} ┤"
         + "".join(chr(0x2800 + dots) if dots else " " for dots in line)
         for number, line in enumerate(grid)
     ]
@@ -103,8 +106,18 @@ def curve(series: Series, width: int, height: int) -> list[str]:
 
 def _label(number: int, height: int, low: float, high: float) -> str:
     if number == 0:
-        return f"{high:.4g}"
-    return f"{low:.4g}" if number == height - 1 else ""
+        return _short(high)
+    return _short(low) if number == height - 1 else ""
+
+
+def _short(value: float) -> str:
+    """Returns as many of four digits as fit the margin.
+
+    >>> _short(0.00070532), _short(-1.234e-05), _short(2.345)
+    ('0.00071', '-1e-05', '2.345')
+    """
+    texts = [f"{value:.{digits}g}" for digits in (4, 3, 2, 1)]
+    return next((text for text in texts if len(text) <= _LABEL_WIDTH), texts[-1])
 
 
 def columns(lines: Sequence[Text], width: int) -> list[Text]:

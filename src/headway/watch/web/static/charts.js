@@ -91,7 +91,7 @@ function options(host, curves, view, hooks) {
       y: { distr: view.log ? 3 : 1 },
     },
     axes: [
-      { stroke: ink, font, grid, ticks: grid, size: 28, values: (_, ticks) => ticks.map(formatX(view.axis)) },
+      { stroke: ink, font, grid, ticks: grid, size: 28, label: view.axis, labelSize: 16, labelFont: font, labelGap: 0, values: (_, ticks) => ticks.map(formatX(view.axis)) },
       { stroke: ink, font, grid, ticks: grid, size: 60, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick, 3))) },
     ],
     cursor: { sync: { key: "curves" }, drag: { x: true, y: false, setScale: false }, focus: { prox: 24 }, bind: { dblclick: () => null } },

@@ -179,13 +179,15 @@ export class CurveGrid {
     const legend = h("figcaption", {});
     const host = h("figure", { class: "panel", "data-metric": key }, h("h3", {}, key), legend, body);
     let shown = [];
+    let empty = []; // the labels of curves without a point, such as those of a run that has only NaN
     const say = (reading) => {
       const x = reading && (this.view.axis === "time" ? duration(reading.x) : short(Math.round(reading.x)));
       const items = shown.map((curve, at) => {
         const value = reading ? reading.values[at] : curve.last;
         return item(curve.color, `${curve.label} `, null, number(value), curve.dashed);
       });
-      replace(legend, items, x ? h("span", { class: "soft" }, `${this.view.axis} ${x}`) : []);
+      const gone = empty.length ? h("span", { class: "soft" }, `no finite value: ${empty.join(", ")}`) : [];
+      replace(legend, items, gone, x ? h("span", { class: "soft" }, `${this.view.axis} ${x}`) : []);
     };
     const chart = new CurveChart(body, { zoom: (range) => this.zoom(range), point: say });
     const draw = (names) => {
@@ -195,12 +197,13 @@ export class CurveGrid {
           const curve = this.known.get(`${run.key}\n${name}`);
           if (!curve) return null;
           const color = COLORS[(several ? runAt : nameAt) % COLORS.length];
-          const label = several ? (names.length > 1 ? `${run.label} ${name.split("/")[0]}` : run.label) : name;
+          const label = several ? (names.length > 1 ? `${run.label}: ${name}` : run.label) : name;
           return { ...curve, color, label, dashed: several && nameAt > 0 };
         }),
       );
       shown = found.filter((curve) => curve !== null);
       chart.draw(shown, this.view);
+      empty = this.view.range ? [] : shown.filter((curve) => !curve.step.length).map((curve) => curve.label);
       shown = shown.filter((curve) => curve.step.length);
       say(null);
     };

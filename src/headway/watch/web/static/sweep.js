@@ -15,8 +15,9 @@ export function showSweep(main, { key, title }) {
   let view = { metric: null, which: "best" };
   const tools = h("div", { class: "controls" });
   const plots = h("div", { class: "panels" });
+  const missing = h("p", { class: "soft" });
   const rows = h("div", {});
-  replace(main, h("div", { class: "title" }, h("h1", {}, chosen ? "Settings against a metric" : `Sweep ${key}`)), tools, plots, h("section", { class: "card" }, rows));
+  replace(main, h("div", { class: "title" }, h("h1", {}, chosen ? "Settings against a metric" : `Sweep ${key}`)), tools, plots, missing, h("section", { class: "card" }, rows));
 
   const value = (run) => {
     const metric = run.metrics[view.metric];
@@ -42,6 +43,8 @@ export function showSweep(main, { key, title }) {
     const sorted = [...runs].sort((a, b) => ((value(a) ?? Infinity) - (value(b) ?? Infinity)) * (better === "max" ? -1 : 1));
     const known = sorted.filter((run) => value(run) !== null);
     replace(plots, settings.length ? settings.map((name) => scatter(name, known, value, view.metric)) : h("p", { class: "soft" }, "the settings of these runs do not differ"));
+    const without = sorted.filter((run) => value(run) === null).map((run) => run.id);
+    replace(missing, settings.length && view.metric && without.length ? `not drawn, for ${view.metric} has no finite value: ${without.join(", ")}` : "");
     replace(rows, h("div", { class: "scroll" }, h("table", {},
       h("thead", {}, h("tr", {}, ["run", "state", view.metric ?? "", ...settings].map((text) => h("th", {}, text)))),
       h("tbody", {}, [...known, ...sorted.filter((run) => value(run) === null)].map((run, at) => h("tr", { class: at === 0 && better ? "best" : "" },

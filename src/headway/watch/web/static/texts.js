@@ -12,10 +12,10 @@ export function settingsTable(found, { only = false, filter = "" } = {}) {
   const rows = found.rows.filter((row) => (!only || row.differs) && (row.name.toLowerCase().includes(wanted) || row.values.some((value) => setting(value).toLowerCase().includes(wanted))));
   if (!rows.length) return h("p", { class: "soft" }, found.rows.length ? "nothing to show" : "no settings were recorded");
   const heads = ["setting", ...(found.runs.length > 1 ? found.runs : ["value"])];
-  return table(heads, rows.map((row) => [
+  return h("div", { class: "scroll" }, table(heads, rows.map((row) => [
     h("td", {}, h("code", {}, row.name)),
     ...row.values.map((value, at) => h("td", { class: row.differs ? "differs" : "" }, row.has[at] ? setting(value) : h("span", { class: "soft" }, "not set"))),
-  ]));
+  ])));
 }
 
 export function settingsTab(host, { key }) {
