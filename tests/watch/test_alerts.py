@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import sys
 import threading
 import time
+import urllib.error
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -290,6 +292,35 @@ def test_runs_that_cannot_be_found_or_read_for_a_while_are_watched_afterwards(
     missing = "no run is watched for alerts now: there are no runs in runs"
     stalled = f"{over.id} is not watched for alerts now: the file system stalls"
     assert told == [stalled, missing, missing], "once for each time that they were gone"
+
+
+def test_what_a_server_says_is_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: Hook
+) -> None:
+    run, told = make_run(tmp_path), []
+    reason = f"no hook at /{SECRET} or {SECRET[3:]}\x1b]0;gone\x07"
+    monkeypatch.setattr(BaseHTTPRequestHandler, "responses", {404: (reason, ""), 499: (reason, "")})
+    hook.answers = [404, 499]
+    for number in (1, 2):
+        one = sender(told.append)
+        assert one.send(run, failed(run, attempts=number)) and one.wait(20)
+    said = [text.partition("): ")[2] for text in told]
+    assert said == ["the webhook: it answered 404 Not Found", "the webhook: it answered 499"]
+    kept = "".join(path.read_text() for path in run.alerts_dir.iterdir())
+    assert SECRET[3:] not in kept and "u001b" not in kept
+
+
+def test_an_error_that_quotes_a_part_of_the_address_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(webhook, "_TRIES", 1)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise urllib.error.URLError(
+            "\x1b[31mno way to T0123/B456 by POST /services/T0123/B456?key=k3y4567\x1b[0m"
+        )
+
+    monkeypatch.setattr("urllib.request.OpenerDirector.open", refuse)
+    problem = webhook.post("https://hooks.example.org/services/T0123/B456?key=k3y4567", {})
+    assert problem and not re.search(r"T0123|B456|k3y4567|\x1b", problem) and "no way to" in problem
 
 
 def test_a_run_that_cannot_be_understood_does_not_hide_the_others(

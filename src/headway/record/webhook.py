@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from http import HTTPStatus
 from http.client import HTTPException
 from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from headway.record.terminal_lines import plain
 
 _TRIES = 3
 _PAUSE_S = 1.0
@@ -16,6 +21,9 @@ _PAUSE_S = 1.0
 _REPLY_S = 5.0
 """how long a server has for its reply, and for each step of the connection"""
 _TOO_MANY = 429
+_PHRASES = {status.value: status.phrase for status in HTTPStatus}
+"""what an answer means; the words of the server itself may repeat the address"""
+_SHORTEST_SECRET = 4
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -42,7 +50,7 @@ def post(url: str, facts: Mapping[str, Any]) -> str | None:
             with opener.open(request, timeout=_REPLY_S):
                 return None
         except urllib.error.HTTPError as error:
-            problem = f"it answered {error.code} {error.reason}"
+            problem = f"it answered {error.code} {_PHRASES.get(error.code, '')}".rstrip()
             error.close()
             if error.code < 500 and error.code != _TOO_MANY:  # another try would be refused, too
                 break
@@ -52,4 +60,15 @@ def post(url: str, facts: Mapping[str, Any]) -> str | None:
             problem = f"it did not answer within {_REPLY_S:g} s"
         except (OSError, HTTPException, ValueError) as error:
             problem = type(error).__name__
-    return problem and problem.replace(url, "its address")
+    return problem and _without_address(problem, url)
+
+
+def _without_address(problem: str, url: str) -> str:
+    """Returns a message without any part of an address that may be a secret, and harmless for a terminal."""
+    parts = urlsplit(url)
+    words = re.split(r"[/?&=;:@]", f"{parts.path}?{parts.query}?{parts.netloc.rpartition('@')[0]}")
+    secrets = {url, parts.path, parts.query, *words, *map(unquote, words)}
+    for secret in sorted(secrets, key=len, reverse=True):
+        if len(secret) >= _SHORTEST_SECRET:
+            problem = problem.replace(secret, "...")
+    return plain(problem)

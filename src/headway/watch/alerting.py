@@ -75,11 +75,7 @@ class AlertWatch:
         for run in runs:
             try:
                 self._look_at(run)
-            except (
-                HeadwayError,
-                OSError,
-                *DAMAGED,
-            ) as error:  # one run that cannot be read does not hide the others
+            except (HeadwayError, OSError, *DAMAGED) as error:  # one run does not hide the others
                 self._report(run.id, f"{run.id} is not watched for alerts now: {error}")
                 if not self._has_looked:
                     self._unread.add(run.id)
