@@ -19,7 +19,7 @@ import pytest
 from synthetic_run import make_run, row, write_rows
 
 from headway.cli import main
-from headway.errors import UsageError
+from headway.errors import INTERRUPTED, UsageError
 from headway.launcher import epilogue
 from headway.launcher.program import JobFile, Program
 from headway.launcher.targets import Slurm
@@ -414,3 +414,25 @@ def test_a_job_cannot_be_asked_to_watch_itself() -> None:
         Slurm(alert=("silent",))
     with pytest.raises(UsageError, match="alert 'ended' is not an event; expected failed, stopped"):
         Slurm(alert=("ended",))
+
+
+def test_all_runs_of_a_root_are_watched_after_the_one_that_is_shown_is_over(
+    tmp_path: Path, hook: Hook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older, shown = make_run(tmp_path / "runs"), make_run(tmp_path / "runs")
+    followed: list[str] = []
+
+    def follow(view: RunView, _: object) -> None:
+        followed.append(view.run.id)
+        view.run.end_attempt(1, status="done" if view.run == shown else "failed", exit_code=0)
+
+    def leave() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headway.cli.watch.follow", follow)
+    monkeypatch.setattr("headway.cli.watch._pause", leave)
+    monkeypatch.setattr("headway.cli.watch.find_runs", lambda *_: [shown, older])
+    with older.lock(), shown.lock():
+        assert main(["watch", str(tmp_path / "runs"), "--alert", "all"]) == INTERRUPTED
+    assert followed == [shown.id, older.id]
+    assert {post["run"] for post in hook.posts if post["event"] == "failed"} == {older.id}

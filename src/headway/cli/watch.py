@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -18,11 +19,12 @@ from headway.run import Run, has_info, runs_under
 from headway.run.info import read_json
 from headway.system.log import logger
 from headway.watch.alerting import AlertWatch
-from headway.watch.runs import resolve
+from headway.watch.runs import resolve, summarize
 from headway.watch.terminal import follow, layout, watch
 from headway.watch.terminal.screen import Selection
 from headway.watch.view import RunView
 
+_LOOK_S = 10.0
 _EXAMPLES = """\
 examples:
   headway watch                              the newest run in runs/ that is running, else the newest
@@ -31,7 +33,8 @@ examples:
   headway watch x7k2 --once                  print the screen once
   headway watch x7k2 | tee watch.txt         a line every ten seconds, until the run is over
   headway watch --alert failed --alert silent > watch.txt &
-                                             post to $HEADWAY_ALERT_URL when a run fails or is silent
+                                             post to $HEADWAY_ALERT_URL when a run fails or is silent,
+                                             for all runs of the root, until it is ended
 
 keys: q quit, n/p next and previous run, c next curve, up/down a rank and its log, m messages of all ranks.
 It reads the run directory and nothing else: start and leave it when you like, training does not notice.
@@ -82,12 +85,37 @@ def _show(runs: Sequence[Run], options: argparse.Namespace) -> None:
     elif sys.stdout.isatty():
         watch(runs, console())
     else:
-        follow(RunView(runs[0]), lambda line: print(line, flush=True))
+        _follow(runs[0], options)
+
+
+def _follow(run: Run, options: argparse.Namespace) -> None:
+    """Prints lines about a run until it is over; with alerts about a root, then about the next, until Ctrl-C."""
+    follow(RunView(run), lambda line: print(line, flush=True))
+    if not options.alert or not _is_root(options.run):
+        return
+    print("alerts go on for all runs of the root: Ctrl-C ends them", flush=True)
+    while True:
+        for each in _running(options):
+            print(f"now {each.id}", flush=True)
+            follow(RunView(each), lambda line: print(line, flush=True))
+        _pause()
+
+
+def _running(options: argparse.Namespace) -> Sequence[Run]:
+    try:
+        runs = find_runs(options.run, options.root)
+    except UsageError:  # the directory may come back
+        return ()
+    return [each.run for each in summarize(runs) if each.status.state == "running"]
+
+
+def _pause() -> None:
+    time.sleep(_LOOK_S)
 
 
 def find_runs(place: str | None, root: str) -> Sequence[Run]:
     """Returns the runs that a place means, the one to show first; a root means all runs in it."""
-    if place is not None and not (Path(place).is_dir() and not has_info(Path(place))):
+    if place is not None and not _is_root(place):
         return resolve([place], root)
     directory = root if place is None else place
     if not Path(directory).is_dir():
@@ -96,6 +124,10 @@ def find_runs(place: str | None, root: str) -> Sequence[Run]:
     if not runs:
         raise UsageError(f"there is no run in {directory}; start one: headway run train.py")
     return sorted(runs, key=_is_idle)
+
+
+def _is_root(place: str | None) -> bool:
+    return place is None or (Path(place).is_dir() and not has_info(Path(place)))
 
 
 def _is_idle(run: Run) -> bool:
