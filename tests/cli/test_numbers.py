@@ -13,11 +13,12 @@ from typing import Any, NoReturn
 import pytest
 
 from headway.cli import VERBS, main, parser
+from headway.cli.target_options import read_options
 
 NEVER = ["nan", "inf", "-inf", "1e400", "-1e400", "", "x", "1,5", "0x10", "9" * 5000]
 """no option takes these"""
 TAKES = {
-    "0": {"--max-requeues", "--max-restarts", "-n", "--seed", "--zero"},
+    "0": {"--max-requeues", "--max-restarts", "-n", "--port", "--seed", "--zero"},
     "-1": set(),
 }
 """the options that take numbers which others refuse"""
@@ -106,6 +107,8 @@ def test_every_number_of_every_verb(
         options = parse_args(self, *given)
         if self.prog == "headway submit":  # its target checks the rest
             return options
+        if self.prog == "headway doctor":
+            read_options(options)
         raise Reached
 
     def make_and_stop(settings: Any, given: Any, prefix: str = "") -> Any:

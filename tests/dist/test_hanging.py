@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -295,3 +296,24 @@ def test_the_rank_that_holds_up_the_others_is_named(
     )
     if how != "stop":
         assert "in trouble" in report, "where the culprit is"
+
+
+def test_a_heartbeat_that_is_read_while_it_is_written_is_whole(tmp_path: Path) -> None:
+    """The agent reads it at any moment: a step that reads as 0, of the time 0, would be a hang of many days."""
+    beating = Heartbeat()
+    beating.watch(1000.0, directory=tmp_path)
+    for step in range(1, 11):
+        beating.move("train", step)
+    if not (writer := os.fork()):
+        try:
+            while True:
+                beating.move("train", beating.step)
+        finally:
+            os._exit(1)
+    try:
+        readings = [heartbeat.read(tmp_path, 0) for _ in range(3000)]
+    finally:
+        os.kill(writer, signal.SIGKILL)
+        os.waitpid(writer, 0)
+    beating.stop()
+    assert [each for each in readings if each is None or each.step != 10 or each.age > 900] == []

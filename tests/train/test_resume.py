@@ -37,7 +37,8 @@ from waiting import check_exit
 import headway as hw
 from headway.errors import Stopped
 from headway.testing import ranks
-from headway.train import Callback, Fsdp, Pipeline, Stage, train_val_state
+from headway.train import Callback, Fsdp, Pipeline, Stage
+from headway.train.evaluate import val_schedule
 
 alone = pytest.mark.usefixtures("alone")
 
@@ -707,7 +708,7 @@ def test_validations_by_time_come_at_the_same_steps(
     """The time since the last validation is kept, and so is the request for one that was not made any more."""
 
     def run(folder: Path, stage: Timed) -> Pipeline:
-        monkeypatch.setattr(train_val_state, "time", stage)
+        monkeypatch.setattr(val_schedule, "time", stage)
         pipe = make(folder, stage, every=3)
         pipe.run()
         return pipe

@@ -272,7 +272,8 @@ def script_was_cut(run: Run) -> bool | None:
 
     None if nothing tells whether it runs: it was on another machine, and no scheduler says that its job is over.
     """
-    if run.info()["attempts"][-1].get("script_ended", True):  # older versions did not record it
+    attempts = run.info()["attempts"]
+    if not attempts or attempts[-1].get("script_ended", True):  # functions, plain scripts, older versions
         return False
     owner = newest_owner(run.lock_dir)
     if owner is None:

@@ -29,7 +29,9 @@ SLACK = 10.0  # a step may take this many times its usual time, if that is more 
 
 _FILE_BYTES = 4096
 _FIXED = struct.Struct("<4q2d")  # version, pid, 1 if there is a step, step; moved, limit
-_STEP_AND_TIME, _STEP_AND_TIME_OFFSET = struct.Struct("<qd"), 24  # of these, step and moved
+# Of these, step and moved. They are packed before they are stored: pack_into clears the memory first, and the agent
+# would now and then read a rank that has not moved since the machine was started.
+_STEP_AND_TIME, _PACK_STEP_AND_TIME = slice(24, 40), struct.Struct("<qd").pack
 _TEXTS = (_FIXED.size, *(_FIXED.size + at for at in (64, 80, 96)), _FILE_BYTES)
 _PHASE, _OWNER, _ENDED_EPOCH, _RUN = range(4)  # of these texts
 _VERSION = 1
@@ -121,7 +123,7 @@ class Heartbeat:
             return
         self.step, self.moved = step, now
         if self._memory is not None:
-            _STEP_AND_TIME.pack_into(self._memory, _STEP_AND_TIME_OFFSET, step, now)
+            self._memory[_STEP_AND_TIME] = _PACK_STEP_AND_TIME(step, now)
 
     def _review_pace(self, phase: str, step: int | None, now: float) -> None:
         """Measures the pace of the phase so far, and sets the limit of what comes next."""
@@ -170,7 +172,8 @@ class Heartbeat:
         self.limit = limit
         if self._memory is not None:
             there = self.step is not None
-            _FIXED.pack_into(self._memory, 0, _VERSION, os.getpid(), there, self.step or 0, self.moved, limit)
+            fixed = _FIXED.pack(_VERSION, os.getpid(), there, self.step or 0, self.moved, limit)
+            self._memory[: _FIXED.size] = fixed
             _put(self._memory, _PHASE, self.phase)
         if limit != math.inf:
             # late, so that the hub or the agent, which can tell which rank holds up the others, goes first
