@@ -21,7 +21,9 @@ from headway.watch.report import render
 from headway.watch.terminal import layout
 from headway.watch.terminal.lines import describe
 from headway.watch.view import RunView, metric_rows, ranks, series as curves, source
+from headway.watch.view.metric_rows import MetricRows
 from headway.watch.view.series import Series
+from headway.watch.web.blocks import to_json
 
 
 def append(path: Path, *rows: dict[str, Any], tail: str = "") -> None:
@@ -199,6 +201,23 @@ def test_a_file_of_any_size_is_read_in_bounded_time(tmp_path: Path, monkeypatch:
         file.seek(1 << 40)  # a hole of a terabyte, which takes no room
         file.write(b"\n" + json.dumps(row(90, 0, time.time())).encode() + b"\n")
     assert RunView(run, thorough=True).refresh().header.step == 90
+
+
+def test_names_of_metrics_take_bounded_memory(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ranks=1, log_points=3)
+    now = time.time()
+    texts = [row(40 + n, 0, now) | {"metrics": {f"t{n}-{m}": "x" for m in range(100)}} for n in range(50)]
+    colors = [{f"lo\x1b[{n * 100 + m}mss": 1.0 for m in range(100)} for n in range(50)]
+    same = [row(90 + n, 0, now) | {"metrics": metrics} for n, metrics in enumerate(colors)]
+    append(run.metrics_file(0), *texts, *same)
+    rows = MetricRows(run)
+    rows.refresh()
+    assert rows.curves["loss"].steps[-1] == 139
+    assert not [name for name in rows._names if name.startswith("t0-")] and len(rows._names) < 2000
+
+
+def test_numbers_of_any_size_are_written_for_browsers() -> None:
+    assert to_json([1 << 60, 10**400, -(10**400), 7]) == b'[1.152921504606847e+18,"inf","-inf",7]'
 
 
 def test_nothing_is_read_through_a_link_out_of_the_run(tmp_path: Path) -> None:

@@ -209,18 +209,27 @@ class MetricRows:
             return
         for given, value in metrics.items():
             number = _number(value)
-            name = self._names.get(given) or self._names.setdefault(given, clean(given, _NAME_CHARACTERS))
-            if number is None or (
-                kind == "epoch" and name in self.curves and not self.curves[name].of_epochs
-            ):
+            if number is None:
+                continue
+            name = self._name(given)
+            if kind == "epoch" and name in self.curves and not self.curves[name].of_epochs:
                 continue  # the mean over an epoch of what log points have
             series = self.curves.get(name)
             if series is None:
                 if len(self.curves) >= _MAX_CURVES:
-                    self._names.pop(given)
+                    self._names.pop(given, None)
                     continue
                 series = self.curves[name] = Series(of_epochs=kind == "epoch")
             series.add(step, float(time), number)
+
+    def _name(self, given: str) -> str:
+        """Returns the name of a metric as it may be shown; remembers as many as a run may have, however many come."""
+        name = self._names.get(given)
+        if name is None:
+            name = clean(given, _NAME_CHARACTERS)
+            if len(self._names) < 2 * _MAX_CURVES:
+                self._names[given] = name
+        return name
 
     def _add_log_point(self, row: Row, step: int) -> None:
         self._pause_s += sum(_seconds(row).get(phase, 0.0) for phase in _PAUSES)

@@ -70,7 +70,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, int) and abs(value) >= 1 << 53:
-        return float(
-            value
-        )  # beyond, JavaScript has no whole numbers, and of more than 308 digits no number at all
+        # beyond, JavaScript has no whole numbers, and of more than 308 digits no number at all
+        return float(value) if abs(value) < 1 << 1023 else "inf" if value > 0 else "-inf"
     return value if value is None or isinstance(value, str | int | float) else str(value)
