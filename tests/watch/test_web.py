@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 import pytest
+import uvicorn
 from hypothesis import HealthCheck, given, settings, strategies as st
 from starlette.testclient import TestClient
 from synthetic_run import make_run, row, write_rows
@@ -24,7 +26,7 @@ from headway.record.media import MediaIndex
 from headway.run import Run
 from headway.watch.view import metric_rows
 from headway.watch.view.series import Series
-from headway.watch.web import RunLibrary, listen, make_app, media
+from headway.watch.web import RunLibrary, listen, make_app, media, server as web_server
 from headway.watch.web.assets import assets
 from headway.watch.web.curves import decimated
 from headway.watch.web.run_library import key_of
@@ -566,3 +568,22 @@ def test_the_page_is_shipped_with_the_licence_of_what_it_uses() -> None:
             path.name
         )
         assert "https://" not in text and " style=" not in text and "onclick=" not in text, path.name
+
+
+def test_connections_without_a_request_lock_nobody_out_and_are_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web_server, "_REQUEST_S", 0.5)
+    address = web_server.listen()
+    server = uvicorn.Server(web_server.make_config(address, RunLibrary(runs=[make_run(tmp_path)])))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [address.listener]}, daemon=True)
+    thread.start()
+    idle = [socket.create_connection(("127.0.0.1", address.port), timeout=60) for _ in range(140)]
+    with socket.create_connection(("127.0.0.1", address.port), timeout=60) as owner:
+        owner.sendall(f"GET /?token={address.token} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
+        assert owner.recv(12) == b"HTTP/1.1 303"
+    for each in idle:
+        assert each.recv(1) == b"", "it is closed"
+        each.close()
+    server.should_exit = True
+    thread.join(60)

@@ -7,15 +7,21 @@ import secrets
 import socket
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import final
+from typing import TYPE_CHECKING, final
 from urllib.parse import quote
 
 from headway.errors import MissingExtra, UsageError
 from headway.watch.web.run_library import RunLibrary
 
+if TYPE_CHECKING:
+    import asyncio
+
+    import uvicorn
+
 _HOST = "127.0.0.1"
 _BACKLOG = 64
-_MAX_CONNECTIONS = 128
+_REQUEST_S = 5.0
+"""how long a connection may be open without a request: others of this machine can open many, without the token"""
 _LEAVE_S = 1
 
 
@@ -75,16 +81,35 @@ def serve(address: Address, library: RunLibrary) -> None:
     """
     import uvicorn
 
+    uvicorn.Server(make_config(address, library)).run(sockets=[address.listener])
+
+
+def make_config(address: Address, library: RunLibrary) -> uvicorn.Config:
+    """Returns the settings of the server. No number of connections locks out who has the token."""
+    import uvicorn
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
     from headway.watch.web.app import make_app
 
-    config = uvicorn.Config(
+    class Impatient(H11Protocol):
+        """Closes a connection on which no request comes."""
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self.loop.call_later(_REQUEST_S, self._close_if_idle)
+
+        def _close_if_idle(self) -> None:
+            cycle: object = self.cycle  # None until the first request, whatever its type says
+            if cycle is None:
+                self.transport.close()
+
+    return uvicorn.Config(
         make_app(library, token=address.token, cookie=address.cookie),
         access_log=False,
         lifespan="off",
-        limit_concurrency=_MAX_CONNECTIONS,
+        http=Impatient,
         log_level="error",
         server_header=False,
         timeout_graceful_shutdown=_LEAVE_S,
         ws="none",
     )
-    uvicorn.Server(config).run(sockets=[address.listener])
