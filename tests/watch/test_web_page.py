@@ -145,6 +145,7 @@ def make_runs(root: Path) -> dict[str, Run]:
         rows = [row(10 * at, 0, time.time() - 60 + at) for at in range(1, 61)]
         for at, each in enumerate(rows):
             each["metrics"] = {"train/loss": lr + 10 / (at + 1) + (5 if at == 30 else 0), "val/accuracy": lr}
+            each["metrics"]["train/gap"] = "nan" if number == 3 else lr
         write_rows(run.metrics_file(0), rows)
         run.log_file(0).write_text("".join(f"line {at}\n" for at in range(300)) + "WARNING: <i>hot</i>\n")
         write_rows(run.diagnostics_file, [{"host": "cn7", "torch": "2.13"}])
@@ -309,6 +310,7 @@ def test_the_tabs_show_ranks_settings_diagnostics_logs_and_media(site: Site, pag
     show(site, page, run_place(run, "speed"))
     canvas = page.locator("canvas[role=img]")
     wait_until(lambda: canvas.evaluate("each => each.width") > 150, "the heat map is drawn")
+    expect(page.get_by_label("colors", exact=True)).to_have_text("1×1.3×2×")
     assert canvas.evaluate(COUNT_COLOR, [0xEE, 0x2B, 0x2B]) > 50, "rank 2 is twice as slow, and red"
     expect(page.locator(".tab .uplot")).to_be_visible()
     expect(page.locator(".tab table")).to_contain_text("straggler")
@@ -379,8 +381,18 @@ def test_a_sweep_shows_a_metric_against_each_setting(site: Site, page: Page) -> 
     assert len(set(places)) == 2, "two values of lr, to the left and to the right"
     page.get_by_label("metric").select_option("train/loss")
     expect(best).to_contain_text("0.2667")  # 0.1 + 10 / 60
+    page.get_by_label("metric").select_option("train/gap")
+    expect(page.locator('[data-setting="lr"] circle')).to_have_count(3)
+    missing = f"not drawn, for train/gap has no finite value: {site.runs['sweep3'].id}"
+    expect(page.get_by_text(missing)).to_be_visible()
     page.locator("circle.first").first.click()
     expect(page.locator(".header h1")).to_be_visible()
+
+
+def test_a_run_without_a_finite_value_is_named_where_it_is_not_drawn(site: Site, page: Page) -> None:
+    keys = "/".join(site.runs[name].path.name for name in ("sweep0", "sweep3"))
+    show(site, page, f"#/compare/{quote(keys, safe='')}")
+    expect(page.locator('[data-metric="gap"] figcaption')).to_contain_text("no finite value: synthetic ")
 
 
 # --- who writes the runs is not trusted

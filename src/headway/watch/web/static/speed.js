@@ -3,6 +3,7 @@
 import { get } from "./api.js";
 import { PHASES, rankRows, table } from "./blocks.js";
 import { style } from "./charts.js";
+import { item } from "./curves.js";
 import { h, replace, select } from "./dom.js";
 import { clock, count, percent, seconds, short } from "./format.js";
 
@@ -16,6 +17,7 @@ export function speedTab(host, { key }) {
   const legend = h("p", { class: "legend" });
   const heat = h("canvas", { role: "img", "aria-label": "ranks over time" });
   const reading = h("p", { class: "soft", role: "status" }, "");
+  const colors = h("p", { class: "legend", "aria-label": "colors" });
   const ranks = h("div", {});
   let what = "own";
   let plot = null;
@@ -29,7 +31,7 @@ export function speedTab(host, { key }) {
   replace(
     host,
     h("section", { class: "card" }, h("h2", {}, "Seconds per step"), breakdown, legend),
-    h("section", { class: "card" }, h("h2", {}, "Ranks over the newest log points"), chooser, h("div", { class: "scroll" }, heat), reading),
+    h("section", { class: "card" }, h("h2", {}, "Ranks over the newest log points"), chooser, h("div", { class: "scroll" }, heat), colors, reading),
     h("section", { class: "card" }, h("h2", {}, "Ranks, the slowest first"), ranks),
   );
 
@@ -41,6 +43,7 @@ export function speedTab(host, { key }) {
       plot = drawPhases(breakdown, legend, found.phases);
       map = cells;
       drawHeat(heat, cells, what);
+      replace(colors, [0, 0.3, 1].map((part) => item(colorOf(part), what === "own" ? `${1 + part}×` : percent(part))));
     } catch (error) {
       reading.textContent = error.message;
     }
