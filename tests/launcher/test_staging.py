@@ -212,6 +212,27 @@ def test_a_job_whose_node_is_lost_while_data_is_copied_is_queued_again(
     assert status(run, Queue()).why == cause
 
 
+def test_a_job_whose_time_ends_as_its_nodes_are_prepared_is_queued_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run.create(tmp_path / "runs", name="x", command=["train"])
+    JobFile(program=Program(command=["train"]), target=Slurm(pre=(str(tmp_path),))).write(run)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    requeued: list[str] = []
+    monkeypatch.setattr(SlurmScheduler, "requeue", lambda _, ids: requeued.append(ids.number))
+    monkeypatch.setattr(SlurmScheduler, "ended_by", lambda *_: "time limit")
+
+    def end_with_the_job(_: Step, until: Callable[[], object]) -> StepEnd:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert until()
+        return StepEnd(status=0)
+
+    monkeypatch.setattr(epilogue.Step, "wait_prepared", end_with_the_job)
+    assert epilogue.main(str(run.path), "--prologue", "1", "false") == 143
+    assert requeued == ["7"]
+    assert "headway: stopped before the ranks had started" in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("node")
 def test_the_agents_follow_when_the_nodes_are_prepared(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

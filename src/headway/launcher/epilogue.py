@@ -259,10 +259,12 @@ def read_outcome(records: LaunchRecords, end: StepEnd, *, staging: bool = False)
         return _by_killed_agent(records, end, outcome.get("record")) or outcome | {"exit_code": code}
     if status is None:
         return {"exit_code": TERMINATED, "record": {"sentence": _TIMED_OUT}}
+    too_soon = {"sentence": "stopped before the ranks had started"}
+    if staging and status == DONE:  # the nodes were prepared just as the job had to end
+        return {"exit_code": TERMINATED, "record": too_soon}
     # an agent that had only just been started had no handler yet, and the signal ended it
     if status - 128 in STOP_REQUESTS or (staging and status == Stopped.exit_code):
-        sentence = "stopped before the ranks had started"
-        return {"exit_code": Stopped.exit_code, "record": {"sentence": sentence}}
+        return {"exit_code": Stopped.exit_code, "record": too_soon}
     if status in _KEPT_CODES:  # the disk may be full, so that no agent could record its end
         return {"exit_code": status, "record": None}
     if staging:
