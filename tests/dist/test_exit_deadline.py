@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,13 @@ from waiting import EXIT_LIMIT_S, wait_until
 import headway as hw
 from headway.dist.control import STOP_REQUESTS, block_signals, end_by_own_signal, ignore_signals, stop
 from headway.dist.control.signals import STOP_SIGNALS
-from headway.dist.failure.exit_deadline import EXIT_S, end_daemonic_children, exit_within, limit_exit
+from headway.dist.failure.exit_deadline import (
+    EXIT_S,
+    ExitCode,
+    end_daemonic_children,
+    exit_within,
+    limit_exit,
+)
 
 Child = Callable[[Callable[[], object]], tuple[int, str]]
 
@@ -103,6 +110,23 @@ def test_a_script_that_has_ended_exits(hang: str, end: str, code: int, said: str
     start = "headway: the script of rank 0 has ended, but the process did not exit within 0.3 s; "
     assert done.returncode == code, done.stderr
     assert done.stderr == "" if said is None else start + said in done.stderr
+
+
+def test_a_code_that_the_script_catches_is_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a command line that is parsed, or called, within the script; a thread ends by it alone."""
+    monkeypatch.setattr(sys, "exit", sys.exit)
+    code = ExitCode()
+    code.watch()
+    for status in (2, "no space", None):
+        with pytest.raises(SystemExit) as caught:
+            sys.exit(status)
+        assert (caught.value.code, caught.value.args, str(caught.value)) == (status, (status,), str(status))
+        assert code.given == 0
+    with ThreadPoolExecutor(1) as pool:
+        error = pool.submit(sys.exit, 2).exception()
+    assert type(error) is SystemExit, "threads end in silence by this very class alone"
+    code.restore()
+    assert code.given == 0
 
 
 def test_an_interpreter_that_is_stuck_exits_too(

@@ -180,6 +180,22 @@ def forget_owner(run: Run) -> None:
 
 
 @alone
+def test_a_process_of_a_script_is_not_that_script(tmp_path: Path) -> None:
+    """A forked process ends without the hooks of `atexit`: each of two alike trains a run of its own."""
+
+    def train() -> None:
+        pipe = make(tmp_path, Traced(), every="1h", max_epochs=1)
+        pipe.run()
+
+    for _ in range(2):
+        process = multiprocessing.get_context("fork").Process(target=train)
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+    assert len(list(hw.run.runs_under(tmp_path))) == 2
+
+
+@alone
 @pytest.mark.parametrize("where", ["save", "post_run"])
 def test_a_signal_after_the_last_step(where: str, tmp_path: Path) -> None:
     stop_at_the_end(tmp_path, where, (0,))

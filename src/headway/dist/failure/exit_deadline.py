@@ -99,9 +99,10 @@ def limit_normal_exit(why: str, seconds: float) -> None:
 
 @final
 class ExitCode:
-    """The last code that the script has passed to `sys.exit`: when the process exits, Python tells it to nobody.
+    """The code of the `sys.exit` that ends the script: when the process exits, Python tells it to nobody.
 
-    `raise SystemExit(3)` is not seen, nor is a `sys.exit` that was imported by name before `watch`.
+    One that the script catches does not count. `raise SystemExit(3)` is not seen, nor is a `sys.exit` that was imported
+    by name before `watch`.
     """
 
     def __init__(self) -> None:
@@ -109,7 +110,7 @@ class ExitCode:
         self._usual: Any = None
 
     def watch(self) -> None:
-        """Replaces `sys.exit` by a function that notes the code, and does the same."""
+        """Replaces `sys.exit` by a function that does the same, and whose code is noted once nothing catches it."""
         if self._usual is None:
             self.given, self._usual = 0, sys.exit
             sys.exit = self._exit
@@ -121,8 +122,29 @@ class ExitCode:
         self._usual = None
 
     def _exit(self, status: str | int | None = None, /) -> NoReturn:
-        self.given = 0 if status is None else int(status) if isinstance(status, int) else 1
-        raise SystemExit(status)
+        if threading.current_thread() is not threading.main_thread():
+            raise SystemExit(status)  # it ends its thread alone, which knows this very class
+        raise _WatchedExit(status, self)
+
+
+@final
+class _WatchedExit(SystemExit):
+    """Notes its code when the interpreter itself asks for it, which it does once no code has caught the exception."""
+
+    def __init__(self, status: str | int | None, noted_by: ExitCode) -> None:
+        super().__init__(status)
+        self.args = (status,)
+        self._noted_by = noted_by
+
+    def __reduce__(self) -> tuple[type[SystemExit], tuple[Any, ...]]:
+        return SystemExit, self.args  # another process has an exit of its own
+
+    @property
+    def code(self) -> str | int | None:  # type: ignore[override]
+        status: str | int | None = self.args[0]
+        if sys._getframe().f_back is None:  # no code of Python has called this
+            self._noted_by.given = 0 if status is None else int(status) if isinstance(status, int) else 1
+        return status
 
 
 EXIT_CODE = ExitCode()

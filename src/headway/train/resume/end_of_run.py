@@ -6,6 +6,7 @@ the end is recorded stops the script of a run that is done. Started again, that 
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -35,6 +36,10 @@ def note_script(run: Run, attempt: int | None = None) -> None:
     train another one. `attempt` is the one that finishes it; None if an earlier one has.
     """
     if hasattr(sys, "ps1"):  # a notebook or a prompt: what follows is not known, and no command repeats it
+        return
+    if (
+        multiprocessing.parent_process() is not None
+    ):  # not the script itself, and forked, it ends without `atexit`
         return
     number = len(run.info()["attempts"]) if attempt is None else attempt
     if attempt is not None:
