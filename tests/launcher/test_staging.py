@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -193,6 +194,41 @@ def test_nodes_that_are_slow_or_done_are_not_lost(prologues: Prologues) -> None:
     assert next(suspended, None) is None
     prologues.nodes[0].show_life({"host": "n0", "exit_code": 0})
     assert prologues.step.wait_prepared() == StepEnd(status=0), "srun outlives them, and is ended"
+
+
+def test_a_node_whose_copy_fails_is_not_lost_however_long_srun_takes(prologues: Prologues) -> None:
+    records = LaunchRecords(prologues.nodes[0].directory, size=2)
+    failed = prologues.nodes[1]
+    failed.show_life({"host": "n1", "count": 0})
+    failed.begin_round(0)
+    failed.conclude({"exit_code": 1, "record": {"kind": "staging", "sentence": "no space left on n1"}})
+    failed.mark_ended(1)
+    for lost in ((0,), (0, 1)):  # srun has killed the other one, which then is silent
+        outcome = epilogue.read_outcome(records, StepEnd(status=1, lost=lost), staging=True)
+        assert outcome["record"]["sentence"] == "no space left on n1"
+    for number, code in enumerate((0, 1)):
+        prologues.nodes[number].show_life({"host": f"n{number}", "exit_code": code})
+    assert prologues.step.wait_prepared() == StepEnd(status=1), "no agents are to follow"
+
+
+@pytest.mark.usefixtures("node")
+def test_a_copy_that_fails_is_the_last_sign_of_life(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its own handlers
+    for error, code in ((OSError("no space left"), 1), (SystemExit(143), 143)):
+        run = Run.create(tmp_path / "runs", name="x", command=["train"])
+        JobFile(program=Program(command=["train"]), target=Slurm(pre=(str(source),))).write(run)
+
+        def fail(*_: object, error: BaseException = error) -> None:
+            raise error
+
+        monkeypatch.setattr(prologue, "stage", fail)
+        with suppress(SystemExit):
+            assert prologue.main(str(run.path)) == code
+        last = LaunchRecords(run.launch_dir / "7-0", size=1).preparations()
+        assert last == {0: {"host": socket.gethostname(), "exit_code": code}}
 
 
 def test_a_job_whose_node_is_lost_while_data_is_copied_is_queued_again(

@@ -244,7 +244,7 @@ def read_outcome(records: LaunchRecords, end: StepEnd, *, staging: bool = False)
 
     With `staging`, that step was to copy data to the nodes.
     """
-    if end.lost and staging:
+    if end.lost and staging and not records.outcome():  # srun kills the others when one has failed
         hosts = ", ".join(records.host(number) for number in end.lost)
         error = f"{hosts} is lost: it was silent while the nodes were prepared for the ranks"
         return {"exit_code": 1, "record": {"kind": "lost", "host": hosts, "error": error, "exit_code": 1}}

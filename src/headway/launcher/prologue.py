@@ -53,7 +53,7 @@ def main(path: str) -> int:
         return DONE
     except SystemExit:
         if team is not None:
-            team.mark_ended(TERMINATED)
+            _leave(team, TERMINATED)
         raise
     except Exception as error:  # noqa: BLE001 - whatever it is, the job must say it
         code = error.exit_code if isinstance(error, HeadwayError) else 1
@@ -69,8 +69,14 @@ def main(path: str) -> int:
         }
         team.begin_round(0)
         team.conclude({"exit_code": code, "record": record})
-        team.mark_ended(code)
+        _leave(team, code)
         return code
+
+
+def _leave(team: Team, code: int) -> None:
+    """Records that this node was not prepared; a node that fell silent instead would count as lost."""
+    team.mark_ended(code)
+    team.show_life({"host": socket.gethostname(), "exit_code": code})
 
 
 @contextmanager

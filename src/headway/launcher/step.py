@@ -113,7 +113,8 @@ class Step:
                 lost = tuple(number for number in busy if quiet_s[number] > patience_s[number])
                 if lost or (not busy and min(quiet_s.values()) > self._over_s):
                     ended = self._end(until)
-                    return StepEnd(status=ended if lost else 0, lost=lost)
+                    codes = [int(facts.get("exit_code", 0)) for facts in found.values()]
+                    return StepEnd(status=ended if lost else max(codes), lost=lost)
             time.sleep(_POLL_S)
         return StepEnd(status=status, killed_by=self._killed_by)
 
