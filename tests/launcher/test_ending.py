@@ -497,6 +497,30 @@ def test_what_is_ended_three_times_without_a_newer_checkpoint_is_not_queued_agai
     assert f"to resume: sbatch {run.job_script}" in said
 
 
+def test_a_script_whose_end_takes_longer_than_its_job_is_not_queued_for_ever(
+    run: Run, start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each start restores the finished run, begins no attempt, and is stopped in the rest of the script."""
+    asked = answering(monkeypatch, scontrol=DONE, squeue=(0, "TimeLimit 0\n", ""))
+    (run.path / "checkpoints" / f"step-{5:012d}").mkdir(parents=True)
+    stopped = run.begin_attempt(world={})
+    run.end_attempt(stopped, status="stopped", exit_code=75)
+    queued = []
+    for number in range(6):
+        start(number)
+        if number == 3:
+            done = run.begin_attempt(world={})
+            run.note_attempt(done, script_ended=False)
+            run.end_attempt(done, status="done", exit_code=0)
+        asked.clear()
+        assert ended(run, 75, Slurm(), attempt=number) == 75
+        queued.append(("scontrol", "requeue", "7") in [command[:3] for command in asked])
+    assert queued == [True] * 5 + [False], "a stop with a checkpoint is not counted here"
+    said = "not queued again: it was ended 3 times after the training was done, in the rest of its script; "
+    advice = f"give it more time by --time; to resume: sbatch {run.job_script}"
+    assert said + advice in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("start")
 @pytest.mark.parametrize(
     ("why", "age_s", "requeued"),

@@ -39,7 +39,7 @@ from headway.launcher.step import Step, StepEnd
 from headway.record.alerts import Alert, AlertChannels, AlertEvent, AlertSender, alert_events
 from headway.run import Run
 from headway.run.info import newest_step
-from headway.run.status import NOT_OF_A_RANK, ends_at_same_step, record_end
+from headway.run.status import NOT_OF_A_RANK, ends_at_same_step, is_in_last_lines, record_end
 from headway.schedulers.base import JobIds
 from headway.system.environment import EARLIER_STARTS
 from headway.system.limits import process_age_s
@@ -232,11 +232,13 @@ def _why_hopeless(run: Run, job: JobFile) -> str | None:
     ends, step = ends_at_same_step(run), newest_step(run.path)
     if ends < _SAME_STEP_ENDS:
         return None
-    newest = "without a checkpoint" if step is None else f"with the newest checkpoint at step {step:,}"
-    return (
-        f"not queued again: it was ended {ends} times {newest}; save more often, or give it more time by --time or "
-        f"--signal-lead; to resume: {job.target.scheduler.submit_command(run.job_script)}"
-    )
+    if is_in_last_lines(run):
+        how, advice = "after the training was done, in the rest of its script", "give it more time by --time"
+    else:
+        how = "without a checkpoint" if step is None else f"with the newest checkpoint at step {step:,}"
+        advice = "save more often, or give it more time by --time or --signal-lead"
+    resume = job.target.scheduler.submit_command(run.job_script)
+    return f"not queued again: it was ended {ends} times {how}; {advice}; to resume: {resume}"
 
 
 def read_outcome(records: LaunchRecords, end: StepEnd, *, staging: bool = False) -> Outcome:

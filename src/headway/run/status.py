@@ -17,7 +17,15 @@ from datetime import UTC, datetime
 from typing import Any, Literal, final
 
 from headway import schedulers
-from headway.errors import INTERRUPTED, TERMINATED, NoProgress, NoValidCheckpoint, Stopped, StorageError
+from headway.errors import (
+    INTERRUPTED,
+    TERMINATED,
+    NoProgress,
+    NoValidCheckpoint,
+    Stopped,
+    StorageError,
+    UsageError,
+)
 from headway.run import Run, lock
 from headway.run.info import newest_step, read_end, read_json
 from headway.run.starts import record_exit
@@ -210,7 +218,8 @@ def record_end(run: Run, code: int, *, error: str | None = None) -> None:
         "error": error,
         "exit_s": _since_last_attempt(run, now),
     }
-    if code == TERMINATED:  # nothing was saved at the end
+    # nothing was saved at the end, or nothing was left to save
+    if code == TERMINATED or (code == Stopped.exit_code and is_in_last_lines(run)):
         step, before = newest_step(run.path), read_json(run.ended_file) or {}
         same = "newest_step" in before and before["newest_step"] == step
         facts |= {"newest_step": step, "same_step_ends": before["same_step_ends"] + 1 if same else 1}
@@ -227,8 +236,20 @@ def exit_seconds(run: Run) -> float:
 
 
 def ends_at_same_step(run: Run) -> int:
-    """Returns how many jobs of this run in a row were ended by SIGTERM with the same newest checkpoint, or none."""
+    """Returns how many jobs of this run in a row were ended with the same newest checkpoint, or none, and no progress.
+
+    That is by SIGTERM before they had saved, or in the rest of the script of a finished run.
+    """
     return int((read_json(run.ended_file) or {}).get("same_step_ends", 0))
+
+
+def is_in_last_lines(run: Run) -> bool:
+    """Returns whether the training of a run is done, and only the rest of its script is left."""
+    try:
+        attempts = run.info()["attempts"]
+    except UsageError:  # run.json cannot be read, and the end is reported all the same
+        return False
+    return bool(attempts) and attempts[-1]["status"] == "done" and not attempts[-1].get("script_ended", True)
 
 
 def _since_last_attempt(run: Run, now: datetime) -> float | None:
