@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,12 @@ import pytest
 from headway.cli import main, submit as verb
 from headway.cli.target_options import read_options
 from headway.errors import UsageError
-from headway.launcher.enqueue import check_target
+from headway.launcher.enqueue import check_target, note_job
 from headway.launcher.program import JobFile, Program, python_command
 from headway.launcher.submit_script import Script
 from headway.launcher.targets import ClusterTarget, Slurm
 from headway.run import Run
+from headway.schedulers.base import JobIds, Queue
 
 
 def target(*argv: str) -> ClusterTarget:
@@ -98,6 +100,17 @@ def test_the_job_file_holds_what_was_meant_for_the_ranks(tmp_path: Path) -> None
     run.job_file.unlink()
     with pytest.raises(UsageError, match="was not submitted"):
         JobFile.read(run)
+
+
+def test_a_start_by_hand_takes_no_run_from_a_job_that_may_be_queued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run.create(tmp_path / "runs")
+    run.submission_file.write_text('{"scheduler": "slurm", "job_id": "7", "array_task": null}')
+    for queue, number in ((Queue(note="squeue failed: timed out"), "7"), (Queue(), "8")):
+        monkeypatch.setattr("headway.schedulers.queue", lambda _, queue=queue: queue)
+        note_job(run, JobIds(scheduler="slurm", job_id="8"))
+        assert json.loads(run.submission_file.read_text())["job_id"] == number
 
 
 def test_commands_of_modules_need_no_file() -> None:

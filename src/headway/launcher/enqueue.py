@@ -93,7 +93,11 @@ def note_job(run: Run, ids: JobIds) -> None:
     known = JobIds.from_submission(read_json(run.submission_file) or {})
     if known is None or known.number == ids.number:
         return
-    queued = schedulers.queue([known]).find(known)
+    queue = schedulers.queue([known])
+    queued = queue.find(known)
+    if queued is None and queue.note:  # it may be there all the same
+        logger.warning("job %s is still noted as the job of %s: %s", known.number, run.id, queue.note)
+        return
     if queued is not None and not queued.is_over:
         return
     with suppress(RunLocked), run.lock() as held:
