@@ -20,9 +20,10 @@ from headway import dist
 from headway.cli import main as headway
 from headway.dist.topology.clocks import ClockOffset, measure_clocks
 from headway.dist.topology.interconnect import Interconnect, Link, ProcessGroupTransport, check_interconnect
-from headway.doctor import checks, cluster, examination, probes, storage
+from headway.doctor import checks, cluster, examination, job, probes, storage
 from headway.doctor.checks import CheckResult, bad, ok, warn
 from headway.doctor.cluster import NodeReport
+from headway.launcher.targets import Slurm
 from headway.testing import ranks
 
 GIB = 2**30
@@ -302,6 +303,29 @@ def test_ranks_examine_their_node_and_leave_one_file(tmp_path: Path) -> None:
 
 
 # ---- the command
+
+
+def test_the_job_of_an_examination_has_nothing_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A description of a cluster may be one that runs are submitted with."""
+    cluster_file = Slurm(
+        nodes=2,
+        time="10:00",
+        array=("lr=1,2",),
+        array_limit=1,
+        pre=("/data",),
+        pre_to="/scratch",
+        doctor=True,
+        alert=("failed",),
+        max_requeues=7,
+        max_restarts=3,
+    )
+    submitted: list[object] = []
+    monkeypatch.setattr(job, "check_target", lambda _: None)
+    monkeypatch.setattr(job, "submit_runs", lambda _runs, _programs, target: submitted.append(target))
+    job.submit(cluster_file, root=tmp_path / "runs")
+    assert submitted == [Slurm(nodes=2, time="10:00", requeue=False)]
 
 
 def test_options_of_a_job_need_nodes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,17 +26,6 @@ from headway.run.status import Status
 _STYLES = {"ok": "green", "warn": "yellow", "bad": "bold red"}
 _TIME = "10:00"
 """minutes that the job of an examination asks for, unless --time says otherwise"""
-_LEAVE_OUT = (
-    "array",
-    "array_limit",
-    "pre",
-    "pre_to",
-    "doctor",
-    "alert",
-    "requeue",
-    "max_requeues",
-    "max_restarts",
-)
 _EXAMPLES = """\
 examples:
   headway doctor                                   this machine
@@ -73,7 +62,7 @@ def _parser() -> Parser:
     parser.add_argument("--data", action="append", metavar="PATH", default=[],
                         help="file or directory whose reading is timed on each node; with --nodes")  # fmt: skip
     parser.add_json()
-    add_target(parser, leave_out=_LEAVE_OUT)
+    add_target(parser, leave_out=job.NOT_FOR_EXAMINATIONS)
     return parser
 
 

@@ -13,11 +13,23 @@ from headway.launcher.enqueue import check_target, submit_runs
 from headway.launcher.job import Job
 from headway.launcher.program import Program
 from headway.launcher.prologue import examination_command
-from headway.launcher.targets import ClusterTarget
+from headway.launcher.targets import ClusterTarget, target_fields
 from headway.run import Run
 from headway.run.info import read_json
 from headway.run.status import Status
 
+NOT_FOR_EXAMINATIONS = (
+    "array",
+    "array_limit",
+    "pre",
+    "pre_to",
+    "doctor",
+    "alert",
+    "requeue",
+    "max_requeues",
+    "max_restarts",
+)
+"""settings of a target that are about a run: an examination has none of them, whatever a file says"""
 _LOOK_S = 1.0
 _TAIL_LINES = 12
 Report = dict[str, Any]
@@ -29,7 +41,9 @@ def submit(target: ClusterTarget, *, root: Path, data: Sequence[Path] = ()) -> J
 
     >>> submit(Slurm(nodes=2, gpus_per_node=8), root=Path("runs"))  # doctest: +SKIP
     """
-    target = replace(target, requeue=False)  # type: ignore[type-var]  # a ClusterTarget is a dataclass
+    settings = target_fields(type(target))
+    plain = {each.name: each.default for each in settings if each.name in NOT_FOR_EXAMINATIONS}
+    target = replace(target, **plain | {"requeue": False})  # type: ignore[type-var]  # it is a dataclass
     check_target(target)
     run = Run.create(root, name="doctor", command=["headway", "doctor"])
     program = Program(
