@@ -18,7 +18,7 @@ from headway.data.cache.directory import NotCached, _open_directory
 from headway.data.cache.staging import stage
 from headway.dist.rendezvous import FileRendezvous, HubAddress
 from headway.errors import UnreadableRun, UsageError
-from headway.launcher import enqueue, epilogue, prologue
+from headway.launcher import enqueue, epilogue, prologue, submit_script
 from headway.launcher.agent import node
 from headway.launcher.agent.environment import private_directory
 from headway.launcher.agent.team import Team
@@ -309,6 +309,27 @@ def test_a_group_of_this_user_alone_may_write(tmp_path: Path, monkeypatch: pytes
         ownership.check_root(path)
     path.chmod(0o1770)
     ownership.check_root(path)
+
+
+def test_a_root_that_is_yet_to_be_made_is_refused_like_one_that_exists(tmp_path: Path) -> None:
+    """Before anything is trained: the next start would refuse to resume it."""
+    facts: dict[str, Any] = {"name": "x", "config": {}, "world": {}, "environ": {}}
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    for mode, refused in ((0o777, True), (0o1777, False), (0o775, False)):
+        root = shared / f"runs-{mode:o}"
+        shared.chmod(mode)
+        if refused:
+            with pytest.raises(UsageError, match=f": chmod \\+t {shared}$"):
+                choose(root, resume="auto", **facts)
+            with pytest.raises(UsageError, match=f": chmod \\+t {shared}$"):
+                submit_script._check_root(root)
+            assert not root.exists()
+            continue
+        submit_script._check_root(root)
+        run = choose(root, resume="auto", **facts).run
+        run.begin_attempt(world={})
+        assert choose(root, resume="auto", **facts).run == run
 
 
 def test_refusals_give_advice_that_this_user_can_follow(

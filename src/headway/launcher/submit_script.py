@@ -138,8 +138,7 @@ def _check_root(root: Path) -> None:
     nearest = next(path for path in (root.absolute(), *root.absolute().parents) if os.path.lexists(path))
     if not nearest.is_dir():
         raise UsageError(f"{str(nearest)!r} is not a directory: give --root a directory for runs")
-    if nearest == root.absolute():
-        ownership.check_root(root)
+    ownership.check_root(root)
 
 
 def _pin(runs: Sequence[Run], script: Script, dirty: Dirty) -> list[str]:

@@ -116,8 +116,9 @@ def _open_own(path: str | Path) -> Run:
 
 def _check_root(root: Path) -> None:
     """Refuses a root in which others could replace runs, before anything is trained that could not be resumed."""
-    if root.is_dir():
-        with _only_warn_without_modes(root):
+    nearest = next(path for path in (root.absolute(), *root.absolute().parents) if path.exists())
+    if nearest.is_dir():  # else no run can be made there, which says so itself
+        with _only_warn_without_modes(nearest):
             ownership.check_root(root)
 
 

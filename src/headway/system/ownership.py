@@ -70,13 +70,15 @@ def check_root(path: Path) -> None:
     """Raises `UsageError` unless what this user puts into a directory stays what it is.
 
     Others may write to the directory if it has the sticky bit: then only the owner of a file can rename it. Of the
-    directories above it, those that everybody can write to need that bit, too.
+    directories above it, those that everybody can write to need that bit, too. Of one that is yet to be made,
+    only these are checked.
 
     >>> check_root(Path("/tmp"))
     """
     path = path.resolve()
-    _check(path, path.lstat(), sticky=True)
-    for parent in path.parents:
+    if os.path.lexists(path):
+        _check(path, path.lstat(), sticky=True)
+    for parent in filter(os.path.lexists, path.parents):
         status = parent.lstat()
         if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
             raise _writable(parent, status, "+t")
