@@ -307,6 +307,19 @@ def test_ranks_that_ended_well_start_again_with_those_that_crash_elsewhere(
     assert len(list(tmp_path.glob("start-*"))) == 2
 
 
+def test_ranks_are_not_started_again_without_the_agent_of_another_node(
+    supervised: Supervised, other: Team, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def meanwhile(_: Team, timeout_s: float, **__: object) -> None:
+        if timeout_s and not (other.round_dir / "outcome.json").exists():
+            other.fail(RuntimeError("a bug"))
+
+    monkeypatch.setattr(Team, "wait_ended", meanwhile)
+    around = os.environ | {"HEADWAY_RUN": str(tmp_path / "run-0")}
+    assert supervised(CRASHES, team=beside(other), environ=around, max_restarts=1) == 1
+    assert len(list(tmp_path.glob("start-*"))) == 1
+
+
 # ---- the last words
 
 

@@ -121,7 +121,8 @@ class Agent:
                 team.begin_round(number)
                 before = self._newest_step()
                 outcome = self._round(team, placement, directory / f"heartbeat-{number}")
-                lost = (outcome["record"] or {}).get("kind") == "lost"  # nobody starts its ranks again
+                # nobody starts the ranks of an agent again that is silent, or that has failed itself
+                lost = (outcome["record"] or {}).get("kind") in ("lost", "agent")
                 if number == self._max_restarts or self._signals or lost or not is_crash(outcome):
                     break
                 self._keep_run(directory / f"heartbeat-{number}")
