@@ -59,9 +59,14 @@ def test_what_is_still_alive_is_named(child: Child) -> None:
         limit_exit(75, "rank 3 has stopped", seconds=0.2)
         stuck.join()
 
+    ours = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+    ours.start()  # the child is forked, and lists it, too
     code, said = child(body)
     worker, line = said.splitlines()
     assert code == 75
+    assert ours.is_alive()
+    ours.kill()
+    ours.join()
     assert line.startswith(
         "headway: rank 3 has stopped, but the process did not exit within 0.2 s; still alive: thread 'upload'; "
         f"process {worker} ("

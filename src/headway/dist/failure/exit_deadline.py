@@ -157,9 +157,8 @@ def _report_and_exit(code: int, why: str, seconds: float) -> None:
         f"{'; '.join(describe_survivors())}. It is ended with exit code {code}\n"
     )
     os.write(2, text.encode())
-    for child in multiprocessing.active_children():
-        if child.daemon:
-            child.kill()
+    for child in _own_daemonic_children():
+        child.kill()
     os._exit(code)
 
 
@@ -185,13 +184,7 @@ def end_daemonic_children(*, timeout_s: float = _TERMINATE_S) -> None:
 
     Python's own exit sends them SIGTERM and then waits for ever, for one that is stuck in the kernel, too.
     """
-    # a process that was forked without multiprocessing still lists the children of the one it came from
-    children = [
-        child
-        for child in multiprocessing.active_children()
-        if child.daemon and child._parent_pid == os.getpid()  # type: ignore[attr-defined]
-    ]
-    if not children:
+    if not (children := _own_daemonic_children()):
         return
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a worker was killed
     for end in (BaseProcess.terminate, BaseProcess.kill):
@@ -199,6 +192,18 @@ def end_daemonic_children(*, timeout_s: float = _TERMINATE_S) -> None:
     for child in children:
         # not joined again by multiprocessing, which would wait for the file system that this one is stuck in
         multiprocessing.process._children.discard(child)  # type: ignore[attr-defined]
+
+
+def _own_daemonic_children() -> list[BaseProcess]:
+    """Returns the daemonic children of this process.
+
+    One that was forked without multiprocessing still lists the children of the process it came from.
+    """
+    return [
+        child
+        for child in multiprocessing.active_children()
+        if child.daemon and child._parent_pid == os.getpid()  # type: ignore[attr-defined]
+    ]
 
 
 def _end(
