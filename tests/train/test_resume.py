@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import multiprocessing
 import os
 import random
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise, product
@@ -403,11 +406,21 @@ def random_loader(kind: str) -> Any:
     return TorchLoader(samples, BATCH, shuffle=True, num_workers=1, generator=generator)
 
 
+@pytest.fixture
+def no_workers_left() -> Iterator[None]:
+    """Ends persistent workers with their loaders, which refer to themselves: others count and kill processes."""
+    before = set(multiprocessing.active_children())
+    yield
+    gc.collect()
+    assert set(multiprocessing.active_children()) <= before
+
+
 @alone
 @pytest.mark.parametrize(
     "kind",
     ["generator", "sampler", "weighted", "numpy", "old numpy", "python", "persistent", "workers"],
 )
+@pytest.mark.usefixtures("no_workers_left")
 def test_random_numbers_of_the_loaders_own_are_restored(kind: str, tmp_path: Path) -> None:
     """Cut in the first epoch, in the second, and between the two: the last resume follows a resume."""
     settings: dict[str, Any] = {"val_every": "4 steps"}

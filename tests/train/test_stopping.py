@@ -289,17 +289,18 @@ def test_a_signal_to_all_processes_does_not_end_data_workers(kind: Any, tmp_path
     class Flooded(Traced):
         def step(self, batch: Any) -> Tensor:
             if self.pipe.steps_done == 4:
-                workers = [each.pid for each in multiprocessing.active_children()]
+                workers = [each.pid for each in multiprocessing.active_children() if each not in others]
                 assert len(workers) == 1
                 subprocess.run(["kill", "-TERM", *map(str, workers), str(os.getpid())], check=True)
                 wait_for_the_word()
             return super().step(batch)
 
+    others = multiprocessing.active_children()
     loader = kind(dataset(), batch_size=BATCH, shuffle=True, num_workers=1, prefetch_factor=2)
     pipe = make(tmp_path, Flooded(), every="1h", loader=loader)
     with pytest.raises(Stopped, match="stopped by SIGTERM after step 5"):
         pipe.run()
-    assert multiprocessing.active_children() == [], "the worker is gone when run() is left"
+    assert set(multiprocessing.active_children()) <= set(others), "the worker is gone when run() is left"
 
 
 @alone
