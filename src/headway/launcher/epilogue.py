@@ -82,8 +82,11 @@ def main(path: str, status: str, pid: str | None = None, *agents: str) -> int:
             end = StepEnd(status=int(status)) if pid is None else None
             if status == "--prologue":
                 end = Step(step, records).wait_prepared(until=lambda: signals)
-                if end == StepEnd(status=DONE) and not signals:
-                    step, staging, end = os.posix_spawnp(agents[0], agents, os.environ), False, None
+                if end == StepEnd(status=DONE):
+                    if signals:  # the nodes were prepared just as the job had to end
+                        end = StepEnd(status=TERMINATED)
+                    else:
+                        step, staging, end = os.posix_spawnp(agents[0], agents, os.environ), False, None
             end = end or _wait(step, job, records, signals)
 
             @cache
@@ -262,7 +265,7 @@ def read_outcome(records: LaunchRecords, end: StepEnd, *, staging: bool = False)
     if status is None:
         return {"exit_code": TERMINATED, "record": {"sentence": _TIMED_OUT}}
     too_soon = {"sentence": "stopped before the ranks had started"}
-    if staging and status == DONE:  # the nodes were prepared just as the job had to end
+    if staging and status == TERMINATED:
         return {"exit_code": TERMINATED, "record": too_soon}
     # an agent that had only just been started had no handler yet, and the signal ended it
     if status - 128 in STOP_REQUESTS or (staging and status == Stopped.exit_code):
