@@ -67,10 +67,6 @@ def _when(item: pytest.Item) -> tuple[bool, bool, int]:
     return item.get_closest_marker("alone") is not None, item.path.name == _LATE, rank
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    groups.note_end(session.config)
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtestloop() -> Generator[None, object, object]:
     with groups.worker_at_work():

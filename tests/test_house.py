@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
+import pytest
+
 import headway
 
 ROOT = Path(__file__).parents[1]
@@ -132,26 +134,39 @@ def test_spelling_is_american_and_a_directory_is_a_directory() -> None:
     assert found == [], f"{len(found)} words"
 
 
-def test_workers_share_no_fixture_and_end_before_tests_that_are_marked_alone(
-    tmp_path: Path,
-) -> None:
-    """What is costly to set up, such as a SLURM cluster, must not be set up by each worker."""
-    suite = tmp_path / "tests"
-    suite.mkdir()
+CONFTEST = """
+import groups, pytest
+def pytest_configure(): groups.name_file()
+def pytest_unconfigure(): groups.remove_file()
+def pytest_collection_finish(session): groups.publish(session.items)
+def pytest_xdist_make_scheduler(config, log): return groups.GroupScheduling(config, log)
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop():
+    with groups.worker_at_work(): return (yield)
+def pytest_runtest_setup(item):
+    if item.get_closest_marker('alone'): groups.wait_for_other_workers()
+"""
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Path:
+    """A directory for tests that workers of pytest-xdist share out as they share out ours."""
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = alone\n")
-    (suite / "conftest.py").write_text(
-        "import groups\n"
-        "def pytest_configure(): groups.name_file()\n"
-        "def pytest_unconfigure(): groups.remove_file()\n"
-        "def pytest_collection_finish(session): groups.publish(session.items)\n"
-        "def pytest_xdist_make_scheduler(config, log): return groups.GroupScheduling(config, log)\n"
-        "import pytest\n"
-        "@pytest.hookimpl(wrapper=True)\n"
-        "def pytest_runtestloop():\n"
-        "    with groups.worker_at_work(): return (yield)\n"
-        "def pytest_runtest_setup(item):\n"
-        "    if item.get_closest_marker('alone'): groups.wait_for_other_workers()\n"
-    )
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "conftest.py").write_text(CONFTEST)
+    return tmp_path / "tests"
+
+
+def run_suite(suite: Path, *, workers: int) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment |= {"PYTHONPATH": str(ROOT / "tests" / "helpers"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    options = f"-p xdist -n {workers} --no-loadscope-reorder -q -p no:cacheprovider tests"
+    command = [sys.executable, "-m", "pytest", *options.split()]
+    return subprocess.run(command, cwd=suite.parent, env=environment, capture_output=True, text=True)
+
+
+def test_workers_share_no_fixture_and_end_before_tests_that_are_marked_alone(suite: Path) -> None:
+    """What is costly to set up, such as a SLURM cluster, must not be set up by each worker."""
     for name in ("a", "b", "c"):
         (suite / f"test_{name}.py").write_text(
             "import os, pathlib, time, pytest\n"
@@ -167,64 +182,6 @@ def test_workers_share_no_fixture_and_end_before_tests_that_are_marked_alone(
         "@pytest.mark.parametrize('number', range(2))\n"
         "def test_last(number): assert len(list(pathlib.Path(__file__).parent.glob('*done'))) == 3\n"
     )
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    environment |= {"PYTHONPATH": str(ROOT / "tests" / "helpers"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "xdist",
-        "-n",
-        "3",
-        "--no-loadscope-reorder",
-        "-q",
-        "tests",
-    ]
-    command += ["-p", "no:cacheprovider"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = run_suite(suite, workers=3)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(list(suite.glob("*.pygw*"))) == 3
-
-
-def test_a_worker_that_ends_early_leaves_its_tests_to_the_others(tmp_path: Path) -> None:
-    suite = tmp_path / "tests"
-    suite.mkdir()
-    (suite / "conftest.py").write_text(
-        "import groups\n"
-        "def pytest_configure(): groups.name_file()\n"
-        "def pytest_unconfigure(): groups.remove_file()\n"
-        "def pytest_collection_finish(session): groups.publish(session.items)\n"
-        "def pytest_xdist_make_scheduler(config, log): return groups.GroupScheduling(config, log)\n"
-        "def pytest_sessionfinish(session): groups.note_end(session.config)\n"
-    )
-    (suite / "test_it.py").write_text(
-        "import os, time, pytest\n"
-        "@pytest.mark.parametrize('number', range(40))\n"
-        "def test_it(number, request):\n"
-        "    time.sleep(0.02)\n"
-        "    if number > 5 and os.environ['PYTEST_XDIST_WORKER'] == 'gw1':\n"
-        "        plugins = request.config.pluginmanager.get_plugins()\n"
-        "        next(each for each in plugins if hasattr(each, 'torun')).handle_command(('shutdown', {}))\n"
-    )
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    environment |= {"PYTHONPATH": str(ROOT / "tests" / "helpers"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "xdist",
-        "-n",
-        "2",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "tests",
-    ]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "40 passed" in done.stdout
-    assert re.search(
-        r"gw1 ended with \d+ tests to run, which others take: it was told to shut down", done.stdout
-    )

@@ -19,16 +19,12 @@ from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
-import execnet
 import pytest
 from xdist.scheduler import LoadScopeScheduling
-from xdist.workermanage import WorkerController
 
 from headway.testing.marks import find
 
 _VARIABLE = "PYTEST_GROUPS_FILE"
-_CLOSED = "headway-connection"
-"""where a worker says that its connection was closed"""
 _OTHERS_S = 600.0
 """how long the last tests of the other workers may take, those on the cluster included"""
 _at_work: list[int] = []
@@ -45,34 +41,6 @@ class GroupScheduling(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         return self._groups.get(nodeid, nodeid)
-
-    def remove_node(self, node: WorkerController) -> str | None:
-        """Gives the tests of a worker that ended too early, but in order, to the others, and says so.
-
-        pytest-xdist ends the whole session. It was seen once in some hundred: the worker had been told to shut down,
-        or its connection had been closed, between two tests. A worker that crashes is still a failure of its test.
-        """
-        units = self.assigned_work[node]
-        # a finished unit, queued again, would be given to a worker that then waits for a test for ever
-        self.assigned_work[node] = {name: unit for name, unit in units.items() if not all(unit.values())}
-        left = self._pending_of(self.assigned_work[node])
-        others = [other for other in self.nodes if other is not node and not other.shutting_down]
-        crashed = super().remove_node(node)
-        if not (left and others and hasattr(node, "workeroutput")):
-            return crashed
-        why = node.workeroutput.get(_CLOSED, "it was told to shut down")
-        print(f"\n{node.gateway.id} ended with {left} tests to run, which others take: {why}", flush=True)
-        return None
-
-
-def note_end(config: pytest.Config) -> None:
-    """Notes, in what a worker sends last, whether its connection was closed before it was told to end."""
-    for plugin in config.pluginmanager.get_plugins():
-        if (
-            isinstance(channel := getattr(plugin, "channel", None), execnet.Channel)
-            and channel._receiveclosed.is_set()
-        ):
-            config.workeroutput[_CLOSED] = f"its connection was closed ({channel._getremoteerror()})"  # type: ignore[attr-defined]
 
 
 def name_file() -> None:
