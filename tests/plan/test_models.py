@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 from headway.errors import UsageError
-from headway.plan.cost.flops import model_flops_per_token
+from headway.plan import Layout, Node, estimate
+from headway.plan.cost import memory
+from headway.plan.cost.flops import forward_flops, model_flops_per_token
 from headway.plan.cost.states import on_rank
 from headway.plan.model.hugging_face import from_hf_config
-from headway.plan.model.layout import Layout
 from headway.plan.model.presets import preset, preset_names
 from headway.plan.model.transformer import Transformer
 
@@ -253,11 +254,110 @@ def test_parameter_counts_of_transformers_classes(row: dict[str, Any], tmp_path:
     (tmp_path / "config.json").write_text(json.dumps(row["config"]))
     model = from_hf_config(tmp_path)
     assert model.parameters == row["parameters"]
-    ranks = [on_rank(model, Layout(pp=4, global_batch=4), stage) for stage in range(4)]
-    copy = model.vocab * model.hidden if model.tied else 0
+    stages = 1 if model.encoder else 4
+    ranks = [on_rank(model, Layout(pp=stages, global_batch=4), stage) for stage in range(stages)]
+    copy = model.vocab * model.hidden if model.tied and stages > 1 else 0
     assert sum(rank.shared + rank.experts for rank in ranks) == pytest.approx(
         row["parameters"] + copy, rel=1e-9
     )
+
+
+def _read(config: dict[str, Any], directory: Path) -> Transformer:
+    (directory / "config.json").write_text(json.dumps(config))
+    return from_hf_config(directory)
+
+
+def _row(kind: str, parameters: int) -> dict[str, Any]:
+    return next(row for row in HF if (row["config"]["model_type"], row["parameters"]) == (kind, parameters))
+
+
+COUNTED = {
+    ("t5", 222_903_552, 512): 257_194_721_280,
+    ("whisper", 241_734_912, 448): 543_275_778_048,
+    ("mamba2", 7_285_403_648, 512): 586_263_035_904,
+    ("mamba", 129_135_360, 512): 54_842_621_952,
+}
+"""torch's FlopCounterMode over transformers' classes, forward, one sample: all of T5 and Whisper, and the matrix
+products of the first four layers of Mamba and Mamba 2 with their heads."""
+
+
+@pytest.mark.parametrize(("kind", "parameters", "sequence"), COUNTED, ids=lambda value: str(value))
+def test_flops_of_hybrids_are_those_torch_counts(
+    kind: str, parameters: int, sequence: int, tmp_path: Path
+) -> None:
+    config = _row(kind, parameters)["config"]
+    few = {"num_hidden_layers": 4} if kind.startswith("mamba") else {}
+    model = _read({**config, **few}, tmp_path)
+    found = sum(forward_flops(model, sequence))
+    if model.state_space:  # the scan is not a product: as Megatron-LM counts it
+        found -= 7 * sequence * model.state_space.inner * model.state_space.state * model.layers
+    if kind == "whisper":  # convolutions over the spectrogram, which the plan leaves out
+        found += 2 * 3 * 768 * (80 * 3000 + 768 * 1500)
+    assert found == COUNTED[kind, parameters, sequence]
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "window", "layers"),
+    [
+        ("gemma2", {"sliding_window": 4096}, 4096, 3),
+        ("gemma3_text", {"sliding_window": 512}, 512, 5),
+        ("gemma3_text", {"sliding_window": 512, "sliding_window_pattern": 2}, 512, 3),
+        ("gpt_oss", {"sliding_window": 128, "num_local_experts": 4, "num_experts_per_tok": 2}, 128, 3),
+        ("llama4_text", {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 64}, 4096, 5),
+        ("mistral", {"sliding_window": 4096}, 4096, 6),
+        ("mistral", {"sliding_window": None}, None, 0),
+        ("phi3", {"sliding_window": 2047}, 2047, 6),
+        ("qwen2", {"sliding_window": 32768, "use_sliding_window": False}, None, 0),
+        ("qwen2", {"sliding_window": 32768, "use_sliding_window": True, "max_window_layers": 4}, 32768, 2),
+        ("olmo2", {}, None, 0),
+    ],
+)  # fmt: skip
+def test_windows_of_configs_that_do_not_list_their_layers(
+    kind: str, keys: dict[str, object], window: int | None, layers: int, tmp_path: Path
+) -> None:
+    """The layers are those that transformers lists itself; a chunk of 8192 has 4096 keys per query on the mean."""
+    base = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "vocab_size": 128, "model_type": kind}  # fmt: skip
+    model = _read({**base, **keys}, tmp_path)
+    assert (model.window, model.window_layers) == (window, layers)
+
+
+@pytest.mark.parametrize("kind", ["t5", "whisper", "mamba", "mamba2", "bamba", "jamba", "qwen3_next"])
+def test_hybrids_are_planned(kind: str, tmp_path: Path) -> None:
+    row = next(row for row in HF if row["config"]["model_type"] == kind)
+    model = _read(row["config"], tmp_path)
+    layout, node = Layout(dp=8, zero=3, global_batch=8, precision="amp"), Node("dgx-h100")
+    plan = estimate(model, layout, node)
+    assert plan.answers["parameters"].value == row["parameters"]
+    parts = [quantity.value for key, quantity in plan.answers.items() if key.startswith("time.part.")]
+    assert plan.answers["time.step"].value == pytest.approx(sum(parts)) and min(parts) > 0
+    assert json.loads(json.dumps(plan.to_dict()))["model"]["name"] == model.name
+    assert 0.02 < plan.answers["mfu.full"].value < 0.7
+    if model.encoder:
+        with pytest.raises(UsageError, match=r"layout.pp is 2 .* has an encoder"):
+            estimate(model, Layout(pp=2, global_batch=8), node)
+        longer = replace(model, encoder=replace(model.encoder, tokens=4 * model.context))
+        assert memory.peak(longer, layout).allocated > memory.peak(model, layout).allocated
+        assert estimate(longer, layout, node).answers["time.step"].value > plan.answers["time.step"].value
+    if model.state_space:
+        # twice the sequence costs attention four times as much, and a state twice
+        once, twice = (sum(forward_flops(model, n)[:2]) for n in (32768, 65536))
+        scores = forward_flops(model, 32768)[1]
+        assert twice == pytest.approx(2 * once + 2 * scores)
+        assert (scores == 0) == (model.state_space.layers == model.layers)
+
+
+def test_layers_that_differ_one_by_one_are_refused(tmp_path: Path) -> None:
+    config = next(row["config"] for row in HF if row["config"]["model_type"] == "qwen3_next")
+    with pytest.raises(UsageError, match=r"mlp_only_layers is \[3\]; expected no such layers"):
+        _read({**config, "mlp_only_layers": [3]}, tmp_path)
+    jamba = next(row["config"] for row in HF if row["config"]["model_type"] == "jamba")
+    with pytest.raises(UsageError, match=r"expert_layer_offset is 0"):
+        _read({**jamba, "num_hidden_layers": 31, "expert_layer_offset": 0}, tmp_path)
+    with pytest.raises(UsageError, match=r"state_space.layers is 49; valid: 1 to 48"):
+        model = _read(config, tmp_path)
+        assert model.state_space is not None
+        replace(model, state_space=replace(model.state_space, layers=49))
 
 
 def test_a_sliding_window_saves_scores() -> None:

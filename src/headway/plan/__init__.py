@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from headway.plan.model.layout import Layout as Layout
     from headway.plan.model.presets import preset as preset
     from headway.plan.model.transformer import (
+        Encoder as Encoder,
         Image as Image,
         Mla as Mla,
         Moe as Moe,
+        StateSpace as StateSpace,
         Transformer as Transformer,
     )
     from headway.plan.report.estimates import Estimate as Estimate, estimate as estimate

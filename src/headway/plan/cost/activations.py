@@ -24,21 +24,52 @@ class SavedTensor(NamedTuple):
     gathered: bool = False
     """Gathered along the sequence: Megatron saves its shard and gathers again, torch saves the full tensor."""
 
+    def scaled(self, share: float) -> SavedTensor:
+        """The mean over layers of which only this share has the tensor."""
+        return self._replace(bytes=share * self.bytes)
+
 
 def saved_tensors(model: Transformer, layout: Layout, *, moe: bool = False) -> tuple[SavedTensor, ...]:
     """Returns the tensors that one layer saves, in the order of the forward pass."""
     act, res, h = layout.element_bytes.activation, layout.residual_bytes, model.hidden
     mask = 1 if model.dropout else 0
+    norms = model.attentions + (1 if moe or model.width else 0)
     saved = [
-        SavedTensor("norm inputs", 2 * res * h, True),
-        SavedTensor("qkv input", act * h, True, gathered=True),
+        SavedTensor("norm inputs", norms * res * h, True),
+        SavedTensor("qkv input", model.attentions * act * h, True, gathered=True),
     ]
-    saved += _attention(model, layout)
-    saved.append(SavedTensor("attention dropout mask", mask * h, True))
-    saved.append(SavedTensor("feed-forward input", act * h, True, gathered=True))
-    saved += _feedforward(model, act, moe=moe)
-    saved.append(SavedTensor("feed-forward dropout mask", mask * h, True))
+    saved += [entry.scaled(model.attention_share) for entry in _attention(model, layout)]
+    saved += [entry.scaled(1 - model.attention_share) for entry in _state_space(model, act)]
+    saved += _cross_attention(model, layout)
+    saved.append(SavedTensor("attention dropout mask", model.attentions * mask * h, True))
+    if moe or model.width:
+        saved.append(SavedTensor("feed-forward input", act * h, True, gathered=True))
+        saved += _feedforward(model, act, moe=moe)
+        saved.append(SavedTensor("feed-forward dropout mask", mask * h, True))
     return tuple(entry for entry in saved if entry.bytes)
+
+
+def _state_space(model: Transformer, act: int) -> list[SavedTensor]:
+    """What a fused scan saves: its projected input, the convolved one, and its output before and after the gate."""
+    if model.state_space is None:
+        return []
+    state = model.state_space
+    return [
+        SavedTensor("projected", act * state.projected, False),
+        SavedTensor("convolved", act * state.channels, False),
+        SavedTensor("scan output", 2 * act * state.inner, False),
+    ]
+
+
+def _cross_attention(model: Transformer, layout: Layout) -> list[SavedTensor]:
+    """Attention to what was encoded: keys and values of the encoder's tokens, per token of the decoder."""
+    if model.encoder is None:
+        return []
+    act, a, s = layout.element_bytes.activation, model.heads, layout.tokens(model)
+    encoded = model.encoded_tokens(s)
+    queries = SavedTensor("cross queries and output", 2 * act * a * model.dim, False)
+    keys = SavedTensor("cross keys, values", 2 * act * model.kv * model.dim * encoded / s, False)
+    return [queries, keys, _scores(model, layout, encoded)]
 
 
 def _attention(model: Transformer, layout: Layout) -> list[SavedTensor]:
@@ -59,15 +90,18 @@ def _attention(model: Transformer, layout: Layout) -> list[SavedTensor]:
         saved = [SavedTensor("queries, keys", act * (q + k), False), SavedTensor("values", act * k, False)]
         if model.position == "rope":
             saved.append(SavedTensor("rotated queries, keys", act * (q + k), False))
-        saved.append(SavedTensor("attention output", act * q, False))
+        gates = 2 if model.attention_gate else 0  # the gate, and what it multiplied
+        saved.append(SavedTensor("attention output", (1 + gates) * act * q, False))
+    return [*saved, _scores(model, layout, s)]
+
+
+def _scores(model: Transformer, layout: Layout, keys: int) -> SavedTensor:
+    """What attention to `keys` tokens saves of its scores: a number per head if it is fused, else all of them."""
     if layout.flash:
-        saved.append(SavedTensor("log-sum-exp", 4 * a, False))
-    else:
-        per_score = act + (
-            1 + act if model.dropout else 0
-        )  # probabilities; mask, probabilities after dropout
-        saved.append(SavedTensor("attention scores", per_score * a * s, False, core=True))
-    return saved
+        return SavedTensor("log-sum-exp", 4 * model.heads, False)
+    act = layout.element_bytes.activation
+    per_score = act + (1 + act if model.dropout else 0)  # probabilities; mask, probabilities after dropout
+    return SavedTensor("attention scores", per_score * model.heads * keys, False, core=True)
 
 
 def _feedforward(model: Transformer, act: int, *, moe: bool) -> list[SavedTensor]:
@@ -133,5 +167,10 @@ def _sac(model: Transformer, layout: Layout) -> tuple[float, float]:
         model.kv * model.dim,
     )
     replicated = layout.residual_bytes * h + (act * h if model.gated else 0)
-    split = act * (2 * q + k + model.width) + 4 * model.heads
+    attention = act * (2 * q + k) + 4 * model.heads
+    split = attention * model.attention_share + act * model.width
+    if model.state_space:
+        split += act * model.state_space.projected * (1 - model.attention_share)
+    if model.encoder:
+        split += 2 * act * q + 4 * model.heads
     return replicated, split

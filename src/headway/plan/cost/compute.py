@@ -40,6 +40,11 @@ class Gemm(NamedTuple):
     def flops(self) -> float:
         return 2.0 * self.m * self.k * self.n * self.batch
 
+    @property
+    def unmasked(self) -> float:
+        """Fraction of the scores that is computed."""
+        return 0.5 if self.causal else 1.0
+
     def bytes(self, width: int) -> float:
         return width * self.batch * (self.m * self.k + self.k * self.n + self.m * self.n)
 
@@ -60,29 +65,68 @@ class LayerTime(NamedTuple):
 def layer_gemms(model: Transformer, layout: Layout, *, moe: bool = False) -> tuple[Gemm, ...]:
     """Returns the products with weights in one layer, forward, on one rank."""
     tokens = layout.microbatch * layout.tokens(model) / layout.cp
-    h, t = model.hidden, layout.tp
-    gemms = []
+    gemms = _projections(model, layout, tokens) + _feedforward_gemms(model, layout, tokens, moe=moe)
+    return tuple(gemms + _state_space_gemms(model, layout, tokens) + _cross_gemms(model, layout, tokens))
+
+
+def _projections(model: Transformer, layout: Layout, tokens: float) -> list[Gemm]:
+    """Products before and after attention; of a mean layer, if only some have attention."""
+    h, a, t, share = model.hidden, model.heads, layout.tp, model.attention_share
+    if not share:
+        return []
     if model.mla:
-        m, a = model.mla, model.heads
-        gemms += [
-            Gemm("query down", tokens, h, m.q_rank),
-            Gemm("query up", tokens, m.q_rank, a * model.dim / t),
+        m = model.mla
+        low_rank = [Gemm("query down", tokens, h, m.q_rank)] if m.q_rank else []
+        return [
+            *low_rank,
+            Gemm("query up", tokens, m.q_rank or h, a * model.dim / t),
             Gemm("key-value down", tokens, h, m.kv_rank + m.rope_dim),
             Gemm("key-value up", tokens, m.kv_rank, a * (m.nope_dim + m.v_dim) / t),
             Gemm("attention out", tokens, a * m.v_dim / t, h),
         ]
-    else:
-        keys = 2 * model.kv * model.dim / min(t, model.kv)
-        gemms += [
-            Gemm("qkv", tokens, h, model.heads * model.dim / t + keys),
-            Gemm("attention out", tokens, model.heads * model.dim / t, h),
-        ]
-    return tuple(gemms + _feedforward_gemms(model, layout, tokens, moe=moe))
+    keys = 2 * model.kv * model.dim / min(t, model.kv)
+    queries = (2 if model.attention_gate else 1) * a * model.dim / t
+    return [
+        Gemm("qkv", tokens, h, queries + keys, share),
+        Gemm("attention out", tokens, a * model.dim / t, h, share),
+    ]
+
+
+SCAN_FLOPS = 7
+"""FLOPs of a scan per token, inner channel and number of state, forward (as Megatron-LM counts them)."""
+
+
+def _state_space_gemms(model: Transformer, layout: Layout, tokens: float) -> list[Gemm]:
+    """Projections and scan of a mean layer, if some have a recurrent state in place of attention."""
+    if model.state_space is None:
+        return []
+    state, h, t, share = model.state_space, model.hidden, layout.tp, 1 - model.attention_share
+    return [
+        Gemm("state in", tokens, h, state.projected / t, share),
+        *([Gemm("state steps", tokens, state.inner / t, state.steps, share)] if state.steps else []),
+        Gemm("state scan", tokens, SCAN_FLOPS / 2 * state.state, state.inner / t, share),
+        Gemm("state out", tokens, state.inner / t, h, share),
+    ]
+
+
+def _cross_gemms(model: Transformer, layout: Layout, tokens: float) -> list[Gemm]:
+    """Products of the attention of a decoder to what was encoded."""
+    if model.encoder is None:
+        return []
+    h, t = model.hidden, layout.tp
+    encoded = layout.microbatch * model.encoded_tokens(layout.tokens(model)) / layout.cp
+    return [
+        Gemm("cross queries", tokens, h, model.heads * model.dim / t),
+        Gemm("cross keys, values", encoded, h, 2 * model.kv * model.dim / min(t, model.kv)),
+        Gemm("cross out", tokens, model.heads * model.dim / t, h),
+    ]
 
 
 def _feedforward_gemms(model: Transformer, layout: Layout, tokens: float, *, moe: bool) -> list[Gemm]:
     h, t, gates = model.hidden, layout.tp, 2 if model.gated else 1
     if not moe or model.moe is None:
+        if not model.width:
+            return []
         return [Gemm("up", tokens, h, gates * model.width / t), Gemm("down", tokens, model.width / t, h)]
     mix = model.moe
     here = mix.experts / layout.ep
@@ -104,13 +148,19 @@ def _feedforward_gemms(model: Transformer, layout: Layout, tokens: float, *, moe
 def attention_gemms(model: Transformer, layout: Layout) -> tuple[Gemm, ...]:
     """Returns scores and weighted values of one layer, forward, on one rank."""
     s, keys = layout.tokens(model), model.mean_keys(layout.tokens(model))
-    batch = layout.microbatch * model.heads / layout.tp
+    rows, heads = s / layout.cp, layout.microbatch * model.heads / layout.tp
+    batch = heads * model.attention_share
     value = model.mla.v_dim if model.mla else model.dim
     causal = model.causal and layout.flash
-    return (
-        Gemm("scores", s / layout.cp, model.dim, keys, batch, causal),
-        Gemm("weighted values", s / layout.cp, keys, value, batch, causal),
-    )
+    gemms = [
+        Gemm("scores", rows, model.dim, keys, batch, causal),
+        Gemm("weighted values", rows, keys, value, batch, causal),
+    ]
+    encoded = model.encoded_tokens(s)
+    if encoded:
+        gemms.append(Gemm("cross scores", rows, model.dim, encoded, heads))
+        gemms.append(Gemm("cross weighted values", rows, encoded, value, heads))
+    return tuple(gemms) if batch else ()
 
 
 def head_gemm(model: Transformer, layout: Layout) -> Gemm:
@@ -143,15 +193,16 @@ def attention_seconds(model: Transformer, layout: Layout, device: Device, consta
     kernel = constants.fused_attention if layout.megatron else constants.attention
     rate = device.matrix_flops("bf16") * (kernel if layout.flash else constants.matrix)
     products = attention_gemms(model, layout)
+    if not products:
+        return 0.0
     if layout.flash:
-        part = 0.5 if products[0].causal else 1.0
-        flops = part * sum(gemm.flops for gemm in products)
-        scores = part * products[0].m * products[0].n * products[0].batch
+        flops = sum(gemm.flops * gemm.unmasked for gemm in products)
+        scores = sum(g.m * g.n * g.batch * g.unmasked for g in products if g.name.endswith("scores"))
         return flops / rate + _exponential_seconds(scores, device) + constants.kernel_s
     stream = _bytes_per_s(device, constants)
     width = layout.element_bytes.activation
     matrix = sum(max(gemm.flops / rate, gemm.bytes(width) / stream) for gemm in products)
-    scores = layout.microbatch * model.heads / layout.tp * layout.tokens(model) ** 2 / layout.cp
+    scores = sum(gemm.m * gemm.n * gemm.batch for gemm in products if gemm.name.endswith("scores"))
     passes = 2 * width + (2 * width + 1 if model.dropout else 0)  # softmax, dropout
     return matrix + scores * passes / stream + 4 * constants.kernel_s
 
@@ -171,7 +222,11 @@ def elementwise_seconds(
         permuted = 2 * PERMUTE_PASSES / 2 * act * routed * h
     split = (3 if model.gated else 2) * act * width + permuted
     if model.position == "rope":
-        split += 2 * act * (model.heads + model.kv) * model.dim
+        split += 2 * act * (model.heads + model.kv) * model.dim * model.attention_share
+    if model.state_space:
+        # the convolution, and the gate with its norm
+        state, share = model.state_space, 1 - model.attention_share
+        split += share * act * (2 * state.channels + 3 * state.inner)
     traffic = tokens * (replicated / (layout.tp if layout.sequence_parallel else 1) + split / layout.tp)
     kernels = FORWARD_KERNELS * (0.5 if layout.compiled else 1.0)
     stack = 1.0 if layout.megatron else COMPILED_TRAFFIC if layout.compiled else EAGER_TRAFFIC[model.norm]

@@ -31,8 +31,13 @@ def forward_flops(model: Transformer, sequence: int) -> tuple[float, float, floa
         model = replace(model, moe=replace(model.moe, capacity=1.0))  # padding is not useful work
     dense = sum(gemm.flops for gemm in layer_gemms(model, layout)) * (model.layers - model.moe_layers)
     mixed = sum(gemm.flops for gemm in layer_gemms(model, layout, moe=True)) * model.moe_layers
-    scores = sum(gemm.flops for gemm in attention_gemms(model, layout)) * model.layers
-    outside = head_gemm(model, layout).flops
+    own = [gemm for gemm in attention_gemms(model, layout) if not gemm.name.startswith("cross")]
+    cross = sum(gemm.flops for gemm in attention_gemms(model, layout)) - sum(gemm.flops for gemm in own)
+    scores = sum(gemm.flops for gemm in own) * model.layers
+    outside = head_gemm(model, layout).flops + cross * model.layers
+    if model.encoder_stack is not None:
+        encoded = forward_flops(model.encoder_stack, model.encoded_tokens(sequence))
+        outside += encoded[0] + encoded[1]  # nothing of it is masked
     if model.image:
         outside += 2.0 * (model.image.tokens - 1) * model.image.channels * model.image.patch**2 * model.hidden
     return dense + (mixed if model.moe_layers else 0.0), scores, outside

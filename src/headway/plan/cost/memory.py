@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from headway.plan.cost import activations, schedule
@@ -136,6 +136,7 @@ def _training_parts(
     compiled = COMPILED_RATIO if layout.compiled and layout.recompute != "full" else 1.0
     return {
         "activations": layers * per_layer * compiled,
+        "encoder": _encoder(model, layout) * compiled,
         "embedding": _embedding(model, layout, stage),
         "between stages": _between_stages(model, layout, stage),
         "exchanged keys and values": _exchanged(model, layout),
@@ -143,6 +144,16 @@ def _training_parts(
         "gathered weights": _gathered(layout, parameters),
         "buckets": _buckets(layout, parameters),
     }
+
+
+def _encoder(model: Transformer, layout: Layout) -> float:
+    """Activations of the encoder's layers, and its output, which all layers of the decoder read."""
+    stack = model.encoder_stack
+    if stack is None:
+        return 0.0
+    inside = replace(layout, sequence=model.encoded_tokens(layout.tokens(model)))
+    output = layout.microbatch * inside.tokens(stack) * model.hidden * layout.residual_bytes
+    return stack.layers * activations.layer_bytes(stack, inside) + output
 
 
 def _moe_share(model: Transformer, layout: Layout, stage: int) -> float:

@@ -44,12 +44,13 @@ def layer_on_rank(model: Transformer, tp: int, *, moe: bool) -> float:
 
     Norms and output biases are replicated; keys and values are split at most `kv_heads` ways.
     """
-    replicated = (
-        2 * model.norm_parameters + (2 * model.hidden if model.bias == "all" else 0) + model.layer_extra
-    )
+    biases = (1 + model.attentions) * model.hidden if model.bias == "all" else 0
+    replicated = model.layer_norm_parameters + biases + model.layer_extra
     keys = 0.0
     if model.mla is None:
-        keys = 2 * model.kv * model.dim * (model.hidden + (model.bias != "none"))
+        biases_per_key = (1 + model.key_bias) / 2 if model.bias != "none" else 0.0
+        keys = 2 * model.kv * model.dim * (model.hidden + biases_per_key)
+        keys *= model.attentions * model.attention_share
     total = model.moe_layer_shared_parameters if moe else model.layer_parameters
     split = total - replicated - keys
     return split / tp + keys / min(tp, model.kv) + replicated
@@ -69,11 +70,20 @@ def _on_rank(model: Transformer, tp: int, pp: int, vpp: int, experts_over: int, 
     experts = model.expert_parameters / experts_over
     embedding = _embedding_on_rank(model, tp) if stage == 0 else 0.0
     head = _head_on_rank(model, tp, pp) if stage == pp - 1 else 0.0
-    shared = dense * layers.dense + mixture * layers.mixture + embedding + head
+    shared = dense * layers.dense + mixture * layers.mixture + embedding + head + _encoder_on_rank(model, tp)
     layer = max(dense, mixture + (experts if layers.mixture else 0.0))
     return RankParameters(
         shared=shared, experts=experts * layers.mixture, layer=layer, outer=embedding + head
     )
+
+
+def _encoder_on_rank(model: Transformer, tp: int) -> float:
+    """The encoder, which is on the decoder's only stage."""
+    stack = model.encoder_stack
+    if stack is None:
+        return 0.0
+    layers = stack.layers * stack.layer_parameters
+    return stack.layers * layer_on_rank(stack, tp, moe=False) + model.encoder_parameters - layers
 
 
 def _embedding_on_rank(model: Transformer, tp: int) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import log, sqrt
 
@@ -78,11 +78,14 @@ def _busy_parts(
 ) -> dict[str, float]:
     """Seconds of the slowest stage for all microbatches, by part."""
     dense, mixture = layers
+    encoder = _encoder_cost(model, layout, node, constants)
     count = stage_layers(model, layout.pp, layout.vpp)[stage]
     microbatches = layout.microbatches
 
     def both(part: str) -> float:
         each: float = count.dense * getattr(dense, part) + count.mixture * getattr(mixture, part)
+        if encoder is not None:
+            each += encoder[0] * getattr(encoder[1], part)
         return microbatches * each
 
     head = microbatches * _head(model, layout, node.device, constants) if stage == layout.pp - 1 else 0.0
@@ -112,7 +115,21 @@ def _stage_seconds(
     counts = stage_layers(model, layout.pp, layout.vpp)
     seconds = [count.dense * dense + count.mixture * mixture + fixed for count in counts]
     seconds[-1] += _head(model, layout, node.device, constants)
+    encoder = _encoder_cost(model, layout, node, constants)
+    if encoder is not None:
+        seconds[0] += encoder[0] * encoder[1].total
     return seconds
+
+
+def _encoder_cost(
+    model: Transformer, layout: Layout, node: Node, constants: Calibration
+) -> tuple[int, LayerCost] | None:
+    """Number of layers of the encoder, and the time of one; None without an encoder."""
+    stack = model.encoder_stack
+    if stack is None:
+        return None
+    inside = replace(layout, sequence=model.encoded_tokens(layout.tokens(model)))
+    return stack.layers, _layer_cost(stack, inside, node, constants, moe=False)
 
 
 def stage_passes(

@@ -22,7 +22,7 @@ from headway.plan.machine.hardware import Node
 from headway.plan.model.hugging_face import from_hf_config
 from headway.plan.model.layout import Layout
 from headway.plan.model.presets import preset
-from headway.plan.model.transformer import Image, Mla, Moe, Transformer
+from headway.plan.model.transformer import Encoder, Image, Mla, Moe, StateSpace, Transformer
 from headway.plan.yaml_reader import read_yaml
 
 T = TypeVar("T")
@@ -145,7 +145,9 @@ def _required(cls: type) -> list[str]:
 
 def _with_parts(keys: dict[str, object]) -> dict[str, Any]:
     """Replaces the nested sections of a model by their dataclasses."""
-    parts: dict[str, type] = {"moe": Moe, "mla": Mla, "image": Image}
+    parts: dict[str, type] = {
+        "moe": Moe, "mla": Mla, "image": Image, "state_space": StateSpace, "encoder": Encoder
+    }  # fmt: skip
     return {
         key: build(parts[key], f"model.{key}", value) if key in parts and value is not None else value
         for key, value in keys.items()

@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from headway.plan.model.layout import Layout as Layout
     from headway.plan.model.presets import preset as preset, preset_names as preset_names
     from headway.plan.model.transformer import (
+        Encoder as Encoder,
         Image as Image,
         Mla as Mla,
         Moe as Moe,
+        StateSpace as StateSpace,
         Transformer as Transformer,
     )
 

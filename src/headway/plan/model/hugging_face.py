@@ -3,43 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from headway.errors import UsageError
 from headway.plan import checks
+from headway.plan.model import hybrids
+from headway.plan.model.hub_config import HubConfig, read_decoder
 from headway.plan.model.transformer import Image, Mla, Moe, Transformer
 
 _MAX_BYTES = 1 << 20
-
-
-class _Config:
-    """Typed access to the keys of one config.json; a missing key is a usage error."""
-
-    def __init__(self, data: Mapping[str, object], where: str) -> None:
-        self._data, self._where = data, where
-
-    def number(self, key: str, default: int | None = None) -> int:
-        value = self._data.get(key)
-        if value is None:
-            if default is None:
-                raise UsageError(
-                    f"{self._where} has no {key!r}, which a {self._data['model_type']} config needs"
-                )
-            return default
-        return checks.require_int(f"{self._where}: {key}", value, at_least=0)
-
-    def count(self, key: str, value: str) -> int:
-        """How many entries of a list are `value`; none if there is no such list."""
-        found = self._data.get(key)
-        return found.count(value) if isinstance(found, list) else 0
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self._data.get(key, default)
-        if not isinstance(value, bool):
-            raise UsageError(f"{self._where}: {key} is {value!r}; expected true or false")
-        return value
 
 
 def from_hf_config(path: str | Path) -> Transformer:
@@ -61,10 +35,10 @@ def from_hf_config(path: str | Path) -> Transformer:
     data = dict(checks.require_mapping_in(str(file), data))
     kind = data.get("model_type")
     checks.require_choice(f"{file}: model_type", kind, tuple(_READERS))
-    return replace(_READERS[str(kind)](_Config(data, str(file))), name=file.parent.name or str(kind))
+    return replace(_READERS[str(kind)](HubConfig(data, str(file))), name=file.parent.name or str(kind))
 
 
-def _gpt2(c: _Config) -> Transformer:
+def _gpt2(c: HubConfig) -> Transformer:
     return Transformer(
         layers=c.number("n_layer"),
         hidden=c.number("n_embd"),
@@ -77,40 +51,25 @@ def _gpt2(c: _Config) -> Transformer:
     )
 
 
-def _llama(c: _Config, *, tied: bool = False) -> Transformer:
-    heads, hidden = c.number("num_attention_heads"), c.number("hidden_size")
-    return Transformer(
-        layers=c.number("num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
-        vocab=c.number("vocab_size"),
-        kv_heads=c.number("num_key_value_heads", heads),
-        head_dim=c.number("head_dim", hidden // heads),
-        ffn=c.number("intermediate_size"),
-        gated=True,
-        tied=c.flag("tie_word_embeddings", tied),
-        position="rope",
-        norm="rmsnorm",
-        bias="none",
-        context=c.number("max_position_embeddings", 4096),
-    )
+def _qwen2(c: HubConfig) -> Transformer:
+    base = replace(read_decoder(c), bias="qkv")
+    if not c.flag("use_sliding_window", False):
+        return base
+    return _windowed(c, base, "sliding_attention", base.layers - c.number("max_window_layers", base.layers))
 
 
-def _qwen2(c: _Config) -> Transformer:
-    return replace(_llama(c), bias="qkv")
+def _qwen3(c: HubConfig) -> Transformer:
+    return replace(read_decoder(c), qk_norm=True, head_dim=c.number("head_dim", 128))
 
 
-def _qwen3(c: _Config) -> Transformer:
-    return replace(_llama(c), qk_norm=True, head_dim=c.number("head_dim", 128))
-
-
-def _mixtral(c: _Config) -> Transformer:
+def _mixtral(c: HubConfig) -> Transformer:
     experts = c.number("num_local_experts")
     moe = Moe(experts=experts, top_k=c.number("num_experts_per_tok"), ffn=c.number("intermediate_size"))
-    return replace(_llama(c), moe=moe)
+    return replace(read_decoder(c), moe=moe)
 
 
-def _qwen3_moe(c: _Config) -> Transformer:
+def _qwen3_moe(c: HubConfig) -> Transformer:
+    c.refuse_list("mlp_only_layers")
     moe = Moe(
         experts=c.number("num_experts", c.number("num_local_experts", 0) or None),
         top_k=c.number("num_experts_per_tok"),
@@ -119,10 +78,10 @@ def _qwen3_moe(c: _Config) -> Transformer:
     return replace(_qwen3(c), moe=moe)
 
 
-def _deepseek(c: _Config) -> Transformer:
+def _deepseek(c: HubConfig) -> Transformer:
     expert = c.number("moe_intermediate_size")
     mla = Mla(
-        q_rank=c.number("q_lora_rank"),
+        q_rank=c.number("q_lora_rank", 0),
         kv_rank=c.number("kv_lora_rank"),
         nope_dim=c.number("qk_nope_head_dim"),
         rope_dim=c.number("qk_rope_head_dim"),
@@ -135,23 +94,35 @@ def _deepseek(c: _Config) -> Transformer:
         shared_ffn=expert * c.number("n_shared_experts", 0),
         dense_layers=c.number("first_k_dense_replace", 0),
     )
-    return replace(_llama(c), head_dim=None, mla=mla, moe=moe)
+    return replace(read_decoder(c), head_dim=None, mla=mla, moe=moe)
 
 
-def _gemma(c: _Config, *, qk_norm: bool) -> Transformer:
-    """Gemma 2 and 3: two more norms in a layer, and layers with a sliding window."""
-    base = _windowed(c, _llama(c, tied=True), "sliding_window", "sliding_attention")
+def _gemma(c: HubConfig, *, qk_norm: bool, pattern: int) -> Transformer:
+    """Gemma 2 and 3: two more norms in a layer, and a sliding window in all layers but every `pattern`-th."""
+    base = read_decoder(c, tied=True)
+    every = c.number("sliding_window_pattern", pattern)
+    base = _windowed(c, base, "sliding_attention", base.layers - base.layers // every)
     return replace(base, layer_extra=2 * base.hidden, qk_norm=qk_norm)
 
 
-def _windowed(c: _Config, base: Transformer, key: str, kind: str) -> Transformer:
-    """Adds the window of the layers that the config lists by kind; a config of an earlier version lists none."""
-    layers = c.count("layer_types", kind)
-    return replace(base, window=c.number(key), window_layers=layers) if layers else base
+def _windowed(c: HubConfig, base: Transformer, kind: str, otherwise: int) -> Transformer:
+    """Adds the window of the layers that the config lists by kind, or that its family has if it lists none."""
+    chunk = kind == "chunked_attention"
+    # a query in a chunk has half of the chunk before it on the mean, one in a sliding window the complete window
+    window = c.number("attention_chunk_size", 8192) // 2 if chunk else c.number("sliding_window", 0)
+    layers = c.count("layer_types", kind) if c.length("layer_types") else otherwise
+    return replace(base, window=window, window_layers=layers) if window and layers else base
 
 
-def _gpt_oss(c: _Config) -> Transformer:
-    base = _windowed(c, _llama(c), "sliding_window", "sliding_attention")
+def _mistral(c: HubConfig) -> Transformer:
+    """Mistral and Phi-3: if there is a window, all layers have it."""
+    base = read_decoder(c)
+    return _windowed(c, base, "sliding_attention", base.layers)
+
+
+def _gpt_oss(c: HubConfig) -> Transformer:
+    base = read_decoder(c)
+    base = _windowed(c, base, "sliding_attention", base.layers - base.layers // 2)
     moe = Moe(
         experts=c.number("num_local_experts"),
         top_k=c.number("num_experts_per_tok"),
@@ -162,8 +133,9 @@ def _gpt_oss(c: _Config) -> Transformer:
     )  # sinks, the router's bias
 
 
-def _llama4(c: _Config) -> Transformer:
-    base = _windowed(c, _llama(c), "attention_chunk_size", "chunked_attention")
+def _llama4(c: HubConfig) -> Transformer:
+    base = read_decoder(c)
+    base = _windowed(c, base, "chunked_attention", base.layers - base.layers // 4)
     expert = c.number("intermediate_size")
     moe = Moe(
         experts=c.number("num_local_experts"),
@@ -175,25 +147,18 @@ def _llama4(c: _Config) -> Transformer:
     return replace(base, ffn=c.number("intermediate_size_mlp"), moe=moe)
 
 
-def _qwen2_moe(c: _Config) -> Transformer:
-    moe = Moe(
-        experts=c.number("num_experts"),
-        top_k=c.number("num_experts_per_tok"),
-        ffn=c.number("moe_intermediate_size"),
-        shared_ffn=c.number("shared_expert_intermediate_size"),
-        every=c.number("decoder_sparse_step", 1),
-    )
-    return replace(_qwen2(c), moe=moe, layer_extra=c.number("hidden_size"))  # the gate of the shared expert
+def _qwen2_moe(c: HubConfig) -> Transformer:
+    return replace(_qwen2(c), moe=hybrids.gated_experts(c))
 
 
-def _olmo2(c: _Config) -> Transformer:
-    base = _llama(c)
+def _olmo2(c: HubConfig) -> Transformer:
+    base = read_decoder(c)
     return replace(
         base, layer_extra=(base.heads + base.kv) * base.dim
     )  # queries and keys are normed as a whole
 
 
-def _opt(c: _Config) -> Transformer:
+def _opt(c: HubConfig) -> Transformer:
     hidden = c.number("hidden_size")
     checks.require_choice("word_embed_proj_dim", c.number("word_embed_proj_dim", hidden), (hidden,))
     return Transformer(
@@ -209,7 +174,7 @@ def _opt(c: _Config) -> Transformer:
     )
 
 
-def _gpt_neox(c: _Config) -> Transformer:
+def _gpt_neox(c: HubConfig) -> Transformer:
     return Transformer(
         layers=c.number("num_hidden_layers"),
         hidden=c.number("hidden_size"),
@@ -222,7 +187,7 @@ def _gpt_neox(c: _Config) -> Transformer:
     )
 
 
-def _falcon(c: _Config) -> Transformer:
+def _falcon(c: HubConfig) -> Transformer:
     hidden, heads, new = (
         c.number("hidden_size"),
         c.number("num_attention_heads"),
@@ -245,7 +210,7 @@ def _falcon(c: _Config) -> Transformer:
     )
 
 
-def _bert(c: _Config) -> Transformer:
+def _bert(c: HubConfig) -> Transformer:
     h = c.number("hidden_size")
     return Transformer(
         layers=c.number("num_hidden_layers"),
@@ -260,7 +225,7 @@ def _bert(c: _Config) -> Transformer:
     )
 
 
-def _vision(c: _Config, *, dino: bool) -> Transformer:
+def _vision(c: HubConfig, *, dino: bool) -> Transformer:
     image = Image(
         size=c.number("image_size", 224),
         patch=c.number("patch_size", 16),
@@ -282,26 +247,34 @@ def _vision(c: _Config, *, dino: bool) -> Transformer:
     )
 
 
-_READERS: dict[str, Callable[[_Config], Transformer]] = {
+_READERS: dict[str, Callable[[HubConfig], Transformer]] = {
+    "bamba": hybrids.read_bamba,
     "bert": _bert,
+    "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
     "dinov2": lambda c: _vision(c, dino=True),
     "falcon": _falcon,
-    "gemma2": lambda c: _gemma(c, qk_norm=False),
-    "gemma3_text": lambda c: _gemma(c, qk_norm=True),
+    "gemma2": lambda c: _gemma(c, qk_norm=False, pattern=2),
+    "gemma3_text": lambda c: _gemma(c, qk_norm=True, pattern=6),
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
     "gpt_oss": _gpt_oss,
-    "llama": _llama,
+    "jamba": hybrids.read_jamba,
+    "llama": read_decoder,
     "llama4_text": _llama4,
-    "mistral": _llama,
+    "mamba": hybrids.read_mamba,
+    "mamba2": hybrids.read_mamba2,
+    "mistral": _mistral,
     "mixtral": _mixtral,
     "olmo2": _olmo2,
     "opt": _opt,
-    "phi3": _llama,
+    "phi3": _mistral,
     "qwen2": _qwen2,
     "qwen2_moe": _qwen2_moe,
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
+    "qwen3_next": hybrids.read_qwen3_next,
+    "t5": hybrids.read_t5,
     "vit": lambda c: _vision(c, dino=False),
+    "whisper": hybrids.read_whisper,
 }

@@ -219,6 +219,10 @@ class Layout:
                 f"layout.pp x vpp is {self.pp * self.vpp}, more than model.layers ({model.layers}); "
                 f"valid: at most {model.layers}"
             )
+        if model.encoder and (self.pp > 1 or self.cp > 1):
+            raise UsageError(
+                f"layout.pp is {self.pp} and layout.cp {self.cp}, but the model has an encoder; valid: 1 and 1"
+            )
         if self.ep > 1 and model.moe is None:
             raise UsageError(f"layout.ep is {self.ep}, but the model has no experts; valid: 1")
         if model.moe:

@@ -6,7 +6,7 @@ term below corresponds to a weight in the model's own source.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Literal
 
@@ -28,6 +28,8 @@ class Moe:
     """Width of one expert."""
     shared_ffn: int = 0
     """Total width of the experts that process every token."""
+    shared_gate: bool = False
+    """Whether a token weighs the shared experts by a gate of its own."""
     dense_layers: int = 0
     every: int = 1
     """2: every other layer is dense."""
@@ -51,14 +53,65 @@ class Mla:
     """Multi-head latent attention (DeepSeek): low-rank queries, keys and values."""
 
     q_rank: int
+    """0: queries are projected directly."""
     kv_rank: int
     nope_dim: int
     rope_dim: int
     v_dim: int
 
     def __post_init__(self) -> None:
-        for name in ("q_rank", "kv_rank", "nope_dim", "rope_dim", "v_dim"):
+        checks.require_int("model.mla.q_rank", self.q_rank, at_least=0)
+        for name in ("kv_rank", "nope_dim", "rope_dim", "v_dim"):
             checks.require_int(f"model.mla.{name}", getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSpace:
+    """Layers with a recurrent state in place of attention: Mamba, Mamba 2, gated delta nets.
+
+    They and the layers with attention alternate so regularly that every stage is taken to have the same mixture.
+    """
+
+    layers: int
+    """Number of layers of the model that have a state in place of attention."""
+    projected: int
+    """Width of all input projections together."""
+    inner: int
+    """Width of the output projection's input."""
+    channels: int
+    """Channels of the short convolution."""
+    state: int
+    """Numbers of state per inner channel."""
+    steps: int = 0
+    """Width of the products that find steps, inputs and outputs of the state after the convolution (Mamba 1)."""
+    extra: int = 0
+    """Other weights: convolution, decays, norms, biases."""
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "projected", "inner", "channels", "state"):
+            checks.require_int(f"model.state_space.{name}", getattr(self, name))
+        for name in ("steps", "extra"):
+            checks.require_int(f"model.state_space.{name}", getattr(self, name), at_least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoder:
+    """The encoder of an encoder-decoder. Its layers are those of the decoder without attention to the encoder."""
+
+    layers: int
+    tokens: int | None = None
+    """Tokens that it reads per sample; as many as the decoder if not given."""
+    ffn: int | None = None
+    """Width of its feed-forward layers; that of the decoder's if not given."""
+    extra_parameters: int = 0
+    """Weights outside its layers and its norm: convolutions, positions."""
+
+    def __post_init__(self) -> None:
+        checks.require_int("model.encoder.layers", self.layers)
+        checks.require_int("model.encoder.extra_parameters", self.extra_parameters, at_least=0)
+        for name in ("tokens", "ffn"):
+            if getattr(self, name) is not None:
+                checks.require_int(f"model.encoder.{name}", getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,14 +153,18 @@ class Transformer:
     """Fewer than `heads` means grouped-query attention."""
     head_dim: int | None = None
     ffn: int | None = None
-    """Width of the feed-forward layer; 4 x hidden if not given."""
+    """Width of the feed-forward layer; 4 x hidden if not given, 0 for layers without one."""
     gated: bool = False
     """SwiGLU and similar: three matrices instead of two."""
     tied: bool = True
     position: Position = "learned"
     norm: Norm = "layernorm"
     bias: Bias = "all"
+    key_bias: bool = True
+    """Whether keys have a bias if queries and values do; they have none in Whisper."""
     qk_norm: bool = False
+    attention_gate: bool = False
+    """Queries have a gate of their own size, which multiplies the output of attention (Qwen3-Next)."""
     context: int = 1024
     """Sequence length of a sample, and size of the learned position table."""
     dropout: bool = False
@@ -115,6 +172,8 @@ class Transformer:
     moe: Moe | None = None
     mla: Mla | None = None
     image: Image | None = None
+    state_space: StateSpace | None = None
+    encoder: Encoder | None = None
     window: int | None = None
     """Tokens that a layer with a sliding window attends to."""
     window_layers: int = 0
@@ -128,9 +187,9 @@ class Transformer:
     def __post_init__(self) -> None:
         for key in ("layers", "hidden", "heads", "context"):
             checks.require_int(f"model.{key}", getattr(self, key))
-        for key in ("kv_heads", "head_dim", "ffn"):
+        for key, least in (("kv_heads", 1), ("head_dim", 1), ("ffn", 0)):
             if getattr(self, key) is not None:
-                checks.require_int(f"model.{key}", getattr(self, key))
+                checks.require_int(f"model.{key}", getattr(self, key), at_least=least)
         checks.require_int("model.vocab", self.vocab, at_least=1 if self.image is None else 0)
         checks.require_int("model.extra_parameters", self.extra_parameters, at_least=0)
         checks.require_int("model.layer_extra", self.layer_extra, at_least=-4 * self.hidden)
@@ -149,6 +208,10 @@ class Transformer:
         checks.require_divisor("model.kv_heads", self.kv, "model.heads", self.heads)
         if self.moe and self.moe.dense_layers > self.layers:
             raise UsageError(f"model.moe.dense_layers is {self.moe.dense_layers}; valid: 0 to {self.layers}")
+        if self.state_space and self.state_space.layers > self.layers:
+            raise UsageError(
+                f"model.state_space.layers is {self.state_space.layers}; valid: 1 to {self.layers}"
+            )
 
     def __hash__(self) -> int:
         return self._hash
@@ -193,23 +256,63 @@ class Transformer:
         inside = min(sequence, 2 * self.window if self.causal else self.window)
         return sequence + (inside - sequence) * self.window_layers / self.layers
 
+    @property
+    def attention_share(self) -> float:
+        """Fraction of the layers that have attention; the others have a recurrent state."""
+        return 1 - self.state_space.layers / self.layers if self.state_space else 1.0
+
+    @property
+    def attentions(self) -> int:
+        """Attentions of a layer: a decoder with an encoder has a second one, to what was encoded."""
+        return 2 if self.encoder else 1
+
+    def encoded_tokens(self, sequence: int) -> int:
+        """Tokens that the encoder reads for a sample whose decoder has `sequence`."""
+        return self.encoder.tokens or sequence if self.encoder else 0
+
+    @cached_property
+    def encoder_stack(self) -> Transformer | None:
+        """The encoder as a model of its own, whose embedding and head belong to the decoder."""
+        if self.encoder is None:
+            return None
+        return replace(
+            self, encoder=None, layers=self.encoder.layers, ffn=self.encoder.ffn or self.ffn, causal=False,
+            context=self.encoded_tokens(self.context), window=None, window_layers=0, moe=None,
+        )  # fmt: skip
+
     @cached_property
     def attention_parameters(self) -> int:
-        """Parameters of the attention of one layer."""
+        """Parameters of one attention of a layer."""
         h = self.hidden
         if self.mla:
             m, a = self.mla, self.heads
-            query = h * m.q_rank + m.q_rank + m.q_rank * a * (m.nope_dim + m.rope_dim)
+            low_rank = h * m.q_rank + m.q_rank
+            query = (m.q_rank or h) * a * (m.nope_dim + m.rope_dim) + low_rank
             key_value = h * (m.kv_rank + m.rope_dim) + m.kv_rank + m.kv_rank * a * (m.nope_dim + m.v_dim)
             return query + key_value + a * m.v_dim * h
         queries, keys = self.heads * self.dim, self.kv * self.dim
-        weights = h * (queries + 2 * keys) + queries * h
-        qkv_bias = (queries + 2 * keys) if self.bias != "none" else 0
+        weights = h * (queries + 2 * keys) + queries * h + (h * queries if self.attention_gate else 0)
+        qkv_bias = (queries + (1 + self.key_bias) * keys) if self.bias != "none" else 0
         out_bias = h if self.bias == "all" else 0
         return weights + qkv_bias + out_bias + (2 * self.dim if self.qk_norm else 0)
 
+    @cached_property
+    def state_space_parameters(self) -> int:
+        """Parameters of what a layer without attention has in its place."""
+        s = self.state_space
+        return self.hidden * (s.projected + s.inner) + s.inner * s.steps + s.extra if s else 0
+
+    @cached_property
+    def mixing_parameters(self) -> int:
+        """Parameters of attention, or of what is in its place, in all layers."""
+        recurrent = self.state_space.layers if self.state_space else 0
+        attention = (self.layers - recurrent) * self.attentions * self.attention_parameters
+        return attention + recurrent * self.state_space_parameters
+
     def feedforward_parameters(self, width: int) -> int:
         """Parameters of a feed-forward layer of this width."""
+        if not width:
+            return 0
         matrices = 3 if self.gated else 2
         biases = (matrices - 1) * width + self.hidden if self.bias == "all" else 0
         return matrices * self.hidden * width + biases
@@ -220,11 +323,19 @@ class Transformer:
         return (2 if self.norm == "layernorm" else 1) * self.hidden
 
     @cached_property
-    def layer_parameters(self) -> int:
-        """Parameters of a dense layer."""
+    def layer_parameters(self) -> float:
+        """Parameters of a dense layer; the mean, if only some have attention."""
+        return self.mixing_parameters / self.layers + self._dense_parameters
+
+    @cached_property
+    def _dense_parameters(self) -> int:
         scale = 2 * self.hidden if self.image and self.image.layer_scale else 0
-        feedforward = self.feedforward_parameters(self.width)
-        return self.attention_parameters + feedforward + 2 * self.norm_parameters + scale + self.layer_extra
+        return self.feedforward_parameters(self.width) + self.layer_norm_parameters + scale + self.layer_extra
+
+    @cached_property
+    def layer_norm_parameters(self) -> int:
+        """Parameters of the norms of one layer: one before the feed-forward layer, and one before each attention."""
+        return (1 + self.attentions) * self.norm_parameters
 
     @cached_property
     def expert_parameters(self) -> int:
@@ -232,13 +343,17 @@ class Transformer:
         return self.moe.experts * self.feedforward_parameters(self.moe.ffn) if self.moe else 0
 
     @cached_property
-    def moe_layer_shared_parameters(self) -> int:
+    def moe_layer_shared_parameters(self) -> float:
         """Parameters of a mixture-of-experts layer without its routed experts."""
+        return self.mixing_parameters / self.layers + self._moe_shared_parameters
+
+    @cached_property
+    def _moe_shared_parameters(self) -> int:
         if not self.moe:
             return 0
-        shared = self.feedforward_parameters(self.moe.shared_ffn) if self.moe.shared_ffn else 0
-        router = self.hidden * self.moe.experts
-        return self.attention_parameters + shared + router + 2 * self.norm_parameters + self.layer_extra
+        shared = self.feedforward_parameters(self.moe.shared_ffn)
+        gates = self.hidden * (self.moe.experts + self.moe.shared_gate)
+        return shared + gates + self.layer_norm_parameters + self.layer_extra
 
     @property
     def moe_layers(self) -> int:
@@ -269,10 +384,20 @@ class Transformer:
     @cached_property
     def parameters(self) -> int:
         """Number of all trainable parameters, exact."""
-        dense = (self.layers - self.moe_layers) * self.layer_parameters
-        mixture = self.moe_layers * (self.moe_layer_shared_parameters + self.expert_parameters)
+        dense = (self.layers - self.moe_layers) * self._dense_parameters
+        mixture = self.moe_layers * (self._moe_shared_parameters + self.expert_parameters)
         outside = self.embedding_parameters + self.norm_parameters + self.head_parameters
-        return dense + mixture + outside + self.extra_parameters
+        layers = self.mixing_parameters + dense + mixture
+        return layers + outside + self.extra_parameters + self.encoder_parameters
+
+    @cached_property
+    def encoder_parameters(self) -> int:
+        """Parameters of the encoder: its layers, its norm, and what is outside of them."""
+        stack = self.encoder_stack
+        if self.encoder is None or stack is None:
+            return 0
+        layers = stack.mixing_parameters + stack.layers * stack._dense_parameters
+        return layers + stack.norm_parameters + self.encoder.extra_parameters
 
     @cached_property
     def active_parameters(self) -> int:

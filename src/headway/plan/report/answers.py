@@ -74,6 +74,7 @@ _PART_FORMULAS = {
     "optimizer": "(master + moments) x parameters on the rank, / shards with ZeRO 1 to 3",
     "activations": "layers in flight x memory.activations_per_layer",
     "recomputed layer": "what the backward pass of one layer recomputes",
+    "encoder": "its layers x their activations, and its output",
     "embedding": "dropout mask: tokens x hidden x microbatches in flight",
     "logits and loss": "tokens x vocab x 12 bytes (with tp: 16, Megatron 6) / tp / loss_chunks, and the head's input",
     "16-bit weight copies": "2 bytes x parameters: autocast caches them until the backward pass",

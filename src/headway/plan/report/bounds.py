@@ -17,6 +17,9 @@ _KINDS = {"attention": "attention", "context parallel": "attention", "elementwis
           "stragglers": "jitter"}  # fmt: skip
 
 
+_RECURRENT = TimeInterval(0.7, 2.0, "no published step of a model with recurrent layers is known")
+
+
 class TimeBounds(NamedTuple):
     """The interval of each part of a step, and of the step: relative to the estimate."""
 
@@ -33,7 +36,9 @@ def time_bounds(
     model: Transformer, layout: Layout, node: Node, constants: Calibration, step: StepTime
 ) -> TimeBounds:
     """Returns the interval of a step: the sum of its parts' intervals, as if all erred in the same direction."""
-    known = intervals(node.device, constants, fp8=layout.precision in FP8)
+    known = dict(intervals(node.device, constants, fp8=layout.precision in FP8))
+    if model.state_space and not known["products"].source.startswith("measured"):
+        known["products"] = _RECURRENT
     parts = {name: known[_kind(name, model, layout, node, constants)] for name in step.parts}
     total = step.total
     low = sum(step.parts[name] * interval.low for name, interval in parts.items()) / total

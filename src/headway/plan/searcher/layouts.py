@@ -159,11 +159,13 @@ def _degrees(model: Transformer, node: Node, gpus: int, sequence: int) -> Iterat
         if tp > node.gpus or model.heads % tp or (tp > model.kv and tp % model.kv):
             continue
         for pp in _divisors(gpus // tp):
-            if not _balanced(model, pp):
+            if not _balanced(model, pp) or (model.encoder and pp > 1):
                 continue
             for cp in _divisors(gpus // tp // pp):
                 # with fewer than a few thousand tokens per rank, context parallelism is only overhead
-                if cp > 1 and (model.image or cp & (cp - 1) or sequence % cp or sequence // cp < 4096):
+                if cp > 1 and (
+                    model.image or model.encoder or cp & (cp - 1) or sequence % cp or sequence // cp < 4096
+                ):
                     continue
                 yield tp, pp, cp, gpus // tp // pp // cp
 
