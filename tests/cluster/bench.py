@@ -63,7 +63,7 @@ def why_not(proctrack: str = "linuxproc") -> str | None:
 def run(
     argv: Sequence[str | Path],
     *,
-    timeout: float = 60,
+    timeout: float = 180,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     stdin: str = "",
