@@ -40,8 +40,10 @@ bench: install  ## measurements beside peers, printed as ratios
 faults: install services  ## the tests of faults with all their cases (kills, bit flips, power cuts): many minutes
 	HEADWAY_FAULTS=full $(BIN)/python -m pytest $$(grep -rlE --include='test_*.py' 'HEADWAY_FAULTS|^import warm' tests)
 
-docs: install  ## check that every link and example in the documentation holds
+docs: install  ## build the documentation into site/, and check its links and examples
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open site/index.html"
 	$(BIN)/python -m pytest -q tests/docs
 
 clean:  ## remove what was installed and cached here
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
