@@ -586,7 +586,9 @@ SCRIPT = Path(__file__).with_name("resumable.py")
 
 def launch(folder: Path, nproc: int, *words: str, fault: str = "") -> tuple[int, str]:
     """Runs the script on so many ranks; exit code and output."""
-    environ = {**os.environ, "HEADWAY_FAILPOINT": fault} if fault else dict(os.environ)
+    environ = {**os.environ, "HEADWAY_WATCHDOG": "60"}  # a run that hangs says where, before its time is over
+    if fault:
+        environ["HEADWAY_FAILPOINT"] = fault
     command = [
         sys.executable,
         "-m",
