@@ -21,6 +21,7 @@ from hypothesis import given, settings, strategies as st
 from PIL import Image
 
 from headway.data import Shard, ShardLimits, index, pack
+from headway.data.shards.checksums import checksum_path
 from headway.data.shards.decode import decode
 from headway.data.shards.entries import group_samples
 from headway.data.shards.shard import count_samples
@@ -300,9 +301,11 @@ def test_an_index_is_known_by_what_is_in_it_and_not_by_its_name(tmp_path: Path) 
     whole = [*Shard.open(path).entries]
     text.replace(binary)
     assert count_samples(path) == 5 and [*Shard.open(path).entries] == whole, "DALI's under energon's name"
-    binary.write_text(binary.read_text().replace("txt 512", "txt 1024"))
-    with pytest.raises(BadShard, match="does not match"):
-        [Shard.open(path)[n] for n in range(5)]
+    binary.write_text(binary.read_text().replace("txt 3584", "txt 4096"))
+    for _ in range(2):  # with checksums, and without them
+        with pytest.raises(BadShard, match="does not match"):
+            [Shard.open(path)[n] for n in range(5)]
+        checksum_path(path).unlink(missing_ok=True)
     binary.unlink()
     text.write_bytes(struct.pack("=6Q", *range(0, 3072, 512)))
     assert [*Shard.open(path).entries] == whole, "what is neither is not used"

@@ -17,7 +17,7 @@ from headway.data.shards.decode import _HeaderCache, _plain_size
 from headway.data.shards.indexes import DaliIndex
 from headway.errors import BadShard
 
-MAX_CALLS = 53  # per sample, to read and decode it; each takes a tenth of a microsecond or more
+MAX_CALLS = 46  # per sample, to read and decode it; each takes a tenth of a microsecond or more
 
 
 def jpeg(height: int, width: int, *, seed: int = 0, **how: object) -> bytes:
@@ -36,8 +36,7 @@ def test_calls_per_thumbnail(tmp_path: Path) -> None:
     for batch in batches:
         profile.runcall(loader._reader.read, batch.locations)
     calls = sum(entry.callcount for entry in profile.getstats())
-    per_sample = calls / 256
-    assert per_sample <= MAX_CALLS
+    assert calls / 256 <= MAX_CALLS
 
 
 def test_lines_of_an_index_that_are_parsed_at_once_say_what_each_says(tmp_path: Path) -> None:
@@ -48,9 +47,13 @@ def test_lines_of_an_index_that_are_parsed_at_once_say_what_each_says(tmp_path: 
     lines[140] = "cls 512 1 odd.cls"  # the block around it has no common parts
     lines[290] += "  "  # spaces change nothing
     index = make_index(lines, tmp_path)
-    for number in range(300):
-        assert index.locate(number) == (index.key(number), index.parts(number))
-    assert index.locate(7) == ("d/007", [("jpg", 14848, 107), ("cls", 15872, 1)])
+    index.locate(0)
+    assert not index._blocks, "the first batch after a resume needs one line of most blocks"
+    for _ in range(2):
+        for number in range(300):
+            assert located(index, number) == (index.key(number), index.parts(number))
+    assert [block is None for block in index._blocks.values()] == [False, True, True]
+    assert located(index, 7) == ("d/007", [("jpg", 14848, 107), ("cls", 15872, 1)])
     for outside in (-1, 300, 10_000):
         with pytest.raises(IndexError):
             index.locate(outside)
@@ -74,7 +77,15 @@ def test_a_damaged_line_of_an_index_harms_its_own_sample_alone(line: str, tmp_pa
     index = make_index(lines, tmp_path)
     with pytest.raises(BadShard, match="does not match"):
         index.locate(10)
-    assert [index.locate(n)[0] for n in range(20) if n != 10] == [str(n) for n in range(20) if n != 10]
+    for _ in range(2):
+        assert [index.locate(n)[0] for n in range(20) if n != 10] == [str(n) for n in range(20) if n != 10]
+        with pytest.raises(BadShard, match="does not match"):
+            index.locate(10)
+
+
+def located(index: DaliIndex, number: int) -> tuple[str, list[tuple[str, int, int]]]:
+    key, names, spans, _ = index.locate(number)
+    return key, list(zip(names, spans[::2], spans[1::2], strict=True))
 
 
 def make_index(lines: list[str], where: Path) -> DaliIndex:
@@ -86,8 +97,8 @@ def test_lines_with_other_numbers_of_parts_are_not_mistaken_for_one_another(tmp_
     index = make_index(
         ["jpg 512 5 a.jpg", "cls 1536 1 b.cls jpg 2560 5 b.jpg cls 3584 1 b.cls"], tmp_path
     )  # together they look like two samples of two parts
-    assert index.locate(0) == ("a", [("jpg", 512, 5)])
-    assert len(index.locate(1)[1]) == 3
+    assert located(index, 0) == ("a", [("jpg", 512, 5)])
+    assert len(index.locate(1)[1]) == len(index.locate(1)[1]) == 3
 
 
 def test_headers_of_jpegs_that_are_remembered_say_what_each_says() -> None:

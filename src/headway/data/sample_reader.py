@@ -71,6 +71,7 @@ class Chunk:
     """which of the values replace bad samples"""
     labels: list[tuple[int, int, int, int]] = field(default_factory=list)
     """dataset, shard, sample and label, while the order of labels is of interest"""
+    transform_s: float = 0.0
     times: list[tuple[float, ...]] = field(default_factory=list)
     """for a few samples at a time: when reading began, and when reading, decoding and any transform ended"""
 
@@ -80,15 +81,10 @@ class _ReadSample:
     """A sample that was read and decoded, except for its images."""
 
     location: SampleLocation
-    name: str
     value: Any
     """its parts by extension, until it is transformed"""
     late: list[LatePart]
-    read: int
     bad: list[QuarantinedSample]
-    size: int = 0
-    """bytes in memory at most, with a transform"""
-    transform_s: float = 0.0
 
 
 @final
@@ -115,25 +111,24 @@ class SampleReader:
             decoders = {"png": partial(decode_rgb, limits=limits), **decoders}
         self._transform, self._decoders, self._limits = transform, decoders, limits
         self._decoder = SampleDecoder(decoders, limits)
+        self._begin = self._begin_for_gpu if self._gpu_bytes else self._decoder.begin
         self._reduces = isinstance(transform, ImageTransform) and transform.scaled_decode and not on_gpu
 
     def read(self, locations: Sequence[SampleLocation]) -> Chunk:
         """Loads samples, a few at a time: all are read, then all images are decoded. Decoding an image evicts Python
         from the processor's cache, and whatever runs between two of them takes several times as long."""
-        chunk = Chunk(threading.get_native_id())
-        samples, size, began = list[_ReadSample](), 0, time.perf_counter()
-        retries = retries_in_this_thread()
+        chunk, retries = Chunk(threading.get_native_id()), retries_in_this_thread()
+        samples, first, began = list[_ReadSample](), 0, time.perf_counter()
         for location in locations:
             sample = self._read_sample(location, [], chunk)
-            if sample is None:
-                continue
-            samples.append(sample)
-            size += sample.read
-            if size > _READ_BYTES:
+            if sample is not None:
+                samples.append(sample)
+            if chunk.read - first > _READ_BYTES:
                 self._finish(chunk, samples, began)
-                samples, size, began = [], 0, time.perf_counter()
+                samples, first, began = [], chunk.read, time.perf_counter()
         if samples:
             self._finish(chunk, samples, began)
+        chunk.size += self._gpu_bytes and len(chunk.values) * self._gpu_bytes + chunk.read
         chunk.read_retries = retries_in_this_thread() - retries
         return chunk
 
@@ -147,10 +142,7 @@ class SampleReader:
             try:
                 source = self._shards.get(dataset, shard)
                 name, parts = source.read(sample)
-                if self._gpu_bytes:
-                    value, late, read = self._begin_for_gpu(parts)
-                else:
-                    value, late, read = self._decoder.begin_all(parts)
+                value, late = self._begin(parts)
             except (BadSample, BadShard) as error:
                 name = f"sample {sample}" if source is None else source.entries.key(sample)
                 substitute = self._substitute(location, name, error, bad)
@@ -159,18 +151,18 @@ class SampleReader:
                     return None
                 location = substitute
                 continue
+            chunk.read += sum([len(data) for data in parts.values()])
             if self._watch.watching and type(value.get(LABEL)) is int:
                 chunk.labels.append((dataset, shard, sample, value[LABEL]))
             value["__key__"] = name
-            return _ReadSample(location, name, value, late, read, bad)
+            return _ReadSample(location, value, late, bad)
 
-    def _begin_for_gpu(self, parts: Mapping[str, memoryview]) -> tuple[dict[str, Any], list[LatePart], int]:
+    def _begin_for_gpu(self, parts: Mapping[str, memoryview]) -> tuple[dict[str, Any], list[LatePart]]:
         """Begins to decode a sample, except for images that the GPU is to decode."""
         encoded = {extension: self._encoded(extension, data) for extension, data in parts.items()}
         rest = {extension: data for extension, data in parts.items() if encoded[extension] is None}
-        values, late, _ = self._decoder.begin_all(rest)
-        value = {extension: encoded[extension] or values[extension] for extension in parts}
-        return value, late, sum(map(len, parts.values()))
+        values, late = self._decoder.begin(rest)
+        return {extension: encoded[extension] or values[extension] for extension in parts}, late
 
     def _encoded(self, extension: str, data: memoryview) -> EncodedImage | None:
         """Returns an image that the GPU is to decode; None for all else, which the CPU decodes."""
@@ -184,18 +176,15 @@ class SampleReader:
 
     def _finish(self, chunk: Chunk, samples: list[_ReadSample], began: float) -> None:
         """Decodes images. A transform follows each at once, while it is in the cache, and often makes it smaller."""
-        read = time.perf_counter()
+        read, transformed = time.perf_counter(), chunk.transform_s
         finished = [sample for each in samples if (sample := self._complete(each, chunk)) is not None]
         end = time.perf_counter()
         if self._transform is None:
             chunk.size += sum([_bytes(sample.value) for sample in finished])
             chunk.times.append((began, read, end))
         else:
-            chunk.size += sum([sample.size for sample in finished])
-            transforming = sum([sample.transform_s for sample in finished])
-            chunk.times.append((began, read, end - transforming, end))
+            chunk.times.append((began, read, end - (chunk.transform_s - transformed), end))
         for sample in finished:
-            chunk.read += sample.read
             if sample.bad:
                 chunk.bad += sample.bad
                 chunk.substitutes.add(len(chunk.values))
@@ -204,19 +193,20 @@ class SampleReader:
     def _complete(self, sample: _ReadSample, chunk: Chunk) -> _ReadSample | None:
         """Decodes and transforms a sample or, if that finds it bad, its substitute; None if it is left out."""
         while True:
+            name = sample.value["__key__"]
             try:
                 if self._reduces:
                     self._decode_reduced(sample)
                 self._decoder.finish(sample.late, sample.value)
                 if self._gpu_bytes:
-                    sample.value, sample.size = self._for_gpu(sample), self._gpu_bytes + sample.read
+                    sample.value = self._for_gpu(sample)
                 elif self._transform is not None:
                     began, size = time.perf_counter(), _bytes(sample.value)
                     sample.value = self._apply_transform(sample)
-                    sample.size = max(size, _bytes(sample.value))
-                    sample.transform_s = time.perf_counter() - began
+                    chunk.size += max(size, _bytes(sample.value))
+                    chunk.transform_s += time.perf_counter() - began
             except (BadSample, BadShard) as error:
-                location = self._substitute(sample.location, sample.name, error, sample.bad)
+                location = self._substitute(sample.location, name, error, sample.bad)
                 if location is None:
                     chunk.bad += sample.bad
                     return None

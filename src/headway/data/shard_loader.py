@@ -322,7 +322,7 @@ class ShardLoader:
         """Yields what this rank loads for each batch of the pass, from a position on."""
         for rows, real, end in self._batcher.batches(timeline, self._epoch, position):
             mine = self._split.rank_slice(len(rows))
-            locations = [(row[0], row[1], row[2], row[3]) for row in rows[mine, 1:].tolist()]
+            locations: list[SampleLocation] = [*map(tuple, rows[mine, 1:].tolist())]
             yield _RankBatch(locations, min(len(locations), max(0, mine.stop - real)), end)
 
     def _node_shards(self, timeline: Timeline, position: int) -> Iterator[BatchShards]:

@@ -25,7 +25,6 @@ from headway.errors import BadSample, HeadwayError, MissingExtra
 
 Decoder = Callable[[memoryview], Any]
 Pixels = npt.NDArray[np.uint8]
-_Begin = Callable[[memoryview], tuple[Any, Decoder | None]]
 LatePart = tuple[str, memoryview, Decoder]
 """the extension of an image, its bytes, and the function that decodes them"""
 
@@ -33,7 +32,7 @@ _START, _SCAN, _END = b"\xff\xd8", b"\xff\xda", b"\xff\xd9"
 # markers of segments with a length: frames that are not progressive, tables and comments
 _SEGMENTS = {0xC0, 0xC1, 0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}
 _SEGMENT, _FRAME = struct.Struct(">BBH"), struct.Struct(">HHB")
-_MAX_EXTENSIONS = 1000  # that are remembered: the names in a file may all differ
+_MAX_EXTENSIONS = 1000  # that are remembered: those in a file may all differ
 _AFTER_HEADER_BYTES = 5  # that a JPEG has at least
 _MAX_HEADERS = 256  # that are remembered
 _SMALL_IMAGE_BYTES = 2**24  # decoded; the ratio is not checked below it
@@ -49,11 +48,9 @@ def decode(
     >>> decode({"cls": memoryview(b"7"), "json": memoryview(b"[1, 2]")})
     {'cls': 7, 'json': [1, 2]}
     """
-    decoder, values = SampleDecoder(decoders or {}, limits or ShardLimits()), dict[str, Any]()
-    for extension, data in sample.items():
-        values[extension], late = decoder.begin(extension, data)
-        if late is not None:
-            decoder.finish([(extension, data, late)], values)
+    decoder = SampleDecoder(decoders or {}, limits or ShardLimits())
+    values, late = decoder.begin(sample)
+    decoder.finish(late, values)
     return values
 
 
@@ -63,38 +60,29 @@ class SampleDecoder:
 
     def __init__(self, decoders: Mapping[str, Decoder], limits: ShardLimits) -> None:
         self._decoders, self._limits = decoders, limits
-        self._known: dict[str, _Begin] = {}
+        self._parsers: dict[str, Decoder] = {}
+        self._choices: dict[str, Callable[[memoryview], Decoder]] = {}
 
-    def begin(self, extension: str, data: memoryview) -> tuple[Any, Decoder | None]:
-        """Returns the value of a part; for images and the user's decoders, the function that `finish` calls.
-
-        What the header of an image states is checked here.
-        """
-        begin = self._known.get(extension) or self._begin(extension)
+    def begin(self, parts: Mapping[str, memoryview]) -> tuple[dict[str, Any], list[LatePart]]:
+        """Returns the values of a sample by extension, and the parts that `finish` decodes: images, and those that have
+        a decoder of the user. What the header of an image states is checked here."""
+        values: dict[str, Any] = {}  # dict[str, Any]() would take as long as all the rest
+        late: list[LatePart] = []
+        parsers = self._parsers
         try:
-            return begin(data)
+            for extension, data in parts.items():
+                parse = parsers.get(extension)
+                if parse is not None:
+                    values[extension] = parse(data)
+                elif (choose := self._choices.get(extension)) is not None:
+                    values[extension] = None  # its place among the parts
+                    late.append((extension, data, choose(data)))
+                else:
+                    self._learn(extension)
+                    return self.begin(parts)
         except _BROKEN as error:
             raise _bad(extension, data, error) from error
-
-    def begin_all(self, parts: Mapping[str, memoryview]) -> tuple[dict[str, Any], list[LatePart], int]:
-        """Begins all parts of a sample: returns their values, what `finish` must do, and how many bytes they have."""
-        values, late, size, known = dict[str, Any](), list[LatePart](), 0, self._known
-        for extension, data in parts.items():
-            size += len(data)
-            begin = known.get(extension) or self._begin(extension)
-            try:
-                values[extension], decoder = begin(data)
-            except _BROKEN as error:
-                raise _bad(extension, data, error) from error
-            if decoder is not None:
-                late.append((extension, data, decoder))
-        return values, late, size
-
-    def _begin(self, extension: str) -> _Begin:
-        begin = self._find(extension)
-        if len(self._known) < _MAX_EXTENSIONS:
-            self._known[extension] = begin
-        return begin
+        return values, late
 
     def finish(self, late: Iterable[LatePart], values: dict[str, Any]) -> None:
         """Decodes what `begin` left to do. Kept short: whatever runs between two images runs with a cold cache."""
@@ -108,31 +96,35 @@ class SampleDecoder:
                 raise  # an error of the user's own decoder
             raise _bad(extension, data, error) from error
 
-    def _find(self, extension: str) -> _Begin:
-        if extension in self._decoders:
-            own = None, self._decoders[extension]
-            return lambda _: own
+    def _learn(self, extension: str) -> None:
+        """Finds out how parts with an extension are decoded."""
+        if len(self._parsers) + len(self._choices) >= _MAX_EXTENSIONS:
+            self._parsers.clear()
+            self._choices.clear()
         kind = extension.rpartition(".")[2]
-        if kind in _REFUSED:
+        if extension in self._decoders:
+            own = self._decoders[extension]
+            self._choices[extension] = lambda _: own
+        elif kind in _REFUSED:
             raise BadSample(
                 f"{extension!r} files can run code when they are read, so headway does not; convert them, "
                 f"or pass decoders={{{extension!r}: your_function}}"
             )
-        if kind in IMAGES:
-            return _image(kind, self._limits)
-        if kind in _TEXT:
-            return _text(_PLAIN[kind], self._limits.text_bytes)
-        by_kind = _PLAIN.get(kind, _bytes)
-        return lambda data: (by_kind(data), None)
+        elif kind in IMAGES:
+            self._choices[extension] = _image(kind, self._limits)
+        elif kind in _TEXT:
+            self._parsers[extension] = _limited(_PLAIN[kind], self._limits.text_bytes)
+        else:
+            self._parsers[extension] = _PLAIN.get(kind, _bytes)
 
 
-def _text(parse: Decoder, most: int) -> _Begin:
-    def begin(data: memoryview) -> tuple[Any, None]:
+def _limited(parse: Decoder, most: int) -> Decoder:
+    def parse_text(data: memoryview) -> Any:
         if len(data) > most:
             raise _above("text_bytes", most, "it has", "bytes of text")
-        return parse(data), None
+        return parse(data)
 
-    return begin
+    return parse_text
 
 
 def _bytes(data: memoryview) -> npt.NDArray[np.uint8]:
@@ -186,31 +178,32 @@ _PLAIN: dict[str, Decoder] = {
 _TEXT = _PLAIN.keys() - {"npy"}
 
 
-def _image(kind: str, limits: ShardLimits) -> _Begin:
-    """Returns what finds the decoder of an image: to RGB, height x width x 3; PNGs of other than colors stay as they
+def _image(kind: str, limits: ShardLimits) -> Callable[[memoryview], Decoder]:
+    """Returns what chooses the decoder of an image: to RGB, height x width x 3; PNGs of other than colors stay as they
     are."""
     by_pillow: Decoder = partial(_pillow, limits=limits, keep=kind == "png")
     simplejpeg = _simplejpeg()
     if kind not in ("jpg", "jpeg") or simplejpeg is None:
-        return lambda _: (None, by_pillow)
+        return lambda _: by_pillow
     by_simplejpeg: Decoder = partial(_jpeg, simplejpeg.decode_jpeg, by_pillow)
-    sizes = _HeaderCache()
+    sizes, unchecked = _HeaderCache(), min(limits.pixels, _SMALL_IMAGE_BYTES // _RGB)
 
-    def begin(data: memoryview) -> tuple[None, Decoder]:
+    def choose(data: memoryview) -> Decoder:
         size = sizes.size(data)
         if size is None:
             _check_scans(data, limits)
             try:
                 height, width, colors, _ = simplejpeg.decode_jpeg_header(data)
             except ValueError:
-                return None, by_pillow
+                return by_pillow
             if colors in ("CMYK", "YCCK"):
-                return None, by_pillow
+                return by_pillow
             size = height, width
-        _check(size[1], size[0], _RGB, data, limits)
-        return None, by_simplejpeg
+        if size[0] * size[1] > unchecked:
+            _check(size[1], size[0], _RGB, data, limits)
+        return by_simplejpeg
 
-    return begin
+    return choose
 
 
 def _jpeg(decode_jpeg: Decoder, by_pillow: Decoder, data: memoryview) -> Any:

@@ -6,9 +6,10 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple, final, overload
 
-from headway.data.shards.tar import TarMember
+from headway.data.shards.tar import BLOCK_BYTES, TarMember
 from headway.errors import BadShard
 
 
@@ -26,6 +27,21 @@ class SampleEntry:
 
     key: str
     parts: tuple[SamplePart, ...]
+
+
+StoredSample = tuple[str, Sequence[str], Sequence[int], bool]
+"""the key of a sample; the extension of each part; offset and size of each part, one after the other; and whether one
+read can get all of them. A plain tuple, because one is made for each sample that is read."""
+
+MAX_GAP_BYTES = 4 * BLOCK_BYTES
+"""between two parts that are read at once: the rest of a block, a header, a long name"""
+
+
+def store(key: str, parts: Sequence[SamplePart]) -> StoredSample:
+    """Returns where a sample is stored. Whether parts are contiguous is checked: an index may state anything."""
+    gaps = [after.offset - part.offset - part.size for part, after in pairwise(parts)]
+    spans = [number for part in parts for number in part[1:]]
+    return key, [part.extension for part in parts], spans, all(0 <= gap <= MAX_GAP_BYTES for gap in gaps)
 
 
 def group_samples(files: Iterable[TarMember], where: str) -> EntryTable:
@@ -72,9 +88,9 @@ class ShardEntries(Sequence[SampleEntry], ABC):
     def parts(self, number: int) -> list[SamplePart]:
         """Returns the parts of a sample."""
 
-    def locate(self, number: int) -> tuple[str, Sequence[tuple[str, int, int]]]:
-        """Returns the key of a sample, and extension, offset and size of each part: plain tuples are quick to make."""
-        return self.key(number), self.parts(number)
+    def locate(self, number: int) -> StoredSample:
+        """Returns where a sample is stored."""
+        return store(self.key(number), self.parts(number))
 
     def _check(self, number: int) -> None:
         if not 0 <= number < len(self):

@@ -23,7 +23,7 @@ from typing import final
 from zlib import crc32
 
 from headway.data.shards import checksums
-from headway.data.shards.entries import EntryTable, SamplePart, ShardEntries, group_samples
+from headway.data.shards.entries import EntryTable, ShardEntries, group_samples
 from headway.data.shards.indexes import (
     compare_count,
     indexed_count,
@@ -33,8 +33,6 @@ from headway.data.shards.indexes import (
 from headway.data.shards.shard_file import ShardFile, Version, open_file
 from headway.data.shards.tar import BLOCK_BYTES, OCTAL_LIMIT_BYTES, ShardLimits, header_size, members
 from headway.errors import BadSample, BadShard
-
-_MAX_GAP_BYTES = 4 * BLOCK_BYTES  # between two parts of a sample: the rest of a block, a header, a long name
 
 
 @final
@@ -85,6 +83,7 @@ class Shard:
 
     def __init__(self, path: Path, data: ShardFile | mmap.mmap, index: ShardIndex) -> None:
         self.path, self._data, self.index, self.entries = path, data, index, index.entries
+        self._sums = index.sums
         self._mapped: tuple[EntryTable, memoryview] | None = None
         if isinstance(data, mmap.mmap):
             table = self.entries if isinstance(self.entries, EntryTable) else self._table(data)
@@ -124,70 +123,78 @@ class Shard:
         if self._mapped is not None:
             table, view = self._mapped
             return table.key(number), table.cut(number, view)
-        key, parts = self.entries.locate(number)
-        found, crc = self._read(parts) if _are_contiguous(parts) else self._read_scattered(parts)
-        sums = self.index.sums
-        if sums is not None and crc != sums[number]:
+        key, names, spans, contiguous = self.entries.locate(number)
+        if not contiguous:
+            return key, self._read_scattered(number, names, spans)
+        found: dict[str, memoryview] = {}
+        start, sums, crc = spans[0] - BLOCK_BYTES, self._sums, 0
+        assert isinstance(self._data, ShardFile)
+        data = self._data.read(start, spans[-2] + spans[-1])
+        view = memoryview(data)
+        for name, offset, size in zip(names, spans[::2], spans[1::2], strict=True):
+            offset -= start
+            part = found[name] = view[offset : offset + size]
+            if sums is not None:
+                crc = crc32(part, crc)
+        if sums is None or crc != sums[number]:
+            self._check_headers(spans, data, start)
+            self._check_sum(number, crc)
+        return key, found
+
+    def _read_scattered(
+        self, number: int, names: Sequence[str], spans: Sequence[int]
+    ) -> dict[str, memoryview]:
+        """Reads parts one by one: an index may name them in any order. Their CRC32 goes by their offsets."""
+        assert isinstance(self._data, ShardFile)
+        found: dict[str, memoryview] = {}
+        for name, offset, size in zip(names, spans[::2], spans[1::2], strict=True):
+            data = self._data.read(offset - BLOCK_BYTES, offset + size)
+            self._check_headers((offset, size), data, offset - BLOCK_BYTES)
+            found[name] = memoryview(data)[BLOCK_BYTES:]
+        in_shard = sorted(zip(spans[::2], names, strict=True))
+        self._check_sum(number, checksums.sum_sample([found[name] for _, name in in_shard]))
+        return found
+
+    def _check_sum(self, number: int, crc: int) -> None:
+        if self._sums is not None and crc != self._sums[number]:
             raise BadSample(
                 f"its bytes do not match {checksums.checksum_path(self.path).name}: they are damaged, or the shard was "
                 "replaced; copy both again"
             )
-        return key, found
 
-    def _read(self, parts: Sequence[tuple[str, int, int]]) -> tuple[dict[str, memoryview], int]:
-        """Reads contiguous parts at once, and validates their headers, as the shard or its index may have changed.
-        Returns them with their CRC32. Optimized, because it runs for each sample."""
-        assert isinstance(self._data, ShardFile)
-        start, found, crc = parts[0][1] - BLOCK_BYTES, dict[str, memoryview](), 0
-        data = self._data.read(start, parts[-1][1] + parts[-1][2])
-        view = memoryview(data)
-        for extension, offset, size in parts:
+    def _check_headers(self, spans: Sequence[int], data: bytes, start: int) -> None:
+        """Validates the headers of parts in the bytes from `start` on, as the shard or its index may have changed.
+
+        Where the bytes of a sample have the checksum that was written with them, that says more.
+        """
+        for offset, size in zip(spans[::2], spans[1::2], strict=True):
             at = offset - start
             # nearly always equal; the full check takes ten times as long
             if not (data.startswith(b"ustar", at - 255) and data.startswith(b"%011o" % size, at - 388)):
-                self._check(SamplePart(extension, offset, size), data[at - BLOCK_BYTES : at])
-            part = found[extension] = view[at : at + size]
-            crc = crc32(part, crc)
-        return found, crc
-
-    def _read_scattered(self, parts: Sequence[tuple[str, int, int]]) -> tuple[dict[str, memoryview], int]:
-        """Reads parts one by one: an index may name them in any order. Their CRC32 goes by their offsets."""
-        found = {part[0]: self._read([part])[0][part[0]] for part in parts}
-        in_shard = sorted(parts, key=lambda part: part[1])
-        return found, checksums.sum_sample([found[extension] for extension, _, _ in in_shard])
+                self._check(offset, size, data[at - BLOCK_BYTES : at])
 
     def _table(self, data: mmap.mmap) -> EntryTable:
         """Validates all headers of a mapped shard now; those of a file are validated when a sample is read."""
         table = EntryTable(self.entries)
         for part in (part for number in range(len(table)) for part in table.parts(number)):
-            self._check(part, data[part.offset - BLOCK_BYTES : part.offset])
+            self._check_headers(
+                part[1:], data[part.offset - BLOCK_BYTES : part.offset], part.offset - BLOCK_BYTES
+            )
         return table
 
-    def _check(self, part: SamplePart, header: bytes) -> None:
-        if header[257:262] == b"ustar" and header[124:135] == b"%011o" % part.size:
-            return
+    def _check(self, offset: int, size: int, header: bytes) -> None:
         try:
-            stated = header_size(header, part.offset - BLOCK_BYTES, str(self.path))
+            stated = header_size(header, offset - BLOCK_BYTES, str(self.path))
         except BadShard as error:
             if self.index.stated:
                 raise stale_index(self.path) from error
             raise
-        if stated != part.size and part.size < OCTAL_LIMIT_BYTES:
+        if stated != size and size < OCTAL_LIMIT_BYTES:
             raise (
                 stale_index(self.path)
                 if self.index.stated
                 else BadShard(f"{self.path} was rewritten while in use; give a changed shard another name")
             )
-
-
-def _are_contiguous(parts: Sequence[tuple[str, int, int]]) -> bool:
-    """Whether one read can get all parts; checked, because an index may state anything."""
-    end = parts[0][1]
-    for _, offset, size in parts:
-        if not 0 <= offset - end <= _MAX_GAP_BYTES:
-            return False
-        end = offset + size
-    return True
 
 
 def walk(path: Path, limits: ShardLimits | None = None) -> ShardEntries:
