@@ -19,8 +19,8 @@ $(STAMP): pyproject.toml constraints.txt scripts/make-venv.sh
 services:  ## install SLURM and MPI for the cluster tests, where this user may
 	@scripts/install-services.sh
 
-demo: install  ## a short tour on this machine
-	@$(BIN)/headway run --nproc 2 examples/quickstart.py
+demo: install  ## a tour on this machine: train, kill, resume, compare
+	@$(BIN)/headway demo
 
 test: install  ## everything that must hold: checks, and all tests beside them
 	@$(MAKE) --no-print-directory -j 2 check tests

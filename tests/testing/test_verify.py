@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import subprocess
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -220,3 +220,29 @@ def test_a_script_that_does_not_end_after_the_kill_is_named(
             verify_resume(script(tmp_path, forgets=stays), at=["first-epoch"])
     finally:
         os.kill(int(pid.read_text()), signal.SIGKILL)
+
+
+def test_two_runs_are_compared_step_by_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The oracle is the file: one bit of one loss is changed."""
+    one, other = (Run.create(tmp_path, name=name) for name in ("one", "other"))
+    rows = [asdict(row(step)) | {"kind": "step"} for step in (1, 2, 3)]
+
+    def compared(*, as_json: bool = False) -> tuple[int, str]:
+        code = main(["compare", str(one.path), str(other.path), "--exact", *(["--json"] if as_json else [])])
+        told = capsys.readouterr()
+        return code, told.out + told.err
+
+    assert compared()[0] == 2 and "start the run with HEADWAY_LEDGER=1" in compared()[1]
+    for run in (one, other):
+        run.ledger_file.write_text("")
+    assert compared()[1] == f"headway: {one.id} has made no training steps: nothing can be compared\n"
+    for run in (one, other):
+        run.ledger_file.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    assert compared() == (0, "the same to the last bit: losses, samples and random numbers of all steps\n")
+    assert json.loads(compared(as_json=True)[1])["same"] is True
+    rows[1]["loss"] = (2.0 + 2**-51).hex()
+    other.ledger_file.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    code, told = compared()
+    assert code == 1 and told.startswith(
+        "they differ: loss from step 2 on\n    step 2 (epoch 0): loss 2 (0x1.0"
+    )

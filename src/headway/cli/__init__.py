@@ -19,7 +19,9 @@ VERBS = {
     "cache": "the shards that your jobs keep on this node; remove what killed jobs left",
     "checkpoint": "show or verify a checkpoint, or export its weights as safetensors",
     "compare": "runs side by side: settings that differ, state, and metrics",
+    "completion": "a script that completes headway in bash, zsh or fish",
     "data": "datasets and their shards: list, count, add, pack, index, check, bench",
+    "demo": "a tour on this machine: a small training is killed, resumed, and compared with one that was not",
     "doctor": "what this machine is, or nodes of a cluster, and whether they are fit to train: a verdict per line",
     "plan": "memory, time and cost before a run: of a layout, of your own module, or the best layouts",
     "verify-resume": "kill a script at four points, resume it, and compare every step to the last bit",
@@ -40,6 +42,7 @@ usage: headway VERB [OPTIONS] ...
 {verbs}
 
 examples:
+  headway demo
   headway run --nproc 2 train.py --lr 3e-4
   headway plan --help
   headway doctor --json

@@ -11,7 +11,9 @@ from rich.text import Text
 from headway.cli.parser import Parser
 from headway.cli.screen import console, number, safe
 from headway.errors import DONE, UsageError
+from headway.run import Run
 from headway.system.text import format_duration
+from headway.testing.verify import compare_runs
 from headway.watch.comparison import Metric, RunComparison, code_diff, compare
 from headway.watch.runs import resolve
 
@@ -23,9 +25,11 @@ examples:
   headway compare a2b4 c5d6                     beside another run of its sweep, it stands for itself
   headway compare x7k2 m3p9 --metric max:val/f1 --metric train/loss
   headway compare x7k2 m3p9 --code              how their code differs
+  headway compare x7k2 m3p9 --exact             did they do the same, to the last bit? (with a ledger: HEADWAY_LEDGER=1)
 
 Shows the settings in which the runs differ, state, steps, time, and of each metric the last value and the best
 (lowest for names like loss or error, highest for names like accuracy; min: and max: say it for others).
+Exit codes: 0; with --exact 1 if they differ; 2 bad usage.
 """
 
 
@@ -38,13 +42,19 @@ def main(argv: list[str]) -> int:
         "--metric", metavar="NAME", action="append", default=[], help="show this metric; repeatable"
     )
     parser.add_argument("--code", action="store_true", help="show how the code of two runs differs")
+    parser.add_argument(
+        "--exact", action="store_true", help="compare each step of two runs bit for bit, by their ledgers"
+    )
     parser.add_root()
     parser.add_json()
     options = parser.parse_args(argv)
     runs = resolve(options.runs, options.root)
+    for name in ("code", "exact"):
+        if getattr(options, name) and len(runs) != 2:
+            raise UsageError(f"--{name} compares two runs, these are {len(runs)}")
+    if options.exact:
+        return _compare_steps(*runs, as_json=options.json)
     if options.code:
-        if len(runs) != 2:
-            raise UsageError(f"--code compares two runs, these are {len(runs)}")
         print("\n".join(map(safe, code_diff(*runs))) or "the code is the same")
         return DONE
     compared = compare(runs, metrics=options.metric)
@@ -53,6 +63,15 @@ def main(argv: list[str]) -> int:
     else:
         _show(compared, console())
     return DONE
+
+
+def _compare_steps(one: Run, other: Run, *, as_json: bool) -> int:
+    same, words = compare_runs(one, other)
+    if as_json:
+        print(json.dumps({"same": same, "compared" if same else "differs": words}))
+    else:
+        print(f"the same to the last bit: {words}" if same else f"they differ: {words}")
+    return DONE if same else 1
 
 
 def _show(compared: Sequence[RunComparison], screen: Console) -> None:

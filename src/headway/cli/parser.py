@@ -12,6 +12,7 @@ import math
 import re
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -56,6 +57,14 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
 
+    def parse_known_args(self, *given: Any) -> Any:  # type: ignore[override]  # as all of argparse's methods do
+        _stop_if_asked(self)
+        return super().parse_known_args(*given)
+
+    def parse_known_intermixed_args(self, *given: Any) -> Any:  # type: ignore[override]
+        _stop_if_asked(self)
+        return super().parse_known_intermixed_args(*given)
+
     def error(self, message: str) -> NoReturn:
         _, unknown, words = message.partition("unrecognized arguments: ")
         if unknown:
@@ -98,8 +107,41 @@ class Parser(argparse.ArgumentParser):
         return options
 
 
+# --- what a verb takes, without running it
+
+_asked = ContextVar("asked", default=False)
+
+
+@final
+class _Stopped(Exception):
+    """A verb has come to where it would read its command line."""
+
+
+def _stop_if_asked(found: Parser | Mapping[str, Verb]) -> None:
+    if _asked.get():
+        raise _Stopped(found)
+
+
+def inspect_verb(verb: Verb, argv: Sequence[str] = ("--help",)) -> Parser | Mapping[str, Verb]:
+    """Calls a verb up to where it would read its command line: returns its parser, or the verbs of a group.
+
+    >>> inspect_verb(headway.cli.run.main).prog
+    'headway run'
+    """
+    before = _asked.set(True)
+    try:
+        verb([*argv])
+    except _Stopped as stopped:
+        found: Parser | Mapping[str, Verb] = stopped.args[0]
+        return found
+    finally:
+        _asked.reset(before)
+    raise AssertionError(f"{verb} does not read a command line")
+
+
 def dispatch(group: str, verbs: Mapping[str, Verb], usage: str, argv: list[str]) -> int:
     """Runs a verb of a group of verbs, like `headway data ls`; without one it prints the usage of the group."""
+    _stop_if_asked(verbs)
     if not argv or argv[0] in ("-h", "--help"):
         print(usage, end="")
         return DONE

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rich.table import Table
+from rich.text import Text
+
 from headway.cli.parser import Parser, above_zero
+from headway.cli.screen import console
 from headway.errors import DONE, UsageError
-from headway.watch.report import write_report
+from headway.system.text import plural
+from headway.watch.report import PARTS, TimeAccount, account_run, write_report
 from headway.watch.runs import resolve
 
+_BAR_CELLS = 20
 _EXAMPLES = """\
 examples:
   headway report x7k2                       writes report.html into the run directory
   headway report x7k2 --price 2.50          with what a GPU-hour costs
+  headway report x7k2 --times               also prints where the time went
   headway report x7k2 -o digits.html
 
 Curves, where the time went (goodput), attempts, ranks, messages, settings, code and environment, in one file without
@@ -27,6 +34,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--price", type=above_zero, metavar="X", help="what a GPU-hour costs, in your currency"
     )
+    parser.add_argument("--times", action="store_true", help="also print where the time went")
     parser.add_root()
     options = parser.parse_args(argv)
     runs = resolve([options.run], options.root)
@@ -35,5 +43,24 @@ def main(argv: list[str]) -> int:
             f"{options.run!r} is a sweep of {len(runs)} runs: leave --output out, or name one run"
         )
     for run in runs:
+        if options.times:
+            console().print(time_table(account_run(run)))
         print(write_report(run, Path(options.output) if options.output else None, price=options.price))
     return DONE
+
+
+def time_table(times: TimeAccount) -> Table:
+    """Where the time of a run went, for a terminal: a line for each part that took any, with a bar."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for justify in ("left", "right", "right", "left", "left"):
+        table.add_column(justify=justify, no_wrap=True)
+    for name, seconds in times.parts.items():
+        if seconds > 0:
+            share = seconds / times.total_s
+            bar = Text("█" * round(_BAR_CELLS * share), "cyan")
+            table.add_row(
+                Text(name, "bold"), f"{seconds:.1f} s", f"{share:.0%}", bar, Text(PARTS[name], "dim")
+            )
+    repeated = f", {plural(times.repeated_steps, 'step')} repeated" if times.repeated_steps else ""
+    table.add_row("total", f"{times.total_s:.1f} s", "", "", Text(f"of all attempts{repeated}", "dim"))
+    return table

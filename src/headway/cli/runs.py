@@ -16,7 +16,7 @@ from rich.control import Control
 from rich.text import Text
 
 from headway.cli import housekeeping, samples
-from headway.cli.parser import Parser, natural
+from headway.cli.parser import Parser, Verb, natural
 from headway.cli.screen import ago, console, number, state_style
 from headway.errors import DONE, UsageError
 from headway.launcher.sweep import label
@@ -27,11 +27,6 @@ from headway.system.text import format_duration
 from headway.watch.runs import RunSummary, select
 
 _WATCH_S = 2.0
-_HOUSEKEEPING = {
-    "rm": housekeeping.remove_runs,
-    "archive": housekeeping.archive_runs,
-    "sync": housekeeping.sync_runs,
-}
 _EXAMPLES = """\
 examples:
   headway runs                            the newest twenty in runs/
@@ -50,12 +45,8 @@ that did not end is lost: it was killed. A stopped run has a checkpoint: start i
 
 
 def main(argv: list[str]) -> int:
-    if argv[:1] == ["samples"]:
-        return samples.main(argv[1:])
-    if argv[:1] == ["rebuild"]:
-        return _rebuild(argv[1:])
-    if argv[:1] and argv[0] in _HOUSEKEEPING:
-        return _HOUSEKEEPING[argv[0]](argv[1:])
+    if argv[:1] and argv[0] in VERBS:
+        return VERBS[argv[0]](argv[1:])
     parser = Parser(
         "runs", "Lists runs, the newest first: queued, running, done, stopped, failed, and why.", _EXAMPLES
     )
@@ -158,3 +149,13 @@ def _cells(row: RunSummary, now: datetime) -> tuple[str, ...]:
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> Text:
     return Text("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=False)).rstrip())
+
+
+VERBS: dict[str, Verb] = {
+    "archive": housekeeping.archive_runs,
+    "rebuild": _rebuild,
+    "rm": housekeeping.remove_runs,
+    "samples": samples.main,
+    "sync": housekeeping.sync_runs,
+}
+"""what `headway runs` does beside listing them"""

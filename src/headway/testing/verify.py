@@ -202,6 +202,25 @@ def compare(golden: LedgerContents, other: LedgerContents, *, same_ranks: bool) 
     return True, f"{losses}samples and random numbers of all steps" if same_ranks else "samples of all steps"
 
 
+def compare_runs(one: Run, other: Run) -> tuple[bool, str]:
+    """Compares two runs by their ledgers and last checkpoints; returns whether they did the same, and in words what.
+
+    Of runs on different numbers of ranks, only the samples are compared.
+
+    >>> compare_runs(Run.open("runs/digits-2026.11.15-14.30-x7k2"), Run.open("runs/digits-2026.11.15-15.02-m3p9"))
+    (True, 'losses, samples and random numbers of all steps, and the last checkpoint')
+    """
+    mine, theirs = ledger.load(one), ledger.load(other)
+    if not mine.rows or not theirs.rows:
+        empty = other if mine.rows else one
+        raise UsageError(f"{empty.id} has made no training steps: nothing can be compared")
+    same_ranks = {row.world_size for row in mine.rows} == {row.world_size for row in theirs.rows}
+    same, words = compare(mine, theirs, same_ranks=same_ranks)
+    if not same or not same_ranks or not all(list_steps(run.checkpoints_dir) for run in (one, other)):
+        return same, words
+    return _compare_ends(one, other, words)
+
+
 def last_checkpoint(run: Run) -> dict[str, str]:
     """Returns a digest of each tensor in the run's last checkpoint: weights, averages, the state of optimizers."""
     path = step_dir(run.checkpoints_dir, list_steps(run.checkpoints_dir)[-1])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, final
 
+from headway.run import Run
 from headway.system.jsonlines import is_count
 from headway.watch.view import RunView, Snapshot
 from headway.watch.view.run_view import timestamp
@@ -44,6 +45,19 @@ class TimeAccount:
     def goodput(self) -> float | None:
         """The fraction of the time of all attempts in which steps were trained that count."""
         return self.parts["training"] / self.total_s if self.total_s > 0 else None
+
+
+def account_run(run: Run) -> TimeAccount:
+    """Accounts for the time of all attempts of a run.
+
+    >>> account_run(Run.open("runs/digits-2026.11.15-14.30-x7k2")).goodput
+    0.93
+    """
+    view = RunView(run, thorough=True)
+    snapshot = view.refresh()
+    return account(
+        view, snapshot, [each for each in view.info().get("attempts", []) if isinstance(each, dict)]
+    )
 
 
 def account(view: RunView, snapshot: Snapshot, attempts: Sequence[Mapping[str, Any]]) -> TimeAccount:

@@ -1,0 +1,73 @@
+"""Runs the commands of the tour, and prints each as a user would type it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import final
+
+from rich.console import Console
+from rich.text import Text
+
+from headway.errors import HeadwayError
+
+_PROGRAMS = {"headway": [sys.executable, "-m", "headway"], "python": [sys.executable]}
+"""this installation's, also where it is not on the PATH"""
+
+
+@final
+class Shell:
+    """Types commands in a directory: prints them, runs them, and lets their output through.
+
+    >>> Shell(Path("headway-demo"), Console()).type("headway data pack pictures/train shards/train")
+    """
+
+    def __init__(self, directory: Path, screen: Console) -> None:
+        self.directory, self._screen, self._steps = directory, screen, 0
+        self._began = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """The time since the first step."""
+        return time.monotonic() - self._began
+
+    def begin_step(self, title: str, words: str) -> None:
+        """Prints the heading of a step, and in a sentence or two what it does."""
+        self._steps += 1
+        self._screen.print(Text.assemble("\n", (f"{self._steps}  {title}", "bold")), soft_wrap=True)
+        self._screen.print(Text(words, "dim"))
+
+    def show(self, line: str) -> None:
+        """Prints a command, and does not run it."""
+        prompt = Text.assemble("\n", ("$ ", "green"), (line, "bold cyan"))
+        self._screen.print(prompt, soft_wrap=True)
+        self._screen.file.flush()  # what the command prints comes after
+
+    def type(self, line: str, *, fails: bool = False, **variables: str) -> None:
+        """Runs a command; raises `HeadwayError` unless it ends with 0, or with another code if it `fails`."""
+        self.show(" ".join([*(f"{name}={value}" for name, value in variables.items()), line]))
+        program, *words = shlex.split(line)
+        code = self._wait([*_PROGRAMS[program], *words], variables)
+        if fails and code == 0:
+            raise HeadwayError(f"`{line}` ended with exit code 0, though a rank was to be killed")
+        if not fails and code != 0:
+            raise HeadwayError(
+                f"`{line}` ended with exit code {code}: the demo stops here; its files are in {self.directory}"
+            )
+
+    def _wait(self, command: list[str], variables: Mapping[str, str]) -> int:
+        # those of this terminal could name another run, or a fault
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY_")}
+        child = subprocess.Popen(
+            command, cwd=self.directory, env=environ | dict(variables), stdin=subprocess.DEVNULL
+        )
+        try:
+            return child.wait()
+        except KeyboardInterrupt:  # the terminal has sent it to the command, too, which may have to save
+            child.wait()
+            raise
