@@ -23,13 +23,12 @@ from statistics import mean, median
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "plan"))
 
 import published
+from fitting import FAMILIES, Score, fit_family, score, step_s
 from truth import FITTED_ROWS, Measured, h200_rows, korthikanti, torchtitan, vtrain
 
 from headway.plan import Calibration, Layout, Node, preset, search
 from headway.plan.cost.memory import peak, reserve_factor
 from headway.plan.cost.steptime import step_time
-from headway.plan.machine.efficiency import default_calibration
-from headway.plan.report.bounds import time_bounds
 
 DGX, VTRAIN = Node("dgx-a100"), Node("a100-sxm8")
 FITTED = (
@@ -48,25 +47,6 @@ START = Calibration(
     network_latency_s=25e-6,
 )  # fmt: skip
 LIMITS = {"matrix": 1.0, "attention": 1.0, "memory": 1.0, "peer": 0.78, "network": 0.95}
-
-
-# the families of published.yaml: where their fit starts, and what is fitted. The start is that of A100 except for what
-# was measured on one H200: the part of a product's traffic that is not hidden, and attention.
-HOPPER = replace(
-    Calibration(), matrix=0.8, matrix_fp8=0.8, experts=0.45, serial=0.5, attention=0.46, fused_attention=0.65,
-    attention_backward=3.0, jitter=0.015,
-)  # fmt: skip
-FAMILIES = {
-    "hopper": (HOPPER, ("matrix", "matrix_fp8", "experts", "fused_attention", "attention", "jitter")),
-    # attention is not fitted: products at the best product's rate, and exponentials beside them
-    "blackwell": (
-        replace(HOPPER, matrix=0.85, matrix_fp8=0.85, attention=0.73, fused_attention=1.0),
-        ("matrix", "matrix_fp8", "experts"),
-    ),
-}
-LIMITS |= dict.fromkeys(("matrix_fp8", "experts", "fused_attention"), 1.0)
-RIDGE = 0.02
-"""How strongly a fitted constant is held at its start: with few rows one of them must not move it far."""
 
 
 def seconds(row: Measured, constants: Calibration, node: Node = VTRAIN) -> float:
@@ -100,67 +80,55 @@ def fit(rows: Sequence[Measured], *, ridge: float = 0.0) -> Calibration:
     return best
 
 
-def step_s(row: published.Row, constants: Calibration) -> float:
-    return step_time(row.model, row.layout, row.node, constants).total
-
-
-def fit_family(rows: Sequence[published.Row], start: Calibration, names: Sequence[str]) -> Calibration:
-    """A few constants by coordinate search on the mean absolute log error, held near their start."""
-
-    def loss(constants: Calibration) -> float:
-        error = mean(abs(math.log(step_s(row, constants) / row.seconds)) for row in rows)
-        return error + RIDGE * sum(math.log(getattr(constants, n) / getattr(start, n)) ** 2 for n in names)
-
-    best, least, step = start, loss(start), dict.fromkeys(names, 0.2)
-    for _ in range(12):
-        for name in names:
-            for sign in (1, -1):
-                value = getattr(best, name) * math.exp(sign * step[name])
-                other = replace(best, **{name: value})
-                if value <= LIMITS.get(name, math.inf) and (now := loss(other)) < least - 1e-9:
-                    best, least = other, now
-                    break
-            else:
-                step[name] *= 0.5
-    return best
-
-
-def scores(rows: Sequence[published.Row], constants: Calibration | None = None) -> list[str]:
-    """Number of rows, mean absolute error, median bias, and the share of rows inside their interval."""
-    errors, inside = [], 0
-    for row in rows:
-        used = constants or default_calibration(row.node.device)
-        step = step_time(row.model, row.layout, row.node, used)
-        bounds = time_bounds(row.model, row.layout, row.node, default_calibration(row.node.device), step)
-        inside += bounds.low * step.total <= row.seconds <= bounds.high * step.total
-        errors.append(step.total / row.seconds - 1)
-    bias, coverage = median(errors), inside / len(rows)
-    return [str(len(rows)), f"{mean(map(abs, errors)):.1%}", f"{bias:+.1%}", f"{coverage:.0%}"]
-
-
 def published_steps() -> None:
-    """The table of errors: rows of the fit, rows beside it, and each source by constants that never saw it."""
-    head = ["rows", "n", "MAPE", "median bias", "inside the interval"]
-    found = []
-    for family, (start, names) in FAMILIES.items():
+    """The tables of errors: rows of the fit and rows beside it, and each source by constants that never saw it."""
+    groups, apart = [], []
+    for family in ("hopper", "blackwell", "ampere"):
         rows = [row for row in published.rows() if row.family == family]
-        fitted, aside = rows[::2], rows[1::2]
-        constants = fit_family(fitted, start, names)
-        print(f"\n{family}: " + ", ".join(f"{name} {getattr(constants, name):.3f}" for name in names))
-        found.append([f"{family}: fitted (every second row)", *scores(fitted, constants)])
-        found.append([f"{family}: set aside", *scores(aside, constants)])
-        for kind in sorted({row.kind for row in rows}):
-            found.append([f"{family}: {kind}", *scores([row for row in rows if row.kind == kind])])
-        sources = sorted({row.source for row in rows})
-        for source in sources if len(sources) > 1 else ():
-            others = fit_family([row for row in rows if row.source != source], start, names)
-            own = [row for row in rows if row.source == source]
-            found.append([f"{family}: {source}, fitted without it", *scores(own, others)])
-    ampere = [row for row in published.rows() if row.family == "ampere"]
-    found.append(["ampere: llm-foundry, never fitted", *scores(ampere)])
-    held_out = published.rows(held_out=True)
-    found.append(["blackwell: read after all constants were fixed", *scores(held_out)])
-    table("Published steps", head, found)
+        never = [row for row in published.rows(held_out=True) if row.family == family]
+        fitted, aside = published.split(rows) if family in FAMILIES else ([], rows)
+        sets = (fitted, aside, never)
+        for kind in sorted({row.kind for row in [*rows, *never]}):
+            own = [score([row for row in chosen if row.kind == kind]) for chosen in sets]
+            groups.append([f"{family}: {kind}", *(" / ".join(each.cells()) for each in own)])
+        groups.append([f"**{family}**", *(" / ".join(score(chosen).cells()) for chosen in sets)])
+        if family in FAMILIES:
+            print_constants(family, fit_family(family, fitted))
+            apart += leave_one_out(family, rows)
+        apart += [
+            [f"{family}: {name}, never fitted", *score([r for r in never if origin(r) == name]).cells()]
+            for name in sorted({origin(row) for row in never})
+        ]
+    what = "n / MAPE / median bias / inside the interval"
+    table(f"Published steps: {what}", ["rows", "fitted", "set aside", "never fitted"], groups)
+    table("Each source by constants that never saw it", ["rows", "n", "MAPE", "median bias", "inside"], apart)
+
+
+def print_constants(family: str, found: Calibration) -> None:
+    values = {" = ".join(names): getattr(found, names[0]) for names in FAMILIES[family][1]}
+    print(f"\n{family}: " + ", ".join(f"{names} {value:.3f}" for names, value in values.items()))
+
+
+def origin(row: published.Row) -> str:
+    return f"{row.source} {row.release}".strip()
+
+
+def leave_one_out(family: str, rows: Sequence[published.Row]) -> list[list[str]]:
+    """Scores each source, or each release of the only one, by constants that are fitted on all others."""
+    several = len({row.source for row in rows}) > 1
+    left_out: dict[str, list[published.Row]] = {}
+    for row in rows:
+        left_out.setdefault(row.source if several else origin(row), []).append(row)
+    found, errors, inside = [], [], 0.0
+    for name, own in left_out.items():
+        others = [row for row in rows if row not in own and row.model.name not in published.NOT_FITTED]
+        constants = fit_family(family, others)
+        result = score(own, constants)
+        inside += result.rows * result.inside
+        found.append([f"{family}: {name}, fitted without it", *result.cells()])
+        errors += [step_s(row, constants) / row.seconds - 1 for row in own]
+    total = Score(len(errors), mean(map(abs, errors)), median(errors), inside / len(errors))
+    return [*found, [f"**{family}: all of these**", *total.cells()]]
 
 
 def spearman(left: Sequence[float], right: Sequence[float]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -25,6 +25,8 @@ class Row(NamedTuple):
     layout: Layout
     node: Node
     seconds: float
+    release: str = ""
+    """The software of a source that publishes its steps again with each release."""
 
     @property
     def kind(self) -> str:
@@ -38,13 +40,28 @@ class Row(NamedTuple):
         return "tensor and pipeline"
 
 
+NOT_FITTED = ("gpt-oss-120b",)
+"""Models with kernels that the planner does not know: attention with learned sinks, experts with biases."""
+
+
+def split(family: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+    """The rows that constants are fitted on, and those set aside: every second of each kind of parallelism."""
+    fitted, aside = [], []
+    for kind in sorted({row.kind for row in family}):
+        own = [row for row in family if row.kind == kind]
+        fitted += [row for row in own[::2] if row.model.name not in NOT_FITTED]
+        aside += own[1::2] + [row for row in own[::2] if row.model.name in NOT_FITTED]
+    return fitted, aside
+
+
 @cache
 def rows(*, held_out: bool = False) -> tuple[Row, ...]:
-    """The rows of which every second was fitted; or those that no constant was ever fitted on."""
+    """The rows that `split` divides; or those that no constant was ever fitted on."""
     tables = yaml.safe_load((Path(__file__).parent / "data" / "published.yaml").read_text())
-    readers = {"megatron_bridge": _bridge, "megatron_bridge_held_out": _bridge, "torchtitan": _titan,
+    readers = {"megatron_bridge": _bridge, "megatron_bridge_held_out": _bridge,
+               "megatron_bridge_2602": _bridge, "megatron_bridge_later": _bridge, "torchtitan": _titan,
                "torchtitan_async": _async, "torchtitan_h200": _h200, "mosaic": _mosaic, "megatron_core": _core,
-               "llama3": _llama3}  # fmt: skip
+               "llama3": _llama3, "sc21": _sc21, "sc21_zero": _sc21, "mt_nlg": _sc21}  # fmt: skip
     found = []
     chosen = {name: table for name, table in tables.items() if table.get("held_out", False) == held_out}
     for name, table in chosen.items():
@@ -68,7 +85,13 @@ def _tok_s(model: Transformer, sequence: int, tflops: float, convention: Convent
 
 _BRIDGE_MODELS = {"llama3-8b": "llama-3.1-8b", "llama3-70b": "llama-3.1-70b", "llama3.1-405b": "llama-3.1-405b",
                   "deepseek-v3-nomtp": "deepseek-v3", "deepseek-v3": "deepseek-v3"}  # fmt: skip
-_BRIDGE_NODES = {"h100": "dgx-h100", "b200": "dgx-b200", "gb200": "gb200-nvl72", "gb300": "gb300-nvl72"}
+_BRIDGE_NODES = {
+    "h100": "dgx-h100",
+    "b200": "dgx-b200",
+    "gb200": "gb200-nvl72",
+    "gb300": "gb300-nvl72",
+    "b300": "dgx-b300",
+}
 
 
 def _bridge(r: dict[str, Any], _: object) -> Iterator[Row]:
@@ -81,10 +104,11 @@ def _bridge(r: dict[str, Any], _: object) -> Iterator[Row]:
         expert_tp=1 if model.moe else None, zero=3 if r["fsdp"] else 1, microbatch=r["mbs"], global_batch=r["gbs"],
         sequence=r["seq"], precision="bf16" if r["precision"] == "bf16" else "fp8", sequence_parallel=r["tp"] > 1,
         tp_overlap=r["tp"] > 1, ep_overlap=r["ep_overlap"],
+        compiled=r["precision"] == "mxfp8" and r["container"] in ("26.06.01", "26.08"),
     )  # fmt: skip
-    yield _row(
-        "Megatron-Bridge", r["model"], model, layout, _BRIDGE_NODES[r["system"]], tok_s_gpu=r["tok_s_gpu"]
-    )
+    node = _BRIDGE_NODES[r["system"]]
+    row = _row("Megatron-Bridge", r["model"], model, layout, node, tok_s_gpu=r["tok_s_gpu"])
+    yield row._replace(release=r["container"])
 
 
 def _titan(r: dict[str, Any], _: object) -> Iterator[Row]:
@@ -163,3 +187,22 @@ def _llama3(r: dict[str, Any], _: object) -> Iterator[Row]:
         "dgx-h100",
         tok_s_gpu=_tok_s(model, r["seq"], r["tflops_gpu"], "causal"),
     )
+
+
+def _sc21(r: dict[str, Any], table: dict[str, Any]) -> Iterator[Row]:
+    """Megatron and DeepSpeed on A100 in 2021 and 2022: attention is not fused, layers are recomputed."""
+    h, layers, heads = (r.get(key, table.get(key)) for key in ("hidden", "layers", "heads"))
+    model = Transformer(
+        layers=layers, hidden=h, heads=heads, vocab=51200, context=2048, dropout=True, name=str(r["params_b"])
+    )
+    sharded = r.get("scheme") == "zero3"
+    tp, pp = (1, 1) if sharded else (r.get("tp", 8), r.get("pp", r.get("model_parallel", 280) // 8))
+    dp = r["gpus"] // (tp * pp)
+    layout = Layout(
+        dp=dp, tp=tp, pp=pp, zero=3 if sharded else 0, microbatch=r["micro_batch"], global_batch=r["global_batch"],
+        recompute="full", precision="zero16", flash=False, overlap=sharded,
+    )  # fmt: skip
+    flops = 96 * r["global_batch"] * 2048 * layers * h**2 * (1 + 2048 / (6 * h) + 51200 / (16 * layers * h))
+    seconds = r.get("iter_s") or flops / (r["gpus"] * r["tflops_gpu"] * 1e12)
+    rate = r["global_batch"] * 2048 / r["gpus"] / seconds
+    yield _row(table["name"], f"{r['params_b']}B", model, layout, "dgx-a100", tok_s_gpu=rate)

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 
 import pytest
-from published import Row, rows
+from fitting import FAMILIES, fit_family, score
+from published import NOT_FITTED, Row, rows, split
 
 from headway.plan import Layout, Node, Workload, estimate, preset
+from headway.plan.cost.collectives import expert_shard_group
 from headway.plan.cost.compute import attention_gemms, attention_seconds
 from headway.plan.cost.memory import peak
+from headway.plan.cost.states import on_rank
 from headway.plan.cost.steptime import step_time
 from headway.plan.machine.calibration import Calibration, load_calibration, save_calibration
 from headway.plan.machine.efficiency import default_calibration
@@ -22,39 +25,107 @@ from headway.plan.report.bounds import time_bounds
 LLAMA = preset("llama-3.1-8b")
 
 
-def errors(chosen: Iterable[Row]) -> list[float]:
-    return [
-        step_time(row.model, row.layout, row.node, default_calibration(row.node.device)).total / row.seconds
-        - 1
-        for row in chosen
-    ]
+MAIN, NEVER = rows(), rows(held_out=True)
 
 
-@pytest.mark.parametrize(("family", "most"), [("hopper", 0.10), ("blackwell", 0.13)])
-def test_steps_of_a_family(family: str, most: float) -> None:
-    """Every second row was fitted: 7 % and 12 % when this was written, 27 % and 18 % with the constants of an A100."""
-    found = errors(row for row in rows() if row.family == family)
-    assert mean(map(abs, found)) < most
-    assert abs(median(found)) < 0.06
+def of(family: str, chosen: Iterable[Row], kind: str | None = None) -> list[Row]:
+    return [row for row in chosen if row.family == family and kind in (None, row.kind)]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_constants_are_those_of_the_fit(family: str) -> None:
+    """Every second row of each kind is fitted, with three constants on Hopper and one on Blackwell."""
+    fitted, aside = split(of(family, MAIN))
+    assert len(fitted) + len(aside) == len(of(family, MAIN))
+    found, used = fit_family(family, fitted), default_calibration(fitted[0].node.device)
+    assert f"fitted on {len(fitted)} published" in used.source
+    for names in FAMILIES[family][1]:
+        for name in names:
+            assert getattr(used, name) == pytest.approx(getattr(found, name), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("family", "fitted", "aside", "never"), [("hopper", 0.08, 0.10, 0.10), ("blackwell", 0.08, 0.15, 0.15)]
+)
+def test_steps_of_a_family(family: str, fitted: float, aside: float, never: float) -> None:
+    """6.8, 7.9 and 8.2 % on Hopper, 6.9, 13.4 and 12.9 % on Blackwell when this was written."""
+    seen, unseen = split(of(family, MAIN))
+    for chosen, most in ((seen, fitted), (unseen, aside), (of(family, NEVER), never)):
+        assert score(chosen).mape < most
+    assert score([*of(family, MAIN), *of(family, NEVER)]).mape < 0.15
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["sharded", "tensor and pipeline", "context", "experts"])
-def test_no_kind_of_parallelism_is_biased(kind: str) -> None:
-    found = errors(row for row in rows() if row.family != "ampere" and row.kind == kind)
-    assert len(found) >= 6 and abs(median(found)) < 0.10
+def test_no_kind_of_parallelism_is_biased(family: str, kind: str) -> None:
+    for chosen in (of(family, MAIN, kind), of(family, NEVER, kind), of(family, (*MAIN, *NEVER), kind)):
+        if len(chosen) >= 5:
+            assert abs(score(chosen).bias) < 0.10
 
 
-def test_rows_set_aside_are_as_good_as_those_fitted() -> None:
-    hopper = [row for row in rows() if row.family == "hopper"]
-    assert mean(map(abs, errors(hopper[1::2]))) < 0.08
+@pytest.mark.parametrize(
+    ("family", "source", "most"),
+    [("hopper", "torchtitan", 0.08), ("hopper", "llm-foundry", 0.07), ("hopper", "Megatron-Core", 0.10),
+     ("hopper", "Megatron-Bridge", 0.20), ("blackwell", "25.11", 0.06), ("blackwell", "26.02.01", 0.13)],
+)  # fmt: skip
+def test_a_source_that_was_left_out_of_the_fit(family: str, source: str, most: float) -> None:
+    """Without it, torchtitan was 17 % off when attention had the power limit of products, and its own constant."""
+    chosen = [row for row in of(family, MAIN) if row.model.name not in NOT_FITTED]
+    others = [row for row in chosen if source not in (row.source, row.release)]
+    own = [row for row in of(family, MAIN) if source in (row.source, row.release)]
+    found = score(own, fit_family(family, others))
+    assert found.rows >= 5 and found.mape < most and abs(found.bias) < 0.10
 
 
-def test_rows_that_were_read_after_all_constants_were_fixed() -> None:
-    """Twenty Blackwell steps: 15 % when this was written, 7 % for models without experts."""
-    held_out = rows(held_out=True)
-    found = errors(held_out)
-    assert len(found) == 20 and mean(map(abs, found)) < 0.16 and abs(median(found)) < 0.05
-    assert mean(map(abs, errors(row for row in held_out if not row.model.moe))) < 0.08
+def test_steps_on_ampere_that_were_never_fitted() -> None:
+    """Megatron in 2021, fourteen steps of 1.7B to 1T: within 5 %. DeepSpeed's ZeRO 3 of that year is not modeled."""
+    megatron = [row for row in NEVER if row.source == "SC21" and row.layout.zero == 0]
+    assert score(megatron).rows == 14 and score(megatron).mape < 0.03
+    foundry = of("ampere", MAIN)
+    assert abs(score(foundry).bias) < 0.10
+
+
+def test_a_power_limit_slows_products_and_not_attention() -> None:
+    """An H100 of 500 W: attention, at half of the peak, takes as long as with 700 W; products take longer."""
+    layout = Layout(microbatch=1, sequence=32768, precision="amp")
+    low, high = find_device("h100-sxm-96"), find_device("h100-sxm-80")
+    constants = default_calibration(high)
+    assert attention_seconds(LLAMA, layout, low, constants) == attention_seconds(
+        LLAMA, layout, high, constants
+    )
+    assert low.matrix_flops("bf16") == pytest.approx(0.874 * high.matrix_flops("bf16"))
+
+
+def test_small_microbatches_of_many_experts_wait_for_the_host() -> None:
+    """Qwen3 30B on 8 B200: with one sequence at once a layer takes 9.2 ms, of which its kernels need a third."""
+    row = next(
+        row
+        for row in NEVER
+        if row.node.name == "dgx-b200" and row.name.startswith("qwen3-30b-a3b") and row.release == "25.11"
+    )
+    assert row.layout.microbatch == 1
+    used = default_calibration(row.node.device)
+    step = step_time(row.model, row.layout, row.node, used)
+    assert step.parts["launches"] > 0.5 * step.total and step.total == pytest.approx(row.seconds, rel=0.15)
+    graph = step_time(row.model, replace(row.layout, compiled=True), row.node, used)
+    assert "launches" not in graph.parts
+    larger = step_time(row.model, replace(row.layout, microbatch=8), row.node, used)
+    assert larger.parts["launches"] < 0.25 * step.parts["launches"]
+    assert "launches" not in step_time(LLAMA, Layout(), row.node, used).parts
+
+
+def test_gradients_of_experts_use_the_network_of_their_own_gpu() -> None:
+    """gpt-oss 120B, EP 8 on 8 nodes of 8: the ranks that share an expert are on different nodes, one NIC each."""
+    row = next(row for row in MAIN if row.node.name == "dgx-b200" and "gpt-oss" in row.name)
+    used = default_calibration(row.node.device)
+    group = expert_shard_group(row.layout, row.node, used)
+    assert (group.size, group.per_node) == (8, 1)
+    own = row.node.inter_bytes_per_s / 8 * used.network
+    reduced = on_rank(row.model, row.layout, 0).experts * 4 * 7 / 8 / own
+    step = step_time(row.model, replace(row.layout, overlap=False), row.node, used)
+    assert step.parts["data parallel"] > 1.4 * reduced
+    whole = replace(row.layout, ep=64)  # nobody else has these experts
+    assert expert_shard_group(whole, row.node, used).size == 1
 
 
 def test_attention_on_blackwell_waits_for_exponentials() -> None:
@@ -80,17 +151,19 @@ def test_tokens_that_are_sent_while_another_microbatch_is_computed_cost_a_fifth(
     assert hidden == pytest.approx(0.2 * exposed)
 
 
-def test_intervals_hold_what_they_promise() -> None:
-    """Of the published steps, 80 to 97 % are inside: neither too narrow nor so wide that they say nothing."""
-    inside, widths = [], []
-    for row in rows():
+@pytest.mark.parametrize("family", FAMILIES)
+def test_intervals_hold_what_they_promise(family: str) -> None:
+    """80 to 95 % of the steps are inside: neither too narrow nor so wide that they say nothing."""
+    for chosen in (of(family, MAIN), of(family, (*MAIN, *NEVER))):
+        assert 0.80 <= score(chosen).inside <= 0.95
+    dense = [row for row in of(family, MAIN) if not row.model.moe]
+    widths = []
+    for row in dense:
         constants = default_calibration(row.node.device)
         step = step_time(row.model, row.layout, row.node, constants)
         bounds = time_bounds(row.model, row.layout, row.node, constants, step)
-        inside.append(bounds.low * step.total <= row.seconds <= bounds.high * step.total)
         widths.append(bounds.high / bounds.low)
-    assert 0.80 <= mean(inside) <= 0.97
-    assert median(widths) < 1.6
+    assert median(widths) < 1.35
 
 
 # what was measured, and where
@@ -121,7 +194,7 @@ def test_only_what_was_measured_is_certain() -> None:
     found = estimate(LLAMA, layout, Node("h200-sxm8"), calibration=own).answers
     assert found["time.part.matrix products"].source == "measured"
     assert found["time.part.matrix products"].high == pytest.approx(
-        1.1 * found["time.part.matrix products"].value
+        1.08 * found["time.part.matrix products"].value
     )
     assert found["time.part.data parallel"].source == "formula"
     assert found["time.part.data parallel"].high > 1.3 * found["time.part.data parallel"].value

@@ -55,7 +55,7 @@ def test_the_layout_of_deepseek_v3_is_reached() -> None:
     assert best < 1.03 * step_time(model, theirs, DGX, constants).total
 
 
-SMALL = Transformer(layers=6, hidden=512, heads=8, vocab=32000, moe=Moe(experts=4, top_k=2, ffn=1024))
+SMALL = Transformer(layers=12, hidden=512, heads=8, vocab=32000, moe=Moe(experts=4, top_k=2, ffn=1024))
 
 
 @pytest.mark.parametrize("model", [SMALL, preset("gpt2")], ids=["experts", "dense"])

@@ -43,6 +43,12 @@ def shard_group(layout: Layout, node: Node, constants: Calibration) -> Collectiv
     return strided_group(layout.shards, layout.tp, node, constants)
 
 
+def expert_shard_group(layout: Layout, node: Node, constants: Calibration) -> CollectiveGroup:
+    """Returns the ranks that hold the same experts: those of all shards, one in ep x expert_ways of them."""
+    apart = layout.ep * layout.expert_ways
+    return strided_group(max(1, layout.shards * layout.tp // apart), apart, node, constants)
+
+
 def strided_group(size: int, stride: int, node: Node, constants: Calibration) -> CollectiveGroup:
     """Returns the group of `size` ranks that are `stride` apart."""
     per_node = max(1, min(size, node.gpus // stride))

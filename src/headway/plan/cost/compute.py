@@ -19,10 +19,24 @@ EAGER_TRAFFIC = {"layernorm": 1.45, "rmsnorm": 3.0}
 block; an RMS norm and rotations that are written as a dozen fp32 operations."""
 COMPILED_TRAFFIC = 1.0
 """The same under torch.compile, which fuses as much as hand-written kernels."""
-CAST_BYTES = 4
-"""Bytes per element of an fp8 product's input for its cast: 16 bits are read, 8 written twice (also transposed)."""
+CAST_BYTES = {"megatron": 4, "torch": 16 / 3}
+"""Bytes per element of an fp8 product's input for its cast. Megatron reads 16 bits for the maximum, then again, and
+writes 8 twice (also transposed): 12 over three products. torch casts for each order of the elements: 16."""
+FUSED_LOSS_BYTES = 20
+"""Bytes per logit of the loss, forward and backward: five passes over fp32 logits."""
+EAGER_LOSS_BYTES = 36
+"""The same in eager torch: cast (6 bytes), log-softmax (8), its gradient (4 filled, 12), cast back (6)."""
 PERMUTE_PASSES = 4
 """Reads and writes of the routed tokens in a forward pass: into the order of the experts, and back."""
+
+
+ROUTER_LAUNCHES = 200
+"""Kernels of a layer with experts besides those of the experts, forward and backward: router, sort, sends, norms. The
+numbers of tokens go to the host in between, so that it cannot launch ahead, and the device waits."""
+EXPERT_LAUNCHES = 6
+"""Kernels of one expert, forward and backward: three for each of two products. The host launches them ahead."""
+CAST_LAUNCHES = 8
+"""Further kernels of each of those in fp8: maximum, cast, transposition and scales of both inputs."""
 
 
 class Gemm(NamedTuple):
@@ -184,14 +198,15 @@ def gemm_seconds(gemm: Gemm, layout: Layout, device: Device, constants: Calibrat
     cast = 0.0
     if fp8:
         weights = gemm.k * gemm.n / layout.microbatches  # cast once per step
-        cast = CAST_BYTES * gemm.batch * (gemm.m * gemm.k + weights) / _bytes_per_s(device, constants)
+        width = CAST_BYTES["megatron" if layout.megatron else "torch"]
+        cast = width * gemm.batch * (gemm.m * gemm.k + weights) / _bytes_per_s(device, constants)
     return overlapped + cast + constants.kernel_s
 
 
 def attention_seconds(model: Transformer, layout: Layout, device: Device, constants: Calibration) -> float:
     """Seconds of the attention core, forward: fused, or two batched products that stream the score matrix."""
     kernel = constants.fused_attention if layout.megatron else constants.attention
-    rate = device.matrix_flops("bf16") * (kernel if layout.flash else constants.matrix)
+    rate = device.attention_flops * kernel if layout.flash else device.matrix_flops("bf16") * constants.matrix
     products = attention_gemms(model, layout)
     if not products:
         return 0.0
@@ -267,10 +282,20 @@ def layer_recompute(forward: LayerTime, layout: Layout) -> LayerTime:
     return LayerTime(products=0.0, attention=0.0, elementwise=0.0)
 
 
+def launch_seconds(model: Transformer, layout: Layout, constants: Calibration, busy: float) -> float:
+    """Seconds of a layer with experts, forward and backward, in which its device, `busy` that long, awaits the host."""
+    if model.moe is None or layout.compiled:
+        return 0.0
+    each = EXPERT_LAUNCHES * (1 + CAST_LAUNCHES) if layout.precision in FP8 else EXPERT_LAUNCHES
+    ahead = constants.kernel_s * each * model.moe.experts / layout.ep
+    return constants.kernel_s * ROUTER_LAUNCHES + max(0.0, ahead - busy)
+
+
 def head_seconds(model: Transformer, layout: Layout, device: Device, constants: Calibration) -> float:
     """Seconds of head and loss, forward and backward."""
     gemm = head_gemm(model, layout)
-    loss = gemm.m * gemm.n * 20 / _bytes_per_s(device, constants)  # five passes over fp32 logits
+    passes = FUSED_LOSS_BYTES if layout.megatron or layout.compiled else EAGER_LOSS_BYTES
+    loss = gemm.m * gemm.n * passes / _bytes_per_s(device, constants)
     return 3 * gemm_seconds(gemm, layout, device, constants) + loss
 
 

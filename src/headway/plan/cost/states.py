@@ -101,16 +101,19 @@ def _head_on_rank(model: Transformer, tp: int, pp: int) -> float:
     return copy / tp + model.norm_parameters
 
 
+def expert_shards(layout: Layout) -> float:
+    """Ranks over which ZeRO shards an expert: expert parallelism already splits them over some of the others."""
+    return max(1.0, layout.shards * layout.tp / (layout.ep * layout.expert_ways))
+
+
 def model_states(parameters: RankParameters, layout: Layout) -> ModelStates:
     """Bytes of model states on a rank. ZeRO 1 shards the optimizer, 2 also the gradients, 3 also the weights."""
-    numbers, shards = layout.element_bytes, layout.shards
-    # expert parallelism already splits the experts over some of these ranks
-    expert_shards = max(1.0, shards * layout.tp / (layout.ep * layout.expert_ways))
+    numbers, shards, apart = layout.element_bytes, layout.shards, expert_shards(layout)
 
     def over(per_parameter: float, stage: int) -> float:
         if layout.zero < stage:
             return per_parameter * (parameters.shared + parameters.experts)
-        return per_parameter * (parameters.shared / shards + parameters.experts / expert_shards)
+        return per_parameter * (parameters.shared / shards + parameters.experts / apart)
 
     optimizer = over(numbers.master + OPTIMIZER_MOMENTS[layout.optimizer] * numbers.moment, 1)
     return ModelStates(

@@ -8,7 +8,7 @@ from math import log, sqrt
 
 from headway.plan.cost import collectives, compute
 from headway.plan.cost.schedule import stage_layers
-from headway.plan.cost.states import on_rank
+from headway.plan.cost.states import RankParameters, expert_shards, on_rank
 from headway.plan.machine.calibration import Calibration
 from headway.plan.machine.hardware import Device, Node
 from headway.plan.model.layout import OPTIMIZER_MOMENTS, Layout
@@ -37,11 +37,13 @@ class LayerCost:
     tensor_parallel: float
     context_parallel: float
     expert_parallel: float
+    launches: float = 0.0
 
     @property
     def total(self) -> float:
         compute_s = self.products + self.attention + self.elementwise + self.recompute
-        return compute_s + self.tensor_parallel + self.context_parallel + self.expert_parallel
+        sent = self.tensor_parallel + self.context_parallel + self.expert_parallel
+        return compute_s + sent + self.launches
 
 
 def step_time(model: Transformer, layout: Layout, node: Node, constants: Calibration) -> StepTime:
@@ -98,6 +100,7 @@ def _busy_parts(
         "tensor parallel": both("tensor_parallel"),
         "context parallel": both("context_parallel"),
         "expert parallel": both("expert_parallel"),
+        "launches": both("launches"),
         "pipeline sends": microbatches * _sends(model, layout, node, constants),
     }
 
@@ -166,7 +169,7 @@ def _layer_cost(
     backward = compute.layer_backward(forward, layout, constants)
     recomputed = compute.layer_recompute(forward, layout)
     computed = forward.total + backward.total + recomputed.total
-    return LayerCost(
+    cost = LayerCost(
         products=forward.products + backward.products,
         attention=forward.attention + backward.attention,
         elementwise=forward.elementwise + backward.elementwise,
@@ -176,6 +179,9 @@ def _layer_cost(
             model, layout, node, constants, forward.attention, recomputed.attention
         ),
         expert_parallel=_expert_parallel(model, layout, node, constants, computed) if moe else 0.0,
+    )
+    return replace(
+        cost, launches=compute.launch_seconds(model, layout, constants, cost.total) if moe else 0.0
     )
 
 
@@ -267,20 +273,19 @@ def _data_parallel(
         return 0.0
     parameters = on_rank(model, layout, 0)
     count = parameters.shared + parameters.experts
-    ranks = collectives.shard_group(layout, node, constants)
     width, m = layout.element_bytes.activation, layout.microbatches
-    gradients = count * layout.element_bytes.gradient
+    gradient = layout.element_bytes.gradient
     units = stage_layers(model, layout.pp, layout.vpp)[0].total + 1 if layout.zero == 3 else 1
-    reduce = collectives.reduce_scatter(ranks, gradients, pieces=units)
-    gather = collectives.all_gather(ranks, count * width, pieces=units)
-    replicas = _replica_reduce(layout, node, constants, gradients)
+    reduce = _over_shards(parameters, gradient, layout, node, constants, units)
+    gather = _over_shards(parameters, width, layout, node, constants, units)
+    replicas = _replica_reduce(layout, node, constants, count * gradient)
     if layout.zero == 3:
         times = m if layout.reshard else 1
         gathers, reduces = (2 if layout.reshard else 1) * times * gather, times * reduce
         share = (times * busy / m) / 3  # a third of the time is the forward pass
         exposed = max(0.0, gathers / 2 - share) + max(0.0, gathers / 2 + reduces - 2 * share)
     else:
-        gathers = gather if layout.zero else collectives.all_gather(ranks, gradients)
+        gathers = gather if layout.zero else reduce  # without ZeRO, gradients are gathered, too
         reduces = reduce
         exposed = max(
             0.0, reduce - busy / m * 2 / 3
@@ -300,6 +305,21 @@ OVERLAP_COST = 0.2
 """A hidden collective slows the products beside it: its kernels take 16 to 32 of 108 to 132 multiprocessors."""
 
 
+def _over_shards(
+    parameters: RankParameters, width: int, layout: Layout, node: Node, constants: Calibration, units: int
+) -> float:
+    """Seconds to reduce and scatter, or to gather, all parameters of a rank, `width` bytes each.
+
+    Experts are replicated on fewer ranks, which are on different nodes, each with its own share of the network.
+    """
+    ranks = collectives.shard_group(layout, node, constants)
+    if not parameters.experts:
+        return collectives.reduce_scatter(ranks, parameters.shared * width, pieces=units)
+    apart = collectives.expert_shard_group(layout, node, constants)
+    shared = collectives.reduce_scatter(ranks, parameters.shared * width, pieces=units)
+    return shared + collectives.reduce_scatter(apart, parameters.experts * width, pieces=units)
+
+
 def _replica_reduce(layout: Layout, node: Node, constants: Calibration, gradients: float) -> float:
     """With hybrid sharding, gradient shards are also reduced between the replicas."""
     replicas = layout.dp // (layout.shard or layout.dp)
@@ -313,11 +333,11 @@ def _optimizer(model: Transformer, layout: Layout, device: Device, constants: Ca
     """Weights, gradients and moments are read and written once."""
     parameters = on_rank(model, layout, 0)
     count = parameters.shared + parameters.experts
+    if layout.zero:
+        count = parameters.shared / layout.shards + parameters.experts / expert_shards(layout)
     numbers, moments = layout.element_bytes, OPTIMIZER_MOMENTS[layout.optimizer]
     state = numbers.master + moments * numbers.moment
-    traffic = (
-        count / (layout.shards if layout.zero else 1) * (2 * state + 2 * numbers.weight + numbers.gradient)
-    )
+    traffic = count * (2 * state + 2 * numbers.weight + numbers.gradient)
     if layout.offload:
         return traffic / (device.pcie_GBps * 1e9)
     return traffic / (device.hbm_GBps * 1e9 * device.hbm_achievable * constants.memory)

@@ -36,6 +36,8 @@ class Device:
     achievable: float = 0.8
     """Fraction of the peak that the best real matrix product reaches."""
     fp8_achievable: float = 0.7
+    power_limited: float = 1.0
+    """Fraction of that rate which a lower power limit leaves; kernels that draw less power do not feel it."""
     hbm_achievable: float = 0.88
     exponentials_T: float | None = None
     """10^12 exponentials a second: fused attention computes one per score, beside its products. None: not known, and
@@ -48,7 +50,7 @@ class Device:
             value = getattr(self, field.name)
             if field.name in ("name", "source") or value is None:
                 continue
-            limit = 1.0 if field.name.endswith("achievable") else float("inf")
+            limit = 1.0 if field.name.endswith(("achievable", "limited")) else float("inf")
             checks.require_number(f"device.{field.name}", value, at_most=limit)
         if self.bf16 is None and self.fp16 is None:
             raise UsageError(f"device {self.name} has no peak rate; give bf16 or fp16 in TFLOP/s")
@@ -73,10 +75,16 @@ class Device:
     def matrix_flops(self, precision: str) -> float:
         """FLOP/s that a large matrix product reaches."""
         if precision in FP8 and self.fp8:
-            return self.fp8 * 1e12 * self.fp8_achievable
+            return self.fp8 * 1e12 * self.fp8_achievable * self.power_limited
         if precision == "fp32":
             # TF32 runs at half the 16-bit rate on every tensor-core device here
-            return (self.fp32 * 1e12 if self.fp32 else self.peak_flops / 2) * self.achievable
+            peak = self.fp32 * 1e12 if self.fp32 else self.peak_flops / 2
+            return peak * self.achievable * self.power_limited
+        return self.peak_flops * self.achievable * self.power_limited
+
+    @property
+    def attention_flops(self) -> float:
+        """FLOP/s that fused attention is a fraction of: it reaches half of the peak, and no power limit."""
         return self.peak_flops * self.achievable
 
     @property

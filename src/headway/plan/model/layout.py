@@ -114,7 +114,7 @@ class Layout:
     offload: bool = False
     """Keep the optimizer state in host memory."""
     compiled: bool = False
-    """The model runs under torch.compile: fewer kernels and fewer saved activations."""
+    """The model runs under torch.compile, or as CUDA graphs: fewer kernels to launch and fewer saved activations."""
 
     def __post_init__(self) -> None:
         for key in ("dp", "tp", "pp", "vpp", "cp", "ep", "microbatch", "global_batch", "loss_chunks"):

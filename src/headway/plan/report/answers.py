@@ -88,13 +88,14 @@ _PART_FORMULAS = {
 
 _TIME_FORMULAS = {
     "matrix products": "sum over products of max(FLOPs / rate, bytes / HBM), forward and twice backward",
-    "attention": "products of scores; fused attention skips the masked half, its backward takes 2.5 forwards",
+    "attention": "products of scores; fused attention skips the masked half, its backward takes 2.5 to 2.9 forwards",
     "elementwise": "bytes of norms, adds, activations / HBM, and 1.5 times as much backward",
     "recompute": "the repeated part of the forward pass",
-    "head and loss": "three output products, and five passes over fp32 logits",
+    "head and loss": "three output products, and five passes over fp32 logits (nine in eager torch)",
     "tensor parallel": "4 all-reduces per layer (6 with full recompute): 2(n-1)(latency + bytes/n / bandwidth)",
     "context parallel": "exchange of keys and values that scores do not hide, merging of outputs, causal imbalance",
     "expert parallel": "4 all-to-alls per mixture-of-experts layer",
+    "launches": "layers with experts: 200 kernels that the device awaits, and those of its experts that it outruns",
     "pipeline sends": "boundary activations, forward and backward, for each microbatch and chunk",
     "pipeline bubble": "(p - 1)/v stage times, and the wait for the slowest stage",
     "data parallel": "reduce and gather, what the backward pass does not overlap",

@@ -279,7 +279,7 @@ def describe_machine(found: dict[str, Any]) -> tuple[dict[str, object], Calibrat
     rate = chip.matrix_flops("bf16") / 1e12
     own = {
         "matrix": min(1.0, typical / rate),
-        "attention": min(1.0, found["attention_TFLOPS"] / rate),
+        "attention": min(1.0, found["attention_TFLOPS"] * 1e12 / chip.attention_flops),
         "memory": min(1.2, found["copy_bytes_per_s"] / (chip.hbm_GBps * 1e9 * chip.hbm_achievable)),
         "kernel_s": found["launch_s"],
         **_peer(found, chip),
