@@ -159,6 +159,20 @@ def test_a_dead_server_costs_nothing(tmp_path: Path, hook: Hook, monkeypatch: py
     assert hook.posts == []
 
 
+def test_a_server_that_hangs_until_one_leaves_is_named(
+    tmp_path: Path, hook: Hook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, told = make_run(tmp_path), list[str]()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("HEADWAY_ALERT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}/{SECRET}")
+        one = sender(told.append)
+        one.send(run, failed(run))
+        assert not one.wait(0.1)
+    (line,) = told
+    assert line.startswith(f"an alert was not sent (headway: {run.id} failed at step 7")
+    assert line.endswith("the webhook took more than 0.1 s") and hook.posts == []
+
+
 def test_a_command_gets_the_alert_on_its_input_and_no_shell_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

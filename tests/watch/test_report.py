@@ -117,6 +117,21 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
     assert "\x1b" not in page.text
 
 
+def test_names_that_no_terminal_can_encode_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [done(tmp_path / name) for name in "ab"]
+    for number, run in enumerate(runs):
+        rows = [row(10, 0, time.time()) | {"metrics": {"loss\ud800": 1.0, "loss\x1b[2J": 2.0}}]
+        write_rows(run.metrics_file(0), rows)
+        run.config_file.write_text(f'lr: "\\ud800{number}"\n')
+    assert main(["compare", *(str(run.path) for run in runs)]) == 0
+    shown = capsys.readouterr().out
+    shown.encode()
+    assert "loss\\ud800" in shown and "\x1b[2J" not in shown
+    assert main(["report", str(runs[0].path)]) == 0
+
+
 def test_a_failure_is_at_the_top(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     run.end_attempt(1, status="failed", exit_code=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
@@ -202,6 +203,20 @@ def test_open_runs_stay_within_a_budget(tmp_path: Path) -> None:
     assert library.open("none") is None
 
 
+ODD_HISTOGRAMS = (
+    '{"edges": [0, 1e999], "counts": [1]}',
+    *(
+        f'{{"edges": [0, 1], "counts": [1], "non_finite": {odd}}}'
+        for odd in ('"x"', "null", "1e999", "[1]", "-1")
+    ),
+    f'{{"edges": [0, 1{"0" * 400}], "counts": [1]}}',
+    '{"edges": [0, 1], "counts": ["1"]}',
+    '{"edges": {}, "counts": 1}',
+    "[1]",
+    "[" * 100_000,
+)
+
+
 def test_media_are_pictures_or_text_and_inside_the_run(tmp_path: Path) -> None:
     root = tmp_path / "root"
     run = make_run(root)
@@ -213,7 +228,8 @@ def test_media_are_pictures_or_text_and_inside_the_run(tmp_path: Path) -> None:
     (files / "page.txt").write_text("<script>alert(1)</script>\x1b[31m")
     (files / "link.png").symlink_to(tmp_path / "secret.png")
     (files / "other.txt").symlink_to(tmp_path / "secret.png")
-    (files / "h.json").write_text('{"edges": [0, 1e999], "counts": [1]}')
+    for number, odd in enumerate(ODD_HISTOGRAMS):
+        (files / f"{number}.json").write_text(odd)
     base = {
         "time": 1.0,
         "attempt": 1,
@@ -243,14 +259,14 @@ def test_media_are_pictures_or_text_and_inside_the_run(tmp_path: Path) -> None:
             "link.png",
             "other.txt",
             "gone.png",
-            "h.json",
+            *(f"{number}.json" for number in range(len(ODD_HISTOGRAMS))),
             "../../../../secret.png",
             "none.png",
         )
         for name in (*(f"rank-00000/{each}" for each in bad), "../run.json", "/etc/passwd", ""):
             assert fetch(name).status_code == 404, name
         page = get(client, "/api/media", run=key_of(run))
-        assert page["names"] == ["<b>"] and page["count"] == 7
+        assert page["names"] == ["<b>"] and page["count"] == 6 + len(ODD_HISTOGRAMS)
         assert get(client, "/api/media", run=key_of(run), search="none")["items"] == []
         run.media_index_file(0).rename(tmp_path / "index.jsonl")
         run.media_index_file(0).symlink_to(tmp_path / "index.jsonl")
@@ -554,6 +570,39 @@ def test_a_hostile_run_directory_is_shown_as_far_as_it_is_sane(tmp_path: Path) -
         assert shown["header"]["step"] == 10**14 and len(shown["learning"]) <= 400
     assert not [text for text in texts if SECRET in text or "Internal Server Error" in text]
     assert max(map(len, texts)) < 2_000_000, "each answer is bounded"
+
+
+def test_no_more_streams_are_open_than_allowed(tmp_path: Path) -> None:
+    """All ask at once, as the pages of a browser that is opened again do; who leaves makes place."""
+    app = make_app(RunLibrary(runs=[make_run(tmp_path)]), token=TOKEN)
+    headers = [(b"host", b"127.0.0.1"), (b"cookie", b"headway=" + TOKEN.encode())]
+    scope = {"type": "http", "method": "GET", "path": "/api/live", "query_string": b"", "headers": headers}
+
+    async def ask(statuses: list[int], answered: asyncio.Event, close: asyncio.Event) -> None:
+        async def receive() -> dict[str, Any]:
+            await close.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+                if len(statuses) == 60:
+                    answered.set()
+
+        await app(dict(scope), receive, send)
+
+    async def ask_often() -> list[list[int]]:
+        rounds = []
+        for _ in range(2):
+            statuses, answered, close = list[int](), asyncio.Event(), asyncio.Event()
+            asking = [asyncio.ensure_future(ask(statuses, answered, close)) for _ in range(60)]
+            await asyncio.wait_for(answered.wait(), 100)
+            close.set()
+            await asyncio.gather(*asking)
+            rounds.append(sorted(statuses))
+        return rounds
+
+    assert asyncio.run(ask_often()) == [[200] * 32 + [503] * 28] * 2
 
 
 def test_the_page_is_shipped_with_the_licence_of_what_it_uses() -> None:

@@ -95,7 +95,8 @@ def _show(compared: Sequence[RunComparison], screen: Console) -> None:
         for run in compared
     ]
     upright = len(compared) <= 3
-    grid = list(zip(heads, *lines, strict=True)) if upright else [tuple(heads), *map(tuple, lines)]
+    rows = [[safe(cell) for cell in row] for row in (heads, *lines)]  # names and settings are those of files
+    grid = list(zip(*rows, strict=True)) if upright else rows
     widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
     hidden = 0
     while not upright and hidden < len(metrics) and sum(widths) + 2 * len(widths) > screen.width:
@@ -105,7 +106,7 @@ def _show(compared: Sequence[RunComparison], screen: Console) -> None:
         text = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=False)).rstrip()
         screen.print(Text(text, "" if index else "bold"), soft_wrap=True)
     if metrics:
-        more = f"; not shown for lack of width: {', '.join(metrics[-hidden:])}" if hidden else ""
+        more = f"; not shown for lack of width: {', '.join(map(safe, metrics[-hidden:]))}" if hidden else ""
         screen.print(Text(f"metrics: last, best @ its step{more}", "dim"), soft_wrap=True)
 
 

@@ -126,6 +126,10 @@ class AlertChannels:
             raise UsageError(f"{environment.ALERT_COMMAND} is not a command: {error}") from error
         return cls(url=url, command=words)
 
+    def names(self) -> list[str]:
+        """What to call the channels in messages: the address of a webhook is often a secret."""
+        return [*(["the webhook"] if self.url else []), *self.command[:1]]
+
     def send(self, alert: Alert) -> list[str]:
         """Sends an alert through all channels, with a few tries each; returns what went wrong. May take long."""
         from headway.record.webhook import post  # 40 ms, which every agent would pay for
@@ -156,7 +160,7 @@ class AlertSender:
     ) -> None:
         self._channels, self._events = channels, events
         self.report = report
-        self._threads: list[threading.Thread] = []
+        self._sending: list[tuple[Alert, threading.Thread]] = []
 
     def send(self, run: Run, alert: Alert) -> bool:
         """Starts to send an alert, unless nobody asked for it or another process has claimed it."""
@@ -164,15 +168,19 @@ class AlertSender:
             return False
         thread = threading.Thread(target=self._deliver, args=(run, alert), daemon=True, name="headway alert")
         thread.start()
-        self._threads.append(thread)
+        self._sending.append((alert, thread))
         return True
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits for alerts that are being sent; returns whether all are."""
+        """Waits for alerts that are being sent; names those that are not sent then, and returns whether all are."""
         deadline = time.monotonic() + timeout_s
-        for thread in self._threads:
+        for _, thread in self._sending:
             thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        late = [alert for alert, thread in self._sending if thread.is_alive()]
+        for alert in late:
+            where = " and ".join(self._channels.names())
+            self.report(f"an alert was not sent ({alert.sentence}): {where} took more than {timeout_s:g} s")
+        return not late
 
     def _claim(self, run: Run, alert: Alert) -> bool:
         """Whether this process is the one to send an alert. Of several on any host, exactly one is."""

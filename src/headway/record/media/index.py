@@ -26,7 +26,7 @@ from typing import Any, Literal, cast, final, get_args
 
 from headway.run import Run
 from headway.system import files
-from headway.system.jsonlines import Row, Tail, parse_json
+from headway.system.jsonlines import Row, Tail, is_count, parse_json
 
 MediaKind = Literal["image", "figure", "histogram", "text"]
 _KINDS = get_args(MediaKind)
@@ -204,9 +204,10 @@ def read_histogram(path: Path) -> Mapping[str, Any] | None:
         return None
     match found:
         case {"edges": list(edges), "counts": list(counts)} if len(counts) <= _MAX_BINS:
-            numbers = all(isinstance(each, int | float) and math.isfinite(each) for each in [*edges, *counts])
-            if numbers and len(edges) == len(counts) + 1:
-                return {"edges": edges, "counts": counts, "non_finite": int(found.get("non_finite", 0))}
+            bad = found.get("non_finite", 0)
+            finite = all(isinstance(each, int | float) and math.isfinite(each) for each in edges)
+            if finite and len(edges) == len(counts) + 1 and all(map(is_count, (*counts, bad))):
+                return {"edges": edges, "counts": counts, "non_finite": bad}
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from headway.watch.web import curves, texts
 from headway.watch.web.assets import assets
@@ -87,13 +89,27 @@ def _answered(work: Callable[[Any, Request], Any]) -> Callable[[Any, Request], R
     return answer
 
 
+class _Stream(StreamingResponse):
+    """Events for one page; its place is free again however it ends, and also if it never begins."""
+
+    def __init__(self, events: AsyncIterator[bytes], leave: Callable[[], object]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._leave = leave
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._leave()
+
+
 class _Answers:
     """What the page asks for. Starlette calls these in threads."""
 
     def __init__(self, library: RunLibrary) -> None:
         self._library = library
         self._list = RunList(library)
-        self._streams = 0
+        self._streams = threading.BoundedSemaphore(_MAX_STREAMS)
 
     @_answered
     def runs(self, _: Request) -> Any:
@@ -165,26 +181,22 @@ class _Answers:
         key = request.query_params.get("run")
         if key is not None and await run_in_threadpool(self._library.open, key) is None:
             return PlainTextResponse("there is no such run\n", status_code=404)
-        if self._streams >= _MAX_STREAMS:
+        if not self._streams.acquire(blocking=False):
             return PlainTextResponse("too many pages are open\n", status_code=503)
-        return StreamingResponse(self._events(key), media_type="text/event-stream")
+        return _Stream(self._events(key), self._streams.release)
 
     async def _events(self, key: str | None) -> AsyncIterator[bytes]:
-        self._streams += 1
-        try:
-            sent, ticks = b"", 0
-            while True:
-                data = await run_in_threadpool(self._state, key)
-                if data is None:
-                    yield b"event: gone\ndata: {}\n\n"
-                    return
-                ticks += 1
-                if data != sent or ticks >= _PING_TICKS:
-                    yield b"data: " + data + b"\n\n" if data != sent else b": still here\n\n"
-                    sent, ticks = data, 0
-                await asyncio.sleep(_LIVE_S)
-        finally:
-            self._streams -= 1
+        sent, ticks = b"", 0
+        while True:
+            data = await run_in_threadpool(self._state, key)
+            if data is None:
+                yield b"event: gone\ndata: {}\n\n"
+                return
+            ticks += 1
+            if data != sent or ticks >= _PING_TICKS:
+                yield b"data: " + data + b"\n\n" if data != sent else b": still here\n\n"
+                sent, ticks = data, 0
+            await asyncio.sleep(_LIVE_S)
 
     def _state(self, key: str | None) -> bytes | None:
         if key is None:
