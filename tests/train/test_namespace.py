@@ -29,7 +29,7 @@ PLAUSIBLE = re.findall(
     data loader dataset lr best patience counter queue memory teacher student head backbone temperature alpha
     beta gamma writer logger logs results outputs predictions targets labels inputs cache buffer mode phase
     verbose debug version kind key keys values items index keeper ledger reporter sinks directory root stages
-    callbacks modules stop_agreed logging_off pause_follows log_point_flags apply_update set_gradient_sync
+    callbacks modules stop_agreed not_counted pause_follows log_point_flags apply_update set_gradient_sync
     restore_pass_states device_batches steps_since failpoints window epochs train val validate test fit start
     stop close open read write save load reset update clear call note name_ of done _updates _validated _passes_begun
     _only_optimizer _prefixes _fixed_updates _is_sound _opened _state _check _name _pipe _models _meter

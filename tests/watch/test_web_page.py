@@ -249,7 +249,7 @@ def test_a_real_run_is_followed_until_a_rank_is_killed_and_when_it_fails(site: S
         expect(link).to_be_visible(timeout=LIMIT_MS)  # it appears in the list by itself
         link.click()
         step = page.locator(".progress b")
-        expect(page.locator(".pill.running")).to_be_visible(timeout=LIMIT_MS)
+        expect(page.locator(".header .pill.running")).to_be_visible(timeout=LIMIT_MS)  # not one of the list
         reads = lambda: int("".join(filter(str.isdigit, step.inner_text().split(" of ")[0])) or 0)  # noqa: E731
         first = wait_until(reads, "the page shows a step")
         marker = page.evaluate("window.marker = Math.random()")
@@ -263,7 +263,7 @@ def test_a_real_run_is_followed_until_a_rank_is_killed_and_when_it_fails(site: S
         expect(page.locator(".header .pill.failed")).to_be_visible(timeout=LIMIT_MS)
         exit_in_time(process)
         process = start(site)  # the same run resumes
-        expect(page.locator(".pill.running")).to_be_visible(timeout=LIMIT_MS)
+        expect(page.locator(".header .pill.running")).to_be_visible(timeout=LIMIT_MS)
         expect(page.locator(".failure")).to_be_hidden()
         (site.directory / "fail").touch()
         expect(page.locator(".failure pre")).to_contain_text("Traceback", timeout=LIMIT_MS)
@@ -274,6 +274,7 @@ def test_a_real_run_is_followed_until_a_rank_is_killed_and_when_it_fails(site: S
     finally:
         process.kill()
         process.wait()
+        print((site.directory / "output.txt").read_text())  # what the ranks said, if this fails
 
 
 # --- one run

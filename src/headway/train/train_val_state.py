@@ -49,7 +49,7 @@ class TrainValState(LoopState):
         self.settings, self.batches_per_step = settings, settings.accumulate
         self.early_stopping = settings.make_early_stopping()
         self.training = True
-        self.logging_off = False
+        self._counts = True  # what is logged now
         self.columns = [
             prefix + stage.loss_metric_name()
             for prefix in (stage.train_metric_prefix(), stage.val_metric_prefix())
@@ -89,7 +89,7 @@ class TrainValState(LoopState):
     def log(
         self, name: str, value: Tensor | float, weight: Tensor | float, reduce: Reduction, scope: Scope
     ) -> None:
-        if self.logging_off:
+        if not self._counts:
             return
         meter, full = self._meter_and_name(name)
         if full in self._own_names:
@@ -100,7 +100,7 @@ class TrainValState(LoopState):
         self, name: str, value: Tensor | float, *, weight: Tensor | float = 1.0, reduce: Reduction = "mean"
     ) -> None:
         """Logs a metric of the loop itself; refuses it if the step has logged one of that name, which it would mix."""
-        if self.logging_off:
+        if not self._counts:
             return
         meter, full = self._meter_and_name(name)
         if full not in self._own_names and meter.has_logged(full):
@@ -115,7 +115,16 @@ class TrainValState(LoopState):
         return self.val_meter, prefix + name
 
     def media_name(self, name: str) -> str | None:
-        return None if self.logging_off else self._meter_and_name(name)[1]
+        return self._meter_and_name(name)[1] if self._counts else None
+
+    @contextmanager
+    def not_counted(self) -> Iterator[None]:
+        """Around a step on a batch that has counted before, of which nothing is logged: repeated, or replayed."""
+        self._counts = False
+        try:
+            yield
+        finally:
+            self._counts = True
 
     def _is_own(self, name: str) -> UsageError:
         what = (
@@ -203,11 +212,9 @@ class TrainValState(LoopState):
         """Calls that of the stage; a repeated batch takes part in the step, but is not logged and has no weight."""
         if type(batch) is not Repeated:
             return self.stage.train_step(batch)
-        self.batch, self.logging_off = batch.batch, True
-        try:
+        self.batch = batch.batch
+        with self.not_counted():
             returned: object = self.stage.train_step(batch.batch)
-        finally:
-            self.logging_off = False
         return (returned[0], 0.0) if type(returned) is tuple and returned else returned
 
     def check_progress(self) -> None:

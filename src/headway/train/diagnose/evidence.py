@@ -122,9 +122,7 @@ def _replay(stage: TrainValStage) -> str:
                 label = f"{key or type(part).__name__} of model {name!r}"
                 hook = part.register_forward_hook(_output_check(label, found))
                 stack.callback(hook.remove)
-        stage._loop.logging_off = True
-        stack.callback(setattr, stage._loop, "logging_off", False)
-        with torch.no_grad(), stage._loop.precision.autocast or nullcontext():
+        with torch.no_grad(), stage._loop.not_counted(), stage._loop.precision.autocast or nullcontext():
             returned = stage.train_step(stage._loop.batch)
     if found:
         return f"the first module with a non-finite output is {found[0]}"

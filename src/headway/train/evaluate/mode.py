@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,8 +87,7 @@ def _batches_of(state: TrainValState, loader: Iterable[Any]) -> Iterator[Any]:
                 "of validation batches and a sharded model needs all ranks: pass limit_val_batches, or log means "
                 "with self.log()"
             )
-        state.logging_off = batch is None
         last = last if batch is None else batch
-        yield last
+        with state.not_counted() if batch is None else nullcontext():
+            yield last
         mark("data")
-    state.logging_off = False
