@@ -1,58 +1,40 @@
-"""Train a small classifier: a model, a step and a main().
+"""Train a small classifier on made-up data. Kill it and start it again: it resumes where it was.
 
-    python examples/quickstart.py
-    headway run --nproc 2 examples/quickstart.py
-
-Stop it with Ctrl-C, or kill it, and start it again: it resumes where it was.
-
-The data is made up (two interleaved spirals), so that nothing has to be downloaded.
+headway run --nproc 2 examples/quickstart.py
+headway submit --nodes 2 --gpus-per-node 8 examples/quickstart.py
 """
-
-import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 import headway as hw
 
 
 class Classify(hw.TrainValStage):
-    def step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def step(self, batch):  # forward and loss, for training and validation
         x, y = batch
         logits = self.models["net"](x)
         self.log("accuracy", (logits.argmax(1) == y).float().mean(), weight=len(y))
         return F.cross_entropy(logits, y)
 
 
-def spirals(count: int, seed: int) -> TensorDataset:
-    random = torch.Generator().manual_seed(seed)
+def spirals(count, seed):
+    """Points on two spirals, and on which of them each one is."""
+    turn = 9 * torch.rand(count, generator=torch.Generator().manual_seed(seed))
     arm = torch.arange(count) % 2
-    turn = torch.rand(count, generator=random) * 3 * math.pi
-    points = torch.stack([turn.cos(), turn.sin()], dim=1) * turn[:, None] * (1 - 2 * arm)[:, None]
-    return TensorDataset(points / 10 + 0.02 * torch.randn(points.shape, generator=random), arm)
-
-
-def main() -> None:
-    config = {"lr": 3e-3, "batch": 64, "epochs": 5}
-    hw.init()
-    hw.seed(0)
-    net = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
-
-    pipe = hw.Pipeline(config=config, name="spirals")
-    pipe.register_model("net", net)
-    pipe.register_optimizer(
-        "adamw", lambda parameters: torch.optim.AdamW(parameters, lr=config["lr"]), model="net"
-    )
-    pipe.register_dataset("train", hw.data.DataLoader(spirals(8000, seed=1), config["batch"], shuffle=True))
-    pipe.register_dataset("val", hw.data.DataLoader(spirals(1003, seed=2), config["batch"]))
-    stage = Classify(gradient_clip=1.0)
-    stage.add_column("val/accuracy")
-    pipe.append_stage(stage, max_epochs=config["epochs"])
-    pipe.enable_checkpointing(every="1ep", keep_best="val/loss")
-    pipe.run()
+    points = torch.stack([turn.cos(), turn.sin()], 1) * (turn * (1 - 2 * arm))[:, None] / 10
+    return hw.data.DataLoader(TensorDataset(points, arm), global_batch_size=64, shuffle=seed == 1)
 
 
 if __name__ == "__main__":
-    main()
+    pipe = hw.Pipeline(name="spirals")
+    hw.seed(0)  # the same weights on all ranks
+    pipe.register_model("net", nn.Sequential(nn.Linear(2, 99), nn.ReLU(), nn.Linear(99, 2)))
+    pipe.register_optimizer("adamw", lambda params: torch.optim.AdamW(params, lr=0.05), model="net")
+    pipe.register_dataset("train", spirals(4000, seed=1))
+    pipe.register_dataset("val", spirals(1003, seed=2))
+    pipe.append_stage(Classify(gradient_clip=1.0), max_epochs=5)
+    pipe.enable_checkpointing(every="1 epoch", keep_best="val/loss")
+    pipe.run()

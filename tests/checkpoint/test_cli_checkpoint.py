@@ -114,8 +114,8 @@ def test_export_of_one_model_of_several(tmp_path: Path) -> None:
     net = torch.nn.Linear(2, 3)
     state = {"models": {"net": net.state_dict(), "ema": net.state_dict()}, "epoch": 3}
     path = checkpoint.save(tmp_path / "checkpoints", state, step=1)
-    checkpoint.export(path, tmp_path / "net.safetensors", part="models.net")
-    torch.nn.Linear(2, 3).load_state_dict(load_file(tmp_path / "net.safetensors"))
+    checkpoint.export(path, tmp_path / "out" / "net.safetensors", part="models.net")  # it makes the directory
+    torch.nn.Linear(2, 3).load_state_dict(load_file(tmp_path / "out" / "net.safetensors"))
     with pytest.raises(UsageError, match=r"with tensors are 'models', 'models.net', 'models.ema'$"):
         checkpoint.export(path, tmp_path / "x.safetensors", part="models.nets")
 

@@ -20,8 +20,9 @@ PAGES = [
     *sorted(ROOT.glob("*.md")),
     *sorted(ROOT.glob("docs/**/*.md")),
     *sorted(ROOT.glob("tests/*/README.md")),
+    *sorted(ROOT.glob("examples/**/README.md")),
 ]
-EXAMPLES = sorted(ROOT.glob("examples/*.py"))
+EXAMPLES = sorted(ROOT.glob("examples/**/*.py"))
 
 
 def each(pages: list[Path]) -> pytest.MarkDecorator:
@@ -114,8 +115,8 @@ def test_options_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_jobs_can_be_submitted_as_shown(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "examples").mkdir()
-    for name in ("train.py", "examples/imagenet.py", "examples/dino.py"):
+    for name in ("train.py", *(str(path.relative_to(ROOT)) for path in EXAMPLES)):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / "cluster.yaml").write_text("kind: slurm\n")
     (tmp_path / "sweep.yaml").write_text("lr: [1, 2]\n")

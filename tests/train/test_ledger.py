@@ -144,3 +144,63 @@ def test_a_disk_that_is_full_costs_rows_and_not_the_run(
     monkeypatch.setattr(Run, "ledger_file", property(lambda _: Path("/dev/full")))
     fit(Watched(), hw.data.DataLoader(DATA, batch_size=4))
     assert capfd.readouterr().err.count("rows of the ledger are being lost") == 1
+
+
+# --- a loop without a pipeline
+
+
+def own_loop(stop_at: int | None = None) -> tuple[Run, list[list[int]], list[float]]:
+    """Returns the run, and the samples and the losses of the steps of this attempt."""
+    world = hw.init()
+    train = hw.data.DataLoader(DATA, batch_size=6, shuffle=True, seed=1)
+    torch.manual_seed(0)
+    net, seen, losses = nn.Linear(1, 1), list[list[int]](), list[float]()
+    run = hw.dist.open_run("runs", name="own", resume="auto")
+    with hw.record.recording(run, world) as attempt, hw.train.Ledger(attempt) as book:
+        saved = hw.checkpoint.load_latest(run)
+        step = 0 if saved is None else saved.step
+        if saved is not None:
+            train.load_state_dict(saved.state["train"])
+        while step < 9:
+            for (x,) in train:
+                loss = net(x / 40).square().mean()
+                step += 1
+                seen.append([int(number) for number in x.flatten()])
+                losses.append(loss.item())
+                book.add(step, loss, train, weight=len(x))
+                if step % 4 == 0:
+                    book.write()
+                    hw.checkpoint.save(run, {"train": train.state_dict()}, step=step, lock=attempt.lock)
+                if step == stop_at:
+                    raise RuntimeError("stopped")
+                if step == 9:
+                    break
+    return run, seen, losses
+
+
+def test_a_loop_without_a_pipeline_has_a_ledger() -> None:
+    run, seen, losses = own_loop()
+    rows = ledger.read(run)
+    assert [float.fromhex(row.loss or "") for row in rows] == losses and len(losses) == 9
+    assert [samples_of(run, row.step).samples for row in rows] == [list(map(str, batch)) for batch in seen]
+
+
+def test_a_loop_without_a_pipeline_resumes_its_run_and_its_ledger() -> None:
+    whole, seen, losses = own_loop()
+    with pytest.raises(RuntimeError, match="stopped"):
+        own_loop(stop_at=6)
+    cut, rest, again = own_loop()
+    assert cut.id != whole.id and (rest, again) == (seen[4:], losses[4:])
+    assert [each["step_started"] for each in cut.info()["attempts"]] == [0, 4]
+    assert [row.attempt for row in ledger.read(cut)] == [1] * 4 + [2] * 5
+    assert [(row.loss, row.samples) for row in ledger.read(cut)] == [
+        (row.loss, row.samples) for row in ledger.read(whole)
+    ]
+
+
+def test_a_ledger_needs_a_loader_that_knows_its_samples() -> None:
+    world = hw.init()
+    with hw.record.recording(hw.dist.open_run(), world) as attempt, hw.train.Ledger(attempt) as book:
+        loader = TorchLoader(DATA)
+        with pytest.raises(UsageError, match=r"got a DataLoader, .* pass the hw\.data\.DataLoader"):
+            book.add(1, torch.zeros(()), loader)

@@ -12,17 +12,25 @@ from headway.dist.failure.capture import HEARTBEAT
 from headway.dist.failure.record import FailureRecord
 from headway.dist.group import current, is_initialized, world
 from headway.run import Run
-from headway.run.choice import Choice, choose
+from headway.run.choice import NEW, Choice, choose
+from headway.system.log import logger
 
 
-def open_run(root: str | Path = "runs", *, name: str = "run", config: object = None) -> Run:
+def open_run(
+    root: str | Path = "runs", *, name: str = "run", config: object = None, resume: str | Path = "never"
+) -> Run:
     """Makes a run directory on rank 0 and opens it on all ranks. Failures are recorded there from now on.
 
-    If HEADWAY_RUN names a run directory, as it does in a job that `headway submit` made, it is that one.
+    With `resume="auto"` it is the newest unfinished run of this name and with this config, if there is one; with
+    "must" there has to be one; a path is the run directory to resume. What was saved there is the caller's to load. If
+    HEADWAY_RUN names a run directory, as it does in a job that `headway submit` made, it is that one.
 
-    >>> run = headway.dist.open_run("runs", name="digits", config={"lr": 3e-4})
+    >>> run = headway.dist.open_run("runs", name="digits", config={"lr": 3e-4}, resume="auto")
     """
-    return choose_run(root, name=name, config=config, resume="never").run
+    choice = choose_run(root, name=name, config=config, resume=resume)
+    if choice.why != NEW and world().is_root:
+        logger.info("training in %s: %s", choice.run.id, choice.why)
+    return choice.run
 
 
 def choose_run(root: str | Path, *, name: str, config: object, resume: str | Path) -> Choice:

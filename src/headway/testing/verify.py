@@ -275,7 +275,9 @@ class _Trial:
         self._start(run, nproc)
         self._took_s = self._took_s or time.monotonic() - began
         if not run.ledger_file.exists():  # every pipeline writes one here
-            raise UsageError(f"{self.script} did not run a pipeline: call pipe.run() in it")
+            raise UsageError(
+                f"{self.script} did not run a pipeline: call pipe.run() in it, or keep a hw.train.Ledger"
+            )
         found = ledger.load(run)
         if not any(run.checkpoints_dir.glob("step-*")):
             raise UsageError(

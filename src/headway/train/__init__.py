@@ -11,6 +11,7 @@ from headway.train.model.initial_weights import empty_parameters
 from headway.train.model.parallel import Ddp, Fsdp, Tp, count_parameters
 from headway.train.model.schedules import scale_lr, warmup_cosine
 from headway.train.pipeline import Pipeline
+from headway.train.resume.ledger_writer import Ledger
 from headway.train.settings import TrainSettings
 from headway.train.stage import Stage
 from headway.train.train_val import TrainValStage
@@ -20,6 +21,7 @@ __all__ = [
     "Ddp",
     "Fsdp",
     "History",
+    "Ledger",
     "Pipeline",
     "Stage",
     "Tp",

@@ -20,6 +20,7 @@ from headway.system.failpoints import failpoint
 from headway.train.evaluate.mode import shares_batches, val_batches
 from headway.train.loop_state import StageStatus
 from headway.train.model.precision import copy_loss
+from headway.train.resume.ledger_writer import stage_losses
 
 if TYPE_CHECKING:
     from headway.train.stage import Stage
@@ -118,7 +119,7 @@ def finish_step(stage: Stage) -> None:
     state.steps_done, pipe.steps_done, state.in_step = state.steps_done + 1, pipe.steps_done + 1, False
     HEARTBEAT.move(state.name, pipe.steps_done)
     if pipe._ledger:
-        pipe._ledger.end_step(stage)
+        pipe._ledger.end_step(pipe.steps_done, epoch=stage.epoch)
     if state.failpoints_armed:
         failpoint("train.step")
     if state.steps_done % state.log_every == 0:
@@ -136,15 +137,13 @@ def log_point(stage: Stage) -> None:
     pipe, state, timer = stage.pipe, stage._loop, stage.pipe._timer
     state.before_log_point()
     timer.mark("wait")
-    point = state.meter.reduce(
-        flags=state.log_point_flags(), busy=pipe._busy_s, first_batch=state.same_batches.number()
-    )
+    point = state.meter.reduce(flags=state.log_point_flags(), busy=pipe._busy_s)
     HEARTBEAT.set_ended_epoch(None)  # all ranks have met
     timer.mark("other")
     state.apply_flags(point.flags)
     pipe._record_log_point(stage, "train", point)
     if pipe._ledger:
-        pipe._ledger.write(stage)
+        pipe._ledger.write(stage.name, stage_losses(stage))
     state.examine(point)
     state.samples, state.logged_at = 0, state.steps_done
     if pipe._checkpointer:

@@ -22,8 +22,7 @@ from headway.errors import UsageError
 from headway.record.media.content import MediaContent
 from headway.system.failpoints import armed
 from headway.system.log import logger
-from headway.train.batches import Pass, open_loader, to_device
-from headway.train.diagnose.same_batches import SameBatches
+from headway.train.batches import Pass, count_batches, open_loader, to_device
 from headway.train.metrics.bad_samples import QuarantiningLoader, check_bad, log_bad, quarantining
 from headway.train.metrics.early_stopping import EarlyStopping
 from headway.train.metrics.epoch_metrics import EpochMetric, check_names, compute_metrics
@@ -33,7 +32,7 @@ from headway.train.resume import generators, rng
 from headway.train.resume.replay import note_batch
 from headway.train.resume.state import StatefulObject
 from headway.train.settings import check_whole
-from headway.train.uneven import BatchAgreement, Repeated, Uneven, report_left
+from headway.train.uneven import BatchAgreement, Repeated, report_left
 
 if TYPE_CHECKING:
     from headway.train.diagnose.profiler import ProfilerSettings, StageProfiler
@@ -66,8 +65,6 @@ class StageStatus(Enum):
 class LoopState:
     """The progress of one stage, and what the loop does with it. Users never see it."""
 
-    advice_for_uneven = "give all ranks equally many"  # if they have different numbers of batches
-
     def __init__(self, stage: Stage, *, log_every: int) -> None:
         check_whole("log_every", log_every)
         self.stage = stage
@@ -86,9 +83,8 @@ class LoopState:
         self.steps_left_open = 0
         """steps that ended with `break`, which the loop has not counted yet"""
         self.batch: Any = None
+        self.in_step = False  # whether a batch has come whose step is not counted yet
         """the batch that was taken last"""
-        self.in_step = False
-        """whether a batch has come whose step is not counted yet"""
         self.failpoints_armed = False
         self.columns: list[str] = []
         self.epoch_metrics: dict[str, EpochMetric] = {}
@@ -102,7 +98,6 @@ class LoopState:
         """over datasets, in this epoch, in the order in which they began"""
         self._passes_begun = 0  # by this process
         self._open_batches: WeakSet[Generator[Any]] = WeakSet()
-        self.same_batches = SameBatches()
         self._warned = False
         self._uneven_reported = False
         self.early_stopping: EarlyStopping | None = None
@@ -284,8 +279,7 @@ class LoopState:
     def _device_batches(
         self, loader: Iterable[Any], limit: int | None, progress: Pass | None
     ) -> Generator[Any]:
-        training = progress is not None
-        ledger = self.pipe._ledger if training else None  # a validation is not a step
+        ledger = self.pipe._ledger if progress is not None else None  # a validation is not a step
         device = self.device
         progress = progress or Pass()
         if progress.done or (progress.batches_given and not self.more_steps):
@@ -299,11 +293,8 @@ class LoopState:
         for batch in source:
             given = progress.batches_given = progress.batches_given + 1
             repeated = type(batch) is Repeated
-            if not given & (given - 1) and not repeated:  # the first, second, fourth, eighth and so on
-                if progress.rng_state is not None:
-                    note_batch(progress, batch)
-                if training:
-                    self.same_batches.note(loader, batch)
+            if not given & (given - 1) and progress.rng_state is not None and not repeated:
+                note_batch(progress, batch)  # the first, second, fourth, eighth and so on
             if ledger and not repeated:
                 ledger.add_batch(loader, batch)
             yield Repeated(to_device(batch.batch, device)) if repeated else to_device(batch, device)
@@ -334,25 +325,10 @@ class LoopState:
             )
         return batch
 
-    def begin_agreed_pass(
-        self,
-        loader: Iterable[Any],
-        total: int | None,
-        lengths: Sequence[int] | None,
-        uneven: Uneven = "shortest",
-    ) -> Pass:
-        """Begins a pass for which ranks agree on their batches, unless all know that they have equally many.
-
-        `lengths` are the batches of all ranks; None if one does not know, and each has at most `total`.
-        """
-        if lengths is not None:
-            total = max(lengths) if uneven == "longest" else min(lengths)
-        progress = self.begin_pass(loader, total)
-        if (lengths is None and self.pipe.world.world_size > 1) or len(set(lengths or ())) > 1:
-            progress.agreement = BatchAgreement(
-                uneven, window=self.batches_per_step, lengths=lengths, given=progress.batches_given
-            )
-        return progress
+    def expect_uneven(self, loader: Iterable[Any], progress: Pass) -> None:
+        """Has ranks agree on the end of a pass over a loader without a length: they may end at different steps."""
+        if self.pipe.world.world_size > 1 and count_batches(loader, None) is None:
+            progress.agreement = BatchAgreement("shortest", window=1)
 
     def end_pass(self, progress: Pass) -> None:
         """Reports once how many batches were left when the shortest rank ended its pass. All ranks call it."""
@@ -360,8 +336,9 @@ class LoopState:
             self.profiler.stop_if_over()
         HEARTBEAT.set_ended_epoch(self.epoch + 1)  # the others may have batches left, and wait for this rank
         if progress.agreement is not None and not self._uneven_reported:
-            where = f"epoch {self.epoch + 1} of stage {self.name!r} ended at step {self.pipe.steps_done:,}"
-            self._uneven_reported = report_left(progress.agreement, where, self.advice_for_uneven)
+            self._uneven_reported = report_left(
+                progress.agreement, stage=self.name, epoch=self.epoch + 1, steps=self.pipe.steps_done
+            )
 
     # --- around a run, an epoch and a log point
 
@@ -391,6 +368,13 @@ class LoopState:
             "can be iterated over again"
         )
 
+    def missing_dataset(self, name: str) -> UsageError:
+        known = ", ".join(repr(known) for known in self.pipe.datasets) or "none"
+        return UsageError(
+            f"stage {self.name!r} needs the dataset {name!r}, registered is {known}: call "
+            f"pipe.register_dataset({name!r}, loader) before run()"
+        )
+
     @cached_property
     def quarantining(self) -> dict[str, QuarantiningLoader]:
         """The loaders whose bad samples are counted at the log points of training."""
@@ -412,7 +396,6 @@ class LoopState:
 
     def examine(self, point: LogPoint) -> None:
         """Looks at the result of a log point; may stop the run."""
-        self.same_batches.check(point, is_root=self.pipe.world.is_root)
         check_bad(self.quarantining, point)
         check_names(self.epoch_metrics, point.values)
 

@@ -21,13 +21,12 @@ from headway.record.media.content import (
     take_text,
 )
 from headway.train import loop
-from headway.train.batches import count_batches, first_tensor, missing_dataset
+from headway.train.batches import count_batches, first_tensor
 from headway.train.diagnose.profiler import ProfilerSettings
 from headway.train.loop_state import LoopState
 from headway.train.metrics.epoch_metrics import EpochMetric
 from headway.train.metrics.meter import Reduction, Scope
 from headway.train.settings import LOG_EVERY
-from headway.train.uneven import gather_lengths
 
 if TYPE_CHECKING:
     from headway.train.metrics.history import History
@@ -283,15 +282,15 @@ class Stage(ABC):
     def batches(self, name: str = "train") -> Iterator[Any]:
         """Yields the batches of dataset `name` on this rank's device. Each iteration of your loop is one step.
 
-        An iteration that ends with `break` is one, too. All ranks end with the one that has the fewest batches.
+        An iteration that ends with `break` is one, too.
         """
         state, timer = self._loop, self.pipe._timer
         loader = self.datasets.get(name)
         if loader is None:
-            raise missing_dataset(self, name)
+            raise state.missing_dataset(name)
         finish_open_steps(self)
-        lengths = gather_lengths(count_batches(loader, None), self.device)
-        progress, in_step = state.begin_agreed_pass(loader, None, lengths), False
+        progress, in_step = state.begin_pass(loader, count_batches(loader, None)), False
+        state.expect_uneven(loader, progress)
         try:
             for batch in state.device_batches(loader, progress=progress):
                 state.batch, state.in_step = batch, True

@@ -169,6 +169,7 @@ def _write(
             raise UsageError(f"{path} exists already: choose another name, or remove it")
     staged = [path.with_name(f".{path.name}.{token}.tmp") for path in paths]
     with files.storage(f"write {target}"):
+        target.parent.mkdir(parents=True, exist_ok=True)
         try:
             for hidden, shard in zip(staged, shards, strict=False):
                 write_file(hidden, _parts(reader, shard, names, about))

@@ -2,7 +2,7 @@
 
 It is off by default. A step costs a digest of the random number generators, some 10 us. Losses stay on the device until
 the log point, where one collective gathers the entries of all ranks and rank 0 writes them. The format and the reader
-are in `headway.record.ledger`.
+are in `headway.record.ledger`. `Ledger` is the same for a loop without a `Pipeline`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
@@ -18,15 +18,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headway import dist
 from headway.data.order import SampleLookup, TraceableLoader
 from headway.dist import World
 from headway.dist.collective.exchange import gather_rows
+from headway.errors import UsageError
+from headway.record import Recording
 from headway.record.ledger import LedgerRow, digest
 from headway.run import Run
+from headway.system.failpoints import failpoint
 from headway.system.jsonlines import JsonLinesWriter
 
 if TYPE_CHECKING:
     from headway.train.stage import Stage
+
+Loss = tuple[int, Tensor, float]
+"""the step of a loss, the loss, and its weight"""
 
 _EXACT_BYTES = 6  # of a digest, as many as a double holds exactly
 
@@ -97,21 +104,21 @@ class LedgerWriter:
             self._new_orders.append({"kind": "order", "id": name, "order": order})
         return name
 
-    def end_step(self, stage: Stage) -> None:
+    def end_step(self, step: int, *, epoch: int) -> None:
         """Completes the entry of a step."""
-        self._current.step, self._current.epoch = stage.pipe.steps_done, stage.epoch
-        self._current.random = _rng_digest(stage.device)
+        self._current.step, self._current.epoch = step, epoch
+        self._current.random = _rng_digest(self._world.device)
         self._steps.append(self._current)
         self._current = _StepEntry()
 
     # --- at a log point
 
-    def write(self, stage: Stage) -> None:
+    def write(self, stage: str, losses: Iterable[Loss]) -> None:
         """Gathers the entries of all ranks since the last log point, and writes them. Call it on all ranks."""
         steps, self._steps = self._steps, []
         if not steps:
             return
-        sums, weights = _losses(stage, steps)
+        sums, weights = _sum_losses(losses, steps)
         mine = [
             [total, weight, _number(step.random), _number(step.contents.digest())]
             for step, total, weight in zip(steps, sums, weights, strict=True)
@@ -122,13 +129,13 @@ class LedgerWriter:
             self._rows.write_all([*self._new_orders, *({"kind": "step"} | asdict(row) for row in rows)])
             self._new_orders = []
 
-    def _row(self, stage: Stage, noted: _StepEntry, ranks: Tensor) -> LedgerRow:
+    def _row(self, stage: str, noted: _StepEntry, ranks: Tensor) -> LedgerRow:
         total, weight = (sum(column) for column in (ranks[:, 0].tolist(), ranks[:, 1].tolist()))
         contents = digest(ranks[:, 3].numpy().tobytes())
         return LedgerRow(
             step=noted.step,
             attempt=self._attempt,
-            stage=stage.name,
+            stage=stage,
             epoch=noted.epoch,
             world_size=self._world.world_size,
             loss=(total / weight).hex() if weight else None,
@@ -138,17 +145,76 @@ class LedgerWriter:
         )
 
 
-def _losses(stage: Stage, steps: list[_StepEntry]) -> tuple[list[float], list[float]]:
-    """Returns, for each step, the sum of this rank's losses weighted by samples, and the number of samples."""
+@final
+class Ledger:
+    """The ledger of a loop of your own: what `headway verify-resume` compares, and `headway runs samples` reads.
+
+        with hw.record.recording(run, world) as attempt, hw.train.Ledger(attempt) as ledger:
+            for step, (x, y) in enumerate(train, 1):
+                ...
+                ledger.add(step, loss, train, weight=len(x))
+                if step % 1000 == 0:
+                    ledger.write()
+                    hw.checkpoint.save(run, state, step=step, lock=attempt.lock)
+
+    All ranks make one and make the same calls. `add` waits for nothing; `write` is one collective.
+    """
+
+    def __init__(self, attempt: Recording) -> None:
+        self._attempt = attempt
+        self._writer = LedgerWriter(attempt.run, dist.world(), attempt=attempt.attempt)
+        self._losses: list[Loss] = []
+        self._started = False
+
+    def __enter__(self) -> Ledger:
+        self._writer.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._writer:
+            if kind is None:  # else other ranks may not be here
+                self.write()
+
+    def add(self, step: int, loss: Tensor, loader: object, *, weight: float = 1.0, epoch: int = 0) -> None:
+        """Adds a step, counted from 1 over the whole run: its mean loss over `weight` samples, and its batch.
+
+        The batch is the last one of `loader`, a `hw.data.DataLoader` or `hw.data.ShardLoader`.
+        """
+        if not isinstance(loader, TraceableLoader) or loader.last_span() is None:
+            raise UsageError(
+                f"the ledger got a {type(loader).__name__}, which does not know the samples of its last batch: pass "
+                "the hw.data.DataLoader or hw.data.ShardLoader that the loop reads"
+            )
+        if not self._started and dist.is_root():
+            self._attempt.run.note_attempt(self._attempt.attempt, step_started=step - 1)
+        self._started = True
+        self._writer.add_batch(loader, None)
+        self._losses.append((step, loss.detach(), weight))
+        self._writer.end_step(step, epoch=epoch)
+        failpoint("train.step")
+
+    def write(self) -> None:
+        """Writes the rows of all steps so far. Call it before each save, so that no row of a saved step is lost."""
+        self._writer.write("loop", self._losses)
+        self._losses.clear()
+
+
+def stage_losses(stage: Stage) -> Iterator[Loss]:
+    """Yields the losses of a stage since the last log point."""
+    for step, loss, count, weight in stage._loop.recent_losses:
+        yield step, loss, float(count if weight is None else weight)
+
+
+def _sum_losses(losses: Iterable[Loss], steps: list[_StepEntry]) -> tuple[list[float], list[float]]:
+    """Returns, for each step, the sum of this rank's losses times their weights, and the sum of the weights."""
     places = {noted.step: number for number, noted in enumerate(steps)}
     sums, weights = [0.0] * len(steps), [0.0] * len(steps)
-    recent = [one for one in stage._loop.recent_losses if one[0] in places]
+    recent = [one for one in losses if one[0] in places]
     if recent:
-        values = torch.stack([loss for _, loss, _, _ in recent]).double().tolist()
-        for (step, _, count, weight), value in zip(recent, values, strict=True):
-            counted = float(count if weight is None else weight)
-            sums[places[step]] += value * counted
-            weights[places[step]] += counted
+        values = torch.stack([loss for _, loss, _ in recent]).double().tolist()
+        for (step, _, weight), value in zip(recent, values, strict=True):
+            sums[places[step]] += value * weight
+            weights[places[step]] += weight
     return sums, weights
 
 
