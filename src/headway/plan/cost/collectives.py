@@ -20,7 +20,7 @@ class CollectiveGroup(NamedTuple):
     peer_bytes_per_s: float
     """Bandwidth of one rank to the others of its node."""
     own_bytes_per_s: float
-    """Bandwidth of one rank to another node: the share of one GPU in the node's network."""
+    """Bandwidth of one rank to the next: the share of one GPU in the node's network, or the links inside a node."""
 
     @property
     def nodes(self) -> int:
@@ -52,10 +52,12 @@ def expert_shard_group(layout: Layout, node: Node, constants: Calibration) -> Co
 def strided_group(size: int, stride: int, node: Node, constants: Calibration) -> CollectiveGroup:
     """Returns the group of `size` ranks that are `stride` apart."""
     per_node = max(1, min(size, node.gpus // stride))
-    peer = node.device.peer_bytes_per_s * constants.peer
-    own = min(peer, node.inter_bytes_per_s * constants.network / node.gpus)
+    others = per_node - 1 if per_node > 1 else node.gpus
+    peer = node.device.reached_bytes_per_s(others) * constants.peer
     if per_node == size:
-        return CollectiveGroup(size, per_node, peer, constants.peer_latency_s, peer, peer)
+        one = node.device.reached_bytes_per_s(1) * constants.peer
+        return CollectiveGroup(size, per_node, peer, constants.peer_latency_s, peer, one)
+    own = min(peer, node.inter_bytes_per_s * constants.network / node.gpus)
     return CollectiveGroup(size, per_node, min(peer, own * per_node), constants.network_latency_s, peer, own)
 
 

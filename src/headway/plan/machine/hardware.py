@@ -31,6 +31,8 @@ class Device:
     fp32: float | None = None
     nvlink_GBps: float | None = None
     """One direction, all links together; None if peers communicate over PCIe."""
+    peers: float | None = None
+    """GPUs to each of which it has a link of its own; None: a switch gives all links to any pair."""
     pcie_GBps: float = 31
     watts: float = 400
     achievable: float = 0.8
@@ -89,8 +91,17 @@ class Device:
 
     @property
     def peer_bytes_per_s(self) -> float:
-        """Bandwidth to another device of the node, one direction."""
+        """Bandwidth to the other devices of the node together, one direction."""
         return (self.nvlink_GBps or self.pcie_GBps) * 1e9
+
+    def reached_bytes_per_s(self, others: int) -> float:
+        """Bandwidth to so many other devices of the node: without a switch, each has a link of its own.
+
+        >>> find_device("mi300x-192").reached_bytes_per_s(1) / 1e9
+        64.0
+        """
+        share = 1.0 if self.peers is None else min(1.0, others / self.peers)
+        return self.peer_bytes_per_s * share
 
 
 class Node:
