@@ -10,7 +10,8 @@ from hypothesis import given, strategies as st
 from headway.plan.cost import collectives
 from headway.plan.cost.collectives import axis_group, strided_group
 from headway.plan.machine.calibration import Calibration
-from headway.plan.machine.hardware import Node
+from headway.plan.machine.efficiency import default_calibration
+from headway.plan.machine.hardware import GIB, Node
 from headway.plan.model.layout import Layout
 
 DGX = Node("dgx-h100")
@@ -35,6 +36,35 @@ def test_a_send_between_nodes_has_the_network_of_its_own_gpu() -> None:
 def test_an_all_to_all_inside_a_node_uses_the_peer_links() -> None:
     ranks = axis_group("ep", Layout(dp=8, ep=8, global_batch=8), DGX, IDEAL)
     assert collectives.all_to_all(ranks, 1e9) == pytest.approx(7 / 8 * 1e9 / 450e9, rel=0.02)
+
+
+# bus bandwidths in GB/s: stas00/ml-engineering at 744d01e, network/README.md (nccl-tests, 2025 and 2026)
+MEASURED = [
+    ("h200-sxm8", "all_gather", 8, 16 * GIB, 361.4),
+    ("h200-sxm8", "reduce_scatter", 8, 16 * GIB, 362.9),
+    ("h200-sxm8", "all_reduce", 4, 8 * GIB, 363.3),
+    ("dgx-b200", "all_reduce", 4, 8 * GIB, 673.2),
+    ("mi300x-8", "all_reduce", 8, 4 * GIB, 312.9),
+    ("mi300x-8", "all_reduce", 2, 4 * GIB, 47.7),
+    ("aws-p5en", "all_reduce", 32, 4 * GIB, 364.9),
+    ("aws-p6-b200", "all_reduce", 32, 16 * GIB, 381.8),
+    ("aws-p6-b200", "all_reduce", 32, GIB, 362.0),
+    ("aws-p6-b200", "all_reduce", 32, GIB // 4, 229.1),
+    ("aws-p6-b200", "all_reduce", 32, GIB // 16, 156.7),
+    ("aws-p6-b200", "all_reduce", 32, GIB // 64, 64.4),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "ranks", "size", "measured"), MEASURED)
+def test_collectives_take_as_long_as_measured(
+    name: str, kind: str, ranks: int, size: int, measured: float
+) -> None:
+    """NVLink, AMD's links, and EFA, which reaches as much of its bandwidth as InfiniBand: one constant for both."""
+    node = Node(name)
+    group = strided_group(ranks, 1, node, default_calibration(node.device))
+    volume = (2 if kind == "all_reduce" else 1) * (ranks - 1) / ranks * size
+    bus = volume / getattr(collectives, kind)(group, size) / 1e9
+    assert bus == pytest.approx(measured, rel=0.12 if size >= GIB else 0.4)
 
 
 SIZES = st.sampled_from([2, 4, 8, 16, 64, 512])
