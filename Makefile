@@ -1,5 +1,5 @@
 # headway: two commands suffice on a fresh machine, `make demo` and `make test`.
-.PHONY: install services demo test tests check bench faults docs clean help
+.PHONY: install services demo test tests check bench faults docs package notes clean help
 SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
@@ -44,6 +44,14 @@ docs: install  ## build the documentation into site/, and check its links and ex
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "open site/index.html"
 	$(BIN)/python -m pytest -q tests/docs
+
+package: install  ## sdist and wheel in dist/, tried in clean environments: core only, and each extra alone
+	rm -rf dist
+	$(BIN)/python -m hatchling build -d dist
+	$(BIN)/python scripts/check_package.py dist
+
+notes:  ## the release notes of a version, from the changelog: make notes VERSION=0.1.0
+	@$(PYTHON) scripts/release_notes.py $(VERSION)
 
 clean:  ## remove what was installed and cached here
 	rm -rf .venv site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

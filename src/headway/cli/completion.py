@@ -26,8 +26,8 @@ The script holds all verbs, options and choices, and starts no Python. Write it 
 _BASH = """\
 # Completion of headway {version} for bash, by: headway completion bash
 _headway() {{
-    local cur=${{COMP_WORDS[COMP_CWORD]}} prev=${{COMP_WORDS[COMP_CWORD-1]}} key= at=1 word
-    local verbs= options= valued= runs= script=
+    local cur=${{COMP_WORDS[COMP_CWORD]}} prev=${{COMP_WORDS[COMP_CWORD-1]}} key='' at=1 word
+    local verbs='' options='' valued='' runs='' script=''
     COMPREPLY=()
     while ((at < COMP_CWORD)); do
         case "$key ${{COMP_WORDS[at]}}" in
@@ -57,10 +57,12 @@ _headway() {{
     if [[ " $valued " == *" $prev "* ]]; then
         return  # files
     elif [[ $cur == -* ]]; then
-        COMPREPLY=($(compgen -W "$options" -- "$cur"))
+        mapfile -t COMPREPLY < <(compgen -W "$options" -- "$cur")
     else
-        if ((at == COMP_CWORD)); then COMPREPLY=($(compgen -W "$verbs" -- "$cur")); fi
-        if [[ $runs ]]; then COMPREPLY+=($(compgen -W "$(ls runs 2> /dev/null)" -- "$cur")); fi
+        if ((at == COMP_CWORD)); then mapfile -t COMPREPLY < <(compgen -W "$verbs" -- "$cur"); fi
+        if [[ $runs ]]; then
+            mapfile -t -O ${{#COMPREPLY[@]}} COMPREPLY < <(compgen -W "$(ls runs 2> /dev/null)" -- "$cur")
+        fi
     fi
 }}
 complete -o bashdefault -o default -F _headway headway
@@ -154,9 +156,9 @@ def _bash_command(command: Command) -> str:
 def _bash_values(commands: Sequence[Command]) -> Iterator[str]:
     for command, option in _with_values(commands):
         offered = {
-            "directory": 'compopt -o filenames; COMPREPLY=($(compgen -d -- "$cur"))',
-            "run": 'COMPREPLY=($(compgen -W "$(ls runs 2> /dev/null)" -- "$cur"))',
-            "choice": f'COMPREPLY=($(compgen -W {shlex.quote(" ".join(option.choices))} -- "$cur"))',
+            "directory": 'compopt -o filenames; mapfile -t COMPREPLY < <(compgen -d -- "$cur")',
+            "run": 'mapfile -t COMPREPLY < <(compgen -W "$(ls runs 2> /dev/null)" -- "$cur")',
+            "choice": f'mapfile -t COMPREPLY < <(compgen -W {shlex.quote(" ".join(option.choices))} -- "$cur")',
         }[option.value]
         yield f"        {_patterns(command, option)}) {offered}; return ;;"
 

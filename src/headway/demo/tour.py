@@ -17,7 +17,6 @@ from headway.errors import UsageError
 from headway.run import Run, runs_under
 from headway.system.text import format_duration
 
-_SCRIPTS = ("draw.py", "train.py")
 _SHAPES = 6  # that draw.py draws
 
 
@@ -64,13 +63,18 @@ def give_tour(directory: Path, screen: Console, *, size: TourSize = FULL) -> Pat
     return killed.report_file
 
 
+def scripts() -> list[Path]:
+    """Returns the scripts that the tour copies and runs."""
+    return [Path(__file__).with_name(name) for name in ("draw.py", "train.py")]
+
+
 def _prepare(directory: Path) -> Path:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if any(directory.iterdir()):
             raise UsageError(f"{directory} is not empty: give the demo a directory of its own")
-        for name in _SCRIPTS:
-            shutil.copyfile(Path(__file__).with_name(name), directory / name)
+        for script in scripts():
+            shutil.copyfile(script, directory / script.name)
     except OSError as error:
         raise UsageError(f"{directory} cannot be made: {error.strerror}; give another directory") from error
     return directory.resolve()
