@@ -43,6 +43,7 @@ part() { # name, seconds, command ...
 git log -1 --format='%h %s' 2>/dev/null | tee -a "$summary"
 
 part loop 200 "$python" benchmarks/loop.py
+part plan-live 180 "${test[@]}" tests/plan/test_gpu_live.py
 part plan 420 "${test[@]}" tests/plan/test_gpu_measure.py
 part train 240 "${test[@]}" tests/train/test_gpu.py
 part resume 240 "${test[@]}" tests/train/test_resume.py -k gpu

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import yaml
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import headway as hw
 from headway.cli import plan as cli
-from headway.errors import UsageError
+from headway.errors import HeadwayError, UsageError
+from headway.plan.tracer.measurement import machine_here
 from headway.system import jsonlines
 from headway.testing import ranks
 from headway.train import Pipeline, TrainValStage
+from headway.watch.planned import compare_with_plan
 
 STEP_S = 0.02
 
@@ -85,3 +92,112 @@ def test_a_file_that_is_not_a_plan_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("[]")
     with pytest.raises(UsageError, match=r"other.json is not a plan"):
         pipe.enable_plan(tmp_path / "other.json")
+
+
+def calibrate(home: Path, *, kernel_s: float, memory_GB: float) -> dict[str, str]:
+    """Writes what `headway plan calibrate` would, and returns the environment in which it is found."""
+    device = {"name": "cpu", "memory_GB": memory_GB, "hbm_GBps": 10, "bf16": 0.1, "achievable": 1.0}
+    constants = {"kernel_s": kernel_s, "device": "cpu", "measured": ["kernel_s"], "source": "measured on cpu"}
+    file = home / ".headway" / "machine.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    node = {"name": "this", "device": device, "gpus": 1}
+    file.write_text(yaml.safe_dump({"node": node, "calibration": constants}))
+    return {"HOME": str(home)}
+
+
+class Blocks(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+class UntilCompared(TrainValStage):
+    """Trains until the plan was traced and steps were compared with it."""
+
+    def step(self, batch: Any) -> torch.Tensor:
+        time.sleep(STEP_S)
+        points = self.pipe.history.log_points
+        if self.pipe.world.is_root and points and "plan/step" in points[-1].values:
+            self.stop_stage()
+        return self.models["net"](batch[0]).square().mean()
+
+
+class Greedy(TrainValStage):
+    """Needs more than the device has, unless it computes without data."""
+
+    def step(self, batch: Any) -> torch.Tensor:
+        if not isinstance(batch[0], FakeTensor):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self.models["net"](batch[0]).square().mean()
+
+
+def traced_pipe(root: Path, width: int, rows: int) -> Pipeline:
+    data = torch.utils.data.TensorDataset(torch.randn(8 * rows, width))
+    pipe = Pipeline(name="traced", root=root)
+    pipe.register_model("net", Blocks(width), ema=0.9)
+    pipe.register_optimizer("adamw", lambda params: torch.optim.AdamW(params))
+    pipe.register_dataset("train", hw.data.DataLoader(data, batch_size=rows))
+    pipe.enable_plan()
+    return pipe
+
+
+@ranks(2)
+def test_a_plan_is_traced_from_the_registered_model(tmp_path: Path) -> None:
+    home = calibrate(tmp_path / f"home-{hw.rank()}", kernel_s=1e-3, memory_GB=20)
+    pipe = traced_pipe(tmp_path / "runs", 32, 4)
+    pipe.append_stage(UntilCompared(log_every=1), max_epochs=10_000)
+    with mock.patch.dict(os.environ, home):
+        found = pipe.run()
+    if not hw.is_root():
+        assert not any("plan/step" in row.values for row in pipe.history.log_points)
+        return
+    plan = json.loads((found.path / "plan.json").read_text())
+    weights = [weight.numel() * 4 for weight in pipe.registered_models["net"].bare.parameters()]
+    size = sum(-(-each // 512) * 512 for each in weights)  # as CUDA's allocator rounds
+    parts = {key: plan["answers"][f"memory.part.{key}"]["value"] for key in ("parameters", "averages")}
+    assert parts == {"parameters": size, "averages": size}
+    assert plan["answers"]["memory.part.gradients"]["value"] >= size  # DDP's buckets stay
+    assert plan["answers"]["memory.part.optimizer"]["value"] >= 2 * size
+    step = plan["answers"]["time.step"]
+    launches = plan["answers"]["time.launches"]["value"] / 1e-3
+    assert step["value"] == pytest.approx(1e-3 * launches, rel=0.1) and launches > 40
+    ratio = next(row.values["plan/step"] for row in pipe.history.log_points if "plan/step" in row.values)
+    told = [row["text"] for row in jsonlines.read(found.path / "events.jsonl") if row["kind"] == "plan"]
+    assert len(told) == (not step["low"] <= ratio * step["value"] <= step["high"])
+    compared = compare_with_plan(found)
+    assert compared[0].what == "step" and compared[0].measured is not None
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_would_have_fitted_is_said_when_memory_runs_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """767 MiB of CUDA's context, and 302 reserved: for cuBLAS 64, for states 33, and for activations."""
+    monkeypatch.setenv("HOME", calibrate(tmp_path, kernel_s=1e-5, memory_GB=0.95)["HOME"])
+    pipe = traced_pipe(tmp_path / "runs", 256, 4096)
+    pipe.append_stage(Greedy(), max_epochs=1)
+    with pytest.raises(HeadwayError) as caught:
+        pipe.run()
+    said = str(caught.value)
+    assert (
+        "the plan predicted 1.0 of 0.9 GiB, and that this would fit: batches of 1024 with accumulate=4"
+        in said
+    )
+    assert "batches of 2048" not in said  # 0.96 GiB
+
+
+def test_a_device_that_nobody_knows_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(UsageError, match=r"'abacus' is not in the catalog; .* headway plan calibrate"):
+        machine_here("abacus")
+    assert machine_here("NVIDIA H200")[0].device.name == "h200-sxm-141"
+    calibrate(tmp_path, kernel_s=7e-6, memory_GB=1.0)
+    assert machine_here("cpu")[1].kernel_s == 7e-6

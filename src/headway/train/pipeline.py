@@ -267,8 +267,14 @@ class Pipeline(EvaluationMethods, TrackerMethods):
         """
         self._ledger_enabled = True
 
-    def enable_plan(self, plan: str | Path) -> None:
-        """Compares memory and step time with a saved plan: see `headway.train.diagnose.plan_check`."""
+    def enable_plan(self, plan: str | Path | None = None) -> None:
+        """Compares memory and step time with a plan: that of a file, or one traced from the first stage at its start.
+
+        A file is written by `headway plan ... --save plan.json`. Without one, the step of the registered models is
+        traced by another process while the run trains, with its real batch.
+
+        >>> pipe.enable_plan()
+        """
         self.add_callback(PlanCheck(plan))
 
     # --- running

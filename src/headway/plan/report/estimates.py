@@ -142,7 +142,9 @@ def estimate(
     )  # fmt: skip
     needed, capacity = found["memory.needed"], node.device.memory_bytes
     fits = needed.value <= capacity
-    ways = [] if fits else find_remedies(model, layout, node, constants)
+    ways = find_remedies(
+        model, layout, node, constants
+    )  # if it runs out of memory all the same, its report has them
     return Estimate(
         title=f"{model.name}, {layout.describe()}",
         node=f"{-(-layout.gpus // node.gpus)} x {node.name} ({layout.gpus} GPU{'s' if layout.gpus > 1 else ''})",

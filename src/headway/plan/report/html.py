@@ -148,7 +148,7 @@ def _color(index: int) -> str:
 
 
 def _remedies(plan: Estimate) -> str:
-    if not plan.remedies:
+    if plan.fits or not plan.remedies:
         return ""
     rows = "".join(
         f"<tr><td>{escape(way.change)}</td><td class=number>{format_value(way.needed, 'bytes')}</td>"

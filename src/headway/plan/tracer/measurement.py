@@ -15,12 +15,13 @@ from typing import Any
 
 from headway.errors import HeadwayError, UsageError
 from headway.plan import checks
-from headway.plan.machine.calibration import Calibration
+from headway.plan.machine.calibration import Calibration, calibration_file, load_calibration
 from headway.plan.machine.efficiency import default_calibration, scoped_calibration
 from headway.plan.machine.hardware import Device, Node, find_device
 from headway.plan.tracer.request import FunctionReference, function_reference, trace_modules
 from headway.plan.tracer.result import TraceResult
 from headway.plan.tracer.settings import TraceSettings
+from headway.plan.yaml_reader import read_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,6 +333,20 @@ def _catalog_device(name: str) -> Device | None:
     """
     found = (entry for words, entry in _DRIVER_NAMES.items() if f" {name}".endswith(f" {words}"))
     return next((find_device(entry) for entry in found), None)
+
+
+def machine_here(name: str) -> tuple[Node, Calibration]:
+    """Returns node and constants for the device of this name here: what `calibrate` has written, or the catalog's."""
+    known, file = _catalog_device(name), calibration_file()
+    if file.is_file():
+        node = Node.of(**checks.require_mapping(f"{file}: node", read_yaml(file).get("node")))  # type: ignore[arg-type]
+        if node.device.name == (known.name if known else name):
+            return node, scoped_calibration(load_calibration(file), node.device)[0]
+    if known is None:
+        raise UsageError(
+            f"the device {name!r} is not in the catalog; measure it once: headway plan calibrate"
+        )
+    return Node.of(name=name, device=known.name, gpus=1), default_calibration(known)
 
 
 def _node_named(name: str) -> Node:

@@ -24,6 +24,7 @@ from headway.plan.report.saved_plan import SavedPlan
 from headway.system import files
 from headway.system.jsonlines import parse_json
 from headway.system.text import shorten_list
+from headway.train.diagnose.plan_check import PlanCheck
 
 if TYPE_CHECKING:
     from headway.run import Run
@@ -61,6 +62,9 @@ def _out_of_memory(error: torch.OutOfMemoryError, stage: Stage) -> str:
             file = pipe.directory.memory_file(pipe.world.rank)
             file.write_text(torch.cuda.memory_summary(pipe.device))
             known.append(f"the allocator's own summary is in {file}")
+    for callback in pipe._callbacks:
+        if isinstance(callback, PlanCheck):
+            callback.await_plan(stage)
     known += _planned_memory(pipe.directory)
     advice = "lower the batch size and raise accumulate, pass activation_checkpointing, or shard the model with fsdp"
     return f"{'; '.join(known)}: {advice} ({str(error).splitlines()[0]})"
@@ -79,7 +83,8 @@ def _planned_memory(run: Run) -> list[str]:
         return []
     of = f" of {available / _GIB:.1f}" if available else ""
     fixes = SavedPlan(title=run.path.name, content=plan).fixes[:2]
-    fit = f", and that this would fit: {' or '.join(fixes)}" if fixes else ""
+    words = "this needs less" if plan.get("fits") else "this would fit"
+    fit = f", and that {words}: {' or '.join(fixes)}" if fixes else ""
     return [f"the plan predicted {needed / _GIB:.1f}{of} GiB{fit}"]
 
 

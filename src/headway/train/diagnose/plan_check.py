@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
+from headway.errors import HeadwayError
 from headway.plan.report.saved_plan import PlanComparison, PlannedKey, SavedPlan, read_saved_plan
 from headway.run.info import to_json
 from headway.system import files
@@ -18,12 +19,15 @@ from headway.train.callback import Callback
 from headway.train.metrics.meter import LogPoint
 
 if TYPE_CHECKING:
+    from headway.train.diagnose.traced_plan import ForkedTrace
     from headway.train.pipeline import Pipeline
     from headway.train.stage import Stage
 
 _INTERVALS = 3
 """Intervals between log points that must have been measured before anything is said: the first steps are slow."""
 _REMEMBERED = 15
+_PATIENCE_S = 60.0
+"""How long a failure waits for the plan that is quoted in its report."""
 
 
 def with_plan(stage: Stage, kind: str, point: LogPoint) -> LogPoint:
@@ -39,11 +43,13 @@ def with_plan(stage: Stage, kind: str, point: LogPoint) -> LogPoint:
 class PlanCheck(Callback):
     """Compares `plan/step` and `plan/memory`, measured over planned, and says once if one is outside its interval.
 
-    Each rank measures its own, so they cost no exchange; the rows have those of rank 0.
+    Each rank measures its own, so they cost no exchange; the rows have those of rank 0. Without a plan, rank 0 traces
+    the step of the first stage while it trains.
     """
 
-    def __init__(self, plan: str | Path | SavedPlan) -> None:
-        self.plan = plan if isinstance(plan, SavedPlan) else read_saved_plan(plan)
+    def __init__(self, plan: str | Path | SavedPlan | None = None) -> None:
+        self.plan = plan if isinstance(plan, SavedPlan) or plan is None else read_saved_plan(plan)
+        self._trace: ForkedTrace | None = None
         self._since: tuple[float, int] | None = (
             None  # when the last log point was, and the steps done by then
         )
@@ -51,11 +57,48 @@ class PlanCheck(Callback):
         self._told: set[str] = set()
 
     def pre_run(self, pipe: Pipeline) -> None:
-        if pipe.world.is_root and pipe.directory.is_ours() and not pipe.directory.plan_file.exists():
-            files.write_atomic(pipe.directory.plan_file, to_json(self.plan.content))
+        if self.plan is not None:
+            self._keep(pipe)
+        elif pipe.directory.plan_file.exists():  # the plan of an earlier attempt
+            self.plan = read_saved_plan(pipe.directory.plan_file)
+
+    def pre_stage(self, stage: Stage) -> None:
+        if self.plan is None and stage is stage.pipe.stages[0] and stage.pipe.world.is_root:
+            self._trace = _start_trace(stage)
 
     def pre_epoch(self, stage: Stage) -> None:  # noqa: ARG002
         self._since = None
+
+    def post_run(self, pipe: Pipeline) -> None:  # noqa: ARG002
+        if self._trace is not None:
+            self._trace.close()
+
+    def await_plan(self, stage: Stage) -> None:
+        """Waits for a plan that is being traced, if there is one."""
+        self._take_trace(stage, wait_s=_PATIENCE_S)
+
+    def _take_trace(self, stage: Stage, *, wait_s: float = 0.0) -> None:
+        """Takes the plan from the process that traces the step, if it is done."""
+        if self._trace is None or stage is not stage.pipe.stages[0]:
+            return
+        trace, self._trace = self._trace, None
+        try:
+            trace.ask(stage._loop.batch)
+            self.plan = trace.answer(wait_s=wait_s)
+        except HeadwayError as error:
+            logger.warning("the run has no plan: %s", error, extra={"event": "plan"})
+        else:
+            if self.plan is None:
+                self._trace = trace  # still at work
+            else:
+                self._step_s = []  # steps beside a process that traces are slower
+                self._keep(stage.pipe)
+
+    def _keep(self, pipe: Pipeline) -> None:
+        """Writes the plan into the run directory, once."""
+        assert self.plan is not None
+        if pipe.world.is_root and pipe.directory.is_ours() and not pipe.directory.plan_file.exists():
+            files.write_atomic(pipe.directory.plan_file, to_json(self.plan.content))
 
     def measure(self, stage: Stage, kind: str) -> dict[str, float]:
         """Returns what is measured over what was planned; call it at every log point."""
@@ -66,6 +109,9 @@ class PlanCheck(Callback):
         if self._since is not None and steps > self._since[1]:
             self._step_s = [*self._step_s, (now - self._since[0]) / (steps - self._since[1])][-_REMEMBERED:]
         self._since = now, steps
+        self._take_trace(stage)
+        if self.plan is None:
+            return {}
         measured: dict[PlannedKey, float | None] = {}
         if len(self._step_s) >= _INTERVALS:
             measured["step"] = median(self._step_s)
@@ -92,3 +138,22 @@ class PlanCheck(Callback):
         if waited is not None and waited > 0.1:
             return f"; {waited:.0%} of the step is a wait for data, which the plan has none of"
         return "; hardly any of it is a wait for data: the device or the exchange between ranks differs"
+
+
+def _start_trace(stage: Stage) -> ForkedTrace | None:
+    """Begins to trace the step of a stage; says why if it cannot be."""
+    from headway.train.diagnose.traced_plan import ForkedTrace
+    from headway.train.train_val import TrainValStage
+
+    split = [name for name, model in stage.pipe.registered_models.items() if model.sharded]
+    if isinstance(stage, TrainValStage) and not split:
+        return ForkedTrace(stage)
+    why = (
+        f"model {split[0]!r} is split over ranks" if split else f"stage {stage.name!r} has a loop of its own"
+    )
+    logger.warning(
+        "the run has no plan: %s, so its step cannot be traced; save one with `headway plan ... --save plan.json`",
+        why,
+        extra={"event": "plan"},
+    )
+    return None

@@ -3,32 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
-import traceback
 import warnings
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
-
-from headway.plan.tracer.process import allocator, cuda_emulation, user_code
-from headway.plan.tracer.process.memory_meter import replay_peak
+from headway.plan.tracer.process import cuda_emulation
+from headway.plan.tracer.process.outcome import trace_step
 from headway.plan.tracer.process.step import StepTracer
 from headway.plan.tracer.settings import TraceSettings
-
-_UNLABELED = {
-    "forward": "activations",
-    "backward": "temporaries",
-    "optimizer": "temporaries",
-    "build": "other",
-}
 
 
 def main() -> None:
@@ -37,71 +19,9 @@ def main() -> None:
     rules = cuda_emulation.install()
     for index, request in enumerate(requests):
         partial = directory / f"{index}.partial"
-        partial.write_text(json.dumps(_traced(TraceSettings(**request))))
+        partial.write_text(json.dumps(trace_step(StepTracer(TraceSettings(**request)))))
         partial.replace(directory / f"{index}.json")
     del rules
-
-
-def _traced(request: TraceSettings) -> dict[str, Any]:
-    step = StepTracer(request)
-    try:
-        step.run()
-        return _result(step)
-    except user_code.UserCodeError as error:
-        return {"error": str(error), "kind": "usage"}
-    except (UnsupportedOperatorException, DataDependentOutputException, DynamicOutputShapeException) as error:
-        return _failure(step, f"the operation {error.func} cannot be traced without data")
-    except Exception as error:  # noqa: BLE001 - user code may raise anything; the parent reports it
-        return _failure(step, f"{type(error).__name__}: {error}{_where(error)}")
-
-
-def _where(error: Exception) -> str:
-    """Returns file and line of the last frame in the user's own code."""
-    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-    frames = traceback.extract_tb(error.__traceback__)
-    last = next((frame for frame in reversed(frames) if not frame.filename.startswith(ours)), None)
-    return "" if last is None else f" ({Path(last.filename).name}:{last.lineno})"
-
-
-def _result(step: StepTracer) -> dict[str, Any]:
-    meter = step.meter
-    allocated, reserved = allocator.replay(list(meter.events), built=step.built_at, start=step.measured_from)
-    peak, by_label, by_module, by_operation = replay_peak(meter, _UNLABELED, step.measured_from)
-    counts = Counter(kernel for _, kernel in meter.queue)
-    numbers = {kernel: number for number, kernel in enumerate(counts)}
-    return {
-        "parameters": step.parameters,
-        "trainable": step.trainable,
-        "peak": peak,
-        "allocated": allocated,
-        "reserved": reserved,
-        "by_label": by_label,
-        "by_module": _grouped(by_module),
-        "by_operation": by_operation,
-        "flops": sum(kernel.flops for _, kernel in meter.queue),
-        "kernels": [[*kernel, count] for kernel, count in counts.items()],
-        "queue": [[phase, numbers[kernel]] for phase, kernel in meter.queue],
-        "notes": step.notes,
-    }
-
-
-def _failure(step: StepTracer, message: str) -> dict[str, Any]:
-    """Reports what is known of a module that did not run: its model states."""
-    return {
-        "error": message,
-        "parameters": step.parameters,
-        "trainable": step.trainable,
-        "state_bytes": step.state_bytes,
-    }
-
-
-def _grouped(by_module: dict[str, int]) -> dict[str, int]:
-    """Adds up layers whose names differ only by their number."""
-    found: dict[str, int] = {}
-    for name, size in by_module.items():
-        key = re.sub(r"\.\d+(?=\.|$)", ".*", name) or "(outside any module)"
-        found[key] = found.get(key, 0) + size
-    return found
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.nn.functional as functional
@@ -17,6 +17,7 @@ from headway.plan.tracer.process.blocks import checkpoint_blocks
 from headway.plan.tracer.process.memory_meter import MemoryMeter
 from headway.plan.tracer.settings import TraceSettings
 
+_Optimizers = Sequence[torch.optim.Optimizer]
 _STEPS = 2
 """The first step creates the optimizer's state, the second is measured; a third would change nothing."""
 _LOSSES: dict[str, Callable[..., torch.Tensor]] = {
@@ -35,19 +36,35 @@ _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @dataclass(kw_only=True)
 class TrainingSetup:
-    """A model, its batch and its optimizer, ready for a training step."""
+    """A model, its batch, and functions that compute the loss and make the optimizers."""
 
     model: nn.Module
     batch: Any
-    loss: Callable[..., torch.Tensor] | None
-    optimizer: torch.optim.Optimizer
+    forward: Callable[[], Any]
+    """Returns the loss, or an output that has it."""
+    optimizers: Callable[[list[nn.Parameter]], Sequence[torch.optim.Optimizer]]
+    """Called when the model is sharded, which replaces its parameters."""
+    keeps_gradients: bool = False
+    """Gradients stay allocated between steps, as in the buckets of DDP."""
+    others: Sequence[torch.Tensor] = ()
+    """Further tensors on the device, such as averages of the weights."""
 
 
+@final
 class StepTracer:
-    """Builds and runs the step; after a failure it still knows what was built."""
+    """Builds and runs the step; after a failure it still knows what was built.
 
-    def __init__(self, settings: TraceSettings) -> None:
-        self.settings = settings
+    `make` builds it under the meter; by default it is what the settings name.
+    """
+
+    def __init__(
+        self,
+        settings: TraceSettings,
+        make: Callable[[], TrainingSetup] | None = None,
+        backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
+    ) -> None:
+        self.settings, self._backward = settings, backward
+        self._make = make or (lambda: setup_of(settings))
         self.meter = MemoryMeter()
         self.notes: list[str] = []
         self.parameters = 0
@@ -70,16 +87,17 @@ class StepTracer:
 
     def _run(self, shard: Callable[[nn.Module], None] | None) -> None:
         with FakeTensorMode(allow_non_fake_inputs=True), self.meter:
-            setup = self._build(shard)
+            setup, optimizers = self._build(shard)
             self.built_at = len(self.meter.events)
             for turn in range(_STEPS):
                 if turn == _STEPS - 1:
                     self.measured_from = len(self.meter.events)
                     self.meter.queue = []
-                self._step(setup)
+                self._step(setup, optimizers)
 
-    def _build(self, shard: Callable[[nn.Module], None] | None) -> TrainingSetup:
-        model, batch, loss = self._model_and_batch()
+    def _build(self, shard: Callable[[nn.Module], None] | None) -> tuple[TrainingSetup, _Optimizers]:
+        setup = self._make()
+        model = setup.model
         self.parameters = sum(p.numel() for p in model.parameters())
         self.trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         if self.settings.checkpoint:
@@ -92,63 +110,48 @@ class StepTracer:
                 parameter.register_post_accumulate_grad_hook(self._label_gradient)  # type: ignore[no-untyped-call]
         for buffer in model.buffers():
             self.meter.label(buffer, "buffers")
-        for leaf in tree_leaves(batch):
-            if isinstance(leaf, torch.Tensor):
-                self.meter.label(leaf, "inputs")
+        for name, tensors in (("inputs", tree_leaves(setup.batch)), ("averages", setup.others)):
+            for leaf in tensors:
+                if isinstance(leaf, torch.Tensor):
+                    self.meter.label(leaf, name)
         self._name_modules(model)
-        optimizer = self._optimizer([p for p in model.parameters() if p.requires_grad])
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
         trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         self.state_bytes = {"parameters": weights, "gradients": trained}
         model.train()
-        return TrainingSetup(model=model, batch=batch, loss=loss, optimizer=optimizer)
+        return setup, self._optimizers(setup)
 
-    def _model_and_batch(self) -> tuple[nn.Module, Any, Callable[..., torch.Tensor] | None]:
-        settings = self.settings
-        made = user_code.load_function(settings.factory)(**settings.arguments)
-        loss = named_loss(settings)
-        if isinstance(made, nn.Module):
-            return made, make_batch(settings, settings.batch_size), loss
-        if isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module):
-            return made[0], made[1], made[2] if len(made) == 3 else loss
-        raise user_code.UserCodeError(
-            f"{settings.factory} returned {type(made).__name__}; expected a module, or (module, batch[, loss])"
-        )
-
-    def _optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        optimizer = make_optimizer(self.settings, parameters)
-        for group in optimizer.param_groups:
+    def _optimizers(self, setup: TrainingSetup) -> _Optimizers:
+        optimizers = setup.optimizers([p for p in setup.model.parameters() if p.requires_grad])
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             if "foreach" in group and group["foreach"] is None and not group.get("fused"):
                 group["foreach"] = True  # torch's default on CUDA
-        return optimizer
+        return optimizers
 
     def _label_gradient(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             self.meter.label(parameter.grad, "gradients")
 
-    def _step(self, setup: TrainingSetup) -> None:
+    def _step(self, setup: TrainingSetup, optimizers: _Optimizers) -> None:
         meter = self.meter
         for _ in range(self.settings.accumulate):
             with meter.during("forward"):
-                loss = self._loss(setup)
+                losses = [self._loss(setup)]
             with meter.during("backward"):
-                loss.backward()  # type: ignore[no-untyped-call]
-            del loss
+                self._backward(losses.pop())
         with meter.during("optimizer"):
-            setup.optimizer.step()
-        for state in setup.optimizer.state.values():
-            for leaf in tree_leaves(state):
+            for optimizer in optimizers:
+                optimizer.step()
+        for optimizer in optimizers:
+            for leaf in tree_leaves(list(optimizer.state.values())):
                 if isinstance(leaf, torch.Tensor):
                     meter.label(leaf, "optimizer")
-        setup.optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=not setup.keeps_gradients)
 
     def _loss(self, setup: TrainingSetup) -> torch.Tensor:
         amp = self.settings.precision == "amp" and self.settings.fsdp == 1
         with torch.autocast("cpu", torch.bfloat16, enabled=amp):
-            if setup.loss is not None:
-                inputs, target = setup.batch
-                return setup.loss(call(setup.model, inputs), target)
-            return self._scalar(call(setup.model, setup.batch))
+            return self._scalar(setup.forward())
 
     def _scalar(self, output: Any) -> torch.Tensor:
         """Returns the model's loss; for a model that returns none, the mean of its output."""
@@ -184,6 +187,34 @@ class StepTracer:
 
             module.register_forward_pre_hook(enter)
             module.register_forward_hook(leave, always_call=True)
+
+
+def setup_of(settings: TraceSettings) -> TrainingSetup:
+    """Calls the functions that the settings name."""
+    made = user_code.load_function(settings.factory)(**settings.arguments)
+    loss = named_loss(settings)
+    if isinstance(made, nn.Module):
+        model, batch = made, make_batch(settings, settings.batch_size)
+    elif isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module):
+        model, batch = made[:2]
+        loss = made[2] if len(made) == 3 else loss
+    else:
+        raise user_code.UserCodeError(
+            f"{settings.factory} returned {type(made).__name__}; expected a module, or (module, batch[, loss])"
+        )
+
+    def forward() -> Any:
+        if loss is None:
+            return call(model, batch)
+        inputs, target = batch
+        return loss(call(model, inputs), target)
+
+    return TrainingSetup(
+        model=model,
+        batch=batch,
+        forward=forward,
+        optimizers=lambda parameters: [make_optimizer(settings, parameters)],
+    )
 
 
 def named_loss(settings: TraceSettings) -> Callable[..., torch.Tensor] | None:
