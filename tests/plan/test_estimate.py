@@ -98,7 +98,8 @@ def test_calibration_moves_the_step_and_narrows_the_interval() -> None:
     assert new.value == pytest.approx(1.3 * old.value)
     assert new.high / new.value < old.high / old.value
     assert any(note.startswith("100 % of the step time is uncalibrated") for note in before.notes)
-    assert [note.split(" is ")[0] for note in after.notes] == ["7 % of the step time"]  # no link was measured
+    (links,) = after.notes  # no link was measured
+    assert 5 <= int(links.split(" % of the step time is uncalibrated")[0]) <= 15
 
 
 def test_loader_and_node_notes() -> None:

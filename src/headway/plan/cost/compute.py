@@ -193,13 +193,13 @@ def gemm_seconds(gemm: Gemm, layout: Layout, device: Device, constants: Calibrat
     if gemm.name.startswith("expert"):
         reached *= constants.experts / constants.matrix
     arithmetic = gemm.flops / (device.matrix_flops(precision) * reached)
-    traffic = gemm.bytes(layout.element_bytes.activation) / _bytes_per_s(device, constants)
+    traffic = gemm.bytes(layout.element_bytes.activation) / stream_bytes_per_s(device, constants)
     overlapped = max(arithmetic, traffic) + constants.serial * min(arithmetic, traffic)
     cast = 0.0
     if fp8:
         weights = gemm.k * gemm.n / layout.microbatches  # cast once per step
         width = CAST_BYTES["megatron" if layout.megatron else "torch"]
-        cast = width * gemm.batch * (gemm.m * gemm.k + weights) / _bytes_per_s(device, constants)
+        cast = width * gemm.batch * (gemm.m * gemm.k + weights) / stream_bytes_per_s(device, constants)
     return overlapped + cast + constants.kernel_s
 
 
@@ -214,7 +214,7 @@ def attention_seconds(model: Transformer, layout: Layout, device: Device, consta
         flops = sum(gemm.flops * gemm.unmasked for gemm in products)
         scores = sum(g.m * g.n * g.batch * g.unmasked for g in products if g.name.endswith("scores"))
         return flops / rate + _exponential_seconds(scores, device) + constants.kernel_s
-    stream = _bytes_per_s(device, constants)
+    stream = stream_bytes_per_s(device, constants)
     width = layout.element_bytes.activation
     matrix = sum(max(gemm.flops / rate, gemm.bytes(width) / stream) for gemm in products)
     scores = sum(gemm.m * gemm.n * gemm.batch for gemm in products if gemm.name.endswith("scores"))
@@ -245,7 +245,7 @@ def elementwise_seconds(
     traffic = tokens * (replicated / (layout.tp if layout.sequence_parallel else 1) + split / layout.tp)
     kernels = FORWARD_KERNELS * (0.5 if layout.compiled else 1.0)
     stack = 1.0 if layout.megatron else COMPILED_TRAFFIC if layout.compiled else EAGER_TRAFFIC[model.norm]
-    return stack * traffic / _bytes_per_s(device, constants) + kernels * constants.kernel_s
+    return stack * traffic / stream_bytes_per_s(device, constants) + kernels * constants.kernel_s
 
 
 @lru_cache(maxsize=16384)
@@ -295,7 +295,7 @@ def head_seconds(model: Transformer, layout: Layout, device: Device, constants: 
     """Seconds of head and loss, forward and backward."""
     gemm = head_gemm(model, layout)
     passes = FUSED_LOSS_BYTES if layout.megatron or layout.compiled else EAGER_LOSS_BYTES
-    loss = gemm.m * gemm.n * passes / _bytes_per_s(device, constants)
+    loss = gemm.m * gemm.n * passes / stream_bytes_per_s(device, constants)
     return 3 * gemm_seconds(gemm, layout, device, constants) + loss
 
 
@@ -308,5 +308,6 @@ def _exponential_seconds(scores: float, device: Device) -> float:
     return scores / (device.exponentials_T * 1e12) if device.exponentials_T else 0.0
 
 
-def _bytes_per_s(device: Device, constants: Calibration) -> float:
+def stream_bytes_per_s(device: Device, constants: Calibration) -> float:
+    """Bytes that an elementwise kernel reads and writes in a second."""
     return device.hbm_GBps * 1e9 * device.hbm_achievable * constants.memory

@@ -221,7 +221,7 @@ def _context_parallel(
     forward, backward = attention + repeated, constants.attention_backward * attention
     passes = 2 if repeated else 1
     exposed = max(0.0, passes * hops - forward) + max(0.0, 2 * hops - backward)
-    stream = node.device.hbm_GBps * 1e9 * node.device.hbm_achievable * constants.memory
+    stream = compute.stream_bytes_per_s(node.device, constants)
     merged = tokens * model.heads * model.dim / layout.tp * MERGE_BYTES * (layout.cp - 1) / stream
     uneven = (
         0.0 if layout.megatron or not model.causal else (layout.cp - 1) / layout.cp * (forward + backward)
@@ -278,7 +278,8 @@ def _data_parallel(
     units = stage_layers(model, layout.pp, layout.vpp)[0].total + 1 if layout.zero == 3 else 1
     reduce = _over_shards(parameters, gradient, layout, node, constants, units)
     gather = _over_shards(parameters, width, layout, node, constants, units)
-    replicas = _replica_reduce(layout, node, constants, count * gradient)
+    besides = _replica_reduce(layout, node, constants, count * gradient)
+    besides += _unit_copies(count, layout, node.device, constants)
     if layout.zero == 3:
         times = m if layout.reshard else 1
         gathers, reduces = (2 if layout.reshard else 1) * times * gather, times * reduce
@@ -295,10 +296,10 @@ def _data_parallel(
             max(0.0, gathers - busy / m / 3) if layout.zero else gathers - min(gathers, busy / m * 2 / 3)
         )
     if not layout.overlap:
-        return gathers + reduces + replicas
+        return gathers + reduces + besides
     total = gathers + reduces
     exposed = max(exposed, total / m * parameters.largest_unit / count)
-    return exposed + OVERLAP_COST * max(0.0, total - exposed) + replicas
+    return exposed + OVERLAP_COST * max(0.0, total - exposed) + besides
 
 
 OVERLAP_COST = 0.2
@@ -318,6 +319,19 @@ def _over_shards(
     apart = collectives.expert_shard_group(layout, node, constants)
     shared = collectives.reduce_scatter(ranks, parameters.shared * width, pieces=units)
     return shared + collectives.reduce_scatter(apart, parameters.experts * width, pieces=units)
+
+
+def _unit_copies(count: float, layout: Layout, device: Device, constants: Calibration) -> float:
+    """Seconds in which torch's FSDP copies gathered weights out of, and gradients into, the buffers of a unit.
+
+    Weights are read and written after each gather, gradients read and written in the precision they are reduced in.
+    """
+    if layout.zero < 3 or layout.megatron:
+        return 0.0
+    times, passes = (layout.microbatches, 2) if layout.reshard else (1, 1)
+    width = layout.element_bytes.activation
+    moved = times * count * (passes * 2 * width + width + layout.element_bytes.gradient)
+    return moved / compute.stream_bytes_per_s(device, constants)
 
 
 def _replica_reduce(layout: Layout, node: Node, constants: Calibration, gradients: float) -> float:
@@ -340,4 +354,4 @@ def _optimizer(model: Transformer, layout: Layout, device: Device, constants: Ca
     traffic = count * (2 * state + 2 * numbers.weight + numbers.gradient)
     if layout.offload:
         return traffic / (device.pcie_GBps * 1e9)
-    return traffic / (device.hbm_GBps * 1e9 * device.hbm_achievable * constants.memory)
+    return traffic / compute.stream_bytes_per_s(device, constants)

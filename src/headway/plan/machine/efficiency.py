@@ -16,9 +16,9 @@ from headway.plan.machine.hardware import Device
 _AMPERE = Calibration()
 _HOPPER = replace(
     _AMPERE,
-    matrix=0.785,  # fitted, as matrix_fp8 and experts
-    matrix_fp8=0.885,
-    experts=0.345,
+    matrix=0.798,  # fitted, as matrix_fp8 and experts
+    matrix_fp8=0.891,
+    experts=0.344,
     serial=0.5,  # eight products on one H200
     attention=0.467,  # 363 TFLOP/s on one H200, causal; FlashAttention-2 reaches 370 on an H100
     fused_attention=0.755,  # cuDNN: 600 TFLOP/s on an H100 (FlashAttention-3, figure 5, heads of 128, 8k)
