@@ -17,7 +17,8 @@ import headway as hw
 from headway.errors import HeadwayError, UsageError
 from headway.testing import ranks
 from headway.train import Pipeline
-from headway.train.checks import gather_lengths
+from headway.train.checks import check_equal
+from headway.train.uneven import gather_lengths
 
 
 class Greedy(Classify):
@@ -179,6 +180,7 @@ def test_a_mean_over_nothing_is_named_with_its_rank_and_batch(tmp_path: Path) ->
 def test_numbers_of_batches_are_compared_exactly() -> None:
     """In single precision 2**24 and 2**24 + 1 are one number."""
     stage: Any = SimpleNamespace(name="long", device=torch.device("cpu"), train_dataset=lambda: None)
-    assert gather_lengths(stage, 2**24 + hw.rank(), uneven="longest") == [2**24, 2**24 + 1]
+    lengths = gather_lengths(2**24 + hw.rank(), stage.device)
+    assert lengths == [2**24, 2**24 + 1]
     with pytest.raises(UsageError, match="16,777,216 on rank 0, 16,777,217 on rank 1"):
-        gather_lengths(stage, 2**24 + hw.rank(), uneven=None)
+        check_equal(stage, lengths)

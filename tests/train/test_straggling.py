@@ -62,9 +62,20 @@ def test_of_two_ranks_the_slower_one_is_named() -> None:
     told = [stragglers.observe([1.4, 1.0], whole=3.0) for _ in range(3)]
     assert told[2] is not None and told[2].startswith("rank 0 is slower than the others")
     assert told[2].endswith("now 1.40 s against 1.00 s")
+
+
+def test_steps_below_a_millisecond_count_when_they_have_cost_a_second() -> None:
+    noise = Stragglers()
+    assert [noise.observe([0.0021, 0.0004], whole=0.003) for _ in range(50)] == [None] * 50
+    for _ in range(20):  # and a break in between begins the count again
+        assert noise.observe([0.02, 0.02], whole=0.05) is None
+        assert [noise.observe([0.04, 0.015], whole=0.05) for _ in range(39)] == [None] * 39
     brief = Stragglers()
-    told = [brief.observe([0.0021, 0.0004], whole=0.003) for _ in range(3)]
-    assert told[2] is not None and told[2].endswith("now 2.1 ms against 0.4 ms")
+    told = [brief.observe([0.056, 0.030], whole=0.06) for _ in range(45)]
+    (line,) = [each for each in told if each is not None]
+    assert line.startswith("rank 0 is slower than the others: at 39 log points in a row")
+    assert line.endswith("now 56 ms against 30 ms")
+    assert told[38] == line
 
 
 def test_what_costs_nothing_is_not_worth_a_word() -> None:

@@ -66,7 +66,7 @@ def test_a_rank_is_a_straggler_only_if_it_stays_slow(tmp_path: Path) -> None:
 def test_the_rule_is_that_of_the_loop() -> None:
     from headway.train.metrics import stragglers
 
-    for name in ("SLOW_FACTOR", "SLOW_LOG_POINTS", "MIN_LOST_FRACTION"):
+    for name in ("SLOW_FACTOR", "SLOW_LOG_POINTS", "MIN_LOST_FRACTION", "MIN_LOST_S"):
         assert getattr(ranks, name) == getattr(stragglers, name)
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from headway import data
 from headway.dist import World
-from headway.dist.collective.exchange import gather_rows
 from headway.errors import UsageError
 from headway.system.text import shorten_list
 from headway.train.diagnose.profiler import asked_window
@@ -71,22 +69,14 @@ def check_optimizers(stage: TrainValStage, returned: object) -> None:
         )
 
 
-def gather_lengths(stage: TrainValStage, batches: int | None, *, uneven: str | None) -> list[int] | None:
-    """Returns how many batches each rank has; None if a rank does not know.
-
-    Raises `UsageError` on all ranks if they know that they have different numbers, and `uneven` is not set.
-    """
-    mine = torch.tensor([-1 if batches is None else batches], dtype=torch.int64, device=stage.device)
-    lengths = gather_rows(mine)[:, 0].tolist()
-    if min(lengths) < 0:
-        return None
-    if len(set(lengths)) > 1 and uneven is None:
-        counts = shorten_list([f"{int(length):,} on rank {rank}" for rank, length in enumerate(lengths)])
+def check_equal(stage: TrainValStage, lengths: Sequence[int] | None) -> None:
+    """Raises `UsageError` if it is known that ranks have different numbers of training batches."""
+    if lengths is not None and len(set(lengths)) > 1:
+        counts = shorten_list([f"{length:,} on rank {rank}" for rank, length in enumerate(lengths)])
         raise UsageError(
             f"stage {stage.name!r} has different numbers of training batches: {counts}; "
             f'{_advice_for_equal_lengths(stage.train_dataset())}, limit_train_batches, or uneven="shortest"'
         )
-    return [int(length) for length in lengths]
 
 
 def _advice_for_equal_lengths(loader: object) -> str:

@@ -22,7 +22,7 @@ from headway.errors import UsageError
 from headway.record.media.content import MediaContent
 from headway.system.failpoints import armed
 from headway.system.log import logger
-from headway.train.batches import Pass, count_batches, open_loader, to_device
+from headway.train.batches import Pass, open_loader, to_device
 from headway.train.metrics.bad_samples import QuarantiningLoader, check_bad, log_bad, quarantining
 from headway.train.metrics.early_stopping import EarlyStopping
 from headway.train.metrics.epoch_metrics import EpochMetric, check_names, compute_metrics
@@ -32,7 +32,7 @@ from headway.train.resume import generators, rng
 from headway.train.resume.replay import note_batch
 from headway.train.resume.state import StatefulObject
 from headway.train.settings import check_whole
-from headway.train.uneven import BatchAgreement, Repeated, report_left
+from headway.train.uneven import BatchAgreement, Repeated, Uneven, report_left
 
 if TYPE_CHECKING:
     from headway.train.diagnose.profiler import ProfilerSettings, StageProfiler
@@ -64,6 +64,8 @@ class StageStatus(Enum):
 
 class LoopState:
     """The progress of one stage, and what the loop does with it. Users never see it."""
+
+    advice_for_uneven = "give all ranks equally many"  # if they have different numbers of batches
 
     def __init__(self, stage: Stage, *, log_every: int) -> None:
         check_whole("log_every", log_every)
@@ -325,10 +327,25 @@ class LoopState:
             )
         return batch
 
-    def expect_uneven(self, loader: Iterable[Any], progress: Pass) -> None:
-        """Has ranks agree on the end of a pass over a loader without a length: they may end at different steps."""
-        if self.pipe.world.world_size > 1 and count_batches(loader, None) is None:
-            progress.agreement = BatchAgreement("shortest", window=1)
+    def begin_agreed_pass(
+        self,
+        loader: Iterable[Any],
+        total: int | None,
+        lengths: Sequence[int] | None,
+        uneven: Uneven = "shortest",
+    ) -> Pass:
+        """Begins a pass for which ranks agree on their batches, unless all know that they have equally many.
+
+        `lengths` are the batches of all ranks; None if one does not know, and each has at most `total`.
+        """
+        if lengths is not None:
+            total = max(lengths) if uneven == "longest" else min(lengths)
+        progress = self.begin_pass(loader, total)
+        if (lengths is None and self.pipe.world.world_size > 1) or len(set(lengths or ())) > 1:
+            progress.agreement = BatchAgreement(
+                uneven, window=self.batches_per_step, lengths=lengths, given=progress.batches_given
+            )
+        return progress
 
     def end_pass(self, progress: Pass) -> None:
         """Reports once how many batches were left when the shortest rank ended its pass. All ranks call it."""
@@ -337,7 +354,11 @@ class LoopState:
         HEARTBEAT.set_ended_epoch(self.epoch + 1)  # the others may have batches left, and wait for this rank
         if progress.agreement is not None and not self._uneven_reported:
             self._uneven_reported = report_left(
-                progress.agreement, stage=self.name, epoch=self.epoch + 1, steps=self.pipe.steps_done
+                progress.agreement,
+                stage=self.name,
+                epoch=self.epoch + 1,
+                steps=self.pipe.steps_done,
+                advice=self.advice_for_uneven,
             )
 
     # --- around a run, an epoch and a log point

@@ -27,6 +27,7 @@ from headway.train.loop_state import LoopState
 from headway.train.metrics.epoch_metrics import EpochMetric
 from headway.train.metrics.meter import Reduction, Scope
 from headway.train.settings import LOG_EVERY
+from headway.train.uneven import gather_lengths
 
 if TYPE_CHECKING:
     from headway.train.metrics.history import History
@@ -282,15 +283,15 @@ class Stage(ABC):
     def batches(self, name: str = "train") -> Iterator[Any]:
         """Yields the batches of dataset `name` on this rank's device. Each iteration of your loop is one step.
 
-        An iteration that ends with `break` is one, too.
+        An iteration that ends with `break` is one, too. All ranks end with the one that has the fewest batches.
         """
         state, timer = self._loop, self.pipe._timer
         loader = self.datasets.get(name)
         if loader is None:
             raise state.missing_dataset(name)
         finish_open_steps(self)
-        progress, in_step = state.begin_pass(loader, count_batches(loader, None)), False
-        state.expect_uneven(loader, progress)
+        lengths = gather_lengths(count_batches(loader, None), self.device)
+        progress, in_step = state.begin_agreed_pass(loader, None, lengths), False
         try:
             for batch in state.device_batches(loader, progress=progress):
                 state.batch, state.in_step = batch, True

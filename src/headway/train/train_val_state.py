@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from headway.dist.collective.exchange import gather_rows
 from headway.errors import HeadwayError, UsageError
 from headway.train.batches import Pass, count_batches
-from headway.train.checks import check_optimizers, gather_lengths, not_a_loss
+from headway.train.checks import check_equal, check_optimizers, not_a_loss
 from headway.train.diagnose import evidence
 from headway.train.evaluate.mode import evaluating
 from headway.train.evaluate.val_schedule import ValSchedule
@@ -31,7 +31,7 @@ from headway.train.metrics.meter import LogPoint, MetricAccumulator, Reduction, 
 from headway.train.model.precision import MixedPrecision
 from headway.train.optimizer_step import OptimizerStep
 from headway.train.settings import TrainSettings, limit_batches
-from headway.train.uneven import BatchAgreement, Repeated
+from headway.train.uneven import BatchAgreement, Repeated, gather_lengths
 
 if TYPE_CHECKING:
     from headway.train.train_val import TrainValStage
@@ -42,6 +42,7 @@ class TrainValState(LoopState):
     """The progress of a `TrainValStage`: precision, updates, validation."""
 
     stage: TrainValStage
+    advice_for_uneven = 'give all ranks equally many, or pass uneven="longest"'
 
     def __init__(self, stage: TrainValStage, settings: TrainSettings, *, base: type[TrainValStage]) -> None:
         super().__init__(stage, log_every=settings.log_every)
@@ -181,11 +182,12 @@ class TrainValState(LoopState):
     def train_batches(self) -> tuple[Pass, Iterator[Any]]:
         """Begins the pass over the training data, and returns its batches on the device."""
         loader = self.stage.train_dataset()
-        limit = self._train_limit(loader)
-        if self.pipe.world.world_size > 1:
-            progress = self._begin_agreed_pass(loader, limit)
-        else:
-            progress = self.begin_pass(loader, count_batches(loader, limit))
+        limit, uneven = self._train_limit(loader), self.settings.uneven
+        known = count_batches(loader, None) is not None
+        lengths = gather_lengths(count_batches(loader, limit) if known else None, self.device)
+        if uneven is None:
+            check_equal(self.stage, lengths)
+        progress = self.begin_agreed_pass(loader, limit, lengths, uneven or "shortest")
         return progress, self.device_batches(loader, limit, progress=progress)
 
     def _train_limit(self, loader: Iterable[Any]) -> int | None:
@@ -197,26 +199,6 @@ class TrainValState(LoopState):
                 'such as "500 steps", or limit_train_batches as a number'
             )
         return limit
-
-    def _begin_agreed_pass(self, loader: Iterable[Any], limit: int | None) -> Pass:
-        """Begins a pass for which ranks agree on their batches, unless all know that they have equally many.
-
-        Raises `UsageError` on all ranks if they know that they do not, and no setting says what to do then.
-        """
-        settings, how = self.settings, self.settings.uneven or "shortest"
-        known = count_batches(loader, None) is not None
-        mine = count_batches(loader, limit) if known else None
-        lengths = gather_lengths(self.stage, mine, uneven=settings.uneven)
-        if lengths is None:
-            total = limit
-        else:
-            total = max(lengths) if how == "longest" else min(lengths)
-        progress = self.begin_pass(loader, total)
-        if lengths is None or len(set(lengths)) > 1:
-            progress.agreement = BatchAgreement(
-                how, window=settings.accumulate, lengths=lengths, given=progress.batches_given
-            )
-        return progress
 
     def step_functions(
         self, agreement: BatchAgreement | None

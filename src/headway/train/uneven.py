@@ -96,7 +96,14 @@ class BatchAgreement:
         return taken, source != ()
 
 
-def report_left(agreement: BatchAgreement, *, stage: str, epoch: int, steps: int) -> bool:
+def gather_lengths(batches: int | None, device: torch.device) -> list[int] | None:
+    """Returns how many batches each rank has; None if a rank does not know. All ranks call it."""
+    mine = torch.tensor([-1 if batches is None else batches], dtype=torch.int64, device=device)
+    lengths = [int(length) for length in gather_rows(mine)[:, 0]]
+    return None if min(lengths) < 0 else lengths
+
+
+def report_left(agreement: BatchAgreement, *, stage: str, epoch: int, steps: int, advice: str) -> bool:
     """Says, on rank 0, how many batches were left when the shortest rank ended; returns whether any were."""
     if agreement.left is None:
         return False
@@ -111,6 +118,6 @@ def report_left(agreement: BatchAgreement, *, stage: str, epoch: int, steps: int
     if dist.is_root():
         logger.warning(
             f"epoch {epoch} of stage {stage!r} ended at step {steps:,}, when rank {shorten_list(out)} had no more "
-            f'batches, with {shorten_list(more)} left: give all ranks equally many, or pass uneven="longest"'
+            f"batches, with {shorten_list(more)} left: {advice}"
         )
     return True

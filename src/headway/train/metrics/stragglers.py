@@ -16,6 +16,7 @@ SLOW_FACTOR = 1.3  # times the median of all ranks
 SLOW_LOG_POINTS = 3  # in a row, before a rank is reported
 SLOW_LOG_POINTS_SAMPLED = 10  # where only one step of an interval is measured, which may be an outlier
 MIN_LOST_FRACTION = 0.1  # of an interval
+MIN_LOST_S = 1.0  # over these log points: of steps below a millisecond, a few are slower by chance
 
 
 def busy(seconds: Mapping[str, float]) -> tuple[float, float]:
@@ -28,12 +29,14 @@ class Stragglers:
     """Compares the busy times of all ranks at each log point.
 
     >>> stragglers = Stragglers()
-    >>> [stragglers.observe([1.0, 1.0, 2.0], whole=2.0) for _ in range(3)]
+    >>> [stragglers.observe([1.0, 1.0, 2.0], whole=2.0) for _ in range(3)]  # log points
     [None, None, 'rank 2 is slower than ...']
     """
 
     def __init__(self) -> None:
-        self._slow: dict[int, int] = {}  # rank -> log points in a row
+        self._slow: dict[
+            int, tuple[int, float]
+        ] = {}  # rank -> log points in a row, and the seconds lost there
         self._told: dict[int, int] = {}  # rank -> log points in a row at which it was not slow again
 
     def observe(self, times: Sequence[float], *, whole: float, sampled: bool = False) -> str | None:
@@ -44,22 +47,27 @@ class Stragglers:
         """
         enough = SLOW_LOG_POINTS_SAMPLED if sampled else SLOW_LOG_POINTS
         usual = median_low(times)  # of two ranks the faster one: their mean would hide all but twice the time
-        slow = [
-            rank
-            for rank, time in enumerate(times)
-            if time > SLOW_FACTOR * usual and time - usual > MIN_LOST_FRACTION * whole
-        ]
-        self._slow = {rank: self._slow.get(rank, 0) + 1 for rank in slow}
+        slow: dict[int, tuple[int, float]] = {}
+        for rank, time in enumerate(times):
+            if time > SLOW_FACTOR * usual and time - usual > MIN_LOST_FRACTION * whole:
+                points, lost = self._slow.get(rank, (0, 0.0))
+                slow[rank] = points + 1, lost + time - usual
+        self._slow = slow
         well = {rank: 0 if rank in self._slow else count + 1 for rank, count in self._told.items()}
         self._told = {rank: count for rank, count in well.items() if count < enough}
-        reached = [rank for rank, count in self._slow.items() if count >= enough and rank not in self._told]
+        reached = [
+            rank
+            for rank, (points, lost) in slow.items()
+            if points >= enough and lost >= MIN_LOST_S and rank not in self._told
+        ]
         self._told |= dict.fromkeys(reached, 0)
         if not reached:
             return None
         worst = max(reached, key=lambda rank: times[rank])
         return (
-            f"rank {worst} is slower than the others: at {enough} log points in a row its data and forward pass "
-            f"took more than {SLOW_FACTOR:g} times the median, now {_seconds(times[worst])} against {_seconds(usual)}"
+            f"rank {worst} is slower than the others: at {slow[worst][0]} log points in a row its data and forward "
+            f"pass took more than {SLOW_FACTOR:g} times the median, now {_seconds(times[worst])} against "
+            f"{_seconds(usual)}"
         )
 
 

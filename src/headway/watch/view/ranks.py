@@ -17,6 +17,7 @@ from headway.watch.view.source import Row, RowTail, clean
 SLOW_FACTOR = 1.3
 SLOW_LOG_POINTS = 3
 MIN_LOST_FRACTION = 0.1
+MIN_LOST_S = 1.0
 
 _KEPT_BYTES = 1 << 13
 _KEPT_ROWS = 8
@@ -84,13 +85,17 @@ class RankTable:
         return sorted(found, key=lambda row: (-(row.relative or 0.0), row.rank))
 
     def _stragglers(self, known: Mapping[int, deque[Row]]) -> set[int]:
-        """Returns the ranks that were slow at each of the newest steps that most ranks have, by the loop's own rule."""
+        """Returns the ranks that were slow at the newest steps that most ranks have, by the loop's own rule.
+
+        Of those only that are kept: a rank that loses less than a second there is named by the loop alone.
+        """
         steps = Counter(row["step"] for rows in known.values() for row in rows)
-        common = sorted(step for step, count in steps.items() if 2 * count > len(known))[-SLOW_LOG_POINTS:]
+        common = sorted(step for step, count in steps.items() if 2 * count > len(known))
         if len(known) < 2 or len(common) < SLOW_LOG_POINTS:
             return set()
-        slow = set(known)
-        for step in common:
+        lost, slow = dict.fromkeys(known, 0.0), set(known)
+        found: set[int] = set()
+        for points, step in enumerate(reversed(common), start=1):
             here = {rank: row for rank, rows in known.items() for row in rows if row["step"] == step}
             usual = median_low(busy_s(row) for row in here.values())
             slow &= {
@@ -99,7 +104,10 @@ class RankTable:
                 if busy_s(row) > SLOW_FACTOR * usual
                 and busy_s(row) - usual > MIN_LOST_FRACTION * sum(row["seconds"].values())
             }
-        return slow
+            lost = {rank: lost[rank] + busy_s(here[rank]) - usual for rank in slow}
+            if points >= SLOW_LOG_POINTS:
+                found |= {rank for rank in slow if lost[rank] >= MIN_LOST_S}
+        return found
 
 
 def is_log_point(row: Row) -> bool:
