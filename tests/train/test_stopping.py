@@ -195,6 +195,38 @@ def test_a_process_of_a_script_is_not_that_script(tmp_path: Path) -> None:
     assert len(list(hw.run.runs_under(tmp_path))) == 2
 
 
+LEAVES = """
+import os, sys
+import torch
+import headway as hw
+
+class Fit(hw.TrainValStage):
+    def step(self, batch):
+        return self.models["net"](batch[0]).square().mean()
+
+pipe = hw.Pipeline(name="leaves", root=sys.argv[1])
+pipe.register_model("net", torch.nn.Linear(2, 1))
+pipe.register_optimizer("sgd", lambda params: torch.optim.SGD(params, lr=0.1))
+pipe.register_dataset("train", hw.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(4, 2)), batch_size=2))
+pipe.append_stage(Fit(), max_epochs=1)
+pipe.enable_checkpointing(sys.argv[1], background=False)
+pipe.run()
+if child := os.fork():
+    assert os.waitpid(child, 0)[1] == 0
+    os._exit(0)
+"""
+
+
+def test_a_script_may_fork_and_leave_by_os_exit(tmp_path: Path) -> None:
+    """A real process: the child ends by itself, though it has no thread of the group; and the script has ended."""
+    command = [sys.executable, "-c", LEAVES, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    (run,) = hw.run.runs_under(tmp_path)
+    (attempt,) = run.info()["attempts"]
+    assert (attempt["status"], attempt["script_ended"]) == ("done", True), "the same command trains a new run"
+
+
 @alone
 @pytest.mark.parametrize("where", ["save", "post_run"])
 def test_a_signal_after_the_last_step(where: str, tmp_path: Path) -> None:

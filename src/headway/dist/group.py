@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import threading
@@ -68,6 +69,8 @@ class RankGroup:
         self.at_clean_exit: list[Callable[[], object]] = []
         """what to call when this rank leaves without an error and, on rank 0, all others have left"""
         self.raised = False  # an exception that nothing caught
+        self.trained = False
+        """whether a run has ended, and no other has begun: what is left is the rest of the script"""
         self.calls: dict[str, int] = {}
         """how many exchanges of each channel this rank has made: the same on all ranks"""
         self._own_agreements = {subject: Agreement() for subject in SUBJECTS}
@@ -199,9 +202,14 @@ def _watch_forks() -> None:
 
 
 def _in_forked_child() -> None:
-    """Closes a data worker's copies of the rank's connections, which would hide that the rank has exited."""
+    """Closes a data worker's copies of the rank's connections, which would hide that the rank has exited.
+
+    The child has no thread of the process groups, and would wait for them when it frees these: it never does.
+    """
     if _group is not None:
         signals.reset_in_child()
+        for group in c10d.distributed_c10d._world.pg_map if c10d.is_initialized() else ():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         if _group.peer is not None:
             _group.peer.close()
         if _group.hub is not None:

@@ -11,6 +11,7 @@ import resource
 import secrets
 import socket
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -22,7 +23,13 @@ from headway.dist.control.peer import Peer, connect_to_hub
 from headway.dist.device import check_kind, choose_device
 from headway.dist.environment import LaunchEnvironment, detect
 from headway.dist.failure.capture import HEARTBEAT
-from headway.dist.failure.exit_deadline import EXIT_CODE, end_daemonic_children, limit_normal_exit
+from headway.dist.failure.exit_deadline import (
+    EXIT_CODE,
+    HUNG_CODE,
+    end_daemonic_children,
+    exit_within,
+    limit_normal_exit,
+)
 from headway.dist.group import (
     RankGroup,
     World,
@@ -98,7 +105,7 @@ def init(*, device: str = "auto", setup_timeout: float = 300.0, step_timeout: fl
     atexit.unregister(_end_children)
     atexit.register(_end_children, os.getpid())
     atexit.register(leave)  # runs first
-    EXIT_CODE.watch()
+    EXIT_CODE.watch(partial(_leave_by_os_exit, period_s))
     if period_s:
         limit_normal_exit(f"the script of rank {group.launch.rank} has ended", period_s)
     if group.launch.rank == 0:
@@ -325,6 +332,18 @@ def _end_children(rank_pid: int) -> None:
     """Ends the data workers of a rank at its exit; a forked child leaves those of its rank alone."""
     if os.getpid() == rank_pid:
         end_daemonic_children()
+
+
+def _leave_by_os_exit(limit_s: float) -> None:
+    """Leaves the group before `os._exit(0)`, if all that was left to do was the rest of the script.
+
+    In the middle of a training it is the loss of a rank, which the others are told.
+    """
+    group = own_group()
+    if group is not None and group.trained and not group.raised:
+        if limit_s:
+            exit_within(limit_s, HUNG_CODE)
+        leave()
 
 
 def leave() -> None:

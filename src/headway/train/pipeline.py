@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from headway import dist, record
 from headway.checkpoint.weights.loading import Rename
 from headway.dist import World
+from headway.dist.group import current
 from headway.dist.shared_run import choose_run
 from headway.errors import UsageError
 from headway.record.media.writer import MediaSettings, MediaWriter
@@ -290,10 +291,11 @@ class Pipeline(EvaluationMethods, TrackerMethods):
             # weights from repeated batches are useless: real and fake runs never resume each other
             name, resume = f"{name[:59]}-fake", "never" if resume == "never" else "auto"
         choice = choose_run(self._root, name=name, config=self.config, resume=resume)
-        self._run = choice.run
+        self._run, current().trained = choice.run, False
         if choice.finished and self._checkpointer:  # what follows in the script gets what the run has made
             self._run_hook("pre_run", self)  # it may register what is restored
             self._checkpointer.restore_finished(choice)
+            current().trained = True
             return choice.run
         with closing_loaders(self), self._recording(choice.run):
             self._run_hook("pre_run", self)
@@ -316,6 +318,7 @@ class Pipeline(EvaluationMethods, TrackerMethods):
             self._run_hook("post_run", self)
         if self._checkpointer:
             self._checkpointer.leave()
+        current().trained = True
         return choice.run
 
     @contextmanager

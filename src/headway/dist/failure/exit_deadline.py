@@ -102,24 +102,38 @@ class ExitCode:
     """The code of the `sys.exit` that ends the script: when the process exits, Python tells it to nobody.
 
     One that the script catches does not count. `raise SystemExit(3)` is not seen, nor is a `sys.exit` that was imported
-    by name before `watch`.
+    by name before `watch`. `os._exit(0)` ends the script as well, and calls no hook but `before_os_exit`.
     """
 
     def __init__(self) -> None:
         self.given = 0
         self._usual: Any = None
+        self._usual_os_exit = os._exit
+        self._before_os_exit: Callable[[], object] | None = None
+        self._pid = 0
 
-    def watch(self) -> None:
+    def watch(self, before_os_exit: Callable[[], object] | None = None) -> None:
         """Replaces `sys.exit` by a function that does the same, and whose code is noted once nothing catches it."""
         if self._usual is None:
-            self.given, self._usual = 0, sys.exit
-            sys.exit = self._exit
+            self.given, self._usual, self._usual_os_exit = 0, sys.exit, os._exit
+            sys.exit, os._exit = self._exit, self._os_exit
+            self._before_os_exit, self._pid = before_os_exit, os.getpid()
 
     def restore(self) -> None:
         """Restores `sys.exit`; what was noted stays."""
         if self._usual is not None and sys.exit == self._exit:
             sys.exit = self._usual
-        self._usual = None
+        if self._usual is not None and os._exit == self._os_exit:
+            os._exit = self._usual_os_exit
+        self._usual = self._before_os_exit = None
+
+    def _os_exit(self, status: int) -> NoReturn:
+        before, self._before_os_exit = self._before_os_exit, None
+        if (
+            status == 0 and before is not None and os.getpid() == self._pid
+        ):  # a forked child is another process
+            before()
+        self._usual_os_exit(status)
 
     def _exit(self, status: str | int | None = None, /) -> NoReturn:
         if threading.current_thread() is not threading.main_thread():
