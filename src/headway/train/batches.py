@@ -20,6 +20,7 @@ from headway.train.uneven import BatchAgreement
 
 if TYPE_CHECKING:
     from headway.train.pipeline import Pipeline
+    from headway.train.stage import Stage
 
 _CLOSE_S = 3.0
 """how long a run that ends waits for its loaders; the other ranks learn of a failure only then"""
@@ -115,6 +116,14 @@ class Pass:
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Pass:
         return cls(total_batches=state["of"], batches_given=state["given"], done=state["done"])
+
+
+def missing_dataset(stage: Stage, name: str) -> UsageError:
+    known = ", ".join(repr(known) for known in stage.datasets) or "none"
+    return UsageError(
+        f"stage {stage.name!r} needs the dataset {name!r}, registered is {known}: call "
+        f"pipe.register_dataset({name!r}, loader) before run()"
+    )
 
 
 def count_batches(loader: Iterable[Any], limit: int | None) -> int | None:

@@ -137,7 +137,9 @@ def log_point(stage: Stage) -> None:
     pipe, state, timer = stage.pipe, stage._loop, stage.pipe._timer
     state.before_log_point()
     timer.mark("wait")
-    point = state.meter.reduce(flags=state.log_point_flags(), busy=pipe._busy_s)
+    point = state.meter.reduce(
+        flags=state.log_point_flags(), busy=pipe._busy_s, first_batch=state.same_batches.number()
+    )
     HEARTBEAT.set_ended_epoch(None)  # all ranks have met
     timer.mark("other")
     state.apply_flags(point.flags)

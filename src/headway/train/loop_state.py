@@ -23,6 +23,7 @@ from headway.record.media.content import MediaContent
 from headway.system.failpoints import armed
 from headway.system.log import logger
 from headway.train.batches import Pass, open_loader, to_device
+from headway.train.diagnose.same_batches import SameBatches
 from headway.train.metrics.bad_samples import QuarantiningLoader, check_bad, log_bad, quarantining
 from headway.train.metrics.early_stopping import EarlyStopping
 from headway.train.metrics.epoch_metrics import EpochMetric, check_names, compute_metrics
@@ -85,8 +86,9 @@ class LoopState:
         self.steps_left_open = 0
         """steps that ended with `break`, which the loop has not counted yet"""
         self.batch: Any = None
-        self.in_step = False  # whether a batch has come whose step is not counted yet
         """the batch that was taken last"""
+        self.in_step = False
+        """whether a batch has come whose step is not counted yet"""
         self.failpoints_armed = False
         self.columns: list[str] = []
         self.epoch_metrics: dict[str, EpochMetric] = {}
@@ -100,6 +102,7 @@ class LoopState:
         """over datasets, in this epoch, in the order in which they began"""
         self._passes_begun = 0  # by this process
         self._open_batches: WeakSet[Generator[Any]] = WeakSet()
+        self.same_batches = SameBatches()
         self._warned = False
         self._uneven_reported = False
         self.early_stopping: EarlyStopping | None = None
@@ -281,7 +284,8 @@ class LoopState:
     def _device_batches(
         self, loader: Iterable[Any], limit: int | None, progress: Pass | None
     ) -> Generator[Any]:
-        ledger = self.pipe._ledger if progress is not None else None  # a validation is not a step
+        training = progress is not None
+        ledger = self.pipe._ledger if training else None  # a validation is not a step
         device = self.device
         progress = progress or Pass()
         if progress.done or (progress.batches_given and not self.more_steps):
@@ -295,8 +299,11 @@ class LoopState:
         for batch in source:
             given = progress.batches_given = progress.batches_given + 1
             repeated = type(batch) is Repeated
-            if not given & (given - 1) and progress.rng_state is not None and not repeated:
-                note_batch(progress, batch)  # the first, second, fourth, eighth and so on
+            if not given & (given - 1) and not repeated:  # the first, second, fourth, eighth and so on
+                if progress.rng_state is not None:
+                    note_batch(progress, batch)
+                if training:
+                    self.same_batches.note(loader, batch)
             if ledger and not repeated:
                 ledger.add_batch(loader, batch)
             yield Repeated(to_device(batch.batch, device)) if repeated else to_device(batch, device)
@@ -353,13 +360,8 @@ class LoopState:
             self.profiler.stop_if_over()
         HEARTBEAT.set_ended_epoch(self.epoch + 1)  # the others may have batches left, and wait for this rank
         if progress.agreement is not None and not self._uneven_reported:
-            self._uneven_reported = report_left(
-                progress.agreement,
-                stage=self.name,
-                epoch=self.epoch + 1,
-                steps=self.pipe.steps_done,
-                advice=self.advice_for_uneven,
-            )
+            where = f"epoch {self.epoch + 1} of stage {self.name!r} ended at step {self.pipe.steps_done:,}"
+            self._uneven_reported = report_left(progress.agreement, where, self.advice_for_uneven)
 
     # --- around a run, an epoch and a log point
 
@@ -389,13 +391,6 @@ class LoopState:
             "can be iterated over again"
         )
 
-    def missing_dataset(self, name: str) -> UsageError:
-        known = ", ".join(repr(known) for known in self.pipe.datasets) or "none"
-        return UsageError(
-            f"stage {self.name!r} needs the dataset {name!r}, registered is {known}: call "
-            f"pipe.register_dataset({name!r}, loader) before run()"
-        )
-
     @cached_property
     def quarantining(self) -> dict[str, QuarantiningLoader]:
         """The loaders whose bad samples are counted at the log points of training."""
@@ -417,6 +412,7 @@ class LoopState:
 
     def examine(self, point: LogPoint) -> None:
         """Looks at the result of a log point; may stop the run."""
+        self.same_batches.check(point, is_root=self.pipe.world.is_root)
         check_bad(self.quarantining, point)
         check_names(self.epoch_metrics, point.values)
 

@@ -21,7 +21,7 @@ from headway.record.media.content import (
     take_text,
 )
 from headway.train import loop
-from headway.train.batches import count_batches, first_tensor
+from headway.train.batches import count_batches, first_tensor, missing_dataset
 from headway.train.diagnose.profiler import ProfilerSettings
 from headway.train.loop_state import LoopState
 from headway.train.metrics.epoch_metrics import EpochMetric
@@ -288,7 +288,7 @@ class Stage(ABC):
         state, timer = self._loop, self.pipe._timer
         loader = self.datasets.get(name)
         if loader is None:
-            raise state.missing_dataset(name)
+            raise missing_dataset(self, name)
         finish_open_steps(self)
         lengths = gather_lengths(count_batches(loader, None), self.device)
         progress, in_step = state.begin_agreed_pass(loader, None, lengths), False

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from headway.errors import unknown_name
 from headway.train import loop
+from headway.train.batches import missing_dataset
 from headway.train.model.mesh_groups import group_by_mesh
 from headway.train.model.zero_grad import fast_zero_grad
 from headway.train.settings import TrainOptions, TrainSettings
@@ -71,7 +72,7 @@ class TrainValStage(Stage):
     def train_dataset(self) -> Iterable[Any]:
         """Returns what to train on; by default the dataset "train"."""
         if "train" not in self.datasets:
-            raise self._loop.missing_dataset("train")
+            raise missing_dataset(self, "train")
         return self.datasets["train"]
 
     def val_dataset(self) -> Iterable[Any] | Mapping[str, Iterable[Any]] | None:

@@ -103,7 +103,7 @@ def gather_lengths(batches: int | None, device: torch.device) -> list[int] | Non
     return None if min(lengths) < 0 else lengths
 
 
-def report_left(agreement: BatchAgreement, *, stage: str, epoch: int, steps: int, advice: str) -> bool:
+def report_left(agreement: BatchAgreement, where: str, advice: str) -> bool:
     """Says, on rank 0, how many batches were left when the shortest rank ended; returns whether any were."""
     if agreement.left is None:
         return False
@@ -117,7 +117,6 @@ def report_left(agreement: BatchAgreement, *, stage: str, epoch: int, steps: int
     ]
     if dist.is_root():
         logger.warning(
-            f"epoch {epoch} of stage {stage!r} ended at step {steps:,}, when rank {shorten_list(out)} had no more "
-            f"batches, with {shorten_list(more)} left: {advice}"
+            f"{where}, when rank {shorten_list(out)} had no more batches, with {shorten_list(more)} left: {advice}"
         )
     return True

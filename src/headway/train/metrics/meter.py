@@ -40,7 +40,7 @@ Key: TypeAlias = tuple[str, str, tuple[int, ...]]
 """name, reduction, shape: what ranks must agree on"""
 
 _START = {"mean": 0.0, "sum": 0.0, "last": 0.0, "min": float("inf"), "max": float("-inf")}
-_HEADER = 4  # hash of the keys, flags, busy seconds, whether the rank's sums count
+_HEADER = 5  # hash of the keys, flags, busy seconds, whether the rank's sums count, its first batch
 
 
 @final
@@ -133,6 +133,8 @@ class LogPoint:
     """the flags of each rank, as a bit mask"""
     busy: Sequence[float]
     """the busy seconds that each rank reported"""
+    first_batches: Sequence[float]
+    """what tells the first batches of ranks apart, where these are compared; else 0"""
     data_ranks: int
     """the ranks with batches of their own; fewer than all where some compute one model together"""
     not_finite: Mapping[str, Sequence[int]]
@@ -208,10 +210,11 @@ class MetricAccumulator:
         cells[name] = Cell(name, reduce, shape, self._device)
         return cells[name]
 
-    def reduce(self, flags: int = 0, *, busy: float = 0.0) -> LogPoint:
+    def reduce(self, flags: int = 0, *, busy: float = 0.0, first_batch: float = 0.0) -> LogPoint:
         """Holds a log point: reduces what all ranks have logged since the last one, and exchanges their flags."""
         mine, agreed = self._keys(), _hash(self._agreed)
-        header = [_hash(mine) if mine else agreed, flags, busy, 0.0 if self._repeats_batches else 1.0]
+        counts = 0.0 if self._repeats_batches else 1.0
+        header = [_hash(mine) if mine else agreed, flags, busy, counts, first_batch]
         table = self._gather(self._agreed, header)
         counted = table[:, 3] > 0
         found = self._reduce_table(self._agreed, table[:, _HEADER:], counted)
@@ -225,6 +228,7 @@ class MetricAccumulator:
             local={name: value for name, value in local.items() if value is not None},
             flags=[int(word) for word in table[:, 1].tolist()],
             busy=table[:, 2].tolist(),
+            first_batches=table[:, 4].tolist(),
             data_ranks=int(counted.sum()),
             not_finite={name: ranks for name, (_, ranks) in found.items() if ranks},
         )

@@ -1,0 +1,63 @@
+"""Ranks that train on the same batches, because a dataset ignores ranks: seen at the first log point, and reported.
+
+The loaders of `hw.data` split the samples of a dataset themselves. An iterable dataset, or a loader of torch's or of
+the user's own, has to: one that does not gives all of its samples to each rank, and nothing else would tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, final
+
+from torch.utils.data import IterableDataset
+
+from headway.data import DataLoader, ShardLoader
+from headway.system.log import logger
+from headway.train.batches import FirstBatch
+from headway.train.metrics.meter import LogPoint
+from headway.train.resume.replay import checksum
+
+_LARGEST = 1 << 24  # whole numbers up to here are exact in single precision
+
+
+@final
+class SameBatches:
+    """Compares the first batches of all ranks, once; the numbers go with a reduction that is made anyway."""
+
+    def __init__(self) -> None:
+        self._mine, self._source, self._compared = 0, "", False
+
+    def note(self, loader: Iterable[Any], batch: Any) -> None:
+        """Keeps what tells the first batch of this rank from those of others, if the loader may ignore ranks."""
+        if self._compared or self._mine or not (source := _unsplit(loader)):
+            return
+        found = checksum(batch)
+        if found is not None:
+            self._mine, self._source = found % _LARGEST + 1, source
+
+    def number(self) -> int:
+        """Returns what ranks compare at the next log point; 0 for nothing."""
+        return 0 if self._compared else self._mine
+
+    def check(self, point: LogPoint, *, is_root: bool) -> None:
+        """Warns if all ranks have had the same first batch; those of one tensor group are meant to."""
+        if self._compared or not self._mine:
+            return
+        self._compared = True
+        count = len(point.first_batches)
+        if is_root and count == point.data_ranks > 1 and len({*point.first_batches}) == 1:
+            logger.warning(
+                f"all {count} ranks have the same first batch, so {self._source} may give all of its samples to each "
+                "rank: split them by hw.rank() and hw.world_size(), or use hw.data.DataLoader with a dataset that has "
+                "__getitem__"
+            )
+
+
+def _unsplit(loader: Iterable[Any]) -> str:
+    """Returns the name of what has to split the samples of a loader; empty if that is headway."""
+    dataset = getattr(loader, "dataset", None)
+    if isinstance(loader, ShardLoader | FirstBatch):
+        return ""
+    if isinstance(loader, DataLoader) and not isinstance(dataset, IterableDataset):
+        return ""
+    return type(dataset if isinstance(dataset, IterableDataset) else loader).__name__
