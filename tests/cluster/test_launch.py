@@ -47,6 +47,14 @@ def reads():
 def sleeps():
     time.sleep(300)
 
+def left(errors_s):
+    from headway import schedulers
+    found, real = [], time.time
+    for error_s in errors_s:
+        time.time = lambda: real() + error_s
+        found.append(schedulers.end_time() - time.time())
+    return found
+
 class TooHot(ValueError):
     def __init__(self, degrees, *, where):
         super().__init__(f"{degrees} degrees in {where}")
@@ -144,6 +152,14 @@ def test_data_that_cannot_be_staged(work: Any, tmp_path: Path) -> None:
     assert nowhere.wait() == unset.wait() == "failed"
     assert f"headway: there is nothing to stage at {tmp_path / 'no'}" in nowhere.log()
     assert "not all of these variables are set on n" in unset.log() and "NOT_SET_HERE" in unset.status().why
+
+
+@pytest.mark.skipif(os.environ.get("HEADWAY_FAULTS") != "full", reason="needs HEADWAY_FAULTS=full")
+def test_a_job_on_a_node_with_a_wrong_clock_knows_its_end(work: Any) -> None:
+    """The controller's clock is the real one; only the node's is imitated."""
+    job = hw.launch(work.left, [0, 3600, -3600], on=hw.Slurm(partition="low", time="0:20:00"))
+    assert all(900 < left <= 1200 + 30 for left in job.result()), job.result()
+    assert job.log().count("the clock of this node is") == 2
 
 
 @pytest.mark.timeout(400)
