@@ -137,9 +137,8 @@ def log_point(stage: Stage) -> None:
     pipe, state, timer = stage.pipe, stage._loop, stage.pipe._timer
     state.before_log_point()
     timer.mark("wait")
-    point = state.meter.reduce(
-        flags=state.log_point_flags(), busy=pipe._busy_s, first_batch=state.same_batches.number()
-    )
+    first = state.same_batches.number()
+    point = state.meter.reduce(flags=state.log_point_flags(), busy=pipe._busy_s, first_batch=first)
     HEARTBEAT.set_ended_epoch(None)  # all ranks have met
     timer.mark("other")
     state.apply_flags(point.flags)
