@@ -32,13 +32,22 @@ _MOST_NAMES = 40
 
 
 class HeadwayError(Exception):
-    """Base of all errors that headway raises on purpose: a sentence for people and an exit code for schedulers."""
+    """Base of all errors that headway raises on purpose: a sentence for people and an exit code for schedulers.
+
+    try:
+        pipe.run()
+    except hw.errors.HeadwayError as error:
+        sys.exit(error.exit_code)
+    """
 
     exit_code = 1
 
 
 class UsageError(HeadwayError, ValueError):
-    """Raised when a setting, an argument or the environment is wrong, before anything is started."""
+    """Raised when a setting, an argument or the environment is wrong, before anything is started.
+
+    raise hw.errors.UsageError("--batch 0: give a number of 1 or more")
+    """
 
     exit_code = 2
 
@@ -56,59 +65,132 @@ class MissingExtra(UsageError):
 
 
 class UnreadableRun(UsageError):
-    """Raised when a run has checkpoints, but its run.json or config.yaml is damaged or of a newer headway."""
+    """Raised when a run has checkpoints, but its run.json or config.yaml is damaged or of a newer headway.
+
+    try:
+        pipe.run()
+    except hw.errors.UnreadableRun:
+        ...                                                 # headway runs rebuild RUN writes run.json again
+    """
 
     exit_code = 86
 
 
 class RankFailure(HeadwayError):
-    """Raised on a healthy rank when another one failed; the message names that rank and the record of its failure."""
+    """Raised on a healthy rank when another one failed; the message names that rank and the record of its failure.
+
+    try:
+        hw.barrier()
+    except hw.errors.RankFailure as error:
+        print(error)                                        # rank 2 failed (ValueError: ...); see failure.json
+    """
 
 
 class BarrierTimeout(RankFailure):
-    """Raised when some ranks did not reach a barrier in time; the message names them."""
+    """Raised when some ranks did not reach a barrier in time; the message names them.
+
+    try:
+        hw.barrier(timeout=60)
+    except hw.errors.BarrierTimeout as error:
+        print(error)                                        # names the ranks that are missing
+    """
 
 
 class UnfitNodes(HeadwayError):
-    """Raised when the nodes of a job were examined, and would break the run; the message names the checks."""
+    """Raised when the nodes of a job were examined, and would break the run; the message names the checks.
+
+    try:
+        job.result()
+    except hw.errors.UnfitNodes:
+        ...                                                 # headway doctor --nodes 4 tells more
+    """
 
 
 class BadShard(HeadwayError):
-    """Raised when a file is not a complete tar archive of samples; the message names file, position and remedy."""
+    """Raised when a file is not a complete tar archive of samples; the message names file, position and remedy.
+
+    try:
+        hw.data.Shard.open(path)
+    except hw.errors.BadShard as error:
+        print(error)                                        # headway data check lists all of them
+    """
 
 
 class BadSample(HeadwayError):
-    """Raised when a sample cannot be decoded, or is larger than the limits allow."""
+    """Raised when a sample cannot be decoded, or is larger than the limits allow.
+
+    def transform(sample, rng):
+        if sample["jpg"].shape[0] < 32:
+            raise hw.errors.BadSample("less than 32 pixels high")       # another sample takes its place
+        return sample
+    """
 
 
 class StorageError(HeadwayError):
-    """Raised when the run's storage fails: no space left, read-only, input/output error."""
+    """Raised when the run's storage fails: no space left, read-only, input/output error.
+
+    try:
+        hw.checkpoint.save("checkpoints", state, step=step)
+    except hw.errors.StorageError as error:
+        print(error)                                        # earlier checkpoints are unchanged
+    """
 
     exit_code = 74
 
 
 class RunLocked(StorageError):
-    """Raised when another process holds the run directory."""
+    """Raised when another process holds the run directory.
+
+    try:
+        pipe.run()
+    except hw.errors.RunLocked as error:
+        print(error)                                        # names the process and its host
+    """
 
 
 class Stopped(HeadwayError):
-    """Raised when a run stopped on request and left a checkpoint: the same command resumes from it."""
+    """Raised when a run stopped on request and left a checkpoint: the same command resumes from it.
+
+    try:
+        pipe.run()
+    except hw.errors.Stopped:
+        upload_logs()                                       # then exit with code 75
+        raise
+    """
 
     exit_code = 75
 
 
 class NoValidCheckpoint(HeadwayError):
-    """Raised when checkpoints exist but none is valid. Starting over would discard work, so headway refuses."""
+    """Raised when checkpoints exist but none is valid. Starting over would discard work, so headway refuses.
+
+    try:
+        loaded = hw.checkpoint.load_latest("checkpoints")
+    except hw.errors.NoValidCheckpoint as error:
+        print(error)                                        # the damaged ones are kept, as step-N.corrupt-1
+    """
 
     exit_code = 86
 
 
 class NewerFormat(NoValidCheckpoint):
-    """Raised when a checkpoint was written by a newer version of headway: unknown is not damaged."""
+    """Raised when a checkpoint was written by a newer version of headway: unknown is not damaged.
+
+    try:
+        hw.checkpoint.load_latest(run)
+    except hw.errors.NewerFormat as error:
+        print(error)                                        # names the version to install
+    """
 
 
 class NoProgress(HeadwayError):
-    """Raised when three attempts in a row made no new step; requeueing would only waste the allocation."""
+    """Raised when three attempts in a row made no new step; requeueing would only waste the allocation.
+
+    try:
+        pipe.run()
+    except hw.errors.NoProgress as error:
+        print(error)                                        # with the causes of the three attempts
+    """
 
     exit_code = 93
 
@@ -131,7 +213,13 @@ valid: accumulate, precision
 
 
 def yaml_problem(error: Exception) -> str:
-    """Returns what is wrong with a YAML file and in which line, without the line itself: it may hold a secret."""
+    """Returns what is wrong with a YAML file and in which line, without the line itself: it may hold a secret.
+
+    try:
+        settings = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UsageError(f"{path} is not valid YAML: {yaml_problem(error)}") from error
+    """
     mark = getattr(error, "problem_mark", None)
     place = f" in line {mark.line + 1}" if mark is not None else ""
     problem = " ".join(str(getattr(error, "problem", None) or type(error).__name__).split())

@@ -37,7 +37,11 @@ from headway.system.failpoints import failpoint
 @final
 @dataclass(frozen=True, kw_only=True)
 class LoadedCheckpoint:
-    """What a checkpoint holds: the state, and what this rank alone had saved (None if it had nothing)."""
+    """What a checkpoint holds: the state, and what this rank alone had saved (None if it had nothing).
+
+    loaded = hw.checkpoint.load("runs/digits-2026.11.15-14.30-x7k2/checkpoints/step-000000001000")
+    print(loaded.step, loaded.state["epoch"], loaded.path)
+    """
 
     path: Path
     step: int
@@ -101,6 +105,9 @@ def load_latest(
     """Loads the newest valid checkpoint of a run; None if there never was one. See `load` and `find_valid`.
 
     `state` may be a function that returns it for the path of the checkpoint.
+
+        loaded = hw.checkpoint.load_latest("checkpoints", {"net": net.state_dict()})
+        step = loaded.step if loaded else 0                     # net was filled in place
     """
     path = find_valid(where)
     if path is None:
@@ -127,6 +134,8 @@ def find_valid(where: CheckpointRoot) -> Path | None:
 
     Damaged ones are renamed to step-N.corrupt-M and kept, unless another process trains in the run. If there are
     checkpoints and none is valid, all ranks raise `NoValidCheckpoint`: a run must not start from scratch by itself.
+
+        path = hw.checkpoint.find_valid("checkpoints")          # checkpoints/step-000000001000
     """
     parent, _ = resolve_root(where)
     damaged: list[str] = []

@@ -76,6 +76,9 @@ def prune(where: CheckpointRoot, retention: Retention) -> list[Path]:
     A checkpoint is renamed before its files are removed, so that a kill never leaves a half-deleted one under its name.
     Directories without a valid manifest neither count nor are touched. What cannot be removed is a warning.
     `RunLocked` if the run is another process's.
+
+        rules = hw.checkpoint.Retention(keep_last=3, keep_best="val/loss", best="min")
+        removed = hw.checkpoint.prune("checkpoints", rules)
     """
     if isinstance(where, Run):
         where.check_owner()

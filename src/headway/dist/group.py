@@ -30,7 +30,11 @@ from headway.errors import HeadwayError, UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """This process's place among all ranks. Equal on all ranks except for its own ranks and device."""
+    """This process's place among all ranks. Equal on all ranks except for its own ranks and device.
+
+    world = hw.init()
+    print(world.rank, world.world_size, world.host, world.device)      # 3 16 node1 cuda:3
+    """
 
     rank: int
     world_size: int
@@ -134,12 +138,19 @@ def current() -> RankGroup:
 
 
 def is_initialized() -> bool:
-    """Returns whether `init` was called, and `leave` was not."""
+    """Returns whether `init` was called, and `leave` was not.
+
+    if not hw.dist.is_initialized():
+        hw.init()
+    """
     return _group is not None and _group.world is not None
 
 
 def world() -> World:
-    """Returns this process's place among all ranks. Raises UsageError before `init`."""
+    """Returns this process's place among all ranks. Raises UsageError before `init`.
+
+    device = hw.dist.world().device
+    """
     found = current().world
     assert found is not None
     return found

@@ -347,7 +347,14 @@ def _leave_by_os_exit(limit_s: float) -> None:
 
 
 def leave() -> None:
-    """Leaves the group and restores what `init` set. Called at exit; rank 0 waits until all others have left."""
+    """Leaves the group and restores what `init` set. Called at exit; rank 0 waits until all others have left.
+
+    hw.init()
+    try:
+        train()
+    finally:
+        hw.dist.leave()
+    """
     group = own_group()
     if group is None:
         return

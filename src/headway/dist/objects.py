@@ -21,44 +21,70 @@ T = TypeVar("T")
 
 
 def rank() -> int:
-    """Returns this process's number among all ranks, from 0."""
+    """Returns this process's number among all ranks, from 0.
+
+    part = files[hw.rank() :: hw.world_size()]
+    """
     return world().rank
 
 
 def world_size() -> int:
-    """Returns the number of ranks."""
+    """Returns the number of ranks.
+
+    per_rank = 1024 // hw.world_size()
+    """
     return world().world_size
 
 
 def local_rank() -> int:
-    """Returns this process's number among the ranks of its node."""
+    """Returns this process's number among the ranks of its node.
+
+    torch.cuda.set_device(hw.local_rank())                 # hw.init() has done it already
+    """
     return world().local_rank
 
 
 def local_world_size() -> int:
-    """Returns the number of ranks on this node; nodes may differ."""
+    """Returns the number of ranks on this node; nodes may differ.
+
+    workers = os.cpu_count() // hw.local_world_size()
+    """
     return world().local_world_size
 
 
 def node_rank() -> int:
-    """Returns this node's number among the nodes."""
+    """Returns this node's number among the nodes.
+
+    if hw.local_rank() == 0:
+        print(f"node {hw.node_rank()} is ready")
+    """
     return world().node_rank
 
 
 def is_root() -> bool:
-    """Returns whether this is rank 0."""
+    """Returns whether this is rank 0.
+
+    if hw.is_root():
+        Path("results.json").write_text(json.dumps(results))
+    """
     return world().rank == 0
 
 
 def print_root(*values: object, sep: str = " ") -> None:
-    """Prints on rank 0 only, at once."""
+    """Prints on rank 0 only, at once.
+
+    hw.print_root(f"{hw.world_size()} ranks")              # 16 ranks
+    """
     if is_root():
         # one piece, also when Python runs unbuffered
         print(f"{sep.join(map(str, values))}\n", end="", flush=True)
 
 
 def print_rank(*values: object, sep: str = " ") -> None:
-    """Prints on every rank, with the rank in front, each call as one piece."""
+    """Prints on every rank, with the rank in front, each call as one piece.
+
+    hw.print_rank("loss", loss.item())                     # rank 3: loss 0.25
+    """
     text = sep.join(map(str, values))
     print("".join(f"[rank {rank()}] {line}\n" for line in text.split("\n")), end="", flush=True)
 
@@ -81,7 +107,10 @@ def broadcast_object(value: T | None = None, *, source: int = 0) -> T:
 
 
 def gather_object(value: T, *, destination: int = 0) -> list[T] | None:
-    """Collects one object from each rank, in the order of ranks, on rank `destination`; None elsewhere."""
+    """Collects one object from each rank, in the order of ranks, on rank `destination`; None elsewhere.
+
+    losses = hw.gather_object(loss.item())                 # a list on rank 0, None elsewhere
+    """
     _check_rank(destination)
     if world_size() == 1:
         return [value]
@@ -93,7 +122,10 @@ def gather_object(value: T, *, destination: int = 0) -> list[T] | None:
 
 
 def all_gather_object(value: T) -> list[T]:
-    """Collects one object from each rank, in the order of ranks, on every rank."""
+    """Collects one object from each rank, in the order of ranks, on every rank.
+
+    hosts = hw.all_gather_object(socket.gethostname())     # ['n1', 'n1', 'n2', 'n2'] on all ranks
+    """
     if world_size() == 1:
         return [value]
     number = _next_call()

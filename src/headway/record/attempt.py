@@ -35,7 +35,11 @@ _REPORT_LIMIT_S = 60.0
 @final
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """A running attempt: the run to write to, its number, from 1, this rank's log, and, on the root, the run's lock."""
+    """A running attempt: the run to write to, its number, from 1, this rank's log, and, on the root, the run's lock.
+
+    with hw.record.recording(run, world) as attempt:
+        print(attempt.run.path, attempt.attempt)
+    """
 
     run: Run
     attempt: int

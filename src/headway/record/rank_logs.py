@@ -39,7 +39,11 @@ _READER_GONE = (errno.EPIPE, errno.EIO)
 @final
 @dataclass(frozen=True, kw_only=True)
 class RankLog:
-    """A rank's log while it is installed."""
+    """A rank's log while it is installed.
+
+    with hw.record.rank_log(run, rank=world.rank, attempt=1):
+        print("into the log of this rank, and of rank 0 to the screen")
+    """
 
     file: LogFile
     original_stderr_fd: int

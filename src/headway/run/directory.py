@@ -351,7 +351,11 @@ class Run(RunPaths):
 
 
 def find_latest(root: str | os.PathLike[str] = "runs", *, name: str | None = None) -> Run | None:
-    """Returns the run that was created last under `root`, of that name if one is given; None if there is none."""
+    """Returns the run that was created last under `root`, of that name if one is given; None if there is none.
+
+    run = hw.find_latest("runs", name="digits")
+    loaded = hw.checkpoint.load_latest(run) if run else None
+    """
     return next(iter(runs_under(root, name=name)), None)
 
 

@@ -15,6 +15,12 @@ class Callback:
 
     Each hook is called on all ranks, after the hook of the same name of the pipeline or the stage. There is no hook per
     step: what runs in every step belongs in the step.
+
+        class Announce(hw.Callback):
+            def post_epoch(self, stage):
+                hw.print_root(stage.name, stage.epoch, stage.history["val/loss"][-1])
+
+        pipe.add_callback(Announce())
     """
 
     def pre_run(self, pipe: Pipeline) -> None: ...

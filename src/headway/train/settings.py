@@ -84,7 +84,13 @@ def limit_batches(
 @final
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """The settings of a `TrainValStage`, passed to its constructor: `Classify(precision="bf16", gradient_clip=1.0)`."""
+    """The settings of a `TrainValStage`, passed to its constructor: `Classify(precision="bf16", gradient_clip=1.0)`.
+
+    class Classify(hw.TrainValStage):
+        ...
+
+    pipe.append_stage(Classify(precision="bf16", accumulate=4, gradient_clip=1.0), max_epochs=10)
+    """
 
     precision: precision.Name = "fp32"
     """fp32, tf32, bf16 or fp16 (fp16 with a loss scale)"""

@@ -27,7 +27,11 @@ _WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod|_fsdp_wrapped_module)\.")
 @final
 @dataclass(frozen=True, kw_only=True)
 class WeightsReport:
-    """What a load has matched, by the names in the model."""
+    """What a load has matched, by the names in the model.
+
+    pipe.register_model("net", net, init_from="resnet50.safetensors", strict=False)
+    print(pipe.registered_models["net"].initial.missing)    # what the file does not have
+    """
 
     path: Path
     matched: tuple[str, ...]

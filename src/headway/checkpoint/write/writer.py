@@ -27,6 +27,9 @@ class SavedCheckpoint:
 
     `stall_s` is the time in `save`, including the wait for the save before it, plus the time for which a CUDA device
     copied and did nothing else; the two may overlap.
+
+        for saved in saver.finished():
+            print(saved.path, f"{saved.bytes / saved.total_s / 1e9:.1f} GB/s, training waited {saved.stall_s:.2f} s")
     """
 
     path: Path

@@ -28,7 +28,11 @@ def interleave_batches(
 def interleave_dict_batches(
     iterable: Iterable[Mapping[str, torch.Tensor]], num_batches: int, pin_memory: bool = False
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Mixes batches that are dicts of tensors, as `interleave_batches` does, all tensors alike."""
+    """Mixes batches that are dicts of tensors, as `interleave_batches` does, all tensors alike.
+
+    for batch in hw.data.interleave_dict_batches(batches, num_batches=4):
+        batch["x"], batch["y"]                              # of four batches, mixed alike
+    """
     if num_batches < 1:
         raise UsageError(f"num_batches={num_batches}: give at least 1")
     return _interleave(iterable, num_batches, pin_memory)

@@ -29,7 +29,11 @@ _NAME_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 @final
 @dataclass(frozen=True, order=True)
 class Dataset:
-    """One split of a dataset."""
+    """One split of a dataset.
+
+    for dataset in hw.data.Catalog("/data").datasets(split="train"):
+        print(dataset.key, len(dataset.shards()), dataset.bytes())
+    """
 
     confidentiality: str
     modality: str

@@ -102,6 +102,9 @@ class ImageTransform(ABC):
 
     All is drawn from the seed of the loader, the dataset, the epoch, the sample and the number of the crop, so the
     crops are the same on the CPU and on a GPU, on any number of ranks, and after a resume.
+
+        crops = hw.data.RandomResizedCrop(size=224)             # a subclass; CenterCrop and MultiCrop are the others
+        loader = hw.data.ShardLoader("shards/train", batch_size=256, transform=crops)
     """
 
     mean: tuple[float, float, float] = IMAGENET_MEAN

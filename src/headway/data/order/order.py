@@ -51,7 +51,10 @@ class SampleLocations(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Shuffle:
-    """How samples are shuffled. Part of the order and of every checkpoint: other values are another order."""
+    """How samples are shuffled. Part of the order and of every checkpoint: other values are another order.
+
+    hw.data.Shuffle(seed=0, lanes=64, window=4096)
+    """
 
     seed: int
     lanes: int = 1

@@ -79,7 +79,11 @@ def _stated_sums(path: Path, data: ShardFile | mmap.mmap) -> array[int] | None:
 
 @final
 class Shard:
-    """A tar file of samples. Bytes are read when a sample is accessed."""
+    """A tar file of samples. Bytes are read when a sample is accessed.
+
+    shard = hw.data.Shard.open(Path("shards/shard-000000.tar"))
+    print(len(shard))
+    """
 
     def __init__(self, path: Path, data: ShardFile | mmap.mmap, index: ShardIndex) -> None:
         self.path, self._data, self.index, self.entries = path, data, index, index.entries

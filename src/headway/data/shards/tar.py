@@ -39,7 +39,11 @@ class TarMember(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardLimits:
-    """What a shard from an untrusted source may cost; above a limit, the sample or the shard is bad."""
+    """What a shard from an untrusted source may cost; above a limit, the sample or the shard is bad.
+
+    limits = hw.data.ShardLimits(pixels=400_000_000)        # photos of up to 400 megapixels
+    loader = hw.data.ShardLoader("shards", batch_size=64, limits=limits)
+    """
 
     member_bytes: int = 2**30
     """bytes of one file in a shard"""

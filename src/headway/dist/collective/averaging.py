@@ -72,6 +72,9 @@ def optimizer_to(optimizer: Optimizer, device: torch.device | str) -> None:
     """Moves an optimizer's state to a device, because `model.to(device)` does not.
 
     Step counters stay on the CPU, where torch keeps them, unless their group is `capturable` or `fused`.
+
+        model.to("cuda")
+        hw.dist.optimizer_to(optimizer, "cuda")
     """
     on_device = {
         parameter: bool(group.get("capturable") or group.get("fused"))

@@ -121,6 +121,8 @@ def barrier(*, timeout: float | None = None) -> None:
     """Waits until all ranks have called it. With a timeout, the error names the ranks that are missing.
 
     It uses the store and not the GPUs: no stream is synchronized.
+
+        hw.barrier(timeout=60)
     """
     group = current()
     size = group.launch.world_size

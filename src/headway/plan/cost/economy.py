@@ -13,7 +13,11 @@ LLAMA3_MTBF_GPU_HOURS = 50_700
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The run around the steps: its length, storage, failures and power. The section `job` of a plan file."""
+    """The run around the steps: its length, storage, failures and power. The section `job` of a plan file.
+
+    plan = hw.plan.estimate(model, layout, node, workload=hw.plan.Workload(tokens=1e12))
+    print(plan.answers["run.gpu_hours"])
+    """
 
     tokens: float | None = None
     """Tokens to train on; for images, give `samples`."""

@@ -19,7 +19,11 @@ from headway.plan.yaml_reader import read_yaml
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Calibration constants. Fractions are relative to what the device can achieve; times are in seconds."""
+    """Calibration constants. Fractions are relative to what the device can achieve; times are in seconds.
+
+    slow = hw.plan.Calibration(matrix=0.6, network=0.5)     # headway plan calibrate measures those of a machine
+    plan = hw.plan.estimate(model, layout, node, calibration=slow)
+    """
 
     matrix: float = 0.93
     """Fraction of the best matrix product's rate that the products of a model reach."""

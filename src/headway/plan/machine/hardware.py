@@ -20,7 +20,11 @@ USABLE_SHARE = 0.985
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One accelerator. Names carry their units; peaks are dense TFLOP/s."""
+    """One accelerator. Names carry their units; peaks are dense TFLOP/s.
+
+    node = hw.plan.Node("h200-sxm8")
+    print(node.device)                                      # memory, bandwidth and peaks of an H200
+    """
 
     name: str
     memory_GB: float

@@ -20,7 +20,10 @@ Position = Literal["learned", "rope", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class Moe:
-    """Mixture-of-experts feed-forward: in every `every`-th of the layers after the first `dense_layers`."""
+    """Mixture-of-experts feed-forward: in every `every`-th of the layers after the first `dense_layers`.
+
+    hw.plan.preset("mixtral-8x7b").moe                      # Moe(experts=8, top_k=2, ...)
+    """
 
     experts: int
     top_k: int
@@ -50,7 +53,10 @@ class Moe:
 
 @dataclass(frozen=True, kw_only=True)
 class Mla:
-    """Multi-head latent attention (DeepSeek): low-rank queries, keys and values."""
+    """Multi-head latent attention (DeepSeek): low-rank queries, keys and values.
+
+    hw.plan.preset("deepseek-v3").mla                        # Mla(q_rank=1536, kv_rank=512, ...)
+    """
 
     q_rank: int
     """0: queries are projected directly."""
@@ -70,6 +76,8 @@ class StateSpace:
     """Layers with a recurrent state in place of attention: Mamba, Mamba 2, gated delta nets.
 
     They and the layers with attention alternate so regularly that every stage is taken to have the same mixture.
+
+        hw.plan.from_hf_config("mamba/config.json").state_space      # StateSpace(layers=..., ...)
     """
 
     layers: int
@@ -96,7 +104,10 @@ class StateSpace:
 
 @dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """The encoder of an encoder-decoder. Its layers are those of the decoder without attention to the encoder."""
+    """The encoder of an encoder-decoder. Its layers are those of the decoder without attention to the encoder.
+
+    t5 = hw.plan.Transformer(..., encoder=hw.plan.Encoder(layers=12, tokens=512))
+    """
 
     layers: int
     tokens: int | None = None
@@ -116,7 +127,10 @@ class Encoder:
 
 @dataclass(frozen=True, kw_only=True)
 class Image:
-    """The image side of a vision transformer: patches as input, classes as output."""
+    """The image side of a vision transformer: patches as input, classes as output.
+
+    hw.plan.preset("vit-b-16").image                        # Image(size=224, patch=16, ...)
+    """
 
     size: int = 224
     patch: int = 16

@@ -24,7 +24,12 @@ from headway.plan.searcher.remedies import Remedy, find_remedies
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The cost of a run. `answers` has every number; `verdict` is the sentence to read first."""
+    """The cost of a run. `answers` has every number; `verdict` is the sentence to read first.
+
+    plan = hw.plan.estimate(model, layout, node)
+    print(plan.verdict)                                     # fits: needs 53.0 GiB of 139.8
+    print(plan.answers["time.step"], plan.fits)
+    """
 
     title: str
     node: str

@@ -47,7 +47,11 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """The result of a search: how many layouts were tried, how many fit, and which are best."""
+    """The result of a search: how many layouts were tried, how many fit, and which are best.
+
+    found = hw.plan.search(model, node, gpus=64, global_batch=512)
+    print(found.tried, found.fitting, found.best.layout)
+    """
 
     tried: int
     fitting: int

@@ -22,7 +22,10 @@ _BUILT_IN = {
 
 @dataclass(frozen=True, kw_only=True)
 class TraceSettings:
-    """One training step to trace. Functions are named `FILE.py:name`; a name alone is in the factory's file."""
+    """One training step to trace. Functions are named `FILE.py:name`; a name alone is in the factory's file.
+
+    settings = hw.plan.TraceSettings(factory="train.py:make_model", batch_size=8, loss="cross_entropy")
+    """
 
     factory: str
     """Returns the module, or (module, batch), or (module, (inputs, target), loss)."""

@@ -49,7 +49,10 @@ Blocks: TypeAlias = Sequence[type[nn.Module]]
 @final
 @dataclass(frozen=True, kw_only=True)
 class Ddp:
-    """Every rank holds the whole model; gradients are averaged during backward."""
+    """Every rank holds the whole model; gradients are averaged during backward.
+
+    pipe.register_model("net", net, parallel=hw.train.Ddp(static_graph=True))
+    """
 
     static_graph: bool = False
     """the same parameters are used in every step, which allows more overlap"""
@@ -62,7 +65,10 @@ class Ddp:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Fsdp:
-    """Every rank holds a shard of the model (FSDP2); layers are gathered when they are used."""
+    """Every rank holds a shard of the model (FSDP2); layers are gathered when they are used.
+
+    pipe.register_model("net", net, parallel=hw.train.Fsdp(blocks=(Block,), param_dtype=torch.bfloat16))
+    """
 
     blocks: Blocks = ()
     """classes of the modules that are gathered one at a time, such as (TransformerBlock,); all others form one unit"""

@@ -7,6 +7,7 @@ made from the help texts and docstrings each time: they cannot differ from the c
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import functools
@@ -15,6 +16,7 @@ import io
 import os
 import posixpath
 import re
+import textwrap
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -259,17 +261,29 @@ def type_name(hint: Any) -> str:
 
 
 def docstring(value: Any) -> str:
-    """A docstring as Markdown: what is indented, and what begins with >>>, is code."""
+    """A docstring as Markdown: what begins with >>>, and what is Python, is code."""
     text = inspect.getdoc(value) or ""
     if dataclasses.is_dataclass(value) and text.startswith(f"{getattr(value, '__name__', '')}("):
         return ""  # made by dataclass: the signature again
     parts = []
-    for block in re.split(r"\n{2,}", text):
-        if block.startswith(">>>"):
-            parts.append(f"```pycon\n{block}\n```")
-        elif all(line.startswith("    ") for line in block.splitlines()) and block:
-            parts.append(f"```python\n{inspect.cleandoc(block)}\n```")
+    for paragraph in re.split(r"\n{2,}", text):
+        if paragraph.startswith(">>>"):
+            parts.append(f"```pycon\n{paragraph}\n```")
+        elif is_code(paragraph):
+            parts.append(f"```python\n{textwrap.dedent(paragraph)}\n```")
         else:
-            parts.append(block)
-    joined = "\n\n".join(parts)
-    return re.sub(r"\n```\n\n```python\n", "\n\n", joined)
+            parts.append(paragraph)
+    return re.sub(r"\n```\n\n```python\n", "\n\n", "\n\n".join(parts))
+
+
+def is_code(paragraph: str) -> bool:
+    """Whether a paragraph of a docstring is an example: Python, or part of one that an indentation sets apart.
+
+    >>> is_code("run = hw.find_latest('runs')"), is_code("Returns the run."), is_code("    while it runs:")
+    (True, False, True)
+    """
+    if all(line.startswith("    ") for line in paragraph.splitlines()):
+        return True
+    with contextlib.suppress(SyntaxError):
+        return bool(ast.parse(paragraph).body)
+    return False
