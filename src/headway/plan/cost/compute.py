@@ -22,6 +22,8 @@ COMPILED_TRAFFIC = 1.0
 CAST_BYTES = {"megatron": 4, "torch": 16 / 3}
 """Bytes per element of an fp8 product's input for its cast. Megatron reads 16 bits for the maximum, then again, and
 writes 8 twice (also transposed): 12 over three products. torch casts for each order of the elements: 16."""
+SAC_RECOMPUTED = 0.4
+"""Fraction of the products that torch's selective checkpointing recomputes: every other one, the smaller ones."""
 FUSED_LOSS_BYTES = 20
 """Bytes per logit of the loss, forward and backward: five passes over fp32 logits."""
 EAGER_LOSS_BYTES = 36
@@ -32,7 +34,8 @@ PERMUTE_PASSES = 4
 
 ROUTER_LAUNCHES = 200
 """Kernels of a layer with experts besides those of the experts, forward and backward: router, sort, sends, norms. The
-numbers of tokens go to the host in between, so that it cannot launch ahead, and the device waits."""
+numbers of tokens go to the host in between, so that it cannot launch ahead, and the device waits. An estimate: with the
+published steps in view, 200 is better than 100 and than none."""
 EXPERT_LAUNCHES = 6
 """Kernels of one expert, forward and backward: three for each of two products. The host launches them ahead."""
 CAST_LAUNCHES = 8
@@ -278,7 +281,9 @@ def layer_recompute(forward: LayerTime, layout: Layout) -> LayerTime:
     if layout.recompute == "selective" and not layout.flash:
         return LayerTime(products=0.0, attention=forward.attention, elementwise=0.0)
     if layout.recompute == "sac":
-        return LayerTime(products=0.4 * forward.products, attention=0.0, elementwise=forward.elementwise)
+        return LayerTime(
+            products=SAC_RECOMPUTED * forward.products, attention=0.0, elementwise=forward.elementwise
+        )
     return LayerTime(products=0.0, attention=0.0, elementwise=0.0)
 
 

@@ -13,14 +13,11 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
-from headway.plan.cost.compute import attention_gemms, head_gemm, layer_gemms
+from headway.plan.cost.compute import SAC_RECOMPUTED, attention_gemms, head_gemm, layer_gemms
 from headway.plan.model.layout import Layout
 from headway.plan.model.transformer import Transformer
 
 Convention = Literal["full", "causal"]
-
-SAC_RECOMPUTED = 0.4
-"""Fraction of the FLOPs that torch's selective checkpointing recomputes: every other product, the smaller ones."""
 
 
 @lru_cache(maxsize=256)

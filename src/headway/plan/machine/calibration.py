@@ -52,7 +52,7 @@ class Calibration:
     network_latency_s: float = 4.8e-6
     """Latency per step of a ring between nodes."""
     jitter: float = 0.01
-    """Standard deviation of a rank's step over its mean: all wait for the slowest."""
+    """Standard deviation of a rank's step over its mean: all wait for the slowest. Assumed; fits give 0.01 to 0.014."""
     scale: float = 1.0
     """Measured over predicted time of the device, once a module has been measured."""
     host_forward: float = 1.0
