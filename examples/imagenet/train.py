@@ -2,7 +2,7 @@
 
 headway run --nproc 8 examples/imagenet/train.py --data shards
 headway submit --nodes 4 --gpus-per-node 8 --pre $PWD/shards examples/imagenet/train.py --data $PWD/shards
-headway run --smoke examples/imagenet/train.py --model small     # without --data the images are made up
+headway run --smoke examples/imagenet/train.py --model small --batch 8 --size 64     # made-up images
 """
 
 import argparse
@@ -112,7 +112,7 @@ def parse():
     parser.add_argument(
         "--compile", default=False, metavar="MODE", help='of torch.compile: "default", "max-autotune"'
     )
-    parser.add_argument("--workers", type=int, default=4, help="processes per rank that make images up")
+    parser.add_argument("--workers", type=int, default=2, help="processes per rank that make images up")
     parser.add_argument("--limit-train-samples", type=int, help="per epoch")
     parser.add_argument("--limit-val-samples", type=int, help="per validation")
     parser.add_argument("--profile", metavar="STEPS", help='steps to trace on rank 0, such as "20-25"')

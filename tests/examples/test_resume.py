@@ -9,6 +9,7 @@ import subprocess
 import tarfile
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,33 +36,50 @@ def quick_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADWAY_SAVE_IN_BACKGROUND", "0")
 
 
-def start(
-    run: Run, script: str, words: Sequence[str], *, nproc: int, fault: faults.Faults | None = None
-) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HEADWAY_RUN", str(run.path))
-        done = faults.run(EXAMPLES / script, words, nproc=nproc, fault=fault, timeout=250)
-    assert (done.returncode == 0) == (fault is None), done.stdout + done.stderr
+@dataclass
+class Trial:
+    """Starts one script, again and again: in this process where one rank is enough, which imports nothing again."""
+
+    play: Any
+    script: str
+    words: Sequence[str]
+
+    def start(self, run: Run, *, nproc: int, kill_at: int | None = None) -> None:
+        fault = None if kill_at is None else faults.at("train.step", nth=kill_at, action="kill9")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("HEADWAY_RUN", str(run.path))
+            if nproc == 1 and fault is None:
+                self.play(self.script, *self.words)
+            else:
+                done = faults.run(EXAMPLES / self.script, self.words, nproc=nproc, fault=fault, timeout=250)
+                assert (done.returncode == 0) == (fault is None), done.stdout + done.stderr
 
 
 def check_resume(
-    script: str, *words: str, kill_at: int, every: int, nproc: int = 1, other_nproc: int | None = None
+    play: Any,
+    script: str,
+    *words: str,
+    kill_at: int,
+    every: int,
+    nproc: int = 1,
+    other_nproc: int | None = None,
 ) -> Run:
     """Compares a run with one that is killed; returns the one that is not. `make faults` kills at more points."""
     if FULL:
         report = verify_resume(EXAMPLES / script, words, nproc=2, other_nproc=other_nproc and 1)
         assert report.ok, report.table()
+    trial = Trial(play, script, words)
     whole, cut = (Run.create("kept", name=name, world={}) for name in ("whole", "cut"))
-    start(whole, script, words, nproc=nproc)
+    trial.start(whole, nproc=nproc)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HEADWAY_SAVE_EVERY", f"{every} steps")
-        start(cut, script, words, nproc=nproc, fault=faults.at("train.step", nth=kill_at, action="kill9"))
+        trial.start(cut, nproc=nproc, kill_at=kill_at)
         if other_nproc is not None:
             other = Run(path=cut.path.with_name("other"), id=cut.id, name=cut.name)
             shutil.copytree(cut.path, other.path)
-            start(other, script, words, nproc=other_nproc)
+            trial.start(other, nproc=other_nproc)
             assert compare(ledger.load(whole), ledger.load(other), same_ranks=False)[0]
-        start(cut, script, words, nproc=nproc)
+        trial.start(cut, nproc=nproc)
     same, difference = compare(ledger.load(whole), ledger.load(cut), same_ranks=True)
     assert same, difference
     assert last_checkpoint(whole) == last_checkpoint(cut)
@@ -80,13 +98,13 @@ def metrics(run: Run, kind: str) -> dict[str, float]:
     return found
 
 
-def test_quickstart() -> None:
-    run = check_resume("quickstart.py", kill_at=200, every=150)
+def test_quickstart(play: Any) -> None:
+    run = check_resume(play, "quickstart.py", kill_at=200, every=150)
     assert metrics(run, "validation")["val/accuracy"] > 0.9
 
 
-def test_gan() -> None:
-    run = check_resume("gan.py", "--epochs", "2", kill_at=22, every=10)
+def test_gan(play: Any) -> None:
+    run = check_resume(play, "gan.py", "--epochs", "2", kill_at=22, every=10)
     assert {"critic_loss", "generator_loss", "distance"} <= metrics(run, "epoch").keys()
 
 
@@ -97,15 +115,15 @@ def test_bring_your_own_loop() -> None:
     assert report.verdicts[0].words.startswith("losses, samples and random numbers"), "it logs its losses"
 
 
-def test_weather() -> None:
-    run = check_resume("weather/train.py", "--epochs", "1", kill_at=25, every=20)
+def test_weather(play: Any) -> None:
+    run = check_resume(play, "weather/train.py", "--epochs", "1", kill_at=25, every=20)
     assert metrics(run, "validation")["val/loss"] < 0.5 * metrics(run, "validation")["val/persistence"]
 
 
 def test_dino(play: Any) -> None:
     play("dino/make_photos.py", "shards")
     words = ["--data", "shards", "--tiny", "--batch", "8", "--epochs", "1", "--broaden-at", "4"]
-    run = check_resume("dino/train.py", *words, kill_at=7, every=5, other_nproc=2)
+    run = check_resume(play, "dino/train.py", *words, kill_at=7, every=5, other_nproc=2)
     assert {"train/dino", "train/ibot"} <= metrics(run, "epoch").keys()
     counted = rows(run, "train")[-1]["data"]["train"]
     assert counted["target/web"] == counted["target/curated"] == 0.5, "the curriculum has come to its end"
@@ -121,7 +139,7 @@ def test_lm(play: Any) -> None:
     tiny = str(EXAMPLES / "lm/tiny.yaml")
     assert main(["plan", tiny, "--save", "plan.json"]) == 0
     words = ["tokens.bin", "--model", tiny, "--steps", "6", "--plan", "plan.json"]
-    run = check_resume("lm/train.py", *words, kill_at=5, every=3)
+    run = check_resume(play, "lm/train.py", *words, kill_at=5, every=3)
     planned = json.loads(run.plan_file.read_text())["answers"]["parameters"]["value"]
     assert f"model gpt: {planned:,} parameters, fsdp" in (run.path / "log" / "rank-00000.txt").read_text()
 
@@ -143,7 +161,7 @@ def test_imagenet(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.rmtree("shards")
     monkeypatch.setenv("HEADWAY_STAGED", str(Path("disk").absolute()))
     words = ["--data", "/gone/shards", "--size", "16", "--batch", "2", "--epochs", "1"]
-    run = check_resume("imagenet/train.py", *words, kill_at=5, every=3, nproc=2)
+    run = check_resume(play, "imagenet/train.py", *words, kill_at=5, every=3, nproc=2)
     assert metrics(run, "validation")["val/images"] == 3, "a short last batch, and no image twice"
     (tested,) = (run.path / "eval" / "test.jsonl").read_text().splitlines()
     assert json.loads(tested)["metrics"]["test/images"] == 4
