@@ -115,7 +115,9 @@ BRITISH = re.compile(
     re.IGNORECASE,
 )
 HOUSE = re.compile(r"\bfolders?\b", re.IGNORECASE)  # the word is: directory
-FOREIGN = re.compile(r"ImageFolder|DatasetFolder|initialise_process_group")  # names of others
+FOREIGN = re.compile(  # names of others
+    r"ImageFolder|DatasetFolder|initialise_process_group|optimiser_to\(optimiser|folder=|\(folder, job_id"
+)
 
 
 def texts() -> Iterator[Path]:
