@@ -53,5 +53,5 @@ package: install  ## sdist and wheel in dist/, tried in clean environments: core
 notes:  ## the release notes of a version, from the changelog: make notes VERSION=0.1.0
 	@$(PYTHON) scripts/release_notes.py $(VERSION)
 
-clean:  ## remove what was installed and cached here
-	rm -rf .venv site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+clean:  ## remove what was installed, built and cached here
+	rm -rf .venv dist site headway-demo* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -20,6 +20,7 @@ from toys import Batches, Classify, make_pipe
 import headway as hw
 from headway.run import Run
 from headway.testing import ranks
+from headway.train.metrics.display import ProgressSnapshot, TableDisplay
 from headway.train.metrics.timing import PhaseTimer
 
 SCRIPT = """
@@ -169,3 +170,42 @@ def test_time_is_split_by_what_it_was_spent_on() -> None:
     assert sum(first.values()) + sum(second.values()) <= time.perf_counter() - began, "no time counts twice"
     assert second.keys() == {"compute"}
     assert second["compute"] >= 0.03
+
+
+def test_the_live_table_fits_a_terminal_of_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    columns = ["train/loss", "val/loss", "val/accuracy"]
+    snapshot = ProgressSnapshot(
+        stage="classify", epoch=1, max_epochs=8, step=1234, values=dict.fromkeys(columns, 0.1234), columns=columns,
+        samples_per_second=12345, data_wait=0.05, seconds_left=4000, checkpoint_age_s=13,
+    )  # fmt: skip
+    monkeypatch.setenv("COLUMNS", "80")
+    display = TableDisplay()
+    display.end_epoch(snapshot)
+    display.close()
+    _, heads, row, *_ = capsys.readouterr().err.splitlines()
+    assert heads.split() == [
+        "epoch",
+        "step",
+        "train/loss",
+        "val/loss",
+        "val/accuracy",
+        "samples/s",
+        "data",
+        "wait",
+        "ETA",
+        "saved",
+    ]
+    assert row.split() == [
+        "1/8",
+        "1,234",
+        "0.1234",
+        "0.1234",
+        "0.1234",
+        "12,345",
+        "5%",
+        "1:06:40",
+        "13s",
+        "ago",
+    ]

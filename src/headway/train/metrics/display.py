@@ -22,6 +22,7 @@ from headway.system.text import format_duration
 LINE_SECONDS = 10.0
 """seconds between lines where there is no terminal"""
 REFRESH_SECONDS = 0.25
+_WIDE_COLUMNS = 100
 
 
 @final
@@ -136,7 +137,15 @@ class TableDisplay(Display):
         self._live.stop()
 
     def _show(self, snapshot: ProgressSnapshot, rows: list[list[tuple[str, str]]]) -> None:
-        table = Table(title=snapshot.stage, title_justify="left", box=None, header_style="bold")
+        narrow = self._live.console.width < _WIDE_COLUMNS  # else headings would be cut on a terminal of 80
+        table = Table(
+            title=snapshot.stage,
+            title_justify="left",
+            box=None,
+            header_style="bold",
+            pad_edge=not narrow,
+            collapse_padding=narrow,
+        )
         for heading, _ in snapshot.cells():
             table.add_column(heading, justify="right")
         for row in rows[-20:]:  # what fits on a screen; the metrics file has all
