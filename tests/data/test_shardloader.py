@@ -592,3 +592,20 @@ def test_a_shard_that_was_replaced_is_noticed(tmp_path: Path) -> None:
         new.replace(path.with_name(new.name))
     with pytest.raises(UsageError, match="has 9 samples, but had 10"):
         list(loader)
+
+
+def test_threads_of_a_loader_compute_on_one_core_and_others_keep_theirs(tmp_path: Path) -> None:
+    pack(({"__key__": f"{n}", "cls": n} for n in range(8)), tmp_path)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        seen = list[int]()
+        where = {"transform": lambda sample, _: (seen.append(torch.get_num_threads()), sample)[1]}
+        for _ in ShardLoader(tmp_path, batch_size=2, threads=2, **where):
+            assert torch.get_num_threads() == 3
+        fresh = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        fresh.start()
+        fresh.join()
+        assert seen == [1] * 8 + [3]
+    finally:
+        torch.set_num_threads(before)

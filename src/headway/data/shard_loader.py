@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from headway import dist
-from headway.data.assembly import AssembledBatch, make_assembler, quick_switches, reader_threads
+from headway.data.assembly import AssembledBatch, loader_pool, make_assembler, quick_switches, reader_threads
 from headway.data.cache.node_cache import CachedShards, NodeCache
 from headway.data.cache.prefetch import BatchShards, Prefetcher
 from headway.data.catalog.shard_files import ShardSpec
@@ -186,11 +186,11 @@ class ShardLoader:
     def _loop(self, number: int) -> Iterator[Any]:
         self._counters.open_trace(self._trace_path, rank=self._split.rank_and_world_size()[0])
         self._label_watch.watching &= self._split.rank_and_world_size()[0] == 0  # one warning is enough
-        pool = ThreadPoolExecutor(reader_threads(self._threads, self._gpu), "headway load")
+        pool = loader_pool(reader_threads(self._threads, self._gpu), "headway load")
         prefetcher = self._prefetcher = (
             None if self._cache is None else Prefetcher(self._cache, self._shards.keep)
         )
-        pools = pool, ThreadPoolExecutor(1, "headway gather"), ThreadPoolExecutor(1, "headway collate")
+        pools = pool, loader_pool(1, "headway gather"), loader_pool(1, "headway collate")
         try:
             with quick_switches(active=self._gpu is not None):
                 yield from self._load(*pools, number)

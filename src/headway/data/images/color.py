@@ -1,10 +1,14 @@
-"""Color operations on the CPU, on one crop of 3 x height x width floats from 0 to 255.
+"""Color operations on the CPU, on one crop of 3 x height x width floats from 0 to 255, in place.
 
 The same operations in the same order as in torchvision, without its rounding between them. The GPU's kernels follow
 these functions line by line.
 """
 
 from __future__ import annotations
+
+import threading
+from functools import cache
+from typing import final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +20,35 @@ from headway.data.images.draws import ColorOp, Column, Factor, Flag
 GRAY = (0.2989, 0.587, 0.114)
 BLUR_RADIUS = 4  # pixels: 9 taps, as in DINOv2
 SOLARIZE_FROM = 128.0
+_MIN_WEIGHT = 1e-4  # of a pixel in a blur: less changes no level
 
 
-def change_colors(crop: Tensor, ints: npt.NDArray[np.int32], floats: npt.NDArray[np.float32]) -> Tensor:
-    """Applies to a crop all that its row of the tables says, except for the box and the flip; may work in place."""
+@final
+class Workspace(threading.local):
+    """Memory of a thread, used again for each crop: new memory costs a page fault for each 4 kB of it, and those took
+    longer than the arithmetic."""
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[str | int, ...], Tensor] = {}
+
+    def take(self, purpose: str, *shape: int) -> Tensor:
+        """Returns a tensor with any content, which is valid until the same purpose asks again."""
+        found = self._memory.get((purpose, *shape))
+        if found is None:
+            found = self._memory[(purpose, *shape)] = torch.empty(shape)
+        return found
+
+
+_workspace = Workspace()
+
+
+def as_floats(crop: Tensor) -> Tensor:
+    """Returns the bytes of a crop as floats that may be changed, until the next crop of this thread."""
+    return _workspace.take("crop", *crop.shape).copy_(crop)
+
+
+def change_colors(crop: Tensor, ints: npt.NDArray[np.int32], floats: npt.NDArray[np.float32]) -> None:
+    """Applies to a crop all that its row of the tables says, except for the box and the flip."""
     order = int(ints[Column.ORDER])
     while order:
         operation, factor = order & 7, 0.0
@@ -41,29 +70,44 @@ def change_colors(crop: Tensor, ints: npt.NDArray[np.int32], floats: npt.NDArray
     if flags & Flag.GRAYSCALE:
         crop.copy_(_gray(crop).expand_as(crop))
     if floats[Factor.SIGMA] > 0:
-        crop = blur(crop, float(floats[Factor.SIGMA]))
+        blur(crop, float(floats[Factor.SIGMA]))
     if flags & Flag.SOLARIZE:
-        crop = torch.where(crop >= SOLARIZE_FROM, 255 - crop, crop)
-    return crop
+        crop.copy_(torch.where(crop >= SOLARIZE_FROM, 255 - crop, crop))
 
 
 def _gray(crop: Tensor) -> Tensor:
-    gray = crop[:1] * GRAY[0]
-    return gray.add_(crop[1:2], alpha=GRAY[1]).add_(crop[2:], alpha=GRAY[2])
+    gray = torch.mul(crop[0], GRAY[0], out=_workspace.take("gray", *crop.shape[1:]))
+    return gray.add_(crop[1], alpha=GRAY[1]).add_(crop[2], alpha=GRAY[2])
 
 
 def shift_hue(crop: Tensor, shift: float) -> None:
-    """Turns the hue of a crop, in place, by a share of the circle from -0.5 to 0.5."""
+    """Turns the hue of a crop by a share of the circle from -0.5 to 0.5.
+
+    A channel is highest within 60 degrees of its own hue, lowest beyond 120 degrees of it, and linear in between. Hues
+    are in sixths of the circle and multiplied by chroma, so that nothing is divided by it.
+    """
     red, green, blue = crop
-    top = torch.maximum(torch.maximum(red, green), blue)
-    chroma = top - torch.minimum(torch.minimum(red, green), blue)
-    divisor = torch.where(chroma > 0, chroma, 1)
-    hue = torch.where(top == green, (blue - red) / divisor + 2, (red - green) / divisor + 4)
-    hue = torch.where(top == red, (green - blue) / divisor, hue).add_(6 * shift + 6)
-    for channel, start in enumerate((5, 3, 1)):
-        place = (hue + start).remainder_(6)
-        share = torch.minimum(place, 4 - place).clamp_(0, 1)
-        torch.addcmul(top, chroma, share, value=-1, out=crop[channel])
+    top, low, chroma, hue, spare = _workspace.take("hue", 5, *crop.shape[1:])
+    torch.maximum(torch.maximum(red, green, out=top), blue, out=top)
+    torch.minimum(torch.minimum(red, green, out=low), blue, out=low)
+    torch.sub(top, low, out=chroma)
+    places = _workspace.take("places", *crop.shape)
+    by_red, by_green, by_blue = places  # the hue, if that channel is the highest
+    torch.sub(green, blue, out=by_red)
+    torch.sub(blue, red, out=by_green).add_(chroma, alpha=2)
+    torch.sub(red, green, out=by_blue).add_(chroma, alpha=4)
+    torch.lerp(by_green, by_blue, _is_positive(torch.sub(top, green, out=spare)), out=hue)
+    torch.lerp(by_red, hue, _is_positive(torch.sub(top, red, out=spare)), out=hue)  # from -1 to 5
+    starts = [[[(6 * shift + start) % 6 - 5]] for start in (5, 3, 1)]
+    torch.addcmul(hue, chroma, torch.tensor(starts), out=places).abs_()
+    places.sub_(chroma, alpha=3).abs_()  # from the opposite hue, at most 3
+    places.add_(torch.sub(top, chroma, alpha=2, out=spare))
+    torch.clamp(places, low, top, out=crop)
+
+
+def _is_positive(values: Tensor) -> Tensor:
+    """Turns numbers that are at least 0 into 1 where they are above it; several times as fast as a comparison."""
+    return values.mul_(1e6).clamp_(max=1)
 
 
 def blur_weights(sigma: float) -> Tensor:
@@ -73,24 +117,28 @@ def blur_weights(sigma: float) -> Tensor:
     return weights / weights.sum()
 
 
-def blur(crop: Tensor, sigma: float) -> Tensor:
-    """Returns the blurred crop; beyond its border, the crop is reflected."""
-    height, width = crop.shape[1:]
-    weights = blur_weights(sigma)
-    rows, columns = _reflected(height), _reflected(width)
-    padded = crop[:, rows]
-    across = padded[:, :height] * weights[0]
-    for tap in range(1, 2 * BLUR_RADIUS + 1):
-        across.add_(padded[:, tap : tap + height], alpha=float(weights[tap]))
-    padded = across[:, :, columns]
-    out = padded[:, :, :width] * weights[0]
-    for tap in range(1, 2 * BLUR_RADIUS + 1):
-        out.add_(padded[:, :, tap : tap + width], alpha=float(weights[tap]))
-    return out
+def blur(crop: Tensor, sigma: float) -> None:
+    """Blurs a crop; beyond its border, the crop is reflected."""
+    weights = [
+        (tap, weight) for tap, weight in enumerate(blur_weights(sigma).tolist()) if weight > _MIN_WEIGHT
+    ]
+    for along in (1, 2):
+        size = crop.shape[along]
+        shape = [side + 2 * BLUR_RADIUS * (at == along) for at, side in enumerate(crop.shape)]
+        padded = _workspace.take("padded", *shape)
+        padded.narrow(along, BLUR_RADIUS, size).copy_(crop)
+        for start, border in zip((0, size + BLUR_RADIUS), _reflected(size), strict=True):
+            padded.narrow(along, start, BLUR_RADIUS).copy_(crop.index_select(along, border))
+        crop.zero_()
+        for tap, weight in weights:
+            crop.add_(padded.narrow(along, tap, size), alpha=weight)
 
 
-def _reflected(size: int) -> Tensor:
-    """Returns the rows of an image with a reflected border; those of a tiny image are reflected several times."""
+@cache
+def _reflected(size: int) -> tuple[Tensor, Tensor]:
+    """Returns the rows that continue an image of this size before its first and after its last row, as in a mirror;
+    those of a tiny image are reflected several times."""
     period = max(1, 2 * (size - 1))
-    places = torch.arange(-BLUR_RADIUS, size + BLUR_RADIUS).remainder(period)
-    return torch.minimum(places, period - places)
+    before, after = torch.arange(-BLUR_RADIUS, 0), torch.arange(size, size + BLUR_RADIUS)
+    before, after = (rows.remainder(period) for rows in (before, after))
+    return torch.minimum(before, period - before), torch.minimum(after, period - after)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headway.data.images.color import change_colors
+from headway.data.images.color import as_floats, change_colors
 from headway.data.images.draws import Column, CropTable, Factor, Flag, draw_crops
 from headway.data.images.fp8 import E4M3_MAX
 from headway.data.images.transforms import ImageTransform
@@ -107,7 +107,8 @@ def cut_crops(transform: ImageTransform, image: DrawnImage) -> dict[str, Tensor]
             if dtype is torch.uint8 and _is_plain(ints, floats):
                 slot.copy_(crop)
                 continue
-            changed = change_colors(crop.float(), ints, floats)
+            changed = as_floats(crop)
+            change_colors(changed, ints, floats)
             if dtype is not torch.uint8:
                 slot.copy_(changed.mul_(scale).add_(shift))
             else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from numbers import Real
 from typing import Any, Literal, final
 
@@ -43,24 +44,36 @@ def _check_whole(name: str, value: object) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CropRecipe:
-    """The distributions of one crop. Probabilities and ranges are as in torchvision's transforms of these names."""
+class CropSettings:
+    """What all crops of a transform have in common, with the names, probabilities and ranges of torchvision."""
 
-    scale: Range | None = (0.08, 1.0)
-    """the share of the image's area; None for the center of the image, after its short side became `resize` pixels"""
     ratio: Range = (3 / 4, 4 / 3)
-    resize: int = 0
     flip: float = 0.5
     jitter: float = 0.0
     """how often color is changed, by up to these factors, in random order"""
-    brightness: float = 0.0
-    contrast: float = 0.0
-    saturation: float = 0.0
-    hue: float = 0.0
+    brightness: float = 0.4
+    contrast: float = 0.4
+    saturation: float = 0.4
+    hue: float = 0.1
     grayscale: float = 0.0
-    blur: float = 0.0
     sigma: Range = (0.1, 2.0)
     """of the blur, whose kernel has 9 x 9 pixels"""
+
+    def _recipe(self, **own: Any) -> CropRecipe:
+        """Returns the recipe of a crop, with what it has of its own."""
+        common = {each.name: getattr(self, each.name) for each in fields(CropSettings)}
+        return CropRecipe(**common, **own)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class CropRecipe(CropSettings):
+    """The distributions of one crop."""
+
+    scale: Range | None = (0.08, 1.0)
+    """the share of the image's area; None for the center of the image, after its short side became `resize` pixels"""
+    resize: int = 0
+    blur: float = 0.0
     solarize: float = 0.0
 
     def __post_init__(self) -> None:
@@ -140,19 +153,22 @@ class ImageTransform(ABC):
         """Returns the bytes that the crops of one image take."""
         return sum(3 * group.size**2 * len(group.recipes) for group in self.groups()) * _BYTES[self.output]
 
-    def _recipe(self, **others: Any) -> CropRecipe:
-        """Returns the recipe of a crop: `others`, and the settings of this transform that a recipe has, too."""
-        own = {each.name: getattr(self, each.name) for each in fields(CropRecipe) if hasattr(self, each.name)}
-        return CropRecipe(**{**own, **others})
-
-    @abstractmethod
     def groups(self) -> tuple[CropGroup, ...]:
         """Returns the crops of an image, by size."""
+        return self._groups
+
+    @cached_property
+    def _groups(self) -> tuple[CropGroup, ...]:
+        return self._make_groups()
+
+    @abstractmethod
+    def _make_groups(self) -> tuple[CropGroup, ...]:
+        """Returns the crops of an image, by size; refuses settings that are not valid."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class MultiCrop(ImageTransform):
+class MultiCrop(CropSettings, ImageTransform):
     """The crops of DINO: a few large ones and many small ones of every image. The defaults are those of DINOv2.
 
         loader = hw.data.ShardLoader(shards, batch_size=64, transform=hw.data.MultiCrop())
@@ -170,19 +186,13 @@ class MultiCrop(ImageTransform):
     local_size: int = 96
     global_scale: Range = (0.32, 1.0)
     local_scale: Range = (0.05, 0.32)
-    ratio: Range = (3 / 4, 4 / 3)
-    flip: float = 0.5
     jitter: float = 0.8
-    brightness: float = 0.4
-    contrast: float = 0.4
     saturation: float = 0.2
-    hue: float = 0.1
     grayscale: float = 0.2
     blur: tuple[float, float, float] = (1.0, 0.1, 0.5)
-    sigma: Range = (0.1, 2.0)
     solarize: float = 0.2
 
-    def groups(self) -> tuple[CropGroup, ...]:
+    def _make_groups(self) -> tuple[CropGroup, ...]:
         for name in ("n_global", "n_local", "global_size", "local_size"):
             _check_whole(name, getattr(self, name))
         if not _are_numbers(self.blur, 3):
@@ -201,14 +211,14 @@ class MultiCrop(ImageTransform):
         ]
         groups = [CropGroup("global_crops", self.global_size, tuple(large))]
         if self.n_local:
-            small = self._recipe(scale=self.local_scale, blur=self.blur[2], solarize=0.0)
+            small = self._recipe(scale=self.local_scale, blur=self.blur[2])
             groups.append(CropGroup("local_crops", self.local_size, (small,) * self.n_local))
         return tuple(groups)
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class RandomResizedCrop(ImageTransform):
+class RandomResizedCrop(CropSettings, ImageTransform):
     """One random crop of every image, for supervised training; the defaults are those of ImageNet.
 
     loader = hw.data.ShardLoader(shards, batch_size=256, transform=hw.data.RandomResizedCrop(size=224))
@@ -218,21 +228,13 @@ class RandomResizedCrop(ImageTransform):
 
     size: int = field(default=224, kw_only=False)
     scale: Range = (0.08, 1.0)
-    ratio: Range = (3 / 4, 4 / 3)
-    flip: float = 0.5
-    jitter: float = 0.0
-    brightness: float = 0.4
-    contrast: float = 0.4
-    saturation: float = 0.4
-    hue: float = 0.1
-    grayscale: float = 0.0
     blur: float = 0.0
-    sigma: Range = (0.1, 2.0)
     solarize: float = 0.0
     interpolation: Literal["bicubic", "bilinear"] = "bilinear"
 
-    def groups(self) -> tuple[CropGroup, ...]:
-        return (CropGroup("images", self.size, (self._recipe(),)),)
+    def _make_groups(self) -> tuple[CropGroup, ...]:
+        recipe = self._recipe(scale=self.scale, blur=self.blur, solarize=self.solarize)
+        return (CropGroup("images", self.size, (recipe,)),)
 
 
 @final
@@ -248,7 +250,7 @@ class CenterCrop(ImageTransform):
     """whatever `size` is: give both for small crops, such as size=24, resize=28"""
     interpolation: Literal["bicubic", "bilinear"] = "bilinear"
 
-    def groups(self) -> tuple[CropGroup, ...]:
+    def _make_groups(self) -> tuple[CropGroup, ...]:
         _check_whole("size", self.size)
         _check_whole("resize", self.resize)
         if self.resize < self.size:
