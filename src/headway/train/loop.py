@@ -137,8 +137,7 @@ def log_point(stage: Stage) -> None:
     pipe, state, timer = stage.pipe, stage._loop, stage.pipe._timer
     state.before_log_point()
     timer.mark("wait")
-    first = state.same_batches.number()
-    point = state.meter.reduce(flags=state.log_point_flags(), busy=pipe._busy_s, first_batch=first)
+    point = state.meter.reduce(flags=state.log_point_flags(), busy=pipe._busy_s)
     HEARTBEAT.set_ended_epoch(None)  # all ranks have met
     timer.mark("other")
     state.apply_flags(point.flags)

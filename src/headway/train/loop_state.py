@@ -103,8 +103,7 @@ class LoopState:
         self._passes_begun = 0  # by this process
         self._open_batches: WeakSet[Generator[Any]] = WeakSet()
         self.same_batches = SameBatches()
-        self._warned = False
-        self._uneven_reported = False
+        self._warned = self._uneven_reported = False
         self.early_stopping: EarlyStopping | None = None
         self.batches_per_step = 1
         self.profiler_settings: ProfilerSettings | None = None
@@ -401,6 +400,7 @@ class LoopState:
 
     def before_log_point(self) -> None:
         """Logs what was put off until now."""
+        self.meter.first_batch = self.same_batches.number
         if self.steps_done != self.logged_at:
             log_bad(self.quarantining, self.meter)
             for name, optimizer in self.stepped_optimizers().items():

@@ -35,6 +35,7 @@ class SameBatches:
         if found is not None:
             self._mine, self._source = found % _LARGEST + 1, source
 
+    @property
     def number(self) -> int:
         """Returns what ranks compare at the next log point; 0 for nothing."""
         return 0 if self._compared else self._mine

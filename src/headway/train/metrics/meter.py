@@ -157,6 +157,8 @@ class MetricAccumulator:
     def __init__(self, device: torch.device, *, repeats_batches: bool = False) -> None:
         self._device = device
         self._repeats_batches = repeats_batches  # of another rank, whose sums count for both
+        self.first_batch = 0
+        """what tells the first batch of this rank from those of others, for the next log point; 0 for nothing"""
         self._cells: dict[str, Cell] = {}  # of scope "global"
         self._rank_cells: dict[str, Cell] = {}  # of scope "rank"
         self._agreed: tuple[Key, ...] = ()
@@ -210,11 +212,11 @@ class MetricAccumulator:
         cells[name] = Cell(name, reduce, shape, self._device)
         return cells[name]
 
-    def reduce(self, flags: int = 0, *, busy: float = 0.0, first_batch: float = 0.0) -> LogPoint:
+    def reduce(self, flags: int = 0, *, busy: float = 0.0) -> LogPoint:
         """Holds a log point: reduces what all ranks have logged since the last one, and exchanges their flags."""
         mine, agreed = self._keys(), _hash(self._agreed)
         counts = 0.0 if self._repeats_batches else 1.0
-        header = [_hash(mine) if mine else agreed, flags, busy, counts, first_batch]
+        header = [_hash(mine) if mine else agreed, flags, busy, counts, self.first_batch]
         table = self._gather(self._agreed, header)
         counted = table[:, 3] > 0
         found = self._reduce_table(self._agreed, table[:, _HEADER:], counted)
