@@ -371,5 +371,5 @@ def test_a_sliding_window_saves_scores() -> None:
         3 * 2 * 2 * model.heads * model.dim * model.layers / 2
     )  # per key and token, forward and backward, half
     assert causal[1] - causal[0] == pytest.approx(scores * (32768 - 256) / 2)
-    with pytest.raises(UsageError, match=r"window_layers is 3 of 24 layers with window None"):
+    with pytest.raises(UsageError, match=r"window_layers is 3; valid: 0 to 24.*with model.window"):
         replace(whole, window_layers=3)

@@ -197,7 +197,9 @@ def _load(path: Path, state: Mapping[str, Any] | None) -> LoadedCheckpoint:
             with CheckpointDirectory(path) as directory:
                 results.append(_read(directory, read_manifest(directory), state))
         except DamagedCheckpoint as problem:
-            raise NoValidCheckpoint(f"{path} was damaged while it was being read: {problem}") from problem
+            raise NoValidCheckpoint(
+                f"{path} was damaged while it was being read: {problem}. Take another checkpoint"
+            ) from problem
 
     RankExchange(f"read {path}").all_gather(read)
     return results[0]

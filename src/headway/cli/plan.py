@@ -398,7 +398,7 @@ def _writing(file: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UsageError(f"cannot write {file}: {error.strerror}") from error
+        raise UsageError(f"cannot write {file}: {error.strerror}; choose another path") from error
 
 
 def _print(plan: Estimate, options: OutputOptions) -> int:

@@ -149,7 +149,9 @@ class MapCursor(Cursor, torch_data.Sampler[Any]):
     def load(self, state: Mapping[str, Any]) -> None:
         ours = self._identity()
         if {*state} != {*ours, "epoch", "samples"}:
-            raise UsageError(f"this is not the state of a DataLoader: {dict(state)}")
+            raise UsageError(
+                f"this is not the state of a DataLoader: {dict(state)}; pass what its state_dict() returned"
+            )
         check_same_order(state, ours | {"version": state["version"]})
         self._arrange(state["version"])
         self.epoch, self.consumed = int(state["epoch"]), int(state["samples"])

@@ -139,7 +139,10 @@ class StreamCursor(Cursor):
     def load(self, state: Mapping[str, Any]) -> None:
         ours = self._identity()
         if {*state} != {*ours, "epoch", "next", "places"}:
-            raise UsageError(f"this is not the state of a DataLoader of an iterable dataset: {dict(state)}")
+            raise UsageError(
+                f"this is not the state of a DataLoader of an iterable dataset: {dict(state)}"
+                "; pass what its state_dict() returned"
+            )
         differences = [
             f"{name} {state[name]} there, {ours[name]} here" for name in ours if state[name] != ours[name]
         ]

@@ -57,7 +57,10 @@ class Job:
         """The job of an existing run directory: its path, or a `Run`."""
         run = path if isinstance(path, Run) else Run.open(path)
         if read_json(run.submission_file) is None:
-            raise UsageError(f"{run.path} was neither launched nor submitted by headway, so it has no job")
+            raise UsageError(
+                f"{run.path} was neither launched nor submitted by headway, so it has no job"
+                "; hw.launch and headway submit make one"
+            )
         return cls(run)
 
     @property
@@ -210,7 +213,9 @@ class Job:
         if now.state == "stopped":
             return Stopped(f"{self.id} was stopped, with a checkpoint; job.resume() resumes from it")
         if now.state in ("interrupted", "cancelled"):
-            return HeadwayError(f"{self.id} was {now.state}; there is no result")
+            return HeadwayError(
+                f"{self.id} was {now.state}; there is no result: job.resume() starts it again"
+            )
         record = read_json(self.run.failure_file)
         if record is None:
             tail = "\n".join(self.log().splitlines()[-_LAST_LINES:])

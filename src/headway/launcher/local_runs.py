@@ -76,7 +76,10 @@ def local_command(run: Run) -> tuple[list[str], int]:
             f"{environment.RUN}={run.path}"
         )
     if not Path(info["cwd"]).is_dir():
-        raise UsageError(f"{run.id} was started in {info['cwd']}, which is not there any more")
+        raise UsageError(
+            f"{run.id} was started in {info['cwd']}, which is not there any more"
+            f": start its command by hand, with HEADWAY_RUN={run.path}"
+        )
     return command, int(world.get("world_size", 1))
 
 

@@ -457,5 +457,7 @@ def _texts(values: Iterable[str], name: str) -> tuple[str, ...]:
 
 def _mapping(values: object, name: str) -> Mapping[Any, Any]:
     if not isinstance(values, Mapping):
-        raise UsageError(f"{name}={values!r:.80} must be a mapping of names to values")
+        raise UsageError(
+            f"{name}={values!r:.80} must be a mapping of names to values, such as {{'OMP_NUM_THREADS': '4'}}"
+        )
     return values

@@ -35,7 +35,7 @@ def read_yaml(path: str | Path) -> Mapping[str, object]:
             raise UsageError(f"{file} has more than {_MAX_BYTES:,} bytes; a plan file has a few hundred")
         text = content.decode()
     except OSError as error:
-        raise UsageError(f"cannot read {file}: {error.strerror}") from error
+        raise UsageError(f"cannot read {file}: {error.strerror}; give the path of a plan file") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from error
     return parse_yaml(text, str(file))

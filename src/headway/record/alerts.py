@@ -123,7 +123,10 @@ class AlertChannels:
         try:
             words = tuple(shlex.split(text))
         except ValueError as error:
-            raise UsageError(f"{environment.ALERT_COMMAND} is not a command: {error}") from error
+            raise UsageError(
+                f"{environment.ALERT_COMMAND} is not a command: {error}"
+                f"; give one such as 'mail -s {{subject}} me@example.org'"
+            ) from error
         return cls(url=url, command=words)
 
     def names(self) -> list[str]:

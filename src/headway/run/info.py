@@ -35,7 +35,9 @@ def read_info(path: Path) -> Info:
         info = parse_json(files.read_regular(path / _NAME))
     except (FileNotFoundError, NotADirectoryError) as error:
         if newest_step(path) is None:
-            raise UsageError(f"{path} is not a run directory: it has no {_NAME}") from error
+            raise UsageError(
+                f"{path} is not a run directory: it has no {_NAME}; headway runs lists those under runs"
+            ) from error
         raise _unreadable(path, "is missing") from error
     except OSError as error:
         if isinstance(error, PermissionError):

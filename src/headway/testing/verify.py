@@ -284,7 +284,10 @@ class _Trial:
                 f"{self.script} saved no checkpoints, so it cannot be resumed: call pipe.enable_checkpointing()"
             )
         if not found.rows:
-            raise UsageError(f"{self.script} made no training steps: nothing can be verified")
+            raise UsageError(
+                f"{self.script} made no training steps: nothing can be verified"
+                "; verify one that trains with a Pipeline"
+            )
         self._finished = self._finished or run
         return found
 

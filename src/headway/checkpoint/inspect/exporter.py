@@ -52,7 +52,9 @@ def export(
             shards = _shards(reader, names, shard_bytes)
             return _write(reader, names, shards, target, {"format": "pt", "step": str(manifest.step)})
     except DamagedCheckpoint as problem:
-        raise NoValidCheckpoint(f"{source} was damaged while it was being read: {problem}") from problem
+        raise NoValidCheckpoint(
+            f"{source} was damaged while it was being read: {problem}. Take another checkpoint"
+        ) from problem
 
 
 def export_adapter(

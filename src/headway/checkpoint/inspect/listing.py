@@ -71,7 +71,7 @@ def find_best(where: Path, *, metric: str | None = None) -> CheckpointSummary:
     """
     listed = list_checkpoints(where, metric=metric)
     if not listed:
-        raise UsageError(f"{where} has no checkpoints")
+        raise UsageError(f"{where} has no checkpoints: take a run that has saved; headway runs lists them")
     parent = _parent(where)
     manifests = read_manifests(parent)
     for each in listed:

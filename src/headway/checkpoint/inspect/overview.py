@@ -43,7 +43,7 @@ def find(path: Path) -> list[Path]:
     parent = path / "checkpoints" if has_info(path) else path
     found = [step_dir(parent, step) for step in reversed(list_steps(parent))]
     if not found:
-        raise UsageError(f"{parent} has no checkpoints")
+        raise UsageError(f"{parent} has no checkpoints: take a run that has saved; headway runs lists them")
     return found
 
 
@@ -65,7 +65,9 @@ def read(path: Path) -> Overview:
             return _read_checkpoint(path)
         return _read_file(path)
     except DamagedCheckpoint as problem:
-        raise NoValidCheckpoint(f"{path} is damaged: {problem}") from problem
+        raise NoValidCheckpoint(
+            f"{path} is damaged: {problem}. headway checkpoint verify RUN shows which ones are not"
+        ) from problem
 
 
 def _read_checkpoint(path: Path) -> Overview:
@@ -117,7 +119,10 @@ def _open(path: Path) -> BinaryIO:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise UsageError(f"{path} is neither a checkpoint nor a file")
+        raise UsageError(
+            f"{path} is neither a checkpoint nor a file"
+            ": give a run, one of its checkpoints, or a file of weights"
+        )
     return os.fdopen(fd, "rb")
 
 

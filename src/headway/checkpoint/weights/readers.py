@@ -61,7 +61,7 @@ def open_weights(path: Path) -> Iterator[TensorReader]:
             else:
                 yield TorchFileReader(found)
     except DamagedCheckpoint as problem:
-        raise NoValidCheckpoint(f"{path} is damaged: {problem}") from problem
+        raise NoValidCheckpoint(f"{path} is damaged: {problem}; copy or download it again") from problem
 
 
 @final

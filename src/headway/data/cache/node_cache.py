@@ -91,7 +91,9 @@ class NodeCache:
                 directory = CacheDirectory.join(parent, Deadline(self.patience))
             yield directory
         except _TROUBLE as trouble:
-            raise UsageError(f"the node cache cannot be used: {trouble}") from trouble
+            raise UsageError(
+                f"the node cache cannot be used: {trouble}; headway cache sweep removes what killed jobs left"
+            ) from trouble
         if directory is not None:
             directory.close()
 

@@ -101,7 +101,10 @@ def _target_directory(to: str | os.PathLike[str] | None) -> Path:
         # the ranks take what is there for the data of this user
         ownership.check_private(directory.resolve(), advice="give a directory of your own, like /tmp/$USER")
     except OSError as error:
-        raise UsageError(f"{directory} cannot be used for staging: {error.strerror}") from error
+        raise UsageError(
+            f"{directory} cannot be used for staging: {error.strerror}"
+            "; choose another one with --tmp or --pre-to"
+        ) from error
     return directory
 
 
@@ -181,7 +184,10 @@ def _walk(path: Path, parents: set[tuple[int, int]]) -> Iterator[Path]:
         yield path
         return
     if not path.is_dir():
-        raise UsageError(f"{path} is neither a file nor a directory, and cannot be staged")
+        raise UsageError(
+            f"{path} is neither a file nor a directory, and cannot be staged"
+            ": leave it out, or stage what is beside it"
+        )
     status = path.stat()
     if (status.st_dev, status.st_ino) not in parents:
         for entry in sorted(path.iterdir()):
@@ -290,6 +296,7 @@ def _verify(file: StagedFile, fd: int, end: int, digest: str) -> None:
     if file.sha256 not in (None, digest):
         raise StorageError(
             f"{file.source} is damaged: its SHA256SUMS states {file.sha256}, but it has {digest}"
+            "; copy or download it again"
         )
     if sys.platform == "linux":
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # read the disk, not the page cache

@@ -204,7 +204,9 @@ def _from_pyproject(start: Path) -> tuple[Path, str] | None:
         try:
             root = tomllib.loads(file.read_text("utf-8")).get("tool", {}).get("headway", {}).get("data_root")
         except (OSError, ValueError) as error:
-            raise UsageError(f"cannot read data_root from {file}: {error}") from error
+            raise UsageError(
+                f"cannot read data_root from {file}: {error}; correct that file, or give the root"
+            ) from error
         if root is None:
             continue
         if not isinstance(root, str):

@@ -84,7 +84,7 @@ def _matching(directory: Path, pattern: str, *, found: bool = False) -> list[Pat
         if found and isinstance(error, PermissionError):
             logger.warning(f"{directory} is left out: {error.strerror}")
             return []
-        raise UsageError(f"cannot list {directory}: {error.strerror}") from error
+        raise UsageError(f"cannot list {directory}: {error.strerror}; check its permissions") from error
     matching = [name for name in fnmatch.filter(names, pattern) if not name.startswith(".")]
     return sorted(directory / name for name in matching)
 

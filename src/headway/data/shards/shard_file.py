@@ -33,7 +33,9 @@ class ShardFile:
         try:
             self._fd, self.status = retry(f"open the shard {path}", lambda: _open(path))
         except OSError as error:
-            raise UsageError(f"cannot read the shard {path}: {error.strerror}") from error
+            raise UsageError(
+                f"cannot read the shard {path}: {error.strerror}; check its path and permissions"
+            ) from error
         if not stat.S_ISREG(self.status.st_mode):
             raise BadShard(f"{path} is not a regular file; give tar files only")
 

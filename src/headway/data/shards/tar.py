@@ -87,6 +87,7 @@ def members(data: Readable, where: str, limits: ShardLimits | None = None) -> It
             if size > _MAX_NAME_BYTES:
                 raise BadShard(
                     f"{where} has a name of {size} bytes at byte {start}; at most {_MAX_NAME_BYTES} are allowed"
+                    "; create it again with shorter names"
                 )
             if kind == _LONG_NAME:
                 name = _text(data[start : start + size])

@@ -87,7 +87,7 @@ def _find(
             raise BadShard(f"{found}, more than max_bad={max_bad:g}; the first of them: {first}")
         logger.warning(f"{found}, and are left out; the first of them: {first}")
     if not any(counts):
-        raise UsageError(f"dataset {name!r}: none of its {len(paths)} shards has a sample")
+        raise UsageError(f"dataset {name!r}: none of its {len(paths)} shards has a sample; pack it again")
     return paths, counts
 
 

@@ -86,7 +86,10 @@ class DaliSource:
     def state_dict(self, end: int) -> dict[str, Any]:
         """Returns the state of the loader after the batch whose last output is `end`."""
         if end not in self._states:
-            raise UsageError(f"state_dict({end}): no batch of the last {_MAX_STATES} ends at this position")
+            raise UsageError(
+                f"state_dict({end}): no batch of the last {_MAX_STATES} ends at this position"
+                "; pass the position that came with a recent one"
+            )
         return self._states[end]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -142,6 +142,7 @@ def barrier(*, timeout: float | None = None) -> None:
             raise
         raise BarrierTimeout(
             f"a barrier was not reached within {timeout:g} s by rank {shorten_list(absent)}"
+            "; headway watch and their logs show where they are"
         ) from error
     if store.add(f"{key}/left", 1) == size:
         for name in (*map(str, range(size)), "count", "open", "left"):

@@ -67,7 +67,7 @@ def take(
         return load(run).directory
     path = Path.cwd() / script
     if not path.exists():
-        raise UsageError(f"there is no script {str(script)!r} in {Path.cwd()}")
+        raise UsageError(f"there is no script {str(script)!r} in {Path.cwd()}; give its path from there")
     path = path if path.is_dir() else path.parent.resolve() / path.name
     if dirty == "live":
         return _live(run, path)

@@ -29,9 +29,9 @@ def from_hf_config(path: str | Path) -> Transformer:
             raise UsageError(f"{file} is larger than 1 MiB; a config.json is a few kilobytes")
         data = json.loads(file.read_text())
     except OSError as error:
-        raise UsageError(f"cannot read {file}: {error.strerror}") from error
+        raise UsageError(f"cannot read {file}: {error.strerror}; give the path of a config.json") from error
     except ValueError as error:
-        raise UsageError(f"{file} is not valid JSON: {error}") from error
+        raise UsageError(f"{file} is not valid JSON: {error}; download it again") from error
     data = dict(checks.require_mapping_in(str(file), data))
     kind = data.get("model_type")
     checks.require_choice(f"{file}: model_type", kind, tuple(_READERS))

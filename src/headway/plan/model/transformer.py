@@ -212,7 +212,8 @@ class Transformer:
             checks.require_int("model.window", self.window)
         if self.window_layers > (self.layers if self.window else 0):
             raise UsageError(
-                f"model.window_layers is {self.window_layers} of {self.layers} layers with window {self.window}"
+                f"model.window_layers is {self.window_layers}; valid: 0 to {self.layers}, the number of layers"
+                + ("" if self.window else ", together with model.window")
             )
         checks.require_choice("model.position", self.position, ("learned", "rope", "none"))
         checks.require_choice("model.norm", self.norm, ("layernorm", "rmsnorm"))

@@ -119,7 +119,9 @@ def read_saved_plan(path: str | Path) -> SavedPlan:
             f"cannot read {file}: {error.strerror}; write it with: headway plan ... --save {file}"
         ) from error
     except ValueError as error:
-        raise UsageError(f"{file} is not valid JSON: {error}") from error
+        raise UsageError(
+            f"{file} is not valid JSON: {error}; write it again with headway plan FILE --save"
+        ) from error
     if not isinstance(content, dict) or not isinstance(content.get("answers"), dict):
         raise UsageError(f"{file} is not a plan; write one with: headway plan ... --save {file}")
     return SavedPlan(title=str(content.get("title", file.stem)), content=content)

@@ -371,7 +371,9 @@ def _probe(request: dict[str, object], timeout: float) -> dict[str, Any]:
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            raise HeadwayError(f"the measurement took longer than {timeout:.0f} s") from error
+            raise HeadwayError(
+                f"the measurement took longer than {timeout:.0f} s; measure a smaller batch"
+            ) from error
         if not out.exists():
             last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no output")
             raise HeadwayError(f"the measuring process ended with exit code {done.returncode}: {last[:300]}")

@@ -159,7 +159,9 @@ class SlurmScheduler(Scheduler):
     def cancel(self, ids: JobIds) -> None:
         answer = self._change("scancel", ids.number)
         if answer.code:
-            raise HeadwayError(f"job {ids.number} could not be cancelled: {answer.reason}")
+            raise HeadwayError(
+                f"job {ids.number} could not be cancelled: {answer.reason}; try: scancel {ids.number}"
+            )
 
     def is_gone(self, ids: JobIds) -> bool | None:
         return slurm_queue.is_gone(self._client, ids.job_id)

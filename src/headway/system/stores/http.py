@@ -61,7 +61,10 @@ class HttpStore(Store):
         _, headers = self._ask("HEAD", key)
         size = headers.get("content-length", "")
         if not size.isdecimal():
-            raise StorageError(f"{self._address(key)} has no known size: the server sends no Content-Length")
+            raise StorageError(
+                f"{self._address(key)} has no known size: the server sends no Content-Length"
+                "; copy the files, or use another server"
+            )
         version = headers.get("etag") or headers.get("last-modified") or ""
         return ObjectInfo(key=key, size=int(size), version=version)
 
