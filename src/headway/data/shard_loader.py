@@ -363,9 +363,7 @@ class ShardLoader:
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Changes weights from the next batch on. Call it on all ranks after the same step, with the same weights."""
         if not self._shuffle:
-            raise UsageError(
-                "shuffle=False reads every sample once and has no weights: pass shuffle=True to weigh"
-            )
+            raise UsageError("shuffle=False reads each sample once and has no weights: use shuffle=True")
         with self._position_lock:
             self._timeline = self._weights_over_time().with_weights(self._position, weights)
 
@@ -447,9 +445,7 @@ class ShardLoader:
         version, ours, mix = state.get("version", 0), self._identity(), self._mix
         own = {*ours, "epoch", "position", "segments"} | ({"samples", "anchor"} if version != 1 else set())
         if {*state} != own:
-            raise UsageError(
-                f"this is not a state of ShardLoader.state_dict(): {dict(state)}; pass one of those"
-            )
+            raise UsageError(f"this is not the state of a ShardLoader: {dict(state)}")
         saved, here = state["datasets"], ours["datasets"]
         changed = datasets_changed(saved, here, mix.added, mix.removed)
         check_same_order(
