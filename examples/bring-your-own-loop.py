@@ -11,6 +11,7 @@ that a resume is exact. What stays yours: metrics, precision, accumulation, and 
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils.data import TensorDataset
 
 import headway as hw
@@ -24,11 +25,9 @@ def main():
     x = torch.randn(4096, 16)
     data = TensorDataset(x, x.square().sum(1, keepdim=True))
     train = hw.data.DataLoader(data, global_batch_size=64, shuffle=True)
-    net = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)).to(
-        world.device
-    )
+    net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1)).to(world.device)
     adam = torch.optim.Adam(net.parameters(), lr=1e-3)
-    model = torch.nn.parallel.DistributedDataParallel(net) if world.world_size > 1 else net
+    model = nn.parallel.DistributedDataParallel(net) if world.world_size > 1 else net
 
     run = hw.dist.open_run("runs", name="own-loop", resume="auto")
     with hw.record.recording(run, world) as attempt, hw.train.Ledger(attempt) as ledger:

@@ -52,9 +52,7 @@ def network(inputs, outputs):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=40)
     options = parser.parse_args()
     pipe = hw.Pipeline(config=options, name="gan")

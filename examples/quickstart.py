@@ -21,11 +21,10 @@ class Classify(hw.TrainValStage):
 
 
 def spirals(count, seed):
-    """Points on two spirals, and on which of them each one is."""
     turn = 9 * torch.rand(count, generator=torch.Generator().manual_seed(seed))
     arm = torch.arange(count) % 2
     points = torch.stack([turn.cos(), turn.sin()], 1) * (turn * (1 - 2 * arm))[:, None] / 10
-    return hw.data.DataLoader(TensorDataset(points, arm), global_batch_size=64, shuffle=seed == 1)
+    return TensorDataset(points, arm)
 
 
 if __name__ == "__main__":
@@ -33,8 +32,9 @@ if __name__ == "__main__":
     hw.seed(0)  # the same weights on all ranks
     pipe.register_model("net", nn.Sequential(nn.Linear(2, 99), nn.ReLU(), nn.Linear(99, 2)))
     pipe.register_optimizer("adamw", lambda params: torch.optim.AdamW(params, lr=0.05), model="net")
-    pipe.register_dataset("train", spirals(4000, seed=1))
-    pipe.register_dataset("val", spirals(1003, seed=2))
+    train, val = spirals(4000, seed=1), spirals(1003, seed=2)
+    pipe.register_dataset("train", hw.data.DataLoader(train, global_batch_size=64, shuffle=True))
+    pipe.register_dataset("val", hw.data.DataLoader(val, global_batch_size=64))
     pipe.append_stage(Classify(gradient_clip=1.0), max_epochs=5)
     pipe.enable_checkpointing(every="1 epoch", keep_best="val/loss")
     pipe.run()

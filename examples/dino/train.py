@@ -123,14 +123,12 @@ class Dino(hw.TrainValStage):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--data", type=Path, required=True, help="a directory with curated/ and web/, of shards"
     )
     parser.add_argument(
-        "--data", type=Path, required=True, help="a directory with curated/ and web/, of tar shards"
-    )
-    parser.add_argument(
-        "--broaden-at", type=int, default=20_000, help="step from which on half of the photos are web's"
+        "--broaden-at", type=int, default=20_000, help="step from which half of the photos are web's"
     )
     parser.add_argument("--batch", type=int, default=1024, help="photos of all ranks together in a step")
     parser.add_argument("--epochs", type=int, default=100)

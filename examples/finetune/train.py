@@ -50,9 +50,7 @@ class Tune(hw.TrainValStage):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="a directory of Hugging Face")
     parser.add_argument("--data", type=Path, required=True, help='lines of {"prompt": ..., "answer": ...}')
     parser.add_argument("--batch", type=int, default=64, help="samples of all ranks together in a step")
@@ -60,7 +58,7 @@ def main():
     parser.add_argument("--lr", type=float, default=1e-5)
     options = parser.parse_args()
 
-    pipe = hw.Pipeline(config={key: str(value) for key, value in vars(options).items()}, name="finetune")
+    pipe = hw.Pipeline(config=options, name="finetune")
     hw.seed(0)
     with hw.train.empty_parameters():  # no memory yet: each rank will read its own part of the weights
         lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.model))

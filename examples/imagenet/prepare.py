@@ -19,9 +19,7 @@ def samples(photos, classes):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", type=Path, help="a directory with train/ and val/, each with one per class")
     parser.add_argument("out", type=Path)
     parser.add_argument("--val-share", type=float, default=0.1)

@@ -71,11 +71,9 @@ def make_loaders(options):
             ),
             "val": hw.data.DataLoader(FakeImages(50_000, size), batch, **workers),
         }
-    staged = os.environ.get(
-        "HEADWAY_STAGED"
-    )  # where `headway submit --pre` has copied the shards, on each node
+    staged = os.environ.get("HEADWAY_STAGED")  # where `headway submit --pre` has copied the shards to
     shards = Path(staged) / options.data.name if staged else options.data
-    output = "fp32" if options.precision == "fp32" else "bf16"
+    output = "bf16" if options.precision in ("bf16", "fp16") else "fp32"
     device = "cuda" if torch.cuda.is_available() else None  # decodes and crops there
     crop = hw.data.RandomResizedCrop(size, output=output, channels_last=True)
     center = hw.data.CenterCrop(size, resize=size * 8 // 7, output=output, channels_last=True)
@@ -92,25 +90,19 @@ def make_loaders(options):
 
 
 def parse():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     default = "resnet50" if importlib.util.find_spec("torchvision") else "small"
     parser.add_argument("--model", default=default, choices=("dummy", "small", *TORCHVISION))
     parser.add_argument("--weights", type=Path, help="to begin with: a safetensors or torch file, or a run")
-    parser.add_argument(
-        "--data", type=Path, help="what prepare.py has written; without it, images are made up"
-    )
+    parser.add_argument("--data", type=Path, help="what prepare.py has written; else images are made up")
     parser.add_argument("--batch", type=int, default=256, help="images per rank and step")
     parser.add_argument("--size", type=int, default=224, help="of an image, in pixels")
     parser.add_argument("--epochs", type=int, default=90)
-    parser.add_argument(
-        "--lr", type=float, default=1e-3, help="for 1024 images per step; scaled to those of all ranks"
-    )
+    parser.add_argument("--lr", type=float, default=1e-3, help="for 1024 images in a step of all ranks")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--precision", default="bf16", choices=("fp32", "tf32", "bf16", "fp16"))
     parser.add_argument(
-        "--compile", default=False, metavar="MODE", help='of torch.compile: "default", "max-autotune"'
+        "--compile", default=False, metavar="MODE", help='of torch.compile, such as "default"'
     )
     parser.add_argument("--workers", type=int, default=2, help="processes per rank that make images up")
     parser.add_argument("--limit-train-samples", type=int, help="per epoch")

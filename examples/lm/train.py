@@ -77,13 +77,9 @@ class LanguageModel(hw.TrainValStage):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tokens", type=Path, help="what prepare.py has written")
-    parser.add_argument(
-        "--model", type=Path, default=Path(__file__).with_name("gpt.yaml"), help="a plan file"
-    )
+    parser.add_argument("--model", type=Path, default=Path(__file__).with_name("gpt.yaml"), help="plan file")
     parser.add_argument("--plan", type=Path, help="what `headway plan FILE --save plan.json` has written")
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--lr", type=float, default=6e-4)

@@ -52,7 +52,8 @@ class Forecast(hw.TrainValStage):
         error = self.models["net"](states[:-LEAD]) - states[LEAD:]
         area = torch.cos(torch.deg2rad(latitude))[:, None]  # cells are smaller toward the poles
         persistence = states[:-LEAD] - states[LEAD:]
-        self.log("persistence", mean_square(persistence, area))  # what a forecast must beat: nothing changes
+        # what a forecast must beat: that nothing changes
+        self.log("persistence", mean_square(persistence, area), weight=len(persistence))
         return mean_square(error, area)
 
     def count_samples(self, chunk):
@@ -74,9 +75,7 @@ def to_tensors(chunk):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", help="a Zarr store; without it, data is made up")
     parser.add_argument("--variable", default="2m_temperature")
     parser.add_argument("--epochs", type=int, default=5)
@@ -84,7 +83,7 @@ def main():
     data = (xr.open_zarr(options.data) if options.data else made_up())[options.variable]
     last = len(data["time"]) * 9 // 10  # the last tenth is for validation
 
-    pipe = hw.Pipeline(config=vars(options), name="weather")
+    pipe = hw.Pipeline(config=options, name="weather")
     hw.seed(0)
     pipe.register_model("net", Forecaster())
     pipe.register_optimizer("adamw", lambda params: torch.optim.AdamW(params, lr=3e-3), model="net")
