@@ -117,7 +117,8 @@ class ExitCode:
         if self._usual is None:
             self.given, self._usual, self._usual_os_exit = 0, sys.exit, os._exit
             sys.exit, os._exit = self._exit, self._os_exit
-            self._before_os_exit, self._pid = before_os_exit, os.getpid()
+        # a forked child that joins a group has an end of its own
+        self._before_os_exit, self._pid = before_os_exit, os.getpid()
 
     def restore(self) -> None:
         """Restores `sys.exit`; what was noted stays."""
