@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import cProfile
 import random
+import threading
 from itertools import islice
 from pathlib import Path
 
@@ -12,7 +13,9 @@ import numpy as np
 import pytest
 import simplejpeg
 
-from headway.data import Shard, ShardLimits, ShardLoader, pack
+from headway.data import Shard, ShardLimits, ShardLoader, pack, shard_loader
+from headway.data.assembly import one_thread_suffices
+from headway.data.sample_reader import Chunk
 from headway.data.shards.decode import _HeaderCache, _plain_size
 from headway.data.shards.indexes import DaliIndex
 from headway.errors import BadShard
@@ -130,3 +133,44 @@ def test_samples_of_a_shard_are_equal_with_and_without_an_index(tmp_path: Path) 
     for number, sample in enumerate(samples):
         assert shard.read(number) == walked.read(number)
         assert bytes(shard[number]["jpg"]) == sample["jpg"] and shard.read(number)[0] == sample["__key__"]
+
+
+def chunk(thread: int, *, busy_us: float, took_us: float) -> Chunk:
+    """A chunk of ten samples; times are of each."""
+    return Chunk(thread, count=10, busy_s=busy_us * 1e-5, times=[(3.0, 3.1, 3.0 + took_us * 1e-5)])
+
+
+@pytest.mark.parametrize(
+    ("chunks", "alone"),
+    [
+        ([chunk(1, busy_us=20, took_us=25), chunk(2, busy_us=20, took_us=60)], True),
+        ([chunk(n, busy_us=20, took_us=600) for n in range(16)], True),  # they wait for the interpreter
+        ([chunk(1, busy_us=20, took_us=600)], False),  # for storage
+        ([chunk(1, busy_us=900, took_us=1000), chunk(2, busy_us=900, took_us=1000)], False),  # photos
+        ([], False),
+    ],
+)
+def test_small_samples_are_read_by_one_thread_unless_it_waits(chunks: list[Chunk], alone: bool) -> None:
+    assert one_thread_suffices(chunks) is alone
+
+
+def test_batches_are_the_same_whichever_threads_read_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = [{"__key__": f"{n}", "jpg": jpeg(8, 8, seed=n), "cls": n} for n in range(96)]
+    samples[40]["jpg"] = b"broken"
+    pack(iter(samples), tmp_path)
+    found, names = [], list[set[str]]()
+
+    def note(sample: dict[str, object], _: np.random.Generator) -> dict[str, object]:
+        names[-1].add(threading.current_thread().name.rpartition("_")[0])
+        return sample
+
+    for alone in (False, True):
+        monkeypatch.setattr(shard_loader, "one_thread_suffices", lambda _, alone=alone: alone)
+        names.append(set())
+        loader = ShardLoader(tmp_path, batch_size=8, threads=2, transform=note, max_bad=0.5)
+        found.append([batch["cls"].tolist() for batch in loader])
+        assert [bad.key for bad in loader.bad] == ["40"]
+    assert found[0] == found[1] and len(found[0]) == 12
+    assert names == [{"headway load"}, {"headway load", "headway gather"}]  # the first batch tells

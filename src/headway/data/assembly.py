@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 _SWITCH_S = 0.0005
 _GPU_READERS = 2  # threads
+_SMALL_SAMPLE_S = 50e-6  # of a core's time
+_MAX_WAIT = 4  # times as long as threads that only wait for the interpreter
 
 
 class AssembledBatch(NamedTuple):
@@ -61,11 +63,10 @@ class BatchAssembler:
     ) -> None:
         self._collate, self._prepare, self._validates, self._drops = collate, prepare, validates, drops
 
-    def gather(self, futures: Sequence[Future[Chunk]]) -> list[Chunk]:
-        """Waits for chunks, and prepares them."""
-        if futures:
-            futures[-1].exception()  # one wait covers nearly all chunks
-        chunks = [future.result() for future in futures]
+    def gather(self, results: Sequence[Callable[[], Chunk]]) -> list[Chunk]:
+        """Gets chunks, which threads load or these calls do, and prepares them."""
+        last = [result() for result in results[-1:]]  # one wait covers nearly all chunks
+        chunks = [result() for result in results[:-1]] + last
         if self._prepare is not None:
             self._prepare(chunks)
         return chunks
@@ -145,6 +146,18 @@ def reader_threads(threads: int | None, gpu: torch.device | None) -> int:
     cpus = usable_cpus()
     mine = max(1, cpus // dist.local_world_size()) if dist.is_initialized() else cpus
     return mine if gpu is None else min(mine, _GPU_READERS)
+
+
+def one_thread_suffices(chunks: Sequence[Chunk]) -> bool:
+    """Whether one thread should read samples like these: they take microseconds, and not for waiting for storage.
+
+    They hold the interpreter nearly all the time, and threads that pass it to each other after every call are slower
+    than one thread.
+    """
+    samples, busy_s = sum(chunk.count for chunk in chunks), sum(chunk.busy_s for chunk in chunks)
+    took_s = sum(times[-1] - times[0] for chunk in chunks for times in chunk.times)
+    threads = len({chunk.thread for chunk in chunks})
+    return busy_s < _SMALL_SAMPLE_S * samples and took_s < _MAX_WAIT * threads * busy_s
 
 
 def loader_pool(threads: int, name: str) -> ThreadPoolExecutor:

@@ -71,6 +71,8 @@ class Chunk:
     """which of the values replace bad samples"""
     labels: list[tuple[int, int, int, int]] = field(default_factory=list)
     """dataset, shard, sample and label, while the order of labels is of interest"""
+    busy_s: float = 0.0
+    """of a core's time, for all stages"""
     transform_s: float = 0.0
     times: list[tuple[float, ...]] = field(default_factory=list)
     """for a few samples at a time: when reading began, and when reading, decoding and any transform ended"""
@@ -118,6 +120,7 @@ class SampleReader:
         """Loads samples, a few at a time: all are read, then all images are decoded. Decoding an image evicts Python
         from the processor's cache, and whatever runs between two of them takes several times as long."""
         chunk, retries = Chunk(threading.get_native_id()), retries_in_this_thread()
+        busy = time.thread_time()
         samples, first, began = list[_ReadSample](), 0, time.perf_counter()
         for location in locations:
             sample = self._read_sample(location, [], chunk)
@@ -129,7 +132,7 @@ class SampleReader:
         if samples:
             self._finish(chunk, samples, began)
         chunk.size += self._gpu_bytes and len(chunk.values) * self._gpu_bytes + chunk.read
-        chunk.read_retries = retries_in_this_thread() - retries
+        chunk.read_retries, chunk.busy_s = retries_in_this_thread() - retries, time.thread_time() - busy
         return chunk
 
     def _read_sample(

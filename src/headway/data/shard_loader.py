@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -21,7 +22,14 @@ import numpy as np
 import torch
 
 from headway import dist
-from headway.data.assembly import AssembledBatch, loader_pool, make_assembler, quick_switches, reader_threads
+from headway.data.assembly import (
+    AssembledBatch,
+    loader_pool,
+    make_assembler,
+    one_thread_suffices,
+    quick_switches,
+    reader_threads,
+)
 from headway.data.cache.node_cache import CachedShards, NodeCache
 from headway.data.cache.prefetch import BatchShards, Prefetcher
 from headway.data.catalog.shard_files import ShardSpec
@@ -217,7 +225,7 @@ class ShardLoader:
     ) -> Iterator[Any]:
         """Yields batches and prefetches the next ones; when weights change, prefetched batches are loaded again."""
         waiting: deque[_PendingBatch] = deque()
-        timeline, largest = self._weights_over_time(), 0
+        timeline, largest, alone = self._weights_over_time(), 0, False
         how = {"validates": not self._shuffle, "drops": self._tail == "drop"}
         assembler = make_assembler(self._reader, self._transform, self._collate, self._gpu, **how)
         upcoming = self._rank_batches(timeline, self._position)
@@ -234,8 +242,10 @@ class ShardLoader:
                 batch = next(upcoming, None)
                 if batch is None:
                     break
-                chunks = [pool.submit(self._reader.read, chunk) for chunk in self._chunks(batch.locations)]
-                gathered = gathering.submit(assembler.gather, chunks)
+                read, split = self._reader.read, [] if alone else self._chunks(batch.locations)
+                chunks = [pool.submit(read, chunk) for chunk in split]
+                results = [chunk.result for chunk in chunks] or [partial(read, batch.locations)]
+                gathered = gathering.submit(assembler.gather, results)
                 result = collating.submit(assembler.assemble, gathered, batch.padding)
                 waiting.append(_PendingBatch(batch, [*chunks, gathered], result))
             if not waiting:
@@ -245,6 +255,7 @@ class ShardLoader:
             assembled = result.result()
             waited = Span("wait", threading.get_native_id(), began, time.perf_counter())
             largest = max(largest, sum(chunk.size for chunk in assembled.chunks))
+            alone = self._gpu is None and one_thread_suffices(assembled.chunks)
             with self._position_lock:
                 if self._weights_over_time() is not timeline:
                     continue  # another thread has just changed weights: this batch is no longer the next

@@ -100,6 +100,26 @@ def test_crops_are_those_of_pillow_within_two_levels(shape: tuple[int, int]) -> 
         assert found.mean() < 0.2 and np.quantile(found, 0.98) <= 2.0 and found.max() < 6
 
 
+def test_images_of_any_size_are_resized_as_pillow_does() -> None:
+    rng = np.random.default_rng(0)
+    shapes = [
+        (1, 1),
+        (1, 700),
+        (900, 1),
+        (2, 3),
+        (6000, 8000),
+        *np.exp(rng.uniform(0, 6, (40, 2))).astype(int),
+    ]
+    transform = RandomResizedCrop(33, interpolation="bicubic", output="uint8")
+    for key, (height, width) in enumerate(shapes):
+        tile = oracle.photo(min(height, 600), min(width, 800), key)
+        pixels = np.tile(tile, (-(-height // len(tile)), -(-width // tile.shape[1]), 1))[:height, :width]
+        (table,) = draw_groups(transform, np.array([key], np.uint64), np.array([(height, width)]))
+        found = crop_image(transform, pixels, key)["images"][0].permute(1, 2, 0).numpy()
+        difference = np.abs(found.astype(int) - oracle.resized(pixels, table.ints[0, 0], 33))
+        assert difference.max() <= 2 and difference.mean() <= 0.5, (height, width)
+
+
 def test_each_color_operation_alone_is_exact() -> None:
     pixels, size = oracle.photo(60, 60), 32
     plain = {"jitter": 1.0, "grayscale": 0.0, "blur": (0.0, 0.0, 0.0), "solarize": 0.0, "output": "fp32"}
