@@ -274,3 +274,16 @@ def test_the_page_escapes_what_users_write() -> None:
     plan = estimate(preset("gpt2"), Layout(), Node("h200-sxm1"))
     hostile = type(plan)(**{**vars(plan), "title": "<script>alert(1)</script>"})
     assert "<script>" not in render_page(hostile)
+
+
+def test_a_search_takes_the_flags_of_a_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--dp", "4", "--tp", "2", "--zero", "1", "--global-batch", "64", "--precision", "amp"]
+    run = ["--node", "dgx-h100", "--tokens", "1e9", "--price-per-hour", "30"]
+    assert verb.main(["search", "gpt2", "--gpus", "8", *flags, *run]) == 0
+    said = capsys.readouterr().out
+    assert "dp4 tp2 zero1 mb1, which was given, takes" in said and "most of the difference is" in said
+    assert "run.cost = " in said and "tensor parallel 8 in the node, ZeRO 1 across: not possible" in said
+    assert verb.main(["search", "gpt2", "--gpus", "8", "--global-batch", "64", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["run"] == {} and not any("which was given" in reason for reason in found["reasons"])
+    assert {row["trainable"] for row in found["ranked"]} <= {True, False}

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict, replace
 from itertools import product
 
 import pytest
 
 from headway.errors import UsageError
 from headway.plan import Layout, Node, preset, search
-from headway.plan.cost.memory import peak, reserved_range
+from headway.plan.cost.flops import hardware_flops_per_token
+from headway.plan.cost.memory import peak, rank_memory, reserved_range
 from headway.plan.cost.steptime import step_time
 from headway.plan.machine.efficiency import default_calibration
 from headway.plan.model.transformer import Moe, Transformer
@@ -82,6 +84,64 @@ def test_brute_force_finds_nothing_faster(model: Transformer) -> None:
                 best = min(best, step_time(model, layout, node, constants).total)
     found = search(model, node, gpus=gpus, global_batch=batch)
     assert found.best is not None and found.best.seconds == pytest.approx(best, rel=1e-9)
+
+
+TIGHT = Node.of(
+    name="tight", device={**asdict(DGX.device), "memory_GB": 7, "usable_GiB": 7}, gpus=8, inter_Gbps=3200
+)
+
+
+def test_only_as_many_layers_recompute_as_must() -> None:
+    """GPT-2 on GPUs of 7 GiB: with any number of recomputed layers, brute force finds nothing faster that is safe."""
+    model, base = preset("gpt2"), Layout(sequence=2048, optimizer="adamw-fused")
+    constants, capacity = default_calibration(TIGHT.device), TIGHT.device.memory_bytes
+    found = search(model, TIGHT, gpus=2, global_batch=16, base=base, keep=5000)
+    best = found.best
+    assert best is not None and best.safe and best.layout.recompute_layers
+    assert f":{best.layout.recompute_layers} " in best.layout.describe() + " "
+    fastest = float("inf")
+    for dp, micro, zero, recompute, layers in product(
+        (1, 2), (1, 2, 4, 8, 16), (0, 1, 3), ("sac", "full"), (None, *range(1, 13))
+    ):
+        if 16 % (dp * micro) or (dp == 1 and zero):
+            continue
+        layout = replace(
+            base, dp=dp, tp=2 // dp, sequence_parallel=dp == 1, microbatch=micro, zero=zero, global_batch=16,
+            recompute=recompute, recompute_layers=layers,
+        )  # type: ignore[arg-type]  # fmt: skip
+        if reserved_range(peak(model, layout).allocated, layout)[1] <= capacity:
+            fastest = min(fastest, step_time(model, layout, TIGHT, constants).total)
+    assert best.seconds <= fastest * (1 + 1e-9)
+    whole = replace(best.layout, recompute_layers=None)
+    assert step_time(model, whole, TIGHT, constants).total > best.seconds
+    fewer = replace(best.layout, recompute_layers=max(1, best.layout.recompute_layers - 1))
+    if best.layout.recompute_layers > 1:
+        assert reserved_range(peak(model, fewer).allocated, fewer)[1] > capacity
+    assert not best.layout.trainable
+
+
+def test_recomputed_layers_interpolate_between_none_and_all() -> None:
+    model, constants = preset("llama-3.1-8b"), default_calibration(DGX.device)
+    base = Layout(
+        dp=2, tp=4, pp=3, microbatch=16, global_batch=96, recompute="full", optimizer="adamw-fused"
+    )  # 11, 11, 10 layers
+    none, some, every = (
+        replace(base, recompute="none"), replace(base, recompute_layers=5), replace(base, recompute_layers=11)
+    )  # fmt: skip
+    for stage, layers in enumerate((11, 11, 10)):
+        low, middle, high = (
+            rank_memory(model, layout, stage).parts["activations"] for layout in (every, some, none)
+        )
+        assert middle == pytest.approx(low + (high - low) * (1 - 5 / layers))
+    assert rank_memory(model, every, 0).parts == rank_memory(model, base, 0).parts
+    times = [
+        step_time(model, layout, DGX, constants).parts.get("recompute", 0.0) for layout in (none, some, base)
+    ]
+    assert (
+        times[0] == 0 < times[1] == pytest.approx(times[2] * 5 / 10)
+    )  # the last stage, with the head, is slowest
+    hfu = [hardware_flops_per_token(model, 8192, layout, "full") for layout in (none, some, base)]
+    assert hfu[1] - hfu[0] == pytest.approx((hfu[2] - hfu[0]) * 15 / 32)
 
 
 def test_ten_thousand_layouts_take_seconds() -> None:

@@ -21,6 +21,9 @@ from headway.plan.tracer.settings import TraceSettings
 
 if TYPE_CHECKING:
     from headway.plan.input.plan_file import PlanFile
+    from headway.plan.machine.hardware import Node
+    from headway.plan.report.quantity import Quantity
+    from headway.plan.searcher.layouts import Candidate
 
 _File = Annotated[Path, Positional("FILE.yaml")]
 
@@ -91,10 +94,13 @@ class SearchOptions:
     what: Annotated[str, Positional("FILE.yaml|PRESET")]
     """a plan file with a section `search`, or a preset (headway plan list) with the flags below"""
     layout: Layout
+    workload: Workload
     gpus: Annotated[int | None, positive] = None
     """GPUs to use; with a plan file, those of its section `search`."""
     node: str = "h200-sxm8"
     """A catalog name (headway plan list) or "this"."""
+    price_per_hour: Annotated[float | None, above_zero] = None
+    """Price of one node, in your currency."""
     html: Path | None = None
     """Write a self-contained page: time against memory of every layout that fits."""
     json: bool = False
@@ -197,12 +203,12 @@ def _file(argv: list[str]) -> int:
 
 
 def _preset(argv: list[str]) -> int:
-    from headway.plan.input.plan_file import read_calibration, read_node
+    from headway.plan.input.plan_file import read_calibration
     from headway.plan.model.presets import preset
     from headway.plan.report.estimates import estimate
 
     options = parse(PresetOptions, argv, verb="plan preset")
-    node = read_node(options.node if options.node == "this" else {"name": options.node, **_price(options)})
+    node = _node(options)
     constants = read_calibration(None, Path(), options.node)
     found = estimate(
         preset(options.name), options.layout, node, workload=options.workload, calibration=constants
@@ -210,8 +216,14 @@ def _preset(argv: list[str]) -> int:
     return _print(found, options)
 
 
-def _price(options: PresetOptions) -> dict[str, object]:
-    return {} if options.price_per_hour is None else {"price_per_hour": options.price_per_hour}
+def _node(options: PresetOptions | SearchOptions) -> Node:
+    """The node that the flags name, with its price."""
+    from headway.plan.input.plan_file import read_node
+
+    if options.node == "this":
+        return read_node("this")
+    price = {} if options.price_per_hour is None else {"price_per_hour": options.price_per_hour}
+    return read_node({"name": options.node, **price})
 
 
 def _search(argv: list[str]) -> int:
@@ -224,18 +236,40 @@ def _search(argv: list[str]) -> int:
         raise UsageError(f"{options.what} has no 'search'; give search: {{gpus: N, global_batch: B}}")
     found = search(
         plan.model, plan.node, gpus=plan.search.gpus, global_batch=plan.search.global_batch, base=plan.layout,
-        calibration=plan.calibration, keep=plan.search.keep,
+        calibration=plan.calibration, keep=plan.search.keep, against=_given_layout(plan),
     )  # fmt: skip
     if options.html is not None:
         from headway.plan.report.search_page import render_search
 
         with _writing(options.html):
             options.html.write_text(render_search(plan.model.name, found))
+    totals = _run_totals(plan, found.best)
     if options.json:
-        print(json.dumps(found.to_dict(), indent=1))
+        values = {key: quantity.to_dict() for key, quantity in totals.items()}
+        print(json.dumps({**found.to_dict(), "run": values}, indent=1))
     else:
         print_search(found, Console())
+        for key, quantity in totals.items():
+            print(f"{key} = {quantity}")
     return DONE if found.best else DOES_NOT_FIT
+
+
+def _given_layout(plan: PlanFile) -> Layout | None:
+    """The layout of file or flags, with which the best is compared: if it is for as many GPUs and samples."""
+    layout, wanted = plan.layout, plan.search
+    if wanted is None or layout.gpus != wanted.gpus or layout.gpus == 1:
+        return None
+    return layout if layout.global_batch == wanted.global_batch else None
+
+
+def _run_totals(plan: PlanFile, best: Candidate | None) -> dict[str, Quantity]:
+    """Time and cost of a whole run with the best layout, if its length is given."""
+    from headway.plan.report.estimates import estimate
+
+    if best is None:
+        return {}
+    found = estimate(plan.model, best.layout, plan.node, workload=plan.workload, calibration=plan.calibration)
+    return {key: quantity for key, quantity in found.answers.items() if key.startswith("run.")}
 
 
 def _search_plan(options: SearchOptions) -> PlanFile:
@@ -244,7 +278,6 @@ def _search_plan(options: SearchOptions) -> PlanFile:
         PlanFile,
         SearchSettings,
         read_calibration,
-        read_node,
         read_plan_file,
     )
     from headway.plan.model.presets import preset
@@ -259,8 +292,8 @@ def _search_plan(options: SearchOptions) -> PlanFile:
     return PlanFile(
         model=model,
         layout=options.layout,
-        node=read_node(options.node),
-        workload=Workload(),
+        node=_node(options),
+        workload=options.workload,
         calibration=read_calibration(None, Path(), options.node),
         search=SearchSettings(gpus=options.gpus, global_batch=options.layout.global_batch),
     )

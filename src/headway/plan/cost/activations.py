@@ -118,9 +118,15 @@ def _feedforward(model: Transformer, act: int, *, moe: bool) -> list[SavedTensor
     ]
 
 
-def layer_bytes(model: Transformer, layout: Layout, *, moe: bool = False) -> float:
-    """Bytes that one layer saves for one microbatch on one rank, under the layout's recomputation."""
-    return _layer_bytes(model, layout, layout.recompute, moe)
+def layer_bytes(model: Transformer, layout: Layout, *, moe: bool = False, recomputed: float = 1.0) -> float:
+    """Bytes that one layer saves for one microbatch on one rank, under the layout's recomputation.
+
+    The mean, if only the fraction `recomputed` of the layers recomputes.
+    """
+    own = _layer_bytes(model, layout, layout.recompute, moe)
+    if recomputed == 1:
+        return own
+    return recomputed * own + (1 - recomputed) * _layer_bytes(model, layout, "none", moe)
 
 
 def working_set(model: Transformer, layout: Layout, *, moe: bool = False) -> float:

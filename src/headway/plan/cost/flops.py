@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Literal
 
 from headway.plan.cost.compute import SAC_RECOMPUTED, attention_gemms, head_gemm, layer_gemms
+from headway.plan.cost.schedule import stage_layers
 from headway.plan.model.layout import Layout
 from headway.plan.model.transformer import Transformer
 
@@ -69,12 +70,14 @@ def hardware_flops_per_token(
     layers, scores, _ = forward_flops(model, sequence)
     tokens = model.image.tokens if model.image else sequence
     attention = scores * attention_share(model, convention)
+    stages = stage_layers(model, layout.pp, layout.vpp)
+    share = sum(stage.total * layout.recomputed_share(stage.total) for stage in stages) / model.layers
     if layout.recompute == "full":
-        return base + (layers + attention) / tokens
+        return base + share * (layers + attention) / tokens
     if layout.recompute == "selective" and not layout.flash:
-        return base + 3 * attention / tokens
+        return base + share * 3 * attention / tokens
     if layout.recompute == "sac":
-        return base + layers * SAC_RECOMPUTED / tokens
+        return base + share * layers * SAC_RECOMPUTED / tokens
     return base
 
 

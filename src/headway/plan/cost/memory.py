@@ -129,11 +129,13 @@ def _training_parts(
     """Memory that is in use from the first forward to the last backward pass."""
     layers = schedule.layers_in_flight(model.layers, layout.pp, layout.vpp, stage, layout.microbatches)
     share = _moe_share(model, layout, stage)
-    per_layer = (1 - share) * activations.layer_bytes(model, layout)
+    again = layout.recomputed_share(schedule.stage_layers(model, layout.pp, layout.vpp)[stage].total)
+    per_layer = (1 - share) * activations.layer_bytes(model, layout, recomputed=again)
     if share:
-        per_layer += share * activations.layer_bytes(model, layout, moe=True)
+        per_layer += share * activations.layer_bytes(model, layout, moe=True, recomputed=again)
     # compiled code, too, saves the input of a fully recomputed layer
-    compiled = COMPILED_RATIO if layout.compiled and layout.recompute != "full" else 1.0
+    whole = layout.recompute == "full" and again == 1
+    compiled = COMPILED_RATIO if layout.compiled and not whole else 1.0
     return {
         "activations": layers * per_layer * compiled,
         "encoder": _encoder(model, layout) * compiled,
@@ -153,7 +155,8 @@ def _encoder(model: Transformer, layout: Layout) -> float:
         return 0.0
     inside = replace(layout, sequence=model.encoded_tokens(layout.tokens(model)))
     output = layout.microbatch * inside.tokens(stack) * model.hidden * layout.residual_bytes
-    return stack.layers * activations.layer_bytes(stack, inside) + output
+    again = layout.recomputed_share(stack.layers)
+    return stack.layers * activations.layer_bytes(stack, inside, recomputed=again) + output
 
 
 def _moe_share(model: Transformer, layout: Layout, stage: int) -> float:
@@ -224,7 +227,8 @@ def _logits(model: Transformer, layout: Layout) -> float:
 
 def _casts(layout: Layout, parameters: RankParameters) -> float:
     """Autocast caches 16-bit copies of the weights until the backward pass has used them."""
-    if not layout.autocast or layout.zero == 3 or layout.recompute == "full":
+    whole = layout.recompute == "full" and layout.recompute_layers is None
+    if not layout.autocast or layout.zero == 3 or whole:
         return 0.0
     return 2 * (parameters.shared + parameters.experts)
 

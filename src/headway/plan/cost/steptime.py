@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import log, sqrt
 
@@ -45,13 +45,22 @@ class LayerCost:
         sent = self.tensor_parallel + self.context_parallel + self.expert_parallel
         return compute_s + sent + self.launches
 
+    def mixed(self, other: LayerCost, share: float) -> LayerCost:
+        """The mean of layers of which this share is as `self`, and the rest as `other`."""
+        pairs = {each.name: (getattr(self, each.name), getattr(other, each.name)) for each in fields(self)}
+        return LayerCost(**{name: share * own + (1 - share) * rest for name, (own, rest) in pairs.items()})
+
+
+_Work = list[tuple[int, LayerCost]]
+"""What a stage computes: numbers of layers, and the time of one."""
+
 
 def step_time(model: Transformer, layout: Layout, node: Node, constants: Calibration) -> StepTime:
     """Seconds of one step: m microbatches on the slowest stage, the bubble, and what follows the last backward."""
-    layers = _layer_costs(model, layout, node, constants)
-    stages = _stage_seconds(model, layout, node, constants, layers)
+    work = _stage_work(model, layout, node, constants)
+    stages = _stage_seconds(model, layout, node, constants, work)
     slowest, m, v = max(stages), layout.microbatches, layout.vpp
-    parts = _busy_parts(model, layout, node, constants, layers, stages.index(slowest))
+    parts = _busy_parts(model, layout, node, constants, work, stages.index(slowest))
     bubble = ZERO_BUBBLE if layout.schedule == "zero-bubble" else 1.0
     parts["pipeline bubble"] = bubble * (sum(stages) - slowest) / v
     parts["data parallel"] = _data_parallel(model, layout, node, constants, busy=m * slowest)
@@ -75,19 +84,14 @@ def _busy_parts(
     layout: Layout,
     node: Node,
     constants: Calibration,
-    layers: tuple[LayerCost, LayerCost],
+    work: list[_Work],
     stage: int,
 ) -> dict[str, float]:
     """Seconds of the slowest stage for all microbatches, by part."""
-    dense, mixture = layers
-    encoder = _encoder_cost(model, layout, node, constants)
-    count = stage_layers(model, layout.pp, layout.vpp)[stage]
     microbatches = layout.microbatches
 
     def both(part: str) -> float:
-        each: float = count.dense * getattr(dense, part) + count.mixture * getattr(mixture, part)
-        if encoder is not None:
-            each += encoder[0] * getattr(encoder[1], part)
+        each: float = sum(count * getattr(cost, part) for count, cost in work[stage])
         return microbatches * each
 
     head = microbatches * _head(model, layout, node.device, constants) if stage == layout.pp - 1 else 0.0
@@ -106,33 +110,44 @@ def _busy_parts(
 
 
 def _stage_seconds(
-    model: Transformer,
-    layout: Layout,
-    node: Node,
-    constants: Calibration,
-    layers: tuple[LayerCost, LayerCost],
+    model: Transformer, layout: Layout, node: Node, constants: Calibration, work: list[_Work]
 ) -> list[float]:
     """Seconds of one microbatch on each stage, forward and backward."""
-    dense, mixture = layers[0].total, layers[1].total
     fixed = _sends(model, layout, node, constants)
-    counts = stage_layers(model, layout.pp, layout.vpp)
-    seconds = [count.dense * dense + count.mixture * mixture + fixed for count in counts]
+    seconds = [sum(count * cost.total for count, cost in stage) + fixed for stage in work]
     seconds[-1] += _head(model, layout, node.device, constants)
-    encoder = _encoder_cost(model, layout, node, constants)
-    if encoder is not None:
-        seconds[0] += encoder[0] * encoder[1].total
     return seconds
 
 
-def _encoder_cost(
-    model: Transformer, layout: Layout, node: Node, constants: Calibration
-) -> tuple[int, LayerCost] | None:
-    """Number of layers of the encoder, and the time of one; None without an encoder."""
-    stack = model.encoder_stack
-    if stack is None:
-        return None
+def _stage_work(model: Transformer, layout: Layout, node: Node, constants: Calibration) -> list[_Work]:
+    """What each stage computes for one microbatch; an encoder is on the only stage."""
+    own = _layer_costs(model, layout, node, constants)
+    if layout.recompute_layers is None:
+        plain = own
+    else:
+        plain = _layer_costs(model, replace(layout, recompute="none"), node, constants)
+    work: list[_Work] = []
+    for stage in stage_layers(model, layout.pp, layout.vpp):
+        share = layout.recomputed_share(stage.total)
+        costs = (
+            own if share == 1 else [cost.mixed(rest, share) for cost, rest in zip(own, plain, strict=True)]
+        )
+        work.append(list(zip((stage.dense, stage.mixture), costs, strict=True)))
+    if model.encoder_stack is not None:
+        work[0] += _encoder_work(model.encoder_stack, model, layout, node, constants)
+    return work
+
+
+def _encoder_work(
+    stack: Transformer, model: Transformer, layout: Layout, node: Node, constants: Calibration
+) -> _Work:
     inside = replace(layout, sequence=model.encoded_tokens(layout.tokens(model)))
-    return stack.layers, _layer_cost(stack, inside, node, constants, moe=False)
+    cost = _layer_cost(stack, inside, node, constants, moe=False)
+    share = layout.recomputed_share(stack.layers)
+    if share < 1:
+        plain = _layer_cost(stack, replace(inside, recompute="none"), node, constants, moe=False)
+        cost = cost.mixed(plain, share)
+    return [(stack.layers, cost)]
 
 
 def stage_passes(
@@ -143,8 +158,8 @@ def stage_passes(
     backward = compute.layer_backward(forward, layout, constants).total
     again = compute.layer_recompute(forward, layout).total
     share = forward.total / (forward.total + backward + again)
-    layers = _layer_costs(model, layout, node, constants)
-    seconds = _stage_seconds(model, layout, node, constants, layers)
+    work = _stage_work(model, layout, node, constants)
+    seconds = _stage_seconds(model, layout, node, constants, work)
     return [(share * each, (1 - share) * each) for each in seconds]
 
 

@@ -94,6 +94,8 @@ class Layout:
     """Tokens per sample; the model's own context if not given."""
     recompute: Recompute = "none"
     """selective: the attention core; sac: every other matrix product (torch); full: the complete layer."""
+    recompute_layers: int | None = None
+    """Layers of each pipeline stage that recompute; all if not given."""
     precision: PrecisionName = "bf16"
     """Bytes per parameter with Adam: bf16 and fp8 18 (Megatron), zero16, amp, amp-fp8 and fp32 16, pure-bf16 8."""
     optimizer: OptimizerName = "adamw"
@@ -119,7 +121,7 @@ class Layout:
     def __post_init__(self) -> None:
         for key in ("dp", "tp", "pp", "vpp", "cp", "ep", "microbatch", "global_batch", "loss_chunks"):
             checks.require_int(f"layout.{key}", getattr(self, key))
-        for key in ("shard", "sequence", "expert_tp"):
+        for key in ("shard", "sequence", "expert_tp", "recompute_layers"):
             if getattr(self, key) is not None:
                 checks.require_int(f"layout.{key}", getattr(self, key))
         flags = (
@@ -179,8 +181,16 @@ class Layout:
 
     @property
     def trainable(self) -> bool:
-        """Whether `headway.train` can run it today: data, fully sharded and tensor parallelism."""
-        return self.pp == self.cp == self.ep == 1 and self.zero in (0, 3)
+        """Whether `headway.train` can run it today: data, fully sharded and tensor parallelism, whole blocks
+        recomputed or none."""
+        recomputes = self.recompute in ("none", "full") and self.recompute_layers is None
+        return self.pp == self.cp == self.ep == 1 and self.zero in (0, 3) and recomputes
+
+    def recomputed_share(self, layers: int) -> float:
+        """Fraction of a stage's layers that recompute."""
+        if self.recompute_layers is None or not layers:
+            return 1.0
+        return min(1.0, self.recompute_layers / layers)
 
     @property
     def expert_ways(self) -> int:
@@ -255,5 +265,6 @@ class Layout:
         parts += [f"shard{self.shard}"] if self.shard else []
         parts.append(f"mb{self.microbatch}")
         parts += ["sp"] if self.sequence_parallel else []
-        parts += [f"recompute={self.recompute}"] if self.recompute != "none" else []
+        some = f":{self.recompute_layers}" if self.recompute_layers else ""
+        parts += [f"recompute={self.recompute}{some}"] if self.recompute != "none" else []
         return " ".join(parts)

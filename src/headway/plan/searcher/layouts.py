@@ -9,6 +9,7 @@ from functools import lru_cache
 from headway.errors import UsageError
 from headway.plan import checks
 from headway.plan.cost import memory
+from headway.plan.cost.schedule import stage_layers
 from headway.plan.cost.steptime import StepTime, step_time
 from headway.plan.machine.calibration import Calibration
 from headway.plan.machine.efficiency import scoped_calibration
@@ -103,22 +104,20 @@ def search(
     """
     checks.require_int("gpus", gpus)
     checks.require_int("global_batch", global_batch)
-    base, (constants, _) = base or Layout(), scoped_calibration(calibration, node.device)
+    base, (constants, _) = _without_degrees(base or Layout()), scoped_calibration(calibration, node.device)
     capacity = node.device.memory_bytes
-    tried, smallest, fitting = 0, float("inf"), []
+    tried, smallest, fitting, recomputing = 0, float("inf"), list[Candidate](), list[Candidate]()
+    saves_all = True  # whether the layout before, which recomputes nothing, fits for certain
     for layout in layouts(model, node, gpus, global_batch, base):
-        tried += 1
         allocated = memory.peak(model, layout).allocated
-        needed = memory.reserved_bytes(allocated, layout)
-        smallest = min(smallest, needed)
-        if needed <= capacity:
-            step, most = (
-                step_time(model, layout, node, constants),
-                memory.reserved_range(allocated, layout)[1],
-            )
-            fitting.append(
-                Candidate(layout=layout, needed=needed, most=most, step=step, safe=most <= capacity)
-            )
+        tried, smallest = tried + 1, min(smallest, memory.reserved_bytes(allocated, layout))
+        found = _candidate(model, layout, node, constants, allocated)
+        fitting += [] if found is None else [found]
+        if layout.recompute == "none":
+            saves_all = found is not None and found.safe
+        elif found is not None and found.safe and not saves_all:
+            recomputing.append(found)
+    fitting += _recomputing_less(model, node, constants, fitting, recomputing)
     if not tried:
         raise UsageError(
             f"no layout of {gpus} GPUs suits global_batch {global_batch}, the model's heads ({model.heads}) and layers "
@@ -134,6 +133,72 @@ def search(
         capacity=capacity,
         reasons=_reasons(model, node, gpus, global_batch, base, constants, fitting, against),
     )
+
+
+def _without_degrees(base: Layout) -> Layout:
+    """What does not vary in a search: sequence, precision, optimizer, and what overlaps."""
+    return replace(
+        base, dp=1, tp=1, pp=1, vpp=1, cp=1, ep=1, expert_tp=None, schedule="1f1b", sequence_parallel=False, zero=0,
+        shard=None, reshard=True, microbatch=1, global_batch=1, recompute="none", recompute_layers=None,
+    )  # fmt: skip
+
+
+def _candidate(
+    model: Transformer, layout: Layout, node: Node, constants: Calibration, allocated: float
+) -> Candidate | None:
+    """The layout with its time, if it fits."""
+    needed, capacity = memory.reserved_bytes(allocated, layout), node.device.memory_bytes
+    if needed > capacity:
+        return None
+    step, most = step_time(model, layout, node, constants), memory.reserved_range(allocated, layout)[1]
+    return Candidate(layout=layout, needed=needed, most=most, step=step, safe=most <= capacity)
+
+
+def _recomputing_less(
+    model: Transformer,
+    node: Node,
+    constants: Calibration,
+    fitting: list[Candidate],
+    recomputing: list[Candidate],
+) -> list[Candidate]:
+    """Lets fewer layers recompute, in those layouts that may become the fastest by it."""
+    fastest = min((found.seconds for found in fitting if found.safe), default=float("inf"))
+    less = []
+    for found in sorted(recomputing, key=_least_seconds):
+        if _least_seconds(found) >= fastest:
+            break
+        layout = _fewest_recomputed(model, found.layout, node.device.memory_bytes)
+        allocated = memory.peak(model, layout).allocated
+        better = None if layout is found.layout else _candidate(model, layout, node, constants, allocated)
+        if better is not None:
+            fastest = min(fastest, better.seconds)
+            less.append(better)
+    return less
+
+
+_AFTER_COMPUTE = ("pipeline bubble", "data parallel", "optimizer", "stragglers")
+
+
+def _least_seconds(found: Candidate) -> float:
+    """A step takes at least as long if nothing is recomputed; a third of tensor-parallel messages is repeated, too."""
+    parts = found.step.parts
+    again = parts.get("recompute", 0.0) + parts.get("tensor parallel", 0.0) / 3
+    busy = sum(seconds for name, seconds in parts.items() if name not in _AFTER_COMPUTE)
+    return found.seconds * (1 - again / busy)
+
+
+def _fewest_recomputed(model: Transformer, layout: Layout, capacity: float) -> Layout:
+    """Finds by bisection how many layers of a stage must recompute to fit for certain."""
+    low, high = 0, max(stage.total for stage in stage_layers(model, layout.pp, layout.vpp))
+    found = layout
+    while high - low > 1:
+        middle = (low + high) // 2
+        some = replace(layout, recompute_layers=middle)
+        if memory.reserved_range(memory.peak(model, some).allocated, some)[1] <= capacity:
+            found, high = some, middle
+        else:
+            low = middle
+    return found
 
 
 def layouts(model: Transformer, node: Node, gpus: int, global_batch: int, base: Layout) -> Iterator[Layout]:
@@ -154,7 +219,8 @@ def layouts(model: Transformer, node: Node, gpus: int, global_batch: int, base: 
                             yield replace(
                                 base, dp=dp, tp=tp, pp=pp, vpp=vpp, schedule=schedule, cp=cp, ep=ep,
                                 expert_tp=expert_tp, zero=zero, reshard=pp == 1, shard=None, microbatch=microbatch,
-                                global_batch=global_batch, recompute=recompute, sequence_parallel=sequence_parallel,
+                                global_batch=global_batch, recompute=recompute, recompute_layers=None,
+                                sequence_parallel=sequence_parallel,
                             )  # fmt: skip
 
 
