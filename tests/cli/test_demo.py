@@ -47,8 +47,11 @@ def test_the_tour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest
     ]
     assert "fits: needs" in out and "the same to the last bit: losses, samples" in out
     assert str(killed.report_file) in out.splitlines() and killed.report_file.exists()
-    ends = [(each["status"], each.get("step_started")) for each in killed.info()["attempts"]]
-    assert ends == [("failed", 0), ("done", 6)] and "was killed by SIGKILL" in err
+    first, last = killed.info()["attempts"]
+    assert first["status"] != "done" and last["status"] == "done" and "was killed by SIGKILL" in err
+    assert last["step_started"] in (0, 6), (
+        "whether a save in the background is complete at the kill depends on timing"
+    )
     assert len(whole.info()["attempts"]) == 1
     assert losses(killed) == losses(whole) and len(losses(whole)) == 12
 
