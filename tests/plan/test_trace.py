@@ -25,7 +25,7 @@ from headway.errors import UsageError
 from headway.plan.tracer import request
 from headway.plan.tracer.process import memory_meter, recurrent
 from headway.plan.tracer.request import trace_module, trace_modules
-from headway.plan.tracer.result import TraceResult
+from headway.plan.tracer.result import TraceResult, extrapolate_depth
 from headway.plan.tracer.settings import TraceSettings
 
 pytestmark = pytest.mark.timeout(900)  # the first tests wait until all models are traced
@@ -139,6 +139,16 @@ def test_torchtitan_traced_with_fsdp() -> None:
     assert found.parameters == 8_030_261_248
     assert found.by_label["parameters"] == pytest.approx(4 * found.parameters / 8, rel=1e-3)
     assert found.reserved / 2**30 == pytest.approx(82.4, rel=0.10)
+
+
+def test_an_extrapolated_fsdp_trace_is_not_smaller_than_the_whole() -> None:
+    """Traces of 2 and 4 layers of that model; all 32 have 68.4 GiB allocated and 76.7 reserved, and 82.4 in truth."""
+    gib = 2**30
+    two = TraceResult(allocated=30.183 * gib, reserved=35.182 * gib)
+    four = TraceResult(allocated=32.734 * gib, reserved=37.135 * gib)
+    found = extrapolate_depth(two, four, 32, sharded=True)
+    assert found.allocated / gib == pytest.approx(68.446, rel=1e-3)
+    assert 76.682 <= found.reserved / gib <= 82.4
 
 
 TINY = TraceSettings(factory=f"{ZOO}:tiny_language_model", inputs="tiny_batch", batch_size=4)

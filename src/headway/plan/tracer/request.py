@@ -127,7 +127,10 @@ def trace_modules(
     )
     if len(depths) == 1:
         return found
-    return [extrapolate_depth(two, four, depth) for two, four in zip(found[::2], found[1::2], strict=True)]
+    return [
+        extrapolate_depth(two, four, depth, sharded=one.fsdp > 1)
+        for one, two, four in zip(every, found[::2], found[1::2], strict=True)
+    ]
 
 
 def _trace_all(every: Sequence[TraceSettings], timeout: float) -> list[TraceResult]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.errors import UsageError
-from headway.plan.cost.memory import CONTEXT_BYTES, RESERVE
+from headway.plan.cost.memory import CONTEXT_BYTES, RESERVE, RESERVE_FSDP
 from headway.plan.machine.calibration import Calibration
 from headway.plan.machine.hardware import Node
 from headway.plan.model.layout import Layout
@@ -107,7 +107,9 @@ class TraceResult:
         return device
 
 
-def extrapolate_depth(two: TraceResult, four: TraceResult, depth: int) -> TraceResult:
+def extrapolate_depth(
+    two: TraceResult, four: TraceResult, depth: int, *, sharded: bool = False
+) -> TraceResult:
     """Extrapolates from 2 and 4 layers to `depth`: a stack of equal layers grows linearly."""
     if two.error or four.error:
         return two if two.error else four
@@ -119,12 +121,13 @@ def extrapolate_depth(two: TraceResult, four: TraceResult, depth: int) -> TraceR
         return {key: max(0.0, at(low.get(key, 0.0), high.get(key, 0.0))) for key in {**low, **high}}
 
     allocated = at(two.allocated, four.allocated)
+    slack = RESERVE_FSDP.value if sharded else RESERVE.low
     return TraceResult(
         parameters=round(at(two.parameters, four.parameters)),
         trainable=round(at(two.trainable, four.trainable)),
         allocated=allocated,
-        # the allocator's segments do not grow linearly, but hold at least what is allocated
-        reserved=max(at(two.reserved, four.reserved), allocated * RESERVE.low),
+        # the allocator's segments do not grow linearly, but hold at least what is allocated; under FSDP, much more
+        reserved=max(at(two.reserved, four.reserved), allocated * slack),
         by_label=each(two.by_label, four.by_label),
         by_module=each(two.by_module, four.by_module),
         kernel_counts=each(two.kernel_counts, four.kernel_counts),
