@@ -16,11 +16,12 @@ from headway.plan.searcher.remedies import Remedy
 from headway.plan.tracer.kernels import Kernel, launch_seconds
 from headway.plan.tracer.settings import TraceSettings
 
-# error on eight models on one H200: allocated -0.3 to +0.7 %, reserved -1.3 to +0.5 %
+# error on eight models on one H200: allocated -0.3 to +0.7 %, reserved -1.3 to +0.5 %; but reserved +18 % on GPT-2 124M
+# with a batch of 32, and -13 % on nn.TransformerEncoderLayer: where the allocator splits blocks otherwise than replayed
 ALLOCATED_LOW, ALLOCATED_HIGH = 0.99, 1.02
-RESERVED_LOW, RESERVED_HIGH = 0.98, 1.04
+RESERVED_LOW, RESERVED_HIGH = 0.84, 1.16
 # error on two torchtitan runs with FSDP: reserved -6.9 and -2.3 %
-SHARDED_HIGH = 1.12
+SHARDED_HIGH = 1.16
 # error on ten other convolutional networks: allocated -1.4 to +0.2 %, reserved -3 to -20 % (cuDNN tries workspaces)
 CONVOLUTION_HIGH = 1.3
 # measured over roofline of those eight steps: 0.92 to 1.9, and 3.1 for a convolutional network
