@@ -3,9 +3,10 @@
     python benchmarks/multicrop.py [--images 256] [--batches 60] [--rounds 3] [--no-training] [--json results.json]
 
 A photo has about 500 x 375 pixels and 72 kB; 2 crops of 224 pixels and 8 of 96 are made of it, with all of DINOv2's
-changes of color, to bf16. The decoder alone is torchvision's nvJPEG, called for a whole batch at a time by one thread;
-it is the limit. Rounds are interleaved and medians printed, because machines are shared. The floor of the kernels is
-the time that the bytes which they must read and write take, at the rate of a large copy on the same device.
+changes of color, to bf16. Two decoders alone are measured, each called for a whole batch at a time by one thread:
+torchvision's, and headway's own use of the same library, which is the limit. Rounds are interleaved and medians
+printed, because machines are shared. The floor of the kernels is the time that the bytes which they must read and write
+take, at the rate of a large copy on the same device.
 """
 
 from __future__ import annotations
@@ -16,28 +17,32 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
-from itertools import islice, repeat
+from itertools import islice, pairwise, repeat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import simplejpeg
 import torch
+from torchvision.io import decode_jpeg
 
 from headway.data import MultiCrop, ShardLoader, pack
 from headway.data.assembly import quick_switches
 from headway.data.images.batch import IMAGE, SAMPLES, EncodedImage
 from headway.data.images.device.device_batch import GpuBatcher
 from headway.data.images.device.gpu import GpuCropper
-from headway.data.images.device.nvjpeg import as_tensor, decode_batch
+from headway.data.images.device.image_table import ImageTable
+from headway.data.images.device.nvjpeg import JpegDecoder
 from headway.data.order.permutation import derive_keys
 from headway.data.sample_reader import collate
+from headway.dist.device import use_many_queues
 
 BATCH, QUALITY, WANTED_KB = 256, 80, 72
-DEVICE = torch.device("cuda")
+DEVICE = torch.device("cuda", 0)
 AHEAD, WARM_UP = 4, 8  # batches: that are prefetched, and that come before the clock starts
 
 
@@ -79,47 +84,81 @@ def timed(work: Callable[[], int]) -> float:
     return images / (time.perf_counter() - began)
 
 
-def decode_only(encoded: list[torch.Tensor], batches: int) -> int:
+class TorchvisionDecoder:
+    """Decodes a batch as torchvision's users do."""
+
+    def __init__(self, photos: list[bytes]) -> None:
+        self.count = len(photos)
+        self._photos = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in photos]
+
+    def decode(self) -> list[torch.Tensor]:
+        return decode_jpeg(self._photos, mode="RGB", device=DEVICE)
+
+
+class OwnDecoder:
+    """Decodes a batch as headway does; nothing of it is used."""
+
+    def __init__(self, photos: list[bytes]) -> None:
+        self.count, self._images = len(photos), [sample[IMAGE] for sample in samples(pinned(photos))]
+        self._decoder = JpegDecoder(DEVICE)
+
+    def decode(self) -> torch.Tensor:
+        return self._decoder.decode(self._images).block
+
+
+def sizes_of(photos: Sequence[bytes | memoryview]) -> list[tuple[int, int]]:
+    return [simplejpeg.decode_jpeg_header(data)[:2] for data in photos]
+
+
+def repeat_decode(decoder: TorchvisionDecoder | OwnDecoder, batches: int) -> int:
     for _ in range(batches):
-        decode_batch(encoded, DEVICE)
-    return batches * len(encoded)
+        decoder.decode()
+    return batches * decoder.count
 
 
-def samples(photos: list[bytes], sizes: list[tuple[int, int]]) -> list[dict[str, Any]]:
+def pinned(photos: list[bytes]) -> list[memoryview]:
+    """Copies photos to pinned memory, as the loader reads them from shards."""
+    ends = np.cumsum([len(data) for data in photos]).tolist()
+    block = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True).numpy()
+    np.concatenate([np.frombuffer(data, np.uint8) for data in photos], out=block)
+    return [block.data[start:end] for start, end in pairwise([0, *ends])]
+
+
+def samples(
+    photos: Sequence[bytes | memoryview], sizes: list[tuple[int, int]] | None = None
+) -> list[dict[str, Any]]:
     return [
         {
             SAMPLES: np.array([0, 0, 0, number]),
             IMAGE: EncodedImage(memoryview(data), *size, 1),
             "cls": number,
         }
-        for number, (data, size) in enumerate(zip(photos, sizes, strict=True))
+        for number, (data, size) in enumerate(zip(photos, sizes or sizes_of(photos), strict=True))
     ]
 
 
 def from_memory(photos: list[bytes]) -> Generator[Any]:
-    """Batches of crops of photos in memory, as the loader makes them, a few batches ahead."""
-    sizes = [simplejpeg.decode_jpeg_header(data)[:2] for data in photos]
+    """Batches of crops of photos in memory, as the loader makes them, a few batches ahead: one thread copies the photos
+    to pinned memory, one has them decoded, one makes the crops."""
 
     def keys_of(rows: np.ndarray) -> np.ndarray:
         return derive_keys(0, *(rows[:, column].astype(np.uint64) for column in range(4)))
 
-    batcher = GpuBatcher(MultiCrop(), DEVICE, collate, keys_of)
+    batcher, sizes = GpuBatcher(MultiCrop(), DEVICE, collate, keys_of), sizes_of(photos)
 
-    photos_and_labels = samples(photos, sizes)
+    def read() -> list[dict[str, Any]]:
+        return samples(pinned(photos), sizes)
 
-    def decode() -> list[dict[str, Any]]:
-        each = [dict(sample) for sample in photos_and_labels]
-        assert not batcher.decode(each)
-        return each
+    def decode(read: Future[Any]) -> list[dict[str, Any]]:
+        assert not batcher.decode(read.result())
+        return read.result()
 
-    with (
-        quick_switches(active=True),
-        ThreadPoolExecutor(1) as decoding,
-        ThreadPoolExecutor(1) as collating,
-    ):
+    with ExitStack() as stack:
+        stack.enter_context(quick_switches(active=True))
+        reading, decoding, collating = (stack.enter_context(ThreadPoolExecutor(1)) for _ in range(3))
 
         def start() -> Future[Any]:
-            decoded = decoding.submit(decode)
+            decoded = decoding.submit(decode, reading.submit(read))
             return collating.submit(lambda: batcher.collate(decoded.result()))
 
         waiting = [start() for _ in range(AHEAD)]
@@ -134,22 +173,19 @@ def take(batches: Iterator[Any], number: int) -> int:
 
 def kernel_times(photos: list[bytes]) -> dict[str, float]:
     """Milliseconds of the kernels of a batch, and of a copy of the bytes that they cannot avoid."""
-    images = [
-        each
-        for each in decode_batch([as_tensor(memoryview(data)) for data in photos], DEVICE)
-        if each is not None
-    ]
+    images = TorchvisionDecoder(photos).decode()
+    table = ImageTable.of(images)
     cropper = GpuCropper(MultiCrop())
-    keys, sizes = np.arange(len(images), dtype=np.uint64), np.array([each.shape[1:] for each in images])
+    keys = np.arange(len(images), dtype=np.uint64)
     began = time.perf_counter()
-    tables = cropper.draw(keys, sizes)
+    tables = cropper.draw(keys, table.sizes)
     draw_ms = (time.perf_counter() - began) * 1e3
-    crops = cropper.crop(images, tables)
+    crops = cropper.crop(table, tables)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     host = time.perf_counter()
     events[0].record()
     for _ in range(20):
-        cropper.crop(images, tables)
+        cropper.crop(table, tables)
     events[1].record()
     host_ms = (time.perf_counter() - host) / 20 * 1e3
     torch.cuda.synchronize()
@@ -221,11 +257,12 @@ def main() -> None:
     parser.add_argument("--no-training", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    use_many_queues()  # as init() does, before anything is done on the device
     photos = make_photos(options.images)
     print(f"{len(photos)} photos, mean {statistics.mean(map(len, photos)) / 1000:.0f} kB", flush=True)
     results: dict[str, Any] = kernel_times(photos)
     print({name: round(value, 3) for name, value in results.items()}, flush=True)
-    encoded = [as_tensor(memoryview(data)) for data in photos]
+    decoders = {"torchvision": TorchvisionDecoder(photos), "decoder": OwnDecoder(photos)}
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         repeated = (
             {"__key__": f"{n:06d}", "jpg": photos[n % len(photos)], "cls": n}
@@ -235,32 +272,40 @@ def main() -> None:
 
         def shards() -> Generator[Any]:
             loader = ShardLoader(
-                directory, batch_size=options.images, transform=MultiCrop(), device="cuda", prefetch=6
+                directory,
+                batch_size=options.images,
+                transform=MultiCrop(),
+                device=DEVICE,
+                prefetch=6,
+                memory=2**31,
+                threads=options.readers,
+                steps_per_epoch=10**6,  # an epoch's end would empty the queues
             )
-            while True:
-                yield from loader
+            yield from loader
 
         contenders: dict[str, Callable[[], Generator[Any]]] = {
             "from memory": partial(from_memory, photos),
             "from shards": shards,
         }
-        rates: dict[str, list[float]] = {"decode only": [], **{name: [] for name in contenders}}
+        rates: dict[str, list[float]] = {name: [] for name in (*decoders, *contenders)}
         for _ in range(options.rounds):
-            decode_only(encoded, WARM_UP)
-            rates["decode only"].append(timed(partial(decode_only, encoded, options.batches)))
+            for name, decoder in decoders.items():
+                repeat_decode(decoder, WARM_UP)
+                rates[name].append(timed(partial(repeat_decode, decoder, options.batches)))
             for name, contender in contenders.items():
                 batches = contender()
                 take(batches, WARM_UP)
                 rates[name].append(timed(partial(take, batches, options.batches)))
                 batches.close()  # or what it prefetches would slow down the next one
         results["images/s"] = {name: statistics.median(each) for name, each in rates.items()}
-        limit = results["images/s"]["decode only"]
+        limit, torchvision = (results["images/s"][name] for name in ("decoder", "torchvision"))
         for name, each in rates.items():
+            rate = statistics.median(each)
             print(
-                f"{name:14} {statistics.median(each):8,.0f} images/s  {statistics.median(each) / limit:6.1%}",
-                end="  ",
+                f"{name:14} {rate:8,.0f} images/s  {rate / limit:6.1%} of the decoder, {rate / torchvision:6.1%} of "
+                f"torchvision's  {[round(value) for value in each]}",
+                flush=True,
             )
-            print([round(value) for value in each], flush=True)
         if not options.no_training:
             loaded = shards()
             fixed = next(loaded)

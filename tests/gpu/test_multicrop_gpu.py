@@ -15,7 +15,7 @@ from PIL import Image
 
 from headway.data import Batch, CenterCrop, MultiCrop, RandomResizedCrop, ShardLoader, pack
 from headway.data.images.cpu import DrawnImage, cut_crops, draw_groups, largest_value, normalization
-from headway.data.images.device.nvjpeg import missing_for_gpu
+from headway.data.images.device.availability import missing_for_gpu
 from headway.data.images.draws import CropTable
 from headway.data.images.fp8 import Fp8Scaling
 
@@ -39,15 +39,14 @@ def crops_of(
     transform: Any, pixels: list[np.ndarray], turns: list[int] | None = None
 ) -> dict[str, torch.Tensor]:
     from headway.data.images.device.gpu import GpuCropper
+    from headway.data.images.device.image_table import ImageTable
 
     cropper = GpuCropper(transform)
-    shapes = [
-        each.shape[:2] if not turns or turns[at] < 5 else each.shape[1::-1] for at, each in enumerate(pixels)
-    ]
-    tables = cropper.draw(KEYS[: len(pixels)], np.array(shapes))
     images = [torch.from_numpy(each).cuda().permute(2, 0, 1) for each in pixels]
     images[0] = images[0].contiguous()  # planes, as nvJPEG decodes; the others as the CPU does
-    return {name: part.cpu() for name, part in cropper.crop(images, tables, turns).items()}
+    table = ImageTable.of(images).turned(np.array(turns or [1] * len(pixels)))
+    tables = cropper.draw(KEYS[: len(pixels)], table.sizes)
+    return {name: part.cpu() for name, part in cropper.crop(table, tables).items()}
 
 
 def test_crops_are_those_of_the_cpu() -> None:

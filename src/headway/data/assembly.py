@@ -20,18 +20,36 @@ import torch
 
 from headway import dist
 from headway.data.counters import Span
+from headway.data.feed.device_feed import DeviceFeed, StagedBatch
 from headway.data.images.transforms import ImageTransform
-from headway.data.sample_reader import Chunk, SampleReader, Transform, collate, collate_crops
+from headway.data.sample_reader import (
+    Chunk,
+    SampleLocation,
+    SampleReader,
+    Transform,
+    collate,
+    collate_crops,
+)
 from headway.system.limits import usable_cpus
 
 if TYPE_CHECKING:
     from headway.data.images.device.device_batch import GpuBatcher
 
 
-_SWITCH_S = 0.0005
+_SWITCH_S = 0.0001
 _GPU_READERS = 2  # threads
 _SMALL_SAMPLE_S = 50e-6  # of a core's time
 _MAX_WAIT = 4  # times as long as threads that only wait for the interpreter
+
+
+class RankBatch(NamedTuple):
+    """This rank's part of a batch."""
+
+    locations: list[SampleLocation]
+    padding: int
+    """how many of the last ones are padding"""
+    end: int
+    """the position after the batch"""
 
 
 class AssembledBatch(NamedTuple):
@@ -39,10 +57,22 @@ class AssembledBatch(NamedTuple):
 
     chunks: list[Chunk]
     value: Any
-    """None if no sample is left"""
+    """None if no sample is left; a `StagedBatch` if it goes to a device"""
     padding: int
     """how many of the last samples are padding"""
     collate: Span | None
+
+
+class PendingBatch(NamedTuple):
+    """A batch that threads are loading."""
+
+    batch: RankBatch
+    tasks: list[Future[Any]]
+    result: Future[AssembledBatch]
+
+    def cancel(self) -> None:
+        for task in (*self.tasks, self.result):
+            task.cancel()
 
 
 @final
@@ -71,8 +101,10 @@ class BatchAssembler:
             self._prepare(chunks)
         return chunks
 
-    def assemble(self, gathered: Future[list[Chunk]], padding: int) -> AssembledBatch:
-        """Returns the batch of some chunks, whose last samples are `padding`."""
+    def assemble(
+        self, gathered: Future[list[Chunk]], padding: int, feed: DeviceFeed | None = None
+    ) -> AssembledBatch:
+        """Returns the batch of some chunks, whose last samples are `padding`; with `feed`, on its way to a device."""
         chunks = gathered.result()
         began = time.perf_counter()
         values, padding = self._values(chunks, padding)
@@ -82,6 +114,8 @@ class BatchAssembler:
         if not values:
             return AssembledBatch(chunks, None, padding, None)
         value = self._collate(values)
+        if feed is not None and not isinstance(value, StagedBatch):
+            value = feed.stage(value)
         return AssembledBatch(
             chunks, value, padding, Span("collate", threading.get_native_id(), began, time.perf_counter())
         )
@@ -179,7 +213,7 @@ def _use_one_core(others: int) -> None:
 
 @contextmanager
 def quick_switches(*, active: bool) -> Iterator[None]:
-    """Lets threads wait for the interpreter at most half a millisecond, where Python's default is five.
+    """Lets threads wait for the interpreter at most a tenth of a millisecond, where Python's default is five.
 
     The thread that feeds the GPU's decoder needs the interpreter once a batch, and a decoder that waits five
     milliseconds for it loses a third of its time.

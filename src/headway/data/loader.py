@@ -20,6 +20,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from headway.data.counters import Counters, Span, SpanListener
 from headway.data.cursor import Collate, Cursor, MapCursor, Unbatched
+from headway.data.feed.device_feed import DeviceFeed
 from headway.data.order.batch_split import BatchSplit
 from headway.data.stream_cursor import StreamCursor
 from headway.data.worker_init import WorkerInit, open_workers
@@ -97,7 +98,7 @@ class DataLoader:
             workers=num_workers,
             persistent=persistent_workers,
         )
-        self._loops, self._restored, self._counters = 0, False, Counters()
+        self._loops, self._restored, self._counters, self._pinned = 0, False, Counters(), pin_memory
         self._torch_iterator: Callable[[], object] = lambda: None
         self._torch: torch_data.DataLoader[Any] = torch_data.DataLoader(
             **self._cursor.torch_arguments(),
@@ -123,6 +124,12 @@ class DataLoader:
         self._restored = False
         self._loops += 1
         return self._loop(self._loops)
+
+    def feed_to(self, feed: DeviceFeed | None) -> None:
+        """Has workers that start from now on leave their batches in pinned memory, if those go to a device; a thread
+        of torch's does that."""
+        if self._torch.num_workers:
+            self._torch.pin_memory = self._pinned or feed is not None
 
     def _loop(self, number: int) -> Iterator[Any]:
         cursor = self._cursor

@@ -20,6 +20,7 @@ from headway.data.images.cpu import (
     draw_image,
     largest_reduction,
 )
+from headway.data.images.device.pinned import PinnedMemory
 from headway.data.images.exif import orientation, turn
 from headway.data.images.transforms import ImageTransform
 from headway.data.label_watch import LabelWatch
@@ -107,6 +108,7 @@ class SampleReader:
         on_gpu: bool = False,
     ) -> None:
         self._gpu_bytes = transform.crop_bytes() if on_gpu and isinstance(transform, ImageTransform) else 0
+        self._allocate = PinnedMemory().allocate if on_gpu else None
         self._shards, self._orders, self._keys, self._seed = shards, order.orders, order.keys, seed
         self._replaces, self._watch = substitute, watch
         if isinstance(transform, ImageTransform):  # crops are of colors, also where a PNG has a palette
@@ -131,7 +133,8 @@ class SampleReader:
                 samples, first, began = [], chunk.read, time.perf_counter()
         if samples:
             self._finish(chunk, samples, began)
-        chunk.size += self._gpu_bytes and len(chunk.values) * self._gpu_bytes + chunk.read
+        if self._gpu_bytes:
+            chunk.size += len(chunk.values) * self._gpu_bytes + chunk.read
         chunk.read_retries, chunk.busy_s = retries_in_this_thread() - retries, time.thread_time() - busy
         return chunk
 
@@ -144,7 +147,7 @@ class SampleReader:
             source = None
             try:
                 source = self._shards.get(dataset, shard)
-                name, parts = source.read(sample)
+                name, parts = source.read(sample, self._allocate)
                 value, late = self._begin(parts)
             except (BadSample, BadShard) as error:
                 name = f"sample {sample}" if source is None else source.entries.key(sample)
@@ -161,16 +164,16 @@ class SampleReader:
             return _ReadSample(location, value, late, bad)
 
     def _begin_for_gpu(self, parts: Mapping[str, memoryview]) -> tuple[dict[str, Any], list[LatePart]]:
-        """Begins to decode a sample, except for images that the GPU is to decode."""
-        encoded = {extension: self._encoded(extension, data) for extension, data in parts.items()}
-        rest = {extension: data for extension, data in parts.items() if encoded[extension] is None}
-        values, late = self._decoder.begin(rest)
-        return {extension: encoded[extension] or values[extension] for extension in parts}, late
+        """Begins to decode a sample, except for an image that the GPU is to decode."""
+        name = _image_name(parts)
+        image = None if name not in _JPEGS or name in self._decoders else self._encoded(parts[name])
+        if name is None or image is None:
+            return self._decoder.begin(parts)
+        values, late = self._decoder.begin({part: data for part, data in parts.items() if part != name})
+        return {name: image, **values}, late
 
-    def _encoded(self, extension: str, data: memoryview) -> EncodedImage | None:
-        """Returns an image that the GPU is to decode; None for all else, which the CPU decodes."""
-        if extension not in _JPEGS or extension in self._decoders:
-            return None
+    def _encoded(self, data: memoryview) -> EncodedImage | None:
+        """Returns a JPEG that the GPU is to decode; None for one that the CPU decodes."""
         size = plain_jpeg_size(data, self._limits)
         if size is None:
             return None

@@ -12,11 +12,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -24,6 +24,8 @@ import torch
 from headway import dist
 from headway.data.assembly import (
     AssembledBatch,
+    PendingBatch,
+    RankBatch,
     loader_pool,
     make_assembler,
     one_thread_suffices,
@@ -34,8 +36,8 @@ from headway.data.cache.node_cache import CachedShards, NodeCache
 from headway.data.cache.prefetch import BatchShards, Prefetcher
 from headway.data.catalog.shard_files import ShardSpec
 from headway.data.counters import Counters, Span, SpanListener
-from headway.data.images.batch import Batch
-from headway.data.images.device.nvjpeg import usable_gpu
+from headway.data.feed.device_feed import DeviceFeed, StagedBatch
+from headway.data.images.device.availability import usable_gpu
 from headway.data.images.transforms import ImageTransform
 from headway.data.label_watch import LabelWatch
 from headway.data.order.batch_split import BatchSplit
@@ -53,28 +55,6 @@ from headway.data.sources.open_shards import OpenShards, find_sources
 from headway.errors import UsageError
 
 _MAX_CHUNK_SAMPLES = 64  # that a thread loads at a time: a task costs as much as two small samples
-
-
-class _RankBatch(NamedTuple):
-    """This rank's part of a batch."""
-
-    locations: list[SampleLocation]
-    padding: int
-    """how many of the last ones are padding"""
-    end: int
-    """the position after the batch"""
-
-
-class _PendingBatch(NamedTuple):
-    """A batch that threads are loading."""
-
-    batch: _RankBatch
-    tasks: list[Future[Any]]
-    result: Future[AssembledBatch]
-
-    def cancel(self) -> None:
-        for task in (*self.tasks, self.result):
-            task.cancel()
 
 
 @final
@@ -140,14 +120,14 @@ class ShardLoader:
         self._sources = find_sources(mix, self._limits, shared=shared, max_bad=max_bad)
         self._mix, self._shuffle, self._tail, self._steps = mix, shuffle, tail, steps_per_epoch
         self._timeline: Timeline | None = None
+        self._feed: DeviceFeed | None = None
         self._prefetcher: Prefetcher | None = None
         self._cache = CachedShards(cache, self._limits) if cache else None
         self._transform, self._decoders = transform, dict(decoders or {})
-        self._gpu = torch.device(device or "cuda") if usable_gpu(device, transform) else None
+        self._gpu, self._collate = usable_gpu(device, transform), collate_fn
         self._label_watch = LabelWatch(watching=shuffle)
         self._arrange(Shuffle(seed=seed, lanes=lanes, window=window))
         self.samples, self.in_order = self._batcher.samples, not shuffle and tail == "carry"
-        self._collate = collate_fn
         self._threads, self._prefetch, self._memory = threads, prefetch, memory
         self._epoch = self._position = self._loops = self.padding = self._seen = self._seen_here = 0
         self._restored = self._begun = False
@@ -176,6 +156,8 @@ class ShardLoader:
             limits=self._limits,
             on_gpu=self._gpu is not None,
         )
+        how = {"validates": not self._shuffle, "drops": self._tail == "drop"}
+        self._assembler = make_assembler(self._reader, self._transform, self._collate, self._gpu, **how)
 
     # --- iterating
 
@@ -190,6 +172,10 @@ class ShardLoader:
         self._restored = False
         self._loops += 1
         return self._loop(self._loops)
+
+    def feed_to(self, feed: DeviceFeed | None) -> None:
+        """Has the passes that begin from now on copy their batches to a device, ahead as they are loaded."""
+        self._feed = feed
 
     def _loop(self, number: int) -> Iterator[Any]:
         self._counters.open_trace(self._trace_path, rank=self._split.rank_and_world_size()[0])
@@ -224,10 +210,8 @@ class ShardLoader:
         number: int,
     ) -> Iterator[Any]:
         """Yields batches and prefetches the next ones; when weights change, prefetched batches are loaded again."""
-        waiting: deque[_PendingBatch] = deque()
-        timeline, largest, alone = self._weights_over_time(), 0, False
-        how = {"validates": not self._shuffle, "drops": self._tail == "drop"}
-        assembler = make_assembler(self._reader, self._transform, self._collate, self._gpu, **how)
+        waiting: deque[PendingBatch] = deque()
+        timeline, largest, alone, feed = self._weights_over_time(), 0, False, self._feed
         upcoming = self._rank_batches(timeline, self._position)
         self._prefetch_shards(timeline)
         while True:
@@ -245,9 +229,9 @@ class ShardLoader:
                 read, split = self._reader.read, [] if alone else self._chunks(batch.locations)
                 chunks = [pool.submit(read, chunk) for chunk in split]
                 results = [chunk.result for chunk in chunks] or [partial(read, batch.locations)]
-                gathered = gathering.submit(assembler.gather, results)
-                result = collating.submit(assembler.assemble, gathered, batch.padding)
-                waiting.append(_PendingBatch(batch, [*chunks, gathered], result))
+                gathered = gathering.submit(self._assembler.gather, results)
+                result = collating.submit(self._assembler.assemble, gathered, batch.padding, feed)
+                waiting.append(PendingBatch(batch, [*chunks, gathered], result))
             if not waiting:
                 return
             batch, _, result = waiting.popleft()
@@ -268,10 +252,9 @@ class ShardLoader:
                 self._prefetcher.advance(batch.end)
             self._count(assembled, waited, len(batch.locations))
             self.padding = assembled.padding
-            if isinstance(assembled.value, Batch):
-                yield assembled.value.hand_over()
-            elif assembled.value is not None:
-                yield assembled.value
+            if assembled.value is not None:
+                staged = isinstance(assembled.value, StagedBatch)
+                yield assembled.value.hand_over() if staged else assembled.value
 
     def _chunks(self, locations: list[SampleLocation]) -> Iterator[list[SampleLocation]]:
         """Splits a batch into chunks: a few samples each, because tasks have a cost, but enough for all threads."""
@@ -329,12 +312,12 @@ class ShardLoader:
 
     # --- what to load
 
-    def _rank_batches(self, timeline: Timeline, position: int) -> Iterator[_RankBatch]:
+    def _rank_batches(self, timeline: Timeline, position: int) -> Iterator[RankBatch]:
         """Yields what this rank loads for each batch of the pass, from a position on."""
         for rows, real, end in self._batcher.batches(timeline, self._epoch, position):
             mine = self._split.rank_slice(len(rows))
             locations: list[SampleLocation] = [*map(tuple, rows[mine, 1:].tolist())]
-            yield _RankBatch(locations, min(len(locations), max(0, mine.stop - real)), end)
+            yield RankBatch(locations, min(len(locations), max(0, mine.stop - real)), end)
 
     def _node_shards(self, timeline: Timeline, position: int) -> Iterator[BatchShards]:
         """Yields the shards that this node reads for each batch of the pass."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,6 +61,7 @@ class WorkerInit:
         self._user_init = user_init
 
     def __call__(self, worker: int) -> None:
+        gc.freeze()  # garbage of the rank may hold tensors of a GPU, and freeing one in a forked process aborts it
         ignore_signals(worker)
         if self._user_init is not None:
             self._user_init(worker)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from headway.dist.roster import RankPlacement
 from headway.errors import UsageError
 
 KINDS = ("auto", "cpu", "cuda", "mps")
+_QUEUES_NAME, _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 32
+QUEUES = f"{_QUEUES_NAME}={_QUEUES}"
+"""the largest number of hardware queues; CUDA's default is 8"""
 
 
 def check_kind(kind: str) -> None:
@@ -27,6 +32,7 @@ def choose_device(kind: str, placement: RankPlacement, world_size: int) -> torch
         kind = "cuda" if torch.cuda.is_available() else "mps" if _has_mps(world_size) else "cpu"
     if kind == "cuda":
         device = torch.device("cuda", _cuda_index(placement))
+        use_many_queues()
         torch.cuda.set_device(device)
         return device
     if kind == "mps":
@@ -37,6 +43,18 @@ def choose_device(kind: str, placement: RankPlacement, world_size: int) -> torch
         if not torch.backends.mps.is_available():
             raise UsageError("device='mps' is not available on this machine; use device='auto' or 'cpu'")
     return torch.device(kind)
+
+
+def use_many_queues() -> bool:
+    """Lets CUDA use all hardware queues of a GPU, unless it has begun or the user has set a number; whether it does.
+
+    Streams that share a queue wait for each other. The decoder of images has 14 streams, so with 8 queues a kernel of
+    training on any stream stops it: on an H200, one busy thread brings 35,000 photos a second down to 5,500.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        os.environ.setdefault(_QUEUES_NAME, str(_QUEUES))
+    given = os.environ.get(_QUEUES_NAME, "")
+    return given.isdigit() and int(given) >= _QUEUES
 
 
 def _has_mps(world_size: int) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any, Protocol, final, runtime_checkable
 
@@ -14,6 +15,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from headway.data import DataLoader
+from headway.data.feed.device_feed import FeedableLoader, check_device, shared_feed
+from headway.data.feed.nested import find_tensors, like
 from headway.data.worker_init import WorkerInit, open_workers
 from headway.errors import UsageError
 from headway.train.uneven import BatchAgreement
@@ -161,6 +164,26 @@ class FirstBatch:
             yield from repeat(first) if count is None else repeat(first, count)
 
 
+@contextmanager
+def moving(loader: Iterable[Any], device: torch.device) -> Iterator[Callable[[Any], Any]]:
+    """Gives the function that moves the batches of a loader to the device: to a GPU, beside what it computes.
+
+    A loader that can has its own threads copy them, some batches ahead.
+    """
+    if device.type != "cuda":
+        yield partial(to_device, device=device)
+        return
+    feed = shared_feed(device)
+    if not isinstance(loader, FeedableLoader):
+        yield feed.move
+        return
+    loader.feed_to(feed)
+    try:
+        yield feed.move
+    finally:
+        loader.feed_to(None)  # a loop outside of the pipeline gets batches where the loader makes them
+
+
 def to_device(batch: Any, device: torch.device) -> Any:
     """Returns the batch with its tensors on `device`; copies from pinned memory are asynchronous."""
     if isinstance(batch, (tuple, list)):
@@ -169,37 +192,17 @@ def to_device(batch: Any, device: torch.device) -> Any:
             plain = type(part) is Tensor and part.is_cpu
             parts.append(part.to(device, non_blocking=True) if plain else to_device(part, device))
         kind = type(batch)
-        return parts if kind is list else tuple(parts) if kind is tuple else _like(batch, parts)
+        return parts if kind is list else tuple(parts) if kind is tuple else like(batch, parts)
     if isinstance(batch, Tensor):
         if batch.device == device:
             return batch
-        if batch.device.type != "cpu":
-            raise UsageError(
-                f"a batch has a tensor on {batch.device}, but this rank uses {device}: return tensors on the CPU or on "
-                f"{device} from the loader"
-            )
+        check_device(batch, device)
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
         return type(batch)({key: to_device(part, device) for key, part in batch.items()})  # type: ignore[call-arg]
     return batch
 
 
-def _like(batch: tuple[Any, ...] | list[Any], parts: list[Any]) -> Any:
-    """Returns the parts in a container of the batch's type; a named tuple takes its parts as separate arguments."""
-    named = isinstance(batch, tuple) and "_fields" in type(batch).__dict__
-    return type(batch)(*parts) if named else type(batch)(parts)
-
-
 def first_tensor(batch: Any) -> Tensor | None:
     """Returns the first tensor in a batch, however deeply it is nested; None if there is none."""
-    if isinstance(batch, Tensor):
-        return batch
-    if isinstance(batch, Mapping):
-        batch = batch.values()
-    elif not isinstance(batch, tuple | list):
-        return None
-    for part in batch:
-        found = first_tensor(part)
-        if found is not None:
-            return found
-    return None
+    return next(find_tensors(batch), None)

@@ -22,7 +22,7 @@ from headway.errors import UsageError
 from headway.record.media.content import MediaContent
 from headway.system.failpoints import armed
 from headway.system.log import logger
-from headway.train.batches import Pass, open_loader, to_device
+from headway.train.batches import Pass, moving, open_loader
 from headway.train.diagnose.same_batches import SameBatches
 from headway.train.metrics.bad_samples import QuarantiningLoader, check_bad, log_bad, quarantining
 from headway.train.metrics.early_stopping import EarlyStopping
@@ -285,7 +285,6 @@ class LoopState:
     ) -> Generator[Any]:
         training = progress is not None
         ledger = self.pipe._ledger if training else None  # a validation is not a step
-        device = self.device
         progress = progress or Pass()
         if progress.done or (progress.batches_given and not self.more_steps):
             return
@@ -295,17 +294,18 @@ class LoopState:
             source = islice(source, max(0, limit - progress.batches_given))
         if progress.agreement is not None:
             source = progress.agreement.batches(source, partial(self._stand_in, loader), one_pass=one_pass)
-        for batch in source:
-            given = progress.batches_given = progress.batches_given + 1
-            repeated = type(batch) is Repeated
-            if not given & (given - 1) and not repeated:  # the first, second, fourth, eighth and so on
-                if progress.rng_state is not None:
-                    note_batch(progress, batch)
-                if training:
-                    self.same_batches.note(loader, batch)
-            if ledger and not repeated:
-                ledger.add_batch(loader, batch)
-            yield Repeated(to_device(batch.batch, device)) if repeated else to_device(batch, device)
+        with moving(loader, self.device) as move:
+            for batch in source:
+                given = progress.batches_given = progress.batches_given + 1
+                repeated = type(batch) is Repeated
+                if not given & (given - 1) and not repeated:  # the first, second, fourth, eighth and so on
+                    if progress.rng_state is not None:
+                        note_batch(progress, batch)
+                    if training:
+                        self.same_batches.note(loader, batch)
+                if ledger and not repeated:
+                    ledger.add_batch(loader, batch)
+                yield Repeated(move(batch.batch)) if repeated else move(batch)
         progress.done = True
 
     def _open(self, loader: Iterable[Any], progress: Pass) -> Iterator[Any]:

@@ -12,7 +12,7 @@ import torch
 from headway.data import CenterCrop, MultiCrop, RandomResizedCrop
 from headway.data.images import CropRecipe
 from headway.data.images.cpu import crop_image, draw_groups, largest_value, normalization
-from headway.data.images.device.nvjpeg import usable_gpu
+from headway.data.images.device.availability import usable_gpu
 from headway.data.images.draws import draw_crops
 from headway.data.images.fp8 import Fp8Scaling
 from headway.errors import UsageError

@@ -15,7 +15,7 @@ from PIL import Image
 
 from headway.data import Batch, CenterCrop, MultiCrop, RandomResizedCrop, ShardLoader, pack
 from headway.data.images.cpu import crop_image
-from headway.data.images.device.nvjpeg import missing_for_gpu
+from headway.data.images.device.availability import missing_for_gpu
 from headway.data.images.exif import orientation, turn
 from headway.errors import UsageError
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +29,12 @@ class EncodedImage(NamedTuple):
     turn: int
     """its EXIF orientation; 1 if that is ignored"""
 
+    @property
+    def address(self) -> int:
+        """Where its bytes are in memory."""
+        found: int = np.frombuffer(self.data, np.uint8).__array_interface__["data"][0]
+        return found
+
 
 @final
 class Batch(dict[str, Any]):
@@ -37,19 +44,6 @@ class Batch(dict[str, Any]):
     batch.images, batch.labels                  # of RandomResizedCrop and CenterCrop
     batch["json"]                               # any other part, by its extension
     """
-
-    ready: Any = None
-    """the event after which a device has made the batch; None once the loader has handed it over"""
-
-    def hand_over(self) -> Batch:
-        """Lets the current stream wait for a batch that a GPU makes; the host does not wait."""
-        if self.ready is not None:
-            stream = torch.cuda.current_stream(self.samples.device)
-            stream.wait_event(self.ready)
-            for part in _on_gpu(self):
-                part.record_stream(stream)
-            self.ready = None
-        return self
 
     @property
     def images(self) -> Tensor:
@@ -85,15 +79,6 @@ class Batch(dict[str, Any]):
     def samples(self) -> Tensor:
         """Which samples these are: rows of dataset (its place among the sorted names), epoch, shard and sample."""
         return cast(Tensor, self[SAMPLES])
-
-
-def _on_gpu(part: Any) -> list[Tensor]:
-    """Returns the tensors on a GPU in a batch, however deeply they are nested."""
-    if isinstance(part, Tensor):
-        return [part] if part.is_cuda else []
-    if isinstance(part, Mapping):
-        part = list(part.values())
-    return [found for each in part for found in _on_gpu(each)] if isinstance(part, list | tuple) else []
 
 
 def stack_crops(transform: ImageTransform, crops: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -299,7 +299,7 @@ def _plain_header(data: memoryview) -> tuple[int, int, int] | None:
             return None
         if marker in (0xC0, 0xC1):  # a frame that is not progressive
             height, width, count = _FRAME.unpack_from(data, at + 5)
-            if count not in (1, 3):
+            if count not in (1, 3) or size is not None:
                 return None
             size, components = (height, width), count
         at += 2 + length

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import mmap
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
@@ -122,8 +122,10 @@ class Shard:
         """Returns the parts of a sample by extension."""
         return self.read(number)[1]
 
-    def read(self, number: int) -> tuple[str, dict[str, memoryview]]:
-        """Returns the key of a sample, and its parts by extension."""
+    def read(
+        self, number: int, allocate: Callable[[int], memoryview] | None = None
+    ) -> tuple[str, dict[str, memoryview]]:
+        """Returns the key of a sample, and its parts by extension, in memory from `allocate` if that is given."""
         if self._mapped is not None:
             table, view = self._mapped
             return table.key(number), table.cut(number, view)
@@ -133,15 +135,20 @@ class Shard:
         found: dict[str, memoryview] = {}
         start, sums, crc = spans[0] - BLOCK_BYTES, self._sums, 0
         assert isinstance(self._data, ShardFile)
-        data = self._data.read(start, spans[-2] + spans[-1])
-        view = memoryview(data)
+        data = b""
+        if allocate is None:
+            data = self._data.read(start, spans[-2] + spans[-1])
+            view = memoryview(data)
+        else:
+            view = allocate(spans[-2] + spans[-1] - start)
+            self._data.read_into(start, view)
         for name, offset, size in zip(names, spans[::2], spans[1::2], strict=True):
             offset -= start
             part = found[name] = view[offset : offset + size]
             if sums is not None:
                 crc = crc32(part, crc)
         if sums is None or crc != sums[number]:
-            self._check_headers(spans, data, start)
+            self._check_headers(spans, data or bytes(view), start)
             self._check_sum(number, crc)
         return key, found
 

@@ -57,6 +57,15 @@ class ShardFile:
         except OSError as error:
             return self._read_again(start, stop, error)
 
+    def read_into(self, start: int, target: memoryview) -> None:
+        """Fills `target` with the bytes from `start` on, which must lie within the file as it was opened."""
+        try:
+            whole = os.preadv(self._fd, [target], start) == len(target)
+        except OSError:
+            whole = False
+        if not whole:  # tried again, and if that does not help, it says why
+            target[:] = self.read(start, start + len(target))
+
     def _read_again(self, start: int, stop: int, failed: OSError) -> bytes:
         doing = f"read {self.path} at byte {start}"
         try:

@@ -1,4 +1,4 @@
-"""The Triton kernels: two for the crops of one size.
+"""The Triton kernels: two for the crops of one size. A program makes one tile after the other.
 
 `_resize` makes a tile of a crop: only the band of the image that the tile needs, as two products with banded weights on
 the tensor cores. It applies the color operations up to contrast, which needs the mean of the whole crop, and sums that
@@ -112,13 +112,21 @@ def _product(address, rows, columns, weights, inside):
 
 @triton.jit
 def _resize(
-    images, ints, floats, resized, sums, crops_per_image,
+    images, ints, floats, resized, sums, crops_per_image, total,
     SIZE: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr, CUBIC: tl.constexpr,
 ):  # fmt: skip
-    """Makes a tile of a crop. `resized` has crops x 3 x SIZE x SIZE values from 0 to 255."""
+    """Makes `total` tiles of crops. `resized` has crops x 3 x SIZE x SIZE values from 0 to 255."""
+    for number in range(tl.program_id(0), total, tl.num_programs(0)):
+        _resize_tile(images, ints, floats, resized, sums, crops_per_image, number, SIZE, TILE, K, CUBIC)
+
+
+@triton.jit
+def _resize_tile(
+    images, ints, floats, resized, sums, crops_per_image, number,
+    SIZE: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr, CUBIC: tl.constexpr,
+):  # fmt: skip
     tiles: tl.constexpr = (SIZE + TILE - 1) // TILE
-    crop = tl.program_id(0) // (tiles * tiles)
-    tile = tl.program_id(0) % (tiles * tiles)
+    crop, tile = number // (tiles * tiles), number % (tiles * tiles)
     first_y, first_x = (tile // tiles) * TILE, (tile % tiles) * TILE
     ints += crop * _INTS
     floats += crop * _FLOATS
@@ -196,15 +204,28 @@ def _put(out, x, factor, summand, inside, ROUND: tl.constexpr):
 
 @triton.jit
 def _finish(
-    ints, floats, resized, sums, norms, out, crops_per_image,
+    ints, floats, resized, sums, norms, out, crops_per_image, total,
+    by_crop, by_image, by_channel, by_row, by_column,
+    SIZE: tl.constexpr, TILE: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
+    """Finishes `total` tiles of crops."""
+    for number in range(tl.program_id(0), total, tl.num_programs(0)):
+        _finish_tile(
+            ints, floats, resized, sums, norms, out, crops_per_image, number,
+            by_crop, by_image, by_channel, by_row, by_column, SIZE, TILE, ROUND,
+        )  # fmt: skip
+
+
+@triton.jit
+def _finish_tile(
+    ints, floats, resized, sums, norms, out, crops_per_image, number,
     by_crop, by_image, by_channel, by_row, by_column,
     SIZE: tl.constexpr, TILE: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     """Finishes a tile of a crop, whose border of four pixels on each side is only read."""
     inner: tl.constexpr = TILE - 2 * _RADIUS
     tiles: tl.constexpr = (SIZE + inner - 1) // inner
-    crop = tl.program_id(0) // (tiles * tiles)
-    tile = tl.program_id(0) % (tiles * tiles)
+    crop, tile = number // (tiles * tiles), number % (tiles * tiles)
     ints += crop * _INTS
     floats += crop * _FLOATS
     rows = (tile // tiles) * inner - _RADIUS + tl.arange(0, TILE)
@@ -241,8 +262,8 @@ def _finish(
     place = tl.arange(0, TILE)
     own = (place >= _RADIUS) & (place < TILE - _RADIUS)
     inside = (own & (rows < SIZE))[:, None] & (own & (columns < SIZE))[None, :]
-    image, number = crop // crops_per_image, crop % crops_per_image
-    out += image.to(tl.int64) * by_image + number.to(tl.int64) * by_crop
+    image, nth = crop // crops_per_image, crop % crops_per_image
+    out += image.to(tl.int64) * by_image + nth.to(tl.int64) * by_crop
     out += rows[:, None] * by_row + columns[None, :] * by_column
     _put(out, red, tl.load(norms), tl.load(norms + 3), inside, ROUND)
     _put(out + by_channel, green, tl.load(norms + 1), tl.load(norms + 4), inside, ROUND)

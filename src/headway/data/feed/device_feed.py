@@ -1,0 +1,101 @@
+"""`DeviceFeed`: batches are copied to a GPU while it computes, and neither the host nor the GPU waits for a copy.
+
+A copy from pageable memory makes the host wait for all that the stream has still to do, and a copy on the stream of
+training makes the GPU wait for the copy. So batches go through pinned memory, on a stream of their own; an event tells
+the stream of training when a batch is there.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import cache
+from typing import Any, NamedTuple, Protocol, final, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from headway.data.feed.nested import find_tensors, map_tensors
+from headway.data.feed.pinned_ring import PinnedRing, size_in_slot
+from headway.errors import UsageError
+
+
+class StagedBatch(NamedTuple):
+    """A batch that is on its way to a device, or that the device is still making."""
+
+    batch: Any
+    ready: torch.cuda.Event
+    """after which it is there"""
+
+    def hand_over(self) -> Any:
+        """Returns the batch for the current stream, which waits for it; the host does not."""
+        streams: dict[torch.device, torch.cuda.Stream] = {}
+        for tensor in find_tensors(self.batch):
+            if not tensor.is_cuda:
+                continue
+            if tensor.device not in streams:
+                streams[tensor.device] = torch.cuda.current_stream(tensor.device)
+                streams[tensor.device].wait_event(self.ready)
+            tensor.record_stream(
+                streams[tensor.device]
+            )  # its memory is not free before this stream is done with it
+        return self.batch
+
+
+@final
+class DeviceFeed:
+    """Copies batches to a GPU beside what it computes.
+
+    feed = DeviceFeed(torch.device("cuda"))
+    staged = feed.stage(batch)              # on any thread, some batches ahead
+    batch = staged.hand_over()              # on the thread that trains
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._ring, self._lock = PinnedRing(), threading.Lock()
+
+    def stage(self, batch: Any) -> StagedBatch:
+        """Begins to copy a batch. What it was made of may be changed at once, unless it is pinned already."""
+        pageable = [tensor for tensor in find_tensors(batch) if self._is_pageable(tensor)]
+        with self._lock, torch.cuda.stream(self._stream):  # threads of several loaders may feed
+            slot = self._ring.next_slot(sum(map(size_in_slot, pageable))) if pageable else None
+            pinned = {id(tensor): slot.fill(tensor) for tensor in pageable} if slot else {}
+            moved = map_tensors(batch, lambda tensor: self._copy(pinned.get(id(tensor), tensor)))
+            if slot is not None:
+                slot.copied.record(self._stream)
+            return StagedBatch(moved, self._stream.record_event())
+
+    def move(self, batch: Any) -> Any:
+        """Returns the batch on the device, for the current stream."""
+        return self.stage(batch).hand_over()
+
+    def _is_pageable(self, tensor: Tensor) -> bool:
+        """Whether a tensor is copied through the ring; torch cannot pin one that is sparse."""
+        check_device(tensor, self._device)
+        return tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_pinned()
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, non_blocking=True)
+
+
+@cache
+def shared_feed(device: torch.device) -> DeviceFeed:
+    """Returns the feed of a device: one for all loaders, because torch keeps memory for each stream."""
+    return DeviceFeed(device)
+
+
+@runtime_checkable
+class FeedableLoader(Protocol):
+    """A loader whose own threads copy its batches to a device, some batches ahead."""
+
+    def feed_to(self, feed: DeviceFeed | None, /) -> None: ...
+
+
+def check_device(tensor: Tensor, device: torch.device) -> None:
+    """Refuses a tensor of another device than the rank's."""
+    if tensor.device != device and not tensor.is_cpu:
+        raise UsageError(
+            f"a batch has a tensor on {tensor.device}, but this rank uses {device}: return tensors on the CPU or on "
+            f"{device} from the loader"
+        )
