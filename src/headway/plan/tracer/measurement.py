@@ -316,12 +316,19 @@ _DRIVER_NAMES = {
     "A100-SXM4-40GB": "a100-sxm-40",
     "B200": "b200-sxm-180",
     "GB200": "gb200-186",
+    "B300": "b300-sxm-288",
+    "B300 SXM6 AC": "b300-sxm-288",
+    "GB300": "gb300-288",
     "L40S": "l40s-48",
     "RTX 4090": "rtx-4090-24",
     "V100-SXM2-32GB": "v100-sxm2-32",
     "MI300X": "mi300x-192",
     "MI300X OAM": "mi300x-192",
     "MI300X VF": "mi300x-192",
+    "MI325X": "mi325x-256",
+    "MI325X OAM": "mi325x-256",
+    "MI355X": "mi355x-288",
+    "MI355X OAM": "mi355x-288",
 }
 """the names that drivers report, without the vendor's, and the catalog's"""
 

@@ -61,7 +61,10 @@ class ForkedTrace:
         context = multiprocessing.get_context("fork")
         self._connection, other = context.Pipe()
         self._process = context.Process(target=self._serve, args=(other,), daemon=True)
-        self._process.start()
+        with warnings.catch_warnings():
+            # Python 3.12 warns of each fork of a process with threads; torch's data workers are forked in the same way
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._process.start()
         other.close()
 
     def ask(self, batch: Any) -> None:
