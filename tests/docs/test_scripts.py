@@ -59,3 +59,14 @@ def test_a_file_of_dlcalc_becomes_a_plan(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "run.yaml").write_text(capsys.readouterr().out)
     assert main(["plan", str(tmp_path / "run.yaml")]) == 0
     assert "fits" in capsys.readouterr().out
+
+
+def test_the_settings_of_a_site_are_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("cluster.yaml").write_text(titled(ROOT / "docs" / "slurm.md", "cluster.yaml") or "")
+    Path("train.py").touch()
+    assert main(["submit", "--dry-run", "--on", "cluster.yaml", "--nodes", "2", "train.py"]) == 0
+    script = capsys.readouterr().out
+    assert "--account=vision" in script and "module load cuda/12.8" in script
