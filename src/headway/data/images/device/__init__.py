@@ -1,4 +1,5 @@
-"""Images on a GPU: nvjpeg (decoding), kernels and gpu (cropping), device_batch (whole batches on streams).
+"""Images on a GPU: availability (can it be used), pinned (memory for JPEGs), nvjpeg (decoding), image_table (where the
+images are), kernels and gpu (cropping), device_batch (whole batches on streams).
 
-All but nvjpeg need Triton, and are imported when a loader has a GPU.
+kernels, gpu and device_batch need Triton, and are imported when a loader has a GPU.
 """
