@@ -16,7 +16,7 @@ from .bench import Cluster
 from .jobs import HEADWAY, SCRIPTS, Result, Submitted, local_result, submit
 from .test_submit import STOPS, project
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 FIT = SCRIPTS / "fit.py"
 TWO_NODES = ("--nodes", "2", "--ntasks-per-node", "1")
@@ -46,7 +46,7 @@ def one_cluster(request: pytest.FixtureRequest) -> Cluster:
 def preempt(job: Submitted) -> None:
     """Another job, of a partition with a higher priority, wants all nodes."""
     high = job.cluster.sbatch("hostname", "-N4", "--exclusive", "-p", "high")
-    assert job.cluster.wait(high, timeout=100) == "COMPLETED"
+    assert job.cluster.wait(high, timeout=250) == "COMPLETED"
 
 
 def test_preempted_then_requeued(any_cluster: Cluster, undisturbed: Result) -> None:
@@ -82,12 +82,12 @@ def test_its_time_is_over_and_another_is_cancelled(one_cluster: Cluster, undistu
     cluster.run(["scontrol", "update", f"jobid={job.job}", "requeue=1"], check=True)
     cluster.cancel(job.job)
     assert job.wait("CANCELLED") == "CANCELLED"
-    job.until(lambda: job.attempts()[0][0] == "stopped", "the checkpoint", timeout=20)
+    job.until(lambda: job.attempts()[0][0] == "stopped", "the checkpoint", timeout=60)
     assert cluster.restarts(job.job) == 0
     # the run is whole: the same script goes on with it, by hand
     again = ["sbatch", "--parsable", job.path / "job.sh"]
     number = int(cluster.run(again, env={"FIT_STARTS": "1"}, check=True).stdout)
-    assert cluster.wait(number, timeout=100) == "COMPLETED"
+    assert cluster.wait(number, timeout=250) == "COMPLETED"
     assert job.result() == undisturbed
     assert job.attempts()[1][1] >= 7
 
@@ -145,7 +145,7 @@ def test_a_step_that_outlives_its_agents_is_ended(one_cluster: Cluster, undistur
     cluster.node("n4").crash()
     cluster.node("n4").start()
     held = f"SLURM job {back.job} still holds its nodes"
-    back.until(lambda: held in listed(back)["why"], "what headway runs says", timeout=30)
+    back.until(lambda: held in listed(back)["why"], "what headway runs says", timeout=60)
     assert listed(back)["state"] == "running" and "attempt 1 is failed: rank 1" in listed(back)["why"]
     assert orphan.wait() == "COMPLETED", orphan.log
     assert orphan.result() == undisturbed and orphan.attempts() == [("done", 0)]
