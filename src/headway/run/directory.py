@@ -84,7 +84,7 @@ class Run(RunPaths):
 
         >>> Run.open("/")
         Traceback (most recent call last):
-        headway.errors.UsageError: / is not a run directory: it has no run.json
+        headway.errors.UsageError: / is not a run directory: it has no run.json; headway runs lists those under runs
         """
         path = Path(path).absolute()
         info = read_info(path)
