@@ -30,6 +30,8 @@ _TERMINATE_S = 2.0
 """how long a daemonic child has after SIGTERM, and again after SIGKILL"""
 _REPORT_S = 2.0
 """how long the report on what is still alive may take"""
+_FINALIZE_S = 60.0
+"""how long the interpreter may take to finalize when a script has ended by itself: nothing can be reported then"""
 _CLOCK_MONOTONIC, _SIGEV_THREAD = 1, 2  # of Linux
 
 
@@ -68,17 +70,18 @@ class _TimerSpec(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_long) for name in ("every_s", "every_ns", "first_s", "first_ns"))
 
 
-def limit_exit(code: int, why: str, *, seconds: float = EXIT_S) -> None:
+def limit_exit(code: int, why: str, *, seconds: float = EXIT_S, finalize_s: float = _REPORT_S) -> None:
     """Lets the exit of this process, which begins now, take at most `seconds`; then names what is alive and exits.
 
     Call it when the exit code is known and nothing can keep the process from exiting. With `python -i` it does not.
+    Once its threads and hooks have ended, the interpreter has `finalize_s` more.
     """
     if sys.flags.inspect:
         return
     watch = threading.Timer(seconds, _report_and_exit, [code, why, seconds])
     watch.name, watch.daemon = "headway exit", True
     watch.start()
-    exit_within(seconds + _REPORT_S, code)  # no thread of Python runs once the interpreter is being finalized
+    exit_within(seconds + finalize_s, code)  # no thread of Python runs once the interpreter is being finalized
 
 
 def limit_normal_exit(why: str, seconds: float) -> None:
@@ -91,7 +94,7 @@ def limit_normal_exit(why: str, seconds: float) -> None:
 
     def begin() -> None:
         if os.getpid() == rank:  # a forked child is another process
-            limit_exit(EXIT_CODE.given or HUNG_CODE, why, seconds=seconds)
+            limit_exit(EXIT_CODE.given or HUNG_CODE, why, seconds=seconds, finalize_s=_FINALIZE_S)
 
     # called when the main thread is done, before Python waits for the other threads
     threading._register_atexit(begin)  # type: ignore[attr-defined]
