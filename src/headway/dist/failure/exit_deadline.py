@@ -81,7 +81,8 @@ def limit_exit(code: int, why: str, *, seconds: float = EXIT_S, finalize_s: floa
     watch = threading.Timer(seconds, _report_and_exit, [code, why, seconds])
     watch.name, watch.daemon = "headway exit", True
     watch.start()
-    exit_within(seconds + finalize_s, code)  # no thread of Python runs once the interpreter is being finalized
+    # from C, since no thread of Python runs once the interpreter is being finalized
+    exit_within(seconds + finalize_s, code)
 
 
 def limit_normal_exit(why: str, seconds: float) -> None:
