@@ -54,6 +54,14 @@ def test_what_is_shown_is_what_the_rows_say(tmp_path: Path) -> None:
     assert [message.text for message in shown.messages] == ["the learning rate is high"]
 
 
+def test_no_step_is_beyond_the_last_one(tmp_path: Path) -> None:
+    """Epochs of shards differ by a batch, and the steps of all are told from those of the first."""
+    run = make_run(tmp_path, ranks=1, log_points=20)
+    append(run.metrics_file(0), row(401, 0, time.time()))
+    header = RunView(run).refresh().header
+    assert (header.step, header.total_steps, header.progress) == (401, 401, 1.0)
+
+
 def test_a_rank_is_a_straggler_only_if_it_stays_slow(tmp_path: Path) -> None:
     run = make_run(tmp_path, ranks=4, log_points=6)
     append(run.metrics_file(2), row(70, 2, time.time(), slow=3.0))

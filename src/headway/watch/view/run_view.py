@@ -213,7 +213,7 @@ class RunView:
         is_starting = now.state == "running" and (not last or last["time"] < started)
         first, total = stage.get("first_step"), stage.get("total_steps")
         first = first if is_count(first) else 0
-        end = first + total if is_count(total) else None
+        end = max(first + total, step or 0) if is_count(total) else None  # epochs may differ by a batch
         pace = self.metrics.wall_s_per_step
         running = now.state == "running" and not is_starting
         epoch, most = last.get("epoch"), stage.get("max_epochs")
