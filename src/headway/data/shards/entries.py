@@ -46,10 +46,11 @@ def store(key: str, parts: Sequence[SamplePart]) -> StoredSample:
 
 def group_samples(files: Iterable[TarMember], where: str) -> EntryTable:
     """Groups files by key, the path up to the first dot of its last part: `dir/a.seg.png` is `seg.png` of `dir/a`."""
-    return EntryTable(_grouped(files, where))
+    return EntryTable(iterate_samples(files, where))
 
 
-def _grouped(files: Iterable[TarMember], where: str) -> Iterator[SampleEntry]:
+def iterate_samples(files: Iterable[TarMember], where: str) -> Iterator[SampleEntry]:
+    """Yields the samples that `group_samples` finds, one after the other."""
     key, parts = "", dict[str, SamplePart]()
     for name, offset, size in files:
         directory, slash, base = name.rpartition("/")

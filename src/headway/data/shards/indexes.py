@@ -39,6 +39,7 @@ _NAMED = b"v1.2"
 _WIDTH = 4  # words for each part of a sample
 _BLOCK_LINES = 128  # parsed at a time
 _MAX_DIGITS = 18  # of a number that surely fits into 64 bits
+_TRUSTED_COUNT = 10_000  # samples that an index may state before the size of its shard is looked at
 
 Ints = npt.NDArray[np.int64]
 
@@ -48,9 +49,22 @@ def indexed_count(path: Path, limits: ShardLimits) -> int | None:
     for index in _names(path):
         words = _head(index).partition(b"\n")[0].split()
         if len(words) == 2 and words[0].startswith(_DALI) and words[1].isdigit():
-            return int(words[1])
+            count = int(words[1])
+            if count > _TRUSTED_COUNT:
+                _check_count(path, index, count, limits)
+            return count
     energon = _energon_file(path)
     return len(_energon_offsets(energon, limits)) - 1 if energon is not None else None
+
+
+def _check_count(path: Path, index: Path, count: int, limits: ShardLimits) -> None:
+    """Refuses a count that the shard has no room for: an epoch over so many samples might not end."""
+    most = min(retry(f"look at {path}", path.stat).st_size // BLOCK_BYTES, limits.members)
+    if count > most:
+        raise BadShard(
+            f"{index} states {count} samples, and {path} can have {most} at most; remove it, or write it again with "
+            f"hw.data.index({str(path)!r}, overwrite=True)"
+        )
 
 
 def read_dali(path: Path, size: int, limits: ShardLimits) -> ShardEntries | None:

@@ -16,12 +16,12 @@ from typing import IO, Any
 import numpy as np
 
 from headway.data.shards import checksums
-from headway.data.shards.entries import SampleEntry, SamplePart
+from headway.data.shards.entries import SampleEntry, SamplePart, iterate_samples
 from headway.data.shards.file_tree import directory_samples, shuffled
 from headway.data.shards.indexes import index_text
 from headway.data.shards.label_order import LABEL, LabelOrder
-from headway.data.shards.tar import BLOCK_BYTES
-from headway.errors import UsageError
+from headway.data.shards.tar import BLOCK_BYTES, TarMember
+from headway.errors import BadShard, UsageError
 from headway.system.files import storage
 from headway.system.log import logger
 
@@ -170,7 +170,24 @@ def _member_bytes(sample: Mapping[str, Any]) -> tuple[SampleEntry, bytes]:
         data += raw + bytes(-len(raw) % BLOCK_BYTES)
     if not parts:
         raise UsageError(f"sample {key!r} has no parts: give at least one, such as txt=...")
-    return SampleEntry(key, tuple(parts)), bytes(data)
+    entry = SampleEntry(key, tuple(parts))
+    _check_found(entry, [extension for extension in sample if not extension.startswith("__")])
+    return entry, bytes(data)
+
+
+def _check_found(entry: SampleEntry, extensions: Sequence[str]) -> None:
+    """Refuses a sample that readers of the shard would skip, or find under another name."""
+    names = [f"{entry.key}.{extension}" for extension in extensions]
+    files = [TarMember(name, *part[1:]) for name, part in zip(names, entry.parts, strict=True)]
+    try:
+        found = [*iterate_samples(files, f"__key__={entry.key!r}")]
+    except BadShard as error:
+        raise UsageError(str(error)) from error
+    if found != [entry] or any("\0" in name or name.endswith(".") for name in names):
+        raise UsageError(
+            f"__key__={entry.key!r} with {', '.join(map(repr, extensions))} would not be found by readers: give a name "
+            "that does not end with a slash or lie between double underscores, and extensions without a slash"
+        )
 
 
 def _encoded(extension: str, value: Any, key: str) -> bytes:

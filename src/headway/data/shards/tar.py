@@ -18,6 +18,8 @@ from headway.errors import BadShard
 BLOCK_BYTES = 512
 OCTAL_LIMIT_BYTES = 8**11  # from this size on, a size does not fit into the header's octal digits
 _ZEROS = bytes(BLOCK_BYTES)
+_RECORD_BYTES = 20 * BLOCK_BYTES  # that archives are padded to, also empty ones
+_MAX_PADDING_BYTES = 2**20  # zeros after the last file; more are a file that was not written to its end
 _MAX_NAME_BYTES = 2**20
 _FILE, _DIRECTORY, _LONG_NAME, _LONG_LINK, _PAX, _PAX_ALL = b"0\0007", b"5", b"L", b"K", b"x", b"g"
 
@@ -61,13 +63,16 @@ class ShardLimits:
     """scans of a progressive JPEG: the time to decode it grows with them, and not with its size"""
 
 
-def members(data: Readable, where: str, limits: ShardLimits | None = None) -> Iterator[TarMember]:
-    """Yields the files of a tar archive; raises `BadShard` if it is not one."""
+def members(
+    data: Readable, where: str, limits: ShardLimits | None = None, *, offset: int = 0
+) -> Iterator[TarMember]:
+    """Yields the files of a tar archive, from the header at `offset` on; raises `BadShard` if it is not one."""
     limits = limits or ShardLimits()
-    offset, name, size_given, seen = 0, "", None, 0
+    name, size_given, seen = "", None, 0
     while True:
         header = data[offset : offset + BLOCK_BYTES]
         if header == _ZEROS:
+            _check_end(data, offset, where)
             return
         if len(header) < BLOCK_BYTES:
             raise BadShard(
@@ -105,6 +110,16 @@ def members(data: Readable, where: str, limits: ShardLimits | None = None) -> It
                 f"{where}: {name!r} is a link, device or sparse file (type {kind!r}); pack files only"
             )
         name, size_given = "", None
+
+
+def _check_end(data: Readable, offset: int, where: str) -> None:
+    """Refuses an end marker after which there is more than padding: files that are there would be lost silently."""
+    rest = len(data) - offset
+    if rest > (_MAX_PADDING_BYTES if offset else _RECORD_BYTES) or data[offset : offset + rest].strip(b"\0"):
+        raise BadShard(
+            f"{where} is damaged: its end marker is at byte {offset}, but {rest} bytes follow, more than padding; it "
+            "has a hole of zeros, or is several tar files in one; copy or create it again"
+        )
 
 
 def over_limit(what: str, limits: ShardLimits) -> BadShard:
