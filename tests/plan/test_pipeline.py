@@ -116,6 +116,24 @@ def test_no_bubble_without_a_pipeline() -> None:
     assert bubble_fraction(1, 5) == 0
 
 
+def test_the_bubble_that_is_told_is_the_one_that_is_timed() -> None:
+    """Equal stages: the part of the step over the busy time is `time.bubble`, also of a zero-bubble schedule."""
+    model, node = Transformer(layers=16, hidden=1024, heads=8, vocab=1, context=1024), Node("dgx-h100")
+    for schedule, vpp, told in (("1f1b", 1, 3 / 8), ("1f1b", 2, 3 / 16), ("zero-bubble", 1, 1 / 8)):
+        layout = Layout(pp=4, vpp=vpp, global_batch=8, schedule=schedule)  # type: ignore[arg-type]
+        found = estimate(model, layout, node).answers
+        assert found["time.bubble"].value == pytest.approx(told)
+        busy = [
+            answer.value
+            for name, answer in found.items()
+            if name.startswith("time.part.") and name.split(".")[2] not in BESIDE_THE_BUBBLE
+        ]
+        assert found["time.part.pipeline bubble"].value / sum(busy) == pytest.approx(told, rel=0.02)
+
+
+BESIDE_THE_BUBBLE = ("pipeline bubble", "optimizer", "data parallel", "stragglers")
+
+
 @pytest.mark.parametrize(("p", "m", "v"), [(1, 3, 1), (2, 1, 1), (4, 8, 1), (4, 2, 1), (4, 8, 2), (3, 9, 4)])
 def test_the_schedule_that_is_drawn_is_the_one_above(p: int, m: int, v: int) -> None:
     """Every pass once, no rank does two things at once, and the end is that of the independent player."""

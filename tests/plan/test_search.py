@@ -22,15 +22,21 @@ DGX = Node("dgx-h100")
 
 
 def test_the_layout_of_llama_3_is_reached() -> None:
-    """405B on 16,384 H100: TP 8, PP 16 over 126 layers, FSDP; ours is within 3 % of its estimated time, and fits."""
+    """405B on 16,384 H100: TP 8, PP 16 over 126 layers, FSDP. Ours fits, and is within 6 % of its estimated time.
+
+    Theirs would need 109 GiB of 79: the memory of its schedule is not modelled. A layout that also fits within 3 %
+    was found while the gradients of ZeRO 2 were reduced only once in a step.
+    """
     meta = Layout(
         tp=8, pp=16, dp=128, vpp=7, zero=3, reshard=False, global_batch=2048, sequence=8192, sequence_parallel=True
     )  # fmt: skip
     model, base = preset("llama-3.1-405b"), Layout(sequence=8192)
     found = search(model, DGX, gpus=16384, global_batch=2048, base=base, against=meta, keep=10_000)
     theirs = step_time(model, meta, DGX, default_calibration(DGX.device)).total
-    assert found.best is not None and found.best.safe and found.best.seconds < 1.03 * theirs
-    assert any(row.layout.tp == 8 and row.layout.pp == 16 for row in found.ranked)
+    assert found.best is not None and found.best.safe and found.best.seconds < 1.06 * theirs
+    near = [row for row in found.ranked if row.layout.tp == 8 and row.layout.pp == 16 and row.safe]
+    assert near[0].seconds < 1.01 * found.best.seconds
+    assert peak(model, meta).allocated > DGX.device.memory_bytes
     assert any(
         "which was given, takes" in reason and "most of the difference" in reason for reason in found.reasons
     )

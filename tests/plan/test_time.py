@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from statistics import mean
 
 import pytest
 from hypothesis import given, strategies as st
 from truth import FITTED_ROWS, Measured, gpt, korthikanti, vtrain
 
-from headway.plan.cost.collectives import all_gather, all_reduce, axis_group, reduce_scatter
+from headway.plan.cost.collectives import all_gather, all_reduce, axis_group, reduce_scatter, shard_group
+from headway.plan.cost.states import on_rank
 from headway.plan.cost.steptime import step_time
 from headway.plan.machine.calibration import Calibration
+from headway.plan.machine.efficiency import default_calibration
 from headway.plan.machine.hardware import Node
 from headway.plan.model.layout import Layout
 from headway.plan.model.presets import preset
@@ -131,3 +134,35 @@ def test_a100_all_reduce_bandwidth() -> None:
     ranks = axis_group("tp", Layout(tp=8), DGX, DEFAULTS)
     assert all_reduce(ranks, 2**30) == pytest.approx(8193e-6, rel=0.05)
     assert all_reduce(ranks, 67108864) == pytest.approx(579.9e-6, rel=0.33)
+
+
+def test_sharded_gradients_are_reduced_for_each_microbatch() -> None:
+    """ZeRO 2 keeps no full gradient between two microbatches: 405B with sixteen of them sends them sixteen times."""
+    node, model = Node("dgx-h100"), preset("llama-3.1-405b")
+    constants = default_calibration(node.device)
+    layout = Layout(
+        dp=128, tp=8, pp=8, vpp=8, cp=2, global_batch=2048, sequence=8192, sequence_parallel=True, overlap=False
+    )  # fmt: skip
+    one, two = (replace(layout, zero=stage) for stage in (1, 2))
+    first, second = (step_time(model, each, node, constants).parts["data parallel"] for each in (one, two))
+    parameters = on_rank(model, two, 0)
+    ranks = shard_group(two, node, constants)
+    reduction = constants.scale * reduce_scatter(ranks, 4 * parameters.shared)
+    assert second - first == pytest.approx(15 * reduction) and 15 * reduction > 7
+    single = replace(layout, global_batch=128, vpp=1)
+    times = [step_time(model, replace(single, zero=stage), node, constants).total for stage in (1, 2)]
+    assert times[0] == times[1]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_memory_that_zero_2_saves_is_paid_with_time(overlap: bool) -> None:
+    """With several microbatches, ZeRO 2 is never faster than ZeRO 1, and always slower where links are slow."""
+    node = Node("dgx-h100")
+    constants = default_calibration(node.device)
+    for dp, pp, m in product((8, 64), (1, 4), (1, 2, 16)):
+        layout = Layout(dp=dp, pp=pp, global_batch=dp * m, sequence=2048, overlap=overlap)
+        first, second = (
+            step_time(preset("llama-3.1-8b"), replace(layout, zero=stage), node, constants).total
+            for stage in (1, 2)
+        )
+        assert first == second if m == 1 else first < second

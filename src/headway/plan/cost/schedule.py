@@ -26,13 +26,20 @@ def in_flight(pp: int, microbatches: int, stage: int, vpp: int = 1) -> int:
     return min(warmup + 1, microbatches * vpp)
 
 
-def bubble_fraction(pp: int, microbatches: int, vpp: int = 1) -> float:
-    """Idle time over ideal time (SC21, section 2.2): (p - 1) / (v m).
+BUBBLE_SHARE = {"1f1b": 1.0, "zero-bubble": 1 / 3}
+"""Idle time of a schedule with the memory of 1F1B over that of 1F1B. Zero-bubble: gradients of weights, a third of the
+work, fill the rest (Qi et al. 2023, ZB-H1)."""
+
+
+def bubble_fraction(pp: int, microbatches: int, vpp: int = 1, schedule: str = "1f1b") -> float:
+    """Idle time over ideal time (SC21, section 2.2): (p - 1) / (v m), a third of it with a zero-bubble schedule.
 
     >>> bubble_fraction(1, 8), bubble_fraction(4, 8), bubble_fraction(4, 8, 2)
     (0.0, 0.375, 0.1875)
+    >>> bubble_fraction(4, 8, schedule="zero-bubble")
+    0.125
     """
-    return (pp - 1) / (vpp * microbatches)
+    return BUBBLE_SHARE[schedule] * (pp - 1) / (vpp * microbatches)
 
 
 @lru_cache(maxsize=4096)

@@ -106,6 +106,13 @@ def expert_shards(layout: Layout) -> float:
     return max(1.0, layout.shards * layout.tp / (layout.ep * layout.expert_ways))
 
 
+def updated(parameters: RankParameters, layout: Layout) -> float:
+    """Parameters that the optimizer of a rank updates: its shard with any ZeRO stage, else all."""
+    if not layout.zero:
+        return parameters.shared + parameters.experts
+    return parameters.shared / layout.shards + parameters.experts / expert_shards(layout)
+
+
 def model_states(parameters: RankParameters, layout: Layout) -> ModelStates:
     """Bytes of model states on a rank. ZeRO 1 shards the optimizer, 2 also the gradients, 3 also the weights."""
     numbers, shards, apart = layout.element_bytes, layout.shards, expert_shards(layout)

@@ -7,8 +7,8 @@ from functools import lru_cache
 from math import log, sqrt
 
 from headway.plan.cost import collectives, compute
-from headway.plan.cost.schedule import stage_layers
-from headway.plan.cost.states import RankParameters, expert_shards, on_rank
+from headway.plan.cost.schedule import BUBBLE_SHARE, stage_layers
+from headway.plan.cost.states import RankParameters, on_rank, updated
 from headway.plan.machine.calibration import Calibration
 from headway.plan.machine.hardware import Device, Node
 from headway.plan.model.layout import OPTIMIZER_MOMENTS, Layout
@@ -61,17 +61,11 @@ def step_time(model: Transformer, layout: Layout, node: Node, constants: Calibra
     stages = _stage_seconds(model, layout, node, constants, work)
     slowest, m, v = max(stages), layout.microbatches, layout.vpp
     parts = _busy_parts(model, layout, node, constants, work, stages.index(slowest))
-    bubble = ZERO_BUBBLE if layout.schedule == "zero-bubble" else 1.0
-    parts["pipeline bubble"] = bubble * (sum(stages) - slowest) / v
+    parts["pipeline bubble"] = BUBBLE_SHARE[layout.schedule] * (sum(stages) - slowest) / v
     parts["data parallel"] = _data_parallel(model, layout, node, constants, busy=m * slowest)
     parts["optimizer"] = _optimizer(model, layout, node.device, constants)
     parts["stragglers"] = sum(parts.values()) * straggling(layout.gpus, constants)
     return StepTime(parts={name: seconds * constants.scale for name, seconds in parts.items() if seconds > 0})
-
-
-ZERO_BUBBLE = 1 / 3
-"""Idle time of a zero-bubble schedule with the memory of 1F1B over that of 1F1B: gradients of weights, a third of the
-work, fill the rest (Qi et al. 2023, ZB-H1)."""
 
 
 def straggling(gpus: int, constants: Calibration) -> float:
@@ -283,7 +277,10 @@ def _sends(model: Transformer, layout: Layout, node: Node, constants: Calibratio
 def _data_parallel(
     model: Transformer, layout: Layout, node: Node, constants: Calibration, *, busy: float
 ) -> float:
-    """Gradients are reduced and weights gathered; exposed is what does not overlap, at least one unit."""
+    """Gradients are reduced and weights gathered; exposed is what does not overlap, at least one unit.
+
+    ZeRO 2 keeps no full gradient between two microbatches: it reduces those of each, ZeRO 1 only their sum.
+    """
     if layout.dp * layout.cp == 1:
         return 0.0
     parameters = on_rank(model, layout, 0)
@@ -302,10 +299,11 @@ def _data_parallel(
         exposed = max(0.0, gathers / 2 - share) + max(0.0, gathers / 2 + reduces - 2 * share)
     else:
         gathers = gather if layout.zero else reduce  # without ZeRO, gradients are gathered, too
-        reduces = reduce
-        exposed = max(
+        times = m if layout.zero == 2 else 1
+        reduces = times * reduce
+        exposed = times * max(
             0.0, reduce - busy / m * 2 / 3
-        )  # the backward of the last microbatch hides the reduction
+        )  # the backward of its microbatch hides a reduction
         # the weights of a sharded optimizer are gathered during the next forward, gradients are not
         exposed += (
             max(0.0, gathers - busy / m / 3) if layout.zero else gathers - min(gathers, busy / m * 2 / 3)
@@ -360,10 +358,7 @@ def _replica_reduce(layout: Layout, node: Node, constants: Calibration, gradient
 
 def _optimizer(model: Transformer, layout: Layout, device: Device, constants: Calibration) -> float:
     """Weights, gradients and moments are read and written once."""
-    parameters = on_rank(model, layout, 0)
-    count = parameters.shared + parameters.experts
-    if layout.zero:
-        count = parameters.shared / layout.shards + parameters.experts / expert_shards(layout)
+    count = updated(on_rank(model, layout, 0), layout)
     numbers, moments = layout.element_bytes, OPTIMIZER_MOMENTS[layout.optimizer]
     state = numbers.master + moments * numbers.moment
     traffic = count * (2 * state + 2 * numbers.weight + numbers.gradient)

@@ -98,7 +98,7 @@ _TIME_FORMULAS = {
     "launches": "layers with experts: 200 kernels that the device awaits, and those of its experts that it outruns",
     "pipeline sends": "boundary activations, forward and backward, for each microbatch and chunk",
     "pipeline bubble": "(p - 1)/v stage times, and the wait for the slowest stage",
-    "data parallel": "reduce and gather, what the backward pass does not overlap",
+    "data parallel": "reduce (with ZeRO 2 for each microbatch) and gather, what the backward pass does not overlap",
     "stragglers": "jitter x sqrt(2 ln GPUs) of the rest: every rank waits for the slowest",
     "optimizer": "bytes of the state, read and written once / HBM",
 }
@@ -123,8 +123,9 @@ def time_answers(
         layout.microbatches, formula="global batch / (dp x microbatch), per pipeline and step"
     )
     found["time.bubble"] = exact(
-        schedule.bubble_fraction(layout.pp, layout.microbatches, layout.vpp), "share",
-        formula="(p - 1)/(v m), idle over ideal time",
+        schedule.bubble_fraction(layout.pp, layout.microbatches, layout.vpp, layout.schedule), "share",
+        formula="(p - 1)/(v m), idle over ideal time"
+        + (", of which a zero-bubble schedule leaves a third" if layout.schedule == "zero-bubble" else ""),
     )  # fmt: skip
     samples = layout.global_batch / seconds
     per_gpu = samples * sequence / layout.gpus
