@@ -272,3 +272,36 @@ def test_a_fused_optimizer_needs_no_copy_of_the_weights() -> None:
     assert default.parts == foreach.parts
     assert default.parts["optimizer temporaries"] == pytest.approx(4 * MODEL.parameters)
     assert "optimizer temporaries" not in fused.parts and fused.allocated < default.allocated
+
+
+def test_every_optimizer_that_is_not_fused_copies_the_weights_it_updates() -> None:
+    """The copy is of the weights, however many moments stand beside them; a shard of them under ZeRO."""
+    model = preset("gpt2")
+    for precision, dp, width in (("amp", 1, 4), ("bf16", 2, 4), ("pure-bf16", 1, 2), ("fp32", 2, 4)):
+        layout = Layout(
+            dp=dp, zero=dp - 1, global_batch=dp, sequence=16, precision=precision, recompute="full"
+        )  # type: ignore[arg-type]  # fmt: skip
+        for optimizer in ("adamw", "sgd", "sgd-momentum", "lion", "muon"):
+            copied = peak(model, replace(layout, optimizer=optimizer)).parts["optimizer temporaries"]  # type: ignore[arg-type]
+            assert copied == pytest.approx(width * model.parameters / dp, rel=1e-3)
+        for fused in ("adamw-fused", "adamw8bit"):
+            assert "optimizer temporaries" not in peak(model, replace(layout, optimizer=fused)).parts
+
+
+def test_checkpointed_products_of_experts_are_kept_for_each_expert_of_a_token() -> None:
+    """Every other product is kept: of each expert one of width ffn, and its token on the way there and back."""
+    mixtral, layout = preset("mixtral-8x7b"), Layout(recompute="sac", sequence=4096)
+    assert mixtral.moe is not None
+    sizes = {}
+    for chosen in (1, 2, 4, 8):
+        model = replace(mixtral, moe=replace(mixtral.moe, top_k=chosen))
+        sizes[chosen] = layer_bytes(model, layout, moe=True)
+        assert sizes[chosen] < layer_bytes(model, replace(layout, recompute="none"), moe=True)
+        assert sizes[chosen] > layer_bytes(model, replace(layout, recompute="full"), moe=True)
+    each = 4096 * 2 * (mixtral.moe.ffn + 2 * mixtral.hidden)
+    for fewer, more in pairwise(sizes):
+        assert sizes[more] - sizes[fewer] == pytest.approx((more - fewer) * each)
+    shared = replace(mixtral, moe=replace(mixtral.moe, shared_ffn=1024))
+    dense = replace(mixtral, ffn=1024)
+    assert layer_bytes(shared, layout, moe=True) > sizes[2]
+    assert layer_bytes(dense, layout, moe=True) == sizes[2]  # layers with experts have no other feed-forward

@@ -157,24 +157,35 @@ def _saved_per_token(model: Transformer, layout: Layout, recompute: str, moe: bo
     if recompute == "full":
         return 0.0, float(layout.residual_bytes * model.hidden), 0.0
     if recompute == "sac":
-        return 0.0, *_sac(model, layout)
+        return 0.0, *_sac(model, layout, moe=moe)
     saved = [e for e in saved_tensors(model, layout, moe=moe) if not (e.core and recompute == "selective")]
     always = sum(e.bytes for e in saved if e.gathered and not layout.megatron)
     replicated = sum(e.bytes for e in saved if e.replicated)
     return always, replicated - always, sum(e.bytes for e in saved if not e.replicated)
 
 
-def _sac(model: Transformer, layout: Layout) -> tuple[float, float]:
-    """torch's selective activation checkpointing saves layer input, attention output, every other product."""
+def _sac(model: Transformer, layout: Layout, *, moe: bool) -> tuple[float, float]:
+    """torch's selective activation checkpointing saves layer input, attention output, every other product.
+
+    In a layer with experts that is one product of each of a token's experts, and what is sent to them and back: the
+    exchange is not repeated.
+    """
     act, h, q, k = (
         layout.element_bytes.activation,
         model.hidden,
         model.heads * model.dim,
         model.kv * model.dim,
     )
-    replicated = layout.residual_bytes * h + (act * h if model.gated else 0)
+    replicated = float(layout.residual_bytes * h)
+    width = float(model.width)
+    if moe and model.moe:
+        routed = model.moe.top_k * model.moe.capacity
+        width = routed * model.moe.ffn + model.moe.shared_ffn
+        replicated += 2 * act * routed * h
+    if model.gated and (model.moe.shared_ffn if moe and model.moe else model.width):
+        replicated += act * h
     attention = act * (2 * q + k) + 4 * model.heads
-    split = attention * model.attention_share + act * model.width
+    split = attention * model.attention_share + act * width
     if model.state_space:
         split += act * model.state_space.projected * (1 - model.attention_share)
     if model.encoder:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from headway.plan.cost import activations, schedule
-from headway.plan.cost.states import ModelStates, RankParameters, model_states, on_rank
+from headway.plan.cost.states import RankParameters, model_states, on_rank, updated
 from headway.plan.machine.hardware import GIB
 from headway.plan.model.layout import Layout
 from headway.plan.model.transformer import Transformer
@@ -72,7 +72,7 @@ def rank_memory(model: Transformer, layout: Layout, stage: int) -> RankMemory:
     moments = [
         training | {"logits and loss": _logits(model, layout) if stage == layout.pp - 1 else 0.0},
         training | _backward_parts(model, layout, stage, parameters),
-        gradients | {"optimizer temporaries": _step_temporaries(states, layout)},
+        gradients | {"optimizer temporaries": _step_temporaries(parameters, layout)},
     ]
     fullest = max(moments, key=lambda parts: sum(parts.values()))
     return RankMemory(stage=stage, parts=always | {name: size for name, size in fullest.items() if size})
@@ -252,12 +252,9 @@ def _buckets(layout: Layout, parameters: RankParameters) -> float:
     return min(copy, 2 * layout.bucket_MB * 1e6)
 
 
-def _step_temporaries(states: ModelStates, layout: Layout) -> float:
-    """A foreach optimizer needs a temporary copy of the weights that it updates; a fused one does not."""
-    if layout.optimizer == "adamw-fused":
+def _step_temporaries(parameters: RankParameters, layout: Layout) -> float:
+    """A foreach optimizer needs a temporary copy of the weights that it updates; one that updates in place does not."""
+    if layout.optimizer in ("adamw-fused", "adamw8bit"):
         return 0.0
     numbers = layout.element_bytes
-    per_parameter = states.optimizer or states.weights
-    width = numbers.master or numbers.weight
-    state_bytes = numbers.master + 2 * numbers.moment if states.optimizer else numbers.weight
-    return per_parameter * width / state_bytes
+    return updated(parameters, layout) * (numbers.master or numbers.weight)
