@@ -6,13 +6,21 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, final
 
 import numpy as np
 import torch
 
-from headway.data.images.batch import IMAGE, SAMPLES, Batch, EncodedImage, finish_batch, stack_crops
+from headway.data.images.batch import (
+    IMAGE,
+    SAMPLES,
+    Batch,
+    EncodedImage,
+    finish_batch,
+    own_parts,
+    stack_crops,
+)
 from headway.data.images.cpu import (
     DrawnImage,
     crop_image,
@@ -47,10 +55,14 @@ SampleLocation = tuple[int, int, int, int]
 """dataset, epoch, shard, sample"""
 Transform = Callable[[dict[str, Any], np.random.Generator], Any]
 
+KEY = "__key__"
+"""the part of a sample that has its name"""
 _JPEGS = ("jpg", "jpeg")
 _MAX_SUBSTITUTES = 8
 _READ_BYTES = 2**20  # that a thread reads before it decodes
 _NUMBERS = int, float
+_MIN_INT, _MAX_INT = -(2**63), 2**63 - 1
+_MAX_EXACT_FLOAT = 2**53  # up to which float64 has all whole numbers
 _TRANSFORM, _SUBSTITUTE = 1, 2  # the purpose of a key: part of what is hashed
 
 
@@ -114,7 +126,8 @@ class SampleReader:
         if isinstance(transform, ImageTransform):  # crops are of colors, also where a PNG has a palette
             decoders = {"png": partial(decode_rgb, limits=limits), **decoders}
         self._transform, self._decoders, self._limits = transform, decoders, limits
-        self._decoder = SampleDecoder(decoders, limits)
+        own = own_parts(transform) if isinstance(transform, ImageTransform) else set[str]()
+        self._decoder = SampleDecoder(decoders, limits, {KEY, *own})
         self._begin = self._begin_for_gpu if self._gpu_bytes else self._decoder.begin
         self._reduces = isinstance(transform, ImageTransform) and transform.scaled_decode and not on_gpu
 
@@ -160,7 +173,7 @@ class SampleReader:
             chunk.read += sum([len(data) for data in parts.values()])
             if self._watch.watching and type(value.get(LABEL)) is int:
                 chunk.labels.append((dataset, shard, sample, value[LABEL]))
-            value["__key__"] = name
+            value[KEY] = name
             return _ReadSample(location, value, late, bad)
 
     def _begin_for_gpu(self, parts: Mapping[str, memoryview]) -> tuple[dict[str, Any], list[LatePart]]:
@@ -199,7 +212,7 @@ class SampleReader:
     def _complete(self, sample: _ReadSample, chunk: Chunk) -> _ReadSample | None:
         """Decodes and transforms a sample or, if that finds it bad, its substitute; None if it is left out."""
         while True:
-            name = sample.value["__key__"]
+            name = sample.value[KEY]
             try:
                 if self._reduces:
                     self._decode_reduced(sample)
@@ -280,7 +293,7 @@ class SampleReader:
                     pixels = decode({"jpg": image.data}, limits=self._limits)["jpg"]
                     value[IMAGE] = turn(pixels, image.turn)
             except BadSample as error:
-                found = self._substitute(location, value["__key__"], error, bad)
+                found = self._substitute(location, value[KEY], error, bad)
                 sample = None if found is None else self._read_sample(found, bad, chunk)
                 if sample is None:
                     break
@@ -370,7 +383,7 @@ def collate(samples: list[Any]) -> Any:
     for sample in samples if len(names) > min(map(len, samples)) else ():
         if missing := [name for name in names if name not in sample]:
             raise HeadwayError(
-                f"sample {sample.get('__key__')!r} has no {missing[0]!r}, as other samples of its batch have: add it, "
+                f"sample {sample.get(KEY)!r} has no {missing[0]!r}, as other samples of its batch have: add it, "
                 "raise headway.errors.BadSample in a transform to replace such samples, or pass collate_fn"
             )
     return {name: _collate([sample[name] for sample in samples]) for name in names}
@@ -394,8 +407,8 @@ def _collate(samples: list[Any]) -> Any:
     ):
         return {name: _collate([sample[name] for sample in samples]) for name in first}
     if isinstance(first, _NUMBERS) and all(isinstance(each, _NUMBERS) for each in samples):
-        return torch.tensor(samples)
-    if isinstance(first, np.ndarray) and _are_alike(samples):
+        return _join_numbers(samples)
+    if isinstance(first, np.ndarray) and _are_alike(samples) and _has_tensors(first.dtype):
         if first.ndim == 0:
             return torch.from_numpy(np.stack(samples))
         joined = np.concatenate(samples)  # a stack of the same bytes, without a new view of each
@@ -403,6 +416,26 @@ def _collate(samples: list[Any]) -> Any:
     if isinstance(first, torch.Tensor) and _are_alike(samples):
         return torch.stack(samples)
     return samples
+
+
+def _join_numbers(samples: list[int | float]) -> Any:
+    """Returns a tensor of 64 bits each, as torch's own loader does; a list if that would change a number."""
+    whole = [each for each in samples if not isinstance(each, float)]
+    if len(whole) == len(samples):
+        fit, dtype = all(_MIN_INT <= each <= _MAX_INT for each in whole), None
+    else:
+        fit, dtype = all(abs(each) <= _MAX_EXACT_FLOAT for each in whole), torch.float64
+    return torch.tensor(samples, dtype=dtype) if fit else samples
+
+
+@lru_cache(256)
+def _has_tensors(dtype: np.dtype[Any]) -> bool:
+    """Whether arrays of a type can become tensors: not those of text, dates or records."""
+    try:
+        torch.from_numpy(np.empty(0, dtype.newbyteorder("=")))
+    except TypeError:
+        return False
+    return True
 
 
 def _are_alike(samples: list[Any]) -> bool:

@@ -18,6 +18,8 @@ SAMPLES = "samples"
 """the part of a batch that says which samples it has: rows of dataset, epoch, shard and sample"""
 IMAGE = "__image__"
 """the part of a sample that has its image: an `EncodedImage`, or its pixels"""
+FP8 = "fp8"
+"""the part of a batch that says what crops in FP8 mean"""
 
 
 class EncodedImage(NamedTuple):
@@ -73,12 +75,18 @@ class Batch(dict[str, Any]):
     @property
     def fp8(self) -> Fp8Scaling:
         """What the values of crops in FP8 mean, with `output="fp8"`."""
-        return cast(Fp8Scaling, self["fp8"])
+        return cast(Fp8Scaling, self[FP8])
 
     @property
     def samples(self) -> Tensor:
         """Which samples these are: rows of dataset (its place among the sorted names), epoch, shard and sample."""
         return cast(Tensor, self[SAMPLES])
+
+
+def own_parts(transform: ImageTransform) -> set[str]:
+    """Returns the names of what a transform adds to samples and batches; no part of a sample may have them."""
+    scaling = {FP8} if transform.output == "fp8" else set[str]()
+    return {SAMPLES, IMAGE, *(group.name for group in transform.groups()), *scaling}
 
 
 def stack_crops(transform: ImageTransform, crops: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -100,7 +108,7 @@ def stack_crops(transform: ImageTransform, crops: Sequence[dict[str, Tensor]]) -
 def finish_batch(batch: Batch, transform: ImageTransform, keys: UInts) -> Batch:
     """Applies the transforms of whole batches; says what values in FP8 mean."""
     if transform.output == "fp8":
-        batch["fp8"] = Fp8Scaling.of(largest_value(transform), batch.samples.device)
+        batch[FP8] = Fp8Scaling.of(largest_value(transform), batch.samples.device)
     for step in transform.then:
         batch = step(batch, keys)
     return batch

@@ -49,6 +49,8 @@ class BlockMasks:
             )
 
     def __call__(self, batch: Batch, keys: UInts) -> Batch:
+        if "masks" in batch:
+            raise UsageError("samples have a part 'masks', where BlockMasks puts its own: rename that part")
         crops = batch["global_crops"] if "global_crops" in batch else batch["images"][None]
         size = int(crops.shape[-1])
         if size % self.patch:

@@ -11,7 +11,7 @@ import io
 import json
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from functools import cache, partial
 from importlib import import_module
 from tokenize import TokenError
@@ -58,8 +58,11 @@ def decode(
 class SampleDecoder:
     """Decodes the parts of samples. What an extension means is looked up once, and not for each sample."""
 
-    def __init__(self, decoders: Mapping[str, Decoder], limits: ShardLimits) -> None:
-        self._decoders, self._limits = decoders, limits
+    def __init__(
+        self, decoders: Mapping[str, Decoder], limits: ShardLimits, reserved: Set[str] = frozenset()
+    ) -> None:
+        """A part that has one of the `reserved` names makes its sample a bad one."""
+        self._decoders, self._limits, self._reserved = decoders, limits, reserved
         self._parsers: dict[str, Decoder] = {}
         self._choices: dict[str, Callable[[memoryview], Decoder]] = {}
 
@@ -102,6 +105,10 @@ class SampleDecoder:
             self._parsers.clear()
             self._choices.clear()
         kind = extension.rpartition(".")[2]
+        if extension in self._reserved:
+            raise BadSample(
+                f"its part {extension!r} has the name of a part that batches have of their own: rename it"
+            )
         if extension in self._decoders:
             own = self._decoders[extension]
             self._choices[extension] = lambda _: own
@@ -112,6 +119,8 @@ class SampleDecoder:
             )
         elif kind in IMAGES:
             self._choices[extension] = _image(kind, self._limits)
+        elif kind == "cls":
+            self._parsers[extension] = _labels(self._limits.text_bytes)
         elif kind in _TEXT:
             self._parsers[extension] = _limited(_PLAIN[kind], self._limits.text_bytes)
         else:
@@ -125,6 +134,20 @@ def _limited(parse: Decoder, most: int) -> Decoder:
         return parse(data)
 
     return parse_text
+
+
+def _labels(most: int) -> Decoder:
+    """Returns what parses a label, in one call because it runs for each sample."""
+
+    def parse_label(data: memoryview) -> int:
+        if len(data) > most:
+            raise _above("text_bytes", most, "it has", "bytes of text")
+        label = int(data)
+        if not -(2**63) <= label < 2**63:
+            raise ValueError(f"{label} is no label: it has more than 64 bits")
+        return label
+
+    return parse_label
 
 
 def _bytes(data: memoryview) -> npt.NDArray[np.uint8]:
