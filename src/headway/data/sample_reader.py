@@ -14,21 +14,25 @@ import torch
 
 from headway.data.images.batch import (
     IMAGE,
+    PLACE,
     SAMPLES,
     Batch,
+    CropMemory,
+    CropPlace,
     EncodedImage,
     finish_batch,
+    join_crops,
     own_parts,
-    stack_crops,
 )
 from headway.data.images.cpu import (
     DrawnImage,
-    crop_image,
     cut_crops,
+    draw_groups,
     draw_image,
     largest_reduction,
 )
 from headway.data.images.device.pinned import PinnedMemory
+from headway.data.images.draws import CropTable
 from headway.data.images.exif import orientation, turn
 from headway.data.images.transforms import ImageTransform
 from headway.data.label_watch import LabelWatch
@@ -100,6 +104,10 @@ class _ReadSample:
     """its parts by extension, until it is transformed"""
     late: list[LatePart]
     bad: list[QuarantinedSample]
+    place: CropPlace | None = None
+    """where its crops go; None for memory of their own"""
+    drawn: tuple[tuple[int, int], list[CropTable]] | None = None
+    """its crops for an image of this height and width, if they are drawn already"""
 
 
 @final
@@ -118,7 +126,9 @@ class SampleReader:
         decoders: dict[str, Decoder],
         limits: ShardLimits,
         on_gpu: bool = False,
+        joins: bool = False,
     ) -> None:
+        """With `joins`, `collate_crops` makes the batches, and a batch may have its crops in one memory."""
         self._gpu_bytes = transform.crop_bytes() if on_gpu and isinstance(transform, ImageTransform) else 0
         self._allocate = PinnedMemory().allocate if on_gpu else None
         self._shards, self._orders, self._keys, self._seed = shards, order.orders, order.keys, seed
@@ -129,21 +139,35 @@ class SampleReader:
         own = own_parts(transform) if isinstance(transform, ImageTransform) else set[str]()
         self._decoder = SampleDecoder(decoders, limits, {KEY, *own})
         self._begin = self._begin_for_gpu if self._gpu_bytes else self._decoder.begin
-        self._reduces = isinstance(transform, ImageTransform) and transform.scaled_decode and not on_gpu
+        crops = transform if isinstance(transform, ImageTransform) and not on_gpu else None
+        self._reduces = crops is not None and crops.scaled_decode
+        self._draws = crops if not self._reduces else None
+        self._joins = crops if joins else None
 
-    def read(self, locations: Sequence[SampleLocation]) -> Chunk:
+    def crop_memory(self, samples: int) -> CropMemory | None:
+        """Returns memory for the crops of so many samples; None if those of each have memory of their own."""
+        return CropMemory(self._joins, samples) if self._joins is not None else None
+
+    def read(
+        self, locations: Sequence[SampleLocation], first: int = 0, memory: CropMemory | None = None
+    ) -> Chunk:
         """Loads samples, a few at a time: all are read, then all images are decoded. Decoding an image evicts Python
-        from the processor's cache, and whatever runs between two of them takes several times as long."""
+        from the processor's cache, and whatever runs between two of them takes several times as long.
+
+        Crops are written into `memory`, in which the first of these samples has the number `first`.
+        """
         chunk, retries = Chunk(threading.get_native_id()), retries_in_this_thread()
         busy = time.thread_time()
-        samples, first, began = list[_ReadSample](), 0, time.perf_counter()
-        for location in locations:
+        samples, before, began = list[_ReadSample](), 0, time.perf_counter()
+        for number, location in enumerate(locations, first):
             sample = self._read_sample(location, [], chunk)
             if sample is not None:
+                if memory is not None:
+                    sample.place = CropPlace(memory, number)
                 samples.append(sample)
-            if chunk.read - first > _READ_BYTES:
+            if chunk.read - before > _READ_BYTES:
                 self._finish(chunk, samples, began)
-                samples, first, began = [], chunk.read, time.perf_counter()
+                samples, before, began = [], chunk.read, time.perf_counter()
         if samples:
             self._finish(chunk, samples, began)
         if self._gpu_bytes:
@@ -196,6 +220,8 @@ class SampleReader:
     def _finish(self, chunk: Chunk, samples: list[_ReadSample], began: float) -> None:
         """Decodes images. A transform follows each at once, while it is in the cache, and often makes it smaller."""
         read, transformed = time.perf_counter(), chunk.transform_s
+        if self._draws is not None:
+            self._draw(samples, self._draws)
         finished = [sample for each in samples if (sample := self._complete(each, chunk)) is not None]
         end = time.perf_counter()
         if self._transform is None:
@@ -231,9 +257,28 @@ class SampleReader:
                     return None
                 substitute = self._read_sample(location, sample.bad, chunk)
                 assert substitute is not None, "they are left out all or none"
+                substitute.place = sample.place
                 sample = substitute
             else:
                 return sample
+
+    def _draw(self, samples: list[_ReadSample], transform: ImageTransform) -> None:
+        """Draws the crops of several images whose headers say their size: drawn for each alone, they take twenty times
+        as long."""
+        sized = [(sample, size) for sample in samples if (size := self._jpeg_size(sample)) is not None]
+        if not sized:
+            return
+        keys = self.transform_keys(np.array([sample.location for sample, _ in sized]))
+        tables = draw_groups(transform, keys, np.array([size for _, size in sized]))
+        for number, (sample, size) in enumerate(sized):
+            sample.drawn = size, [CropTable(ints[number], floats[number]) for ints, floats in tables]
+
+    def _jpeg_size(self, sample: _ReadSample) -> tuple[int, int] | None:
+        """Returns height and width of the image of a sample, if it is a JPEG that any decoder can decode."""
+        name = _image_name(sample.value)
+        if name not in _JPEGS or name in self._decoders:
+            return None
+        return next(plain_jpeg_size(data, self._limits) for part, data, _ in sample.late if part == name)
 
     def _decode_reduced(self, sample: _ReadSample) -> None:
         """Decodes the image of a sample at the smallest size that its crops allow, if it is a JPEG that can be."""
@@ -262,13 +307,20 @@ class SampleReader:
     def _apply_transform(self, sample: _ReadSample) -> Any:
         assert self._transform is not None
         if isinstance(self._transform, ImageTransform):
-            image = _take_image(self._transform, sample)
-            if isinstance(image, DrawnImage):
-                crops = cut_crops(self._transform, image)
-            else:
-                crops = crop_image(self._transform, image, self._key(sample))
-            return {SAMPLES: sample.location, **crops, **sample.value}
+            image, place = _take_image(self._transform, sample), sample.place
+            if not isinstance(image, DrawnImage):
+                image = DrawnImage(image, self._drawn(sample, *image.shape[:2]), self._key(sample))
+            into = place.memory.of_sample(place.number) if place is not None else None
+            own = {SAMPLES: sample.location} | ({PLACE: place} if place is not None else {})
+            return {**own, **cut_crops(self._transform, image, into), **sample.value}
         return self._transform(sample.value, np.random.Generator(np.random.Philox(self._key(sample))))
+
+    def _drawn(self, sample: _ReadSample, height: int, width: int) -> list[CropTable]:
+        """Returns the crops of a sample, drawn now unless they were drawn for an image of this size."""
+        assert isinstance(self._transform, ImageTransform)
+        if sample.drawn is not None and sample.drawn[0] == (height, width):
+            return sample.drawn[1]
+        return draw_image(self._transform, self._key(sample), height, width)
 
     def _for_gpu(self, sample: _ReadSample) -> dict[str, Any]:
         """Returns a sample with its image set apart, encoded or decoded, for the GPU."""
@@ -393,10 +445,10 @@ def collate_crops(
     transform: ImageTransform, keys_of: Callable[[Ints], UInts], samples: list[dict[str, Any]]
 ) -> Batch:
     """Collates samples with the crops of a transform."""
-    own = {SAMPLES, *(group.name for group in transform.groups())}
+    own = {SAMPLES, PLACE, *(group.name for group in transform.groups())}
     rest = collate([{name: part for name, part in each.items() if name not in own} for each in samples])
     rows = np.array([each[SAMPLES] for each in samples])
-    batch = Batch({SAMPLES: torch.from_numpy(rows), **stack_crops(transform, samples), **rest})
+    batch = Batch({SAMPLES: torch.from_numpy(rows), **join_crops(transform, samples), **rest})
     return finish_batch(batch, transform, keys_of(rows))
 
 

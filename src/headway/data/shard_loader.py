@@ -47,7 +47,7 @@ from headway.data.order.mix_order import MixOrder, check_places, datasets_change
 from headway.data.order.order import Shuffle, check_same_order
 from headway.data.order.timeline import Timeline, WeightSegment
 from headway.data.quarantine import Quarantine, QuarantinedSample
-from headway.data.sample_reader import SampleLocation, SampleReader, Transform
+from headway.data.sample_reader import Chunk, SampleLocation, SampleReader, Transform
 from headway.data.shards.decode import Decoder
 from headway.data.shards.tar import ShardLimits
 from headway.data.sources.mix import Mix
@@ -155,6 +155,7 @@ class ShardLoader:
             decoders=self._decoders,
             limits=self._limits,
             on_gpu=self._gpu is not None,
+            joins=self._collate is None,
         )
         how = {"validates": not self._shuffle, "drops": self._tail == "drop"}
         self._assembler = make_assembler(self._reader, self._transform, self._collate, self._gpu, **how)
@@ -226,9 +227,9 @@ class ShardLoader:
                 batch = next(upcoming, None)
                 if batch is None:
                     break
-                read, split = self._reader.read, [] if alone else self._chunks(batch.locations)
-                chunks = [pool.submit(read, chunk) for chunk in split]
-                results = [chunk.result for chunk in chunks] or [partial(read, batch.locations)]
+                reads = self._reads(batch.locations, alone=alone)
+                chunks = [] if alone else [pool.submit(read) for read in reads]
+                results = [chunk.result for chunk in chunks] or reads
                 gathered = gathering.submit(self._assembler.gather, results)
                 result = collating.submit(self._assembler.assemble, gathered, batch.padding, feed)
                 waiting.append(PendingBatch(batch, [*chunks, gathered], result))
@@ -256,12 +257,13 @@ class ShardLoader:
                 staged = isinstance(assembled.value, StagedBatch)
                 yield assembled.value.hand_over() if staged else assembled.value
 
-    def _chunks(self, locations: list[SampleLocation]) -> Iterator[list[SampleLocation]]:
-        """Splits a batch into chunks: a few samples each, because tasks have a cost, but enough for all threads."""
-        size = max(
-            1, min(_MAX_CHUNK_SAMPLES, len(locations) // (2 * reader_threads(self._threads, self._gpu)))
-        )
-        return (locations[at : at + size] for at in range(0, len(locations), size))
+    def _reads(self, locations: list[SampleLocation], *, alone: bool) -> list[Callable[[], Chunk]]:
+        """Splits a batch into chunks: a few samples each, because tasks have a cost, but enough for all threads. One
+        that reads alone has all samples."""
+        parts, memory = 2 * reader_threads(self._threads, self._gpu), self._reader.crop_memory(len(locations))
+        size = max(1, len(locations) if alone else min(_MAX_CHUNK_SAMPLES, len(locations) // parts))
+        starts = range(0, len(locations) or 1, size)
+        return [partial(self._reader.read, locations[at : at + size], at, memory) for at in starts]
 
     def _may_prefetch(self, batches: int, largest: int) -> bool:
         """Whether so many batches fit in memory; only one, until the size of a batch is known."""

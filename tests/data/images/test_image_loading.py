@@ -14,7 +14,7 @@ import simplejpeg
 import torch
 from PIL import Image
 
-from headway.data import Batch, CenterCrop, MultiCrop, RandomResizedCrop, ShardLoader, pack
+from headway.data import Batch, CenterCrop, MultiCrop, RandomResizedCrop, ShardLoader, pack, sample_reader
 from headway.data.images.cpu import crop_image
 from headway.data.images.device.availability import missing_for_gpu
 from headway.data.images.exif import orientation, turn
@@ -188,3 +188,68 @@ def test_without_a_gpu_the_loader_says_so_and_uses_the_cpu(tmp_path: Path, messa
     ]
     with pytest.raises(UsageError, match="needs a transform of images"):
         batches(source, device="cuda")
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"output": "fp32"}, {"output": "bf16", "channels_last": True}, {"output": "fp8"}, {"output": "uint8"}],
+)
+def test_crops_in_the_memory_of_a_batch_are_those_of_each_sample_alone(
+    how: dict[str, Any], tmp_path: Path
+) -> None:
+    transform = MultiCrop(global_size=24, local_size=12, n_local=3, exif=True, **how)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image = Image.fromarray(oracle.photo(40, 56))
+    samples: list[dict[str, Any]] = [{"jpg": jpeg(n)} for n in range(18)]
+    samples[2] = {"jpg": saved(image, "JPEG", progressive=True)}
+    samples[5] = {"jpg": saved(image, "JPEG", exif=exif)}
+    samples[7] = {"png": saved(image, "PNG")}
+    samples[11] = {"jpg": b"broken"}
+    source = shards(tmp_path, samples, size=2**20)
+    for shuffle, count in ((True, 18), (False, 17)):
+        loader = ShardLoader(
+            source, batch_size=6, shuffle=shuffle, seed=3, threads=2, transform=transform, max_bad=0.5
+        )
+        found = list(loader)
+        assert sum(len(batch.samples) for batch in found) == count
+        for batch in found:
+            expected = [_alone(transform, loader, samples, row) for row in batch.samples]
+            for name in ("global_crops", "local_crops"):
+                stack = torch.stack([_plain(each[name]) for each in expected], 1)
+                assert torch.equal(_plain(batch[name]), stack)
+                last = batch[name].flatten(0, 1).is_contiguous(memory_format=torch.channels_last)
+                assert last if transform.channels_last else batch[name].is_contiguous()
+
+
+def _alone(
+    transform: MultiCrop, loader: ShardLoader, samples: list[dict[str, Any]], row: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    (data,) = samples[int(row[3])].values()
+    pixels = np.array(Image.open(io.BytesIO(data)).convert("RGB"))
+    key = loader._reader.transform_keys(row.numpy()[None])[0]
+    return crop_image(transform, turn(pixels, orientation(memoryview(data))), int(key))
+
+
+def _plain(crops: torch.Tensor) -> torch.Tensor:
+    return crops.view(torch.uint8) if crops.dtype is torch.float8_e4m3fn else crops
+
+
+def test_crops_of_a_batch_are_drawn_at_once_and_not_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = shards(tmp_path, [{"jpg": jpeg(n)} for n in range(16)])
+    drawn, draw = list[int](), sample_reader.draw_groups
+
+    def count(transform: Any, keys: Any, sizes: Any) -> Any:
+        drawn.append(len(keys))
+        return draw(transform, keys, sizes)
+
+    def copy(*_: Any) -> None:
+        raise AssertionError("these crops are in one memory already")
+
+    monkeypatch.setattr(sample_reader, "draw_groups", count)
+    monkeypatch.setattr(sample_reader, "draw_image", copy)
+    monkeypatch.setattr("headway.data.images.batch.stack_crops", copy)
+    assert len(batches(source, transform=SMALL)) == 2
+    assert drawn == [2] * 8, "a chunk of each of two threads has two samples"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headway.data.images.cpu import largest_value
+from headway.data.images.cpu import DTYPES, largest_value
 from headway.data.images.fp8 import Fp8Scaling
 from headway.data.images.transforms import ImageTransform
 from headway.data.order.permutation import UInts
@@ -20,6 +20,8 @@ IMAGE = "__image__"
 """the part of a sample that has its image: an `EncodedImage`, or its pixels"""
 FP8 = "fp8"
 """the part of a batch that says what crops in FP8 mean"""
+PLACE = "__place__"
+"""the part of a sample that says where its crops are: a `CropPlace`"""
 
 
 class EncodedImage(NamedTuple):
@@ -86,10 +88,52 @@ class Batch(dict[str, Any]):
 def own_parts(transform: ImageTransform) -> set[str]:
     """Returns the names of what a transform adds to samples and batches; no part of a sample may have them."""
     scaling = {FP8} if transform.output == "fp8" else set[str]()
-    return {SAMPLES, IMAGE, *(group.name for group in transform.groups()), *scaling}
+    return {SAMPLES, IMAGE, PLACE, *(group.name for group in transform.groups()), *scaling}
 
 
-def stack_crops(transform: ImageTransform, crops: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+@final
+class CropMemory:
+    """The crops of a whole batch: threads write those of each sample where they stay, and nothing is copied.
+
+    NumPy asks for huge pages. A page fault for each 4 kB took as long as decoding the images.
+    """
+
+    def __init__(self, transform: ImageTransform, samples: int) -> None:
+        self.samples, self._stacks, dtype = samples, dict[str, Tensor](), DTYPES[transform.output]
+        for group in transform.groups():
+            sides = [group.size, group.size]
+            shape = [*sides, 3] if transform.channels_last else [3, *sides]
+            pixels = samples * len(group.recipes) * 3 * group.size**2
+            memory = torch.from_numpy(np.empty(pixels * dtype.itemsize, np.uint8)).view(dtype)
+            stack = memory.view(len(group.recipes), samples, *shape)
+            self._stacks[group.name] = stack.permute(0, 1, 4, 2, 3) if transform.channels_last else stack
+
+    def of_sample(self, number: int) -> dict[str, Tensor]:
+        """Returns where the crops of a sample go, by the names of their groups."""
+        return {name: stack[:, number] for name, stack in self._stacks.items()}
+
+    def whole(self) -> dict[str, Tensor]:
+        """Returns the crops of all samples, as `stack_crops` does."""
+        return {name: stack if name != "images" else stack[0] for name, stack in self._stacks.items()}
+
+
+class CropPlace(NamedTuple):
+    """Which sample of a `CropMemory` has the crops."""
+
+    memory: CropMemory
+    number: int
+
+
+def join_crops(transform: ImageTransform, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Returns the crops of several samples: their common memory if it has them all, in this order, else a copy."""
+    places: list[CropPlace | None] = [sample.get(PLACE) for sample in samples]
+    first = places[0]
+    if first is None or places != [CropPlace(first.memory, n) for n in range(first.memory.samples)]:
+        return stack_crops(transform, samples)
+    return first.memory.whole()
+
+
+def stack_crops(transform: ImageTransform, crops: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Stacks the crops of several images: crops x samples, and samples alone where an image has one crop."""
     found = dict[str, Tensor]()
     for group in transform.groups():

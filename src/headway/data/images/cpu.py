@@ -6,6 +6,7 @@ floats, while the crop is in the processor's cache.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -81,8 +82,10 @@ def largest_reduction(tables: list[CropTable]) -> int:
     return next((factor for factor in REDUCTIONS if _SPARE * factor <= spare), 1)
 
 
-def cut_crops(transform: ImageTransform, image: DrawnImage) -> dict[str, Tensor]:
-    """Returns the crops of one image whose parameters are drawn."""
+def cut_crops(
+    transform: ImageTransform, image: DrawnImage, into: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Returns the crops of one image whose parameters are drawn, in the memory of `into` if that is given."""
     pixels, tables, number = image.pixels, image.tables, 0
     if not pixels.flags.writeable:
         pixels = pixels.copy()  # torch takes no others
@@ -90,7 +93,8 @@ def cut_crops(transform: ImageTransform, image: DrawnImage) -> dict[str, Tensor]
     layout = torch.channels_last if transform.channels_last else torch.contiguous_format
     scale, shift = _normalization(transform)
     for group, table in zip(transform.groups(), tables, strict=True):
-        out = torch.empty((len(group.recipes), 3, group.size, group.size), dtype=dtype, memory_format=layout)
+        shape = len(group.recipes), 3, group.size, group.size
+        out = torch.empty(shape, dtype=dtype, memory_format=layout) if into is None else into[group.name]
         for slot, ints, floats in zip(out, table.ints, table.floats, strict=True):
             if image.factor > 1:
                 crop = _resize_reduced(image, ints, group.size, transform.interpolation)
