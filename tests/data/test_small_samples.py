@@ -104,6 +104,13 @@ def test_lines_with_other_numbers_of_parts_are_not_mistaken_for_one_another(tmp_
     assert len(index.locate(1)[1]) == len(index.locate(1)[1]) == 3
 
 
+def test_lines_with_other_parts_are_not_mistaken_for_one_another(tmp_path: Path) -> None:
+    index = make_index(["jpg 512 5 a.jpg cls 1536 1 a.cls", "png 2560 5 b.png cls 3584 1 b.cls"], tmp_path)
+    for _ in range(2):
+        assert located(index, 0) == ("a", [("jpg", 512, 5), ("cls", 1536, 1)])
+        assert located(index, 1) == ("b", [("png", 2560, 5), ("cls", 3584, 1)])
+
+
 def test_headers_of_jpegs_that_are_remembered_say_what_each_says() -> None:
     rng, cache = random.Random(0), _HeaderCache()
     plain = [
