@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "plan"))
 
 import published
 from fitting import FAMILIES, Score, fit_family, score, step_s
-from truth import FITTED_ROWS, Measured, h200_rows, korthikanti, torchtitan, vtrain
+from truth import FITTED_ROWS, Measured, h200_rows, h200_settings, korthikanti, torchtitan, vtrain
 
 from headway.plan import Calibration, Layout, Node, preset, search
 from headway.plan.cost.memory import peak, reserve_factor
@@ -80,28 +80,37 @@ def fit(rows: Sequence[Measured], *, ridge: float = 0.0) -> Calibration:
     return best
 
 
+FAMILY_NAMES = ("hopper", "blackwell", "ampere")
+
+
 def published_steps() -> None:
     """The tables of errors: rows of the fit and rows beside it, and each source by constants that never saw it."""
-    groups, apart = [], []
-    for family in ("hopper", "blackwell", "ampere"):
-        rows = [row for row in published.rows() if row.family == family]
-        never = [row for row in published.rows(held_out=True) if row.family == family]
-        fitted, aside = published.split(rows) if family in FAMILIES else ([], rows)
-        sets = (fitted, aside, never)
-        for kind in sorted({row.kind for row in [*rows, *never]}):
-            own = [score([row for row in chosen if row.kind == kind]) for chosen in sets]
-            groups.append([f"{family}: {kind}", *(" / ".join(each.cells()) for each in own)])
-        groups.append([f"**{family}**", *(" / ".join(score(chosen).cells()) for chosen in sets)])
+    apart = []
+    for family in FAMILY_NAMES:
+        own = published.groups(family)
         if family in FAMILIES:
-            print_constants(family, fit_family(family, fitted))
-            apart += leave_one_out(family, rows)
+            print_constants(family, fit_family(family, own.fitted))
+            apart += leave_one_out(family, [row for row in published.rows() if row.family == family])
         apart += [
-            [f"{family}: {name}, never fitted", *score([r for r in never if origin(r) == name]).cells()]
-            for name in sorted({origin(row) for row in never})
+            [f"{family}: {name}, never fitted", *score([r for r in own.never if origin(r) == name]).cells()]
+            for name in sorted({origin(row) for row in own.never})
         ]
     what = "n / MAPE / median bias / inside the interval"
-    table(f"Published steps: {what}", ["rows", "fitted", "set aside", "never fitted"], groups)
+    head = ["rows", "fitted", "set aside", "never fitted", "the plan of a fitted row again"]
+    table(f"Published steps: {what}", head, steps_by_kind())
     table("Each source by constants that never saw it", ["rows", "n", "MAPE", "median bias", "inside"], apart)
+
+
+def steps_by_kind() -> list[list[str]]:
+    """The lines of the table of errors: one for each kind of parallelism, and one for a family."""
+    lines = []
+    for family in FAMILY_NAMES:
+        sets = published.groups(family)
+        for kind in sorted({row.kind for chosen in sets for row in chosen}):
+            own = [score([row for row in chosen if row.kind == kind]) for chosen in sets]
+            lines.append([f"{family}: {kind}", *(" / ".join(each.cells()) for each in own)])
+        lines.append([f"**{family}**", *(" / ".join(score(chosen).cells()) for chosen in sets)])
+    return lines
 
 
 def print_constants(family: str, found: Calibration) -> None:
@@ -114,15 +123,21 @@ def origin(row: published.Row) -> str:
 
 
 def leave_one_out(family: str, rows: Sequence[published.Row]) -> list[list[str]]:
-    """Scores each source, or each release of the only one, by constants that are fitted on all others."""
+    """Scores each source, or each release of the only one, by constants that are fitted on all others.
+
+    Rows that the others repeat, or that gave a constant which is not fitted, are not scored.
+    """
     several = len({row.source for row in rows}) > 1
     left_out: dict[str, list[published.Row]] = {}
     for row in rows:
         left_out.setdefault(row.source if several else origin(row), []).append(row)
     found, errors, inside = [], [], 0.0
-    for name, own in left_out.items():
-        others = [row for row in rows if row not in own and row.model.name not in published.NOT_FITTED]
-        constants = fit_family(family, others)
+    for name, whole in left_out.items():
+        rest = [row for row in rows if row not in whole]
+        own = [row for row in published.apart(whole, rest)[0] if not published.gave_a_constant(row)]
+        if not own:
+            continue
+        constants = fit_family(family, [row for row in rest if row.model.name not in published.NOT_FITTED])
         result = score(own, constants)
         inside += result.rows * result.inside
         found.append([f"{family}: {name}, fitted without it", *result.cells()])
@@ -203,23 +218,21 @@ def steps_in_papers() -> None:
     table("Korthikanti et al. 2022, table 5", ["run", "published", "headway", "error"], rows)
 
 
-def memory_of_torchtitan() -> None:
+def memory_of_torchtitan() -> list[list[str]]:
     rows = []
     for model, layout, reported in torchtitan():
         guess = peak(model, layout).allocated * reserve_factor(layout).value / 2**30
         what = f"{model.name} {layout.describe()}{' compiled' if layout.compiled else ''}"
         rows.append([what, f"{reported} GiB", f"{guess:.1f} GiB", f"{guess / reported - 1:+.1%}"])
-    table("torchtitan on H100, memory by closed forms", ["run", "published", "headway", "error"], rows)
+    return rows
 
 
 def traced_peaks() -> None:
-    from test_trace import settings
-
     from headway.plan.tracer.request import trace_modules
 
     facts = h200_rows()
     rows = []
-    for row, found in zip(facts, trace_modules([settings(i) for i in range(len(facts))]), strict=True):
+    for row, found in zip(facts, trace_modules([h200_settings(i) for i in range(len(facts))]), strict=True):
         allocated, reserved = (
             found.allocated / row["peak_bytes"] - 1,
             found.reserved / row["reserved_bytes"] - 1,
@@ -267,7 +280,8 @@ def main() -> None:
     if options.fit:
         other_choices_of_rows()
     steps_in_papers()
-    memory_of_torchtitan()
+    head = ["run", "published", "headway", "error"]
+    table("torchtitan on H100, memory by closed forms", head, memory_of_torchtitan())
     if options.trace:
         traced_peaks()
     speed()

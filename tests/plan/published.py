@@ -29,6 +29,11 @@ class Row(NamedTuple):
     """The software of a source that publishes its steps again with each release."""
 
     @property
+    def plan(self) -> tuple[Transformer, Layout, str]:
+        """What a plan knows of the row: two releases of one software differ in nothing else."""
+        return self.model, self.layout, self.node.name
+
+    @property
     def kind(self) -> str:
         """What distinguishes the layout: the kinds of parallelism that the table of errors has a line for."""
         if self.model.moe:
@@ -52,6 +57,39 @@ def split(family: Sequence[Row]) -> tuple[list[Row], list[Row]]:
         fitted += [row for row in own[::2] if row.model.name not in NOT_FITTED]
         aside += own[1::2] + [row for row in own[::2] if row.model.name in NOT_FITTED]
     return fitted, aside
+
+
+class Groups(NamedTuple):
+    """The rows of a family by what the fit knows of them. The columns of the table of errors."""
+
+    fitted: list[Row]
+    aside: list[Row]
+    """Of the same tables as the fitted ones."""
+    never: list[Row]
+    """Of tables of which no row was ever fitted."""
+    repeated: list[Row]
+    """Of either, with model, layout and node of a fitted row, in another release or by another table: nothing new."""
+
+
+def groups(family: str) -> Groups:
+    """All rows of a family of GPUs, by what the fit knows of them."""
+    own = [row for row in rows() if row.family == family]
+    fitted, aside = split(own) if family != "ampere" else ([], own)
+    never = [row for row in rows(held_out=True) if row.family == family]
+    new_aside, again = apart(aside, fitted)
+    new_never, later = apart(never, fitted)
+    return Groups(fitted, new_aside, new_never, [*again, *later])
+
+
+def apart(chosen: Sequence[Row], seen: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+    """The rows whose model, layout and node no seen row has, and the others."""
+    known = {row.plan for row in seen}
+    return [row for row in chosen if row.plan not in known], [row for row in chosen if row.plan in known]
+
+
+def gave_a_constant(row: Row) -> bool:
+    """Whether a constant that is not fitted comes from here: `TP_HIDDEN` is torchtitan's, from a pair of its rows."""
+    return row.source == "torchtitan" and (row.layout.tp_overlap or row.name.startswith("llama3-70b "))
 
 
 @cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +11,7 @@ from statistics import median
 
 import pytest
 from fitting import FAMILIES, fit_family, score
-from published import NOT_FITTED, Row, rows, split
+from published import NOT_FITTED, Row, apart, gave_a_constant, groups, rows, split
 
 from headway.plan import Layout, Node, Workload, estimate, preset
 from headway.plan.cost.collectives import expert_shard_group
@@ -45,20 +47,34 @@ def test_the_constants_are_those_of_the_fit(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "fitted", "aside", "never"), [("hopper", 0.08, 0.10, 0.10), ("blackwell", 0.08, 0.15, 0.15)]
+    ("family", "fitted", "aside", "never"), [("hopper", 0.08, 0.10, 0.10), ("blackwell", 0.08, 0.17, 0.17)]
 )
 def test_steps_of_a_family(family: str, fitted: float, aside: float, never: float) -> None:
-    """6.5, 7.2 and 8.0 % on Hopper, 6.7, 13.3 and 12.8 % on Blackwell when this was written."""
-    seen, unseen = split(of(family, MAIN))
-    for chosen, most in ((seen, fitted), (unseen, aside), (of(family, NEVER), never)):
+    """6.5, 7.2 and 8.0 % on Hopper, 6.7, 15.7 and 16.1 % on Blackwell when this was written.
+
+    With the rows that repeat the plan of a fitted one, Blackwell had 13.3 and 12.8 %, and a goal of 15 %.
+    """
+    own = groups(family)
+    for chosen, most in ((own.fitted, fitted), (own.aside, aside), (own.never, never)):
         assert score(chosen).mape < most
     assert score([*of(family, MAIN), *of(family, NEVER)]).mape < 0.15
+
+
+@pytest.mark.parametrize(("family", "repeated"), [("hopper", 0), ("blackwell", 17), ("ampere", 0)])
+def test_what_was_fitted_is_not_tested(family: str, repeated: int) -> None:
+    """Other releases publish steps of the same model, layout and node: they are in a group of their own."""
+    own = groups(family)
+    fitted = {row.plan for row in own.fitted}
+    assert not fitted & {row.plan for row in (*own.aside, *own.never)}
+    assert {row.plan for row in own.repeated} <= fitted and len(own.repeated) == repeated
+    assert sum(map(len, own)) == len(of(family, (*MAIN, *NEVER)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["sharded", "tensor and pipeline", "context", "experts"])
 def test_no_kind_of_parallelism_is_biased(family: str, kind: str) -> None:
-    for chosen in (of(family, MAIN, kind), of(family, NEVER, kind), of(family, (*MAIN, *NEVER), kind)):
+    new = of(family, groups(family).never, kind)
+    for chosen in (of(family, MAIN, kind), new, of(family, (*MAIN, *NEVER), kind)):
         if len(chosen) >= 5:
             assert abs(score(chosen).bias) < 0.10
 
@@ -72,9 +88,10 @@ def test_a_source_that_was_left_out_of_the_fit(family: str, source: str, most: f
     """Without it, torchtitan was 17 % off when attention had the power limit of products, and its own constant."""
     chosen = [row for row in of(family, MAIN) if row.model.name not in NOT_FITTED]
     others = [row for row in chosen if source not in (row.source, row.release)]
-    own = [row for row in of(family, MAIN) if source in (row.source, row.release)]
+    whole = [row for row in of(family, MAIN) if source in (row.source, row.release)]
+    own = [row for row in apart(whole, others)[0] if not gave_a_constant(row)]
     found = score(own, fit_family(family, others))
-    assert found.rows >= 5 and found.mape < most and abs(found.bias) < 0.10
+    assert found.rows >= 4 and found.mape < most and abs(found.bias) < 0.10
 
 
 def test_steps_on_ampere_that_were_never_fitted() -> None:
@@ -165,7 +182,8 @@ def test_tokens_that_are_sent_while_another_microbatch_is_computed_cost_a_fifth(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_intervals_hold_what_they_promise(family: str) -> None:
     """80 to 95 % of the steps are inside: neither too narrow nor so wide that they say nothing."""
-    for chosen in (of(family, MAIN), of(family, (*MAIN, *NEVER))):
+    own = groups(family)
+    for chosen in (of(family, MAIN), [*own.aside, *own.never], of(family, (*MAIN, *NEVER))):
         assert 0.80 <= score(chosen).inside <= 0.95
     dense = [row for row in of(family, MAIN) if not row.model.moe]
     widths = []
@@ -175,6 +193,53 @@ def test_intervals_hold_what_they_promise(family: str) -> None:
         bounds = time_bounds(row.model, row.layout, row.node, constants, step)
         widths.append(bounds.high / bounds.low)
     assert median(widths) < 1.35
+
+
+# the benchmark, and what the documentation says of it
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_documentation_has_the_numbers_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import plan as benchmark
+
+    lines = [f"| {' | '.join(line)} |" for line in benchmark.steps_by_kind()]
+    results = (ROOT / "benchmarks" / "results" / "README.md").read_text()
+    assert [line for line in lines if line not in results] == []
+    page = (ROOT / "docs" / "plan.md").read_text()
+    for family, own in zip(
+        ("Hopper", "Blackwell", "Ampere"), map(groups, benchmark.FAMILY_NAMES), strict=True
+    ):
+        for name, chosen in own._asdict().items():
+            if chosen:
+                assert f"| {family}: {WORDS[name]}" in page and _cells(chosen) in page, (family, name)
+    memory = page[page.index("### Memory, closed forms") : page.index("### Time")]
+    cells = [line.split("|")[3] for line in memory.splitlines() if "GiB |" in line]
+    errors = [line[3].strip("%").replace("+0.0", "0.0") for line in benchmark.memory_of_torchtitan()]
+    assert [error.strip(" %") for cell in cells for error in cell.split(", ")] == errors
+
+
+WORDS = {"fitted": "fitted", "aside": "set aside", "never": "never fitted", "repeated": "a fitted plan again"}
+
+
+def _cells(chosen: list[Row]) -> str:
+    own = score(chosen)
+    bias = f"{100 * own.bias:+.1f}".replace("+0.0", "0.0").replace("-0.0", "0.0")
+    return f"| {own.rows} | {100 * own.mape:.1f} % | {bias} % | {100 * own.inside:.0f} % |"
+
+
+def test_the_benchmark_traces_without_the_path_of_the_tests() -> None:
+    """`python benchmarks/plan.py --trace` in a process that knows only its own directory; the traces are faked here."""
+    code = (
+        "import sys; sys.path.insert(0, 'benchmarks'); import plan; from types import SimpleNamespace as S;"
+        "from headway.plan.tracer import request; rows = plan.h200_rows();"
+        "request.trace_modules = lambda every: [S(allocated=r['peak_bytes'], reserved=r['reserved_bytes'])"
+        " for r, _ in zip(rows, every, strict=True)]; plan.traced_peaks()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("| +0.00% | +0.00% |") == 8
 
 
 # what was measured, and where

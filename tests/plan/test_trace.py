@@ -18,7 +18,7 @@ import warm
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import flop_counter
-from truth import h200_rows
+from truth import h200_rows, h200_settings
 
 import headway as hw
 from headway.errors import UsageError
@@ -69,26 +69,12 @@ def cache() -> Iterator[TraceCache]:
         yield cache
 
 
-def settings(index: int, **arguments: int) -> TraceSettings:
-    row = ROWS[index]
-    language = row["kind"] == "lm"
-    batch = "image_batch" if not language else "long_batch" if row["T"] == 4096 else "language_batch"
-    return TraceSettings(
-        factory=f"{ZOO}:make",
-        inputs=batch,
-        loss=None if language else "cross_entropy",
-        precision="pure-bf16" if row.get("pure_bf16") else "amp",
-        batch_size=row["mb"],
-        arguments={"row": index, **arguments},
-    )
-
-
 @pytest.fixture(scope="module")
 def large(cache: TraceCache) -> None:
     """Traces the large models in one process."""
     cache(
         [
-            *map(settings, LARGE),
+            *map(h200_settings, LARGE),
             SHORT_CHECKPOINTED,
             SHORT_TITAN,
             *([TITAN] if FULL else []),
@@ -100,7 +86,7 @@ def large(cache: TraceCache) -> None:
 @pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("index", LARGE, ids=[ROWS[index]["name"] for index in LARGE])
 def test_peaks_measured_on_an_h200(index: int) -> None:
-    row, found = ROWS[index], trace_module(settings(index))
+    row, found = ROWS[index], trace_module(h200_settings(index))
     assert found.error is None
     assert found.parameters == row["params"]
     assert found.allocated == pytest.approx(row["peak_bytes"], rel=0.01)
@@ -111,7 +97,7 @@ def test_peaks_measured_on_an_h200(index: int) -> None:
 
 TITAN = TraceSettings(factory=f"{Path(__file__).parent / 'titan.py'}:make", batch_size=2, fsdp=8)
 SHORT_TITAN = replace(TITAN, arguments={"layers": 4})
-SHORT_CHECKPOINTED = settings([row["name"] for row in ROWS].index("gpt2-355m mb8 ckpt"), layers=4)
+SHORT_CHECKPOINTED = h200_settings([row["name"] for row in ROWS].index("gpt2-355m mb8 ckpt"), layers=4)
 
 
 @pytest.mark.usefixtures("large")

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from headway.plan.model.layout import Layout
 from headway.plan.model.presets import preset
 from headway.plan.model.transformer import Transformer
+from headway.plan.tracer.settings import TraceSettings
 
 VOCAB = 51200
 
@@ -107,6 +108,21 @@ def torchtitan() -> list[tuple[Transformer, Layout, float]]:
         batch = keys["dp"] * keys.get("microbatch", 1) * microbatches
         found.append((preset(name), Layout(**keys, global_batch=batch), gib))
     return found
+
+
+def h200_settings(index: int, **arguments: int) -> TraceSettings:
+    """The step of one of `h200_rows`, to be traced."""
+    row = h200_rows()[index]
+    language = row["kind"] == "lm"
+    batch = "image_batch" if not language else "long_batch" if row["T"] == 4096 else "language_batch"
+    return TraceSettings(
+        factory=f"{Path(__file__).parent / 'zoo.py'}:make",
+        inputs=batch,
+        loss=None if language else "cross_entropy",
+        precision="pure-bf16" if row.get("pure_bf16") else "amp",
+        batch_size=row["mb"],
+        arguments={"row": index, **arguments},
+    )
 
 
 def h200_rows() -> list[dict[str, Any]]:
