@@ -84,17 +84,21 @@ def test_one_file_has_everything(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert not [value for _, value in page.attributes if value and "//" in value]
 
 
-def test_where_the_time_went_is_also_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_where_the_time_went_is_also_printed(
+    columns: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """20 log points, each with 0.2 s of data, 0.78 of training and 0.02 of waiting, in 25 seconds."""
+    monkeypatch.setenv("COLUMNS", str(columns))
     run = done(tmp_path)
     assert main(["report", str(run.path), "--times"]) == 0
-    *lines, path = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    *lines, path = capsys.readouterr().out.splitlines()
     assert path == str(run.report_file)
-    parts = {line.split()[0]: line for line in lines}
+    parts = {line.split()[0]: " ".join(line.split()) for line in lines if line[0] != " "}
     assert list(parts) == ["training", "data", "ranks", "rest", "total"]
     for name, seconds in (("training", 15.6), ("data", 4.0), ("ranks", 0.4)):
         assert parts[name].startswith(f"{name} {seconds:.1f} s")
-    assert "█ forward, backward and optimizer steps that count" in parts["training"]
+    assert "█ forward, backward" in parts["training"]
 
 
 def test_hostile_names_are_text(tmp_path: Path) -> None:

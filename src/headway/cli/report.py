@@ -52,8 +52,9 @@ def main(argv: list[str]) -> int:
 def time_table(times: TimeAccount) -> Table:
     """Where the time of a run went, for a terminal: a line for each part that took any, with a bar."""
     table = Table(box=None, pad_edge=False, show_header=False)
-    for justify in ("left", "right", "right", "left", "left"):
+    for justify in ("left", "right", "right", "left"):
         table.add_column(justify=justify, no_wrap=True)
+    table.add_column()  # what a narrow terminal wraps
     for name, seconds in times.parts.items():
         if seconds > 0:
             share = seconds / times.total_s
