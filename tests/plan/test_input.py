@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from headway.plan.input.plan_file import parse_plan, read_plan_file
 from headway.plan.machine.calibration import Calibration, load_calibration, save_calibration
 from headway.plan.model.hugging_face import from_hf_config
 from headway.plan.report.estimates import estimate
+from headway.plan.report.saved_plan import read_saved_plan
 
 GOOD = {"model": "gpt2", "node": "h200-sxm8", "layout": {"global_batch": 8}}
 
@@ -75,6 +77,16 @@ GOOD = {"model": "gpt2", "node": "h200-sxm8", "layout": {"global_batch": 8}}
         ({"jobs": {}}, r"'jobs' is not a valid key of .* \(did you mean 'job'"),
         ({"search": {"gpus": 8}}, "search has no 'global_batch'"),
         ({"calibration": {"matrix": -1}}, "calibration.matrix is -1"),
+        ({"job": {"tokens": 10**400}}, "job.tokens is 1000.*expected a number above 0"),
+        ({"job": {"tokens": 16**5000}}, "job.tokens is a number of thousands of digits"),
+        ({"node": {"device": "a100-sxm-80", "inter_Gbps": 1e-300}}, "at least 1e-18"),
+        ({"layout": {"dp": 16**5000}}, "layout.dp is a number of thousands of digits"),
+        ({"layout": [16**5000]}, "layout is a number of thousands of digits; expected a mapping"),
+        ({"layout": {"sequence": 10**300}}, "expected an integer of at most 1,000,000,000,000"),
+        ({"layout": {"dp": 10**8, "global_batch": 10**8}}, "dp x tp x pp x cp is 100000000.*10,000,000"),
+        ({"model": {"layers": 2, "hidden": 10**300, "heads": 1}}, "model.hidden is 1000"),
+        ({"model": {"layers": 10**8, "hidden": 64, "heads": 1}}, "model.layers is 100000000.*10,000"),
+        ({"search": {"gpus": 10**9 + 7, "global_batch": 8}}, "search.gpus is 1000000007"),
     ],
 )
 def test_mistakes_are_sentences(change: dict[str, object], sentence: str) -> None:
@@ -101,6 +113,8 @@ def test_missing_keys_are_named(key: str) -> None:
         ("x: " + "[" * 5000, "nested more than 20 levels deep"),
         ("a: [" + "1, " * 30_000 + "1]", "more than 20,000 entries"),
         ("1: 2", "expected a mapping of names"),
+        ("a: " + "7" * 5000, "line 1, has a whole number of 5,000 digits"),
+        ("a: -0x" + "f" * 5000, "line 1, has a whole number of 5,003 digits"),
         ("", "expected a mapping"),
     ],
 )
@@ -152,6 +166,21 @@ def test_a_message_does_not_print_the_file(text: str, tmp_path: Path) -> None:
             message = str(error)
         assert message or name == "z.yaml", "a sweep may hold these names and values"
         assert "hunter2" not in (message or "").replace("!hunter2", "")
+
+
+HOSTILE = ["/dev/zero", "pipe", "deep", "digits", "nothing", "."]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_files_of_anybody_are_read_within_bounds(name: str, tmp_path: Path) -> None:
+    """Endless, without a writer, nested 100,000 levels deep, a number of 5,000 digits, missing, a directory."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "deep").write_text('{"a":' * 100_000)
+    (tmp_path / "digits").write_text('{"answers": ' + "1" * 5000 + "}")
+    for read in (read_saved_plan, read_plan_file, from_hf_config):
+        with pytest.raises(UsageError) as caught:
+            read(tmp_path / name)
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
 def test_unreadable_files(tmp_path: Path) -> None:

@@ -360,6 +360,23 @@ def test_layers_that_differ_one_by_one_are_refused(tmp_path: Path) -> None:
         replace(model, state_space=replace(model.state_space, layers=49))
 
 
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        ("qwen3_moe", "num_attention_heads"),
+        ("gemma2", "sliding_window_pattern"),
+        ("qwen3_next", "full_attention_interval"),
+        ("jamba", "attn_layer_period"),
+        ("jamba", "expert_layer_period"),
+        ("mamba2", "num_heads"),
+    ],
+)
+def test_a_zero_in_a_config_is_a_sentence(kind: str, key: str, tmp_path: Path) -> None:
+    config = next(row["config"] for row in HF if row["config"]["model_type"] == kind)
+    with pytest.raises(UsageError, match=rf"config.json: {key} is 0; expected an integer of at least 1"):
+        _read({**config, key: 0}, tmp_path)
+
+
 def test_a_sliding_window_saves_scores() -> None:
     model = preset("gpt-oss-20b")
     assert model.parameters == next(

@@ -16,7 +16,7 @@ from headway.plan.cost.steptime import step_time
 from headway.plan.machine.efficiency import default_calibration
 from headway.plan.model.transformer import Moe, Transformer
 from headway.plan.report.search_page import render_search
-from headway.plan.searcher.layouts import layouts
+from headway.plan.searcher.layouts import _divisors, layouts
 
 DGX = Node("dgx-h100")
 
@@ -165,3 +165,13 @@ def test_a_search_marks_what_train_can_run_and_makes_a_page() -> None:
     assert all(row.layout.pp == 1 for row in found.ranked if row.layout.trainable)
     page = render_search("gpt2", found)
     assert page.count("<circle") >= len(found.pareto) and "<polyline" in page
+
+
+def test_a_search_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number of GPUs has its divisors in no time, and one with too many layouts is refused before the search."""
+    assert _divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36] and _divisors(9_999_991) == [1, 9_999_991]
+    found = search(preset("gpt2"), DGX, gpus=9_999_991, global_batch=9_999_991)
+    assert found.best is not None and found.best.layout.dp == 9_999_991
+    monkeypatch.setattr("headway.plan.searcher.layouts._MOST_LAYOUTS", 1000)
+    with pytest.raises(UsageError, match="more than 1,000 layouts; choose numbers with fewer divisors"):
+        search(preset("llama-3.1-70b"), DGX, gpus=720, global_batch=720)

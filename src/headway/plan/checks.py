@@ -6,21 +6,43 @@ from collections.abc import Collection, Iterable, Mapping
 
 from headway.errors import UsageError, unknown_name
 
+_LARGEST_INT = 10**12
+"""No count of a plan is larger, and the product of twenty of them is still a float."""
+_SMALLEST, _LARGEST = 1e-18, 1e18
+"""The numbers that a plan computes with: their products and quotients are finite and not zero."""
 
-def require_int(key: str, value: object, *, at_least: int = 1) -> int:
-    """Returns the value if it is an integer of at least `at_least`."""
+
+def require_int(key: str, value: object, *, at_least: int = 1, at_most: int = _LARGEST_INT) -> int:
+    """Returns the value if it is an integer from `at_least` to `at_most`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise UsageError(f"{key} is {value!r:.80}; expected an integer of at least {at_least}")
+        raise UsageError(f"{key} is {shown(value)}; expected an integer of at least {at_least}")
+    if value > at_most:
+        raise UsageError(f"{key} is {shown(value)}; expected an integer of at most {at_most:,}")
     return value
 
 
-def require_number(key: str, value: object, *, above: float = 0.0, at_most: float = float("inf")) -> float:
-    """Returns the value as a float if it is finite and in (above, at_most]."""
-    number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-    if number is None or not above < number <= at_most or number == float("inf"):
-        limit = "" if at_most == float("inf") else f" and at most {at_most:g}"
-        raise UsageError(f"{key} is {value!r:.80}; expected a number above {above:g}{limit}")
+def require_number(key: str, value: object, *, above: float = 0.0, at_most: float = _LARGEST) -> float:
+    """Returns the value as a float if it is in (above, at_most], and not closer to 0 than a plan can compute with."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not above < value <= at_most:  # type: ignore[operator]  # also refuses nan
+        limit = "" if at_most == _LARGEST and value != float("inf") else f" and at most {at_most:g}"
+        raise UsageError(f"{key} is {shown(value)}; expected a number above {above:g}{limit}")
+    number = float(value)  # type: ignore[arg-type]
+    if 0 < number < _SMALLEST:
+        raise UsageError(f"{key} is {number:g}; expected a number of at least {_SMALLEST:g}")
     return number
+
+
+def shown(value: object) -> str:
+    """Returns a value as a message shows it: not more than 80 characters.
+
+    >>> shown("8"), shown(16**5000)
+    ("'8'", 'a number of thousands of digits')
+    """
+    try:
+        return f"{value!r:.80}"
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        return "a number of thousands of digits"
 
 
 def require_choice(key: str, value: object, valid: Collection[object]) -> None:
@@ -40,7 +62,7 @@ def require_known_keys(where: str, given: Iterable[object], valid: Collection[st
 def require_mapping(where: str, value: object) -> Mapping[str, object]:
     """Returns the value if it is a mapping with strings as keys."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise UsageError(f"{where} is {value!r:.80}; expected a mapping of names to values")
+        raise UsageError(f"{where} is {shown(value)}; expected a mapping of names to values")
     return value
 
 

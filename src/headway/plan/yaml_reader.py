@@ -10,8 +10,8 @@ import yaml
 
 from headway.errors import UsageError, yaml_problem
 from headway.plan import checks
+from headway.plan.user_files import MAX_DIGITS, read_text
 
-_MAX_BYTES = 1 << 20
 _MAX_ENTRIES = 20_000
 _MAX_DEPTH = 20
 
@@ -27,18 +27,7 @@ _Loader.add_implicit_resolver(
 
 def read_yaml(path: str | Path) -> Mapping[str, object]:
     """Reads a plan file as plain data."""
-    file = Path(path)
-    try:
-        with file.open("rb") as stream:
-            content = stream.read(_MAX_BYTES + 1)  # a device or a pipe has no size, and may be endless
-        if len(content) > _MAX_BYTES:
-            raise UsageError(f"{file} has more than {_MAX_BYTES:,} bytes; a plan file has a few hundred")
-        text = content.decode()
-    except OSError as error:
-        raise UsageError(f"cannot read {file}: {error.strerror}; give the path of a plan file") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from error
-    return parse_yaml(text, str(file))
+    return parse_yaml(read_text(path, what="a plan file"), str(path))
 
 
 def parse_yaml(text: str, where: str) -> Mapping[str, object]:
@@ -55,10 +44,13 @@ def parse_yaml(text: str, where: str) -> Mapping[str, object]:
                 raise UsageError(
                     f"{where} has more than {_MAX_ENTRIES:,} entries; a plan file has a few dozen"
                 )
+            line = event.start_mark.line + 1
+            if isinstance(event, yaml.ScalarEvent) and len(event.value) > MAX_DIGITS and _is_int(event):
+                digits = f"{len(event.value):,} digits"
+                raise UsageError(f"{where}, line {line}, has a whole number of {digits}; expected at most 18")
             tag = getattr(event, "tag", None)
             if isinstance(event, yaml.AliasEvent) or tag is not None:
                 what = f"the tag {tag:.80}" if tag else "an alias"
-                line = event.start_mark.line + 1
                 raise UsageError(f"{where}, line {line}, has {what}; expected plain names, numbers and lists")
         data = yaml.load(text, Loader=_Loader)
     except UsageError:
@@ -66,3 +58,8 @@ def parse_yaml(text: str, where: str) -> Mapping[str, object]:
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
         raise UsageError(f"{where} is not valid YAML: {yaml_problem(error)}") from error
     return checks.require_mapping_in(where, data)
+
+
+def _is_int(event: yaml.ScalarEvent) -> bool:
+    """Whether YAML reads a plain scalar as a whole number: decimal, hexadecimal, octal or binary."""
+    return event.implicit[0] and re.fullmatch(r"[-+]?[0-9][0-9a-fA-Fxob_:]*", event.value) is not None

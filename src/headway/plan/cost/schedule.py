@@ -54,7 +54,8 @@ def chunk_layers(layers: int, pp: int, vpp: int = 1) -> tuple[tuple[int, ...], .
     chunks = pp * vpp
     base, rest = divmod(layers, chunks)
     middle_first = sorted(range(chunks), key=lambda chunk: abs(2 * chunk - (chunks - 1)))
-    counts = [base + 1 if chunk in middle_first[:rest] else base for chunk in range(chunks)]
+    longer = set(middle_first[:rest])
+    counts = [base + (chunk in longer) for chunk in range(chunks)]
     return tuple(tuple(counts[stage + pp * turn] for turn in range(vpp)) for stage in range(pp))
 
 

@@ -20,7 +20,7 @@ from headway.plan.cost.economy import Workload
 from headway.plan.machine.calibration import Calibration, calibration_file, load_calibration
 from headway.plan.machine.hardware import Node
 from headway.plan.model.hugging_face import from_hf_config
-from headway.plan.model.layout import Layout
+from headway.plan.model.layout import MOST_GPUS, Layout
 from headway.plan.model.presets import preset
 from headway.plan.model.transformer import Encoder, Image, Mla, Moe, StateSpace, Transformer
 from headway.plan.yaml_reader import read_yaml
@@ -37,7 +37,8 @@ class SearchSettings:
     keep: int = 20
 
     def __post_init__(self) -> None:
-        for key in ("gpus", "global_batch", "keep"):
+        checks.require_int("search.gpus", self.gpus, at_most=MOST_GPUS)
+        for key in ("global_batch", "keep"):
             checks.require_int(f"search.{key}", getattr(self, key))
 
 

@@ -17,7 +17,7 @@ class HubConfig:
     def __init__(self, data: Mapping[str, object], where: str) -> None:
         self._data, self._where = data, where
 
-    def number(self, key: str, default: int | None = None) -> int:
+    def number(self, key: str, default: int | None = None, *, at_least: int = 1) -> int:
         value = self._data.get(key)
         if value is None:
             if default is None:
@@ -25,7 +25,7 @@ class HubConfig:
                     f"{self._where} has no {key!r}, which a {self._data['model_type']} config needs"
                 )
             return default
-        return checks.require_int(f"{self._where}: {key}", value, at_least=0)
+        return checks.require_int(f"{self._where}: {key}", value, at_least=at_least)
 
     def count(self, key: str, value: str) -> int:
         """How many entries of a list are `value`; none if there is no such list."""

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from headway.errors import UsageError
 from headway.plan import checks
 from headway.plan.model import hybrids
 from headway.plan.model.hub_config import HubConfig, read_decoder
 from headway.plan.model.transformer import Image, Mla, Moe, Transformer
-
-_MAX_BYTES = 1 << 20
+from headway.plan.user_files import read_json
 
 
 def from_hf_config(path: str | Path) -> Transformer:
@@ -24,15 +21,7 @@ def from_hf_config(path: str | Path) -> Transformer:
     """
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
-    try:
-        if file.stat().st_size > _MAX_BYTES:
-            raise UsageError(f"{file} is larger than 1 MiB; a config.json is a few kilobytes")
-        data = json.loads(file.read_text())
-    except OSError as error:
-        raise UsageError(f"cannot read {file}: {error.strerror}; give the path of a config.json") from error
-    except ValueError as error:
-        raise UsageError(f"{file} is not valid JSON: {error}; download it again") from error
-    data = dict(checks.require_mapping_in(str(file), data))
+    data = dict(checks.require_mapping_in(str(file), read_json(file, what="a config.json")))
     kind = data.get("model_type")
     checks.require_choice(f"{file}: model_type", kind, tuple(_READERS))
     return replace(_READERS[str(kind)](HubConfig(data, str(file))), name=file.parent.name or str(kind))
@@ -55,7 +44,9 @@ def _qwen2(c: HubConfig) -> Transformer:
     base = replace(read_decoder(c), bias="qkv")
     if not c.flag("use_sliding_window", False):
         return base
-    return _windowed(c, base, "sliding_attention", base.layers - c.number("max_window_layers", base.layers))
+    return _windowed(
+        c, base, "sliding_attention", base.layers - c.number("max_window_layers", base.layers, at_least=0)
+    )
 
 
 def _qwen3(c: HubConfig) -> Transformer:
@@ -71,7 +62,7 @@ def _mixtral(c: HubConfig) -> Transformer:
 def _qwen3_moe(c: HubConfig) -> Transformer:
     c.refuse_list("mlp_only_layers")
     moe = Moe(
-        experts=c.number("num_experts", c.number("num_local_experts", 0) or None),
+        experts=c.number("num_experts", c.number("num_local_experts", 0, at_least=0) or None),
         top_k=c.number("num_experts_per_tok"),
         ffn=c.number("moe_intermediate_size"),
     )
@@ -81,7 +72,7 @@ def _qwen3_moe(c: HubConfig) -> Transformer:
 def _deepseek(c: HubConfig) -> Transformer:
     expert = c.number("moe_intermediate_size")
     mla = Mla(
-        q_rank=c.number("q_lora_rank", 0),
+        q_rank=c.number("q_lora_rank", 0, at_least=0),
         kv_rank=c.number("kv_lora_rank"),
         nope_dim=c.number("qk_nope_head_dim"),
         rope_dim=c.number("qk_rope_head_dim"),
@@ -91,8 +82,8 @@ def _deepseek(c: HubConfig) -> Transformer:
         experts=c.number("n_routed_experts"),
         top_k=c.number("num_experts_per_tok"),
         ffn=expert,
-        shared_ffn=expert * c.number("n_shared_experts", 0),
-        dense_layers=c.number("first_k_dense_replace", 0),
+        shared_ffn=expert * c.number("n_shared_experts", 0, at_least=0),
+        dense_layers=c.number("first_k_dense_replace", 0, at_least=0),
     )
     return replace(read_decoder(c), head_dim=None, mla=mla, moe=moe)
 
@@ -109,7 +100,9 @@ def _windowed(c: HubConfig, base: Transformer, kind: str, otherwise: int) -> Tra
     """Adds the window of the layers that the config lists by kind, or that its family has if it lists none."""
     chunk = kind == "chunked_attention"
     # a query in a chunk has half of the chunk before it on the mean, one in a sliding window the complete window
-    window = c.number("attention_chunk_size", 8192) // 2 if chunk else c.number("sliding_window", 0)
+    window = (
+        c.number("attention_chunk_size", 8192) // 2 if chunk else c.number("sliding_window", 0, at_least=0)
+    )
     layers = c.count("layer_types", kind) if c.length("layer_types") else otherwise
     return replace(base, window=window, window_layers=layers) if window and layers else base
 
@@ -221,7 +214,7 @@ def _bert(c: HubConfig) -> Transformer:
         ffn=c.number("intermediate_size"),
         dropout=True,
         context=c.number("max_position_embeddings", 512),
-        extra_parameters=h * h + h + c.number("type_vocab_size", 2) * h,
+        extra_parameters=h * h + h + c.number("type_vocab_size", 2, at_least=0) * h,
     )
 
 

@@ -19,7 +19,7 @@ def gated_experts(c: HubConfig) -> Moe:
         experts=c.number("num_experts"),
         top_k=c.number("num_experts_per_tok"),
         ffn=c.number("moe_intermediate_size"),
-        shared_ffn=c.number("shared_expert_intermediate_size"),
+        shared_ffn=c.number("shared_expert_intermediate_size", at_least=0),
         shared_gate=True,
         every=c.number("decoder_sparse_step", 1),
     )
@@ -128,9 +128,9 @@ def read_bamba(c: HubConfig) -> Transformer:
 def read_jamba(c: HubConfig) -> Transformer:
     """Mamba, attention in every eighth layer, experts in every other one."""
     base = replace(read_decoder(c), position="none")
-    period, offset = c.number("attn_layer_period", 8), c.number("attn_layer_offset", 4)
+    period, offset = c.number("attn_layer_period", 8), c.number("attn_layer_offset", 4, at_least=0)
     attention = len(range(offset, base.layers, period))
-    every, first = c.number("expert_layer_period", 2), c.number("expert_layer_offset", 1)
+    every, first = c.number("expert_layer_period", 2), c.number("expert_layer_offset", 1, at_least=0)
     experts = c.number("num_experts", 16)
     moe = Moe(experts=experts, top_k=c.number("num_experts_per_tok", 2), ffn=base.width, every=every)
     found = replace(base, moe=moe if experts > 1 else None)

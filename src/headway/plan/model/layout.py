@@ -11,6 +11,8 @@ from headway.plan.model.transformer import Transformer
 
 Recompute = Literal["none", "selective", "sac", "full"]
 Schedule = Literal["1f1b", "zero-bubble"]
+MOST_GPUS = 10_000_000
+"""The largest clusters have some 100,000."""
 PrecisionName = Literal["bf16", "zero16", "amp", "fp32", "pure-bf16", "fp8", "amp-fp8"]
 OptimizerName = Literal[
     "adamw", "adamw-fused", "adamw-foreach", "adamw8bit", "sgd", "sgd-momentum", "lion", "muon"
@@ -145,6 +147,7 @@ class Layout:
         self._check_batch()
 
     def _check_batch(self) -> None:
+        checks.require_int("layout.dp x tp x pp x cp", self.gpus, at_most=MOST_GPUS)
         if self.global_batch % (self.dp * self.microbatch):
             raise UsageError(
                 f"layout.global_batch is {self.global_batch}, not a multiple of dp x microbatch "

@@ -16,6 +16,8 @@ from headway.plan import checks
 Bias = Literal["all", "qkv", "none"]
 Norm = Literal["layernorm", "rmsnorm"]
 Position = Literal["learned", "rope", "none"]
+MOST_LAYERS = 10_000
+"""The deepest published transformer has 1,000 (DeepNet); stages are planned one by one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +120,7 @@ class Encoder:
     """Weights outside its layers and its norm: convolutions, positions."""
 
     def __post_init__(self) -> None:
-        checks.require_int("model.encoder.layers", self.layers)
+        checks.require_int("model.encoder.layers", self.layers, at_most=MOST_LAYERS)
         checks.require_int("model.encoder.extra_parameters", self.extra_parameters, at_least=0)
         for name in ("tokens", "ffn"):
             if getattr(self, name) is not None:
@@ -199,7 +201,8 @@ class Transformer:
     name: str = field(default="transformer", compare=False)
 
     def __post_init__(self) -> None:
-        for key in ("layers", "hidden", "heads", "context"):
+        checks.require_int("model.layers", self.layers, at_most=MOST_LAYERS)
+        for key in ("hidden", "heads", "context"):
             checks.require_int(f"model.{key}", getattr(self, key))
         for key, least in (("kv_heads", 1), ("head_dim", 1), ("ffn", 0)):
             if getattr(self, key) is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +10,11 @@ from typing import Literal, NamedTuple, TypeGuard
 from headway.errors import UsageError
 from headway.plan.machine.hardware import GIB
 from headway.plan.report.quantity import Unit, format_value
+from headway.plan.user_files import read_json
 
 PlannedKey = Literal["step", "memory"]
 _LARGEST = 1e15
+_MAX_BYTES = 16 << 20
 _ANSWERS: dict[str, tuple[str, Unit]] = {"step": ("time.step", "s"), "memory": ("memory.allocated", "bytes")}
 
 
@@ -112,16 +113,8 @@ def _is_amount(value: object) -> TypeGuard[float]:
 def read_saved_plan(path: str | Path) -> SavedPlan:
     """Reads the plan.json that `headway plan --save` wrote."""
     file = Path(path)
-    try:
-        content = json.loads(file.read_text())
-    except OSError as error:
-        raise UsageError(
-            f"cannot read {file}: {error.strerror}; write it with: headway plan ... --save {file}"
-        ) from error
-    except ValueError as error:
-        raise UsageError(
-            f"{file} is not valid JSON: {error}; write it again with headway plan FILE --save"
-        ) from error
+    what = f"a plan that was written with: headway plan ... --save {file.name}"
+    content = read_json(file, what=what, max_bytes=_MAX_BYTES)
     if not isinstance(content, dict) or not isinstance(content.get("answers"), dict):
         raise UsageError(f"{file} is not a plan; write one with: headway plan ... --save {file}")
     return SavedPlan(title=str(content.get("title", file.stem)), content=content)

@@ -12,6 +12,7 @@ from headway.plan.report.quantity import format_value
 
 _FORWARD, _BACKWARD = "0123456789", "abcdefghij"
 _MAX_PASSES = 2000
+_MAX_CHUNKS = 128
 _ROW_PX, _LABEL_PX, _READABLE_PX = 20, 70, 14
 
 
@@ -25,6 +26,10 @@ def schedule_passes(plan: Estimate) -> tuple[list[StagePass], int]:
     if layout["schedule"] != "1f1b":
         raise UsageError(f"the schedule {layout['schedule']} is not drawn; expected 1f1b")
     pp, vpp = len(plan.stages), layout["vpp"]
+    if pp * vpp > _MAX_CHUNKS:
+        raise UsageError(
+            f"the plan has {pp * vpp:,} pipeline chunks; a schedule of at most {_MAX_CHUNKS} is drawn"
+        )
     microbatches = layout["global_batch"] // (layout["dp"] * layout["microbatch"])
     most = (
         max(2, _MAX_PASSES // (2 * pp * pp * vpp)) * pp

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from itertools import islice
+from math import isqrt
+from typing import Any
 
 from headway.errors import UsageError
 from headway.plan import checks
@@ -14,7 +17,7 @@ from headway.plan.cost.steptime import StepTime, step_time
 from headway.plan.machine.calibration import Calibration
 from headway.plan.machine.efficiency import scoped_calibration
 from headway.plan.machine.hardware import GIB, Node
-from headway.plan.model.layout import Layout, Recompute, Schedule
+from headway.plan.model.layout import MOST_GPUS, Layout, Recompute, Schedule
 from headway.plan.model.transformer import Transformer
 
 
@@ -102,9 +105,10 @@ def search(
     >>> found.best.layout.gpus
     8
     """
-    checks.require_int("gpus", gpus)
+    checks.require_int("gpus", gpus, at_most=MOST_GPUS)
     checks.require_int("global_batch", global_batch)
     base, (constants, _) = _without_degrees(base or Layout()), scoped_calibration(calibration, node.device)
+    _check_size(model, node, gpus, global_batch, base)
     capacity = node.device.memory_bytes
     tried, smallest, fitting, recomputing = 0, float("inf"), list[Candidate](), list[Candidate]()
     saves_all = True  # whether the layout before, which recomputes nothing, fits for certain
@@ -201,8 +205,30 @@ def _fewest_recomputed(model: Transformer, layout: Layout, capacity: float) -> L
     return found
 
 
+_MOST_LAYOUTS = 150_000
+"""Layouts that are tried in about half a minute; DeepSeek-V3 on 2,048 GPUs has 95,000."""
+
+
+def _check_size(model: Transformer, node: Node, gpus: int, global_batch: int, base: Layout) -> None:
+    """Refuses a search that would take minutes, before it begins."""
+    count = sum(1 for _ in islice(_choices(model, node, gpus, global_batch, base), _MOST_LAYOUTS + 1))
+    if count > _MOST_LAYOUTS:
+        raise UsageError(
+            f"gpus is {gpus} and global_batch {global_batch}, which have more than {_MOST_LAYOUTS:,} layouts; "
+            "choose numbers with fewer divisors, such as powers of two"
+        )
+
+
 def layouts(model: Transformer, node: Node, gpus: int, global_batch: int, base: Layout) -> Iterator[Layout]:
     """Yields every sensible layout: tensor parallelism inside a node, pipeline stages of about equal size."""
+    for keys in _choices(model, node, gpus, global_batch, base):
+        yield replace(base, global_batch=global_batch, shard=None, recompute_layers=None, **keys)
+
+
+def _choices(
+    model: Transformer, node: Node, gpus: int, global_batch: int, base: Layout
+) -> Iterator[dict[str, Any]]:
+    """Yields what varies between layouts."""
     ways: tuple[Recompute, ...] = ("none", "sac", "full") if base.flash else ("none", "selective", "full")
     sequence = base.tokens(model)
     for tp, pp, cp, dp in _degrees(model, node, gpus, sequence):
@@ -216,12 +242,11 @@ def layouts(model: Transformer, node: Node, gpus: int, global_batch: int, base: 
                         if vpp > 1 and global_batch // (dp * microbatch) % pp:
                             continue
                         for recompute in ways:
-                            yield replace(
-                                base, dp=dp, tp=tp, pp=pp, vpp=vpp, schedule=schedule, cp=cp, ep=ep,
-                                expert_tp=expert_tp, zero=zero, reshard=pp == 1, shard=None, microbatch=microbatch,
-                                global_batch=global_batch, recompute=recompute, recompute_layers=None,
-                                sequence_parallel=sequence_parallel,
-                            )  # fmt: skip
+                            yield {
+                                "dp": dp, "tp": tp, "pp": pp, "vpp": vpp, "schedule": schedule, "cp": cp, "ep": ep,
+                                "expert_tp": expert_tp, "zero": zero, "reshard": pp == 1, "microbatch": microbatch,
+                                "recompute": recompute, "sequence_parallel": sequence_parallel,
+                            }  # fmt: skip
 
 
 def _degrees(model: Transformer, node: Node, gpus: int, sequence: int) -> Iterator[tuple[int, int, int, int]]:
@@ -244,9 +269,16 @@ _MOST_UNEVEN = 1.08
 """Layers of the longest stage over the mean: 126 in 16 stages, and 61 in 16, are 1.02 and 1.05."""
 
 
+_MOST_CHUNKS = 256
+"""Chunks of a pipeline that a search tries; published ones have up to 128 (Llama 3 405B: 16 stages of 7 or 8)."""
+
+
 def _balanced(model: Transformer, chunks: int) -> bool:
     """Whether the layers fill this many chunks about evenly; embedding and head lighten the ends."""
-    return chunks <= model.layers and -(-model.layers // chunks) * chunks <= _MOST_UNEVEN * model.layers
+    if chunks > min(model.layers, _MOST_CHUNKS):
+        return False
+    longest = -(-model.layers // chunks)
+    return longest * chunks <= _MOST_UNEVEN * model.layers
 
 
 def _schedules(model: Transformer, pp: int) -> list[tuple[int, Schedule]]:
@@ -274,7 +306,8 @@ def _microbatches(samples: int) -> list[int]:
 
 @lru_cache(maxsize=256)
 def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n < number]
 
 
 def _pareto(fitting: list[Candidate]) -> list[Candidate]:
