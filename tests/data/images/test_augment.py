@@ -134,4 +134,4 @@ def test_masks_are_blocks_and_a_pure_function_of_sample_and_crop() -> None:
     assert found.shape == (2, 3, 256) and found.dtype == torch.bool
     assert torch.equal(found, torch.from_numpy(drawn[:, [7, 300, 2]].reshape(2, 3, 256)))
     with pytest.raises(UsageError, match="no whole number of patches of 15"):
-        BlockMasks(patch=15)(few, keys[:3])
+        BlockMasks(patch=15)(Batch({"global_crops": torch.zeros(2, 3, 3, 224, 224)}), keys[:3])
