@@ -275,9 +275,8 @@ def test_an_index_older_than_its_shard_never_gives_wrong_bytes(tmp_path: Path) -
         tmp_path,
     )
     path.with_suffix(".idx").write_text(old)
-    shard = Shard.open(path)
     with pytest.raises(BadShard, match="does not match"):
-        [shard[number] for number in range(5)]
+        Shard.open(path)
 
 
 def test_index_writes_what_is_missing(tmp_path: Path) -> None:

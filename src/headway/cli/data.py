@@ -156,7 +156,10 @@ def _count(argv: list[str]) -> int:
     else:
         found = {dataset.key: dataset.shards() for dataset in catalog.datasets()}
     rows = {
-        name: (len(paths), sum(show_progress(count_shards(paths), len(paths), f"counting {name}")))
+        name: (
+            len(paths),
+            sum(show_progress(count_shards(paths, compare=True), len(paths), f"counting {name}")),
+        )
         for name, paths in found.items()
     }
     if options.json:

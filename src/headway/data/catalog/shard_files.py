@@ -118,9 +118,11 @@ def count_shards(
     *,
     quick_s: float = _QUICK_S,
     damaged: dict[Path, str] | None = None,
+    compare: bool = False,
 ) -> Iterator[int]:
     """Yields the number of samples of each shard, as it becomes known.
 
+    With `compare`, indexes that do not match their shards are refused, which takes opening each shard.
     With `damaged`, shards that cannot be counted are added to it, with the reason, and have 0 samples.
 
     Shards are counted in this thread while each takes at most `quick_s`, and by a thread pool from then on: a task for
@@ -129,7 +131,7 @@ def count_shards(
 
     def count(path: Path) -> int:
         try:
-            return count_samples(path, limits)
+            return count_samples(path, limits, compare=compare)
         except BadShard as error:
             if damaged is None:
                 raise

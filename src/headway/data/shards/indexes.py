@@ -168,7 +168,7 @@ class DaliIndex(ShardEntries):
         parts, extensions, end, most = list[SamplePart](), self._extensions, self._size, self._most
         for at in range(0, len(words), _WIDTH):
             name, start, length = words[at], words[at + 1], words[at + 2]
-            if not (start.isdigit() and length.isdigit()):
+            if not (start.isdigit() and length.isdigit()) or max(len(start), len(length)) > _MAX_DIGITS:
                 raise stale_index(self._path)
             offset, size = int(start), int(length)
             if offset % BLOCK_BYTES or offset < BLOCK_BYTES or offset + size > end:

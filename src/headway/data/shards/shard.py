@@ -5,7 +5,7 @@
 
 Nothing is ever extracted. An index is not needed: headers are walked at some hundred thousand a second. If there is one
 (DALI's text format, which `pack` writes, or energon's), it is used and checked against the shard: as a whole when the
-shard is opened, and each of its lines when the sample is read.
+shard is opened, by its end, and each of its lines when the sample is read, by names and sizes.
 
 Another program may truncate a shard while it is in use; if it were mapped, that would kill this process with SIGBUS. So
 shards are read with `pread`, and bytes that are no longer there raise `BadShard`. Only the copies in the node cache,
@@ -17,13 +17,20 @@ from __future__ import annotations
 import mmap
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import final
 from zlib import crc32
 
 from headway.data.shards import checksums
-from headway.data.shards.entries import EntryTable, ShardEntries, group_samples
+from headway.data.shards.entries import (
+    EntryTable,
+    SampleEntry,
+    SamplePart,
+    ShardEntries,
+    group_samples,
+    iterate_samples,
+)
 from headway.data.shards.indexes import (
     compare_count,
     indexed_count,
@@ -31,7 +38,15 @@ from headway.data.shards.indexes import (
     stale_index,
 )
 from headway.data.shards.shard_file import ShardFile, Version, open_file
-from headway.data.shards.tar import BLOCK_BYTES, OCTAL_LIMIT_BYTES, ShardLimits, header_size, members
+from headway.data.shards.tar import (
+    BLOCK_BYTES,
+    NAME_BYTES,
+    OCTAL_LIMIT_BYTES,
+    ShardLimits,
+    header_size,
+    members,
+    possible_names,
+)
 from headway.errors import BadSample, BadShard
 
 
@@ -47,6 +62,8 @@ class ShardIndex:
     """whether it comes from a file beside the shard, and not from the headers"""
     sums: array[int] | None = None
     """the CRC32 of each sample, where the file of checksums states them"""
+    faults: dict[int, str] = field(default_factory=dict)
+    """samples whose lines do not match the shard, where all lines were compared, and why"""
 
     @classmethod
     def read(
@@ -54,14 +71,39 @@ class ShardIndex:
     ) -> ShardIndex:
         """Reads the index from the file beside a shard, or from its headers."""
         sums = _stated_sums(path, data)
-        entries = read_dali(path, len(data), limits)
-        stated = entries is not None
-        if entries is None:
-            entries = group_samples(members(data, str(path), limits), str(path))
-            compare_count(path, entries, limits)
+        entries, stated = _read_entries(path, data, limits)
         if sums is not None and len(sums) != len(entries):
             raise checksums.mismatch(path, f"has {len(entries)} samples", f"{len(sums)}")
         return cls(entries, version, stated, sums)
+
+
+def _read_entries(path: Path, data: ShardFile | mmap.mmap, limits: ShardLimits) -> tuple[ShardEntries, bool]:
+    """Returns the samples of a shard, and whether they come from a file beside it."""
+    stated = read_dali(path, len(data), limits)
+    if stated is not None:
+        _check_last(path, data, stated, limits)
+        return stated, True
+    walked = group_samples(members(data, str(path), limits), str(path))
+    compare_count(path, walked, limits)
+    return walked, False
+
+
+def _check_last(path: Path, data: ShardFile | mmap.mmap, stated: ShardEntries, limits: ShardLimits) -> None:
+    """Refuses an index if there are samples behind its last one, which were appended since."""
+    last = stated.parts(len(stated) - 1) if len(stated) else []
+    end = max([part.offset + part.size for part in last], default=0)
+    end = -(-end // BLOCK_BYTES) * BLOCK_BYTES
+    try:
+        _ = data[end : end + BLOCK_BYTES]
+    except BadShard:
+        return  # truncated since it was opened: samples that are still there can be read
+    rest = members(data, str(path), limits, offset=end)
+    try:
+        if not any(True for _ in iterate_samples(rest, str(path))):
+            return
+    except BadShard as error:
+        raise stale_index(path) from error
+    raise stale_index(path)
 
 
 def _stated_sums(path: Path, data: ShardFile | mmap.mmap) -> array[int] | None:
@@ -90,9 +132,11 @@ class Shard:
         self._sums = index.sums
         self._mapped: tuple[EntryTable, memoryview] | None = None
         if isinstance(data, mmap.mmap):
-            table = self.entries if isinstance(self.entries, EntryTable) else self._table(data)
-            self.entries, self._mapped = table, (table, memoryview(data))
-            self.index = replace(index, entries=table)
+            if not isinstance(index.entries, EntryTable):
+                self.index = self._compare_all()
+            table = self.entries = self.index.entries
+            assert isinstance(table, EntryTable)
+            self._mapped = table, memoryview(data)
 
     @classmethod
     def open(
@@ -126,12 +170,13 @@ class Shard:
         self, number: int, allocate: Callable[[int], memoryview] | None = None
     ) -> tuple[str, dict[str, memoryview]]:
         """Returns the key of a sample, and its parts by extension, in memory from `allocate` if that is given."""
+        if number in self.index.faults:
+            raise BadShard(self.index.faults[number])
         if self._mapped is not None:
-            table, view = self._mapped
-            return table.key(number), table.cut(number, view)
+            return self._cut(number, *self._mapped)
         key, names, spans, contiguous = self.entries.locate(number)
         if not contiguous:
-            return key, self._read_scattered(number, names, spans)
+            return key, self._read_scattered(number, key, names, spans)
         found: dict[str, memoryview] = {}
         start, sums, crc = spans[0] - BLOCK_BYTES, self._sums, 0
         assert isinstance(self._data, ShardFile)
@@ -148,22 +193,36 @@ class Shard:
             if sums is not None:
                 crc = crc32(part, crc)
         if sums is None or crc != sums[number]:
-            self._check_headers(spans, data or bytes(view), start)
+            self._check_headers(key, names, spans, data or bytes(view), start)
+            self._check_sum(number, crc)
+        return key, found
+
+    def _cut(self, number: int, table: EntryTable, view: memoryview) -> tuple[str, dict[str, memoryview]]:
+        """Slices a sample out of a mapped copy. Its bytes are those of the shard, but the index may be another's."""
+        found, key, sums = table.cut(number, view), table.key(number), self._sums
+        if sums is not None and checksums.sum_sample(found.values()) != sums[number]:
+            parts = sorted(table.parts(number), key=lambda part: part.offset)
+            crc = checksums.sum_sample(found[part.extension] for part in parts)
+            if crc != sums[number]:
+                self._check_parts(key, parts)
             self._check_sum(number, crc)
         return key, found
 
     def _read_scattered(
-        self, number: int, names: Sequence[str], spans: Sequence[int]
+        self, number: int, key: str, names: Sequence[str], spans: Sequence[int]
     ) -> dict[str, memoryview]:
         """Reads parts one by one: an index may name them in any order. Their CRC32 goes by their offsets."""
         assert isinstance(self._data, ShardFile)
-        found: dict[str, memoryview] = {}
-        for name, offset, size in zip(names, spans[::2], spans[1::2], strict=True):
-            data = self._data.read(offset - BLOCK_BYTES, offset + size)
-            self._check_headers((offset, size), data, offset - BLOCK_BYTES)
-            found[name] = memoryview(data)[BLOCK_BYTES:]
-        in_shard = sorted(zip(spans[::2], names, strict=True))
-        self._check_sum(number, checksums.sum_sample([found[name] for _, name in in_shard]))
+        parts = [*map(SamplePart, names, spans[::2], spans[1::2])]
+        found = {
+            part.extension: memoryview(self._data.read(part.offset, part.offset + part.size))
+            for part in parts
+        }
+        in_shard = sorted(parts, key=lambda part: part.offset)
+        crc = checksums.sum_sample(found[part.extension] for part in in_shard)
+        if self._sums is None or crc != self._sums[number]:
+            self._check_parts(key, parts)
+            self._check_sum(number, crc)
         return found
 
     def _check_sum(self, number: int, crc: int) -> None:
@@ -173,25 +232,55 @@ class Shard:
                 "replaced; copy both again"
             )
 
-    def _check_headers(self, spans: Sequence[int], data: bytes, start: int) -> None:
+    def _check_parts(self, key: str, parts: Sequence[SamplePart]) -> None:
+        """Validates the headers of parts, which are read one by one."""
+        for name, offset, size in parts:
+            start = offset - BLOCK_BYTES
+            self._check_headers(key, (name,), (offset, size), self._data[start:offset], start)
+
+    def _check_headers(
+        self, key: str, names: Sequence[str], spans: Sequence[int], data: bytes, start: int
+    ) -> None:
         """Validates the headers of parts in the bytes from `start` on, as the shard or its index may have changed.
 
         Where the bytes of a sample have the checksum that was written with them, that says more.
         """
-        for offset, size in zip(spans[::2], spans[1::2], strict=True):
+        for name, offset, size in zip(names, spans[::2], spans[1::2], strict=True):
             at = offset - start
             # nearly always equal; the full check takes ten times as long
             if not (data.startswith(b"ustar", at - 255) and data.startswith(b"%011o" % size, at - 388)):
                 self._check(offset, size, data[at - BLOCK_BYTES : at])
+            if self.index.stated:
+                stated = f"{key}.{name}\0".encode("utf-8", "surrogateescape")
+                if not data.startswith(stated, at - BLOCK_BYTES):
+                    self._check_name(stated, f"{key}.", name, offset)
 
-    def _table(self, data: mmap.mmap) -> EntryTable:
-        """Validates all headers of a mapped shard now; those of a file are validated when a sample is read."""
-        table = EntryTable(self.entries)
-        for part in (part for number in range(len(table)) for part in table.parts(number)):
-            self._check_headers(
-                part[1:], data[part.offset - BLOCK_BYTES : part.offset], part.offset - BLOCK_BYTES
-            )
-        return table
+    def _check_name(self, stated: bytes, stem: str, extension: str, offset: int) -> None:
+        """Refuses a part whose header has another name than the index states, which then is of another shard."""
+        if len(stated) > NAME_BYTES or not stated.isascii() or b"\\" in stated:
+            return  # such names are in a header of their own, and `wds2idx` escapes what is not ASCII
+        blocks = self._data[max(offset - 3 * BLOCK_BYTES, 0) : offset]
+        for found in possible_names(blocks):
+            if found.startswith(stem) and found[len(stem) :].lower() == extension:
+                return
+        raise stale_index(self.path)
+
+    def _compare_all(self) -> ShardIndex:
+        """Compares all lines of an index with a mapped shard now; with a file, that is done when a sample is read."""
+        faults: dict[int, str] = {}
+
+        def compared(number: int) -> SampleEntry:
+            key, parts = self.entries.key(number), list[SamplePart]()
+            try:
+                parts = self.entries.parts(number)
+                if self._sums is None:
+                    self._check_parts(key, parts)
+            except BadShard as error:
+                faults[number] = str(error)
+            return SampleEntry(key, tuple(parts))
+
+        table = EntryTable(map(compared, range(len(self.entries))))
+        return replace(self.index, entries=table, faults=faults)
 
     def _check(self, offset: int, size: int, header: bytes) -> None:
         try:
@@ -213,7 +302,12 @@ def walk(path: Path, limits: ShardLimits | None = None) -> ShardEntries:
     return group_samples(members(open_file(path), str(path), limits), str(path))
 
 
-def count_samples(path: Path, limits: ShardLimits | None = None) -> int:
-    """Counts the samples of a shard: from its index if there is one, else by walking its headers."""
+def count_samples(path: Path, limits: ShardLimits | None = None, *, compare: bool = False) -> int:
+    """Counts the samples of a shard: from its index if there is one, else by walking its headers.
+
+    With `compare`, an index that does not match its shard is refused, as it is when the shard is opened.
+    """
+    if compare:
+        return len(_read_entries(path, open_file(path), limits or ShardLimits())[0])
     count = indexed_count(path, limits or ShardLimits())
     return len(walk(path, limits)) if count is None else count

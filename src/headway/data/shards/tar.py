@@ -10,12 +10,14 @@ Memory and time are bounded by the length of the archive, whoever wrote it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from headway.errors import BadShard
 
 BLOCK_BYTES = 512
+NAME_BYTES = 100  # of a header, which hold shorter names as they are
 OCTAL_LIMIT_BYTES = 8**11  # from this size on, a size does not fit into the header's octal digits
 _ZEROS = bytes(BLOCK_BYTES)
 _RECORD_BYTES = 20 * BLOCK_BYTES  # that archives are padded to, also empty ones
@@ -145,6 +147,19 @@ def header_size(header: bytes, offset: int, where: str) -> int:
             f"{where} has no tar header at byte {offset}: it is not a tar file, or damaged; create it again"
         )
     return value
+
+
+def possible_names(blocks: bytes) -> Iterator[str]:
+    """Yields the names that the file of the last of some blocks may have: from its header, or from one of two blocks
+    right before it, which some writers use for every name."""
+    yield _name(blocks[-BLOCK_BYTES:])
+    before, value = blocks[-3 * BLOCK_BYTES : -2 * BLOCK_BYTES], blocks[-2 * BLOCK_BYTES : -BLOCK_BYTES]
+    with suppress(BadShard):  # it is not a header
+        value = value[: header_size(before, 0, "")]
+        if before[156:157] == _PAX:
+            yield _pax(value, "", "", 0)[0]
+        elif before[156:157] == _LONG_NAME:
+            yield _text(value)
 
 
 def _name(header: bytes) -> str:
