@@ -168,7 +168,9 @@ def test_what_known_models_need_falls_with_each_zero_stage(name: str) -> None:
             dp=dp, microbatch=mb, global_batch=mb * dp, sequence=sequence, precision=precision, recompute=way,  # type: ignore[arg-type]
         )  # fmt: skip
         stages = [replace(layout, zero=zero) for zero in range(4)]
-        needed = [reserved_bytes(peak(model, stage).allocated, stage) for stage in stages]
+        needed = [
+            reserved_bytes(peak(model, stage).allocated, stage, Node("dgx-h100").device) for stage in stages
+        ]
         assert needed == sorted(needed, reverse=True), layout
 
 
@@ -305,3 +307,17 @@ def test_checkpointed_products_of_experts_are_kept_for_each_expert_of_a_token() 
     dense = replace(mixtral, ffn=1024)
     assert layer_bytes(shared, layout, moe=True) > sizes[2]
     assert layer_bytes(dense, layout, moe=True) == sizes[2]  # layers with experts have no other feed-forward
+
+
+def test_a_cpu_has_no_cuda_context() -> None:
+    """A machine without a GPU is calibrated as the device "cpu": 767 MiB less than the same numbers of a GPU."""
+    numbers = {"memory_GB": 24, "hbm_GBps": 20, "bf16": 0.1}
+    cpu, gpu = (
+        estimate(
+            preset("gpt2"), Layout(), Node.of(name="this", device={"name": name, **numbers}, gpus=1)
+        ).answers["memory.needed"]
+        for name in ("cpu", "card")
+    )
+    for least in ("low", "value", "high"):
+        assert getattr(gpu, least) - getattr(cpu, least) == pytest.approx(767 * 2**20)
+    assert "context" in gpu.formula and "context" not in cpu.formula

@@ -57,7 +57,9 @@ def test_the_layout_of_deepseek_v3_is_reached() -> None:
     )  # experts folded over tensor-parallel ranks
     few = [one for one in reached if one.ep in (8, 64) and one.zero == 1]
     safe = [
-        one for one in few if reserved_range(peak(model, one).allocated, one)[1] <= DGX.device.memory_bytes
+        one
+        for one in few
+        if reserved_range(peak(model, one).allocated, one, DGX.device)[1] <= DGX.device.memory_bytes
     ]
     best = min(step_time(model, one, DGX, constants).total for one in safe)
     assert best < 1.03 * step_time(model, theirs, DGX, constants).total
@@ -86,7 +88,7 @@ def test_brute_force_finds_nothing_faster(model: Transformer) -> None:
                 layout.check_model(model)
             except UsageError:
                 continue
-            if reserved_range(peak(model, layout).allocated, layout)[1] <= capacity:
+            if reserved_range(peak(model, layout).allocated, layout, DGX.device)[1] <= capacity:
                 best = min(best, step_time(model, layout, node, constants).total)
     found = search(model, node, gpus=gpus, global_batch=batch)
     assert found.best is not None and found.best.seconds == pytest.approx(best, rel=1e-9)
@@ -115,14 +117,14 @@ def test_only_as_many_layers_recompute_as_must() -> None:
             base, dp=dp, tp=2 // dp, sequence_parallel=dp == 1, microbatch=micro, zero=zero, global_batch=16,
             recompute=recompute, recompute_layers=layers,
         )  # type: ignore[arg-type]  # fmt: skip
-        if reserved_range(peak(model, layout).allocated, layout)[1] <= capacity:
+        if reserved_range(peak(model, layout).allocated, layout, DGX.device)[1] <= capacity:
             fastest = min(fastest, step_time(model, layout, TIGHT, constants).total)
     assert best.seconds <= fastest * (1 + 1e-9)
     whole = replace(best.layout, recompute_layers=None)
     assert step_time(model, whole, TIGHT, constants).total > best.seconds
     fewer = replace(best.layout, recompute_layers=max(1, best.layout.recompute_layers - 1))
     if best.layout.recompute_layers > 1:
-        assert reserved_range(peak(model, fewer).allocated, fewer)[1] > capacity
+        assert reserved_range(peak(model, fewer).allocated, fewer, DGX.device)[1] > capacity
     assert not best.layout.trainable
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from headway.plan.cost import activations, schedule
 from headway.plan.cost.states import RankParameters, model_states, on_rank, updated
-from headway.plan.machine.hardware import GIB
+from headway.plan.machine.hardware import GIB, Device
 from headway.plan.model.layout import Layout
 from headway.plan.model.transformer import Transformer
 
@@ -16,7 +16,6 @@ from headway.plan.model.transformer import Transformer
 LOGIT_BYTES_TORCH = 12
 LOGIT_BYTES_TORCH_SPLIT = 16
 LOGIT_BYTES_MEGATRON = 6
-CONTEXT_BYTES = 767 * 2**20
 COLLECTIVE_BYTES = 0.5 * GIB
 """Buffers of the communicators of a process (unverified; between 0 and 1 GiB)."""
 COMPILED_RATIO = 0.88
@@ -93,21 +92,21 @@ def reserve_factor(layout: Layout) -> ReserveFactor:
     return RESERVE_FSDP if layout.zero == 3 and layout.shards > 1 and layout.autocast else RESERVE
 
 
-def reserved_bytes(allocated: float, layout: Layout, *, factor: float | None = None) -> float:
+def reserved_bytes(allocated: float, layout: Layout, device: Device, *, factor: float | None = None) -> float:
     """Bytes that a process takes from the device: allocator, CUDA context and communicator buffers included."""
     slack = reserve_factor(layout).value if factor is None else factor
-    return allocated * slack + CONTEXT_BYTES + (COLLECTIVE_BYTES if layout.gpus > 1 else 0.0)
+    return allocated * slack + device.context_bytes + (COLLECTIVE_BYTES if layout.gpus > 1 else 0.0)
 
 
 CLOSED_FORM_ERROR = (0.97, 1.07)
 """Allocated bytes over their closed form: -6 % to +3 % on six single-GPU peaks."""
 
 
-def reserved_range(allocated: float, layout: Layout) -> tuple[float, float]:
+def reserved_range(allocated: float, layout: Layout, device: Device) -> tuple[float, float]:
     """The least and the most bytes that a process may take from the device."""
     reserve, (low, high) = reserve_factor(layout), CLOSED_FORM_ERROR
-    least = reserved_bytes(allocated * low, layout, factor=reserve.low)
-    return least, reserved_bytes(allocated * high, layout, factor=reserve.high)
+    least = reserved_bytes(allocated * low, layout, device, factor=reserve.low)
+    return least, reserved_bytes(allocated * high, layout, device, factor=reserve.high)
 
 
 def _accumulated_gradients(

@@ -14,6 +14,8 @@ from headway.plan.yaml_reader import parse_yaml
 GIB = 1 << 30
 FP8 = ("fp8", "amp-fp8")
 """Precisions whose matrix products are in 8 bits."""
+CONTEXT_BYTES = 767 * 2**20
+"""Memory of a CUDA context, measured on an H200."""
 USABLE_SHARE = 0.985
 """GiB that a process can allocate over the nominal figure: 79.3 of an A100's 80, 139.8 of an H200's 141."""
 
@@ -68,6 +70,16 @@ class Device:
         Vendors write GB and count GiB: an MI300X with "192 GB" reports 192 GiB.
         """
         return (self.usable_GiB or USABLE_SHARE * self.memory_GB) * GIB
+
+    @property
+    def context_bytes(self) -> float:
+        """Bytes that the driver takes for a process: CUDA's context. A CPU, by its calibrated name, has none."""
+        return 0.0 if self.name == "cpu" else CONTEXT_BYTES
+
+    @property
+    def context_text(self) -> str:
+        """The same as a term of a formula."""
+        return f" + {self.context_bytes / 2**20:.0f} MiB (CUDA context)" if self.context_bytes else ""
 
     @property
     def peak_flops(self) -> float:

@@ -6,7 +6,7 @@ from headway.plan.cost import flops, memory, schedule, states
 from headway.plan.cost.activations import layer_bytes
 from headway.plan.cost.memory import RankMemory
 from headway.plan.cost.steptime import StepTime
-from headway.plan.machine.hardware import Node
+from headway.plan.machine.hardware import Device, Node
 from headway.plan.model.layout import Layout
 from headway.plan.model.transformer import Transformer
 from headway.plan.report.bounds import TimeBounds
@@ -34,7 +34,7 @@ def model_answers(model: Transformer) -> Answers:
     return found
 
 
-def memory_answers(model: Transformer, layout: Layout, ranks: list[RankMemory]) -> Answers:
+def memory_answers(model: Transformer, layout: Layout, device: Device, ranks: list[RankMemory]) -> Answers:
     """Answers about memory: by part, by rank, and what the fullest rank needs."""
     full = max(ranks, key=lambda rank: rank.allocated)
     in_flight = schedule.in_flight(layout.pp, layout.microbatches, full.stage, layout.vpp)
@@ -56,13 +56,13 @@ def memory_answers(model: Transformer, layout: Layout, ranks: list[RankMemory]) 
             rank.allocated, low, high, "bytes", formula=f"sum of the parts on pipeline rank {rank.stage}"
         )
     reserve = memory.reserve_factor(layout)
-    least, most = memory.reserved_range(allocated, layout)
+    least, most = memory.reserved_range(allocated, layout, device)
     found["memory.allocated"] = approximate(
         allocated, low, high, "bytes", formula="sum of memory.part.* on the fullest rank"
     )
     found["memory.needed"] = Quantity(
-        value=memory.reserved_bytes(allocated, layout), low=least, high=most, unit="bytes",
-        formula=f"allocated x {reserve.value} (caching allocator) + 767 MiB (context)"
+        value=memory.reserved_bytes(allocated, layout, device), low=least, high=most, unit="bytes",
+        formula=f"allocated x {reserve.value} (caching allocator){device.context_text}"
         + (" + 0.5 GiB (communicators)" if layout.gpus > 1 else ""),
     )  # fmt: skip
     return found

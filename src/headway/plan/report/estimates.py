@@ -138,7 +138,7 @@ def estimate(
     step = step_time(model, layout, node, constants)
     bounds = time_bounds(model, layout, node, constants, step)
     found = answers.model_answers(model)
-    found |= answers.memory_answers(model, layout, ranks)
+    found |= answers.memory_answers(model, layout, node.device, ranks)
     found |= answers.time_answers(model, layout, node, bounds, step)
     found |= run_answers.economy_answers(model, layout, node, bounds, step, workload)
     found["device.memory"] = Quantity(
@@ -241,7 +241,7 @@ def scaling_table(
             layout, dp=replicas, shard=None, global_batch=layout.global_batch // layout.dp * replicas
         )
         seconds = step_time(model, weak, node, constants).total
-        needed = memory.reserved_bytes(memory.peak(model, weak).allocated, weak)
+        needed = memory.reserved_bytes(memory.peak(model, weak).allocated, weak, node.device)
         if first is None and (needed <= node.device.memory_bytes or replicas >= layout.dp):
             first = seconds
         if first is None:

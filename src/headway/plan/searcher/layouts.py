@@ -16,7 +16,7 @@ from headway.plan.cost.schedule import stage_layers
 from headway.plan.cost.steptime import StepTime, step_time
 from headway.plan.machine.calibration import Calibration
 from headway.plan.machine.efficiency import scoped_calibration
-from headway.plan.machine.hardware import GIB, Node
+from headway.plan.machine.hardware import GIB, Device, Node
 from headway.plan.model.layout import MOST_GPUS, Layout, Recompute, Schedule
 from headway.plan.model.transformer import Transformer
 
@@ -114,7 +114,7 @@ def search(
     saves_all = True  # whether the layout before, which recomputes nothing, fits for certain
     for layout in layouts(model, node, gpus, global_batch, base):
         allocated = memory.peak(model, layout).allocated
-        tried, smallest = tried + 1, min(smallest, memory.reserved_bytes(allocated, layout))
+        tried, smallest = tried + 1, min(smallest, memory.reserved_bytes(allocated, layout, node.device))
         found = _candidate(model, layout, node, constants, allocated)
         fitting += [] if found is None else [found]
         if layout.recompute == "none":
@@ -151,10 +151,13 @@ def _candidate(
     model: Transformer, layout: Layout, node: Node, constants: Calibration, allocated: float
 ) -> Candidate | None:
     """The layout with its time, if it fits."""
-    needed, capacity = memory.reserved_bytes(allocated, layout), node.device.memory_bytes
+    needed, capacity = memory.reserved_bytes(allocated, layout, node.device), node.device.memory_bytes
     if needed > capacity:
         return None
-    step, most = step_time(model, layout, node, constants), memory.reserved_range(allocated, layout)[1]
+    step, most = (
+        step_time(model, layout, node, constants),
+        memory.reserved_range(allocated, layout, node.device)[1],
+    )
     return Candidate(layout=layout, needed=needed, most=most, step=step, safe=most <= capacity)
 
 
@@ -171,7 +174,7 @@ def _recomputing_less(
     for found in sorted(recomputing, key=_least_seconds):
         if _least_seconds(found) >= fastest:
             break
-        layout = _fewest_recomputed(model, found.layout, node.device.memory_bytes)
+        layout = _fewest_recomputed(model, found.layout, node.device)
         allocated = memory.peak(model, layout).allocated
         better = None if layout is found.layout else _candidate(model, layout, node, constants, allocated)
         if better is not None:
@@ -191,14 +194,14 @@ def _least_seconds(found: Candidate) -> float:
     return found.seconds * (1 - again / busy)
 
 
-def _fewest_recomputed(model: Transformer, layout: Layout, capacity: float) -> Layout:
+def _fewest_recomputed(model: Transformer, layout: Layout, device: Device) -> Layout:
     """Finds by bisection how many layers of a stage must recompute to fit for certain."""
     low, high = 0, max(stage.total for stage in stage_layers(model, layout.pp, layout.vpp))
     found = layout
     while high - low > 1:
         middle = (low + high) // 2
         some = replace(layout, recompute_layers=middle)
-        if memory.reserved_range(memory.peak(model, some).allocated, some)[1] <= capacity:
+        if memory.reserved_range(memory.peak(model, some).allocated, some, device)[1] <= device.memory_bytes:
             found, high = some, middle
         else:
             low = middle
@@ -343,7 +346,7 @@ def _reasons(
         except UsageError as error:
             reasons.append(f"{name}: not possible: {error}")
             continue
-        needed = memory.reserved_bytes(memory.peak(model, layout).allocated, layout)
+        needed = memory.reserved_bytes(memory.peak(model, layout).allocated, layout, node.device)
         if needed > node.device.memory_bytes:
             reasons.append(f"{name}: needs {needed / GIB:.0f} GiB of {node.device.memory_bytes / GIB:.0f}")
         else:
@@ -359,7 +362,7 @@ def _compared(
 ) -> str:
     """Says what the layout that was given costs, and where its time goes."""
     against.check_model(model)
-    needed = memory.reserved_bytes(memory.peak(model, against).allocated, against)
+    needed = memory.reserved_bytes(memory.peak(model, against).allocated, against, node.device)
     step, have = step_time(model, against, node, constants), node.device.memory_bytes
     fits = "" if needed <= have else f" (it needs {needed / GIB:.0f} GiB of {have / GIB:.0f})"
     ratio = step.total / best.seconds - 1

@@ -46,14 +46,14 @@ def find_remedies(model: Transformer, layout: Layout, node: Node, constants: Cal
 def _try_changes(
     model: Transformer, layout: Layout, node: Node, constants: Calibration, changes: list[Change]
 ) -> list[Remedy]:
-    before = memory.reserved_bytes(memory.peak(model, layout).allocated, layout)
+    before = memory.reserved_bytes(memory.peak(model, layout).allocated, layout, node.device)
     seconds = step_time(model, layout, node, constants).total * layout.gpus
     found = []
     for change, keys in changes:
         other = _valid(model, layout, keys)
         if other is None:
             continue
-        needed = memory.reserved_bytes(memory.peak(model, other).allocated, other)
+        needed = memory.reserved_bytes(memory.peak(model, other).allocated, other, node.device)
         if needed < 0.99 * before:
             slowdown = step_time(model, other, node, constants).total * other.gpus / seconds
             fits = needed <= node.device.memory_bytes

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.errors import UsageError
-from headway.plan.cost.memory import CONTEXT_BYTES, RESERVE, RESERVE_FSDP
+from headway.plan.cost.memory import RESERVE, RESERVE_FSDP
 from headway.plan.machine.calibration import Calibration
-from headway.plan.machine.hardware import Node
+from headway.plan.machine.hardware import Device, Node
 from headway.plan.model.layout import Layout
 from headway.plan.report.estimates import Estimate, verdict
 from headway.plan.report.quantity import UNBOUNDED, Quantity, approximate, exact, format_value
@@ -153,7 +153,7 @@ def trace_estimate(
     high = (
         CONVOLUTION_HIGH if found.has_convolutions else RESERVED_HIGH if settings.fsdp == 1 else SHARDED_HIGH
     )
-    answers = _memory(found, high) | _time(found, settings, node, constants)
+    answers = _memory(found, node.device, high) | _time(found, settings, node, constants)
     answers["device.memory"] = exact(capacity, "bytes", formula=node.device.source, source="datasheet")
     needed = answers["memory.needed"]
     fits = needed.value <= capacity
@@ -174,12 +174,12 @@ def trace_estimate(
     )
 
 
-def needed_bytes(found: TraceResult) -> float:
+def needed_bytes(found: TraceResult, device: Device) -> float:
     """Bytes that the process takes from the device."""
-    return found.reserved + CONTEXT_BYTES
+    return found.reserved + device.context_bytes
 
 
-def _memory(found: TraceResult, high: float) -> dict[str, Quantity]:
+def _memory(found: TraceResult, device: Device, high: float) -> dict[str, Quantity]:
     answers = {
         "parameters": exact(found.parameters, formula="counted on the module", source="trace"),
         "parameters.trainable": exact(
@@ -217,11 +217,11 @@ def _memory(found: TraceResult, high: float) -> dict[str, Quantity]:
         formula="the caching allocator, replayed on the log of the steps", source="trace",
     )  # fmt: skip
     answers["memory.needed"] = approximate(
-        needed_bytes(found),
+        needed_bytes(found, device),
         RESERVED_LOW,
         high,
         "bytes",
-        formula="memory.reserved + 767 MiB (CUDA context)",
+        formula=f"memory.reserved{device.context_text}",
         source="trace",
     )
     return answers
@@ -267,7 +267,7 @@ def _time(
 def _remedy(name: str, other: TraceResult, before: TraceResult, node: Node, constants: Calibration) -> Remedy:
     old, new = (sum(found.seconds(node, constants)[:2]) for found in (before, other))
     fewer = before.flops / other.flops if other.flops and other.flops < 0.99 * before.flops else 1.0
-    needed = needed_bytes(other)
+    needed = needed_bytes(other, node.device)
     return Remedy(
         change=name,
         layout=Layout(),
@@ -281,7 +281,7 @@ def _states_only(title: str, found: TraceResult, settings: TraceSettings, node: 
     """Estimates from the model states alone: a lower bound, for a module that cannot run without data."""
     weights, gradients = (found.state_bytes.get(key, 0.0) for key in ("parameters", "gradients"))
     moments = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}.get(settings.optimizer, 2)
-    total = (weights + gradients * (1 + moments)) / settings.fsdp + CONTEXT_BYTES
+    total = (weights + gradients * (1 + moments)) / settings.fsdp + node.device.context_bytes
     answers = {"parameters": exact(found.parameters, formula="counted on the module", source="trace")}
     answers["memory.needed"] = Quantity(
         value=total, low=total, high=total * UNBOUNDED, unit="bytes", source="formula",
