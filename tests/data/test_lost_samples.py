@@ -190,6 +190,14 @@ def test_lines_of_an_index_are_bad_alone_with_a_cache_and_without(checksums: boo
         assert seen(directory, cache) == (good, reasons), name
 
 
+def test_a_check_compares_keys_also_where_checksums_match(tmp_path: Path) -> None:
+    path = packed(tmp_path, checksums=True, indexed=True)
+    beside = path.with_suffix(".idx")
+    assert check_shard(path) == []
+    beside.write_text(beside.read_text().replace("s2.", "zz."))
+    assert "does not match" in check_shard(path)[0]
+
+
 def test_names_in_long_headers_and_in_capitals_are_no_mismatch(tmp_path: Path) -> None:
     names = ["d" * 90 + "/" + "k" * 60 + ".txt", "süß.txt", "a.seg.PNG", "b" * 95 + ".txt", "b" * 96 + ".txt"]
     for how in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT):

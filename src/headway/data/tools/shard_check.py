@@ -94,6 +94,11 @@ def _compare_with_index(path: Path, walked: ShardEntries, limits: ShardLimits) -
     indexed = read_dali(path, path.stat().st_size, limits)
     if indexed is None:
         return
-    numbers = range(len(walked))
-    if len(indexed) != len(walked) or any(indexed.parts(n) != walked.parts(n) for n in numbers):
+    if len(indexed) != len(walked) or any(_differ(indexed, walked, n) for n in range(len(walked))):
         raise stale_index(path)
+
+
+def _differ(indexed: ShardEntries, walked: ShardEntries, number: int) -> bool:
+    key = walked.key(number)
+    plain = key.isascii() and "\\" not in key  # `wds2idx` escapes others
+    return indexed.parts(number) != walked.parts(number) or (plain and indexed.key(number) != key)
