@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, final
 
 import numpy as np
@@ -16,12 +16,9 @@ from headway.data.images.batch import (
     IMAGE,
     PLACE,
     SAMPLES,
-    Batch,
     CropMemory,
     CropPlace,
     EncodedImage,
-    finish_batch,
-    join_crops,
     own_parts,
 )
 from headway.data.images.cpu import (
@@ -64,9 +61,7 @@ KEY = "__key__"
 _JPEGS = ("jpg", "jpeg")
 _MAX_SUBSTITUTES = 8
 _READ_BYTES = 2**20  # that a thread reads before it decodes
-_NUMBERS = int, float
-_MIN_INT, _MAX_INT = -(2**63), 2**63 - 1
-_MAX_EXACT_FLOAT = 2**53  # up to which float64 has all whole numbers
+_MAX_SIDE_PIXELS = 2**31 - 1  # the tables of crops have 32 bits
 _TRANSFORM, _SUBSTITUTE = 1, 2  # the purpose of a key: part of what is hashed
 
 
@@ -387,8 +382,16 @@ def _take_image(transform: ImageTransform, sample: _ReadSample) -> Any:
     if name is None:
         raise BadSample(f"it has no image (a part called {', '.join(sorted(IMAGES))}) but {', '.join(value)}")
     image = value.pop(name)
-    if transform.exif and not isinstance(image, EncodedImage | DrawnImage):
+    if isinstance(image, EncodedImage | DrawnImage):
+        return image  # JPEGs, whose sides have less than 2**16 pixels
+    if transform.exif:
         image = turn(image, next(orientation(data) for part, data, _ in sample.late if part == name))
+    short, long = sorted(image.shape[:2])
+    longest = max([recipe.resize for group in transform.groups() for recipe in group.recipes]) * long // short
+    if longest > _MAX_SIDE_PIXELS:
+        raise BadSample(
+            f"{long} x {short} pixels would be resized to {longest} in the long side: cut the image"
+        )
     return image
 
 
@@ -420,76 +423,3 @@ def _bytes(value: Any) -> int:
     if isinstance(value, np.ndarray | torch.Tensor):
         return int(value.nbytes)
     return sum(map(_bytes, value)) if isinstance(value, list | tuple) else 8
-
-
-def collate(samples: list[Any]) -> Any:
-    """Collates dicts to a dict of batches: numbers and arrays of one shape become a tensor, all else a list.
-
-    Samples must have the same parts: one that lacks a part would remove it from the whole batch.
-    """
-    if not isinstance(samples[0], dict):
-        return _collate(samples)
-    names = samples[0].keys()
-    if any(sample.keys() != names for sample in samples):
-        names = dict.fromkeys(name for sample in samples for name in sample).keys()
-    for sample in samples if len(names) > min(map(len, samples)) else ():
-        if missing := [name for name in names if name not in sample]:
-            raise HeadwayError(
-                f"sample {sample.get(KEY)!r} has no {missing[0]!r}, as other samples of its batch have: add it, "
-                "raise headway.errors.BadSample in a transform to replace such samples, or pass collate_fn"
-            )
-    return {name: _collate([sample[name] for sample in samples]) for name in names}
-
-
-def collate_crops(
-    transform: ImageTransform, keys_of: Callable[[Ints], UInts], samples: list[dict[str, Any]]
-) -> Batch:
-    """Collates samples with the crops of a transform."""
-    own = {SAMPLES, PLACE, *(group.name for group in transform.groups())}
-    rest = collate([{name: part for name, part in each.items() if name not in own} for each in samples])
-    rows = np.array([each[SAMPLES] for each in samples])
-    batch = Batch({SAMPLES: torch.from_numpy(rows), **join_crops(transform, samples), **rest})
-    return finish_batch(batch, transform, keys_of(rows))
-
-
-def _collate(samples: list[Any]) -> Any:
-    first = samples[0]
-    if isinstance(first, dict) and all(
-        isinstance(each, dict) and each.keys() == first.keys() for each in samples
-    ):
-        return {name: _collate([sample[name] for sample in samples]) for name in first}
-    if isinstance(first, _NUMBERS) and all(isinstance(each, _NUMBERS) for each in samples):
-        return _join_numbers(samples)
-    if isinstance(first, np.ndarray) and _are_alike(samples) and _has_tensors(first.dtype):
-        if first.ndim == 0:
-            return torch.from_numpy(np.stack(samples))
-        joined = np.concatenate(samples)  # a stack of the same bytes, without a new view of each
-        return torch.from_numpy(joined.reshape(len(samples), *first.shape))
-    if isinstance(first, torch.Tensor) and _are_alike(samples):
-        return torch.stack(samples)
-    return samples
-
-
-def _join_numbers(samples: list[int | float]) -> Any:
-    """Returns a tensor of 64 bits each, as torch's own loader does; a list if that would change a number."""
-    whole = [each for each in samples if not isinstance(each, float)]
-    if len(whole) == len(samples):
-        fit, dtype = all(_MIN_INT <= each <= _MAX_INT for each in whole), None
-    else:
-        fit, dtype = all(abs(each) <= _MAX_EXACT_FLOAT for each in whole), torch.float64
-    return torch.tensor(samples, dtype=dtype) if fit else samples
-
-
-@lru_cache(256)
-def _has_tensors(dtype: np.dtype[Any]) -> bool:
-    """Whether arrays of a type can become tensors: not those of text, dates or records."""
-    try:
-        torch.from_numpy(np.empty(0, dtype.newbyteorder("=")))
-    except TypeError:
-        return False
-    return True
-
-
-def _are_alike(samples: list[Any]) -> bool:
-    kind = type(samples[0])
-    return len({(each.shape, each.dtype) if type(each) is kind else None for each in samples}) == 1

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
 from headway.data import CenterCrop, MultiCrop, RandomResizedCrop
 from headway.data.images import CropRecipe
@@ -15,6 +17,7 @@ from headway.data.images.cpu import crop_image, draw_groups, largest_value, norm
 from headway.data.images.device.availability import usable_gpu
 from headway.data.images.draws import draw_crops
 from headway.data.images.fp8 import Fp8Scaling
+from headway.data.images.window import enlarged_window
 from headway.errors import UsageError
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -155,6 +158,34 @@ def test_validation_sees_the_center_as_torchvision_cuts_it() -> None:
         assert min(table.ints[0, 0, 4:6]) == 64
         expected = oracle.resized(pixels, table.ints[0, 0], 56, "bilinear")
         assert np.abs(image.permute(1, 2, 0).numpy().astype(int) - expected).max() <= 1
+
+
+def test_images_of_extreme_ratios_are_not_resized_whole() -> None:
+    pixels = np.random.default_rng(1).integers(0, 256, (1, 5_000_000, 3), np.uint8)
+    middle = pixels[:, 2_499_968:2_500_032]
+    for kind in ("bilinear", "bicubic"):  # the whole would have 60 gigabytes
+        transform = CenterCrop(size=56, resize=64, output="uint8", interpolation=kind)
+        for turned in ((0, 1, 2), (1, 0, 2)):
+            found, expected = (
+                crop_image(transform, each.transpose(turned), 1)["images"] for each in (pixels, middle)
+            )
+            assert torch.equal(found, expected)
+
+
+def test_a_window_of_an_enlarged_image_is_equal_to_the_whole_to_the_last_bit() -> None:
+    rng = np.random.default_rng(0)
+    shapes = ((1, 3000), (2000, 1), (3, 1000), (1000, 7), (1, 1), (2, 3), (5, 900), (31, 77))
+    for (height, width), kind in itertools.product(shapes, ("bilinear", "bicubic")):
+        pixels, scale = rng.integers(0, 256, (height, width, 3), np.uint8), 32 / min(height, width)
+        rows, columns = int(height * scale), int(width * scale)
+        (whole,) = F.interpolate(
+            torch.from_numpy(pixels).permute(2, 0, 1)[None], (rows, columns), mode=kind, antialias=True
+        )
+        for row, column in ((0, 0), (rows - 24, columns - 24), ((rows - 24) // 2, (columns - 24) // 2)):
+            found = enlarged_window(pixels, (rows, columns), (row, column), 24, kind)
+            assert np.array_equal(
+                found, whole[:, row : row + 24, column : column + 24].permute(1, 2, 0).numpy()
+            )
 
 
 def test_outputs_are_one_crop_in_several_types_and_layouts() -> None:

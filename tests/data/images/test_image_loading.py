@@ -253,3 +253,13 @@ def test_crops_of_a_batch_are_drawn_at_once_and_not_copied(
     monkeypatch.setattr("headway.data.images.batch.stack_crops", copy)
     assert len(batches(source, transform=SMALL)) == 2
     assert drawn == [2] * 8, "a chunk of each of two threads has two samples"
+
+
+def test_an_image_too_long_to_count_its_pixels_is_a_bad_sample(tmp_path: Path) -> None:
+    long = Image.fromarray(np.zeros((1, 3_000_000), np.uint8))
+    good = saved(Image.new("L", (3, 5), 200), "PNG")
+    source = shards(tmp_path, [{"png": good}, {"png": saved(long, "PNG")}, {"png": good}])
+    transform = CenterCrop(8, resize=1024, output="uint8")
+    loader = ShardLoader(source, batch_size=3, shuffle=False, transform=transform, max_bad=1.0)
+    assert [batch["__key__"] for batch in loader] == [["0000", "0002"]]
+    assert [(bad.key, "3072000000" in bad.reason) for bad in loader.bad] == [("0001", True)]

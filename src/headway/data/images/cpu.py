@@ -19,6 +19,7 @@ from headway.data.images.color import as_floats, change_colors
 from headway.data.images.draws import Column, CropTable, Factor, Flag, draw_crops
 from headway.data.images.fp8 import E4M3_MAX
 from headway.data.images.transforms import ImageTransform
+from headway.data.images.window import enlarged_window
 from headway.data.order.permutation import Ints, UInts, derive_key
 
 Pixels = npt.NDArray[np.uint8]
@@ -26,6 +27,7 @@ Pixels = npt.NDArray[np.uint8]
 REDUCTIONS = (8, 4, 2)
 """what JPEGs can be divided by when they are decoded"""
 _SPARE = 2  # pixels of a reduced image for each of a crop, at least
+_LARGE_PIXELS = 2**24  # of an enlarged image, above which only what a crop needs of it is computed
 _AUGMENT = 7  # the purpose of a hash
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -124,7 +126,11 @@ def cut_crops(
 def resize(pixels: Pixels, ints: npt.NDArray[np.int32], size: int, interpolation: str) -> Tensor:
     """Returns one crop of an image, resized with antialias: 3 x size x size bytes, not flipped."""
     top, left, height, width, rows, columns, row, column = (int(value) for value in ints[:8])
-    box = torch.from_numpy(pixels[top : top + height, left : left + width]).permute(2, 0, 1)[None]
+    part = pixels[top : top + height, left : left + width]
+    if rows * columns > max(_LARGE_PIXELS, height * width):
+        window = enlarged_window(part, (rows, columns), (row, column), size, interpolation)
+        return torch.from_numpy(window).permute(2, 0, 1)
+    box = torch.from_numpy(part).permute(2, 0, 1)[None]
     if box.shape[2:] == (rows, columns):
         resized = box[0]
     else:
