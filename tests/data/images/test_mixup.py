@@ -77,3 +77,24 @@ def test_transforms_of_batches_run_in_order_and_may_be_functions() -> None:
             mix(batch(), KEYS[:4])
     with pytest.raises(UsageError, match='Mixup cannot blend images of output="uint8"'):
         Mixup(classes=5)(Batch(batch() | {"images": batch().images.to(torch.uint8)}), KEYS[:4])
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_batches_in_fp8_are_mixed_and_erased_as_others(channels_last: bool) -> None:
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    images = torch.randn(8, 3, 12, 12).mul_(100).to(torch.float8_e4m3fn).contiguous(memory_format=layout)
+    for step in (Mixup(classes=5), CutMix(classes=5), RandomErasing(probability=0.9)):
+        found, expected = (
+            step(Batch({"images": each.clone(), "cls": torch.arange(8) % 5}), KEYS[:8])
+            for each in (images, images.float())
+        )
+        assert found.images.dtype == torch.float8_e4m3fn
+        assert torch.equal(found.images.float(), expected.images.to(torch.float8_e4m3fn).float()), step
+        assert torch.equal(found.labels, expected.labels)
+
+
+def test_settings_of_erasing_are_refused_by_their_names() -> None:
+    for setting in ({"probability": 2}, {"probability": "x"}, {"scale": (0.5, 0.1)}, {"ratio": (0, 1)}):
+        (name,) = setting
+        with pytest.raises(UsageError, match=f"^{name}="):
+            RandomErasing(**setting)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from headway.data.images.batch import Batch
 from headway.data.images.draws import draw_crops
-from headway.data.images.transforms import BatchTransform, CropRecipe, Range
+from headway.data.images.transforms import BatchTransform, CropRecipe, Range, check_probability
 from headway.data.order.permutation import UInts, derive_keys
 from headway.errors import UsageError
 
@@ -36,6 +36,10 @@ class RandomErasing:
     scale: Range = (0.02, 0.33)
     ratio: Range = (0.3, 3.3)
 
+    def __post_init__(self) -> None:
+        check_probability("probability", self.probability)
+        CropRecipe(scale=self.scale, ratio=self.ratio)  # checks the rest
+
     def __call__(self, batch: Batch, keys: UInts) -> Batch:
         images = batch.images
         height, width = images.shape[2:]
@@ -48,7 +52,8 @@ class RandomErasing:
         columns = torch.arange(width, device=images.device)
         in_rows = (rows >= top) & (rows < top + tall) & (erased > 0)
         in_columns = (columns >= left) & (columns < left + wide)
-        images.masked_fill_((in_rows[:, :, None] & in_columns[:, None, :])[:, None], 0)
+        filled = images.view(torch.uint8) if images.dtype is torch.float8_e4m3fn else images  # 0 is 0 in both
+        filled.masked_fill_((in_rows[:, :, None] & in_columns[:, None, :])[:, None], 0)
         return batch
 
 
@@ -73,7 +78,11 @@ class Mixup:
             raise UsageError(
                 'Mixup cannot blend images of output="uint8": give the transform output="bf16", "fp16" or "fp32"'
             )
-        batch["images"] = torch.lerp(images.roll(1, 0), images, share)
+        if images.dtype is torch.float8_e4m3fn:  # in which torch does not compute
+            whole = images.to(torch.float32)
+            batch["images"] = torch.lerp(whole.roll(1, 0), whole, share).to(images.dtype)
+        else:
+            batch["images"] = torch.lerp(images.roll(1, 0), images, share)
         batch["cls"] = _mixed_labels(batch.labels, self.classes, share)
         return batch
 

@@ -38,6 +38,12 @@ def _are_numbers(values: object, count: int) -> bool:
     )
 
 
+def check_probability(name: str, value: Any) -> None:
+    """Refuses what is not a number from 0 to 1."""
+    if not _are_numbers((value,), 1) or not 0 <= value <= 1:
+        raise UsageError(f"{name}={value!r}: give a probability, from 0 to 1")
+
+
 def _check_whole(name: str, value: object) -> None:
     if not isinstance(value, int | np.integer) or isinstance(value, bool):
         raise UsageError(f"{name}={value!r:.80}: give a whole number, such as 224; crops are squares")
@@ -78,9 +84,7 @@ class CropRecipe(CropSettings):
 
     def __post_init__(self) -> None:
         for name in ("flip", "jitter", "grayscale", "blur", "solarize"):
-            value = getattr(self, name)
-            if not _are_numbers((value,), 1) or not 0 <= value <= 1:
-                raise UsageError(f"{name}={value!r}: give a probability, from 0 to 1")
+            check_probability(name, getattr(self, name))
         for name in ("scale", "ratio", "sigma"):
             low_high = getattr(self, name)
             if low_high is not None and not (_are_numbers(low_high, 2) and 0 < low_high[0] <= low_high[1]):
