@@ -136,6 +136,25 @@ def test_a_jpeg_named_png_has_the_limits_of_a_jpeg() -> None:
             decoded(extension, data[:last] + data[last:-2] * 120 + data[-2:])
 
 
+def test_the_limit_of_pixels_is_ours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)  # as if these were of 200 megapixels
+    jpeg = saved(photo(), "JPEG")
+    with_it, without = with_and_without_simplejpeg(jpeg, monkeypatch)
+    assert with_it == without != "bad"
+    with pytest.raises(BadSample, match=r"set PIL\.Image\.MAX_IMAGE_PIXELS"):
+        decoded("webp", saved(photo(), "WEBP"))
+    for kind in ("PNG", "JPEG"):
+        assert decoded(kind.lower().replace("jpeg", "jpg"), saved(photo(), kind)).shape == (60, 84, 3)
+        with pytest.raises(
+            BadSample, match=r"84 x 60 is more than 5000 pixels.*ShardLimits\(pixels=\.\.\.\)"
+        ):
+            decoded("png", saved(photo(), kind), ShardLimits(pixels=5000))
+    monkeypatch.setattr(decoding, "_simplejpeg", lambda: None)
+    assert decoding.decode_reduced(memoryview(jpeg), (60, 84), 2).shape == (30, 42, 3)
+    with pytest.raises(BadSample, match="no JPEG, PNG or WebP"):
+        decoded("png", saved(photo(), "GIF"))
+
+
 def damage(data: bytes, rng: random.Random) -> bytes:
     raw, at = bytearray(data), rng.randrange(len(data))
     match rng.randrange(5):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 import sys
 from collections import Counter
 from pathlib import Path
@@ -263,3 +264,36 @@ def test_an_image_too_long_to_count_its_pixels_is_a_bad_sample(tmp_path: Path) -
     loader = ShardLoader(source, batch_size=3, shuffle=False, transform=transform, max_bad=1.0)
     assert [batch["__key__"] for batch in loader] == [["0000", "0002"]]
     assert [(bad.key, "3072000000" in bad.reason) for bad in loader.bad] == [("0001", True)]
+
+
+def test_orientation_is_found_wherever_a_file_may_have_it() -> None:
+    from PIL import ImageOps
+
+    image, exif = Image.fromarray(oracle.photo(12, 20)), Image.Exif()
+    exif[0x0112] = 6
+    plain, png = saved(image, "JPEG"), saved(image, "PNG", exif=exif)
+    at = png.index(b"eXIf") - 4
+    size = 12 + int.from_bytes(png[at : at + 4], "big")
+    last = png.index(b"IEND") - 4
+
+    def with_exif(tiff: bytes, before: bytes = b"") -> bytes:
+        part = b"Exif\0\0" + tiff
+        return plain[:2] + before + b"\xff\xe1" + struct.pack(">H", len(part) + 2) + part + plain[2:]
+
+    files = [
+        png,
+        png[:at] + png[at + size : last] + png[at : at + size] + png[last:],
+        saved(image, "WEBP", exif=exif),
+        saved(image, "WEBP", exif=b"Exif\0\0" + exif.tobytes()[6:], lossless=True),
+        with_exif(b"MM\0*" + struct.pack(">IHHHIII", 8, 1, 0x112, 4, 1, 6, 0)),
+        with_exif(b"II*\0" + struct.pack("<IHHHIII", 8, 1, 0x112, 4, 1, 6, 0)),
+        with_exif(b"MM\0*" + struct.pack(">IHHHIHHI", 8, 1, 0x112, 3, 1, 6, 0, 0), before=b"\xff" * 3),
+        saved(image, "JPEG", progressive=True, exif=exif),
+    ]
+    for number, data in enumerate(files):
+        assert ImageOps.exif_transpose(Image.open(io.BytesIO(data))).size == (12, 20), number
+        assert orientation(memoryview(data)) == 6, number
+        for cut in range(len(data)):
+            assert orientation(memoryview(data[:cut])) in (1, 6)
+    for data in (plain, saved(image, "PNG"), saved(image, "WEBP"), b"", b"RIFF\0\0\0\0WEBP" + bytes(40)):
+        assert orientation(memoryview(data)) == 1

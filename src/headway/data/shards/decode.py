@@ -269,9 +269,7 @@ def decode_reduced(data: memoryview, size: tuple[int, int], factor: int) -> Pixe
 
 def _pillow_draft(height: int, width: int, data: memoryview) -> Pixels:
     """Decodes a JPEG by Pillow at the smallest scale that gives at least these sides."""
-    from PIL import Image
-
-    with Image.open(io.BytesIO(data), formats=["JPEG"]) as image:
+    with _open_image(data) as image:
         image.draft("RGB", (max(1, width), max(1, height)))
         return np.asarray(image.convert("RGB"))
 
@@ -359,28 +357,39 @@ def _pillow(data: memoryview, limits: ShardLimits, *, keep: bool = False) -> npt
     With `keep`, a PNG with a palette becomes its indices, as in masks, and a gray one of 16 bits its values: height x
     width, uint8 or uint16.
     """
+    with _open_image(data) as image:
+        stored = image.tile[0][3] if image.format == "PNG" and image.tile else ""
+        width, height = image.size
+        _check(width, height, _STORED_BYTES.get(image.mode, _RGB) if stored else _RGB, data, limits)
+        if data[:2] == _START and _plain_size(data) is None:
+            _check_scans(data, limits)
+        if getattr(image, "n_frames", 1) > limits.frames:  # formats without frames do not have it
+            raise _above("frames", limits.frames, "it has")
+        gray = keep and image.mode.startswith("I")
+        if str(stored).endswith("16B") and not gray:
+            raise ValueError("16 bits per color do not fit uint8; pass decoders={...} with your own function")
+        if gray:
+            return np.asarray(image).astype(np.uint16)
+        return np.asarray(image if keep and image.mode == "P" else image.convert("RGB"))
+
+
+def _open_image(data: memoryview) -> Any:
+    """Reads the header of an image by Pillow. `Image.open` would add a limit of its own to ours."""
     try:
-        from PIL import Image
+        from PIL import Image, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
     except ModuleNotFoundError as error:
         raise MissingExtra("pillow", extra="images", purpose="to decode images") from error
-    try:
-        with Image.open(io.BytesIO(data), formats=["JPEG", "PNG", "WEBP"]) as image:
-            stored = image.tile[0][3] if image.format == "PNG" and image.tile else ""
-            _check(*image.size, _STORED_BYTES.get(image.mode, _RGB) if stored else _RGB, data, limits)
-            if data[:2] == _START and _plain_size(data) is None:
-                _check_scans(data, limits)
-            if getattr(image, "n_frames", 1) > limits.frames:  # formats without frames do not have it
-                raise _above("frames", limits.frames, "it has")
-            gray = keep and image.mode.startswith("I")
-            if str(stored).endswith("16B") and not gray:
-                raise ValueError(
-                    "16 bits per color do not fit uint8; pass decoders={...} with your own function"
-                )
-            if gray:
-                return np.asarray(image).astype(np.uint16)
-            return np.asarray(image if keep and image.mode == "P" else image.convert("RGB"))
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise ValueError(str(error)) from error
+    file, head = io.BytesIO(data), bytes(data[:12])
+    if head.startswith(_START + b"\xff"):
+        return JpegImagePlugin.jpeg_factory(file)
+    if head.startswith(b"\x89PNG\r\n\x1a\n"):
+        return PngImagePlugin.PngImageFile(file)
+    if head.startswith(b"RIFF") and head.endswith(b"WEBP"):
+        try:
+            return WebPImagePlugin.WebPImageFile(file)
+        except Image.DecompressionBombError as error:  # which its parser checks, too
+            raise ValueError(f"{error} If that is intended, set PIL.Image.MAX_IMAGE_PIXELS") from error
+    raise ValueError("it is no JPEG, PNG or WebP image")
 
 
 _RGB = 3  # bytes per pixel
