@@ -25,9 +25,10 @@ def main():
     x = torch.randn(4096, 16)
     data = TensorDataset(x, x.square().sum(1, keepdim=True))
     train = hw.data.DataLoader(data, global_batch_size=64, shuffle=True)
-    net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1)).to(world.device)
+    net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 1)).to(world.device)
     adam = torch.optim.Adam(net.parameters(), lr=1e-3)
     model = nn.parallel.DistributedDataParallel(net) if world.world_size > 1 else net
+    hw.seed(0, scope="rank")  # from here on, each rank drops its own units
 
     run = hw.dist.open_run("runs", name="own-loop", resume="auto")
     with hw.record.recording(run, world) as attempt, hw.train.Ledger(attempt) as ledger:
@@ -37,6 +38,8 @@ def main():
             adam.load_state_dict(saved.state["adam"])
             train.load_state_dict(saved.state["train"])
             step = saved.step
+            if saved.world_size == world.world_size:  # else each rank draws anew
+                hw.train.restore_random_state(saved.local, world.device)
         while step < STEPS:
             for inputs, targets in train:
                 loss = F.mse_loss(model(inputs.to(world.device)), targets.to(world.device))
@@ -49,7 +52,10 @@ def main():
                     hw.print_root(f"step {step}: loss {loss.item():.3f}")
                     ledger.write()
                     state = {"net": net.state_dict(), "adam": adam.state_dict(), "train": train.state_dict()}
-                    hw.checkpoint.save(run, state, step=step, lock=attempt.lock)
+                    random = hw.train.random_state(
+                        world.device
+                    )  # dropout continues as if nothing had happened
+                    hw.checkpoint.save(run, state, step=step, local=random, lock=attempt.lock)
                 if step == STEPS:
                     break
 

@@ -106,7 +106,13 @@ def main():
         "train", hw.data.DataLoader(train, layout["microbatch"], shuffle=True, drop_last=True)
     )
     pipe.register_dataset("val", hw.data.DataLoader(val, layout["microbatch"]))
-    accumulate = layout["global_batch"] // (layout["microbatch"] * hw.world_size())
+    at_once = layout["microbatch"] * hw.world_size()
+    accumulate, rest = divmod(layout["global_batch"], at_once)
+    if rest:
+        parser.error(
+            f"global_batch {layout['global_batch']} of {options.model} is no multiple of {at_once}: microbatch "
+            f"{layout['microbatch']} on {hw.world_size()} ranks"
+        )
     stage = LanguageModel(precision="bf16", accumulate=accumulate, gradient_clip=1.0, log_every=10)
     pipe.append_stage(stage, max_steps=options.steps)
     pipe.enable_checkpointing(every="10min", keep_last=2)

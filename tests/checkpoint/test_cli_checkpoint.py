@@ -217,3 +217,19 @@ def test_show_lists_all_checkpoints_of_a_run(run: Run, capsys: pytest.CaptureFix
     checkpoint.save(run, state, step=5, metrics={"val/loss": 0.1})
     assert command.main(["show", str(run.path), "--json"]) == 0
     assert [c["step"] for c in json.loads(capsys.readouterr().out)["checkpoints"] if c["best"]] == [4]
+
+
+def test_a_run_may_be_named_by_its_id_or_the_end_of_it(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    root = str(run.path.parent)
+    for number, name in enumerate([run.id, run.id.rpartition("-")[2], run.name]):
+        out = Path(f"{number}.safetensors")
+        assert command.main(["export", name, str(out), "--part", "net", "--root", root]) == 0
+        assert load_file(out).keys() == STATE["net"].keys()  # type: ignore[attr-defined]
+    Run.create(run.path.parent, name=run.name, world={})
+    with pytest.raises(UsageError, match=f"'{run.name}' matches 2 runs in {root}; give the path"):
+        command.main(["verify", run.name, "--root", root])
+    with pytest.raises(UsageError, match="nobody cannot be read: No such file or directory"):
+        command.main(["show", "nobody", "--root", root])

@@ -30,6 +30,7 @@ from headway.errors import (
     StorageError,
     UsageError,
 )
+from headway.launcher import sweep
 from headway.record.sinks import Csv
 from headway.run import Run
 from headway.testing import ranks
@@ -684,3 +685,65 @@ def test_a_script_that_was_refused_has_not_tried(tmp_path: Path) -> None:
 class Interrupted(Traced):
     def step(self, _: Any) -> Tensor:
         raise KeyboardInterrupt
+
+
+class ByHand(hw.Stage):
+    """Steps in each iteration, or in every second one, with the gradients of both or of its own alone."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def run_epoch(self) -> None:
+        for number, (x, y) in enumerate(self.batches("train")):
+            updates = self.way == "each" or number % 2 == 1
+            if number % 2 == 0 if self.way == "accumulated" else updates:
+                self.pipe.optimizers["sgd"].zero_grad()
+            if updates or self.way == "accumulated":
+                (self.models["net"](x).flatten() - y).square().mean().backward()
+            if updates:
+                self.step_optimizer("sgd")  # its gradients stay until the next update
+
+
+@alone
+@pytest.mark.parametrize("way", ["each", "alternating", "accumulated"])
+def test_a_save_within_an_accumulation_by_hand_is_said(
+    way: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pipe = hw.Pipeline(name="hand")
+    pipe.register_model("net", nn.Linear(4, 1))
+    pipe.register_optimizer("sgd", lambda params: torch.optim.SGD(params, lr=0.01), model="net")
+    samples = torch.utils.data.TensorDataset(torch.randn(48, 4), torch.randn(48))
+    pipe.register_dataset("train", hw.data.DataLoader(samples, batch_size=8))
+    pipe.append_stage(ByHand(way), max_epochs=2)
+    pipe.enable_checkpointing(tmp_path, every=1, background=False)
+    pipe.run()
+    said = capfd.readouterr().err
+    assert said.count("is within an accumulation: gradients of optimizer 'sgd' wait") == (
+        way == "accumulated"
+    )
+
+
+@alone
+@pytest.mark.parametrize(
+    ("config", "warns"),
+    [({"lr": 0.01}, True), (None, True), ({"o": {"lr": 0.001}}, False), ({"seed": 2}, False)],
+)
+def test_a_sweep_that_the_script_does_not_read_is_said(
+    config: Any,
+    warns: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    run = Run.create(tmp_path, name="digits", world={})
+    sweep.join([run], [{"lr": "1e-3", "seed": "2"}])
+    monkeypatch.setenv("HEADWAY_RUN", str(run.path))
+    pipe = hw.Pipeline(config=config, name="digits")
+    pipe.register_model("net", Net())
+    pipe.register_optimizer("sgd", lambda params: torch.optim.SGD(params, lr=0.01), model="net")
+    pipe.register_dataset("train", hw.data.DataLoader(dataset(), global_batch_size=8))
+    pipe.append_stage(Traced(), max_steps=1)
+    pipe.enable_checkpointing(tmp_path)
+    pipe.run()
+    assert capfd.readouterr().err.count("none of the values of the sweep (lr=1e-3, seed=2)") == warns

@@ -233,3 +233,15 @@ def test_comparing_shows_curves_and_how_the_code_differs(
         shown.startswith("commits differ: git diff 3f2a91c04b 77ab01d2e9\n") and "-+lr = 2\\x1b[31m" in shown
     )
     assert main(["compare", places[0], places[0], "--code"]) == 2
+
+
+def test_without_a_name_it_is_that_of_the_newest_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["report"]) == 2
+    assert "there is no run in runs; start one: headway run train.py" in capsys.readouterr().err
+    made = [done(Path("runs")), done(Path("runs"))]
+    newest = max(made, key=lambda run: str(run.info()["created"]))
+    assert main(["report"]) == 0
+    assert capsys.readouterr().out.strip() == str(newest.path / "report.html")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +14,8 @@ from rich.text import Text
 
 from headway.cli.parser import Positional, above_zero, dispatch, parse
 from headway.cli.screen import console, number, safe
-from headway.errors import DONE, NoValidCheckpoint
+from headway.errors import DONE, NoValidCheckpoint, UsageError
+from headway.run import find_runs
 from headway.system.text import format_bytes, shorten_list
 
 if TYPE_CHECKING:
@@ -35,8 +37,8 @@ usage: headway checkpoint show PATH | verify PATH | export PATH OUT.safetensors
   headway checkpoint export PATH net.safetensors --part models.net    plain weights, from however many ranks
   headway checkpoint export PATH adapter --adapter lm   the LoRA adapter of a model, as a directory that peft reads
 
-PATH is a checkpoint (step-000000001000), a run, or a directory of checkpoints; of several, show and export take the
-newest. `headway checkpoint VERB --help` explains a verb.
+PATH is a checkpoint (step-000000001000), a run (its directory, its id, or the beginning or end of that), or a directory
+of checkpoints; of several, show and export take the newest. `headway checkpoint VERB --help` explains a verb.
 
 Exit codes: 0 intact, 2 bad input, 74 storage failed, 86 damaged.
 """
@@ -47,6 +49,8 @@ class ShowOptions:
     """Tensors by module: shapes, types, bytes, totals; of a run, all checkpoints, too. Nothing is loaded."""
 
     path: _Path
+    root: str = "runs"
+    """where a run is looked for that is named by its id"""
     json: bool = False
     """print facts for programs"""
 
@@ -56,6 +60,8 @@ class VerifyOptions:
     """Reads every byte and compares. Exit code 0 if all is whole, 86 if not."""
 
     path: _Path
+    root: str = "runs"
+    """where a run is looked for that is named by its id"""
     json: bool = False
     """print facts for programs"""
 
@@ -70,6 +76,8 @@ class ExportOptions:
     """only this part of the state, like models.net of a Pipeline; its name is left out of those of the tensors"""
     adapter: str | None = None
     """the adapter of this model, such as LoRA, as a directory OUT that peft reads"""
+    root: str = "runs"
+    """where a run is looked for that is named by its id"""
     shard_gb: Annotated[float, above_zero] = 5.0
     """gigabytes that one file may hold; what is larger becomes OUT-00001-of-0000N.safetensors with an index"""
     json: bool = False
@@ -80,12 +88,25 @@ def main(argv: list[str]) -> int:
     return dispatch("checkpoint", {"show": _show, "verify": _verify, "export": _export}, _USAGE, argv)
 
 
+def _place(path: Path, root: str) -> Path:
+    """Returns the path, or the directory of the run that it names by its id, or by the beginning or end of that."""
+    if os.path.lexists(path) or not (found := find_runs(str(path), root)):
+        return path
+    run, *more = [run for run in found if run.id == str(path)] or found
+    if more:
+        raise UsageError(
+            f"{str(path)!r} matches {len(found)} runs in {root}; give the path of a run, or more of its id"
+        )
+    return run.path
+
+
 def _show(argv: list[str]) -> int:
     from headway.checkpoint.inspect import overview as overviews
 
     options = parse(ShowOptions, argv, verb="checkpoint show")
-    listed = overviews.list_all(options.path)
-    overview = overviews.read(options.path)
+    place = _place(options.path, options.root)
+    listed = overviews.list_all(place)
+    overview = overviews.read(place)
     if options.json:
         several = {"checkpoints": [each.to_dict() for each in listed]} if listed else {}
         print(json.dumps(overview.to_dict() | several, indent=1))
@@ -162,7 +183,7 @@ def _verify(argv: list[str]) -> int:
     options = parse(VerifyOptions, argv, verb="checkpoint verify")
     waiting = Console(stderr=True)
     found = {}
-    for path in overviews.find(options.path):
+    for path in overviews.find(_place(options.path, options.root)):
         with waiting.status(f"reading {path.name} ..."):  # shown on a terminal only
             found[path] = verify(path)
         if not options.json:
@@ -179,7 +200,7 @@ def _export(argv: list[str]) -> int:
     from headway.checkpoint import export, export_adapter
     from headway.checkpoint.inspect import overview as overviews
 
-    (path, *_) = overviews.find(options.path)
+    (path, *_) = overviews.find(_place(options.path, options.root))
     if options.adapter is not None:
         written = export_adapter(path, options.out, model=options.adapter)
     else:

@@ -12,11 +12,12 @@ from headway.cli.screen import console
 from headway.errors import DONE, UsageError
 from headway.system.text import plural
 from headway.watch.report import PARTS, TimeAccount, account_run, write_report
-from headway.watch.runs import resolve
+from headway.watch.runs import newest_run, resolve
 
 _BAR_CELLS = 20
 _EXAMPLES = """\
 examples:
+  headway report                            of the newest run in runs/
   headway report x7k2                       writes report.html into the run directory
   headway report x7k2 --price 2.50          with what a GPU-hour costs
   headway report x7k2 --times               also prints where the time went
@@ -29,7 +30,12 @@ scripts or outside resources. A run of a minute or more that ends well writes it
 
 def main(argv: list[str]) -> int:
     parser = Parser("report", "Writes a run as one self-contained HTML file, to keep or to mail.", _EXAMPLES)
-    parser.add_argument("run", metavar="RUN", help="run directory, id, or beginning or end of an id")
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        nargs="?",
+        help="run directory, id, or beginning or end of an id; else the newest",
+    )
     parser.add_argument("-o", "--output", metavar="FILE", help="write this file instead")
     parser.add_argument(
         "--price", type=above_zero, metavar="X", help="what a GPU-hour costs, in your currency"
@@ -37,7 +43,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--times", action="store_true", help="also print where the time went")
     parser.add_root()
     options = parser.parse_args(argv)
-    runs = resolve([options.run], options.root)
+    runs = resolve([options.run], options.root) if options.run else newest_run(options.root)
     if options.output and len(runs) > 1:
         raise UsageError(
             f"{options.run!r} is a sweep of {len(runs)} runs: leave --output out, or name one run"

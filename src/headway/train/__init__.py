@@ -12,6 +12,7 @@ from headway.train.model.parallel import Ddp, Fsdp, Tp, count_parameters
 from headway.train.model.schedules import scale_lr, warmup_cosine
 from headway.train.pipeline import Pipeline
 from headway.train.resume.ledger_writer import Ledger
+from headway.train.resume.rng import random_state, restore_random_state
 from headway.train.settings import TrainSettings
 from headway.train.stage import Stage
 from headway.train.train_val import TrainValStage
@@ -29,6 +30,8 @@ __all__ = [
     "TrainValStage",
     "count_parameters",
     "empty_parameters",
+    "random_state",
+    "restore_random_state",
     "scale_lr",
     "warmup_cosine",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -12,6 +13,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from headway import data
 from headway.dist import World
 from headway.errors import UsageError
+from headway.run import config_text
+from headway.run.plain import leaves
+from headway.system import files
+from headway.system.jsonlines import parse_json
+from headway.system.log import logger
 from headway.system.text import shorten_list
 from headway.train.diagnose.profiler import asked_window
 from headway.train.metrics.epoch_metrics import EpochMetric
@@ -194,3 +200,29 @@ def check_scheduler(name: str, scheduler: object, *, split: bool) -> None:
             f"the scheduler of optimizer {name!r} was made before its parameter groups were split by mesh: pass a "
             "function that makes the scheduler from the optimizer"
         )
+
+
+def warn_of_unread_sweep(pipe: Pipeline) -> None:
+    """Warns if this run is one of a sweep and none of its values is in the config: are all runs of it the same?"""
+    if not pipe.world.is_root:
+        return
+    try:
+        swept: Mapping[str, str] = parse_json(files.read_regular(pipe.directory.sweep_file))["settings"]
+    except (OSError, ValueError, KeyError, TypeError):  # it is not one, or its record is damaged
+        return
+    known = {_spelled(value) for _, value in leaves(yaml.safe_load(config_text(pipe.config)))}
+    if swept and not known & {_spelled(value) for value in swept.values()}:
+        logger.warning(
+            "none of the values of the sweep (%s) is in the config of the run: the script has to read them, from "
+            "--%s=..., and to put them into hw.Pipeline(config=...)",
+            ", ".join(f"{name}={value}" for name, value in swept.items()),
+            next(iter(swept)),
+        )
+
+
+def _spelled(value: object) -> str:
+    """A setting as text, numbers alike in every spelling: 1e-3 is 0.001."""
+    try:
+        return str(float(str(value)))
+    except ValueError:
+        return str(value).lower()

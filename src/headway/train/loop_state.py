@@ -66,12 +66,12 @@ class StageStatus(Enum):
 class LoopState:
     """The progress of one stage, and what the loop does with it. Users never see it."""
 
+    loop_is_users = True
     advice_for_uneven = "give all ranks equally many"  # if they have different numbers of batches
 
     def __init__(self, stage: Stage, *, log_every: int) -> None:
         check_whole("log_every", log_every)
-        self.stage = stage
-        self.log_every = log_every
+        self.stage, self.log_every = stage, log_every
         self.name = type(stage).__name__.lower()
         self.max_epochs: int | None = None
         self.max_steps: int | None = None

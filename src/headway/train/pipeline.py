@@ -35,6 +35,7 @@ from headway.train.checks import (
     check_scheduler,
     check_stage,
     keep_metric,
+    warn_of_unread_sweep,
     watch_first_steps,
 )
 from headway.train.diagnose import smoke
@@ -330,6 +331,7 @@ class Pipeline(EvaluationMethods, TrackerMethods):
             )  # after a failure, too
             recording = stack.enter_context(record.recording(directory, self.world, config=self.config))
             self._run = directory = recording.run
+            warn_of_unread_sweep(self)
             ranks = {"rank": self.world.rank, "local_rank": self.world.local_rank}
             stack.enter_context(feeding(directory, self._sinks, **ranks))
             self._open_reporter = stack.enter_context(Reporter(directory, self.world, recording.events))

@@ -42,6 +42,7 @@ class TrainValState(LoopState):
     """The progress of a `TrainValStage`: precision, updates, validation."""
 
     stage: TrainValStage
+    loop_is_users = False
     advice_for_uneven = 'give all ranks equally many, or pass uneven="longest"'
 
     def __init__(self, stage: TrainValStage, settings: TrainSettings, *, base: type[TrainValStage]) -> None:

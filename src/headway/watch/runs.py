@@ -141,6 +141,13 @@ def resolve(places: Sequence[str], root: str | os.PathLike[str] = "runs") -> lis
     return list({run.path: run for runs in chosen for run in runs}.values())
 
 
+def newest_run(root: str | os.PathLike[str] = "runs") -> list[Run]:
+    """Returns the newest run under `root`, alone; an error that says how to start one if there is none."""
+    if not (runs := runs_under(root)):
+        raise UsageError(f"there is no run in {root}; start one: headway run train.py")
+    return runs[:1]
+
+
 def _resolve_one(place: str, root: str | os.PathLike[str]) -> list[Run]:
     here = find_runs(place, root)
     sweeps = {member.sweep for run in here if (member := sweep.member(run))}

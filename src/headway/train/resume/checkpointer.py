@@ -408,7 +408,7 @@ class Checkpointer:
         }
         shared = {name: state for name, state in positions.items() if is_global(pipe.datasets[name])}
         local = {
-            "random": rng.capture(pipe.device),
+            "random": rng.random_state(pipe.device),
             "datasets": {name: state for name, state in positions.items() if name not in shared},
             "passes": stage._loop.pass_states() if stage else [],
             "loaders": self.loaders.state_dict(),
@@ -446,7 +446,7 @@ class Checkpointer:
             self._log_world_size_change(loaded.world_size)
 
     def _restore_random(self, local: Mapping[str, Any]) -> None:
-        rng.restore(local["random"], self.pipe.device)
+        rng.restore_random_state(local["random"], self.pipe.device)
         self.loaders.load_state_dict(local.get("loaders", {}))  # older checkpoints have none
 
     def _age_on_disk(self, step: int) -> float:

@@ -57,7 +57,7 @@ class LoaderStates:
     def capture(self, loader: object) -> dict[str, Any]:
         """Returns what the order of a pass that begins now depends on."""
         own = {"generators": generators.capture(loader), "reopened": self._name(loader) in self._began}
-        return rng.capture(self._pipe.device) | own
+        return rng.random_state(self._pipe.device) | own
 
     def open(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Returns the batches of a new pass."""
@@ -65,7 +65,9 @@ class LoaderStates:
         if name is None or not getattr(loader, "persistent_workers", False):
             return open_loader(loader)
         if name not in self._began:
-            self._began[name] = rng.capture(self._pipe.device) | {"generators": generators.capture(loader)}
+            self._began[name] = rng.random_state(self._pipe.device) | {
+                "generators": generators.capture(loader)
+            }
         elif name not in self._opened:  # torch draws the seed of persistent workers in the first pass only
             self._start_workers(name, loader)
         self._opened.add(name)

@@ -12,8 +12,14 @@ import torch
 from torch import Tensor
 
 
-def capture(device: torch.device) -> dict[str, Any]:
-    """Returns the state of all generators that training may draw from."""
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Returns the state of all generators that training may draw from, as plain values: Python, numpy, torch, device.
+
+    A `Pipeline` saves it by itself. In a loop of your own it belongs into `local` of a save, because each rank has its
+    own; without it, dropout draws other numbers after a resume.
+
+        hw.checkpoint.save("checkpoints", state, step=step, local=hw.train.random_state(world.device))
+    """
     name, keys, *rest = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": random.getstate(),
@@ -27,8 +33,14 @@ def capture(device: torch.device) -> dict[str, Any]:
     return state
 
 
-def restore(state: Mapping[str, Any], device: torch.device) -> None:
-    """Restores what `capture` returned; the state of another type of device is ignored."""
+def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Restores what `random_state` returned; the state of another type of device is ignored.
+
+    Call it last, where training resumes: whatever draws numbers after it changes them.
+
+        if loaded.world_size == world.world_size:               # else each rank draws anew
+            hw.train.restore_random_state(loaded.local, world.device)
+    """
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.frombuffer(bytes.fromhex(keys), dtype=np.uint32), *rest))
@@ -42,13 +54,13 @@ def restore(state: Mapping[str, Any], device: torch.device) -> None:
 @contextmanager
 def temporary_state(state: Mapping[str, Any] | None, device: torch.device) -> Iterator[None]:
     """Uses the generators in `state` within the context (unchanged if None), and restores their own state on exit."""
-    before = capture(device)
+    before = random_state(device)
     if state is not None:
-        restore(state, device)
+        restore_random_state(state, device)
     try:
         yield
     finally:
-        restore(before, device)
+        restore_random_state(before, device)
 
 
 def _to_hex(state: Tensor) -> str:

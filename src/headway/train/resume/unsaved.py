@@ -1,11 +1,14 @@
-"""What training changes and no checkpoint has: buffers that are not persistent, and generators that a dataset owns."""
+"""What training changes and no checkpoint has: buffers that are not persistent, generators that a dataset owns, and
+gradients that wait for the next iteration of a user's loop."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from headway.data import DataLoader
 from headway.system.log import logger
@@ -26,6 +29,8 @@ class UnsavedState:
     def __init__(self, pipe: Pipeline) -> None:
         self._pipe = pipe
         self._before: dict[str, Tensor] = {}
+        self._updates: dict[str, tuple[int, object]] = {}  # by optimizer: in which step, with which gradients
+        self._gradients_named = False
 
     def begin(self) -> None:
         """Notes what buffers are before training; warns of generators."""
@@ -34,6 +39,9 @@ class UnsavedState:
             for name, buffer in self._buffers().items()
             if buffer.numel() <= _MOST_ELEMENTS
         }
+        if any(stage._loop.loop_is_users for stage in self._pipe.stages):
+            for name, optimizer in self._pipe.optimizers.items():
+                optimizer.register_step_post_hook(partial(self._note_update, name))
         for name, loader in self._pipe.datasets.items():
             own = generators.find(loader, samples=True) if isinstance(loader, DataLoader) else {}
             if found := [path for path in own if path.startswith("dataset.")]:
@@ -43,7 +51,8 @@ class UnsavedState:
                 )
 
     def check(self) -> None:
-        """Warns of the buffers that training has changed; called where a checkpoint is written."""
+        """Warns of buffers that have changed and of gradients that wait; called where a checkpoint is written."""
+        self._check_gradients()
         if not self._before:
             return
         now = self._buffers()
@@ -58,6 +67,25 @@ class UnsavedState:
                 "first values"
             )
 
+    def _note_update(self, name: str, optimizer: Optimizer, *_: object) -> None:
+        self._updates[name] = self._pipe.steps_done, _gradient(optimizer)
+
+    def _check_gradients(self) -> None:
+        """Warns of an optimizer that the last iteration has not stepped, though its gradients have changed since."""
+        stage, done = self._pipe.current_stage, self._pipe.steps_done
+        if self._gradients_named or stage is None or not stage._loop.loop_is_users:
+            return
+        for name, (at, used) in self._updates.items():
+            gradient = _gradient(self._pipe.optimizers[name])
+            if at < done - 1 and gradient is not None and gradient != used:
+                self._gradients_named = True
+                self._warn(
+                    f"the checkpoint of step {done:,} is within an accumulation: gradients of optimizer {name!r} wait "
+                    "for the next iteration, and a resumed run has lost them; step it in every iteration of "
+                    "self.batches(), or use TrainValStage(accumulate=...)"
+                )
+                return
+
     def _buffers(self) -> dict[str, Tensor]:
         return {
             f"{name}.{path}.{key}" if path else f"{name}.{key}": buffer
@@ -70,3 +98,10 @@ class UnsavedState:
     def _warn(self, message: str) -> None:
         if self._pipe.world.is_root:
             logger.warning(message)
+
+
+def _gradient(optimizer: Optimizer) -> object:
+    """What tells one gradient from another, or from its sum with a later one: of the first parameter that has any."""
+    parameters = (each for group in optimizer.param_groups for each in group["params"])
+    found = next((each.grad for each in parameters if each.grad is not None), None)
+    return None if found is None else (id(found), found._version)
