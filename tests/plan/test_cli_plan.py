@@ -287,3 +287,29 @@ def test_a_search_takes_the_flags_of_a_preset(capsys: pytest.CaptureFixture[str]
     found = json.loads(capsys.readouterr().out)
     assert found["run"] == {} and not any("which was given" in reason for reason in found["reasons"])
     assert {row["trainable"] for row in found["ranked"]} <= {True, False}
+
+
+def test_flags_override_the_plan_file_of_a_search(
+    plan_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file and a flag give what the file with the flag's value gives, also if the value is the default."""
+    plan_file.write_text(GOOD.replace("llama-3.1-8b", "gpt2").replace("h200-sxm8", "dgx-h100"))
+    flags = [
+        "--gpus",
+        "8",
+        "--global-batch",
+        "32",
+        "--precision",
+        "bf16",
+        "--node",
+        "h200-sxm8",
+        "--no-overlap",
+    ]
+    assert verb.main(["search", str(plan_file), *flags, "--price-per-hour=10", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    same = GOOD.replace("llama-3.1-8b", "gpt2").replace("precision: amp", "precision: bf16, overlap: false")
+    same = same.replace("gpus: 16, global_batch: 64", "gpus: 8, global_batch: 32")
+    plan_file.write_text(same.replace("hour: 30", "hour: 10"))
+    assert verb.main(["search", str(plan_file), "--json"]) == 0
+    assert found == json.loads(capsys.readouterr().out)
+    assert found["run"]["run.cost"]["value"] > 0

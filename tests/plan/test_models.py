@@ -377,6 +377,24 @@ def test_a_zero_in_a_config_is_a_sentence(kind: str, key: str, tmp_path: Path) -
         _read({**config, key: 0}, tmp_path)
 
 
+def test_dense_layers_between_those_with_experts_are_counted(tmp_path: Path) -> None:
+    """Qwen3-MoE with experts in every other layer: as transformers 5.22.2 counts it."""
+    config = {"model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 32,
+              "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768,
+              "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936, "tie_word_embeddings": False,
+              "decoder_sparse_step": 2}  # fmt: skip
+    assert _read(config, tmp_path).parameters == 16_936_286_208
+
+
+def test_the_norms_of_falcon_are_counted(tmp_path: Path) -> None:
+    """Falcon 2 11B has one norm for both branches: as transformers 5.22.2 counts it."""
+    config = {"model_type": "falcon", "num_hidden_layers": 60, "hidden_size": 4096, "num_attention_heads": 32,
+              "num_kv_heads": 8, "vocab_size": 65024, "new_decoder_architecture": True, "parallel_attn": True,
+              "bias": False, "alibi": False, "num_ln_in_parallel_attn": 1, "ffn_hidden_size": 16384,
+              "tie_word_embeddings": False}  # fmt: skip
+    assert _read(config, tmp_path).parameters == 11_102_822_400
+
+
 def test_a_sliding_window_saves_scores() -> None:
     model = preset("gpt-oss-20b")
     assert model.parameters == next(

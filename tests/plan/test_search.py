@@ -177,3 +177,13 @@ def test_a_search_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headway.plan.searcher.layouts._MOST_LAYOUTS", 1000)
     with pytest.raises(UsageError, match="more than 1,000 layouts; choose numbers with fewer divisors"):
         search(preset("llama-3.1-70b"), DGX, gpus=720, global_batch=720)
+
+
+def test_reasons_are_about_layouts_of_all_gpus_and_say_what_may_not_fit() -> None:
+    found = search(preset("gpt2"), DGX, gpus=12, global_batch=12)
+    assert any(reason.startswith("tensor parallel 4 in the node") for reason in found.reasons)
+    base, model = Layout(sequence=8192, precision="amp"), preset("llama-3.1-8b")
+    found = search(model, DGX, gpus=16, global_batch=16, base=base, keep=10_000)
+    layout = Layout(dp=16, zero=3, global_batch=16, sequence=8192, precision="amp")
+    assert not next(row for row in found.ranked if row.layout == layout).safe
+    assert any(reason.startswith("fully sharded (FSDP): may not fit: needs ") for reason in found.reasons)

@@ -80,6 +80,16 @@ def test_plan_check_reads_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
     write_plan(run / "plan.json", STEP_S)
     assert cli.main(["check", str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["differs"] is False
+    for wrong in (-1.0, float("nan"), "soon", None):
+        broken = {"answers": {"time.step": {"value": wrong}}}
+        (run / "plan.json").write_text(json.dumps(broken))
+        with pytest.raises(
+            UsageError, match=r"plan.json: time.step is .*expected a value, low and high above 0"
+        ):
+            cli.main(["check", str(run)])
+    (run / "plan.json").write_text('{"answers": {}}')
+    with pytest.raises(UsageError, match=r"nothing of .* can be compared: its plan has neither"):
+        cli.main(["check", str(run)])
     (run / "plan.json").unlink()
     with pytest.raises(UsageError, match=r"has no plan.json; save one with"):
         cli.main(["check", str(run)])

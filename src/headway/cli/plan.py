@@ -92,7 +92,7 @@ class SearchOptions:
     """Best layouts of a model on a number of GPUs: those of a plan file's `search` section, or of a preset."""
 
     what: Annotated[str, Positional("FILE.yaml|PRESET")]
-    """a plan file with a section `search`, or a preset (headway plan list) with the flags below"""
+    """a plan file with a section `search`, or a preset (headway plan list); the flags below override the file"""
     layout: Layout
     workload: Workload
     gpus: Annotated[int | None, positive] = None
@@ -231,7 +231,7 @@ def _search(argv: list[str]) -> int:
     from headway.plan.searcher.layouts import search
 
     options = parse(SearchOptions, argv, verb="plan search")
-    plan = _search_plan(options)
+    plan = _search_plan(options, argv)
     if plan.search is None:
         raise UsageError(f"{options.what} has no 'search'; give search: {{gpus: N, global_batch: B}}")
     found = search(
@@ -272,18 +272,27 @@ def _run_totals(plan: PlanFile, best: Candidate | None) -> dict[str, Quantity]:
     return {key: quantity for key, quantity in found.answers.items() if key.startswith("run.")}
 
 
-def _search_plan(options: SearchOptions) -> PlanFile:
-    """Reads the plan file, or makes a plan of the preset and the flags."""
+def _given_flags(options: SearchOptions, argv: list[str]) -> dict[str, object]:
+    """The values of the flags that are on the command line: a default must not replace what a file says."""
+    words = {word.split("=")[0] for word in argv if word.startswith("--")}
+    names = {word.removeprefix("--").removeprefix("no-").replace("-", "_") for word in words}
+    values = {**vars(options.layout), **vars(options.workload), **vars(options)}
+    return {name: values[name] for name in names}
+
+
+def _search_plan(options: SearchOptions, argv: list[str]) -> PlanFile:
+    """Reads the plan file, which flags override, or makes a plan of the preset and the flags."""
     from headway.plan.input.plan_file import (
         PlanFile,
         SearchSettings,
+        override,
         read_calibration,
         read_plan_file,
     )
     from headway.plan.model.presets import preset
 
     if Path(options.what).suffix in (".yaml", ".yml"):
-        return read_plan_file(options.what)
+        return override(read_plan_file(options.what), _given_flags(options, argv))
     model = preset(options.what)
     if options.gpus is None:
         raise UsageError(

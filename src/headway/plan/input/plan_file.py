@@ -10,6 +10,7 @@ search: {gpus: 64, global_batch: 1024}
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,6 +53,37 @@ class PlanFile:
     workload: Workload
     calibration: Calibration | None
     search: SearchSettings | None = None
+
+
+def override(plan: PlanFile, given: Mapping[str, object]) -> PlanFile:
+    """Returns the plan of a file with what a command line gives beside it: keys of layout, job, search and node.
+
+    `global_batch` is that of the search; the layout of the file keeps its own, and is compared if both are equal.
+    """
+    layout: dict[str, Any] = {f.name: given[f.name] for f in fields(Layout) if f.name in given}
+    job: dict[str, Any] = {f.name: given[f.name] for f in fields(Workload) if f.name in given}
+    batch = layout.pop("global_batch", None)
+    search, node, calibration = plan.search, plan.node, plan.calibration
+    if search is not None or "gpus" in given:
+        search = SearchSettings(
+            gpus=given.get("gpus", search.gpus if search else 0),  # type: ignore[arg-type]
+            global_batch=batch or (search or plan.layout).global_batch,
+            keep=search.keep if search else 20,
+        )
+    if "node" in given:
+        node = read_node(given["node"])
+        calibration = calibration or read_calibration(None, Path(), given["node"])
+    if "price_per_hour" in given:
+        node = copy(node)
+        node.price_per_hour = checks.require_number("node.price_per_hour", given["price_per_hour"])
+    return replace(
+        plan,
+        layout=replace(plan.layout, **layout),
+        workload=replace(plan.workload, **job),
+        node=node,
+        search=search,
+        calibration=calibration,
+    )
 
 
 def read_plan_file(path: str | Path) -> PlanFile:

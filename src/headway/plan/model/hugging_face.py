@@ -65,6 +65,7 @@ def _qwen3_moe(c: HubConfig) -> Transformer:
         experts=c.number("num_experts", c.number("num_local_experts", 0, at_least=0) or None),
         top_k=c.number("num_experts_per_tok"),
         ffn=c.number("moe_intermediate_size"),
+        every=c.number("decoder_sparse_step", 1),
     )
     return replace(_qwen3(c), moe=moe)
 
@@ -187,7 +188,8 @@ def _falcon(c: HubConfig) -> Transformer:
         c.flag("new_decoder_architecture", False),
     )
     keys = c.number("num_kv_heads", heads) if new else 1 if c.flag("multi_query", True) else heads
-    one_norm = not new and c.flag("parallel_attn", True)
+    norms = c.number("num_ln_in_parallel_attn", 2 if new else 1)
+    one_norm = norms != 2 and c.flag("parallel_attn", True)
     return Transformer(
         layers=c.number("num_hidden_layers"),
         hidden=hidden,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TypeGuard
 
 from headway.errors import UsageError
+from headway.plan.checks import shown
 from headway.plan.machine.hardware import GIB
 from headway.plan.report.quantity import Unit, format_value
 from headway.plan.user_files import read_json
@@ -117,4 +118,11 @@ def read_saved_plan(path: str | Path) -> SavedPlan:
     content = read_json(file, what=what, max_bytes=_MAX_BYTES)
     if not isinstance(content, dict) or not isinstance(content.get("answers"), dict):
         raise UsageError(f"{file} is not a plan; write one with: headway plan ... --save {file}")
-    return SavedPlan(title=str(content.get("title", file.stem)), content=content)
+    plan = SavedPlan(title=str(content.get("title", file.stem)), content=content)
+    for key, (name, _) in _ANSWERS.items():
+        if name in content["answers"] and plan.planned(key) is None:  # type: ignore[arg-type]
+            raise UsageError(
+                f"{file}: {name} is {shown(content['answers'][name])}; expected a value, low and high above 0; "
+                f"write it again with: headway plan ... --save {file.name}"
+            )
+    return plan

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import islice
-from math import isqrt
+from math import gcd, isqrt
 from typing import Any
 
 from headway.errors import UsageError
@@ -346,14 +346,16 @@ def _reasons(
         except UsageError as error:
             reasons.append(f"{name}: not possible: {error}")
             continue
-        needed = memory.reserved_bytes(memory.peak(model, layout).allocated, layout, node.device)
-        if needed > node.device.memory_bytes:
-            reasons.append(f"{name}: needs {needed / GIB:.0f} GiB of {node.device.memory_bytes / GIB:.0f}")
-        else:
-            ratio = step_time(model, layout, node, constants).total / best.seconds
-            reasons.append(
-                f"{name}: fits, {ratio - 1:+.0%} step time" if ratio > 1.005 else f"{name}: as fast"
-            )
+        allocated, capacity = memory.peak(model, layout).allocated, node.device.memory_bytes
+        needed = memory.reserved_bytes(allocated, layout, node.device)
+        most = memory.reserved_range(allocated, layout, node.device)[1]
+        if needed > capacity:
+            reasons.append(f"{name}: needs {needed / GIB:.0f} GiB of {capacity / GIB:.0f}")
+            continue
+        change = step_time(model, layout, node, constants).total / best.seconds - 1
+        speed = "as fast" if abs(change) <= 0.005 else f"{change:+.0%} step time"
+        unsure = f"may not fit: needs {needed / GIB:.0f} to {most / GIB:.0f} GiB of {capacity / GIB:.0f}"
+        reasons.append(f"{name}: {'fits' if most <= capacity else unsure}, {speed}")
     return reasons
 
 
@@ -405,18 +407,18 @@ def _shape(layout: Layout) -> tuple[int, ...]:
 
 
 def _common_layouts(node: Node, gpus: int) -> list[tuple[str, dict[str, object]]]:
-    inside = min(node.gpus, gpus)
+    inside = gcd(node.gpus, gpus)  # whole groups, and each inside a node
     common: list[tuple[str, dict[str, object]]] = [
         ("plain data parallel (DDP)", {"dp": gpus, "zero": 0}),
         ("fully sharded (FSDP)", {"dp": gpus, "zero": 3}),
         ("fully sharded, blocks checkpointed", {"dp": gpus, "zero": 3, "recompute": "full"}),
     ]
-    if gpus > 1:
+    if inside > 1:
         split: dict[str, object] = {
             "tp": inside,
             "dp": gpus // inside,
             "zero": 1,
-            "sequence_parallel": inside > 1,
+            "sequence_parallel": True,
         }
         common.append((f"tensor parallel {inside} in the node, ZeRO 1 across", split))
     return common
