@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from test_trace import ROWS, settings
+from truth import h200_rows, h200_settings
 
 from headway.plan.tracer.measurement import measure_module
 
@@ -22,12 +22,17 @@ NO_GPU = shutil.which("nvidia-smi") is None
 )
 def test_predicted_against_measured(index: int, also: tuple[int, ...]) -> None:
     """One measured batch size calibrates; the others must come out within 10 %, all peaks within 2 %."""
-    found = measure_module(settings(index), also=also)
+    found = measure_module(h200_settings(index), also=also)
     print(*found.notes, sep="\n")
     for row in found.rows:
         print(
-            ROWS[index]["name"], row.batch_size, f"time {row.time_error:+.1%}, memory {row.memory_error:+.2%}"
+            h200_rows()[index]["name"],
+            row.batch_size,
+            f"time {row.time_error:+.1%}, memory {row.memory_error:+.2%}",
         )
     for row in found.rows:
-        assert row.memory_error is not None and abs(row.memory_error) < 0.02, (ROWS[index]["name"], row)
-        assert row.fitted or abs(row.time_error) < 0.10, (ROWS[index]["name"], row)
+        assert row.memory_error is not None and abs(row.memory_error) < 0.02, (
+            h200_rows()[index]["name"],
+            row,
+        )
+        assert row.fitted or abs(row.time_error) < 0.10, (h200_rows()[index]["name"], row)
