@@ -124,4 +124,5 @@ def group_of(item: pytest.Item) -> str | None:
 
 
 def _parameters(item: pytest.Item) -> set[str]:
-    return set(map(str, item.callspec.params.values())) if hasattr(item, "callspec") else set()
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return {each for each in values if isinstance(each, str)}
