@@ -131,11 +131,15 @@ def main(argv: list[str]) -> int:
 
 def write_bash(commands: Sequence[Command]) -> str:
     """Returns the script for bash."""
-    return _BASH.format(
+    return _fill(_BASH, commands, map(_bash_command, commands), _bash_values(commands))
+
+
+def _fill(template: str, commands: Sequence[Command], cases: Iterable[str], values: Iterable[str]) -> str:
+    return template.format(
         version=headway.__version__,
         paths=_paths(commands),
-        commands="\n".join(map(_bash_command, commands)),
-        values="\n".join(_bash_values(commands)),
+        commands="\n".join(cases),
+        values="\n".join(values),
     )
 
 
@@ -165,12 +169,7 @@ def _bash_values(commands: Sequence[Command]) -> Iterator[str]:
 
 def write_zsh(commands: Sequence[Command]) -> str:
     """Returns the script for zsh."""
-    return _ZSH.format(
-        version=headway.__version__,
-        paths=_paths(commands),
-        commands="\n".join(map(_zsh_command, commands)),
-        values="\n".join(_zsh_values(commands)),
-    )
+    return _fill(_ZSH, commands, map(_zsh_command, commands), _zsh_values(commands))
 
 
 def _zsh_command(command: Command) -> str:
