@@ -5,8 +5,8 @@
 A photo has about 500 x 375 pixels and 72 kB; 2 crops of 224 pixels and 8 of 96 are made of it, with all of DINOv2's
 changes of color, to bf16. Two decoders alone are measured, each called for a whole batch at a time by one thread:
 torchvision's, and headway's own use of the same library, which is the limit. Rounds are interleaved and medians
-printed, because machines are shared. The floor of the kernels is the time that the bytes which they must read and write
-take, at the rate of a large copy on the same device.
+printed, because machines are shared. Where DALI is installed, its pipeline runs in the same rounds. The floor of the
+kernels is the time that the bytes which they must read and write take, at the rate of a large copy on the same device.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from importlib.util import find_spec
 from itertools import islice, pairwise, repeat
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from typing import Any
 import numpy as np
 import simplejpeg
 import torch
+from multicrop_dali import DaliMultiCrop
 from torchvision.io import decode_jpeg
 
 from headway.data import MultiCrop, ShardLoader, pack
@@ -287,7 +289,8 @@ def main() -> None:
             "from memory": partial(from_memory, photos),
             "from shards": shards,
         }
-        rates: dict[str, list[float]] = {name: [] for name in (*decoders, *contenders)}
+        peers = {"DALI": DaliMultiCrop(photos)} if find_spec("nvidia.dali") else {}
+        rates: dict[str, list[float]] = {name: [] for name in (*decoders, *contenders, *peers)}
         for _ in range(options.rounds):
             for name, decoder in decoders.items():
                 repeat_decode(decoder, WARM_UP)
@@ -297,6 +300,9 @@ def main() -> None:
                 take(batches, WARM_UP)
                 rates[name].append(timed(partial(take, batches, options.batches)))
                 batches.close()  # or what it prefetches would slow down the next one
+            for name, peer in peers.items():
+                peer.run(WARM_UP)
+                rates[name].append(timed(partial(peer.run, options.batches)))
         results["images/s"] = {name: statistics.median(each) for name, each in rates.items()}
         limit, torchvision = (results["images/s"][name] for name in ("decoder", "torchvision"))
         for name, each in rates.items():
@@ -306,6 +312,12 @@ def main() -> None:
                 f"torchvision's  {[round(value) for value in each]}",
                 flush=True,
             )
+        for name in peers:
+            for own in contenders:
+                print(
+                    f"{own} / {name}: {results['images/s'][own] / results['images/s'][name]:.2f} x",
+                    flush=True,
+                )
         if not options.no_training:
             loaded = shards()
             fixed = next(loaded)
