@@ -39,9 +39,11 @@ from waiting import check_exit
 
 import headway as hw
 from headway.errors import Stopped
+from headway.run import Run
 from headway.testing import ranks
 from headway.train import Callback, Fsdp, Pipeline, Stage
 from headway.train.evaluate import val_schedule
+from headway.watch.report import account_run
 
 alone = pytest.mark.usefixtures("alone")
 
@@ -682,6 +684,16 @@ def test_other_numbers_of_ranks_see_the_same_samples(
     assert [each["exit_code"] for each in attempts] == [1] * (len(sizes) - 1) + [0]
     for before, after in pairwise(attempts):
         assert after["step_started"] > before["step_started"]
+    assert attempts[0]["step_ended"] in (6, 7), "rank 0 recorded it when rank 1 was gone"
+    if len(sizes) > 2:
+        assert attempts[1]["step_ended"] == attempts[1]["step_started"] + 5, (
+            "its agent recorded it for rank 0"
+        )
+    repeated = account_run(Run.open(run)).repeated
+    made = len(
+        (tmp_path / "steps-0.jsonl").read_text().splitlines()
+    )  # with one that a kill cut short, perhaps
+    assert repeated.is_exact and repeated.count in (made - 16, made - 15)
 
 
 class Timed(Traced):

@@ -17,7 +17,10 @@ from headway.cli import main
 from headway.record import attempt
 from headway.run import Run
 from headway.watch.report import account, figures, render
+from headway.watch.report.accounting import count_repeated
 from headway.watch.view import RunView
+from headway.watch.view.metric_rows import StepRange
+from headway.watch.view.run_view import timestamp
 from headway.watch.view.series import Series, smoothed
 
 VOID = {"meta", "br", "circle", "line", "polyline"}
@@ -168,11 +171,45 @@ def test_the_account_adds_up_and_restarts_cost(tmp_path: Path) -> None:
     times = account(view, view.refresh(), run.info()["attempts"])
     assert times.total_s == pytest.approx(250) and times.between_s == pytest.approx(100)
     assert sum(times.parts.values()) == pytest.approx(250)
-    assert times.repeated_steps == pytest.approx(200, abs=10), "steps 801 to 1,000 came twice"
+    assert times.repeated.count == pytest.approx(200, abs=10), "steps 801 to 1,000 came twice"
+    assert not times.repeated.is_exact, "log points do not say where an attempt begins and ends"
     assert times.parts["repeated"] == pytest.approx(20, rel=0.1), "at a tenth of a second each"
     assert times.parts["data"] == pytest.approx(30), "150 log points with 0.2 s each"
     assert times.goodput == pytest.approx((150 * 0.78 - 20) / 250, rel=0.05)
     assert times.rank_hours == pytest.approx(250 * 2 / 3600)
+
+
+# each attempt: its first and last step in run.json, and the steps of its log points
+@pytest.mark.parametrize(
+    ("attempts", "repeated"),
+    [
+        pytest.param([(0, 25, (10, 20)), (10, 40, (20, 30, 40))], "15 steps repeated", id="recorded"),
+        pytest.param([(0, None, (10, 20)), (10, 40, (20, 30))], "at least 10 steps repeated", id="killed"),
+        pytest.param([(0, 20, (10, 20)), (20, 40, (30, 40))], "0 steps repeated", id="stopped"),
+        pytest.param(
+            [(0, 25, (10, 20)), (10, 18, ()), (10, 30, (30,))], "23 steps repeated", id="repeated twice"
+        ),
+        pytest.param([(0, 25, ()), (None, None, ()), (20, None, (30,))], "5 steps repeated", id="no step"),
+        pytest.param([(0, 25, ()), (20, None, ())], "at least 0 steps repeated", id="no log point yet"),
+        pytest.param([(0, None, ()), (0, None, (10,))], "at least 0 steps repeated", id="nothing known"),
+    ],
+)
+def test_repeated_steps_are_counted_exactly_or_at_least(
+    attempts: list[tuple[int | None, int | None, tuple[int, ...]]], repeated: str
+) -> None:
+    facts: list[dict[str, Any]] = []
+    ranges: list[StepRange] = []
+    for number, (first, last, points) in enumerate(attempts):
+        steps = {"step_started": first, "step_ended": last}
+        facts.append({"started": f"2026-11-15T{number:02}:00:00+00:00"})
+        facts[-1] |= {name: step for name, step in steps.items() if step is not None}
+        begin = timestamp(facts[-1]["started"])
+        for point in points:
+            if ranges and point > ranges[-1].last_step:
+                ranges[-1] = ranges[-1]._replace(last_step=point, last_time=begin + point)
+            else:
+                ranges.append(StepRange(point, begin + point, point, begin + point))
+    assert str(count_repeated(facts, ranges)) == repeated
 
 
 def test_a_long_run_writes_its_report_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

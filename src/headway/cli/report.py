@@ -10,7 +10,6 @@ from rich.text import Text
 from headway.cli.parser import Parser, above_zero
 from headway.cli.screen import console
 from headway.errors import DONE, UsageError
-from headway.system.text import plural
 from headway.watch.report import PARTS, TimeAccount, account_run, write_report
 from headway.watch.runs import newest_run, resolve
 
@@ -68,6 +67,6 @@ def time_table(times: TimeAccount) -> Table:
             table.add_row(
                 Text(name, "bold"), f"{seconds:.1f} s", f"{share:.0%}", bar, Text(PARTS[name], "dim")
             )
-    repeated = f", {plural(times.repeated_steps, 'step')} repeated" if times.repeated_steps else ""
+    repeated = f", {times.repeated}" if times.repeated.count else ""
     table.add_row("total", f"{times.total_s:.1f} s", "", "", Text(f"of all attempts{repeated}", "dim"))
     return table

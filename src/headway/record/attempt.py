@@ -15,6 +15,7 @@ from typing import cast, final
 from headway import schedulers
 from headway.dist import World
 from headway.dist.collective import from_root
+from headway.dist.failure import HEARTBEAT
 from headway.dist.failure.record import FailureRecord
 from headway.dist.shared_run import at_failure, use_run, use_terminal
 from headway.errors import DONE, INTERRUPTED, HeadwayError, RunLocked, Stopped, StorageError
@@ -135,12 +136,14 @@ def _numbered(run: Run, world: World) -> Iterator[tuple[int, EventLog]]:
     error: BaseException | None = None
     lock, ended = threading.Lock(), False
 
-    def end(status: str, code: int, text: str, why: str, **facts: object) -> None:
+    def end(
+        status: str, code: int, text: str, why: str, last_step: int | None = None, **facts: object
+    ) -> None:
         """Records the end once. A second caller waits for the first: it may end this process when this returns."""
         nonlocal ended
         with lock:
             if not ended:
-                run.end_attempt(number, status=status, exit_code=code, why=why)
+                run.end_attempt(number, status=status, exit_code=code, why=why, step=last_step)
                 if run.is_ours():
                     events.write(cast(EventKind, status), text, exit_code=code, **facts)
             ended = True
@@ -149,7 +152,8 @@ def _numbered(run: Run, world: World) -> Iterator[tuple[int, EventLog]]:
         # another rank failed: this one may not get to its `finally`
         status = "interrupted" if record["kind"] == "interrupted" else "failed"
         text = f"rank {record.get('rank')}: {record.get('error')}"
-        end(status, record["exit_code"], text, text, failed_rank=record.get("rank"), step=record.get("step"))
+        failed = {"failed_rank": record.get("rank"), "step": record.get("step")}
+        end(status, record["exit_code"], text, text, HEARTBEAT.step, **failed)
 
     with recording_events(run, rank=0, attempt=number) as events, at_failure(cut_short):
         where = f"{plural(world.world_size, 'rank')} on {plural(world.nodes, 'node')}"

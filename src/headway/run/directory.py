@@ -282,9 +282,12 @@ class Run(RunPaths):
     def _newest(self) -> int:
         return len(self.info()["attempts"])
 
-    def end_attempt(self, number: int, *, status: str, exit_code: int, why: str = "") -> None:
+    def end_attempt(
+        self, number: int, *, status: str, exit_code: int, why: str = "", step: int | None = None
+    ) -> None:
         """Records how an attempt ended: "done", "failed", "stopped" (may be resumed) or "interrupted", and why.
 
+        `step` is the last step that it made, for a caller that knows it where rank 0 may not have recorded it.
         An attempt that another one followed has ended when that began, and writes nothing: run.json is no longer its
         own.
         """
@@ -296,7 +299,10 @@ class Run(RunPaths):
             )
         if number < len(info["attempts"]) or not self.is_ours():
             return
-        info["attempts"][number - 1] |= {
+        attempt = info["attempts"][number - 1]
+        if step is not None and "step_started" in attempt:
+            attempt.setdefault("step_ended", step)
+        attempt |= {
             "status": status,
             "exit_code": exit_code,
             "ended": format_time(datetime.now(UTC)),
@@ -305,7 +311,7 @@ class Run(RunPaths):
         with files.storage(f"end attempt {number} in {self.path}"):
             write_info(self.path, info)
 
-    def end_killed_attempt(self, pid: int, exit_code: int, *, why: str = "") -> None:
+    def end_killed_attempt(self, pid: int, exit_code: int, *, why: str = "", step: int | None = None) -> None:
         """Records how the last attempt ended, if it is that of process `pid` of this host and nobody has recorded it.
 
         For the parent of rank 0, which knows how that ended and may be the only one left to record it.
@@ -319,7 +325,7 @@ class Run(RunPaths):
         )
         if is_killed and exit_code:  # a rank 0 that left with 0 in the middle of its attempt has not said how
             status = _STATUS_BY_CODE.get(exit_code, "failed")
-            self.end_attempt(len(attempts), status=status, exit_code=exit_code, why=why)
+            self.end_attempt(len(attempts), status=status, exit_code=exit_code, why=why, step=step)
 
     def was_replaced(self) -> bool:
         """Returns whether the scheduler has started the job of this process again, and the run is the newer start's."""

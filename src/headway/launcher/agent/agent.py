@@ -151,7 +151,8 @@ class Agent:
             return
         try:
             run = Run.open(path).held_as(beat.owner if beat else None)
-            run.end_killed_attempt(self._pids[0], int(mine["exit_code"]), why=reason(mine))
+            step = beat.step if beat else None
+            run.end_killed_attempt(self._pids[0], int(mine["exit_code"]), why=reason(mine), step=step)
         except HeadwayError as error:  # the disk may be what failed; the next attempt records it
             logger.error("%s", error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,9 @@ from typing import Any, final
 
 from headway.run import Run
 from headway.system.jsonlines import is_count
+from headway.system.text import plural
 from headway.watch.view import RunView, Snapshot
+from headway.watch.view.metric_rows import StepRange
 from headway.watch.view.run_view import timestamp
 
 _TRAINING = ("compute", "optimizer")
@@ -28,6 +31,24 @@ PARTS = {
 
 @final
 @dataclass(frozen=True, kw_only=True)
+class RepeatedSteps:
+    """How many steps were trained again after restarts.
+
+    >>> str(RepeatedSteps(count=15, is_exact=False))
+    'at least 15 steps repeated'
+    """
+
+    count: int
+    is_exact: bool
+    """False if nobody was left to record how far an attempt had come: its last log point is known, and not its steps
+    after it"""
+
+    def __str__(self) -> str:
+        return f"{'' if self.is_exact else 'at least '}{plural(self.count, 'step')} repeated"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
 class TimeAccount:
     """Where the time of all attempts went, in seconds of rank 0, and what it cost."""
 
@@ -37,7 +58,7 @@ class TimeAccount:
     """of all attempts"""
     between_s: float
     """between attempts: in the queue, or until somebody started the run again"""
-    repeated_steps: int
+    repeated: RepeatedSteps
     rank_hours: float
     """hours of all ranks together, which are GPU-hours if each has a GPU"""
 
@@ -66,7 +87,8 @@ def account(view: RunView, snapshot: Snapshot, attempts: Sequence[Mapping[str, A
     total = sum(end - begin for begin, end in spans)
     seconds = view.metrics.seconds
     trained = sum(seconds.get(phase, 0.0) for phase in _TRAINING)
-    repeated = min(trained, view.metrics.lost_steps * (snapshot.speed.step_median_s or 0.0))
+    again = count_repeated(attempts, view.metrics.step_ranges)
+    repeated = min(trained, again.count * (snapshot.speed.step_median_s or 0.0))
     parts = {
         "training": trained - repeated,
         "repeated": repeated,
@@ -86,9 +108,36 @@ def account(view: RunView, snapshot: Snapshot, attempts: Sequence[Mapping[str, A
         parts=parts,
         total_s=total,
         between_s=sum(gaps),
-        repeated_steps=view.metrics.lost_steps,
+        repeated=again,
         rank_hours=hours,
     )
+
+
+def count_repeated(attempts: Sequence[Mapping[str, Any]], ranges: Sequence[StepRange]) -> RepeatedSteps:
+    """Counts the steps that attempts made again: from where each resumed to where those before it had come.
+
+    Both are in run.json. Where they are not, log points say the least that it can be.
+    """
+    begins = [timestamp(each.get("started")) for each in attempts]
+    count, reached, is_exact, is_reached_exact = 0, -1, True, True
+    for attempt, begin, end in zip(attempts, begins, [*begins[1:], math.inf], strict=True):
+        first = min((each.first_step for each in ranges if begin <= each.first_time < end), default=None)
+        last = max((each.last_step for each in ranges if begin <= each.last_time < end), default=0)
+        started, ended = _step(attempt, "step_started"), _step(attempt, "step_ended")
+        if started is None and first is None:
+            continue  # it made no step
+        begun = started if started is not None else (first or 1) - 1
+        stopped = ended if ended is not None else max(begun, last)
+        count += max(0, min(stopped, reached) - begun)
+        if reached >= 0:  # not the first
+            is_exact &= started is not None and is_reached_exact and (ended is not None or stopped >= reached)
+        reached, is_reached_exact = max(reached, stopped), is_reached_exact and ended is not None
+    return RepeatedSteps(count=count, is_exact=is_exact)
+
+
+def _step(attempt: Mapping[str, Any], name: str) -> int | None:
+    step = attempt.get(name)
+    return step if is_count(step) else None
 
 
 def _span(attempt: Mapping[str, Any], snapshot: Snapshot) -> tuple[float, float]:

@@ -203,8 +203,8 @@ def _times(times: TimeAccount) -> str:
         for name, seconds in times.parts.items()
         if seconds > 0
     ]
-    if times.repeated_steps:
-        rows.append(("", f"{plural(times.repeated_steps, 'step')} repeated", "", ""))
+    if times.repeated.count:
+        rows.append(("", str(times.repeated), "", ""))
     if times.between_s >= 1:
         rows.append(
             (

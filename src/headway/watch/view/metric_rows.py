@@ -31,6 +31,15 @@ _MAX_PARTS = 8
 """parts of the file that are read again to see more of a range of steps"""
 
 
+class StepRange(NamedTuple):
+    """Log points without a step back; an attempt that repeats steps begins another range."""
+
+    first_step: int
+    first_time: float
+    last_step: int
+    last_time: float
+
+
 class FilePart(NamedTuple):
     """A part of the metrics file, and the steps of its rows."""
 
@@ -54,8 +63,7 @@ class MetricRows:
         self.last: Row = {}
         """the newest row of a log point"""
         self.data: Mapping[str, Any] = {}
-        self.lost_steps = 0
-        """steps that restarts repeated"""
+        self.step_ranges: list[StepRange] = []
         self.phases: dict[str, Series] = {}
         """seconds per step in each phase"""
         self.samples = Series()
@@ -247,10 +255,17 @@ class MetricRows:
                 if passed > 0:
                     self._paces.append(passed / (step - before["step"]))
             elif before:
-                self.lost_steps += before["step"] - step + 1
                 self.forget_pace()
+            self._extend_range(step, float(row["time"]))
             self.last, self._pause_s = row, 0.0
         self._recent.append(row)
+
+    def _extend_range(self, step: int, time: float) -> None:
+        last = self.step_ranges[-1] if self.step_ranges else None
+        if last is None or step <= last.last_step:
+            self.step_ranges.append(StepRange(step, time, step, time))
+        else:
+            self.step_ranges[-1] = last._replace(last_step=step, last_time=time)
 
     def _add_phases(self, row: Row, step: int, steps: int) -> None:
         """Adds the seconds per step, where it is known for how many steps the seconds are."""
