@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from headway.cli import main
 from headway.errors import UsageError
 from headway.launcher.sweep import grid
 from headway.launcher.targets import read_target
@@ -310,6 +311,83 @@ def test_dlcalc_experts_are_imported_as_they_are() -> None:
 def test_dlcalc_keys_are_refused_by_name(old: str, new: str, sentence: str) -> None:
     with pytest.raises(UsageError, match=re.escape(sentence)):
         import_dlcalc(yaml.safe_load(MIXTRAL_DLCALC.replace(old, new)))
+
+
+# what `3dtrn` of dlcalc 0.2.0 prints for these two files
+LLAMA_DLCALC = """
+model: {n_layers: 80, hidden_sz: 8192, inter_sz: 28672, n_q_heads: 64, n_kv_heads: 8, head_dim: 128,
+  vocab_sz: 128256, glu: true, rotary_embeds: true, dropout: false, tie_embeddings: false}
+parallelism: {tp: 8, cp: 1, pp: 4, dp: 32, vpp: 1, sp: true, zero_level: 1, n_param_buckets: 5}
+performance: {activation_checkpointing_type: super-selective}
+data: {gbs: 1024, seqlen: 8192, microbatch_sz: 1}
+hardware: {node_type: p5.48xlarge}
+"""
+EXPERTS_DLCALC = (
+    MIXTRAL_DLCALC.replace("moe_frequency: 0.5", "moe_frequency: 1.0")
+    .replace("tp: 4, pp: 2, dp: 8, vpp: 1", "tp: 2, pp: 2, dp: 16, vpp: 2")
+    .replace("n_param_buckets: 5", "n_param_buckets: 4")
+    .replace("gbs: 256", "gbs: 512")
+    .replace("p5.48xlarge", "p4de.24xlarge")
+)
+GIB, MB = 2**30, 1e6
+
+
+@pytest.mark.parametrize(
+    ("file", "figures"),
+    [
+        (
+            LLAMA_DLCALC,
+            {
+                "parameters": 70.55e9,
+                "memory.part.weights": 4.230 * GIB,
+                "memory.part.gradients": 8.459 * GIB,
+                "memory.in_flight": 4,
+                "time.microbatches": 32,
+                "time.bubble": 0.0938,
+                "bucket": 454.15 * 4 * MB,
+                "optimizer": (0.132 * 2 + 0.264 + 0.264) * GIB,  # dlcalc keeps master weights in 2 bytes
+            },
+        ),
+        (
+            EXPERTS_DLCALC,
+            {
+                "parameters": 46.70e9,
+                "parameters.active": 12.88e9,
+                "memory.part.weights": 5.997 * GIB,
+                "memory.part.gradients": 11.995 * GIB,
+                "time.microbatches": 32,
+                "time.bubble": 0.0156,
+                "bucket": 804.95 * 4 * MB,
+            },
+        ),
+    ],
+    ids=["llama", "experts"],
+)
+def test_figures_of_dlcalc_that_must_agree(file: str, figures: dict[str, float]) -> None:
+    plan = parse_plan(import_dlcalc(yaml.safe_load(file)))
+    answers = estimate(plan.model, plan.layout, plan.node).answers
+    found = {key: answer.value for key, answer in answers.items()}
+    found |= {"bucket": plan.layout.bucket_MB * MB, "optimizer": found["memory.part.optimizer"]}
+    assert {key: found[key] for key in figures} == pytest.approx(figures, rel=4e-3)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("b300", "dgx-b300"), ("gb300", "gb300-nvl72")])
+def test_every_gpu_node_of_dlcalc_has_its_name_here(theirs: str, ours: str) -> None:
+    file = LLAMA_DLCALC.replace("p5.48xlarge", theirs).replace("dp: 32", "dp: 36").replace("1024", "1152")
+    assert parse_plan(import_dlcalc(yaml.safe_load(file))).node.name == ours
+
+
+def test_words_of_dlcalc_that_a_plan_only_comes_near_to_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "old.yaml").write_text(LLAMA_DLCALC.replace("rotary_embeds: true", "rotary_embeds: false"))
+    assert main(["plan", "import-dlcalc", str(tmp_path / "old.yaml")]) == 0
+    shown = capsys.readouterr().out
+    assert "# super-selective became sac, the nearest" in shown and "# rotary_embeds: false became" in shown
+    assert yaml.safe_load(shown)["layout"]["recompute"] == "sac"
+    (tmp_path / "old.yaml").write_text(MIXTRAL_DLCALC)
+    assert main(["plan", "import-dlcalc", str(tmp_path / "old.yaml")]) == 0
+    assert "#" not in capsys.readouterr().out
 
 
 def test_padding_of_experts_costs_time_and_is_not_counted_as_work() -> None:

@@ -311,11 +311,15 @@ def _search_plan(options: SearchOptions, argv: list[str]) -> PlanFile:
 def _import_dlcalc(argv: list[str]) -> int:
     import yaml
 
-    from headway.plan.input.dlcalc import import_dlcalc
+    from headway.plan.input.dlcalc import approximations, import_dlcalc
     from headway.plan.yaml_reader import read_yaml
 
     options = parse(ImportOptions, argv, verb="plan import-dlcalc")
-    print(yaml.safe_dump(import_dlcalc(read_yaml(options.file)), sort_keys=False), end="")
+    old = read_yaml(options.file)
+    plan = import_dlcalc(old)
+    for sentence in approximations(old):
+        print(f"# {sentence}")
+    print(yaml.safe_dump(plan, sort_keys=False), end="")
     return 0
 
 

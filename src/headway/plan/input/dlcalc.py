@@ -16,6 +16,8 @@ _NODES = {
     "p5e.48xlarge": "aws-p5e",
     "p5en.48xlarge": "aws-p5en",
     "p6-b200.48xlarge": "aws-p6-b200",
+    "b300": "dgx-b300",
+    "gb300": "gb300-nvl72",
 }
 _RECOMPUTE = {
     "none": "none",
@@ -66,6 +68,22 @@ def import_dlcalc(data: Mapping[str, object]) -> dict[str, object]:
         gradients = parsed.layout.element_bytes.gradient * (rank.shared + rank.experts)
         plan["layout"] = {**_section(plan, "layout"), "bucket_MB": round(gradients / buckets / 1e6, 3)}
     return plan
+
+
+def approximations(data: Mapping[str, object]) -> list[str]:
+    """Returns a sentence for each word of a dlcalc file for which a plan has only one that is near it."""
+    speed, model = _section(data, "performance"), _section(data, "model")
+    found = []
+    if speed.get("activation_checkpointing_type") == "super-selective":
+        found.append(
+            "super-selective became sac, the nearest: it also recomputes every other matrix product, so it keeps fewer "
+            "activations and takes longer"
+        )
+    if model.get("rotary_embeds") is False:
+        found.append(
+            "rotary_embeds: false became learned positions, LayerNorm and biases, as in GPT-2: see position, norm, bias"
+        )
+    return found
 
 
 def _model(model: Mapping[str, object], batch: Mapping[str, object]) -> dict[str, object]:
@@ -142,7 +160,8 @@ def _layout(
 def _node(name: object) -> str:
     if str(name) not in _NODES:
         raise UsageError(
-            f"{unknown_name('value of hardware.node_type', name, _NODES)}; for another node, write a plan file"
+            f"{unknown_name('value of hardware.node_type', name, _NODES)}; for another node, import with one of "
+            "these, then change `node` in the plan file to a name of: headway plan list"
         )
     return _NODES[str(name)]
 
