@@ -134,6 +134,22 @@ def test_a_code_that_the_script_catches_is_not_its_own(monkeypatch: pytest.Monke
     assert code.given == 0
 
 
+def test_os_exit_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is done before it may fail, such as to write that the script has ended: that is reported."""
+    ended: list[int] = []
+    reported: list[BaseException] = []
+    monkeypatch.setattr(sys, "exit", sys.exit)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(sys, "excepthook", lambda _, error, __: reported.append(error))
+    code = ExitCode()
+    for status, fails, wanted in ((0, False, 0), (0, True, 1), (3, True, 3)):
+        code.watch(lambda fails=fails: 1 / 0 if fails else None)
+        os._exit(status)
+        assert ended.pop() == wanted and not ended
+    code.restore()
+    assert [type(error) for error in reported] == [ZeroDivisionError], "one that fails is not called at all"
+
+
 def test_an_interpreter_that_is_stuck_exits_too(
     child: Child,
 ) -> None:

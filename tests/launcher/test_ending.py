@@ -315,6 +315,26 @@ def test_an_agent_that_was_ended_for_the_failure_of_a_rank_does_not_hide_it(
     assert "\nValueError: 7\n" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("start")
+@pytest.mark.parametrize(
+    ("pre", "prepared", "said"),
+    [
+        ((), False, "ended without a record; the exit status of its step is 9"),
+        (("/data",), True, "ended without a record; the exit status of its step is 9"),
+        (("/data",), False, "the step that copies data to the nodes exited with code 9"),
+    ],
+)
+def test_a_status_is_that_of_the_agents_unless_the_nodes_are_not_prepared(
+    pre: tuple[str, ...], prepared: bool, said: str, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a scheduler gives it whose script waits for the agents itself."""
+    JobFile(program=Program(command=["train"]), target=Slurm(pre=pre, requeue=False)).write(run)
+    if prepared:
+        Team(run.launch_dir / "7-0", number=0, size=1).show_life({"host": "n1", "exit_code": 0})
+    assert epilogue.main(str(run.path), "9") == 1
+    assert said in capsys.readouterr().err
+
+
 def test_an_agent_that_fails_says_why_to_the_job(tmp_path: Path) -> None:
     def fail() -> dict[str, str]:
         raise HeadwayError("no disk here")

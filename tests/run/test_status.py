@@ -90,6 +90,14 @@ def test_every_end_but_a_good_one_has_a_reason_that_stays(ending: str, code: int
     assert "why" not in run.info()["attempts"][-1], "an attempt of an older version"
 
 
+def test_the_end_is_recorded_without_a_readable_run_json(run: Run) -> None:
+    """A file server that fails for a moment must not hide why a job ended, nor keep it from being queued again."""
+    run.info_file.write_text("{")
+    record_end(run, 143, error="out of time")
+    ended = json.loads(run.ended_file.read_text())
+    assert (ended["exit_code"], ended["error"], ended["exit_s"]) == (143, "out of time", None)
+
+
 def test_running_needs_a_sign_of_life(run: Run) -> None:
     number = run.begin_attempt(world={})
     assert state(run) == ("lost", "it ended without recording how")

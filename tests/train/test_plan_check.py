@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing.context
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -149,12 +151,12 @@ class Greedy(TrainValStage):
         return self.models["net"](batch[0]).square().mean()
 
 
-def traced_pipe(root: Path, width: int, rows: int) -> Pipeline:
+def traced_pipe(root: Path, width: int, rows: int, collate_fn: Any = None) -> Pipeline:
     data = torch.utils.data.TensorDataset(torch.randn(8 * rows, width))
     pipe = Pipeline(name="traced", root=root)
     pipe.register_model("net", Blocks(width), ema=0.9)
     pipe.register_optimizer("adamw", lambda params: torch.optim.AdamW(params))
-    pipe.register_dataset("train", hw.data.DataLoader(data, batch_size=rows))
+    pipe.register_dataset("train", hw.data.DataLoader(data, batch_size=rows, collate_fn=collate_fn))
     pipe.enable_plan()
     return pipe
 
@@ -202,6 +204,29 @@ def test_what_would_have_fitted_is_said_when_memory_runs_out(
         in said
     )
     assert "batches of 2048" not in said  # 0.96 GiB
+
+
+def with_lock(samples: list[Any]) -> list[Any]:
+    return [torch.stack([sample[0] for sample in samples]), threading.Lock()]
+
+
+@pytest.mark.parametrize("why", ["a batch cannot be sent", "the tracing process ended"])
+def test_a_step_that_cannot_be_traced_is_trained(
+    why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody asked for the plan alone: what another process cannot get, or its end, costs the plan."""
+    pipe = traced_pipe(tmp_path / "runs", 8, 4, with_lock if why.startswith("a batch") else None)
+    if why.startswith("the tracing"):
+        monkeypatch.setattr("headway.train.diagnose.traced_plan.ForkedTrace._serve", lambda *_: os._exit(7))
+        wait = multiprocessing.context.ForkProcess.start
+        monkeypatch.setattr(
+            "multiprocessing.context.ForkProcess.start", lambda self: (wait(self), self.join())[0]
+        )
+    pipe.append_stage(Steady(log_every=2), max_epochs=1)
+    run = pipe.run()
+    assert pipe.steps_done == 8
+    (said,) = [row["text"] for row in jsonlines.read(run.path / "events.jsonl") if row["kind"] == "plan"]
+    assert said.startswith(f"the run has no plan: {why}")
 
 
 def test_a_device_that_nobody_knows_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from hypothesis import given, settings, strategies as st
 from synthetic_run import events, make_run, node_sample, row, write_rows
 
 from headway.run import Run
+from headway.schedulers.base import JobStatus, Queue
 from headway.watch.planned import compare_with_plan
 from headway.watch.report import render
 from headway.watch.terminal import layout
@@ -52,6 +53,29 @@ def test_what_is_shown_is_what_the_rows_say(tmp_path: Path) -> None:
     assert shown.safety.step == 100 and shown.safety.age_s == pytest.approx(90, abs=20)
     assert (shown.data[0].bad, shown.data[0].cache_hits) == (3, 0.9)
     assert [message.text for message in shown.messages] == ["the learning rate is high"]
+
+
+def test_a_run_that_another_job_continues_is_that_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A screen that stays open asks about the job that the run has now."""
+    monkeypatch.setattr("headway.watch.view.run_view._QUEUE_S", 0.0)
+    monkeypatch.setattr("headway.watch.view.run_view._QUEUE_WAIT_S", 60.0)
+    states = {
+        "7": JobStatus(state="failed", why="time limit"),
+        "8": JobStatus(state="queued", why="Priority"),
+    }
+    monkeypatch.setattr(
+        "headway.schedulers.queue",
+        lambda jobs: Queue(statuses={(ids.scheduler, ids.number): states[ids.job_id] for ids in jobs}),
+    )
+    run = make_run(tmp_path, ranks=1, log_points=2)
+    view = RunView(run)
+    seen = []
+    for job in ("7", "8"):
+        run.submission_file.write_text(json.dumps({"scheduler": "slurm", "job_id": job}))
+        seen.append(view.refresh().header.state)
+    assert seen == ["failed", "queued"]
 
 
 def test_no_step_is_beyond_the_last_one(tmp_path: Path) -> None:

@@ -68,8 +68,9 @@ _SAME_STEP_ENDS = 3
 def main(path: str, status: str, pid: str | None = None, *agents: str) -> int:
     """Returns the exit code of the job in whose script this runs.
 
-    `status` is that of the agents, or the word `--step` for a step that still runs, and `pid` its process, a child of
-    this one. With the word `--prologue` that step prepares the nodes, and `agents` is the command that follows it.
+    `status` is that of the agents (of the prologue, if that has failed), or the word `--step` for a step that still
+    runs, and `pid` its process, a child of this one. With the word `--prologue` that step prepares the nodes, and
+    `agents` is the command that follows it.
     """
     install_handler()
     with _noting_termination() as signals:
@@ -78,16 +79,7 @@ def main(path: str, status: str, pid: str | None = None, *agents: str) -> int:
             job = JobFile.read(run)
             nodes = job.target.scheduler.node_count(os.environ) or job.target.node_range[1]
             records = LaunchRecords(job.launch_directory(run, os.environ), size=nodes)
-            step, staging = int(pid or 0), status != "--step"
-            end = StepEnd(status=int(status)) if pid is None else None
-            if status == "--prologue":
-                end = Step(step, records).wait_prepared(until=lambda: signals)
-                if end == StepEnd(status=DONE):
-                    if signals:  # the nodes were prepared just as the job had to end
-                        end = StepEnd(status=TERMINATED)
-                    else:
-                        step, staging, end = os.posix_spawnp(agents[0], agents, os.environ), False, None
-            end = end or _wait(step, job, records, signals)
+            end, staging = _await_end(status, int(pid or 0), agents, job, records, signals)
 
             @cache
             def ended_by_others() -> bool:  # asked once: between SIGTERM and SIGKILL there is little time
@@ -131,9 +123,27 @@ def _noting_termination() -> Iterator[list[int]]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _wait(pid: int, job: JobFile, records: LaunchRecords, signals: Sequence[int]) -> StepEnd:
+def _await_end(
+    status: str,
+    pid: int,
+    agents: tuple[str, ...],
+    job: JobFile,
+    records: LaunchRecords,
+    signals: Sequence[int],
+) -> tuple[StepEnd, bool]:
+    """Waits for the steps of the job; returns how the last one ended, and whether it only prepared the nodes."""
+    if status == "--prologue":
+        end = Step(pid, records).wait_prepared(until=lambda: signals)
+        if end != StepEnd(status=DONE):
+            return end, True
+        if signals:  # the nodes were prepared just as the job had to end
+            return StepEnd(status=TERMINATED), True
+        pid = os.posix_spawnp(agents[0], agents, os.environ)
+    elif status != "--step":
+        has_prologue = bool(job.target.pre or job.target.doctor)
+        return StepEnd(status=int(status)), has_prologue and not records.is_prepared()
     spare_s = _RESTART_S if job.target.max_restarts else 0.0
-    return Step(pid, records, spare_s=spare_s).wait(until=lambda: signals)
+    return Step(pid, records, spare_s=spare_s).wait(until=lambda: signals), False
 
 
 def _finish(

@@ -245,14 +245,18 @@ def ends_at_same_step(run: Run) -> int:
 
 def is_in_last_lines(run: Run) -> bool:
     """Returns whether the training of a run is done, and only the rest of its script is left."""
-    try:
-        attempts = run.info()["attempts"]
-    except UsageError:  # run.json cannot be read, and the end is reported all the same
-        return False
-    return bool(attempts) and attempts[-1]["status"] == "done" and not attempts[-1].get("script_ended", True)
+    last = _last_attempt(run)
+    return last.get("status") == "done" and not last.get("script_ended", True)
 
 
 def _since_last_attempt(run: Run, now: datetime) -> float | None:
-    attempts = run.info()["attempts"]
-    ended = attempts[-1]["ended"] if attempts else None
+    ended = _last_attempt(run).get("ended")
     return round((now - datetime.fromisoformat(ended)).total_seconds(), 3) if ended else None
+
+
+def _last_attempt(run: Run) -> Mapping[str, Any]:
+    """Returns the newest attempt; empty also if run.json cannot be read: the end is recorded all the same."""
+    try:
+        return (run.info()["attempts"] or [{}])[-1]  # type: ignore[no-any-return]
+    except UsageError:
+        return {}

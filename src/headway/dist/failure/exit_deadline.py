@@ -134,11 +134,15 @@ class ExitCode:
 
     def _os_exit(self, status: int) -> NoReturn:
         before, self._before_os_exit = self._before_os_exit, None
-        if (
-            status == 0 and before is not None and os.getpid() == self._pid
-        ):  # a forked child is another process
-            before()
-        self._usual_os_exit(status)
+        try:
+            # a forked child is another process
+            if status == 0 and before is not None and os.getpid() == self._pid:
+                before()
+        except BaseException as error:  # noqa: BLE001 - os._exit raises nothing, so this is the last to hear of it
+            status = HUNG_CODE
+            sys.excepthook(type(error), error, error.__traceback__)
+        finally:
+            self._usual_os_exit(status)
 
     def _exit(self, status: str | int | None = None, /) -> NoReturn:
         if threading.current_thread() is not threading.main_thread():

@@ -28,7 +28,7 @@ from typing import Any, final
 
 from headway.dist.failure.record import FailureRecord
 from headway.dist.rendezvous import HubAddress
-from headway.errors import HeadwayError, RankFailure, StorageError
+from headway.errors import DONE, HeadwayError, RankFailure, StorageError
 from headway.launcher.agent.environment import AgentPlacement
 from headway.launcher.agent.team_watch import BEAT_S, SILENT_S, TeamWatch
 from headway.run.info import read_json
@@ -315,6 +315,11 @@ class LaunchRecords:
         """What the nodes have last written while they are prepared for the ranks, by number."""
         found = {number: read_json(self.directory / _preparation_name(number)) for number in range(self.size)}
         return {number: facts for number, facts in found.items() if facts}
+
+    def is_prepared(self) -> bool:
+        """Whether all nodes were prepared for the ranks, without a failure."""
+        found = self.preparations()
+        return len(found) == self.size and all(facts.get("exit_code") == DONE for facts in found.values())
 
     def settle(self, timeout_s: float) -> None:
         """Waits until all agents have recorded their end: a network file system may show a file seconds later."""

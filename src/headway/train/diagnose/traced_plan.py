@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from pickle import PicklingError
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
@@ -68,10 +69,17 @@ class ForkedTrace:
         other.close()
 
     def ask(self, batch: Any) -> None:
-        """Sends the shapes of a batch, once."""
-        if not self._asked:
-            self._asked = True
+        """Sends the shapes of a batch, once; what else a batch may hold must not end the training."""
+        if self._asked:
+            return
+        self._asked = True
+        try:
             self._connection.send(tree_map(_describe, batch))
+        except OSError:
+            raise HeadwayError("the tracing process ended before the first batch") from None
+        except (AttributeError, PicklingError, TypeError) as error:
+            self.close()
+            raise HeadwayError(f"a batch cannot be sent to the tracing process: {error}") from error
 
     def answer(self, *, wait_s: float = 0.0) -> SavedPlan | None:
         """Returns the plan if the process has traced it; None if it is still at work."""
@@ -79,7 +87,7 @@ class ForkedTrace:
             return None
         try:
             found = json.loads(self._connection.recv_bytes())
-        except EOFError:
+        except (EOFError, OSError):
             raise HeadwayError(f"the tracing process ended with code {self._process.exitcode}") from None
         finally:
             self.close()

@@ -45,24 +45,26 @@ _MESSAGE_KINDS = frozenset(
 
 @final
 class QueueWatcher:
-    """Asks the scheduler about one job now and then, in a thread: it may take long to answer."""
+    """Asks the scheduler about the job of a run now and then, in a thread: it may take long to answer."""
 
-    def __init__(self, job: JobIds | None) -> None:
-        self._job, self._queue, self._asked = job, Queue(), float("-inf")
+    def __init__(self, run: Run) -> None:
+        self._run, self._queue, self._asked = run, Queue(), float("-inf")
+        self._job: JobIds | None = None
         self._thread: threading.Thread | None = None
 
     def get(self) -> Queue:
-        """Returns the newest answer."""
+        """Returns the newest answer. A run that was queued again may have another job by now."""
         now = time.monotonic()
-        if self._job is None:
+        if now - self._asked <= _QUEUE_S or (self._thread is not None and self._thread.is_alive()):
             return self._queue
-        if now - self._asked > _QUEUE_S and (self._thread is None or not self._thread.is_alive()):
-            is_first, self._asked = self._thread is None, now
-            if is_first:
+        before, self._asked = self._job, now
+        self._job = JobIds.from_submission(read_object(self._run.path, self._run.submission_file))
+        if self._job is not None:
+            if self._job != before:
                 self._queue = Queue(note="the scheduler has not answered yet")
             self._thread = threading.Thread(target=self._ask, daemon=True)
             self._thread.start()
-            self._thread.join(_QUEUE_WAIT_S if is_first else 0.0)
+            self._thread.join(_QUEUE_WAIT_S if self._job != before else 0.0)
         return self._queue
 
     def _ask(self) -> None:
@@ -91,7 +93,7 @@ class RunView:
         self._checkpoint: Row = {}
         self._attempts = 0
         self._earlier_s = 0.0  # the time of all attempts but the last
-        self._queue = QueueWatcher(JobIds.from_submission(read_object(run.path, run.submission_file)))
+        self._queue = QueueWatcher(run)
         self._beat: tuple[int | None, float] = (None, time.monotonic())
         self._event_time = 0.0
         self._ends: object = None  # the end of the job's time
