@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, strategies as st
+from torch.nn import functional
 from truth import KORTHIKANTI, VOCAB, gpt, korthikanti_model
 
-from headway.plan.cost.activations import layer_bytes
+from headway.plan.cost.activations import layer_bytes, saved_tensors
 from headway.plan.cost.compute import attention_gemms, head_gemm, layer_gemms
 from headway.plan.cost.flops import hardware_flops_per_token, model_flops_per_token, utilization
 from headway.plan.cost.memory import rank_memory
@@ -154,6 +157,55 @@ def test_output_head_sits_on_the_last_stage_only() -> None:
     assert "logits and loss" not in rank_memory(model, layout, 0).parts
     no_recompute = Layout(**{**vars(layout), "recompute": "none"})
     assert rank_memory(model, no_recompute, 7).parts["logits and loss"] > 2048 * VOCAB * 4 / 8
+
+
+class FusedSwiglu(torch.autograd.Function):
+    """As Megatron-LM's: it saves gate and up, and computes the activation again."""
+
+    @staticmethod
+    def forward(ctx: Any, both: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(both)
+        gate, up = both.chunk(2, -1)
+        return functional.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("precision", ["bf16", "pure-bf16"])
+def test_what_torch_saves_between_the_projections_is_what_the_table_has(precision: str) -> None:
+    """Rotated queries and keys, but not what was rotated; a fused SwiGLU saves three tensors, torch's own four."""
+    tokens, hidden, heads, width = 32, 64, 4, 160
+    model = Transformer(
+        layers=1, hidden=hidden, heads=heads, ffn=width, vocab=8, context=tokens, gated=True, position="rope"
+    )
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    angles = torch.randn(tokens, hidden // heads, dtype=torch.bfloat16)
+    weight = torch.randn(hidden, width, dtype=torch.bfloat16, requires_grad=True)
+    projected = [
+        torch.randn(1, heads, tokens, hidden // heads, dtype=torch.bfloat16).requires_grad_() * 1
+        for _ in range(3)
+    ]
+    inner = [torch.randn(tokens, width, dtype=torch.bfloat16).requires_grad_() * 1 for _ in range(2)]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        q, k = (x * angles + x.roll(8, -1) * angles for x in projected[:2])
+        functional.scaled_dot_product_attention(q, k, projected[2], is_causal=True)
+        if precision == "bf16":
+            product = FusedSwiglu.apply(torch.cat(inner, -1))
+        else:
+            product = functional.silu(inner[0]) * inner[1]
+        functional.linear(product, weight)
+    theirs = (angles.untyped_storage().data_ptr(), weight.untyped_storage().data_ptr())
+    saved = sum(each.untyped_storage().nbytes() for pointer, each in kept.items() if pointer not in theirs)
+    table = saved_tensors(model, Layout(precision=precision))  # type: ignore[arg-type]
+    names = ("queries, keys", "values", "attention output", "log-sum-exp", "feed-forward")
+    assert saved == tokens * sum(entry.bytes for entry in table if entry.name in names)
 
 
 def test_torch_keeps_inputs_that_it_gathered_along_the_sequence() -> None:

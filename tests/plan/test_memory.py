@@ -25,10 +25,8 @@ def test_torchtitan_memory(row: int) -> None:
     """FSDP alone, with context, tensor and pipeline parallelism; the first two rows gave the allocator's share."""
     model, layout, published = torchtitan()[row]
     taken = peak(model, layout).allocated * reserve_factor(layout).value / GIB
-    # interleaved, the sums of one chunk's gradients are scattered before the other's exist: that is not modelled
-    assert taken == pytest.approx(
-        published, rel=0.02 if layout.tp == 1 else 0.10 if layout.vpp == 1 else 0.18
-    )
+    # interleaved, the sums of one chunk's gradients are scattered before the other's exist
+    assert taken == pytest.approx(published, rel=0.02 if layout.tp == 1 or layout.vpp > 1 else 0.10)
 
 
 @pytest.mark.parametrize(("row", "traced"), [(6, 57.6), (7, 72.0)], ids=["70b", "405b"])
@@ -231,7 +229,8 @@ def test_torch_saves_the_inputs_that_it_gathered_along_the_sequence() -> None:
         layer_bytes(model, Layout(tp=8, sequence_parallel=True, sequence=8192, precision=precision))
         for precision in ("pure-bf16", "bf16")
     )
-    assert torch - megatron == pytest.approx(2 * 2 * 8192 * model.hidden * 7 / 8)
+    fused = 2 * 8192 * model.width / 8  # the activation inside its SwiGLU, which Megatron computes again
+    assert torch - megatron == pytest.approx(2 * 2 * 8192 * model.hidden * 7 / 8 + fused)
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "llama-3.1-405b", "gpt2-xl"])

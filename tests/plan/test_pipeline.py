@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import groupby, pairwise, product
 
 import pytest
 
 from headway.errors import UsageError
 from headway.plan import Layout, Node, Transformer, estimate
-from headway.plan.cost.schedule import bubble_fraction, chunk_layers, in_flight, layers_in_flight
+from headway.plan.cost.schedule import bubble_fraction, chunk_layers, chunk_runs, in_flight, layers_in_flight
 from headway.plan.cost.timeline import play_schedule
 from headway.plan.report.html import render_page
 from headway.plan.report.schedule_picture import schedule_passes, schedule_text
@@ -90,6 +90,16 @@ def test_interleaved_equals_the_played_schedule(p: int, v: int) -> None:
         assert most == [in_flight(p, m, stage, v) for stage in range(p)]
 
 
+@pytest.mark.parametrize("v", [2, 3, 4])
+def test_backward_passes_of_a_chunk_come_in_runs(v: int) -> None:
+    """So often ZeRO 2 reduces the sum of a chunk's gradients, whatever forward passes are between them."""
+    for p, groups in product(range(2, 6), range(1, 4)):
+        for rank in range(p):
+            order = [chunk for kind, _, chunk in one_f_one_b(p, groups * p, rank, v) if kind == "B"]
+            runs = [chunk for chunk, _ in groupby(order)]
+            assert all(runs.count(chunk) == chunk_runs(p, groups * p, v) == groups for chunk in range(v))
+
+
 def test_in_flight_is_the_minimum_not_the_maximum() -> None:
     """dlcalc 0.1.3 took max(m, p): its Llama 70B example then needed 16 times the activations."""
     assert in_flight(2, 32, 0) == 2
@@ -110,6 +120,21 @@ def test_layers_are_all_placed() -> None:
                     chunks = chunk_layers(layers, p, v)
                     assert sum(map(sum, chunks)) == layers
                     assert max(map(max, chunks)) - min(map(min, chunks)) <= 1
+
+
+def test_the_ends_may_have_chunks_of_their_own() -> None:
+    """Llama 3 405B: 126 layers in 128 chunks, of which the first has the embedding alone and the last the head."""
+    chunks = chunk_layers(126, 16, 8)
+    assert chunks[0][0] == chunks[15][7] == 0 and sum(map(sum, chunks)) == 126
+    assert {layers for stage in chunks for layers in stage} == {0, 1}
+    model = Transformer(layers=6, hidden=64, heads=4, vocab=100)
+    Layout(pp=4, vpp=2, global_batch=4).check_model(model)
+    with pytest.raises(
+        UsageError, match=r"pp x vpp is 12, more than model.layers \(6, and two for embedding and"
+    ):
+        Layout(pp=4, vpp=3, global_batch=4).check_model(model)
+    with pytest.raises(UsageError, match=r"pp x vpp is 8, more than model.layers \(6\); valid: at most 6"):
+        Layout(pp=8, global_batch=8).check_model(model)
 
 
 def test_no_bubble_without_a_pipeline() -> None:

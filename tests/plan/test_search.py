@@ -22,24 +22,22 @@ DGX = Node("dgx-h100")
 
 
 def test_the_layout_of_llama_3_is_reached() -> None:
-    """405B on 16,384 H100: TP 8, PP 16 over 126 layers, FSDP. Ours fits, and is within 6 % of its estimated time.
+    """405B on 16,384 H100: TP 8, PP 16 with 126 layers in 128 chunks, gradients sharded, nothing recomputed.
 
-    Theirs would need 109 GiB of 79: the memory of its schedule is not modelled. A layout that also fits within 3 %
-    was found while the gradients of ZeRO 2 were reduced only once in a step.
+    It fits, with little margin, as Meta reports; the search tries it, and prefers one that surely fits.
     """
     meta = Layout(
-        tp=8, pp=16, dp=128, vpp=7, zero=3, reshard=False, global_batch=2048, sequence=8192, sequence_parallel=True
+        tp=8, pp=16, dp=128, vpp=8, zero=2, global_batch=2048, sequence=8192, sequence_parallel=True
     )  # fmt: skip
     model, base = preset("llama-3.1-405b"), Layout(sequence=8192)
     found = search(model, DGX, gpus=16384, global_batch=2048, base=base, against=meta, keep=10_000)
-    theirs = step_time(model, meta, DGX, default_calibration(DGX.device)).total
-    assert found.best is not None and found.best.safe and found.best.seconds < 1.06 * theirs
-    near = [row for row in found.ranked if row.layout.tp == 8 and row.layout.pp == 16 and row.safe]
-    assert near[0].seconds < 1.01 * found.best.seconds
-    assert peak(model, meta).allocated > DGX.device.memory_bytes
-    assert any(
-        "which was given, takes" in reason and "most of the difference" in reason for reason in found.reasons
-    )
+    theirs = next(row for row in found.ranked if row.layout == replace(meta, reshard=False))
+    assert not theirs.safe and 0.9 * found.capacity < theirs.needed < found.capacity
+    assert found.best is not None and found.best.safe
+    assert found.best.seconds == pytest.approx(theirs.seconds, rel=0.03)
+    assert sum(row.seconds < theirs.seconds for row in found.ranked) <= 3
+    told = next(reason for reason in found.reasons if "which was given, takes" in reason)
+    assert "it may not fit: it needs 78 to 91 GiB of 79" in told and "most of the difference is " in told
 
 
 def test_the_layout_of_deepseek_v3_is_reached() -> None:

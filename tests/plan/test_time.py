@@ -137,11 +137,14 @@ def test_a100_all_reduce_bandwidth() -> None:
 
 
 def test_sharded_gradients_are_reduced_for_each_microbatch() -> None:
-    """ZeRO 2 keeps no full gradient between two microbatches: 405B with sixteen of them sends them sixteen times."""
+    """ZeRO 2 keeps no full gradient between two microbatches: 405B with sixteen of them sends them sixteen times.
+
+    With several chunks it keeps those of one during a run of its backward passes: two runs of eight send them twice.
+    """
     node, model = Node("dgx-h100"), preset("llama-3.1-405b")
     constants = default_calibration(node.device)
     layout = Layout(
-        dp=128, tp=8, pp=8, vpp=8, cp=2, global_batch=2048, sequence=8192, sequence_parallel=True, overlap=False
+        dp=128, tp=8, pp=8, cp=2, global_batch=2048, sequence=8192, sequence_parallel=True, overlap=False
     )  # fmt: skip
     one, two = (replace(layout, zero=stage) for stage in (1, 2))
     first, second = (step_time(model, each, node, constants).parts["data parallel"] for each in (one, two))
@@ -149,7 +152,10 @@ def test_sharded_gradients_are_reduced_for_each_microbatch() -> None:
     ranks = shard_group(two, node, constants)
     reduction = constants.scale * reduce_scatter(ranks, 4 * parameters.shared)
     assert second - first == pytest.approx(15 * reduction) and 15 * reduction > 7
-    single = replace(layout, global_batch=128, vpp=1)
+    chunks = [replace(each, vpp=8) for each in (one, two)]
+    first, second = (step_time(model, each, node, constants).parts["data parallel"] for each in chunks)
+    assert second - first == pytest.approx(reduction)
+    single = replace(layout, global_batch=128)
     times = [step_time(model, replace(single, zero=stage), node, constants).total for stage in (1, 2)]
     assert times[0] == times[1]
 

@@ -44,7 +44,7 @@ def saved_tensors(model: Transformer, layout: Layout, *, moe: bool = False) -> t
     saved.append(SavedTensor("attention dropout mask", model.attentions * mask * h, True))
     if moe or model.width:
         saved.append(SavedTensor("feed-forward input", act * h, True, gathered=True))
-        saved += _feedforward(model, act, moe=moe)
+        saved += _feedforward(model, layout, moe=moe)
         saved.append(SavedTensor("feed-forward dropout mask", mask * h, True))
     return tuple(entry for entry in saved if entry.bytes)
 
@@ -87,9 +87,8 @@ def _attention(model: Transformer, layout: Layout) -> list[SavedTensor]:
         q, k = a * model.dim, float(model.kv * model.dim)
         # keys and values are replicated if there are fewer heads than tensor-parallel ranks
         k = k * max(1.0, layout.tp / model.kv)
+        # those that were rotated: the gradient of a rotation needs its angles, and not its input
         saved = [SavedTensor("queries, keys", act * (q + k), False), SavedTensor("values", act * k, False)]
-        if model.position == "rope":
-            saved.append(SavedTensor("rotated queries, keys", act * (q + k), False))
         gates = 2 if model.attention_gate else 0  # the gate, and what it multiplied
         saved.append(SavedTensor("attention output", (1 + gates) * act * q, False))
     return [*saved, _scores(model, layout, s)]
@@ -104,8 +103,13 @@ def _scores(model: Transformer, layout: Layout, keys: int) -> SavedTensor:
     return SavedTensor("attention scores", per_score * model.heads * keys, False, core=True)
 
 
-def _feedforward(model: Transformer, act: int, *, moe: bool) -> list[SavedTensor]:
+def _feedforward(model: Transformer, layout: Layout, *, moe: bool) -> list[SavedTensor]:
+    act = layout.element_bytes.activation
     tensors = 4 if model.gated else 2  # gate, up, activation, product; or before and after GELU
+    if model.gated and layout.megatron:
+        tensors = (
+            3  # its fused SwiGLU saves gate and up, and computes the activation again (fused_bias_swiglu.py)
+        )
     if not moe or model.moe is None:
         return [SavedTensor("feed-forward", tensors * act * model.width, False)]
     routed = model.moe.top_k * model.moe.capacity

@@ -64,7 +64,8 @@ def rank_memory(model: Transformer, layout: Layout, stage: int) -> RankMemory:
     parameters = on_rank(model, layout, stage)
     states = model_states(parameters, layout)
     always = {"weights": states.weights, "optimizer": states.optimizer}
-    gradients = {"gradients": _accumulated_gradients(model, layout, stage, parameters) or states.gradients}
+    full = _accumulated_gradients(model, layout, stage, parameters)
+    gradients = {"gradients": full + (states.gradients if not full or layout.zero < 3 else 0.0)}
     training = _training_parts(model, layout, stage, parameters) | (
         gradients if gradients_persist(layout) else {}
     )
@@ -112,14 +113,25 @@ def reserved_range(allocated: float, layout: Layout, device: Device) -> tuple[fl
 def _accumulated_gradients(
     model: Transformer, layout: Layout, stage: int, parameters: RankParameters
 ) -> float:
-    """FSDP without resharding accumulates full gradients, and scatters them after the last microbatch."""
-    if layout.zero < 3 or layout.reshard or layout.microbatches == 1:
+    """Full gradients that accumulate until they are scattered.
+
+    FSDP without resharding scatters them after the last microbatch, ZeRO 2 with several chunks after each run of one
+    chunk's backward passes. In a step of one run, and always with ZeRO 2, only one chunk has full gradients.
+    """
+    in_turn = layout.vpp > 1 and (
+        layout.zero == 2 or schedule.chunk_runs(layout.pp, layout.microbatches, layout.vpp) == 1
+    )
+    late = layout.zero == 3 and not layout.reshard
+    if layout.microbatches == 1 or not (late or (layout.zero == 2 and in_turn)):
         return 0.0
-    total = parameters.shared + parameters.experts
+    outer = parameters.outer
+    layers = parameters.shared + parameters.experts - outer
+    if in_turn:
+        layers *= schedule.largest_chunk(model.layers, layout.pp, layout.vpp, stage)
     if stage == 0 and not layout.megatron:
         # until then each of torch's tensor-parallel ranks has a sum for the full vocabulary (traced)
-        total += model.vocab * model.hidden * (1 - 1 / layout.tp)
-    return layout.element_bytes.gradient * total
+        outer += model.vocab * model.hidden * (1 - 1 / layout.tp)
+    return layout.element_bytes.gradient * (layers + outer)
 
 
 def _training_parts(
@@ -171,9 +183,9 @@ def _backward_parts(
     share = _moe_share(model, layout, stage)
     dense = 0.0 if share == 1 else activations.working_set(model, layout)
     working = max(dense, activations.working_set(model, layout, moe=True)) if share else dense
-    scattered = (
-        layout.element_bytes.gradient * parameters.layer if layout.zero > 1 and layout.shards > 1 else 0.0
-    )
+    whole = layout.megatron and layout.zero == 2 and layout.vpp > 1  # scattered from where they accumulate
+    copied = layout.zero > 1 and layout.shards > 1 and not whole
+    scattered = layout.element_bytes.gradient * parameters.layer if copied else 0.0
     return {
         "recomputed layer": working * (COMPILED_RATIO if layout.compiled else 1.0),
         "gradients on their way": scattered,

@@ -26,6 +26,27 @@ def in_flight(pp: int, microbatches: int, stage: int, vpp: int = 1) -> int:
     return min(warmup + 1, microbatches * vpp)
 
 
+def chunk_runs(pp: int, microbatches: int, vpp: int) -> int:
+    """How often in a step the backward passes of one chunk follow each other: once per group of pp microbatches.
+
+    With one chunk per rank, there is nothing else between them: each is a run of its own.
+
+    >>> chunk_runs(4, 8, 1), chunk_runs(4, 8, 2), chunk_runs(4, 4, 2)
+    (8, 2, 1)
+    """
+    return microbatches if vpp == 1 else microbatches // pp
+
+
+def largest_chunk(layers: int, pp: int, vpp: int, stage: int) -> float:
+    """Layers of a stage's largest chunk over those of the stage.
+
+    >>> largest_chunk(10, 2, 2, 0)
+    0.6
+    """
+    chunks = chunk_layers(layers, pp, vpp)[stage]
+    return max(chunks) / max(1, sum(chunks))
+
+
 BUBBLE_SHARE = {"1f1b": 1.0, "zero-bubble": 1 / 3}
 """Idle time of a schedule with the memory of 1F1B over that of 1F1B. Zero-bubble: gradients of weights, a third of the
 work, fill the rest (Qi et al. 2023, ZB-H1)."""

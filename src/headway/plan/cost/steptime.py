@@ -7,7 +7,7 @@ from functools import lru_cache
 from math import log, sqrt
 
 from headway.plan.cost import collectives, compute
-from headway.plan.cost.schedule import BUBBLE_SHARE, stage_layers
+from headway.plan.cost.schedule import BUBBLE_SHARE, chunk_runs, stage_layers
 from headway.plan.cost.states import RankParameters, on_rank, updated
 from headway.plan.machine.calibration import Calibration
 from headway.plan.machine.hardware import Device, Node
@@ -279,7 +279,8 @@ def _data_parallel(
 ) -> float:
     """Gradients are reduced and weights gathered; exposed is what does not overlap, at least one unit.
 
-    ZeRO 2 keeps no full gradient between two microbatches: it reduces those of each, ZeRO 1 only their sum.
+    ZeRO 2 keeps no full gradient between two microbatches: it reduces those of each, ZeRO 1 only their sum. With
+    several chunks it reduces the sum over a run of one chunk's backward passes (Lamy-Poirier 2022, breadth-first).
     """
     if layout.dp * layout.cp == 1:
         return 0.0
@@ -299,7 +300,7 @@ def _data_parallel(
         exposed = max(0.0, gathers / 2 - share) + max(0.0, gathers / 2 + reduces - 2 * share)
     else:
         gathers = gather if layout.zero else reduce  # without ZeRO, gradients are gathered, too
-        times = m if layout.zero == 2 else 1
+        times = chunk_runs(layout.pp, m, layout.vpp) if layout.zero == 2 else 1
         reduces = times * reduce
         exposed = times * max(
             0.0, reduce - busy / m * 2 / 3

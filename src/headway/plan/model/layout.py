@@ -56,6 +56,12 @@ OPTIMIZER_MOMENTS = {
 }
 
 
+def most_chunks(model: Transformer, vpp: int) -> int:
+    """Chunks that a pipeline may have. With several per rank, the first may be the embedding alone and the last the
+    head (Llama 3 405B: 126 layers in 16 x 8 chunks)."""
+    return model.layers + (2 if vpp > 1 else 0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """One way to distribute a model over GPUs. Ranks are ordered tp, cp, dp, pp, the innermost first.
@@ -227,10 +233,11 @@ class Layout:
             raise UsageError(
                 f"layout.tp is {self.tp}; valid: divisors or multiples of model.kv_heads ({model.kv})"
             )
-        if self.pp * self.vpp > model.layers:
+        most = most_chunks(model, self.vpp)
+        if self.pp * self.vpp > most:
             raise UsageError(
-                f"layout.pp x vpp is {self.pp * self.vpp}, more than model.layers ({model.layers}); "
-                f"valid: at most {model.layers}"
+                f"layout.pp x vpp is {self.pp * self.vpp}, more than model.layers ({model.layers}"
+                f"{', and two for embedding and head' if most > model.layers else ''}); valid: at most {most}"
             )
         if model.encoder and (self.pp > 1 or self.cp > 1):
             raise UsageError(

@@ -70,7 +70,7 @@ def memory_answers(model: Transformer, layout: Layout, device: Device, ranks: li
 
 _PART_FORMULAS = {
     "weights": "parameters on the rank x bytes, / shards with ZeRO 3",
-    "gradients": "parameters on the rank x bytes, / shards with ZeRO 2 or 3; full if FSDP accumulates without reshard",
+    "gradients": "parameters on the rank x bytes, / shards with ZeRO 2 or 3; full while a chunk accumulates",
     "optimizer": "(master + moments) x parameters on the rank, / shards with ZeRO 1 to 3",
     "activations": "layers in flight x memory.activations_per_layer",
     "recomputed layer": "what the backward pass of one layer recomputes",

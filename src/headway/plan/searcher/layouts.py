@@ -17,7 +17,7 @@ from headway.plan.cost.steptime import StepTime, step_time
 from headway.plan.machine.calibration import Calibration
 from headway.plan.machine.efficiency import scoped_calibration
 from headway.plan.machine.hardware import GIB, Device, Node
-from headway.plan.model.layout import MOST_GPUS, Layout, Recompute, Schedule
+from headway.plan.model.layout import MOST_GPUS, Layout, Recompute, Schedule, most_chunks
 from headway.plan.model.transformer import Transformer
 
 
@@ -276,9 +276,10 @@ _MOST_CHUNKS = 256
 """Chunks of a pipeline that a search tries; published ones have up to 128 (Llama 3 405B: 16 stages of 7 or 8)."""
 
 
-def _balanced(model: Transformer, chunks: int) -> bool:
-    """Whether the layers fill this many chunks about evenly; embedding and head lighten the ends."""
-    if chunks > min(model.layers, _MOST_CHUNKS):
+def _balanced(model: Transformer, pp: int, vpp: int = 1) -> bool:
+    """Whether the layers fill the chunks about evenly; embedding and head lighten the ends."""
+    chunks = pp * vpp
+    if chunks > min(most_chunks(model, vpp), _MOST_CHUNKS):
         return False
     longest = -(-model.layers // chunks)
     return longest * chunks <= _MOST_UNEVEN * model.layers
@@ -287,7 +288,7 @@ def _balanced(model: Transformer, chunks: int) -> bool:
 def _schedules(model: Transformer, pp: int) -> list[tuple[int, Schedule]]:
     if pp == 1:
         return [(1, "1f1b")]
-    chunks = [v for v in (2, 3, 4, 6, 8) if _balanced(model, pp * v)]
+    chunks = [v for v in (2, 3, 4, 6, 8) if _balanced(model, pp, v)]
     return [(1, "1f1b"), (1, "zero-bubble"), *((v, "1f1b") for v in chunks)]
 
 
@@ -364,9 +365,13 @@ def _compared(
 ) -> str:
     """Says what the layout that was given costs, and where its time goes."""
     against.check_model(model)
-    needed = memory.reserved_bytes(memory.peak(model, against).allocated, against, node.device)
-    step, have = step_time(model, against, node, constants), node.device.memory_bytes
+    allocated, have = memory.peak(model, against).allocated, node.device.memory_bytes
+    needed = memory.reserved_bytes(allocated, against, node.device)
+    most = memory.reserved_range(allocated, against, node.device)[1]
+    step = step_time(model, against, node, constants)
     fits = "" if needed <= have else f" (it needs {needed / GIB:.0f} GiB of {have / GIB:.0f})"
+    if needed <= have < most:
+        fits = f" (it may not fit: it needs {needed / GIB:.0f} to {most / GIB:.0f} GiB of {have / GIB:.0f})"
     ratio = step.total / best.seconds - 1
     part, seconds = _largest_change(best.step, step)
     return (
