@@ -32,6 +32,7 @@ from headway.train.metrics.meter import LogPoint, MetricAccumulator, Reduction, 
 from headway.train.resume import generators, rng
 from headway.train.resume.replay import note_batch
 from headway.train.resume.state import StatefulObject
+from headway.train.resume.unsaved import find_unregistered
 from headway.train.settings import check_whole
 from headway.train.uneven import BatchAgreement, Repeated, Uneven, report_left
 
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
 STOP, SAVE, VALIDATE = 1, 2, 4
 """what a rank may ask for at a log point: any rank for a stop, rank 0 for a save or a validation by its clock"""
-_MOST_PARTS = 100  # of a container that is looked through: a list of a million losses has no modules
 
 
 class StageStatus(Enum):
@@ -167,36 +167,9 @@ class LoopState:
             )
         return count  # type: ignore[return-value]
 
-    # --- modules that the user assigned to the stage
-
-    def own_modules(self) -> dict[str, nn.Module]:
-        """Returns modules among the attributes of the stage, alone or in a container, that are not metrics."""
-        found: dict[str, nn.Module] = {}
-        for name, value in vars(self.stage).items():
-            match value:
-                case dict():
-                    parts = {f"{name}[{key!r}]": part for key, part in islice(value.items(), _MOST_PARTS)}
-                case list() | tuple():
-                    parts = {f"{name}[{i}]": part for i, part in enumerate(value[:_MOST_PARTS])}
-                case _:
-                    parts = {name: value}
-            for part_name, part in parts.items():
-                if isinstance(part, nn.Module) and not isinstance(part, EpochMetric):
-                    found[part_name] = part
-        return found
-
-    def unregistered(self) -> str | None:
-        """Returns the name of an attribute with trainable parameters that no registered model has."""
-        models = self.pipe.registered_models.values()
-        known = {id(p) for model in models for p in model.bare.parameters()}
-        for name, module in self.own_modules().items():
-            if any(p.requires_grad and id(p) not in known for p in module.parameters()):
-                return name
-        return None
-
     def check_modules(self) -> None:
         """Warns of a module that is not registered: the loop is the user's, so it may be trained nevertheless."""
-        name = self.unregistered()
+        name = find_unregistered(self.stage)
         if name is not None and self.pipe.world.is_root and not self._warned:
             self._warned = True
             logger.warning(

@@ -19,6 +19,7 @@ from headway.train.model.zero_grad import fast_zero_grad
 from headway.train.settings import check_norm
 
 if TYPE_CHECKING:
+    from headway.train.pipeline import Pipeline
     from headway.train.train_val_state import TrainValState
 
 _SMALLEST_WEIGHT = 1e-30  # of a step: one without any token has a gradient of 0
@@ -33,13 +34,11 @@ class OptimizerStep:
         self.skipped_in_a_row = 0
         self._updates: list[Callable[[], object]] | None = None
         self._shares: Sequence[Tensor | float] = ()  # of the batches of this step, if they have no weights
-        self._weight: Tensor | None = (
-            None  # of this rank's batches so far, if gradients are divided at the end
-        )
+        # of this rank's batches so far, if gradients are divided at the end
+        self._weight: Tensor | None = None
         self._unit: Tensor | None = None
-        self._undecided: tuple[Sequence[Optimizer], HostReadback] | None = (
-            None  # has the last step overflowed?
-        )
+        # has the last step overflowed?
+        self._undecided: tuple[Sequence[Optimizer], HostReadback] | None = None
 
     def begin_epoch(self) -> None:
         """Finds out once per epoch what does not depend on the step."""
@@ -180,7 +179,7 @@ class OptimizerStep:
         does so only before the next update, when the device has the work of a whole step to do.
         """
         pipe, precision = self._state.pipe, self._state.precision
-        followers = pipe._after_optimizers(optimizers)
+        followers = followers_of(pipe, optimizers)
         if precision.scaler is None:
             for follow in followers:
                 follow()
@@ -201,7 +200,7 @@ class OptimizerStep:
             return
         (optimizers, overflows), self._undecided = self._undecided, None
         stepped = [each for each, over in zip(optimizers, overflows.read(), strict=True) if not over]
-        for follow in self._state.pipe._after_optimizers(stepped):
+        for follow in followers_of(self._state.pipe, stepped):
             follow()
 
     def _log_norm(self, norm: Tensor) -> None:
@@ -223,7 +222,7 @@ class OptimizerStep:
             return None
         optimizers = self._state.stage.optimizers()
         steps, clears = [each.step for each in optimizers], [fast_zero_grad(each) for each in optimizers]
-        return [*steps, *self._state.pipe._after_optimizers(optimizers), *clears]
+        return [*steps, *followers_of(self._state.pipe, optimizers), *clears]
 
     def _is_finite(self, norm: Tensor) -> bool:
         """Whether the norm is finite on all ranks (for `on_nan="skip"`); raises after too many skips in a row."""
@@ -243,3 +242,19 @@ class OptimizerStep:
                 "check the data"
             )
         return False
+
+
+def followers_of(pipe: Pipeline, optimizers: Sequence[Optimizer]) -> list[Callable[[], object]]:
+    """Returns what to call after the optimizers step: their schedulers and the averages of their models."""
+    schedulers = [
+        schedule.scheduler.step
+        for optimizer in optimizers
+        for schedule in pipe._schedules.values()
+        if schedule.every == "step" and schedule.optimizer is optimizer
+    ]
+    averages = [
+        model.ema.update
+        for model in pipe.registered_models.values()
+        if model.ema is not None and any(model.ema.follows(optimizer) for optimizer in optimizers)
+    ]
+    return [*schedulers, *averages]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -105,9 +105,8 @@ class Pipeline(EvaluationMethods, TrackerMethods):
         self._checkpointer: Checkpointer | None = None
         self._ledger: LedgerWriter | None = None
         self._ledger_enabled = environment.is_on(environment.LEDGER)
-        self._busy_s = self._interval_s = (
-            0.0  # what this rank spent on its own between log points, and in all
-        )
+        # what this rank spent on its own between log points, and in all
+        self._busy_s = self._interval_s = 0.0
         self._stragglers = Stragglers()
         self._root = root
         self._callbacks: list[Callback] = []
@@ -326,9 +325,8 @@ class Pipeline(EvaluationMethods, TrackerMethods):
     def _recording(self, directory: Run) -> Iterator[None]:
         """Opens the rank logs, the metrics files, the ledger and the checkpoints of a run, and closes them."""
         with ExitStack() as stack:
-            stack.callback(
-                vars(self).update, current_stage=None, _open_reporter=None, _media=None
-            )  # after a failure, too
+            # after a failure, too
+            stack.callback(vars(self).update, current_stage=None, _open_reporter=None, _media=None)
             recording = stack.enter_context(record.recording(directory, self.world, config=self.config))
             self._run = directory = recording.run
             warn_of_unread_sweep(self)
@@ -466,21 +464,6 @@ class Pipeline(EvaluationMethods, TrackerMethods):
         self._reporter.extend_epoch(row, point)
         if self._checkpointer:
             self._checkpointer.record_metrics(point.values)
-
-    def _after_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Callable[[], object]]:
-        """Returns what to call after the optimizers step: their schedulers and the averages of their models."""
-        schedulers = [
-            schedule.scheduler.step
-            for optimizer in optimizers
-            for schedule in self._schedules.values()
-            if schedule.every == "step" and schedule.optimizer is optimizer
-        ]
-        averages = [
-            model.ema.update
-            for model in self.registered_models.values()
-            if model.ema is not None and any(model.ema.follows(optimizer) for optimizer in optimizers)
-        ]
-        return [*schedulers, *averages]
 
     def _parameters(self, optimizer: str, model: str | None) -> list[nn.Parameter]:
         if model is not None and model not in self.registered_models:

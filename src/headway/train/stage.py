@@ -26,6 +26,7 @@ from headway.train.diagnose.profiler import ProfilerSettings
 from headway.train.loop_state import LoopState
 from headway.train.metrics.epoch_metrics import EpochMetric
 from headway.train.metrics.meter import Reduction, Scope
+from headway.train.optimizer_step import followers_of
 from headway.train.settings import LOG_EVERY
 from headway.train.uneven import gather_lengths
 
@@ -316,7 +317,7 @@ class Stage(ABC):
         if optimizer is None:
             raise unknown_name("optimizer of the pipeline", name, self.pipe.optimizers)
         optimizer.step()
-        for follow in self.pipe._after_optimizers([optimizer]):
+        for follow in followers_of(self.pipe, [optimizer]):
             follow()
 
 

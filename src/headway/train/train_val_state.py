@@ -30,6 +30,7 @@ from headway.train.metrics.epoch_metrics import EpochMetric, compute_metrics, me
 from headway.train.metrics.meter import LogPoint, MetricAccumulator, Reduction, Scope, exact_dtype
 from headway.train.model.precision import MixedPrecision
 from headway.train.optimizer_step import OptimizerStep
+from headway.train.resume.unsaved import find_unregistered
 from headway.train.settings import TrainSettings, limit_batches
 from headway.train.uneven import BatchAgreement, Repeated, gather_lengths
 
@@ -173,7 +174,7 @@ class TrainValState(LoopState):
         )
 
     def check_modules(self) -> None:
-        name = self.unregistered()
+        name = find_unregistered(self.stage)
         if name is not None:
             raise UsageError(
                 f"stage {self.name!r} has a module with trainable parameters that is not registered, {name!r}: call "

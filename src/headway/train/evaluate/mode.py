@@ -12,6 +12,7 @@ from headway.dist import set_phase
 from headway.dist.collective.exchange import gather_rows
 from headway.errors import UsageError
 from headway.train.model.named_parts import NamedParts
+from headway.train.resume.unsaved import own_modules
 from headway.train.settings import limit_batches
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 def evaluating(state: LoopState) -> Iterator[None]:
     """Sets models to eval mode, without wrappers and with averaged weights, within the context."""
     registered = state.pipe.registered_models
-    models = [*(model.bare for model in registered.values()), *state.own_modules().values()]
+    models = [*(model.bare for model in registered.values()), *own_modules(state.stage).values()]
     modes = [(part, part.training) for model in models for part in model.modules()]
     state.models = NamedParts("model", {name: model.evaluated for name, model in registered.items()})
     set_phase("validation", state.pipe.steps_done)

@@ -1,25 +1,30 @@
-"""What training changes and no checkpoint has: buffers that are not persistent, generators that a dataset owns, and
-gradients that wait for the next iteration of a user's loop."""
+"""What training changes and no checkpoint has: modules that are not registered, buffers that are not persistent,
+generators that a dataset owns, and gradients that wait for the next iteration of a user's loop."""
 
 from __future__ import annotations
 
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from headway.data import DataLoader
 from headway.system.log import logger
 from headway.system.text import shorten_list
+from headway.train.metrics.epoch_metrics import EpochMetric
 from headway.train.resume import generators
 
 if TYPE_CHECKING:
     from headway.train.pipeline import Pipeline
+    from headway.train.stage import Stage
 
 _MOST_ELEMENTS = 1 << 20
 """of a buffer that is watched: a larger one is a table or a mask"""
+_MOST_PARTS = 100
+"""of a container that is looked through: a list of a million losses has no modules"""
 
 
 @final
@@ -105,3 +110,30 @@ def _gradient(optimizer: Optimizer) -> object:
     parameters = (each for group in optimizer.param_groups for each in group["params"])
     found = next((each.grad for each in parameters if each.grad is not None), None)
     return None if found is None else (id(found), found._version)
+
+
+def own_modules(stage: Stage) -> dict[str, nn.Module]:
+    """Returns modules among the attributes of a stage, alone or in a container, that are not metrics."""
+    found: dict[str, nn.Module] = {}
+    for name, value in vars(stage).items():
+        match value:
+            case dict():
+                parts = {f"{name}[{key!r}]": part for key, part in islice(value.items(), _MOST_PARTS)}
+            case list() | tuple():
+                parts = {f"{name}[{i}]": part for i, part in enumerate(value[:_MOST_PARTS])}
+            case _:
+                parts = {name: value}
+        for part_name, part in parts.items():
+            if isinstance(part, nn.Module) and not isinstance(part, EpochMetric):
+                found[part_name] = part
+    return found
+
+
+def find_unregistered(stage: Stage) -> str | None:
+    """Returns the name of an attribute with trainable parameters that no registered model has."""
+    models = stage.pipe.registered_models.values()
+    known = {id(p) for model in models for p in model.bare.parameters()}
+    for name, module in own_modules(stage).items():
+        if any(p.requires_grad and id(p) not in known for p in module.parameters()):
+            return name
+    return None
