@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -204,6 +205,16 @@ def test_shared_memory_of_a_stranger_is_not_ours() -> None:
         assert Path("/dev/shm", name) in leaks.own_shared_memory() - before
         assert leaks.shared_memory_since(before) == []
         child.communicate("\n", timeout=180)
+
+
+def test_directories_in_shared_memory_count_if_headway_made_them() -> None:
+    before = leaks.own_shared_memory()
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm", prefix="photos-") as photos,
+        tempfile.TemporaryDirectory(dir="/dev/shm", prefix="headway-test-") as cache,
+    ):
+        found = leaks._compare_memory(before, leaks.own_shared_memory())
+    assert [line for line in found if photos in line or cache in line] == [f"shared memory {cache}"]
 
 
 def test_the_fixture_fails_a_test_that_leaks(pytester: pytest.Pytester) -> None:

@@ -190,6 +190,8 @@ def _is_ours(path: Path) -> bool:
     users = {process.pid for process in psutil.process_iter() if _uses(process.pid, path)}
     if users - family:
         return False
+    if path.is_dir():  # files of anybody's, unless they are of a node cache
+        return path.name.startswith("headway")
     # multiprocessing's names are random: unused memory may be left from any killed process of this user
     return bool(users) or not path.name.startswith(("psm_", "sem.mp-"))
 
