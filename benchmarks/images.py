@@ -1,7 +1,7 @@
 """Images per second of one CPU core: DINO's multi-crop, and thumbnails, against Pillow and DALI.
 
     scripts/make-peers.sh            # once: DALI, in an environment of its own
-    python benchmarks/images.py [--images 256] [--thumbnails 300000] [--rounds 5] [--json results.json]
+    python benchmarks/images.py [--images 1024] [--batches 4] [--thumbnails 300000] [--rounds 5] [--json results.json]
 
 A photo has about 500 x 375 pixels and 70 kB; 2 crops of 224 pixels and 8 of 96 are made of it, with all of DINOv2's
 changes of color, to normalized floats in batches of 64. All make the same crops, with the same changes:
@@ -10,8 +10,10 @@ changes of color, to normalized floats in batches of 64. All make the same crops
     Pillow      what torchvision does with a Pillow image, step by step, one after the other; reading is not counted
     DALI        its operators for the CPU, one thread; its own formula for color, in one step; reading is not counted
 
-Rates are images per second of CPU time of the whole process, because machines are shared. Rounds are interleaved and
-medians printed. Thumbnails are read as in benchmarks/data.py, by two threads, in seconds of the clock.
+Rates are images per second of CPU time of the whole process, because machines are shared. All contenders live as long
+as the benchmark, as in training: the first two batches of each, for which threads start and memory is mapped, are not
+counted. Then each makes a few batches in turn, always the same number, and nothing ahead of them. Medians of the
+rounds are printed. Thumbnails are read as in benchmarks/data.py, by two threads, in seconds of the clock.
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +45,10 @@ from headway.data.images.cpu import draw_groups
 from headway.data.images.draws import ColorOp, Column, CropTable, Factor, Flag
 
 Contender = Callable[[], Iterator[list[Tensor]]]
-"""yields batches, with a tensor for each size of crops"""
+"""yields the batches of a pass, with a tensor for each size of crops"""
 
 BATCH = 64
+WARM_UP = 2  # batches of each contender that are not counted
 TRANSFORM = MultiCrop(output="fp32")
 MEAN, STD = (torch.tensor(values)[:, None, None] for values in (TRANSFORM.mean, TRANSFORM.std))
 
@@ -55,24 +59,22 @@ class Photos:
     def __init__(self, directory: Path) -> None:
         self.shards = directory / "shards"
         self.encoded = list(photos(directory))
-        loader = self.loader()
-        rows = np.array([location for batch in self._batches(loader) for location in batch.locations])
+        # nothing is prefetched: the CPU time of a batch is spent while it is waited for, here and in all others
+        self.loader = ShardLoader(
+            self.shards, batch_size=BATCH, shuffle=False, threads=1, prefetch=1, transform=TRANSFORM
+        )
+        batches = self.loader._rank_batches(self.loader._weights_over_time(), 0)
+        rows = np.array([location for batch in batches for location in batch.locations])
         sizes = np.array([Image.open(io.BytesIO(each)).size[::-1] for each in self.encoded])
-        self.tables = draw_groups(TRANSFORM, loader._reader.transform_keys(rows), sizes)
-
-    def loader(self) -> ShardLoader:
-        return ShardLoader(self.shards, batch_size=BATCH, shuffle=False, threads=1, transform=TRANSFORM)
-
-    @staticmethod
-    def _batches(loader: ShardLoader) -> Iterator[Any]:
-        return loader._rank_batches(loader._weights_over_time(), 0)
+        self.tables = draw_groups(TRANSFORM, self.loader._reader.transform_keys(rows), sizes)
 
 
 # --- contenders
 
 
 def by_headway(given: Photos) -> Iterator[list[Tensor]]:
-    for batch in given.loader():
+    given.loader.set_epoch(0)
+    for batch in given.loader:
         yield [batch.global_crops, batch.local_crops]
 
 
@@ -206,16 +208,31 @@ def _dali_pipeline(feed: Callable[[int], list[list[Any]]], sizes: Sequence[int])
 # --- comparing
 
 
-def measure(contenders: dict[str, Contender], rounds: int) -> dict[str, float]:
-    """Returns images per CPU second of each contender, after a first round that is not counted."""
+def measure(contenders: dict[str, Contender], batches: int, rounds: int) -> dict[str, float]:
+    """Returns images per CPU second of each contender, which makes some batches in each round."""
+    endless = {name: _repeat(passes) for name, passes in contenders.items()}
+    for each in endless.values():
+        _consume(each, WARM_UP)
     rates: dict[str, list[float]] = {name: [] for name in contenders}
-    for number in range(rounds + 1):
-        for name, batches in contenders.items():
+    for _ in range(rounds):
+        for name, each in endless.items():
             began = time.process_time()
-            images = sum(batch[0].shape[1] for batch in batches())
-            if number:
-                rates[name].append(images / (time.process_time() - began))
+            _consume(each, batches)
+            rates[name].append(batches * BATCH / (time.process_time() - began))
+    for each in endless.values():
+        each.close()
     return {name: statistics.median(each) for name, each in rates.items()}
+
+
+def _repeat(passes: Contender) -> Generator[list[Tensor]]:
+    while True:
+        yield from passes()
+
+
+def _consume(batches: Iterator[list[Tensor]], count: int) -> None:
+    """Takes batches and keeps none, as a loop of training does: the memory of a batch may be used for a later one."""
+    for batch in islice(batches, count):
+        assert batch[0].shape[1] == BATCH
 
 
 def difference(one: Iterator[list[Tensor]], other: Iterator[list[Tensor]]) -> float:
@@ -255,7 +272,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--images", type=int, default=256)
+    parser.add_argument(
+        "--images", type=int, default=1024, help="that shards have; should be many batches of 64"
+    )
+    parser.add_argument("--batches", type=int, default=4, help="of 64 images, that each makes in a round")
     parser.add_argument("--thumbnails", type=int, default=300_000, help="0 leaves them out")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="also write everything that was seen to this file")
@@ -277,8 +297,9 @@ def main() -> None:
         else:
             print("not here: DALI (scripts/make-peers.sh)")
         for name in contenders.keys() - {"headway"}:
-            seen["difference"][name] = difference(by_headway(given), contenders[name]())
-        seen["multicrop"] = measure(contenders, args.rounds)
+            ours, theirs = (islice(contenders[each](), 4) for each in ("headway", name))
+            seen["difference"][name] = difference(ours, theirs)
+        seen["multicrop"] = measure(contenders, args.batches, args.rounds)
     if args.thumbnails:
         seen["thumbnails"] = thumbnails(args.thumbnails, args.rounds)
     show(seen)

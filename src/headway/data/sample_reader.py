@@ -31,6 +31,7 @@ from headway.data.images.cpu import (
 from headway.data.images.device.pinned import PinnedMemory
 from headway.data.images.draws import CropTable
 from headway.data.images.exif import orientation, turn
+from headway.data.images.memory_pool import MemoryPool
 from headway.data.images.transforms import ImageTransform
 from headway.data.label_watch import LabelWatch
 from headway.data.order.mix_order import MixOrder
@@ -138,10 +139,11 @@ class SampleReader:
         self._reduces = crops is not None and crops.scaled_decode
         self._draws = crops if not self._reduces else None
         self._joins = crops if joins else None
+        self.pool = MemoryPool()
 
     def crop_memory(self, samples: int) -> CropMemory | None:
         """Returns memory for the crops of so many samples; None if those of each have memory of their own."""
-        return CropMemory(self._joins, samples) if self._joins is not None else None
+        return CropMemory(self._joins, samples, self.pool) if self._joins is not None else None
 
     def read(
         self, locations: Sequence[SampleLocation], first: int = 0, memory: CropMemory | None = None

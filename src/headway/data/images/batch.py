@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headway.data.images.cpu import DTYPES, largest_value
 from headway.data.images.fp8 import Fp8Scaling
+from headway.data.images.memory_pool import MemoryPool
 from headway.data.images.transforms import ImageTransform
 from headway.data.order.permutation import UInts
 
@@ -95,16 +96,17 @@ def own_parts(transform: ImageTransform) -> set[str]:
 class CropMemory:
     """The crops of a whole batch: threads write those of each sample where they stay, and nothing is copied.
 
-    NumPy asks for huge pages. A page fault for each 4 kB took as long as decoding the images.
+    The memory comes from a pool. NumPy asks for huge pages: a page fault for each 4 kB took as long as decoding the
+    images.
     """
 
-    def __init__(self, transform: ImageTransform, samples: int) -> None:
+    def __init__(self, transform: ImageTransform, samples: int, pool: MemoryPool) -> None:
         self.samples, self._stacks, dtype = samples, dict[str, Tensor](), DTYPES[transform.output]
         for group in transform.groups():
             sides = [group.size, group.size]
             shape = [*sides, 3] if transform.channels_last else [3, *sides]
             pixels = samples * len(group.recipes) * 3 * group.size**2
-            memory = torch.from_numpy(np.empty(pixels * dtype.itemsize, np.uint8)).view(dtype)
+            memory = torch.from_numpy(pool.take(pixels * dtype.itemsize)).view(dtype)
             stack = memory.view(len(group.recipes), samples, *shape)
             self._stacks[group.name] = stack.permute(0, 1, 4, 2, 3) if transform.channels_last else stack
 

@@ -6,6 +6,7 @@ these functions line by line.
 
 from __future__ import annotations
 
+import math
 import threading
 from functools import cache
 from typing import final
@@ -32,7 +33,7 @@ class Workspace(threading.local):
         self._memory: dict[tuple[str | int, ...], Tensor] = {}
 
     def take(self, purpose: str, *shape: int) -> Tensor:
-        """Returns a tensor with any content, which is valid until the same purpose asks again."""
+        """Returns a tensor with any content, which is valid until the same purpose asks for this shape again."""
         found = self._memory.get((purpose, *shape))
         if found is None:
             found = self._memory[(purpose, *shape)] = torch.empty(shape)
@@ -57,15 +58,15 @@ def change_colors(crop: Tensor, ints: npt.NDArray[np.int32], floats: npt.NDArray
             factor = float(floats[operation - 1])
         match operation:
             case ColorOp.BRIGHTNESS:
-                crop.mul_(factor).clamp_(0, 255)
+                crop.mul_(factor)
             case ColorOp.CONTRAST:
-                mean = _gray(crop).mean()
-                crop.mul_(factor).add_((1 - factor) * mean).clamp_(0, 255)
+                crop.lerp_(_mean_gray(crop), 1 - factor)
             case ColorOp.SATURATION:
-                gray = _gray(crop)
-                crop.mul_(factor).add_(gray, alpha=1 - factor).clamp_(0, 255)
+                crop.lerp_(_gray(crop), 1 - factor)
             case ColorOp.HUE:
                 shift_hue(crop, factor)
+        if factor > 1:  # smaller ones stay between 0 and 255
+            crop.clamp_(0, 255)
     flags = int(ints[Column.FLAGS])
     if flags & Flag.GRAYSCALE:
         crop.copy_(_gray(crop).expand_as(crop))
@@ -78,6 +79,11 @@ def change_colors(crop: Tensor, ints: npt.NDArray[np.int32], floats: npt.NDArray
 def _gray(crop: Tensor) -> Tensor:
     gray = torch.mul(crop[0], GRAY[0], out=_workspace.take("gray", *crop.shape[1:]))
     return gray.add_(crop[1], alpha=GRAY[1]).add_(crop[2], alpha=GRAY[2])
+
+
+def _mean_gray(crop: Tensor) -> Tensor:
+    means: list[float] = crop.mean((1, 2)).tolist()
+    return torch.tensor(sum(mean * share for mean, share in zip(means, GRAY, strict=True)))
 
 
 def shift_hue(crop: Tensor, shift: float) -> None:
@@ -98,9 +104,9 @@ def shift_hue(crop: Tensor, shift: float) -> None:
     torch.sub(red, green, out=by_blue).add_(chroma, alpha=4)
     torch.lerp(by_green, by_blue, _is_positive(torch.sub(top, green, out=spare)), out=hue)
     torch.lerp(by_red, hue, _is_positive(torch.sub(top, red, out=spare)), out=hue)  # from -1 to 5
-    starts = [[[(6 * shift + start) % 6 - 5]] for start in (5, 3, 1)]
-    torch.addcmul(hue, chroma, torch.tensor(starts), out=places).abs_()
-    places.sub_(chroma, alpha=3).abs_()  # from the opposite hue, at most 3
+    for place, start in zip(places, (5, 3, 1), strict=True):
+        torch.add(hue, chroma, alpha=(6 * shift + start) % 6 - 5, out=place)
+    places.abs_().sub_(chroma, alpha=3).abs_()  # from the opposite hue, at most 3
     places.add_(torch.sub(top, chroma, alpha=2, out=spare))
     torch.clamp(places, low, top, out=crop)
 
@@ -110,35 +116,43 @@ def _is_positive(values: Tensor) -> Tensor:
     return values.mul_(1e6).clamp_(max=1)
 
 
-def blur_weights(sigma: float) -> Tensor:
+def blur_weights(sigma: float) -> list[float]:
     """Returns the nine weights of a Gaussian blur."""
-    places = torch.arange(-BLUR_RADIUS, BLUR_RADIUS + 1, dtype=torch.float32)
-    weights = torch.exp(-0.5 * (places / sigma) ** 2)
-    return weights / weights.sum()
+    weights = [math.exp(-0.5 * (place / sigma) ** 2) for place in range(-BLUR_RADIUS, BLUR_RADIUS + 1)]
+    total = sum(weights)
+    return [weight / total for weight in weights]
 
 
 def blur(crop: Tensor, sigma: float) -> None:
     """Blurs a crop; beyond its border, the crop is reflected."""
-    weights = [
-        (tap, weight) for tap, weight in enumerate(blur_weights(sigma).tolist()) if weight > _MIN_WEIGHT
-    ]
+    weights = [(tap, weight) for tap, weight in enumerate(blur_weights(sigma)) if weight > _MIN_WEIGHT]
     for along in (1, 2):
-        size = crop.shape[along]
-        shape = [side + 2 * BLUR_RADIUS * (at == along) for at, side in enumerate(crop.shape)]
-        padded = _workspace.take("padded", *shape)
-        padded.narrow(along, BLUR_RADIUS, size).copy_(crop)
-        for start, border in zip((0, size + BLUR_RADIUS), _reflected(size), strict=True):
-            padded.narrow(along, start, BLUR_RADIUS).copy_(crop.index_select(along, border))
-        crop.zero_()
-        for tap, weight in weights:
+        padded, size = _pad(crop, along), crop.shape[along]
+        (first, share), *others = weights
+        torch.mul(padded.narrow(along, first, size), share, out=crop)
+        for tap, weight in others:
             crop.add_(padded.narrow(along, tap, size), alpha=weight)
 
 
+def _pad(crop: Tensor, along: int) -> Tensor:
+    """Returns a crop continued beyond its border, above and below, or to the left and right."""
+    size = crop.shape[along]
+    shape = [side + 2 * BLUR_RADIUS * (at == along) for at, side in enumerate(crop.shape)]
+    padded, places = _workspace.take("padded", *shape), _reflected(size)
+    if along == 1:
+        return torch.index_select(crop, 1, places, out=padded)
+    # to select columns takes ten times as long as to copy them
+    padded.narrow(along, BLUR_RADIUS, size).copy_(crop)
+    for start in (0, size + BLUR_RADIUS):
+        border = crop.index_select(along, places.narrow(0, start, BLUR_RADIUS))
+        padded.narrow(along, start, BLUR_RADIUS).copy_(border)
+    return padded
+
+
 @cache
-def _reflected(size: int) -> tuple[Tensor, Tensor]:
-    """Returns the rows that continue an image of this size before its first and after its last row, as in a mirror;
+def _reflected(size: int) -> Tensor:
+    """Returns the rows of an image of this size, continued before its first and after its last row as in a mirror;
     those of a tiny image are reflected several times."""
     period = max(1, 2 * (size - 1))
-    before, after = torch.arange(-BLUR_RADIUS, 0), torch.arange(size, size + BLUR_RADIUS)
-    before, after = (rows.remainder(period) for rows in (before, after))
-    return torch.minimum(before, period - before), torch.minimum(after, period - after)
+    places = torch.arange(-BLUR_RADIUS, size + BLUR_RADIUS).remainder(period)
+    return torch.minimum(places, period - places)
