@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -21,7 +20,7 @@ from headway.watch.report.figures import curves, stacked
 from headway.watch.view import RunView, Snapshot
 from headway.watch.view.run_view import timestamp
 from headway.watch.view.series import Series
-from headway.watch.view.source import clean, clean_indented, last_lines, read_text
+from headway.watch.view.source import clean, clean_indented, last_lines, newest_object, read_text
 
 _MAX_FIGURES = 24
 _MAX_MESSAGES = 100
@@ -328,14 +327,9 @@ def _code(run: Run, info: Mapping[str, Any]) -> str:
 
 
 def _environment(run: Run) -> str:
-    lines = last_lines(run.path, run.diagnostics_file, 1 << 20)
-    try:
-        facts = json.loads(lines[-1]) if lines else None
-    except (ValueError, RecursionError):
-        facts = None
-    if not isinstance(facts, dict):
+    text = newest_object(run.path, run.diagnostics_file)[:100_000]
+    if not text:
         return ""
-    text = json.dumps(facts, indent=2, ensure_ascii=False)[:100_000]
     shown = f"<pre>{escape(_lines(text))}</pre>"
     return f"<h2>Environment</h2><details><summary>machine, versions, variables</summary>{shown}</details>"
 

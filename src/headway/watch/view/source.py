@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from collections.abc import Iterable, Iterator
@@ -83,6 +84,15 @@ def read_object(root: Path, path: Path) -> Row:
 def last_lines(root: Path, path: Path, limit_bytes: int = 1 << 16) -> list[str]:
     """Returns the last lines of a text file, as they are."""
     return lines_before(root, path, None, limit_bytes)[0]
+
+
+def newest_object(root: Path, path: Path) -> str:
+    """Returns the last row of a file of JSON lines as indented text; empty if that is not an object."""
+    try:
+        found = parse_json(last_lines(root, path, _TEXT_BYTES)[-1])
+        return json.dumps(found, indent=2, ensure_ascii=False) if isinstance(found, dict) else ""
+    except (IndexError, ValueError, RecursionError):  # what was read may be too deep to be written
+        return ""
 
 
 def lines_before(

@@ -10,7 +10,14 @@ from typing import Any
 from headway.launcher import sweep
 from headway.run import Run
 from headway.watch.comparison import settings_of
-from headway.watch.view.source import clean, clean_indented, last_lines, lines_before, read_object, read_text
+from headway.watch.view.source import (
+    clean,
+    clean_indented,
+    lines_before,
+    newest_object,
+    read_object,
+    read_text,
+)
 from headway.watch.web.run_library import key_of
 from headway.watch.web.run_list import plain_settings
 
@@ -20,7 +27,6 @@ _SEARCH_CHUNK_BYTES = 1 << 20
 _MAX_MATCHES = 500
 _MAX_LOGS = 4096
 _DIFF_BYTES = 1 << 18
-_DIAGNOSTICS_BYTES = 1 << 20
 _LOG_NAME = re.compile(r"rank-(\d{5})\.txt")
 
 
@@ -57,17 +63,7 @@ def _code(run: Run) -> dict[str, Any]:
 
 def diagnostics(run: Run) -> list[str]:
     """Returns what is known about the machine and the software of the newest attempt, as lines."""
-    lines = last_lines(run.path, run.diagnostics_file, _DIAGNOSTICS_BYTES)
-    try:
-        facts = json.loads(lines[-1]) if lines else None
-    except (ValueError, RecursionError):
-        return []
-    if not isinstance(facts, dict):
-        return []
-    try:
-        text = json.dumps(facts, indent=2, ensure_ascii=False)
-    except RecursionError:
-        return []
+    text = newest_object(run.path, run.diagnostics_file)
     return [clean_indented(line) for line in text.splitlines()[:20_000]]
 
 
