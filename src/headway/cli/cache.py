@@ -6,11 +6,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from headway.cli.parser import dispatch, parse, require_path
-from headway.cli.screen import safe
+from headway.cli.screen import console, plain_table, safe
 from headway.errors import DONE
 from headway.system.text import format_bytes, plural
 
@@ -49,10 +46,7 @@ def _ls(argv: list[str]) -> int:
     if options.json:
         print(json.dumps([entry._asdict() for entry in found], indent=1))
         return DONE
-    table = Table(box=None, pad_edge=False)
-    table.add_column("shard", overflow="fold")
-    table.add_column("bytes", justify="right")
-    table.add_column("")
+    table = plain_table("shard", "bytes", "", numbers=("bytes",))
     for entry in sorted(found, key=lambda entry: entry.source or ""):
         state = "in use" if entry.in_use else "" if entry.source else "left behind"
         table.add_row(safe(entry.source or "(being copied)"), format_bytes(entry.bytes), state)
@@ -63,7 +57,7 @@ def _ls(argv: list[str]) -> int:
         "",
         style="bold",
     )
-    Console().print(table)
+    console().print(table)
     return DONE
 
 

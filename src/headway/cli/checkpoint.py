@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.cli.parser import Positional, above_zero, dispatch, parse
-from headway.cli.screen import console, number, safe
+from headway.cli.screen import console, number, plain_table, safe
 from headway.errors import DONE, NoValidCheckpoint, UsageError
 from headway.run import find_runs
 from headway.system.text import format_bytes, shorten_list
@@ -21,8 +21,6 @@ from headway.system.text import format_bytes, shorten_list
 if TYPE_CHECKING:
     from headway.checkpoint.inspect.listing import CheckpointSummary
     from headway.checkpoint.inspect.tables import Overview
-
-_Path = Annotated[Path, Positional("PATH")]
 
 _MOST_ROWS = 1000
 
@@ -45,66 +43,58 @@ Exit codes: 0 intact, 2 bad input, 74 storage failed, 86 damaged.
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShowOptions:
+class _CheckpointOptions:
+    path: Annotated[Path, Positional("PATH")]
+    root: str = "runs"
+    """where a run is looked for that is named by its id"""
+    json: bool = False
+    """print facts for programs"""
+
+    def place(self) -> Path:
+        """Returns the path, or the directory of the run that it names by its id, or by a beginning or end of that."""
+        if os.path.lexists(self.path) or not (found := find_runs(str(self.path), self.root)):
+            return self.path
+        run, *more = [run for run in found if run.id == str(self.path)] or found
+        if more:
+            raise UsageError(
+                f"{str(self.path)!r} matches {len(found)} runs in {self.root}; give the path of a run, or more of its "
+                "id"
+            )
+        return run.path
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowOptions(_CheckpointOptions):
     """Tensors by module: shapes, types, bytes, totals; of a run, all checkpoints, too. Nothing is loaded."""
 
-    path: _Path
-    root: str = "runs"
-    """where a run is looked for that is named by its id"""
-    json: bool = False
-    """print facts for programs"""
-
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyOptions:
+class VerifyOptions(_CheckpointOptions):
     """Reads every byte and compares. Exit code 0 if all is whole, 86 if not."""
 
-    path: _Path
-    root: str = "runs"
-    """where a run is looked for that is named by its id"""
-    json: bool = False
-    """print facts for programs"""
-
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions:
+class ExportOptions(_CheckpointOptions):
     """All tensors, or those of one part, as plain safetensors: one file, or several with an index if they are large."""
 
-    path: _Path
     out: Annotated[Path, Positional("OUT.safetensors")]
     part: str | None = None
     """only this part of the state, like models.net of a Pipeline; its name is left out of those of the tensors"""
     adapter: str | None = None
     """the adapter of this model, such as LoRA, as a directory OUT that peft reads"""
-    root: str = "runs"
-    """where a run is looked for that is named by its id"""
     shard_gb: Annotated[float, above_zero] = 5.0
     """gigabytes that one file may hold; what is larger becomes OUT-00001-of-0000N.safetensors with an index"""
-    json: bool = False
-    """print facts for programs"""
 
 
 def main(argv: list[str]) -> int:
     return dispatch("checkpoint", {"show": _show, "verify": _verify, "export": _export}, _USAGE, argv)
 
 
-def _place(path: Path, root: str) -> Path:
-    """Returns the path, or the directory of the run that it names by its id, or by the beginning or end of that."""
-    if os.path.lexists(path) or not (found := find_runs(str(path), root)):
-        return path
-    run, *more = [run for run in found if run.id == str(path)] or found
-    if more:
-        raise UsageError(
-            f"{str(path)!r} matches {len(found)} runs in {root}; give the path of a run, or more of its id"
-        )
-    return run.path
-
-
 def _show(argv: list[str]) -> int:
     from headway.checkpoint.inspect import overview as overviews
 
     options = parse(ShowOptions, argv, verb="checkpoint show")
-    place = _place(options.path, options.root)
+    place = options.place()
     listed = overviews.list_all(place)
     overview = overviews.read(place)
     if options.json:
@@ -132,9 +122,8 @@ def _show(argv: list[str]) -> int:
 
 def _listing(listed: list[CheckpointSummary]) -> Table:
     """The checkpoints of a run for a terminal, the newest first."""
-    made = Table(box=None, pad_edge=False)
-    for title in ("checkpoint", "", "created", "ranks", "bytes", "metrics"):
-        made.add_column(title, justify="right" if title in ("ranks", "bytes") else "left", overflow="fold")
+    titles = "checkpoint", "", "created", "ranks", "bytes", "metrics"
+    made = plain_table(*titles, numbers=("ranks", "bytes"))
     for each in listed:
         marks = ", ".join(word for word in ("newest", "best") if getattr(each, word))
         metrics = ", ".join(f"{name} {number(value)}" for name, value in each.metrics.items())
@@ -153,9 +142,7 @@ def table(overview: Overview) -> Table:
     """The overview for a terminal. Its rows have a limit: 100,000 take a minute to lay out, and nobody reads them."""
     from headway.checkpoint.inspect.tables import totals
 
-    made = Table(box=None, pad_edge=False)
-    for title in ("tensor", "type", "shape", "elements", "bytes"):
-        made.add_column(title, justify="right" if title in ("elements", "bytes") else "left", overflow="fold")
+    made = plain_table("tensor", "type", "shape", "elements", "bytes", numbers=("elements", "bytes"))
     shown = 0
     for module, tensors in overview.modules().items():
         if shown >= _MOST_ROWS:
@@ -183,7 +170,7 @@ def _verify(argv: list[str]) -> int:
     options = parse(VerifyOptions, argv, verb="checkpoint verify")
     waiting = Console(stderr=True)
     found = {}
-    for path in overviews.find(_place(options.path, options.root)):
+    for path in overviews.find(options.place()):
         with waiting.status(f"reading {path.name} ..."):  # shown on a terminal only
             found[path] = verify(path)
         if not options.json:
@@ -200,7 +187,7 @@ def _export(argv: list[str]) -> int:
     from headway.checkpoint import export, export_adapter
     from headway.checkpoint.inspect import overview as overviews
 
-    (path, *_) = overviews.find(_place(options.path, options.root))
+    (path, *_) = overviews.find(options.place())
     if options.adapter is not None:
         written = export_adapter(path, options.out, model=options.adapter)
     else:

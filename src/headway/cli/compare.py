@@ -35,9 +35,7 @@ Exit codes: 0; with --exact 1 if they differ; 2 bad usage.
 
 def main(argv: list[str]) -> int:
     parser = Parser("compare", "Sets runs side by side: settings that differ, state, and metrics.", _EXAMPLES)
-    parser.add_argument(
-        "runs", metavar="RUN", nargs="+", help="run directory, id, or beginning or end of an id"
-    )
+    parser.add_run("runs", nargs="+")
     parser.add_argument(
         "--metric", metavar="NAME", action="append", default=[], help="show this metric; repeatable"
     )
@@ -45,7 +43,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--exact", action="store_true", help="compare each step of two runs bit for bit, by their ledgers"
     )
-    parser.add_root()
     parser.add_json()
     options = parser.parse_args(argv)
     runs = resolve(options.runs, options.root)

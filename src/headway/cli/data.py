@@ -15,7 +15,7 @@ from rich.tree import Tree
 
 from headway.cli.parser import Positional, above_zero, dispatch, natural, parse, positive, require_path
 from headway.cli.progress import show_progress, throttled_printer
-from headway.cli.screen import console, safe
+from headway.cli.screen import console, plain_table, safe
 from headway.data.catalog import Catalog, Dataset
 from headway.errors import DONE, UsageError
 from headway.system.text import format_bytes, plural
@@ -165,14 +165,12 @@ def _count(argv: list[str]) -> int:
     if options.json:
         print(json.dumps({name: {"shards": n, "samples": samples} for name, (n, samples) in rows.items()}))
         return DONE
-    table = Table(box=None, pad_edge=False)
-    for title in ("dataset", "shards", "samples"):
-        table.add_column(title, justify="left" if title == "dataset" else "right", overflow="fold")
+    table = plain_table("dataset", "shards", "samples", numbers=("shards", "samples"))
     for name, (shards, samples) in rows.items():
         table.add_row(safe(name), f"{shards:,}", f"{samples:,}")
     if len(rows) > 1:
         table.add_row("all", f"{sum(n for n, _ in rows.values()):,}", f"{sum(s for _, s in rows.values()):,}")
-    Console().print(table)
+    console().print(table)
     return DONE
 
 
@@ -402,16 +400,15 @@ def _bench(argv: list[str]) -> int:
     if options.json:
         print(json.dumps(seen.to_dict() | {"verdict": seen.verdict(options.need)}, indent=1))
         return DONE
-    Console().print(rates(seen))
+    console().print(rates(seen))
     print(seen.verdict(options.need))
     return DONE
 
 
 def rates(seen: Benchmark) -> Table:
     """The measurement for a terminal."""
-    table = Table(box=None, pad_edge=False)
-    for title in ("stage", "samples/s", "bytes/s", "of the limit"):
-        table.add_column(title, justify="left" if title == "stage" else "right")
+    numbers = "samples/s", "bytes/s", "of the limit"
+    table = plain_table("stage", *numbers, numbers=numbers)
     limit = min(seen.read, seen.decode)
     for name, rate in (("read", seen.read), ("decode", seen.decode), ("loader", seen.load)):
         part = f"{rate / limit:.0%}" if name == "loader" else ""

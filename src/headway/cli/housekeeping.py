@@ -49,12 +49,11 @@ def sync_runs(argv: list[str]) -> int:
         "Feeds the sinks of a run with the rows that they have not received, such as while a tracker was down.",
         "examples:\n  headway runs sync x7k2\n  headway runs sync x7k2 --sink wandb --from-start\n",
     )
-    parser.add_argument("run", metavar="RUN", help="run directory, id, or beginning or end of an id")
+    parser.add_run()
     parser.add_argument(
         "--sink", action="append", default=[], metavar="NAME", help="only this sink; repeatable"
     )
     parser.add_argument("--from-start", action="store_true", help="send all rows again")
-    parser.add_root()
     parser.add_json()
     options = parser.parse_args(argv)
     fed = {
@@ -72,12 +71,9 @@ def sync_runs(argv: list[str]) -> int:
 
 def _parser(verb: str, description: str, examples: str) -> Parser:
     parser = Parser(f"runs {verb}", description, examples)
-    parser.add_argument(
-        "runs", metavar="RUN", nargs="+", help="run directory, id, or beginning or end of an id"
-    )
+    parser.add_run("runs", nargs="+")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     parser.add_argument("--dry-run", action="store_true", help="only show what would be done")
-    parser.add_root()
     return parser
 
 

@@ -77,7 +77,12 @@ class Parser(argparse.ArgumentParser):
     def add_json(self) -> None:
         self.add_argument("--json", action="store_true", help="print facts for programs")
 
-    def add_root(self) -> None:
+    def add_run(
+        self, name: str = "run", *, nargs: str | None = None, metavar: str = "RUN", more: str = ""
+    ) -> None:
+        """A run, or several, and where its id is looked up; `more` is what else may be given, or nothing."""
+        text = f"run directory, id, or beginning or end of an id{more}"
+        self.add_argument(name, metavar=metavar, nargs=nargs, help=text)
         self.add_argument(
             "--root", default="runs", metavar="DIR", help="where ids are looked up (default: runs)"
         )

@@ -29,18 +29,12 @@ scripts or outside resources. A run of a minute or more that ends well writes it
 
 def main(argv: list[str]) -> int:
     parser = Parser("report", "Writes a run as one self-contained HTML file, to keep or to mail.", _EXAMPLES)
-    parser.add_argument(
-        "run",
-        metavar="RUN",
-        nargs="?",
-        help="run directory, id, or beginning or end of an id; else the newest",
-    )
+    parser.add_run(nargs="?", more="; else the newest")
     parser.add_argument("-o", "--output", metavar="FILE", help="write this file instead")
     parser.add_argument(
         "--price", type=above_zero, metavar="X", help="what a GPU-hour costs, in your currency"
     )
     parser.add_argument("--times", action="store_true", help="also print where the time went")
-    parser.add_root()
     options = parser.parse_args(argv)
     runs = resolve([options.run], options.root) if options.run else newest_run(options.root)
     if options.output and len(runs) > 1:

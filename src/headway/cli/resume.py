@@ -31,10 +31,7 @@ Exit codes: 0 submitted, or done; 2 it is queued, running or done; else that of 
 
 def main(argv: list[str]) -> int:
     parser = Parser("resume", "Starts a stopped or failed run again, the way it was started.", _EXAMPLES)
-    parser.add_argument("run", metavar="RUN", help="the run directory, its id, or the end of its id")
-    parser.add_argument(
-        "--root", default="runs", metavar="DIR", help="where ids are looked up (default: runs)"
-    )
+    parser.add_run()
     parser.add_argument(
         "--nodes", metavar="N", help="number of nodes, or a range such as 1-2, for a job of a scheduler"
     )

@@ -24,9 +24,8 @@ def main(argv: list[str]) -> int:
         "Which samples were in a step: those of all ranks, in the order of the global batch.",
         _EXAMPLES,
     )
-    parser.add_argument("run", metavar="RUN", help="run directory, id, or beginning or end of an id")
+    parser.add_run()
     parser.add_argument("--step", type=positive, required=True, metavar="N", help="counted from 1")
-    parser.add_root()
     parser.add_json()
     options = parser.parse_args(argv)
     run, *_ = resolve([options.run], options.root)  # the first run of a sweep stands for all of them

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Collection
 from datetime import datetime
 
 from rich.console import Console
+from rich.table import Table
 
 from headway.system.text import TIME_UNITS
 
@@ -25,6 +27,14 @@ def console() -> Console:
     """Returns a console as wide as the terminal; lines written to a file or a pipe are never wrapped."""
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 10_000
     return Console(width=wide, highlight=False, soft_wrap=False)
+
+
+def plain_table(*titles: str, numbers: Collection[str] = ()) -> Table:
+    """Returns a table without lines, whose columns fold; those of `numbers` are set to the right."""
+    made = Table(box=None, pad_edge=False)
+    for title in titles:
+        made.add_column(title, justify="right" if title in numbers else "left", overflow="fold")
+    return made
 
 
 def state_style(state: str) -> str:

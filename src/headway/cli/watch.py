@@ -45,10 +45,7 @@ def main(argv: list[str]) -> int:
     parser = Parser(
         "watch", "Shows a run live: state, losses, speed, ranks, checkpoints, messages.", _EXAMPLES
     )
-    parser.add_argument(
-        "run", metavar="RUN|ROOT", nargs="?", help="run directory, id, end of an id, or a directory of runs"
-    )
-    parser.add_root()
+    parser.add_run(nargs="?", metavar="RUN|ROOT", more=", or a directory of runs")
     parser.add_argument("--once", action="store_true", help="print the screen once, as text")
     parser.add_argument("--alert", action="append", choices=(*EVENTS, "all"), default=[], metavar="EVENT",
                         help=f"send an alert when a run fails, stops, is silent or finishes: {', '.join(EVENTS)} or "

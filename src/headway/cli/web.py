@@ -29,10 +29,7 @@ notice. Ctrl-C ends it.
 
 def main(argv: list[str]) -> int:
     parser = Parser("web", "Shows runs in a browser: live curves, ranks, settings, logs, sweeps.", _EXAMPLES)
-    parser.add_argument(
-        "run", metavar="RUN|ROOT", nargs="?", help="run directory, id, end of an id, or a directory of runs"
-    )
-    parser.add_root()
+    parser.add_run(nargs="?", metavar="RUN|ROOT", more=", or a directory of runs")
     parser.add_argument(
         "--port", type=natural, default=0, metavar="N", help="listen there (default: a free port)"
     )
