@@ -35,7 +35,12 @@ class Row(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What distinguishes the layout: the kinds of parallelism that the table of errors has a line for."""
+        """What the table of errors has a line for: the parallelism, and experts with biases apart."""
+        return "experts with biases" if self.model.name in NOT_FITTED else self.parallelism
+
+    @property
+    def parallelism(self) -> str:
+        """What distinguishes the layout; every second row of each kind is fitted."""
         if self.model.moe:
             return "experts"
         if self.layout.cp > 1:
@@ -52,8 +57,8 @@ NOT_FITTED = ("gpt-oss-120b",)
 def split(family: Sequence[Row]) -> tuple[list[Row], list[Row]]:
     """The rows that constants are fitted on, and those set aside: every second of each kind of parallelism."""
     fitted, aside = [], []
-    for kind in sorted({row.kind for row in family}):
-        own = [row for row in family if row.kind == kind]
+    for kind in sorted({row.parallelism for row in family}):
+        own = [row for row in family if row.parallelism == kind]
         fitted += [row for row in own[::2] if row.model.name not in NOT_FITTED]
         aside += own[1::2] + [row for row in own[::2] if row.model.name in NOT_FITTED]
     return fitted, aside
@@ -97,8 +102,10 @@ def rows(*, held_out: bool = False) -> tuple[Row, ...]:
     """The rows that `split` divides; or those that no constant was ever fitted on."""
     tables = yaml.safe_load((Path(__file__).parent / "data" / "published.yaml").read_text())
     readers = {"megatron_bridge": _bridge, "megatron_bridge_held_out": _bridge,
-               "megatron_bridge_2602": _bridge, "megatron_bridge_later": _bridge, "torchtitan": _titan,
+               "megatron_bridge_2602": _bridge, "megatron_bridge_later": _bridge,
+               "megatron_bridge_2606": _bridge, "torchtitan": _titan,
                "torchtitan_async": _async, "torchtitan_h200": _h200, "mosaic": _mosaic, "megatron_core": _core,
+               "megatron_core_experts": _core_experts,
                "llama3": _llama3, "sc21": _sc21, "sc21_zero": _sc21, "mt_nlg": _sc21}  # fmt: skip
     found = []
     chosen = {name: table for name, table in tables.items() if table.get("held_out", False) == held_out}
@@ -141,8 +148,8 @@ def _bridge(r: dict[str, Any], _: object) -> Iterator[Row]:
         dp=dp, tp=r["tp"], pp=r["pp"], cp=r["cp"], vpp=min(r["vp"] or 1, model.layers // r["pp"]), ep=r["ep"],
         expert_tp=1 if model.moe else None, zero=3 if r["fsdp"] else 1, microbatch=r["mbs"], global_batch=r["gbs"],
         sequence=r["seq"], precision="bf16" if r["precision"] == "bf16" else "fp8", sequence_parallel=r["tp"] > 1,
-        tp_overlap=r["tp"] > 1, ep_overlap=r["ep_overlap"],
-        compiled=r["precision"] == "mxfp8" and r["container"] in ("26.06.01", "26.08"),
+        tp_overlap=r["tp"] > 1, ep_overlap=r["ep_overlap"], dispatcher=r["dispatcher"] or "fused",
+        graphs=r["graphs"] or "none",
     )  # fmt: skip
     node = _BRIDGE_NODES[r["system"]]
     row = _row("Megatron-Bridge", r["model"], model, layout, node, tok_s_gpu=r["tok_s_gpu"])
@@ -209,6 +216,17 @@ def _core(r: dict[str, Any], _: object) -> Iterator[Row]:
     )  # fmt: skip
     rate = _tok_s(model, 4096, r["tflops_gpu"], "full")
     yield _row("Megatron-Core", r["params"], model, layout, "dgx-h100", tok_s_gpu=rate)
+
+
+def _core_experts(r: dict[str, Any], _: object) -> Iterator[Row]:
+    model = preset(r["model"])
+    layout = Layout(
+        dp=r["gpus"] // (r["tp"] * r["pp"]), tp=r["tp"], pp=r["pp"], vpp=r["vp"], ep=r["ep"], expert_tp=1, zero=1,
+        microbatch=r["micro_batch"], global_batch=r["global_batch"], sequence=r["seq"], dispatcher=r["dispatcher"],
+    )  # fmt: skip
+    rate = _tok_s(model, r["seq"], r["tflops_gpu"], "full")
+    row = _row("Megatron-Core", r["model"], model, layout, "dgx-h100", tok_s_gpu=rate)
+    yield row._replace(release=r["release"])
 
 
 def _llama3(r: dict[str, Any], _: object) -> Iterator[Row]:

@@ -54,6 +54,8 @@ def plans(draw: st.DrawFn) -> tuple[Transformer, Layout]:
         recompute=draw(st.sampled_from(["none", "sac", "full"])),
         precision=draw(st.sampled_from(["bf16", "amp", "fp8"])), overlap=draw(st.booleans()),
         ep_overlap=draw(st.booleans()), compiled=draw(st.booleans()),
+        dispatcher=draw(st.sampled_from(["fused", "all-to-all"])),
+        graphs=draw(st.sampled_from(["none", "layers", "step"])),
     )  # fmt: skip
     layout.check_model(model)
     return model, layout

@@ -84,17 +84,19 @@ def reduce_scatter(group: CollectiveGroup, size_bytes: float, *, pieces: int = 1
 all_gather = reduce_scatter
 
 
-def all_to_all(group: CollectiveGroup, size_bytes: float, *, abroad: float = 1.0) -> float:
+def all_to_all(
+    group: CollectiveGroup, size_bytes: float, *, inside: float = 1.0, abroad: float = 1.0
+) -> float:
     """Seconds of an all-to-all: each rank sends 1/n of its bytes to every other, by its own links.
 
     The parts for its own node and for others are sent at the same time; the slower of the two counts. Of what goes to
-    other nodes only the fraction `abroad` is sent, if the rest is copies for several ranks of the same node.
+    the own node only the fraction `inside` is sent, and to others `abroad`, if the rest is copies for the same place.
     """
     if group.size == 1:
         return 0.0
-    inside = (group.per_node - 1) / group.size * size_bytes / group.peer_bytes_per_s
+    own = (group.per_node - 1) / group.size * inside * size_bytes / group.peer_bytes_per_s
     outside = (group.size - group.per_node) / group.size * abroad * size_bytes / group.own_bytes_per_s
-    return group.latency_s + max(inside, outside)
+    return group.latency_s + max(own, outside)
 
 
 def send(group: CollectiveGroup, size_bytes: float) -> float:

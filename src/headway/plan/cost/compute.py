@@ -28,14 +28,24 @@ FUSED_LOSS_BYTES = 20
 """Bytes per logit of the loss, forward and backward: five passes over fp32 logits."""
 EAGER_LOSS_BYTES = 36
 """The same in eager torch: cast (6 bytes), log-softmax (8), its gradient (4 filled, 12), cast back (6)."""
-PERMUTE_PASSES = 4
-"""Reads and writes of the routed tokens in a forward pass: into the order of the experts, and back."""
-
-
+PERMUTE_PASSES = {"fused": 4, "all-to-all": 6}
+"""Reads and writes of the routed tokens in a forward pass: into the order of the experts, and back. Beside an
+all-to-all they are copied for their experts, sorted by expert where they arrive, sorted back, and added up."""
+EXPERT_ROWS = 1000
+"""Tokens of an expert at which its products reach half of their rate: its weights are loaded and its first tiles filled
+whatever its tokens. Chosen among 250, 500, 1000 and more with the published steps of H100 in view, where experts have
+1,024 to 4,096 tokens, and Mixtral's 8,192; it replaced a constant for each family."""
+EXPERT_BIAS_BYTES = 68
+"""Bytes per element of what experts with biases return, forward and backward, for the weighted bias of the second
+product: Megatron adds it by eager fp32 operations. Forward 28: product 4, sum 10, concatenation 8, cast 6. Backward 40:
+cast 6, gradients of the output 10, of the bias 12, of the router's weights 12."""
 ROUTER_LAUNCHES = 200
 """Kernels of a layer with experts besides those of the experts, forward and backward: router, sort, sends, norms. The
 numbers of tokens go to the host in between, so that it cannot launch ahead, and the device waits. An estimate: with the
 published steps in view, 200 is better than 100 and than none."""
+GRAPHED_LAUNCHES = 40
+"""The same if attention and router are CUDA graphs: the exchange of tokens, and what is between it and the experts. An
+estimate, not fitted."""
 EXPERT_LAUNCHES = 6
 """Kernels of one expert, forward and backward: three for each of two products. The host launches them ahead."""
 CAST_LAUNCHES = 8
@@ -194,7 +204,7 @@ def gemm_seconds(gemm: Gemm, layout: Layout, device: Device, constants: Calibrat
     precision = layout.precision if fp8 or layout.precision not in FP8 else "bf16"
     reached = constants.matrix_fp8 if fp8 else constants.matrix
     if gemm.name.startswith("expert"):
-        reached *= constants.experts / constants.matrix
+        reached *= constants.experts / constants.matrix * gemm.m / (gemm.m + EXPERT_ROWS)
     arithmetic = gemm.flops / (device.matrix_flops(precision) * reached)
     traffic = gemm.bytes(layout.element_bytes.activation) / stream_bytes_per_s(device, constants)
     overlapped = max(arithmetic, traffic) + constants.serial * min(arithmetic, traffic)
@@ -237,16 +247,20 @@ def elementwise_seconds(
     if moe and model.moe:
         routed = model.moe.top_k * model.moe.capacity
         width = routed * model.moe.ffn + model.moe.shared_ffn
-        permuted = 2 * PERMUTE_PASSES / 2 * act * routed * h
+        permuted = PERMUTE_PASSES[layout.dispatcher] * act * routed * h
+        if model.bias == "all" and not (layout.compiled or layout.graphs == "step"):
+            permuted += EXPERT_BIAS_BYTES / (1 + BACKWARD_TRAFFIC_RATIO) * routed * h
     split = (3 if model.gated else 2) * act * width + permuted
     if model.position == "rope":
+        split += 2 * act * (model.heads + model.kv) * model.dim * model.attention_share
+    if model.qk_norm:
         split += 2 * act * (model.heads + model.kv) * model.dim * model.attention_share
     if model.state_space:
         # the convolution, and the gate with its norm
         state, share = model.state_space, 1 - model.attention_share
         split += share * act * (2 * state.channels + 3 * state.inner)
     traffic = tokens * (replicated / (layout.tp if layout.sequence_parallel else 1) + split / layout.tp)
-    kernels = FORWARD_KERNELS * (0.5 if layout.compiled else 1.0)
+    kernels = FORWARD_KERNELS * (0.5 if layout.compiled or layout.graphs == "step" else 1.0)
     stack = 1.0 if layout.megatron else COMPILED_TRAFFIC if layout.compiled else EAGER_TRAFFIC[model.norm]
     return stack * traffic / stream_bytes_per_s(device, constants) + kernels * constants.kernel_s
 
@@ -289,11 +303,12 @@ def layer_recompute(forward: LayerTime, layout: Layout) -> LayerTime:
 
 def launch_seconds(model: Transformer, layout: Layout, constants: Calibration, busy: float) -> float:
     """Seconds of a layer with experts, forward and backward, in which its device, `busy` that long, awaits the host."""
-    if model.moe is None or layout.compiled:
+    if model.moe is None or layout.compiled or layout.graphs == "step":
         return 0.0
     each = EXPERT_LAUNCHES * (1 + CAST_LAUNCHES) if layout.precision in FP8 else EXPERT_LAUNCHES
     ahead = constants.kernel_s * each * model.moe.experts / layout.ep
-    return constants.kernel_s * ROUTER_LAUNCHES + max(0.0, ahead - busy)
+    others = GRAPHED_LAUNCHES if layout.graphs == "layers" else ROUTER_LAUNCHES
+    return constants.kernel_s * others + max(0.0, ahead - busy)
 
 
 def head_seconds(model: Transformer, layout: Layout, device: Device, constants: Calibration) -> float:

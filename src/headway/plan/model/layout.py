@@ -11,6 +11,8 @@ from headway.plan.model.transformer import Transformer
 
 Recompute = Literal["none", "selective", "sac", "full"]
 Schedule = Literal["1f1b", "zero-bubble"]
+Dispatcher = Literal["fused", "all-to-all"]
+Graphs = Literal["none", "layers", "step"]
 MOST_GPUS = 10_000_000
 """The largest clusters have some 100,000."""
 PrecisionName = Literal["bf16", "zero16", "amp", "fp32", "pure-bf16", "fp8", "amp-fp8"]
@@ -121,10 +123,15 @@ class Layout:
     """Tensor-parallel communication overlaps the products it belongs to (async TP, user buffers)."""
     ep_overlap: bool = False
     """Tokens are sent to their experts while another microbatch is computed (Megatron's overlapped all-to-all)."""
+    dispatcher: Dispatcher = "fused"
+    """How tokens reach their experts. fused: once for each rank and node (DeepEP, HybridEP); all-to-all: a copy for
+    each expert (NCCL), sorted by expert before and after."""
+    graphs: Graphs = "none"
+    """What a model with experts launches as CUDA graphs. layers: attention and router; step: everything."""
     offload: bool = False
     """Keep the optimizer state in host memory."""
     compiled: bool = False
-    """The model runs under torch.compile, or as CUDA graphs: fewer kernels to launch and fewer saved activations."""
+    """The model runs under torch.compile: fewer kernels to launch and fewer saved activations."""
 
     def __post_init__(self) -> None:
         for key in ("dp", "tp", "pp", "vpp", "cp", "ep", "microbatch", "global_batch", "loss_chunks"):
@@ -148,6 +155,8 @@ class Layout:
         checks.require_choice("layout.zero", self.zero, (0, 1, 2, 3))
         checks.require_choice("layout.recompute", self.recompute, ("none", "selective", "sac", "full"))
         checks.require_choice("layout.schedule", self.schedule, ("1f1b", "zero-bubble"))
+        checks.require_choice("layout.dispatcher", self.dispatcher, ("fused", "all-to-all"))
+        checks.require_choice("layout.graphs", self.graphs, ("none", "layers", "step"))
         checks.require_choice("layout.precision", self.precision, tuple(PRECISIONS))
         checks.require_choice("layout.optimizer", self.optimizer, tuple(OPTIMIZER_MOMENTS))
         self._check_batch()
