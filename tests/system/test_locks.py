@@ -1,17 +1,24 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from headway.checkpoint.write.writer_process import WriterProcess
+from headway.record import alerts
+from headway.record.devices.sampling import DeviceSampler
+from headway.run import Run
 from headway.system.locks import Deadline, FileLock, LockTimeout, ProcessIdentity, is_unsupported
 
 HOLDER = """
@@ -122,3 +129,59 @@ def test_a_process_that_ended_or_is_a_zombie_is_not_alive() -> None:
     assert identity.is_alive() is False, "a zombie"
     process.communicate()
     assert identity.is_alive() is False and ProcessIdentity.of(process.pid).born is None
+
+
+def start_writer(_run: Run) -> None:
+    writer = WriterProcess(memory=0)
+    writer._process = writer._start()
+    writer.close()
+
+
+def start_sampler(run: Run) -> None:
+    sampler = DeviceSampler(run, host="cn1", every_s=60)
+    sampler.start()
+    sampler.stop()
+
+
+def send_alert(run: Run) -> None:
+    alert = alerts.Alert.of(run, "failed", attempts=1)
+    assert alerts._call(("true",), alert) is None
+
+
+@pytest.mark.parametrize("start", [start_writer, start_sampler, send_alert])
+def test_a_worker_forked_while_a_thread_starts_a_program_does_not_delay_it(
+    start: Callable[[Run], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run.create(tmp_path)
+    starting, forked, started = threading.Event(), threading.Event(), threading.Event()
+    fork_exec = subprocess._fork_exec  # type: ignore[attr-defined]
+
+    def interrupted(*args: object) -> int:
+        pid: int = fork_exec(*args)
+        if threading.current_thread() is thread:
+            starting.set()  # from here on the program runs, and its pipes are open in this process, too
+            forked.wait(0.5)
+        return pid
+
+    def work() -> None:
+        start(run)
+        started.set()
+
+    thread = threading.Thread(target=work, daemon=True)
+    monkeypatch.setattr(subprocess, "_fork_exec", interrupted)
+    monkeypatch.setattr(sys, "executable", "/bin/true")
+    thread.start()
+    assert starting.wait(60)
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    worker = context.Process(target=theirs.poll, args=(None,), daemon=True)
+    worker.start()
+    forked.set()
+    try:
+        assert started.wait(20), "the thread waits for the worker"
+    finally:
+        worker.kill()
+        worker.join()
+        thread.join()
+        ours.close()
+        theirs.close()

@@ -25,6 +25,7 @@ from headway.errors import UsageError
 from headway.run import Run
 from headway.run.info import read_json
 from headway.system import environment, files
+from headway.system.locks import block_forks
 from headway.system.log import logger
 from headway.system.redact import redact
 
@@ -215,13 +216,14 @@ def _call(command: tuple[str, ...], alert: Alert) -> str | None:
     words = [word.replace("{subject}", alert.sentence) for word in command]
     text = f"{alert.sentence}\n\nrun directory: {alert.path}\nmore: headway watch {alert.path}\n"
     try:
-        process = subprocess.Popen(
-            words,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the process that watches
-        )
+        with block_forks():  # the training thread may start data workers meanwhile
+            process = subprocess.Popen(
+                words,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the process that watches
+            )
     except OSError as error:
         return error.strerror
     try:

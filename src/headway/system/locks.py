@@ -2,6 +2,7 @@
 
 A `FileLock` is an `flock`: the kernel releases it when its process ends, however it ends. Every wait for one has a
 deadline. A `ProcessIdentity` tells a process from every other one, also from a later one with the same pid.
+`block_forks` surrounds the start of a program in a thread, while another thread may fork data workers.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ import fcntl
 import os
 import socket
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from multiprocessing.util import register_after_fork
 from pathlib import Path
 from typing import Any, Self, final
@@ -157,3 +161,31 @@ def _birth(pid: int) -> str | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if state in "ZX" else fields[18]
+
+
+_forks = threading.RLock()  # re-entrant: a thread that blocks forks may fork
+
+
+@contextmanager
+def block_forks() -> Iterator[None]:
+    """Makes other threads that fork this process wait until the block ends. For threads that start a program.
+
+    `subprocess.Popen` waits for the end of a pipe that closes when the program runs. A data worker that is forked in
+    between keeps a copy of that pipe open, so that Popen would return when the worker ends, and not before.
+
+    >>> with block_forks():
+    ...     process = subprocess.Popen(["true"])
+    """
+    _hook_forks()
+    with _forks:
+        yield
+
+
+@cache
+def _hook_forks() -> None:
+    os.register_at_fork(before=_forks.acquire, after_in_parent=_release, after_in_child=_release)
+
+
+def _release() -> None:
+    with suppress(RuntimeError):  # the fork had begun when these hooks were registered
+        _forks.release()

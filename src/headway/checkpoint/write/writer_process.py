@@ -33,6 +33,7 @@ from headway.checkpoint.write.disk import SaveTarget
 from headway.errors import HeadwayError, StorageError
 from headway.run.lock import Fence
 from headway.system import environment, failpoints
+from headway.system.locks import block_forks
 from headway.system.log import logger
 from headway.system.retries import stop_requested
 
@@ -140,14 +141,15 @@ class WriterProcess:
             signal.SIG_BLOCK, _IGNORED_SIGNALS
         )  # until the process ignores them itself
         try:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(self._memory), str(os.getpid())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-                pass_fds=[self._memory],
-                bufsize=0,
-            )
+            with block_forks():  # the training thread may start data workers meanwhile
+                process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", __name__, str(self._memory), str(os.getpid())],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                    pass_fds=[self._memory],
+                    bufsize=0,
+                )
         except OSError as error:
             raise StorageError(
                 f"the process that writes checkpoints could not be started: {error.strerror}; check the limits on "

@@ -12,6 +12,7 @@ from typing import final
 
 from headway.run import Run
 from headway.system import environment, files
+from headway.system.locks import block_forks
 from headway.system.log import logger
 
 INTERVAL_S = 15.0
@@ -63,13 +64,14 @@ class DeviceSampler:
         try:
             log = files.open_private(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             try:
-                self._process = subprocess.Popen(
-                    self._command,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.DEVNULL,
-                    stderr=log,
-                    start_new_session=True,  # Ctrl-C is for the training process
-                )
+                with block_forks():  # the training thread may start data workers meanwhile
+                    self._process = subprocess.Popen(
+                        self._command,
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.DEVNULL,
+                        stderr=log,
+                        start_new_session=True,  # Ctrl-C is for the training process
+                    )
             finally:
                 os.close(log)
         except OSError as error:
