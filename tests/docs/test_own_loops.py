@@ -89,6 +89,7 @@ def by_hand(clip: float | None = None) -> torch.nn.Linear:
     [
         ("docs/coming-from/accelerate.md", "OwnLoop", lambda: by_hand(clip=1.0)),
         ("docs/train.md", "Accumulate", by_hand),
+        ("docs/coming-from/dmlcloud.md", "MyStage", by_hand),
     ],
     ids=lambda value: str(value) if isinstance(value, str) else "",
 )

@@ -169,6 +169,10 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         optimizer(sgd, scheduler="cosine"),
         "the scheduler of optimizer 'second' is 'cosine': give a",
     ),
+    "scheduler of another": (
+        optimizer(sgd, scheduler=flat(sgd(nn.Linear(2, 1).parameters()))),
+        "the scheduler of optimizer 'second' was made for another optimizer",
+    ),
     "no stage": (
         lambda folder: make_pipe(folder).append_stage(None, max_epochs=1),
         "append_stage got None: pass an",

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 import warm
 from torch import Tensor
 from toys import Batches, Classify, make_pipe
@@ -113,6 +114,50 @@ def test_the_time_before_a_validation_is_not_the_validations(tmp_path: Path) -> 
     assert train["seconds"]["data"] > 0.07
     assert validation["seconds"]["data"] < 0.07
     assert validation["seconds"]["validation"] > 0
+
+
+class OwnValidation(hw.Stage):
+    """A loop of one's own, whose metrics are updated in the epoch on one rank, and after it on all."""
+
+    def pre_stage(self) -> None:
+        self.during, self.after = torchmetrics.SumMetric(), torchmetrics.SumMetric()
+        self.add_metric("during", self.during)
+        self.add_metric("val/after", self.after)
+        self.add_column("val/after")
+
+    def run_epoch(self) -> None:
+        for _ in self.batches("train"):
+            if hw.is_root():
+                self.during.update(1)
+
+    def post_epoch(self) -> None:
+        assert self.history["during"][-1] == 3.0
+        self.after.update(self.epoch)
+
+
+def run_own_validation(folder: Path) -> None:
+    pipe = make_pipe(folder)
+    pipe.register_dataset("train", Batches(3))
+    pipe.append_stage(OwnValidation(), max_epochs=3)
+    pipe.run()
+    assert pipe.history["during"] == [3.0, 3.0, 3.0]
+    assert pipe.history["val/after"] == [epoch * hw.world_size() for epoch in (1.0, 2.0, 3.0)]
+
+
+@ranks(2)
+def test_metrics_that_are_updated_after_an_epoch_belong_to_it(tmp_path: Path) -> None:
+    run_own_validation(tmp_path)
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_line_of_an_epoch_has_what_was_logged_after_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_own_validation(tmp_path)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("ownvalidation: epoch")]
+    assert [line.split(", ")[:3] for line in lines[-3:]] == [
+        [f"ownvalidation: epoch {epoch}/3", f"step {3 * epoch}", f"val/after {epoch}"] for epoch in (1, 2, 3)
+    ]
 
 
 def test_in_a_file_there_are_plain_lines(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from headway.train.batches import Pass, moving, open_loader
 from headway.train.diagnose.same_batches import SameBatches
 from headway.train.metrics.bad_samples import QuarantiningLoader, check_bad, log_bad, quarantining
 from headway.train.metrics.early_stopping import EarlyStopping
-from headway.train.metrics.epoch_metrics import EpochMetric, check_names, compute_metrics
+from headway.train.metrics.epoch_metrics import AddedMetrics, EpochMetric, check_names
 from headway.train.metrics.learning_rates import log_learning_rates
 from headway.train.metrics.meter import LogPoint, MetricAccumulator, Reduction, Scope, Value
 from headway.train.resume import generators, rng
@@ -90,8 +90,7 @@ class LoopState:
         self.in_step = False
         """whether a batch has come whose step is not counted yet"""
         self.failpoints_armed = False
-        self.columns: list[str] = []
-        self.epoch_metrics: dict[str, EpochMetric] = {}
+        self.columns, self.epoch_metrics = list[str](), AddedMetrics()
         self.epoch_start = 0
         """the steps that were done when the epoch began"""
         self.logged_at = -1
@@ -390,16 +389,17 @@ class LoopState:
         check_names(self.epoch_metrics, point.values)
 
     def log_after_epoch(self) -> None:
-        """Agrees on requests to stop, and adds what a hook has logged since the epoch ended to its metrics."""
-        point = self.meter.reduce(flags=self.log_point_flags())
+        """Agrees on requests to stop, adds what a hook has logged since the epoch ended to its metrics; shows them."""
+        point = self.epoch_metrics.compute_late(self.meter.reduce(flags=self.log_point_flags()))
         self.meter.finish_epoch()
         self.apply_flags(point.flags)
         if point.values or point.local:
             self.pipe._extend_epoch(self.stage, point)
+        self.pipe._reporter.show_epoch()
 
     def epoch_values(self) -> dict[str, Any]:
         """Returns the metrics of the finished epoch, the same on all ranks."""
-        return compute_metrics(self.epoch_metrics, self.meter.finish_epoch())
+        return self.epoch_metrics.compute(self.meter.finish_epoch(), self.device)
 
     def stop_early(self, values: Mapping[str, Value], *, in_validation: bool = False) -> None:
         """Ends the stage if its `early_stop` metric has not improved for long; called on all ranks, with equal values.

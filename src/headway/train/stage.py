@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from inspect import getattr_static
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,8 @@ from headway.train.uneven import gather_lengths
 if TYPE_CHECKING:
     from headway.train.metrics.history import History
     from headway.train.pipeline import Pipeline
+
+Added = TypeVar("Added", bound=EpochMetric)
 
 
 class Stage(ABC):
@@ -246,10 +248,11 @@ class Stage(ABC):
         self._loop.profiler_settings = ProfilerSettings(steps=steps, ranks=ranks, memory=memory)
 
     @final
-    def add_metric(self, name: str, metric: EpochMetric | None = None) -> None:
+    def add_metric(self, name: str, metric: Added | None = None) -> Added:
         """Computes `metric` at the end of each epoch, on all ranks, and resets it. You update it.
 
-        In a `TrainValStage`, one whose name begins with `val/` is reset before each validation and computed after it.
+        Returns the metric. One that is updated only in `post_epoch` is computed after it. In a `TrainValStage`, one
+        whose name begins with `val/` is reset before each validation and computed after it.
         For metrics that are not weighted means, such as AUROC; torchmetrics bring their own reduction over ranks. A
         MetricCollection has a value under `name/key` for each of its metrics.
         """
@@ -264,6 +267,7 @@ class Stage(ABC):
                 "of torchmetrics, or log numbers with self.log()"
             )
         self._loop.add_metric(name, metric)
+        return metric
 
     @final
     def add_column(self, name: str) -> None:

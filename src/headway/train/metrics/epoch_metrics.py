@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from numbers import Real
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, final, runtime_checkable
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from headway.dist.collective.exchange import gather_rows
 from headway.errors import UsageError
-from headway.train.metrics.meter import Value
+from headway.train.metrics.meter import LogPoint, Value
 
 
 @runtime_checkable
@@ -20,6 +23,40 @@ class EpochMetric(Protocol):
     def compute(self) -> Any: ...
 
     def reset(self) -> None: ...
+
+
+@final
+class AddedMetrics(dict[str, EpochMetric]):
+    """The metrics of a stage by name. Each is computed once per epoch: at its end, or after `post_epoch`.
+
+    A loop of one's own often validates in `post_epoch`. A metric that is updated only there belongs to the epoch that
+    has just ended, as what is logged there does, and would be an epoch late if it were computed before.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._late: dict[str, EpochMetric] = {}
+
+    def compute(self, logged: Mapping[str, Value], device: torch.device) -> dict[str, Value]:
+        """Computes, on all ranks, what any rank has updated; the others wait for `compute_late`."""
+        updated = torch.tensor(
+            [_is_updated(metric) for metric in self.values()], dtype=torch.int64, device=device
+        )
+        anywhere = gather_rows(updated).amax(0).tolist() if self else []
+        now = {name: metric for (name, metric), there in zip(self.items(), anywhere, strict=True) if there}
+        self._late = {name: metric for name, metric in self.items() if name not in now}
+        return compute_metrics(now, logged)
+
+    def compute_late(self, point: LogPoint) -> LogPoint:
+        """Adds what was left to this log point, on all ranks."""
+        late, self._late = self._late, {}
+        return replace(point, values=compute_metrics(late, point.values)) if late else point
+
+
+def _is_updated(metric: EpochMetric) -> bool:
+    """Whether a metric says that it was updated since it was reset; one that cannot say so counts as updated."""
+    parts = metric.values() if isinstance(metric, torch.nn.ModuleDict) else (metric,)
+    return any(getattr(part, "update_called", True) for part in parts)
 
 
 def compute_metrics(metrics: Mapping[str, EpochMetric], logged: Mapping[str, Value]) -> dict[str, Value]:

@@ -46,6 +46,7 @@ class Reporter:
         self._counting: dict[str, CountingLoader] | None = None
         self._targets: dict[str, dict[str, float]] = {}  # the weights of each mixture
         self._peak, self._peak_at = 0, float("-inf")  # of the device's memory, and when it was read
+        self._ended: ProgressSnapshot | None = None  # an epoch that is not shown yet
         self._rate: float | None = None
         self._wait: float | None = None
 
@@ -80,6 +81,7 @@ class Reporter:
             if self._world.is_root:
                 self._display = open_display()
                 stack.callback(self._display.close)
+            stack.callback(self.show_epoch)  # of an epoch whose hook has failed
             yield
 
     def log_point(
@@ -171,7 +173,7 @@ class Reporter:
         return self._peak
 
     def end_epoch(self, stage: Stage, values: Mapping[str, Any], step: int) -> None:
-        """Writes the row of an epoch, and shows its metrics."""
+        """Writes the row of an epoch; `show_epoch` shows it."""
         self._shown.update(values)
         if self._world.is_root:
             self._rows.write(
@@ -184,8 +186,13 @@ class Reporter:
                     "metrics": dict(values),
                 }
             )
-        if self._display is not None:
-            self._display.end_epoch(self._snapshot(stage, step))
+        self._ended = self._snapshot(stage, step)
+
+    def show_epoch(self) -> None:
+        """Shows the epoch that has ended, once `post_epoch` has logged what it has to add."""
+        if self._display is not None and self._ended is not None:
+            self._display.end_epoch(self._ended)
+        self._ended = None
 
     def extend_epoch(self, row: MetricRow, point: LogPoint) -> None:
         """Writes what was logged after the row of an epoch as another row of the same epoch."""

@@ -57,6 +57,11 @@ def make_schedule(
             f"the scheduler of optimizer {name!r} is {made!r:.80}: give a scheduler, or a function that makes one from "
             "the optimizer"
         )
+    if made.optimizer is not optimizer:
+        raise UsageError(
+            f"the scheduler of optimizer {name!r} was made for another optimizer, whose learning rate it would change: "
+            "pass a function that makes it from the optimizer it gets"
+        )
     if isinstance(made, ReduceLROnPlateau):
         every = "epoch"
         if monitor is None:
