@@ -204,8 +204,22 @@ def test_what_torch_saves_between_the_projections_is_what_the_table_has(precisio
     theirs = (angles.untyped_storage().data_ptr(), weight.untyped_storage().data_ptr())
     saved = sum(each.untyped_storage().nbytes() for pointer, each in kept.items() if pointer not in theirs)
     table = saved_tensors(model, Layout(precision=precision))  # type: ignore[arg-type]
-    names = ("queries, keys", "values", "attention output", "log-sum-exp", "feed-forward")
+    names = ("queries, keys", "values", "attention output", "log-sum-exp", "feed-forward", "activated")
     assert saved == tokens * sum(entry.bytes for entry in table if entry.name in names)
+
+
+def test_cheap_modules_are_computed_again() -> None:
+    """DeepSeek-V3 saves neither outputs of norms nor those of up-projections and activations; inputs are in 8 bits."""
+    model, tokens = preset("deepseek-v3"), 4096
+    none = Layout(sequence=tokens, precision="fp8")
+    some = replace(none, recompute="modules")
+    heads, h, width = 128, 7168, 9 * 2048
+    dropped = h + 2 * h + 2 * heads * (2 * 192 + 128) + width
+    kept = 2 * 2 * h + 2 * (1536 + 512 + 64) + 2 * heads * 128 + 4 * heads + 4 * width + 8 * h + 4 * 256
+    assert layer_bytes(model, some, moe=True) == tokens * kept
+    assert layer_bytes(model, none, moe=True) == tokens * (kept + dropped)
+    before, after = (hardware_flops_per_token(model, tokens, layout, "full") for layout in (none, some))
+    assert after - before == 61 * 2 * heads * (1536 * 192 + 512 * (128 + 128))
 
 
 def test_torch_keeps_inputs_that_it_gathered_along_the_sequence() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import asdict, replace
 from itertools import product
@@ -11,7 +12,7 @@ import pytest
 from headway.errors import UsageError
 from headway.plan import Layout, Node, preset, search
 from headway.plan.cost.flops import hardware_flops_per_token
-from headway.plan.cost.memory import peak, rank_memory, reserved_range
+from headway.plan.cost.memory import peak, rank_memory, reserved_bytes, reserved_range
 from headway.plan.cost.steptime import step_time
 from headway.plan.machine.efficiency import default_calibration
 from headway.plan.model.transformer import Moe, Transformer
@@ -33,34 +34,63 @@ def test_the_layout_of_llama_3_is_reached() -> None:
     found = search(model, DGX, gpus=16384, global_batch=2048, base=base, against=meta, keep=10_000)
     theirs = next(row for row in found.ranked if row.layout == replace(meta, reshard=False))
     assert not theirs.safe and 0.9 * found.capacity < theirs.needed < found.capacity
-    assert found.best is not None and found.best.safe
-    assert found.best.seconds == pytest.approx(theirs.seconds, rel=0.03)
+    assert found.best is not None and found.best.safe and found.best.seconds < 1.03 * theirs.seconds
     assert sum(row.seconds < theirs.seconds for row in found.ranked) <= 3
+    near = next(row for row in found.ranked if row.layout.tp == 8 and row.layout.pp == 16 and row.safe)
+    assert near.seconds < 1.03 * theirs.seconds
     told = next(reason for reason in found.reasons if "which was given, takes" in reason)
     assert "it may not fit: it needs 78 to 91 GiB of 79" in told and "most of the difference is " in told
 
 
-def test_the_layout_of_deepseek_v3_is_reached() -> None:
-    """2,048 GPUs, PP 16 over 61 layers, EP 64, ZeRO 1, a bidirectional schedule with hardly a bubble."""
-    base = Layout(sequence=4096, precision="fp8")
-    theirs = Layout(
-        pp=16, dp=128, ep=64, zero=1, global_batch=2048, sequence=4096, precision="fp8", schedule="zero-bubble",
-        recompute="sac",
-    )  # fmt: skip
-    model, constants = preset("deepseek-v3"), default_calibration(DGX.device)
-    reached = [one for one in layouts(model, DGX, 2048, 2048, base) if one.pp == 16 and one.microbatch == 1]
-    assert any((one.ep, one.zero, one.tp, one.schedule) == (64, 1, 1, "zero-bubble") for one in reached)
-    assert any(
-        one.expert_tp == 1 and one.tp > 1 for one in reached
-    )  # experts folded over tensor-parallel ranks
-    few = [one for one in reached if one.ep in (8, 64) and one.zero == 1]
-    safe = [
-        one
-        for one in few
-        if reserved_range(peak(model, one).allocated, one, DGX.device)[1] <= DGX.device.memory_bytes
-    ]
-    best = min(step_time(model, one, DGX, constants).total for one in safe)
-    assert best < 1.03 * step_time(model, theirs, DGX, constants).total
+@pytest.mark.parametrize("microbatches", [[1], None], ids=["small", "all"])
+def test_the_layout_of_deepseek_v3_is_reached(
+    monkeypatch: pytest.MonkeyPatch, microbatches: list[int] | None
+) -> None:
+    """2,048 H800, PP 16 over 61 layers, EP 64, ZeRO 1, no TP, hardly a bubble, norms and up-projections recomputed.
+
+    It fits, as it did; the search tries it and ranks it among the first. Its 180,000 GPU hours for 10^12 tokens are
+    19.9 s for a step of 15,360 sequences.
+    """
+    if microbatches is None and os.environ.get("HEADWAY_FAULTS") != "full":
+        pytest.skip("61,800 layouts take 8 s; `make faults` tries them all")
+    if microbatches:
+        few = lambda samples: [each for each in microbatches if samples % each == 0]  # noqa: E731
+        monkeypatch.setattr("headway.plan.searcher.layouts._microbatches", few)
+    node, model = Node("h800-sxm8"), preset("deepseek-v3")
+    base = Layout(sequence=4096, precision="fp8", ep_overlap=True)
+    theirs = replace(
+        base, pp=16, dp=128, ep=64, zero=1, global_batch=15360, schedule="zero-bubble", recompute="modules"
+    )
+    found = search(model, node, gpus=2048, global_batch=15360, base=base, against=theirs, keep=100_000)
+    own = next(row for row in found.ranked if row.layout == replace(theirs, reshard=False))
+    assert own.safe and found.ranked.index(own) < 10
+    assert found.best is not None and found.best.seconds < own.seconds < 1.03 * found.best.seconds
+    assert own.seconds == pytest.approx(180e3 * 3600 / 1e12 * 15360 * 4096 / 2048, rel=0.15)
+    told = next(reason for reason in found.reasons if "which was given, takes" in reason)
+    assert "+1.9%; most of the difference is matrix products" in told
+    folded = [row.layout for row in found.ranked if row.layout.expert_tp == 1 and row.layout.tp > 1]
+    assert folded  # experts over tensor-parallel ranks
+
+
+def test_nothing_that_fits_is_left_out() -> None:
+    """Where whole layers are recomputed and a layout does not fit, no other way to recompute is tried: none would."""
+    node, count = Node("dgx-h100"), 0
+    for model, base, gpus in (
+        (preset("llama-3.1-70b"), Layout(sequence=8192), 16),
+        (preset("mixtral-8x7b"), Layout(sequence=8192, precision="amp"), 8),
+        (preset("llama-3.1-8b"), Layout(sequence=8192, precision="amp", compiled=True), 4),
+        (preset("gpt3-175b"), Layout(flash=False), 32),
+    ):
+        found = search(model, node, gpus=gpus, global_batch=gpus, base=base, keep=100_000)
+        every = [
+            layout
+            for layout in layouts(model, node, gpus, gpus, base)
+            if reserved_bytes(peak(model, layout).allocated, layout, node.device) <= node.device.memory_bytes
+        ]
+        whole = [row.layout for row in found.ranked if row.layout.recompute_layers is None]
+        assert len(whole) == len(every) < found.tried and set(whole) == set(every)
+        count += len(every)
+    assert count > 100
 
 
 SMALL = Transformer(layers=12, hidden=512, heads=8, vocab=32000, moe=Moe(experts=4, top_k=2, ffn=1024))
@@ -75,7 +105,7 @@ def test_brute_force_finds_nothing_faster(model: Transformer) -> None:
         if dp * tp * pp != gpus:
             continue
         for zero, micro, recompute, schedule in product(
-            range(4), (1, 2, 4, 8), ("none", "sac", "full"), ("1f1b", "zero-bubble")
+            range(4), (1, 2, 4, 8), ("none", "modules", "full"), ("1f1b", "zero-bubble")
         ):
             try:
                 layout = Layout(
@@ -107,7 +137,7 @@ def test_only_as_many_layers_recompute_as_must() -> None:
     assert f":{best.layout.recompute_layers} " in best.layout.describe() + " "
     fastest = float("inf")
     for dp, micro, zero, recompute, layers in product(
-        (1, 2), (1, 2, 4, 8, 16), (0, 1, 3), ("sac", "full"), (None, *range(1, 13))
+        (1, 2), (1, 2, 4, 8, 16), (0, 1, 3), ("modules", "full"), (None, *range(1, 13))
     ):
         if 16 % (dp * micro) or (dp == 1 and zero):
             continue

@@ -21,6 +21,8 @@ class SavedTensor(NamedTuple):
     """Replicated on every tensor-parallel rank, unless sequence parallelism splits it."""
     core: bool = False
     """Part of the attention core, which selective recomputation does not save."""
+    cheap: bool = False
+    """What recompute `modules` computes again: the output of a norm, of an activation, or of MLA's up-projections."""
     gathered: bool = False
     """Gathered along the sequence: Megatron saves its shard and gathers again, torch saves the full tensor."""
 
@@ -36,17 +38,25 @@ def saved_tensors(model: Transformer, layout: Layout, *, moe: bool = False) -> t
     norms = model.attentions + (1 if moe or model.width else 0)
     saved = [
         SavedTensor("norm inputs", norms * res * h, True),
-        SavedTensor("qkv input", model.attentions * act * h, True, gathered=True),
+        SavedTensor(
+            "qkv input", model.attentions * _input_bytes(layout) * h, True, cheap=True, gathered=True
+        ),
     ]
     saved += [entry.scaled(model.attention_share) for entry in _attention(model, layout)]
     saved += [entry.scaled(1 - model.attention_share) for entry in _state_space(model, act)]
     saved += _cross_attention(model, layout)
     saved.append(SavedTensor("attention dropout mask", model.attentions * mask * h, True))
     if moe or model.width:
-        saved.append(SavedTensor("feed-forward input", act * h, True, gathered=True))
+        own = act if moe else _input_bytes(layout)  # a router needs it in 16 bits
+        saved.append(SavedTensor("feed-forward input", own * h, True, cheap=True, gathered=True))
         saved += _feedforward(model, layout, moe=moe)
         saved.append(SavedTensor("feed-forward dropout mask", mask * h, True))
     return tuple(entry for entry in saved if entry.bytes)
+
+
+def _input_bytes(layout: Layout) -> int:
+    """Bytes of an element that only a product's gradient needs: Transformer Engine saves it as it was multiplied."""
+    return 1 if layout.precision == "fp8" else layout.element_bytes.activation
 
 
 def _state_space(model: Transformer, act: int) -> list[SavedTensor]:
@@ -79,8 +89,8 @@ def _attention(model: Transformer, layout: Layout) -> list[SavedTensor]:
         low_rank = act * (m.q_rank + m.kv_rank + m.rope_dim)
         saved = [
             SavedTensor("low-rank queries and keys", low_rank, True),
-            SavedTensor("queries, keys", act * 2 * a * model.dim, False),
-            SavedTensor("values", act * a * m.v_dim, False),
+            SavedTensor("queries, keys", act * 2 * a * model.dim, False, cheap=True),
+            SavedTensor("values", act * a * m.v_dim, False, cheap=True),
             SavedTensor("attention output", act * a * m.v_dim, False),
         ]
     else:
@@ -105,19 +115,23 @@ def _scores(model: Transformer, layout: Layout, keys: int) -> SavedTensor:
 
 def _feedforward(model: Transformer, layout: Layout, *, moe: bool) -> list[SavedTensor]:
     act = layout.element_bytes.activation
-    tensors = 4 if model.gated else 2  # gate, up, activation, product; or before and after GELU
-    if model.gated and layout.megatron:
-        tensors = (
-            3  # its fused SwiGLU saves gate and up, and computes the activation again (fused_bias_swiglu.py)
-        )
+    before, after = (2 if model.gated else 1) * act, _input_bytes(layout)  # gate and up, and their product
+    if model.gated and not layout.megatron:
+        # Megatron's fused SwiGLU computes the activation of the gate again (fused_bias_swiglu.py)
+        after += act
     if not moe or model.moe is None:
-        return [SavedTensor("feed-forward", tensors * act * model.width, False)]
+        return [
+            SavedTensor("feed-forward", before * model.width, False),
+            SavedTensor("activated", after * model.width, False, cheap=True),
+        ]
     routed = model.moe.top_k * model.moe.capacity
     width = routed * model.moe.ffn + model.moe.shared_ffn
-    copies = 2 * act * routed * model.hidden  # tokens sent to the experts and back
+    # tokens sent to the experts and back; Megatron's experts weight their outputs before they leave (weighted_swiglu)
+    copies = _input_bytes(layout) if layout.megatron else 2 * act
     return [
-        SavedTensor("experts", tensors * act * width, False),
-        SavedTensor("routed tokens", copies, True),
+        SavedTensor("experts", before * width, False),
+        SavedTensor("activated", after * width, False, cheap=True),
+        SavedTensor("routed tokens", copies * routed * model.hidden, True),
         SavedTensor("router", 4 * model.moe.experts, True),
     ]
 
@@ -162,7 +176,11 @@ def _saved_per_token(model: Transformer, layout: Layout, recompute: str, moe: bo
         return 0.0, float(layout.residual_bytes * model.hidden), 0.0
     if recompute == "sac":
         return 0.0, *_sac(model, layout, moe=moe)
-    saved = [e for e in saved_tensors(model, layout, moe=moe) if not (e.core and recompute == "selective")]
+    saved = [
+        e
+        for e in saved_tensors(model, layout, moe=moe)
+        if not (e.core and recompute == "selective") and not (e.cheap and recompute == "modules")
+    ]
     always = sum(e.bytes for e in saved if e.gathered and not layout.megatron)
     replicated = sum(e.bytes for e in saved if e.replicated)
     return always, replicated - always, sum(e.bytes for e in saved if not e.replicated)

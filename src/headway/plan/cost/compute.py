@@ -76,6 +76,12 @@ class Gemm(NamedTuple):
         return width * self.batch * (self.m * self.k + self.k * self.n + self.m * self.n)
 
 
+MLA_UP = ("query up", "key-value up")
+"""The products of MLA that recompute `modules` repeats."""
+MODULES_SHARE = 0.7
+"""Norms and activation over all elementwise traffic of a layer's forward pass: 0.25 to 0.71 in the presets."""
+
+
 class LayerTime(NamedTuple):
     """Seconds of one layer and microbatch on one rank, without communication."""
 
@@ -288,10 +294,16 @@ def layer_backward(forward: LayerTime, layout: Layout, constants: Calibration) -
     )
 
 
-def layer_recompute(forward: LayerTime, layout: Layout) -> LayerTime:
+def layer_recompute(
+    forward: LayerTime, model: Transformer, layout: Layout, device: Device, constants: Calibration
+) -> LayerTime:
     """Times of what the backward pass recomputes."""
     if layout.recompute == "full":
         return forward
+    if layout.recompute == "modules":
+        ups = [gemm for gemm in layer_gemms(model, layout) if gemm.name in MLA_UP]
+        products = sum(gemm_seconds(gemm, layout, device, constants) for gemm in ups)
+        return LayerTime(products=products, attention=0.0, elementwise=MODULES_SHARE * forward.elementwise)
     if layout.recompute == "selective" and not layout.flash:
         return LayerTime(products=0.0, attention=forward.attention, elementwise=0.0)
     if layout.recompute == "sac":

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
-from headway.plan.cost.compute import SAC_RECOMPUTED, attention_gemms, head_gemm, layer_gemms
+from headway.plan.cost.compute import MLA_UP, SAC_RECOMPUTED, attention_gemms, head_gemm, layer_gemms
 from headway.plan.cost.schedule import stage_layers
 from headway.plan.model.layout import Layout
 from headway.plan.model.transformer import Transformer
@@ -76,6 +76,9 @@ def hardware_flops_per_token(
         return base + share * (layers + attention) / tokens
     if layout.recompute == "selective" and not layout.flash:
         return base + share * 3 * attention / tokens
+    if layout.recompute == "modules":
+        ups = sum(gemm.flops for gemm in layer_gemms(model, Layout(sequence=sequence)) if gemm.name in MLA_UP)
+        return base + share * model.layers * ups / tokens
     if layout.recompute == "sac":
         return base + share * layers * SAC_RECOMPUTED / tokens
     return base

@@ -150,7 +150,7 @@ def stage_passes(
     """Seconds of the forward and of the backward pass of one microbatch on each stage, recomputation included."""
     forward = compute.layer_forward(model, layout, node.device, constants, moe=model.moe is not None)
     backward = compute.layer_backward(forward, layout, constants).total
-    again = compute.layer_recompute(forward, layout).total
+    again = compute.layer_recompute(forward, model, layout, node.device, constants).total
     share = forward.total / (forward.total + backward + again)
     work = _stage_work(model, layout, node, constants)
     seconds = _stage_seconds(model, layout, node, constants, work)
@@ -176,7 +176,7 @@ def _layer_cost(
 ) -> LayerCost:
     forward = compute.layer_forward(model, layout, node.device, constants, moe=moe)
     backward = compute.layer_backward(forward, layout, constants)
-    recomputed = compute.layer_recompute(forward, layout)
+    recomputed = compute.layer_recompute(forward, model, layout, node.device, constants)
     computed = forward.total + backward.total + recomputed.total
     cost = LayerCost(
         products=forward.products + backward.products,

@@ -35,8 +35,8 @@ _BLACKWELL = replace(
     source="fitted on 14 published B200, B300, GB200 and GB300 steps",
 )
 _CONSTANTS = {"ampere": _AMPERE, "hopper": _HOPPER, "blackwell": _BLACKWELL}
-_FAMILIES = {"a100": "ampere", "h100": "hopper", "h200": "hopper", "b200": "blackwell", "gb200": "blackwell",
-             "b300": "blackwell", "gb300": "blackwell"}  # fmt: skip
+_FAMILIES = {"a100": "ampere", "h100": "hopper", "h200": "hopper", "h800": "hopper", "b200": "blackwell",
+             "gb200": "blackwell", "b300": "blackwell", "gb300": "blackwell"}  # fmt: skip
 
 
 class TimeInterval(NamedTuple):

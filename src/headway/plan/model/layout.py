@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from headway.errors import UsageError
 from headway.plan import checks
 from headway.plan.model.transformer import Transformer
 
-Recompute = Literal["none", "selective", "sac", "full"]
+Recompute = Literal["none", "selective", "modules", "sac", "full"]
 Schedule = Literal["1f1b", "zero-bubble"]
 Dispatcher = Literal["fused", "all-to-all"]
 Graphs = Literal["none", "layers", "step"]
@@ -103,7 +103,8 @@ class Layout:
     sequence: int | None = None
     """Tokens per sample; the model's own context if not given."""
     recompute: Recompute = "none"
-    """selective: the attention core; sac: every other matrix product (torch); full: the complete layer."""
+    """selective: the attention core; modules: norms, activations and MLA's up-projections (Megatron, DeepSeek-V3);
+    sac: every other matrix product (torch); full: the complete layer."""
     recompute_layers: int | None = None
     """Layers of each pipeline stage that recompute; all if not given."""
     precision: PrecisionName = "bf16"
@@ -153,7 +154,7 @@ class Layout:
             checks.require_choice(f"layout.{key}", getattr(self, key), (True, False))
         checks.require_number("layout.bucket_MB", self.bucket_MB)
         checks.require_choice("layout.zero", self.zero, (0, 1, 2, 3))
-        checks.require_choice("layout.recompute", self.recompute, ("none", "selective", "sac", "full"))
+        checks.require_choice("layout.recompute", self.recompute, get_args(Recompute))
         checks.require_choice("layout.schedule", self.schedule, ("1f1b", "zero-bubble"))
         checks.require_choice("layout.dispatcher", self.dispatcher, ("fused", "all-to-all"))
         checks.require_choice("layout.graphs", self.graphs, ("none", "layers", "step"))

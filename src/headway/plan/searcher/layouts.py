@@ -111,16 +111,19 @@ def search(
     _check_size(model, node, gpus, global_batch, base)
     capacity = node.device.memory_bytes
     tried, smallest, fitting, recomputing = 0, float("inf"), list[Candidate](), list[Candidate]()
-    saves_all = True  # whether the layout before, which recomputes nothing, fits for certain
-    for layout in layouts(model, node, gpus, global_batch, base):
-        allocated = memory.peak(model, layout).allocated
-        tried, smallest = tried + 1, min(smallest, memory.reserved_bytes(allocated, layout, node.device))
-        found = _candidate(model, layout, node, constants, allocated)
-        fitting += [] if found is None else [found]
-        if layout.recompute == "none":
-            saves_all = found is not None and found.safe
-        elif found is not None and found.safe and not saves_all:
-            recomputing.append(found)
+    for ways in _ways(model, node, gpus, global_batch, base):
+        tried += _WAYS
+        found = []
+        for layout in ways:
+            allocated = memory.peak(model, layout).allocated
+            smallest = min(smallest, memory.reserved_bytes(allocated, layout, node.device))
+            candidate = _candidate(model, layout, node, constants, allocated)
+            if candidate is None and not layout.compiled:
+                break  # what recomputes less needs more
+            found += [candidate] if candidate else []
+        fitting += found
+        if not (found and found[-1].safe and found[-1].layout.recompute == "none"):
+            recomputing += [candidate for candidate in found if candidate.safe]
     fitting += _recomputing_less(model, node, constants, fitting, recomputing)
     if not tried:
         raise UsageError(
@@ -214,8 +217,9 @@ _MOST_LAYOUTS = 150_000
 
 def _check_size(model: Transformer, node: Node, gpus: int, global_batch: int, base: Layout) -> None:
     """Refuses a search that would take minutes, before it begins."""
-    count = sum(1 for _ in islice(_choices(model, node, gpus, global_batch, base), _MOST_LAYOUTS + 1))
-    if count > _MOST_LAYOUTS:
+    most = _MOST_LAYOUTS // _WAYS
+    count = sum(1 for _ in islice(_choices(model, node, gpus, global_batch, base), most + 1))
+    if count > most:
         raise UsageError(
             f"gpus is {gpus} and global_batch {global_batch}, which have more than {_MOST_LAYOUTS:,} layouts; "
             "choose numbers with fewer divisors, such as powers of two"
@@ -224,15 +228,31 @@ def _check_size(model: Transformer, node: Node, gpus: int, global_batch: int, ba
 
 def layouts(model: Transformer, node: Node, gpus: int, global_batch: int, base: Layout) -> Iterator[Layout]:
     """Yields every sensible layout: tensor parallelism inside a node, pipeline stages of about equal size."""
+    for ways in _ways(model, node, gpus, global_batch, base):
+        yield from ways
+
+
+_WAYS = 3
+"""Ways to recompute that a search tries: nothing, what is cheap, and whole layers."""
+
+
+def _ways(
+    model: Transformer, node: Node, gpus: int, global_batch: int, base: Layout
+) -> Iterator[Iterator[Layout]]:
+    """Yields every layout in each way to recompute, from whole layers to nothing."""
+    cheaply: Recompute = (
+        "modules" if base.megatron else "sac"
+    )  # what each stack can leave out beside attention
+    ways: tuple[Recompute, ...] = ("full", cheaply if base.flash else "selective", "none")
     for keys in _choices(model, node, gpus, global_batch, base):
-        yield replace(base, global_batch=global_batch, shard=None, recompute_layers=None, **keys)
+        same = {"global_batch": global_batch, "shard": None, "recompute_layers": None, **keys}
+        yield (replace(base, **same, recompute=way) for way in ways)
 
 
 def _choices(
     model: Transformer, node: Node, gpus: int, global_batch: int, base: Layout
 ) -> Iterator[dict[str, Any]]:
-    """Yields what varies between layouts."""
-    ways: tuple[Recompute, ...] = ("none", "sac", "full") if base.flash else ("none", "selective", "full")
+    """Yields what varies between layouts beside recomputation."""
     sequence = base.tokens(model)
     for tp, pp, cp, dp in _degrees(model, node, gpus, sequence):
         if global_batch % dp:
@@ -244,12 +264,11 @@ def _choices(
                     for microbatch in _microbatches(global_batch // dp):
                         if vpp > 1 and global_batch // (dp * microbatch) % pp:
                             continue
-                        for recompute in ways:
-                            yield {
-                                "dp": dp, "tp": tp, "pp": pp, "vpp": vpp, "schedule": schedule, "cp": cp, "ep": ep,
-                                "expert_tp": expert_tp, "zero": zero, "reshard": pp == 1, "microbatch": microbatch,
-                                "recompute": recompute, "sequence_parallel": sequence_parallel,
-                            }  # fmt: skip
+                        yield {
+                            "dp": dp, "tp": tp, "pp": pp, "vpp": vpp, "schedule": schedule, "cp": cp, "ep": ep,
+                            "expert_tp": expert_tp, "zero": zero, "reshard": pp == 1, "microbatch": microbatch,
+                            "sequence_parallel": sequence_parallel,
+                        }  # fmt: skip
 
 
 def _degrees(model: Transformer, node: Node, gpus: int, sequence: int) -> Iterator[tuple[int, int, int, int]]:

@@ -66,6 +66,8 @@ def _changes(model: Transformer, layout: Layout, node: Node) -> list[Change]:
     if layout.recompute != "full":
         changes.append(("checkpoint blocks", {"recompute": "full"}))
     if layout.recompute == "none":
+        if layout.megatron:
+            changes.append(("recompute norms and activations", {"recompute": "modules"}))
         changes.append(("checkpoint every other product", {"recompute": "sac"}))
         if not layout.flash:
             changes.append(("recompute attention", {"recompute": "selective"}))
