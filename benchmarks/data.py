@@ -5,8 +5,8 @@
 
 All read the same photos from a warm page cache, in batches of 64, decoded to RGB; see data_peers.py. Each loader
 runs in a process of its own, and is timed after its imports. Rounds are interleaved and medians printed, because
-machines are shared: ratios are more reliable than rates, and CPU time per image is more reliable than both. The limit
-is the same number of threads decoding bytes in memory into memory that is already mapped.
+machines are shared: ratios are more reliable than rates, and CPU time per image, in the middle of an epoch, is more
+reliable than both. The limit is the same number of threads decoding bytes in memory into memory that is already mapped.
 
 Thumbnails, in hundreds of shards, show how many samples per second a loader reads when decoding takes almost no time.
 Resuming at 90 % of an epoch is timed on both, from a state to the first batch. With photos most of that time is the
@@ -57,21 +57,33 @@ def run_task(task: str, name: str, data: Path, threads: int) -> dict[str, float]
         contender.save(state)
         seen = {"images": images}
     else:
-        seen = timed(islice(batches, {"start": 16, "much": 1024, "run": None}[task]))
+        total, most = int((data / "samples").read_text()), {"start": 16, "much": 1024, "run": None}[task]
+        seen = timed(islice(batches, most), min(total, BATCH * (most or total)))
     print(json.dumps(seen), flush=True)
     os._exit(0)  # with workers that are stopped on the way, peers may wait for ever
 
 
-def timed(batches: Iterator[int]) -> dict[str, float]:
-    first, images, began, spent = None, 0, time.perf_counter(), cpu_seconds()
+def timed(batches: Iterator[int], expected: int) -> dict[str, float]:
+    """Measures a loader that yields about as many images as are expected.
+
+    CPU time is that of the second and third quarter: at both ends of it a loader is equally far ahead, and an epoch of
+    a million images has its start only once.
+    """
+    first, images, began, start = None, 0, time.perf_counter(), (0, cpu_seconds())
+    middle: list[tuple[int, float]] = []
     for count in batches:
         if not count:
-            began, spent = time.perf_counter(), cpu_seconds()
+            began, start = time.perf_counter(), (0, cpu_seconds())
             continue
         first = first or time.perf_counter() - began
         images += count
-    took, spent = time.perf_counter() - began, cpu_seconds() - spent
-    return {"rate": images / took, "first": first or 0.0, "images": images, "cpu": spent / images}
+        if len(middle) < 2 and images >= expected * (1 + 2 * len(middle)) // 4:
+            middle.append((images, cpu_seconds()))
+    took = time.perf_counter() - began
+    middle = middle if len(middle) == 2 else [start, (images, cpu_seconds())]
+    (before, spent), (after, in_all) = middle
+    cpu = (in_all - spent) / (after - before)
+    return {"rate": images / took, "first": first or 0.0, "images": images, "cpu": cpu}
 
 
 def cpu_seconds() -> float:
