@@ -240,9 +240,7 @@ def _ways(
     model: Transformer, node: Node, gpus: int, global_batch: int, base: Layout
 ) -> Iterator[Iterator[Layout]]:
     """Yields every layout in each way to recompute, from whole layers to nothing."""
-    cheaply: Recompute = (
-        "modules" if base.megatron else "sac"
-    )  # what each stack can leave out beside attention
+    cheaply: Recompute = "modules" if base.megatron else "sac"  # what its stack offers
     ways: tuple[Recompute, ...] = ("full", cheaply if base.flash else "selective", "none")
     for keys in _choices(model, node, gpus, global_batch, base):
         same = {"global_batch": global_batch, "shard": None, "recompute_layers": None, **keys}
@@ -392,6 +390,8 @@ def _compared(
     if needed <= have < most:
         fits = f" (it may not fit: it needs {needed / GIB:.0f} to {most / GIB:.0f} GiB of {have / GIB:.0f})"
     ratio = step.total / best.seconds - 1
+    if abs(ratio) < 0.0005:
+        return f"{against.describe()}, which was given, is as fast: {step.total:.3g} s per step{fits}"
     part, seconds = _largest_change(best.step, step)
     return (
         f"{against.describe()}, which was given, takes {step.total:.3g} s per step, {ratio:+.1%}{fits}; "
