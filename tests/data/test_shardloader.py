@@ -16,6 +16,7 @@ from hypothesis import given, settings, strategies as st
 import headway as hw
 from headway import dist
 from headway.data import Mix, ShardLoader, pack
+from headway.data.catalog.shard_files import find_shards
 from headway.errors import BadSample, HeadwayError, UsageError
 from headway.testing import ranks
 
@@ -556,7 +557,15 @@ def test_two_ranks_go_on_from_that_state(folder: Path, cut: int) -> None:
         ("a", {"batch_size": None}, "give one of them"),
         ("a", {"batch_size": 0}, "a batch of 0 samples: give at least 1"),
         (".", {}, "no shards found at '.'; there are some in a, b"),
-        ("a/shard{0..2}-0.tar", {}, r"write 'a/shard\*-0\.tar', or give a list"),
+        ("a/shard{0..99}-000000.tar", {}, r"no shards found at 'a/shard\d-000000.tar'"),
+        (
+            "a",
+            {"transform": lambda sample: sample},
+            r"cannot be called .* transform=lambda sample, rng: augment\(",
+        ),
+        ("a", {"transform": str.upper}, r"transform upper cannot be called with a sample and its generator"),
+        ("a/shard-{9..0}.tar", {}, r"no shards found at 'a/shard-{9\.\.0}\.tar'"),
+        ("a/shard-{x}.tar", {}, r"{x} in 'a/shard-{x}.tar' is not a range or a choice: write {000\.\.099}"),
     ],
 )
 def test_bad_arguments_are_refused(
@@ -565,6 +574,22 @@ def test_bad_arguments_are_refused(
     monkeypatch.chdir(folder)
     with pytest.raises(UsageError, match=says):
         ShardLoader(source, **({"batch_size": 4} | how))
+
+
+def test_braces_are_those_of_webdataset(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    braceexpand = pytest.importorskip("braceexpand").braceexpand  # what WebDataset calls
+    monkeypatch.chdir(folder)
+    for text in (
+        "a/shard{0..1}-{000000..000000}.tar",
+        "{a,b}/shard{0..1}-000000.tar",
+        "{a,b}/shard{0,1}-*.tar",
+    ):
+        wanted = sorted(path for each in braceexpand(text) for path in Path().glob(each))
+        assert find_shards("train", text) == wanted and len(wanted) > 1
+    (tmp_path / "x{1..2}.tar").touch()
+    assert find_shards("train", tmp_path / "x{1..2}.tar") == [tmp_path / "x{1..2}.tar"], "a file of that name"
 
 
 def test_a_folder_of_folders_is_no_dataset_and_says_which_are(

@@ -227,6 +227,7 @@ class PackOptions(_DataOptions):
     """Packs a directory into shards with index and checksums, in random order.
 
     The directory has one directory of images for each class, or nothing but files: a.jpg and a.json are one sample.
+    An MDS dataset of MosaicML Streaming is packed by its columns.
     """
 
     directory: Annotated[Path, Positional("DIR")]

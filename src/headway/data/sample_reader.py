@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -50,12 +51,29 @@ from headway.data.shards.decode import (
 from headway.data.shards.label_order import LABEL
 from headway.data.shards.tar import ShardLimits
 from headway.data.sources.open_shards import OpenShards
-from headway.errors import BadSample, BadShard, HeadwayError
+from headway.errors import BadSample, BadShard, HeadwayError, UsageError
 from headway.system.retries import retries_in_this_thread
 
 SampleLocation = tuple[int, int, int, int]
 """dataset, epoch, shard, sample"""
 Transform = Callable[[dict[str, Any], np.random.Generator], Any]
+
+
+def checked_transform(transform: Transform | ImageTransform | None) -> Transform | ImageTransform | None:
+    """Returns a transform; refuses one that cannot be called with a sample and its generator, as those of others."""
+    if transform is not None and not isinstance(transform, ImageTransform):
+        try:
+            inspect.signature(transform).bind({}, None)
+        except TypeError as error:
+            name = getattr(transform, "__name__", type(transform).__name__)
+            raise UsageError(
+                f"transform {name} cannot be called with a sample and its generator ({error}): write "
+                f"transform=lambda sample, rng: {name if name.isidentifier() else 'augment'}(sample)"
+            ) from error
+        except ValueError:
+            pass  # a builtin without a signature
+    return transform
+
 
 KEY = "__key__"
 """the part of a sample that has its name"""

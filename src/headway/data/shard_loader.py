@@ -47,7 +47,7 @@ from headway.data.order.mix_order import MixOrder, check_places, datasets_change
 from headway.data.order.order import Shuffle, check_same_order
 from headway.data.order.timeline import Timeline, WeightSegment
 from headway.data.quarantine import Quarantine, QuarantinedSample
-from headway.data.sample_reader import Chunk, SampleLocation, SampleReader, Transform
+from headway.data.sample_reader import Chunk, SampleLocation, SampleReader, Transform, checked_transform
 from headway.data.shards.decode import Decoder
 from headway.data.shards.tar import ShardLimits
 from headway.data.sources.mix import Mix
@@ -123,7 +123,7 @@ class ShardLoader:
         self._feed: DeviceFeed | None = None
         self._prefetcher: Prefetcher | None = None
         self._cache = CachedShards(cache, self._limits) if cache else None
-        self._transform, self._decoders = transform, dict(decoders or {})
+        self._transform, self._decoders = checked_transform(transform), dict(decoders or {})
         self._gpu, self._collate = usable_gpu(device, transform), collate_fn
         self._label_watch = LabelWatch(watching=shuffle)
         self._arrange(Shuffle(seed=seed, lanes=lanes, window=window))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import fnmatch
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from glob import has_magic
 from pathlib import Path
@@ -25,6 +25,8 @@ from headway.system.retries import retry
 _THREADS = 16  # counting mostly waits for the file system
 _QUICK_S = 1e-4  # per shard; an index in the page cache is read in a tenth of that
 _WARMUP_SHARDS = 10  # the first one takes longer
+_BRACES = re.compile(r"{([^{}]*)}")
+_NUMBER_RANGE = re.compile(r"([0-9]{1,18})\.\.([0-9]{1,18})")
 
 ShardSpec = str | Path | Sequence[str | Path]
 """where shards are: a directory, a pattern, a list of files, or a name in the catalog"""
@@ -36,11 +38,17 @@ def find_shards(name: str, spec: ShardSpec, catalog: Catalog | None = None) -> l
     if not isinstance(spec, str | Path):
         paths = [Path(path) for path in spec]
     elif "://" in text or text.startswith("pipe:"):
-        raise UsageError(f"dataset {name!r}: {text!r} is not a path; shards are read from file systems only")
+        raise UsageError(
+            f"dataset {name!r}: {text!r} is not a path; shards are read from file systems: mount or copy them first"
+        )
     elif text.count("**") > 1:  # time grows exponentially with them, and files are found several times
         raise UsageError(f"dataset {name!r}: {text!r} has '**' more than once; give it once, or a list")
     elif retry(f"look at {text}", Path(spec).is_dir):
         paths = _matching(Path(spec), "*.tar")
+    elif "{" in text and not retry(f"look at {text}", Path(text).exists):
+        paths = sorted(
+            {path for each in _expand_braces(name, text) for path in find_shards(name, Path(each))}
+        )
     else:
         paths = sorted(_expand(Path(text)))
     if isinstance(spec, str) and is_name(spec):
@@ -49,6 +57,28 @@ def find_shards(name: str, spec: ShardSpec, catalog: Catalog | None = None) -> l
         hint = _suggestion(text) if isinstance(spec, str | Path) else _GIVE_SHARDS
         raise UsageError(f"dataset {name!r}: no shards found at {text!r}; {hint}")
     return paths
+
+
+def _expand_braces(name: str, text: str) -> Iterator[str]:
+    """Yields what a pattern with braces stands for, as WebDataset expands it: ranges of numbers, and alternatives.
+
+    >>> list(_expand_braces("train", "{a,b}/shard-{009..010}.tar"))
+    ['a/shard-009.tar', 'a/shard-010.tar', 'b/shard-009.tar', 'b/shard-010.tar']
+    """
+    match = _BRACES.search(text)
+    if match is None:
+        yield text
+        return
+    choices: Iterable[str] = match[1].split(",")
+    if ends := _NUMBER_RANGE.fullmatch(match[1]):
+        digits = max(len(end) if end.startswith("0") else 0 for end in ends.groups())
+        choices = (f"{number:0{digits}}" for number in range(int(ends[1]), int(ends[2]) + 1))
+    elif "," not in match[1]:
+        raise UsageError(
+            f"dataset {name!r}: {match[0]} in {text!r} is not a range or a choice: write {{000..099}} or {{a,b}}"
+        )
+    for each in choices:
+        yield from _expand_braces(name, text[: match.start()] + each + text[match.end() :])
 
 
 def _expand(pattern: Path) -> list[Path]:
@@ -93,9 +123,7 @@ _GIVE_SHARDS = "give a directory, a pattern or a list"
 
 
 def _suggestion(text: str) -> str:
-    """Suggests what may have been meant: people forget train or val, or expect WebDataset's braces to work."""
-    if "{" in text:
-        return f"braces are not supported: write {re.sub(r'{[^}]*}', '*', text)!r}, or give a list"
+    """Suggests what may have been meant: people forget train or val."""
     below = sorted({str(path.parent) for path in Path(text).glob("*/*.tar")})[:5]
     return f"there are some in {', '.join(below)}" if below else _GIVE_SHARDS
 

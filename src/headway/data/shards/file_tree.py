@@ -1,4 +1,4 @@
-"""Directories as samples, for `pack`: a directory of images per class, or files with equal names (`a.jpg`, `a.txt`)."""
+"""Directories as samples, for `pack`: images per class, files with equal names (`a.jpg`, `a.txt`), or MDS shards."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
+from headway.data.shards.mds import is_mds, mds_sample, mds_shards, places
 from headway.errors import UsageError
 from headway.system.files import storage
 
@@ -25,6 +26,8 @@ def directory_samples(directory: Path, seed: int | None) -> tuple[Iterator[dict[
         raise UsageError(
             f"{directory} is not a directory: give one with a directory of images for each class, or with files"
         )
+    if is_mds(directory):
+        return _by_place(directory, seed), None
     with storage(f"list {directory}"):
         here = sorted(path for path in directory.iterdir() if not path.name.startswith("."))
     classes = [path for path in here if path.is_dir()]
@@ -80,6 +83,12 @@ def _by_name(files: list[Path], seed: int | None) -> Iterator[dict[str, Any]]:
     groups = ((key, list(parts)) for key, parts in groupby(sorted(files, key=_key), key=_key))
     for key, parts in shuffled(groups, seed):
         yield {"__key__": key} | {path.name.partition(".")[2].lower(): path.read_bytes() for path in parts}
+
+
+def _by_place(directory: Path, seed: int | None) -> Iterator[dict[str, Any]]:
+    shards = mds_shards(directory)
+    for shard, number in shuffled(places(shards), seed):
+        yield mds_sample(shards, shard, number)
 
 
 def _key(path: Path) -> str:

@@ -44,7 +44,8 @@ def pack(
     A sample is a dict: `__key__`, and for each extension bytes, text, a number, an array (`npy`) or anything that JSON
     can hold (`json`), of Python, numpy or torch. `source` may also be a directory. One with a directory of images per
     class is packed as `jpg` and `cls`, with classes numbered in the order of their names, which `classes.json` lists;
-    in one with files only, `a.jpg` and `a.json` are one sample. `done` is called with each finished shard.
+    in one with files only, `a.jpg` and `a.json` are one sample. MDS datasets of Streaming are packed by their columns.
+    `done` is called with each finished shard.
 
     The samples of a directory are shuffled by `seed`, because a loader mixes samples only with those that are stored
     near them; `shuffle=False` keeps the order of their names. Other samples are written in the order in which they
