@@ -17,7 +17,7 @@ from headway.plan.tracer.kernels import Kernel, launch_seconds
 from headway.plan.tracer.settings import TraceSettings
 
 # error on eight models on one H200: allocated -0.3 to +0.7 %, reserved -1.3 to +0.5 %; but reserved +18 % on GPT-2 124M
-# with a batch of 32, and -13 % on nn.TransformerEncoderLayer: where the allocator splits blocks otherwise than replayed
+# with a batch of 32, whose measurement had the workspaces of a batch before, and -13 % on nn.TransformerEncoderLayer
 ALLOCATED_LOW, ALLOCATED_HIGH = 0.99, 1.02
 RESERVED_LOW, RESERVED_HIGH = 0.84, 1.16
 # error on two torchtitan runs with FSDP: reserved -6.9 and -2.3 %

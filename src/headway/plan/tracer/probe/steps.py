@@ -115,6 +115,8 @@ def _build(settings: TraceSettings, batch_size: int | None, device: torch.device
     model = made.cpu().train()
     if device.type == "cuda":  # the model is moved back below, as if it had been built on the CPU
         gc.collect()
+        # the workspaces of an earlier batch size would stay, and with them segments that a run of its own does not have
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     model = model.to(device)

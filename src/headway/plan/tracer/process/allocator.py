@@ -2,7 +2,8 @@
 
 The rules are those of torch's allocator with default options. Requests are rounded to 512 bytes. Those up to 1 MiB come
 from segments of 2 MiB, those under 10 MiB from segments of 20 MiB, larger ones from segments of their own, rounded to
-2 MiB. The smallest free block that fits is used, and split if more than 1 MiB (512 bytes in small segments) is left.
+2 MiB. The smallest free block that fits is used, of equal ones that with the lowest address, and split if more than
+1 MiB (512 bytes in small segments) is left. Segments are taken to have rising addresses.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ _MIB = 1 << 20
 class _CachedBlock:
     size: int
     small: bool
+    address: int = 0
     before: _CachedBlock | None = None
     after: _CachedBlock | None = None
     is_free: bool = False
@@ -33,14 +35,15 @@ class Allocator:
     _free: dict[bool, list[tuple[int, int, _CachedBlock]]] = field(
         default_factory=lambda: {True: [], False: []}
     )
-    _count: int = 0
+    _end: int = 0
+    """The address behind the last segment."""
 
     def allocate(self, size: int) -> _CachedBlock:
         small = size <= _MIB
         block = self._best_fit(size, small) or self._segment(size, small)
         left = block.size - size
         if left >= 512 if small else left > _MIB:
-            rest = _CachedBlock(left, small, before=block, after=block.after)
+            rest = _CachedBlock(left, small, block.address + size, before=block, after=block.after)
             if block.after is not None:
                 block.after.before = rest
             block.after, block.size = rest, size
@@ -67,7 +70,8 @@ class Allocator:
         )
         self.reserved += segment_bytes
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-        return _CachedBlock(segment_bytes, small)
+        address, self._end = self._end, self._end + segment_bytes
+        return _CachedBlock(segment_bytes, small, address)
 
     def _best_fit(self, size: int, small: bool) -> _CachedBlock | None:
         pool = self._free[small]
@@ -76,18 +80,15 @@ class Allocator:
 
     def _release(self, block: _CachedBlock) -> None:
         block.is_free = True
-        self._count += 1
-        insort(self._free[block.small], (block.size, self._count, block), key=lambda entry: entry[:2])
+        insort(self._free[block.small], (block.size, block.address, block), key=lambda entry: entry[:2])
 
     def _withdraw(self, block: _CachedBlock) -> None:
         pool = self._free[block.small]
-        index = bisect_left(pool, (block.size, -1))
-        while pool[index][2] is not block:
-            index += 1
-        del pool[index]
+        del pool[bisect_left(pool, (block.size, block.address), key=lambda entry: entry[:2])]
 
     def _merge(self, block: _CachedBlock, other: _CachedBlock) -> None:
         block.size += other.size
+        block.address = min(block.address, other.address)
         if other is block.before:
             block.before = other.before
             if block.before is not None:
