@@ -377,7 +377,7 @@ def test_a_run_that_looks_lost_for_a_moment_is_not_news(
         watch.look()
     monkeypatch.setattr(alerting, "_LOST_LOOKS", 2)
     watch.look()
-    assert hook.posts == []
+    assert one.wait(20) and hook.posts == []
     watch.look()
     assert one.wait(20) and [post["event"] for post in hook.posts] == ["failed"]
 
