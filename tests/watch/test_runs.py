@@ -248,6 +248,8 @@ def test_a_sweep_stands_for_its_runs(
     assert listing.resolve([runs[0].id]) == runs
     assert listing.resolve([runs[2].id, runs[2].id[-4:]]) == [runs[2]]
     assert listing.resolve(["s-"]) == runs
+    with pytest.raises(UsageError, match="'' matches no run"):
+        listing.resolve([""])  # as `headway runs rm "$RUN" --yes` gives it where RUN is not set
     assert listing.resolve([runs[0].id, runs[2].id]) == [runs[0], runs[2]], "beside another it is itself"
     Run.create("runs", name="s")
     with pytest.raises(UsageError, match="'s-' matches 5 runs"):

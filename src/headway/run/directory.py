@@ -371,6 +371,8 @@ def find_runs(place: str, root: str | os.PathLike[str] = "runs") -> list[Run]:
     >>> find_runs("x7k2")  # doctest: +SKIP
     [Run(path=PosixPath('/home/me/runs/digits-2026.11.15-14.30-x7k2'), ...)]
     """
+    if not place:  # an unset variable of a shell: every id begins with nothing
+        return []
     if has_info(Path(place)):
         return [Run.open(place)]
     return [run for run in runs_under(root) if run.id.startswith(place) or run.id.endswith(f"-{place}")]
