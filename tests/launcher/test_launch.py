@@ -163,9 +163,15 @@ def test_an_exception_comes_back_with_the_traceback_of_its_rank(work: Any) -> No
 
 def test_a_killed_rank(work: Any) -> None:
     job = hw.launch(work.killed, on=hw.Local(nproc=2))
-    with pytest.raises(RankFailure, match=r"rank 1 of 2 .* was killed by SIGKILL"):
+    with pytest.raises(RankFailure, match=r"rank 1 of 2 .* was killed by SIGKILL") as failure:
         job.result()
     assert job.state() == "failed"
+    assert "resume" not in str(failure.value)
+    (job.run.checkpoints_dir / "step-000000000014").mkdir(parents=True)
+    with pytest.raises(
+        RankFailure, match=rf"resume it from step 14 with job.resume\(\) or: headway resume {job.id}"
+    ):
+        job.result()
 
 
 def test_waiting_and_cancelling(work: Any, tmp_path: Path) -> None:

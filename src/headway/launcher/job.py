@@ -26,7 +26,7 @@ from headway.launcher.functions.exceptions import error_files, read_error
 from headway.launcher.functions.start import BACKGROUND, restart
 from headway.launcher.functions.worker import Call
 from headway.run import Run
-from headway.run.info import read_json
+from headway.run.info import newest_step, read_json
 from headway.run.status import State, Status, status
 from headway.schedulers.base import JobIds
 from headway.system import files
@@ -220,12 +220,20 @@ class Job:
         if record is None:
             tail = "\n".join(self.log().splitlines()[-_LAST_LINES:])
             what = now.why if now.state != "done" else "a rank left before the function returned"
-            return RankFailure(f"{self.id} left no result: {what}\n{tail}".rstrip())
+            return RankFailure(f"{self.id} left no result: {what}\n{tail}".rstrip() + self._resume_hint())
         if record["kind"] == "exception" and self._sees(error_files(self.run.call_dir, record["rank"])[1]):
             self.run.check_private()  # what others could have put there is not opened
             return read_error(self.run.call_dir, record["rank"])
-        return RankFailure(
-            format_cause(record, Call.read(self.run).world_size, self.run.failure_file).strip()
+        cause = format_cause(record, Call.read(self.run).world_size, self.run.failure_file)
+        return RankFailure(cause.strip() + self._resume_hint())
+
+    def _resume_hint(self) -> str:
+        """What to do with a job that has failed with checkpoints: launching the function again begins a new run."""
+        step = newest_step(self.run.path)
+        return (
+            ""
+            if step is None
+            else f"\nresume it from step {step:,} with job.resume() or: headway resume {self.id}"
         )
 
 
