@@ -412,7 +412,7 @@ class Shielded(Numbers):
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__ = state
-        self.held = signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        self.held = {signal.SIGUSR1, signal.SIGTERM} <= signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
     def __getitem__(self, index: int) -> tuple[bool, bool]:
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):

@@ -1,27 +1,127 @@
-"""What data workers do first: ignore signals, and draw random numbers that belong to the sample, not to the model."""
+"""How data workers start, and what they do first: ignore signals, and draw random numbers that belong to the sample.
+
+A worker that gives nothing for a minute is named in the log, with its stack; a batch that it cannot send is an error.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import gc
+import multiprocessing
+import os
 import random
+import signal
+import tempfile
+import traceback
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing import forkserver, queues, resource_tracker
+from multiprocessing.util import get_temp_dir
+from pathlib import Path
 from typing import Any, final
 
 import numpy as np
+import psutil
 import torch
+from torch._utils import ExceptionWrapper
 from torch.utils import data as torch_data
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from headway.dist.control.signals import block_signals, end_by_own_signal, ignore_signals
+from headway.system import environment
+from headway.system.log import logger
+
+_LOOK_S = 5.0
+"""how often a loop that waits for a worker looks whether it is alive"""
+_SILENT_S = 60.0
+"""how long a worker may take for a batch until it is named; then after twice that time, and so on"""
+_MAX_PATH_CHARS = 60
+"""of a directory in which a socket can have a name: the whole path has at most 107"""
 
 
 def open_workers(loader: torch_data.DataLoader[Any]) -> Iterator[Any]:
     """Returns `iter(loader)` of torch's loader, whose `worker_init_fn` is a `WorkerInit`, with workers ended by us."""
+    if not loader.num_workers:
+        return iter(loader)
+    _make_temp_dir()
+    context = loader.multiprocessing_context or multiprocessing.get_context()
+    if context.get_start_method() != "fork":
+        resource_tracker.ensure_running()  # it would unblock signals after its own start
+    if context.get_start_method() == "forkserver":
+        forkserver.ensure_running()  # processes of the user come from it, too, which have nothing blocked
     with block_signals():  # workers start with the signals blocked that are meant for the rank
         batches = iter(loader)
-    for worker in getattr(batches, "_workers", ()):
+    assert isinstance(batches, _MultiProcessingDataLoaderIter)
+    for worker in batches._workers:
         end_by_own_signal(worker)
+    if not loader.timeout:
+        vars(batches)["_try_get_data"] = _SilenceWatch(batches).try_get_data
     return batches
+
+
+def _make_temp_dir() -> None:
+    """Makes the directory for the sockets of all workers, in which torch sends batches, before each makes its own.
+
+    One that was killed would leave its directory behind. This one is removed with the rank, or with its node agent.
+    """
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    agent = environment.directory(environment.HEARTBEAT)
+    if "tempdir" not in config and agent and agent.is_dir() and len(str(agent)) < _MAX_PATH_CHARS:
+        config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir=agent)
+    get_temp_dir()
+
+
+@final
+class _SilenceWatch:
+    """Names the worker whose batch a loop waits for. It does not own the workers: these end with their loop."""
+
+    def __init__(self, batches: Any) -> None:
+        self._batches = weakref.ref(batches)
+        self._looks, self._next_s = 0, _SILENT_S
+
+    def try_get_data(self) -> tuple[bool, Any]:
+        """Replaces a method of torch's iterator; counts looks, since a job that was suspended has waited for nobody."""
+        batches: Any = self._batches()
+        found: tuple[bool, Any] = type(batches)._try_get_data(batches, _LOOK_S)
+        if found[0]:
+            self._looks, self._next_s = 0, _SILENT_S
+            return found
+        self._looks += 1
+        if (waited := self._looks * _LOOK_S) >= self._next_s:
+            self._next_s = 2 * waited
+            self._report(batches, waited)
+        return found
+
+    def _report(self, batches: Any, waited: float) -> None:
+        number = batches._task_info.get(batches._rcvd_idx, (0,))[0]  # the first, while persistent ones resume
+        pid = batches._workers[number].pid
+        logger.warning(
+            "data worker %d (pid %d, %s) has given no batch for %.0f s%s",
+            number,
+            pid,
+            _describe_state(pid),
+            waited,
+            "; its stack follows" if (asks := _writes_stack(pid)) else "",
+        )
+        with suppress(ProcessLookupError):  # it has just ended, and torch raises that
+            os.kill(pid, signal.SIGQUIT if asks else 0)
+
+
+def _describe_state(pid: int) -> str:
+    try:
+        return psutil.Process(pid).status()
+    except psutil.Error:
+        return "ended"
+
+
+def _writes_stack(pid: int) -> bool:
+    """Whether a process handles SIGQUIT, as workers do once they have started; it would end another one."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (signal.SIGQUIT - 1) & 1)
+    return False
 
 
 @contextmanager
@@ -63,5 +163,20 @@ class WorkerInit:
     def __call__(self, worker: int) -> None:
         gc.freeze()  # garbage of the rank may hold tensors of a GPU, and freeing one in a forked process aborts it
         ignore_signals(worker)
+        faulthandler.register(signal.SIGQUIT, file=2, all_threads=True)  # the rank asks where a worker is
+        queues.Queue._on_queue_feeder_error = _send_error  # type: ignore[attr-defined]
         if self._user_init is not None:
             self._user_init(worker)
+
+
+def _send_error(queue: queues.Queue[Any], error: Exception, item: Any) -> None:
+    """Sends why a batch could not be sent, in its place. Python drops it, and the rank would wait forever."""
+    traceback.print_exception(error)
+    number, batch = item if isinstance(item, tuple) and len(item) == 2 else (None, None)
+    if isinstance(number, int) and not isinstance(batch, ExceptionWrapper):
+        info = torch_data.get_worker_info()
+        where = f"when data worker {info.id if info else 0} sent a batch to its rank"
+        cause: Any = ExceptionWrapper((type(error), error, error.__traceback__), where)  # type: ignore[no-untyped-call]
+        queue.put((number, cause))
+    elif isinstance(batch, ExceptionWrapper):  # nor can the error be sent
+        os._exit(1)

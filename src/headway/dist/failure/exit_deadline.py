@@ -11,6 +11,7 @@ import faulthandler
 import multiprocessing
 import multiprocessing.process
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -182,6 +183,7 @@ def _report_and_exit(code: int, why: str, seconds: float) -> None:
     os.write(2, text.encode())
     for child in _own_daemonic_children():
         child.kill()
+    remove_temp_dir()
     os._exit(code)
 
 
@@ -200,6 +202,13 @@ def describe_survivors() -> list[str]:
         code = frame.f_code
         place = [f"the main thread in {code.co_qualname} ({code.co_filename}:{frame.f_lineno})"]
     return [*threads, *children, *place]
+
+
+def remove_temp_dir() -> None:
+    """Removes the directory in /tmp that multiprocessing has made for data workers: an `os._exit` would leave it."""
+    directory = multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
+    if directory is not None and multiprocessing.parent_process() is None:  # else it is that of the parent
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def end_daemonic_children(*, timeout_s: float = _TERMINATE_S) -> None:

@@ -1,0 +1,143 @@
+"""Data workers: one that is silent is named, a batch that cannot be sent is an error, and nothing stays in /tmp."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing import forkserver, resource_tracker, util
+from pathlib import Path
+
+import pytest
+from torch.utils import data as torch_data
+
+from headway.data import DataLoader, worker_init
+from headway.dist.failure.capture import hard_exit
+from headway.system.log import logger
+
+
+class Items(torch_data.Dataset[object]):
+    """Eight samples, each what a function returns."""
+
+    def __init__(self, make: Callable[[], object]) -> None:
+        self.make = make
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> object:
+        return self.make()
+
+
+def load(make: Callable[[], object]) -> DataLoader:
+    return DataLoader(Items(make), batch_size=2, num_workers=1, collate_fn=list)
+
+
+class Release(logging.Handler):
+    """Keeps warnings, and creates a file at the second one."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path, self.lines = path, list[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+        if len(self.lines) == 2:
+            self.path.touch()
+
+
+def test_a_worker_that_gives_nothing_is_named_with_its_stack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def wait_for_release() -> int:
+        while not (tmp_path / "go").exists():
+            time.sleep(0.01)
+        return os.getpid()
+
+    monkeypatch.setattr(worker_init, "_LOOK_S", 0.05)
+    monkeypatch.setattr(worker_init, "_SILENT_S", 0.2)
+    handler = Release(tmp_path / "go")
+    logger.addHandler(handler)
+    try:
+        batches = list(load(wait_for_release))
+    finally:
+        logger.removeHandler(handler)
+    assert len(batches) == 4
+    pid = batches[0][0]
+    assert all(line.startswith(f"data worker 0 (pid {pid}, ") for line in handler.lines), handler.lines
+    assert "has given no batch for 0 s; its stack follows" in handler.lines[0]
+    assert "wait_for_release" in capfd.readouterr().err
+
+
+def test_a_batch_that_cannot_be_sent_is_an_error() -> None:
+    with pytest.raises(Exception, match=r"when data worker 0 sent a batch to its rank(.|\n)*Can't pickle"):
+        list(load(lambda: lambda: None))
+
+
+def test_an_error_that_cannot_be_sent_either_ends_the_worker() -> None:
+    class Unknown(Exception):
+        """A class that another process cannot find."""
+
+    class Item:
+        def __reduce__(self) -> str:
+            raise Unknown
+
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        list(load(Item))
+
+
+def test_workers_share_a_directory_that_goes_with_the_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    monkeypatch.delitem(config, "tempdir", raising=False)
+    monkeypatch.setenv("HEADWAY_HEARTBEAT", str(tmp_path))
+    monkeypatch.setattr(worker_init, "_MAX_PATH_CHARS", 1000)  # no socket is made in it
+    loader = load(util.get_temp_dir)
+    found = {str(each) for _ in range(2) for batch in loader for each in batch}
+    assert [Path(each) for each in found] == list(tmp_path.iterdir())
+
+    monkeypatch.delitem(config, "tempdir")
+    monkeypatch.setenv("HEADWAY_HEARTBEAT", str(tmp_path / "gone"))
+    (own,) = {str(each) for batch in loader for each in batch}
+    assert Path(own) == Path(util.get_temp_dir()) and not Path(own).is_relative_to(tmp_path)
+
+
+def test_a_rank_that_exits_at_once_removes_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pymp-1").mkdir()
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    monkeypatch.setitem(config, "tempdir", str(tmp_path / "pymp-1"))
+    if not (child := os.fork()):
+        hard_exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_fork_server_that_a_loader_starts_blocks_no_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Started(Exception):
+        """Raised instead of starting workers, which would import torch."""
+
+    def start(_loader: object) -> None:
+        forkserver.ensure_running()
+        raise Started
+
+    resource_tracker.ensure_running()  # as after a loader that spawns
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    monkeypatch.setattr(worker_init, "iter", start, raising=False)
+    with pytest.raises(Started):
+        list(DataLoader(Items(int), batch_size=2, num_workers=1, multiprocessing_context="forkserver"))
+    process = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(600,))
+    process.start()
+    process.terminate()
+    process.join(60)
+    try:
+        assert process.exitcode == -signal.SIGTERM
+    finally:
+        process.kill()
+        process.join()
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]
