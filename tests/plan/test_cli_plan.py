@@ -16,6 +16,7 @@ from headway.errors import HeadwayError, UsageError
 from headway.plan import Layout, Node, estimate, preset
 from headway.plan.machine.calibration import Calibration, load_calibration
 from headway.plan.report.html import render_page
+from headway.plan.report.saved_plan import read_saved_plan
 
 GOOD = """
 model: llama-3.1-8b
@@ -315,3 +316,58 @@ def test_flags_override_the_plan_file_of_a_search(
     assert verb.main(["search", str(plan_file), "--json"]) == 0
     assert found == json.loads(capsys.readouterr().out)
     assert found["run"]["run.cost"]["value"] > 0
+
+
+def test_the_plan_of_a_search_is_saved_and_emitted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The fastest layout becomes plan.json, with model, layout, node and answers, and a line that submits it."""
+    file, saved = tmp_path / "run.yaml", tmp_path / "plan.json"
+    file.write_text("model: gpt2\nnode: dgx-h100\nsearch: {gpus: 16, global_batch: 64}\n")
+    argv = ["search", str(file), "--precision", "amp", "--save", str(saved)]
+    assert verb.main([*argv, "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["ranked"][0]
+    kept = json.loads(saved.read_text())
+    layout = Layout(**kept["layout"])
+    assert layout == Layout(**best["layout"]) and layout.gpus == 16 and layout.precision == "amp"
+    assert kept["model"]["layers"] == 12 and Node.of(**kept["hardware"]).gpus == 8
+    planned = read_saved_plan(saved).planned("step")
+    assert planned is not None and planned.value == pytest.approx(best["step_s"])
+    assert verb.main([*argv, "--emit", "submit"]) == 0
+    line = f"headway submit --nodes 2 --gpus-per-node 8 train.py  # with pipe.enable_plan({str(saved)!r})\n"
+    assert capsys.readouterr().out == line
+    saved.unlink()
+    assert (
+        verb.main(["search", "llama-3.1-405b", "--gpus", "8", "--global-batch", "8", "--save", str(saved)])
+        == 3
+    )
+    assert not saved.exists()
+
+
+def test_degrees_beside_a_file_are_compared_in_its_batch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: gpt2\nnode: dgx-h100\nsearch: {gpus: 16, global_batch: 64}\n")
+    assert verb.main(["search", str(file), "--dp", "16", "--zero", "3"]) == 0
+    assert "dp16 zero3 mb1, which was given, takes" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_search_takes_a_config_and_only_what_train_can_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({
+        "model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8,
+        "num_key_value_heads": 8, "intermediate_size": 4096, "vocab_size": 32000, "max_position_embeddings": 2048,
+    }))  # fmt: skip
+    argv = ["search", str(config), "--gpus", "8", "--global-batch", "16", "--node", "dgx-h100", "--json"]
+    assert verb.main(argv) == 0
+    every = json.loads(capsys.readouterr().out)
+    assert {row["trainable"] for row in every["pareto"] + every["ranked"]} == {True, False}
+    assert verb.main([*argv, "--trainable"]) == 0
+    some = json.loads(capsys.readouterr().out)
+    assert 0 < some["tried"] < every["tried"] and all(row["trainable"] for row in some["ranked"])
+    assert some["ranked"][0]["step_s"] >= every["ranked"][0]["step_s"]
+    assert verb.main(["preset", str(config), "--node", "dgx-h100", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["model"]["hidden"] == 1024

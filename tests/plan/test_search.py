@@ -197,6 +197,10 @@ def test_a_search_marks_what_train_can_run_and_makes_a_page() -> None:
     marks = {row.layout.trainable for row in found.ranked}
     assert marks == {True, False}
     assert all(row.layout.pp == 1 for row in found.ranked if row.layout.trainable)
+    both = [row.layout for row in found.ranked if row.layout.tp > 1 and row.layout.dp > 1]
+    assert {row.zero for row in both if row.trainable} == {
+        3
+    }  # train shards replicas of tensor-parallel groups
     page = render_search("gpt2", found)
     assert page.count("<circle") >= len(found.pareto) and "<polyline" in page
 

@@ -13,22 +13,20 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from rich.console import Console
 
 from headway.cli.parser import Positional, above_zero, dispatch, parse, positive, unknown_verb
-from headway.errors import DOES_NOT_FIT, DONE, UsageError
+from headway.errors import DONE, UsageError
 from headway.plan.cost.economy import Workload
 from headway.plan.model.layout import Layout
 from headway.plan.report.estimates import Estimate
 from headway.plan.tracer.settings import TraceSettings
 
 if TYPE_CHECKING:
-    from headway.plan.input.plan_file import PlanFile
     from headway.plan.machine.hardware import Node
-    from headway.plan.report.quantity import Quantity
-    from headway.plan.searcher.layouts import Candidate
+    from headway.plan.model.transformer import Transformer
 
 _File = Annotated[Path, Positional("FILE.yaml")]
 
 _USAGE = """\
-usage: headway plan FILE.yaml | preset NAME | search FILE.yaml|PRESET | module FILE.py:factory | measure FILE.py:factory
+usage: headway plan FILE.yaml | preset NAME | search FILE.yaml|NAME | module FILE.py:factory | measure FILE.py:factory
                   | calibrate | check RUN | import-dlcalc OLD.yaml | list
 
   headway plan run.yaml                         memory, time and cost of a layout
@@ -78,33 +76,13 @@ class PresetOptions(OutputOptions):
     """Cost of a well-known model; flags are the keys of a plan file."""
 
     name: Annotated[str, Positional("NAME")]
-    """a preset (headway plan list)"""
+    """a preset (headway plan list), or a model's config.json from the Hugging Face Hub"""
     layout: Layout
     workload: Workload
     node: str = "h200-sxm8"
     """A catalog name (headway plan list) or "this"."""
     price_per_hour: Annotated[float | None, above_zero] = None
     """Price of one node, in your currency."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchOptions:
-    """Best layouts of a model on a number of GPUs: those of a plan file's `search` section, or of a preset."""
-
-    what: Annotated[str, Positional("FILE.yaml|PRESET")]
-    """a plan file with a section `search`, or a preset (headway plan list); the flags below override the file"""
-    layout: Layout
-    workload: Workload
-    gpus: Annotated[int | None, positive] = None
-    """GPUs to use; with a plan file, those of its section `search`."""
-    node: str = "h200-sxm8"
-    """A catalog name (headway plan list) or "this"."""
-    price_per_hour: Annotated[float | None, above_zero] = None
-    """Price of one node, in your currency."""
-    html: Path | None = None
-    """Write a self-contained page: time against memory of every layout that fits."""
-    json: bool = False
-    """Print JSON and nothing else."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,108 +182,39 @@ def _file(argv: list[str]) -> int:
 
 def _preset(argv: list[str]) -> int:
     from headway.plan.input.plan_file import read_calibration
-    from headway.plan.model.presets import preset
     from headway.plan.report.estimates import estimate
 
     options = parse(PresetOptions, argv, verb="plan preset")
-    node = _node(options)
+    node = named_node(options.node, options.price_per_hour)
     constants = read_calibration(None, Path(), options.node)
     found = estimate(
-        preset(options.name), options.layout, node, workload=options.workload, calibration=constants
+        named_model(options.name), options.layout, node, workload=options.workload, calibration=constants
     )
     return _print(found, options)
 
 
-def _node(options: PresetOptions | SearchOptions) -> Node:
-    """The node that the flags name, with its price."""
+def named_node(name: str, price_per_hour: float | None) -> Node:
+    """The node that a flag names, with its price."""
     from headway.plan.input.plan_file import read_node
 
-    if options.node == "this":
+    if name == "this":
         return read_node("this")
-    price = {} if options.price_per_hour is None else {"price_per_hour": options.price_per_hour}
-    return read_node({"name": options.node, **price})
+    price = {} if price_per_hour is None else {"price_per_hour": price_per_hour}
+    return read_node({"name": name, **price})
+
+
+def named_model(name: str) -> Transformer:
+    """A preset, or the model of a config.json."""
+    from headway.plan.model.hugging_face import from_hf_config
+    from headway.plan.model.presets import preset
+
+    return from_hf_config(Path(name)) if Path(name).suffix == ".json" else preset(name)
 
 
 def _search(argv: list[str]) -> int:
-    from headway.plan.report.tables import print_search
-    from headway.plan.searcher.layouts import search
+    from headway.cli.plan_search import main
 
-    options = parse(SearchOptions, argv, verb="plan search")
-    plan = _search_plan(options, argv)
-    if plan.search is None:
-        raise UsageError(f"{options.what} has no 'search'; give search: {{gpus: N, global_batch: B}}")
-    found = search(
-        plan.model, plan.node, gpus=plan.search.gpus, global_batch=plan.search.global_batch, base=plan.layout,
-        calibration=plan.calibration, keep=plan.search.keep, against=_given_layout(plan),
-    )  # fmt: skip
-    if options.html is not None:
-        from headway.plan.report.search_page import render_search
-
-        with _writing(options.html):
-            options.html.write_text(render_search(plan.model.name, found))
-    totals = _run_totals(plan, found.best)
-    if options.json:
-        values = {key: quantity.to_dict() for key, quantity in totals.items()}
-        print(json.dumps({**found.to_dict(), "run": values}, indent=1))
-    else:
-        print_search(found, Console())
-        for key, quantity in totals.items():
-            print(f"{key} = {quantity}")
-    return DONE if found.best else DOES_NOT_FIT
-
-
-def _given_layout(plan: PlanFile) -> Layout | None:
-    """The layout of file or flags, with which the best is compared: if it is for as many GPUs and samples."""
-    layout, wanted = plan.layout, plan.search
-    if wanted is None or layout.gpus != wanted.gpus or layout.gpus == 1:
-        return None
-    return layout if layout.global_batch == wanted.global_batch else None
-
-
-def _run_totals(plan: PlanFile, best: Candidate | None) -> dict[str, Quantity]:
-    """Time and cost of a whole run with the best layout, if its length is given."""
-    from headway.plan.report.estimates import estimate
-
-    if best is None:
-        return {}
-    found = estimate(plan.model, best.layout, plan.node, workload=plan.workload, calibration=plan.calibration)
-    return {key: quantity for key, quantity in found.answers.items() if key.startswith("run.")}
-
-
-def _given_flags(options: SearchOptions, argv: list[str]) -> dict[str, object]:
-    """The values of the flags that are on the command line: a default must not replace what a file says."""
-    words = {word.split("=")[0] for word in argv if word.startswith("--")}
-    names = {word.removeprefix("--").removeprefix("no-").replace("-", "_") for word in words}
-    values = {**vars(options.layout), **vars(options.workload), **vars(options)}
-    return {name: values[name] for name in names}
-
-
-def _search_plan(options: SearchOptions, argv: list[str]) -> PlanFile:
-    """Reads the plan file, which flags override, or makes a plan of the preset and the flags."""
-    from headway.plan.input.plan_file import (
-        PlanFile,
-        SearchSettings,
-        override,
-        read_calibration,
-        read_plan_file,
-    )
-    from headway.plan.model.presets import preset
-
-    if Path(options.what).suffix in (".yaml", ".yml"):
-        return override(read_plan_file(options.what), _given_flags(options, argv))
-    model = preset(options.what)
-    if options.gpus is None:
-        raise UsageError(
-            f"give the number of GPUs: headway plan search {options.what} --gpus 64 --global-batch 512"
-        )
-    return PlanFile(
-        model=model,
-        layout=options.layout,
-        node=_node(options),
-        workload=options.workload,
-        calibration=read_calibration(None, Path(), options.node),
-        search=SearchSettings(gpus=options.gpus, global_batch=options.layout.global_batch),
-    )
+    return main(argv)
 
 
 def _import_dlcalc(argv: list[str]) -> int:
@@ -405,7 +314,7 @@ def _measure(argv: list[str]) -> int:
         options.trace, also=options.also, node=node, calibration=constants, steps=options.steps
     )
     if options.save is not None:
-        with _writing(options.save):
+        with writing(options.save):
             save_calibration(
                 options.save,
                 found.calibration,
@@ -425,14 +334,11 @@ def _calibrate(argv: list[str]) -> int:
     options = parse(CalibrateOptions, argv, verb="plan calibrate")
     node, constants, facts = calibrate(directory=options.storage, loader=options.loader)
     file = options.file or calibration_file()
-    with _writing(file):
+    with writing(file):
         save_calibration(file, constants, node=node, facts=facts)
     if options.json:
-        print(
-            json.dumps(
-                {"file": str(file), "node": node, "calibration": vars(constants), "measured": facts}, indent=1
-            )
-        )
+        told = {"file": str(file), "node": node, "calibration": vars(constants), "measured": facts}
+        print(json.dumps(told, indent=1))
     else:
         print(file.read_text(), end="")
         print(f"written to {file}; plans use it with node: this")
@@ -440,7 +346,8 @@ def _calibrate(argv: list[str]) -> int:
 
 
 @contextmanager
-def _writing(file: Path) -> Iterator[None]:
+def writing(file: Path) -> Iterator[None]:
+    """Turns an error while a file is written into one sentence."""
     try:
         yield
     except OSError as error:
@@ -451,10 +358,10 @@ def _print(plan: Estimate, options: OutputOptions) -> int:
     if options.html is not None:
         from headway.plan.report.html import render_page
 
-        with _writing(options.html):
+        with writing(options.html):
             options.html.write_text(render_page(plan))
     if options.save is not None:
-        with _writing(options.save):
+        with writing(options.save):
             plan.save(options.save)
     if options.sps is not None:
         reached = plan.at_rate(options.sps)

@@ -55,10 +55,14 @@ class PlanFile:
     search: SearchSettings | None = None
 
 
+_DEGREES = ("dp", "tp", "pp", "vpp", "cp", "ep", "microbatch")
+
+
 def override(plan: PlanFile, given: Mapping[str, object]) -> PlanFile:
     """Returns the plan of a file with what a command line gives beside it: keys of layout, job, search and node.
 
-    `global_batch` is that of the search; the layout of the file keeps its own, and is compared if both are equal.
+    `global_batch` is that of the search. The layout of the file keeps its own, unless a degree is given: it is
+    compared if both are equal.
     """
     layout: dict[str, Any] = {f.name: given[f.name] for f in fields(Layout) if f.name in given}
     job: dict[str, Any] = {f.name: given[f.name] for f in fields(Workload) if f.name in given}
@@ -70,6 +74,8 @@ def override(plan: PlanFile, given: Mapping[str, object]) -> PlanFile:
             global_batch=batch or (search or plan.layout).global_batch,
             keep=search.keep if search else 20,
         )
+    if search is not None and not layout.keys().isdisjoint(_DEGREES):
+        layout["global_batch"] = search.global_batch
     if "node" in given:
         node = read_node(given["node"])
         calibration = calibration or read_calibration(None, Path(), given["node"])

@@ -201,9 +201,10 @@ class Layout:
     @property
     def trainable(self) -> bool:
         """Whether `headway.train` can run it today: data, fully sharded and tensor parallelism, whole blocks
-        recomputed or none."""
+        recomputed or none. Replicas of tensor-parallel groups are fully sharded."""
         recomputes = self.recompute in ("none", "full") and self.recompute_layers is None
-        return self.pp == self.cp == self.ep == 1 and self.zero in (0, 3) and recomputes
+        sharded = self.zero == 3 or (self.zero == 0 and 1 in (self.dp, self.tp))
+        return self.pp == self.cp == self.ep == 1 and sharded and recomputes
 
     def recomputed_share(self, layers: int) -> float:
         """Fraction of a stage's layers that recompute."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from itertools import islice
+from itertools import chain, islice
 from math import gcd, isqrt
 from typing import Any
 
@@ -95,10 +95,12 @@ def search(
     calibration: Calibration | None = None,
     keep: int = 20,
     against: Layout | None = None,
+    trainable: bool = False,
 ) -> SearchResult:
     """Ranks all layouts of a model on `gpus` GPUs. `base` has what does not vary: precision, sequence, optimizer.
 
-    The reasons say how the fastest compares with common layouts, and with `against`, such as a published one.
+    The reasons say how the fastest compares with common layouts, and with `against`, such as a published one. With
+    `trainable`, only those that `headway.train` can run are tried.
 
     >>> from headway.plan.model.presets import preset
     >>> found = search(preset("gpt2"), Node("h200-sxm8"), gpus=8, global_batch=64)
@@ -111,18 +113,12 @@ def search(
     _check_size(model, node, gpus, global_batch, base)
     capacity = node.device.memory_bytes
     tried, smallest, fitting, recomputing = 0, float("inf"), list[Candidate](), list[Candidate]()
-    for ways in _ways(model, node, gpus, global_batch, base):
-        tried += _WAYS
-        found = []
-        for layout in ways:
-            allocated = memory.peak(model, layout).allocated
-            smallest = min(smallest, memory.reserved_bytes(allocated, layout, node.device))
-            candidate = _candidate(model, layout, node, constants, allocated)
-            if candidate is None and not layout.compiled:
-                break  # what recomputes less needs more
-            found += [candidate] if candidate else []
+    for whole, less in _ways(model, node, gpus, global_batch, base, trainable=trainable):
+        found, least = _fitting_ways(model, node, constants, whole, less)
+        tried, smallest = tried + 1 + len(less), min(smallest, least)
         fitting += found
-        if not (found and found[-1].safe and found[-1].layout.recompute == "none"):
+        saves_all = found and found[-1].safe and found[-1].layout.recompute == "none"
+        if not saves_all and not trainable:  # headway.train recomputes in all blocks or in none
             recomputing += [candidate for candidate in found if candidate.safe]
     fitting += _recomputing_less(model, node, constants, fitting, recomputing)
     if not tried:
@@ -148,6 +144,21 @@ def _without_degrees(base: Layout) -> Layout:
         base, dp=1, tp=1, pp=1, vpp=1, cp=1, ep=1, expert_tp=None, schedule="1f1b", sequence_parallel=False, zero=0,
         shard=None, reshard=True, microbatch=1, global_batch=1, recompute="none", recompute_layers=None,
     )  # fmt: skip
+
+
+def _fitting_ways(
+    model: Transformer, node: Node, constants: Calibration, whole: Layout, less: tuple[Recompute, ...]
+) -> tuple[list[Candidate], float]:
+    """The ways to recompute in which a layout fits, and the bytes that the smallest of those tried needs."""
+    found, smallest = [], float("inf")
+    for layout in chain([whole], (replace(whole, recompute=way) for way in less)):
+        allocated = memory.peak(model, layout).allocated
+        smallest = min(smallest, memory.reserved_bytes(allocated, layout, node.device))
+        candidate = _candidate(model, layout, node, constants, allocated)
+        if candidate is None and not layout.compiled:
+            break  # what recomputes less needs more
+        found += [candidate] if candidate else []
+    return found, smallest
 
 
 def _candidate(
@@ -228,8 +239,9 @@ def _check_size(model: Transformer, node: Node, gpus: int, global_batch: int, ba
 
 def layouts(model: Transformer, node: Node, gpus: int, global_batch: int, base: Layout) -> Iterator[Layout]:
     """Yields every sensible layout: tensor parallelism inside a node, pipeline stages of about equal size."""
-    for ways in _ways(model, node, gpus, global_batch, base):
-        yield from ways
+    for whole, less in _ways(model, node, gpus, global_batch, base):
+        yield whole
+        yield from (replace(whole, recompute=way) for way in less)
 
 
 _WAYS = 3
@@ -237,14 +249,16 @@ _WAYS = 3
 
 
 def _ways(
-    model: Transformer, node: Node, gpus: int, global_batch: int, base: Layout
-) -> Iterator[Iterator[Layout]]:
-    """Yields every layout in each way to recompute, from whole layers to nothing."""
+    model: Transformer, node: Node, gpus: int, global_batch: int, base: Layout, *, trainable: bool = False
+) -> Iterator[tuple[Layout, tuple[Recompute, ...]]]:
+    """Yields every layout with whole layers recomputed, and the ways to recompute less, the least last."""
     cheaply: Recompute = "modules" if base.megatron else "sac"  # what its stack offers
-    ways: tuple[Recompute, ...] = ("full", cheaply if base.flash else "selective", "none")
+    less: tuple[Recompute, ...] = ("none",) if trainable else (cheaply if base.flash else "selective", "none")
     for keys in _choices(model, node, gpus, global_batch, base):
         same = {"global_batch": global_batch, "shard": None, "recompute_layers": None, **keys}
-        yield (replace(base, **same, recompute=way) for way in ways)
+        whole = replace(base, **same, recompute="full")
+        if whole.trainable or not trainable:
+            yield whole, less
 
 
 def _choices(
