@@ -395,6 +395,32 @@ def test_the_norms_of_falcon_are_counted(tmp_path: Path) -> None:
     assert _read(config, tmp_path).parameters == 11_102_822_400
 
 
+@pytest.mark.parametrize(
+    ("kind", "keys", "each"),
+    [
+        ("llama", {"attention_bias": True}, 64 + 2 * 32 + 64),
+        ("llama", {"attention_bias": True, "mlp_bias": True}, 64 + 2 * 32 + 64 + 2 * 128 + 64),
+        ("qwen3", {"attention_bias": True}, 64 + 2 * 32 + 64),
+        ("olmo2", {"attention_bias": True}, 64 + 2 * 32 + 64),
+        ("gpt_neox", {"attention_bias": False}, -(3 * 64 + 64)),
+        ("mistral", {"attention_bias": True}, 0),  # its class does not look at the key
+    ],
+)
+def test_biases_that_a_config_switches_are_counted(
+    kind: str, keys: dict[str, bool], each: int, tmp_path: Path
+) -> None:
+    """Linear layers of transformers: queries, keys, values and output; gate, up and down."""
+    config = {
+        "model_type": kind, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 100,
+        "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128,
+    }  # fmt: skip
+    counts = []
+    for extra in ({}, keys):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **extra}))
+        counts.append(from_hf_config(tmp_path).parameters)
+    assert counts[1] - counts[0] == 3 * each
+
+
 def test_a_sliding_window_saves_scores() -> None:
     model = preset("gpt-oss-20b")
     assert model.parameters == next(

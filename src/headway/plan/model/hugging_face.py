@@ -24,7 +24,25 @@ def from_hf_config(path: str | Path) -> Transformer:
     data = dict(checks.require_mapping_in(str(file), read_json(file, what="a config.json")))
     kind = data.get("model_type")
     checks.require_choice(f"{file}: model_type", kind, tuple(_READERS))
-    return replace(_READERS[str(kind)](HubConfig(data, str(file))), name=file.parent.name or str(kind))
+    config = HubConfig(data, str(file))
+    model = _READERS[str(kind)](config)
+    extra = model.layer_extra + _switched_biases(config, str(kind), model)
+    return replace(model, layer_extra=extra, name=file.parent.name or str(kind))
+
+
+_WITH_SWITCH = ("gemma2", "gemma3_text", "llama", "llama4_text", "olmo2", "qwen3", "qwen3_moe")
+"""Families whose attention has biases only if `attention_bias` says so."""
+
+
+def _switched_biases(c: HubConfig, kind: str, model: Transformer) -> int:
+    """Weights of a layer's biases that a config turns on, or off where its family has them."""
+    attention = (model.heads + 2 * model.kv) * model.dim + model.hidden
+    if kind == "gpt_neox":
+        return 0 if c.flag("attention_bias", True) else -attention
+    found = attention if kind in _WITH_SWITCH and c.flag("attention_bias", False) else 0
+    if kind == "llama" and c.flag("mlp_bias", False):
+        found += 2 * model.width + model.hidden
+    return found
 
 
 def _gpt2(c: HubConfig) -> Transformer:
