@@ -7,20 +7,25 @@ from __future__ import annotations
 
 import threading
 from collections import namedtuple
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from torch.utils.data import DataLoader as TorchLoader
 
 import headway as hw
 from headway.data.feed.device_feed import DeviceFeed, FeedableLoader, StagedBatch, check_device
 from headway.data.feed.nested import find_tensors, map_tensors
 from headway.data.feed.pinned_ring import RingSlot, size_in_slot
 from headway.data.images.batch import Batch
+from headway.train import batches
 from headway.train.batches import moving
 
 Pair = namedtuple("Pair", "image label")
+CUDA = torch.device("cuda")
 
 
 class FeedOnCpu:
@@ -32,6 +37,17 @@ class FeedOnCpu:
     def stage(self, batch: Any) -> StagedBatch:
         self.threads.append(threading.current_thread().name)
         return StagedBatch(map_tensors(batch, lambda tensor: tensor + 1000), cast(Any, None))
+
+    def move(self, batch: Any) -> Any:
+        return self.stage(batch).hand_over()
+
+
+@pytest.fixture
+def feed(monkeypatch: pytest.MonkeyPatch) -> FeedOnCpu:
+    """The feed of all devices, for pipelines that use one."""
+    feed = FeedOnCpu()
+    monkeypatch.setattr(batches, "shared_feed", lambda _: feed)
+    return feed
 
 
 def test_tensors_are_found_in_any_nesting_and_containers_keep_their_types() -> None:
@@ -69,8 +85,9 @@ def test_on_the_cpu_a_batch_is_not_touched_and_no_loader_is_asked_to_feed() -> N
 
     loader = Loader([torch.ones(2)])
     assert isinstance(loader, FeedableLoader)
-    with moving(loader, torch.device("cpu")) as move:
-        assert move(loader[0]) is loader[0]
+    with moving(loader, torch.device("cpu")) as mover:
+        opened = iter(loader)
+        assert mover.read(opened) is opened and mover.move(loader[0]) is loader[0]
 
 
 def test_both_loaders_can_be_fed_and_workers_then_pin() -> None:
@@ -79,6 +96,73 @@ def test_both_loaders_can_be_fed_and_workers_then_pin() -> None:
     for feed, pinned in ((cast(DeviceFeed, FeedOnCpu()), True), (None, False)):
         loader.feed_to(feed)
         assert loader._torch.pin_memory is pinned
+
+
+def test_batches_in_memory_are_copied_by_a_thread_of_the_feed_in_order(feed: FeedOnCpu) -> None:
+    loader = [{"x": torch.tensor([number])} for number in range(7)]
+    loader += [loader[0], loader[0]]
+    with moving(loader, CUDA) as mover:
+        found = [int(mover.move(batch)["x"]) for batch in mover.read(iter(loader))]
+        assert found == [1000, 1001, 1002, 1003, 1004, 1005, 1006, 1000, 1000]
+        assert feed.threads == ["headway feed"] * 9
+        assert int(mover.move(loader[1])["x"]) == 1001 and feed.threads[9] == "MainThread"  # once more
+    assert not running("headway feed")
+
+
+@pytest.mark.parametrize("taken", range(4))
+def test_a_loop_that_ends_early_ends_the_thread_and_keeps_nothing(taken: int, feed: FeedOnCpu) -> None:
+    loader = tuple(torch.tensor([number]) for number in range(50))
+    with moving(loader, CUDA) as mover:
+        source = mover.read(iter(loader))
+        assert [int(mover.move(next(source))) for _ in range(taken)] == [1000, 1001, 1002][:taken]
+    assert not running("headway feed") and len(feed.threads) <= taken + 3
+
+
+def test_an_error_of_the_feed_is_raised_where_its_batch_is_asked_for(feed: FeedOnCpu) -> None:
+    loader = [torch.ones(1), torch.ones(1), torch.ones(1, device="meta")]
+    feed.stage = partial(_refuse_meta, feed.stage)  # type: ignore[method-assign]
+    with moving(loader, CUDA) as mover:
+        source = mover.read(iter(loader))
+        assert [int(mover.move(next(source))) for _ in range(2)] == [1001, 1001]
+        with pytest.raises(hw.errors.UsageError, match="tensor on meta"):
+            next(source)
+    assert not running("headway feed")
+
+
+def _refuse_meta(stage: Any, batch: Any) -> Any:
+    check_device(batch, torch.device("cpu"))
+    return stage(batch)
+
+
+def test_workers_of_torchs_own_loader_pin_while_a_pipeline_reads_it(feed: FeedOnCpu) -> None:
+    values: Any = list(range(4))
+    loader = TorchLoader(values, batch_size=2, num_workers=1)
+    with moving(loader, CUDA) as mover:
+        assert loader.pin_memory is True, "a thread of torch's pins, and not the one that trains"
+        assert mover.read(iter([1])).__next__() == 1
+    assert loader.pin_memory is False
+    with moving(TorchLoader(values, batch_size=2), CUDA) as mover:  # it has no thread
+        assert int(mover.move(torch.tensor([5]))) == 1005
+    assert feed.threads == ["MainThread"]
+
+
+def test_a_loader_that_makes_its_batches_is_never_asked_before_they_are_needed(feed: FeedOnCpu) -> None:
+    made = list[int]()
+
+    def make() -> Iterator[torch.Tensor]:
+        for number in range(5):
+            made.append(number)
+            yield torch.tensor([number])
+
+    loader = make()
+    with moving(loader, CUDA) as mover:
+        for number, batch in enumerate(mover.read(loader)):
+            assert int(mover.move(batch)) == 1000 + number and made == list(range(number + 1))
+    assert set(feed.threads) == {"MainThread"}
+
+
+def running(name: str) -> bool:
+    return any(thread.name == name for thread in threading.enumerate())
 
 
 def test_a_tensor_on_another_device_is_refused() -> None:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, repeat
-from typing import TYPE_CHECKING, Any, Protocol, final, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from headway.data import DataLoader
-from headway.data.feed.device_feed import FeedableLoader, check_device, shared_feed
+from headway.data.feed.device_feed import DeviceFeed, FeedableLoader, check_device, shared_feed
 from headway.data.feed.nested import find_tensors, like
+from headway.data.feed.staging_thread import StagingThread
 from headway.data.worker_init import WorkerInit, open_workers
 from headway.errors import UsageError
 from headway.train.uneven import BatchAgreement
@@ -164,24 +165,56 @@ class FirstBatch:
             yield from repeat(first) if count is None else repeat(first, count)
 
 
-@contextmanager
-def moving(loader: Iterable[Any], device: torch.device) -> Iterator[Callable[[Any], Any]]:
-    """Gives the function that moves the batches of a loader to the device: to a GPU, beside what it computes.
+class BatchMover(NamedTuple):
+    """How the batches of a loader get to the device."""
 
-    A loader that can has its own threads copy them, some batches ahead.
+    read: Callable[[Iterator[Any]], Iterator[Any]]
+    """yields the batches of an opened loader; where nothing depends on it, ahead of what is asked for"""
+    move: Callable[[Any], Any]
+    """returns a batch on the device"""
+
+
+@contextmanager
+def moving(loader: Iterable[Any], device: torch.device) -> Iterator[BatchMover]:
+    """Gives what moves the batches of a loader to the device: to a GPU, beside what it computes.
+
+    The loader is opened within. Threads copy, or leave batches in memory from which the GPU copies by itself: those of
+    the loader if it has any, else a thread of the feed if the batches are in memory already. Any other loader makes its
+    batches on the thread that trains, one at a time: it may draw random numbers, and has a position that is saved.
     """
     if device.type != "cuda":
-        yield partial(to_device, device=device)
+        yield BatchMover(_as_it_is, partial(to_device, device=device))
         return
     feed = shared_feed(device)
-    if not isinstance(loader, FeedableLoader):
-        yield feed.move
+    if type(loader) in (list, tuple):
+        with closing(StagingThread(feed)) as thread:
+            yield BatchMover(thread.stage_ahead, thread.move)
         return
-    loader.feed_to(feed)
-    try:
-        yield feed.move
-    finally:
-        loader.feed_to(None)  # a loop outside of the pipeline gets batches where the loader makes them
+    with _feeding(loader, feed):
+        yield BatchMover(_as_it_is, feed.move)
+
+
+def _as_it_is(batches: Iterator[Any]) -> Iterator[Any]:
+    return batches
+
+
+@contextmanager
+def _feeding(loader: Iterable[Any], feed: DeviceFeed) -> Iterator[None]:
+    """Has the threads of a loader copy or pin its batches; a loop outside of the pipeline gets them as before."""
+    if isinstance(loader, FeedableLoader):
+        loader.feed_to(feed)
+        try:
+            yield
+        finally:
+            loader.feed_to(None)
+    elif isinstance(loader, TorchDataLoader) and loader.num_workers:
+        pinned, loader.pin_memory = loader.pin_memory, True
+        try:
+            yield
+        finally:
+            loader.pin_memory = pinned
+    else:
+        yield
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -260,13 +260,14 @@ class LoopState:
         progress = progress or Pass()
         if progress.done or (progress.batches_given and not self.more_steps):
             return
-        source = self._open(loader, progress)
-        one_pass = source is loader
-        if limit is not None:
-            source = islice(source, max(0, limit - progress.batches_given))
-        if progress.agreement is not None:
-            source = progress.agreement.batches(source, partial(self._stand_in, loader), one_pass=one_pass)
-        with moving(loader, self.device) as move:
+        with moving(loader, self.device) as mover:
+            opened = self._open(loader, progress)
+            source = mover.read(opened)
+            if limit is not None:
+                source = islice(source, max(0, limit - progress.batches_given))
+            if progress.agreement is not None:
+                stand_in = partial(self._stand_in, loader)
+                source = progress.agreement.batches(source, stand_in, one_pass=opened is loader)
             for batch in source:
                 given = progress.batches_given = progress.batches_given + 1
                 repeated = type(batch) is Repeated
@@ -277,7 +278,7 @@ class LoopState:
                         self.same_batches.note(loader, batch)
                 if ledger and not repeated:
                     ledger.add_batch(loader, batch)
-                yield Repeated(move(batch.batch)) if repeated else move(batch)
+                yield Repeated(mover.move(batch.batch)) if repeated else mover.move(batch)
         progress.done = True
 
     def _open(self, loader: Iterable[Any], progress: Pass) -> Iterator[Any]:

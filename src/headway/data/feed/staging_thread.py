@@ -1,0 +1,81 @@
+"""Batches that are in memory already, copied to a device by a thread of their own before training asks for them."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from queue import Empty, Queue
+from typing import Any, NamedTuple, final
+
+from headway.data.feed.device_feed import DeviceFeed, StagedBatch
+
+
+class _Item(NamedTuple):
+    """A batch and its copy; or what ended the source."""
+
+    batch: Any = None
+    staged: StagedBatch | None = None
+    end: BaseException | None = None
+
+
+@final
+class StagingThread:
+    """Stages two batches ahead of training.
+
+    Only for batches that exist: a loader that makes them may save its position, or draw from the random numbers of the
+    model, and must not be asked before its batch is needed.
+
+        with closing(StagingThread(feed)) as thread:
+            for batch in thread.stage_ahead(batches):
+                moved = thread.move(batch)
+    """
+
+    def __init__(self, feed: DeviceFeed) -> None:
+        self._feed, self._stopped = feed, threading.Event()
+        self._items: Queue[_Item] = Queue(maxsize=1)  # a second batch waits to be put into it
+        self._staged: defaultdict[int, deque[StagedBatch]] = defaultdict(
+            deque
+        )  # a batch may come several times
+        self._thread: threading.Thread | None = None
+
+    def stage_ahead(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yields the batches; a thread has begun to copy them. Called once."""
+        self._thread = threading.Thread(target=self._run, args=(batches,), name="headway feed", daemon=True)
+        self._thread.start()
+        while True:
+            item = self._items.get()
+            if item.staged is None:
+                if item.end is not None:
+                    raise item.end
+                return
+            self._staged[id(item.batch)].append(item.staged)
+            yield item.batch
+
+    def move(self, batch: Any) -> Any:
+        """Returns a batch on the device, for the current stream; one that is asked for again is copied again."""
+        staged = self._staged.get(id(batch))
+        return staged.popleft().hand_over() if staged else self._feed.move(batch)
+
+    def close(self) -> None:
+        """Ends the thread, and drops what was copied for later."""
+        self._stopped.set()
+        with suppress(Empty):
+            self._items.get_nowait()  # the thread may wait for a place
+        if self._thread is not None:
+            self._thread.join()
+        self._staged.clear()
+
+    def _run(self, batches: Iterable[Any]) -> None:
+        try:
+            for batch in batches:
+                staged = self._feed.stage(batch)
+                if self._stopped.is_set():
+                    return
+                self._items.put(_Item(batch, staged))
+                if self._stopped.is_set():
+                    return
+            self._items.put(_Item())
+        except BaseException as error:  # noqa: BLE001 (raised by the loop that waits for this batch)
+            self._items.put(_Item(end=error))
