@@ -15,7 +15,7 @@ import pytest
 import torch
 from test_resume import Cut, Traced, assert_same, dataset, make, seeded, weights
 from torch import Tensor, nn
-from toys import Net
+from toys import Net, make_net, sgd
 
 import headway as hw
 from headway import dist
@@ -34,7 +34,7 @@ from headway.launcher import sweep
 from headway.record.sinks import Csv
 from headway.run import Run
 from headway.testing import ranks
-from headway.train import Callback, Pipeline
+from headway.train import Callback, Pipeline, Stage
 
 alone = pytest.mark.usefixtures("alone")
 
@@ -337,6 +337,46 @@ def test_what_pre_run_registers_is_restored_in_a_finished_run(tmp_path: Path) ->
     pipe.add_callback(again)
     assert pipe.run() == run
     assert_same(again.queue.state_dict(), first.queue.state_dict())
+
+
+class SettingUp(Callback):
+    """Registers all that is trained, and trained on, when the run begins, as Lightning's `setup` does."""
+
+    def __init__(self, source: Pipeline, *, late: bool = False) -> None:
+        self.source, self.late = source, late
+
+    def pre_run(self, pipe: Pipeline) -> None:
+        pipe.register_model("net", make_net())
+        pipe.register_optimizer("sgd", sgd, model="net")
+        pipe.register_dataset("train", self.source.datasets["train"])
+
+    def pre_stage(self, stage: Stage) -> None:
+        if self.late:
+            stage.pipe.register_dataset("val", self.source.datasets["val"])
+
+
+@alone
+def test_what_pre_run_registers_is_trained_checked_and_resumed(tmp_path: Path) -> None:
+    def set_up(stage: Stage, *, late: bool = False, folder: str = "runs") -> Pipeline:
+        pipe = Pipeline(name="toy", root=tmp_path / folder)
+        pipe.add_callback(SettingUp(make(tmp_path, Traced()), late=late))
+        pipe.append_stage(stage, max_epochs=3, name="train")
+        pipe.enable_checkpointing(every=3, background=False)
+        return seeded(pipe)
+
+    whole, first, second = Traced(val_every=None), Traced(cut=14, val_every=None), Traced(val_every=None)
+    set_up(whole, folder="whole").run()
+    with pytest.raises(Cut):
+        set_up(first).run()
+    set_up(second).run()
+    assert first.by_step | second.by_step == whole.by_step and min(second.by_step) == 13
+    with pytest.raises(UsageError, match="needs the dataset 'train', registered is none"):
+        pipe = set_up(Traced())
+        pipe._callbacks = [Callback()]
+        pipe.run()
+    with pytest.raises(UsageError, match=r"dataset 'val' is registered in stage 'train', when .* in pre_run"):
+        pipe = set_up(Traced(), late=True)
+        pipe.run()
 
 
 @alone

@@ -115,7 +115,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         no_dataset,
         (
             "stage 'classify' needs the dataset 'train', registered is 'test': call "
-            "pipe.register_dataset('train', loader) before run()"
+            "pipe.register_dataset('train', loader) before run(), or in pre_run"
         ),
     ),
     "used up": (

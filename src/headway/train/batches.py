@@ -126,7 +126,7 @@ def missing_dataset(stage: Stage, name: str) -> UsageError:
     known = ", ".join(repr(known) for known in stage.datasets) or "none"
     return UsageError(
         f"stage {stage.name!r} needs the dataset {name!r}, registered is {known}: call "
-        f"pipe.register_dataset({name!r}, loader) before run()"
+        f"pipe.register_dataset({name!r}, loader) before run(), or in pre_run"
     )
 
 

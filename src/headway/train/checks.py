@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -34,6 +34,21 @@ def check_new(kind: str, name: str, known: Mapping[str, object]) -> None:
         raise UsageError(f"{name!r:.80} is not a valid name of a {kind}: give a text that is not empty")
     if name in known:
         raise UsageError(f"a {kind} named {name!r} is already registered: choose another name")
+
+
+def check_dataset(name: str, loader: object, pipe: Pipeline) -> None:
+    """Raises `UsageError` for what is registered as a dataset and cannot be, or not any more."""
+    check_new("dataset", name, pipe.datasets)
+    if not isinstance(loader, Iterable):
+        raise UsageError(
+            f"dataset {name!r} is of type {type(loader).__name__}: register an iterable over batches, such as a "
+            "DataLoader"
+        )
+    if pipe.current_stage is not None and pipe._checkpointer is not None:
+        raise UsageError(
+            f"dataset {name!r} is registered in stage {pipe.current_stage.name!r}, when positions have been restored: "
+            "register it in pre_run of the pipeline or of a callback, or before run()"
+        )
 
 
 def check_is_stage(stage: object, method: str) -> None:
@@ -160,6 +175,11 @@ def check_pipeline(pipe: Pipeline) -> None:
         raise UsageError(
             "the pipeline has no stage: call pipe.append_stage(stage, max_epochs=...) before run()"
         )
+    asked_window()
+
+
+def check_registered(pipe: Pipeline) -> None:
+    """Raises `UsageError` for what is registered and cannot work, or is missing, before anything is trained."""
     known = {id(p) for model in pipe.registered_models.values() for p in model.bare.parameters()}
     for name, optimizer in pipe.optimizers.items():
         for group in optimizer.param_groups:
@@ -170,7 +190,6 @@ def check_pipeline(pipe: Pipeline) -> None:
                 )
     for stage in pipe.stages:
         stage._loop.check()
-    asked_window()
 
 
 def watch_first_steps(pipe: Pipeline) -> None:

@@ -28,10 +28,12 @@ from headway.train import loop
 from headway.train.batches import FirstBatch, closing_loaders, set_epoch
 from headway.train.callback import Callback
 from headway.train.checks import (
+    check_dataset,
     check_monitored,
     check_new,
     check_optimizer,
     check_pipeline,
+    check_registered,
     check_scheduler,
     check_stage,
     keep_metric,
@@ -196,13 +198,8 @@ class Pipeline(EvaluationMethods, TrackerMethods):
         return optimizer
 
     def register_dataset(self, name: str, loader: Iterable[Any]) -> None:
-        """Adds a dataset: any iterable over batches, such as a DataLoader."""
-        check_new("dataset", name, self.datasets)
-        if not isinstance(loader, Iterable):
-            raise UsageError(
-                f"dataset {name!r} is of type {type(loader).__name__}: register an iterable over batches, such as a "
-                "DataLoader"
-            )
+        """Adds a dataset: any iterable over batches, such as a DataLoader. Call it before `run`, or in `pre_run`."""
+        check_dataset(name, loader, self)
         self.datasets[name] = FirstBatch(loader) if environment.is_on(environment.FAKE_DATA) else loader
 
     def append_stage(
@@ -283,11 +280,13 @@ class Pipeline(EvaluationMethods, TrackerMethods):
     def run(self) -> Run:
         """Runs all stages and returns the run. Exceptions and Ctrl-C end the run and are raised again."""
         check_pipeline(self)
-        watch_first_steps(self)
+        if not (later := self._registers_later):
+            check_registered(self)
         if smoke_part := smoke.requested_part():
             smoke.shorten(self, smoke_part)
         name, resume = self.name, self._checkpointer.settings.resume if self._checkpointer else "never"
-        if any(isinstance(loader, FirstBatch) for loader in self.datasets.values()):
+        fake = later and environment.is_on(environment.FAKE_DATA)
+        if fake or any(isinstance(loader, FirstBatch) for loader in self.datasets.values()):
             # weights from repeated batches are useless: real and fake runs never resume each other
             name, resume = f"{name[:59]}-fake", "never" if resume == "never" else "auto"
         choice = choose_run(self._root, name=name, config=self.config, resume=resume)
@@ -298,7 +297,11 @@ class Pipeline(EvaluationMethods, TrackerMethods):
             current().trained = True
             return choice.run
         with closing_loaders(self), self._recording(choice.run):
-            self._run_hook("pre_run", self)
+            self._run_hook("pre_run", self)  # it may register what is trained, and what is restored
+            if later:
+                check_registered(self)
+            watch_first_steps(self)
+            self._reporter.print_inputs(self.registered_models.values(), self.datasets)
             if self._checkpointer:
                 self._checkpointer.start(choice)
             if self._media is not None:
@@ -333,7 +336,6 @@ class Pipeline(EvaluationMethods, TrackerMethods):
             ranks = {"rank": self.world.rank, "local_rank": self.world.local_rank}
             stack.enter_context(feeding(directory, self._sinks, **ranks))
             self._open_reporter = stack.enter_context(Reporter(directory, self.world, recording.events))
-            self._reporter.print_inputs(self.registered_models.values(), self.datasets)
             if self._ledger_enabled:
                 self._ledger = LedgerWriter(directory, self.world, attempt=recording.attempt)
                 stack.enter_context(self._ledger)
@@ -362,6 +364,13 @@ class Pipeline(EvaluationMethods, TrackerMethods):
             self._run_hook("post_stage", stage)
             stage._loop.log_after_epoch()
         self.current_stage = None
+
+    @property
+    def _registers_later(self) -> bool:
+        """Whether a `pre_run` of the user may register what the stages need."""
+        hooks = [type(each).pre_run for each in self._callbacks]
+        own = type(self).pre_run is not Pipeline.pre_run or "pre_run" in vars(self)
+        return own or any(hook not in (Callback.pre_run, PlanCheck.pre_run) for hook in hooks)
 
     # --- what the loop uses
 
