@@ -23,7 +23,7 @@ from statistics import mean, median
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "plan"))
 
 import published
-from fitting import FAMILIES, Score, fit_family, score, step_s
+from fitting import FAMILIES, GOAL_BIAS, GOAL_INSIDE, GOAL_MAPE, Score, fit_family, score, step_s
 from truth import FITTED_ROWS, Measured, h200_rows, h200_settings, korthikanti, torchtitan, vtrain
 
 from headway.plan import Calibration, Layout, Node, preset, search
@@ -98,6 +98,10 @@ def published_steps() -> None:
     what = "n / MAPE / median bias / inside the interval"
     head = ["rows", "fitted", "set aside", "never fitted", "the plan of a fitted row again"]
     table(f"Published steps: {what}", head, steps_by_kind())
+    head = ["goals", f"mean error at most {GOAL_MAPE:.0%}: fitted, set aside, never fitted",
+            f"groups of five rows or more with a median bias above {GOAL_BIAS:.0%}",
+            f"{GOAL_INSIDE[0]:.0%} to {GOAL_INSIDE[1]:.0%} inside: set aside and never fitted"]  # fmt: skip
+    table("Goals", head, map(goals_of, FAMILY_NAMES))
     table("Each source by constants that never saw it", ["rows", "n", "MAPE", "median bias", "inside"], apart)
 
 
@@ -111,6 +115,21 @@ def steps_by_kind() -> list[list[str]]:
             lines.append([f"{family}: {kind}", *(" / ".join(each.cells()) for each in own)])
         lines.append([f"**{family}**", *(" / ".join(score(chosen).cells()) for chosen in sets)])
     return lines
+
+
+def goals_of(family: str) -> list[str]:
+    """A line of the table of goals: what is reached, and what is missed."""
+    own = published.groups(family)
+    errors = [score(chosen).mape for chosen in (own.fitted, own.aside, own.never) if chosen]
+    biased = 0
+    for chosen in own:
+        kinds = {row.kind for row in chosen}
+        biased += sum(score([row for row in chosen if row.kind == kind]).is_biased for kind in kinds)
+        biased += score(chosen).is_biased
+    inside = score([*own.aside, *own.never]).inside
+    reached = (max(errors) <= GOAL_MAPE, not biased, GOAL_INSIDE[0] <= inside <= GOAL_INSIDE[1])
+    cells = (", ".join(f"{error:.1%}" for error in errors), str(biased or "none"), f"{inside:.0%}")
+    return [family, *(cell if good else f"{cell} missed" for cell, good in zip(cells, reached, strict=True))]
 
 
 def print_constants(family: str, found: Calibration) -> None:
