@@ -10,8 +10,9 @@ import psutil
 import pytest
 
 from headway.dist import join, rendezvous
-from headway.dist.environment import LaunchEnvironment
+from headway.dist.environment import LaunchEnvironment, detect
 from headway.dist.rendezvous import listen, listen_on, own_address
+from headway.system.log import logger
 
 
 def own_addresses() -> list[str]:
@@ -56,6 +57,61 @@ def resolve(monkeypatch: pytest.MonkeyPatch, **names: list[str]) -> None:
         return [found for address in names.get(host, [host]) for found in ask(address, *args, **kwargs)]
 
     monkeypatch.setattr(socket, "getaddrinfo", answer)
+
+
+LAUNCHERS: dict[str, dict[str, str]] = {
+    "headway": {
+        "HEADWAY_RENDEZVOUS": "x",
+        "RANK": "0",
+        "WORLD_SIZE": "4",
+        "MASTER_ADDR": "node-a",
+        "LOCAL_WORLD_SIZE": "2",
+    },
+    "torchrun": {
+        "RANK": "0",
+        "WORLD_SIZE": "4",
+        "MASTER_ADDR": "node-a",
+        "MASTER_PORT": "1",
+        "LOCAL_WORLD_SIZE": "2",
+    },
+    "mpi": {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+    "mpich": {"PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "2"},
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_of_two_addresses_the_port_is_open_at_the_one_that_other_nodes_use(
+    launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two addresses of the loopback stand for two networks of a node."""
+    monkeypatch.setattr(rendezvous, "_own_addresses", lambda _: ["127.0.0.2", "127.0.0.3"])
+    monkeypatch.setattr(socket, "gethostname", lambda: "node-a")
+    resolve(monkeypatch, **{"node-a": ["127.0.0.2"]})
+    server, names = listen(detect(LAUNCHERS[launcher]))
+    with server:
+        address, port = server.getsockname()
+        assert address == "127.0.0.2" and names == ("node-a", "127.0.0.2")
+        socket.create_connection(("127.0.0.2", port)).close()
+        for elsewhere in ("127.0.0.1", "127.0.0.3"):
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection((elsewhere, port))
+
+
+def test_a_port_that_is_open_on_all_networks_is_reported_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rendezvous, "_own_addresses", lambda _: ["127.0.0.2", "127.0.0.3"])
+    resolve(monkeypatch, **{"node-b": ["127.0.0.2", "127.0.0.3"]})
+    with caplog.at_level("INFO", logger="headway"):
+        monkeypatch.setattr(logger, "propagate", True)
+        for _ in range(2):
+            server, names = listen_on("node-b")
+            server.close()
+    assert {"node-b", "127.0.0.2", "127.0.0.3"} <= {*names}
+    (line,) = caplog.messages
+    assert line.startswith(
+        "node-b is not one address of this host, so ports for other nodes are open on all of its"
+    )
 
 
 @pytest.mark.skipif(not OWN, reason="this machine has no network")

@@ -138,6 +138,11 @@ def _from(variable: str, launcher: str) -> Callable[[Environ], int | None]:
     return read
 
 
+def _master_address(environ: Environ) -> str | None:
+    """The host of rank 0, as node agents and torchrun say it, and users of mpirun may."""
+    return environ.get("MASTER_ADDR") or None
+
+
 def _slurm_tasks_here(environ: Environ) -> int | None:
     """The number of tasks on this node: nodes may have different numbers, so SLURM gives a list of them."""
     if "SLURM_STEP_TASKS_PER_NODE" not in environ:
@@ -196,6 +201,7 @@ _LAUNCHERS = (
         local_rank="LOCAL_RANK",
         local_world_size=_from("LOCAL_WORLD_SIZE", "headway"),
         node="GROUP_RANK",
+        master=_master_address,
         store="ignored",
     ),
     _Launcher(
@@ -206,6 +212,7 @@ _LAUNCHERS = (
         local_rank="LOCAL_RANK",
         local_world_size=_from("LOCAL_WORLD_SIZE", "torchrun"),
         node="GROUP_RANK",
+        master=_master_address,
         store="required",
     ),
     _Launcher(
@@ -216,6 +223,7 @@ _LAUNCHERS = (
         local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
         local_world_size=_from("OMPI_COMM_WORLD_LOCAL_SIZE", "mpi"),
         node=None,  # OMPI_COMM_WORLD_NODE_RANK is the rank on the node, not the node's number
+        master=_master_address,
         launch_id=_open_mpi_launch_id,
     ),
     _Launcher(
@@ -226,6 +234,7 @@ _LAUNCHERS = (
         local_rank="MPI_LOCALRANKID",
         local_world_size=_from("MPI_LOCALNRANKS", "mpi"),
         node=None,
+        master=_master_address,
         launch_id=_mpich_launch_id,
     ),
     _Launcher(

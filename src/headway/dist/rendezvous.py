@@ -14,6 +14,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
@@ -23,6 +24,7 @@ from headway.dist.environment import LaunchEnvironment
 from headway.errors import MissingExtra, UsageError
 from headway.system import files, ownership
 from headway.system.environment import runs_root
+from headway.system.log import logger
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -181,7 +183,7 @@ def listen(launch: LaunchEnvironment) -> tuple[socket.socket, tuple[str, ...]]:
     """Opens a port that the kernel picks; returns it, and the names under which other hosts may reach it."""
     if launch.local_world_size == launch.world_size:
         return socket.create_server(("127.0.0.1", 0), backlog=1024), ("127.0.0.1",)
-    return listen_on(launch.master)
+    return listen_on(launch.master or socket.gethostname())
 
 
 def listen_on(
@@ -189,13 +191,14 @@ def listen_on(
 ) -> tuple[socket.socket, tuple[str, ...]]:
     """Opens a port for other hosts, at one address if they know this host by `name` and that is one address of it.
 
-    Without such a name nobody knows on which of its networks they reach this host, and the port is open on all.
+    Else nobody knows on which of its networks they reach this host: the port is open on all, and one line says so.
     """
     address = own_address(name) if name else None
     if name and address and address not in LOOPBACK:  # other hosts cannot mean the loopback
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         server = socket.create_server((address, 0), family=family, backlog=backlog)
         return server, tuple(dict.fromkeys((name, address)))
+    _report_open(name)
     if socket.has_dualstack_ipv6():
         server = socket.create_server(
             ("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
@@ -204,6 +207,15 @@ def listen_on(
         server = socket.create_server(("", 0), backlog=backlog)
     names = [name, socket.gethostname(), *_own_addresses(socket.AF_INET)]
     return server, tuple(dict.fromkeys(name for name in names if name))
+
+
+@cache
+def _report_open(name: str | None) -> None:
+    logger.info(
+        "%s is not one address of this host, so ports for other nodes are open on all of its networks, to those who "
+        "have the key of the launch",
+        name,
+    )
 
 
 def own_address(name: str) -> str | None:
