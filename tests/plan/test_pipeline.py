@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import groupby, pairwise, product
+from itertools import accumulate, groupby, pairwise, product
 
 import pytest
 
@@ -172,10 +172,39 @@ def test_the_schedule_that_is_drawn_is_the_one_above(p: int, m: int, v: int) -> 
     assert max(each.end_s for each in passes) == play(p, m, v)[0]
 
 
-def test_the_picture_ends_when_the_plan_says() -> None:
+@pytest.mark.parametrize("p", range(2, 7))
+def test_zero_bubble_equals_the_played_schedule(p: int) -> None:
+    """ZB-H1 with passes of equal length: every pass once, in order; end and memory are those of the closed forms."""
+    for m in range(1, 3 * p + 1):
+        passes = play_schedule([(1, 2)] * p, m, schedule="zero-bubble")
+        assert len(passes) == len({each[:4] for each in passes}) == 3 * p * m
+        assert max(each.end_s for each in passes) == pytest.approx(
+            3 * m * (1 + bubble_fraction(p, m, schedule="zero-bubble"))
+        )
+        ended = {each[:3]: each.end_s for each in passes}
+        for rank in range(p):
+            mine = sorted((each for each in passes if each.rank == rank), key=lambda each: each.start_s)
+            assert all(before.end_s <= after.start_s for before, after in pairwise(mine))
+            held = [{"forward": 1, "backward": 0, "weights": -1}[each.direction] for each in mine]
+            assert max(accumulate(held)) == in_flight(p, m, rank, schedule="zero-bubble")
+            for each in mine:
+                needs = _needs_zero_bubble(rank, each.direction, each.microbatch, p)
+                assert all(ended[need] <= each.start_s for need in needs)
+
+
+def _needs_zero_bubble(rank: int, direction: str, microbatch: int, p: int) -> list[tuple[int, str, int]]:
+    if direction == "weights":
+        return [(rank, "backward", microbatch)]
+    if direction == "forward":
+        return [(rank - 1, "forward", microbatch)] if rank else []
+    return [(rank, "forward", microbatch)] + ([(rank + 1, "backward", microbatch)] if rank < p - 1 else [])
+
+
+@pytest.mark.parametrize(("schedule", "vpp"), [("1f1b", 2), ("zero-bubble", 1)])
+def test_the_picture_ends_when_the_plan_says(schedule: str, vpp: int) -> None:
     """Equal stages: passes and bubble of `step_time` are the length of the schedule."""
     model = Transformer(layers=16, hidden=1024, heads=8, vocab=1, context=1024)
-    layout, node = Layout(pp=4, vpp=2, global_batch=8), Node("dgx-h100")
+    layout, node = Layout(pp=4, vpp=vpp, schedule=schedule, global_batch=8), Node("dgx-h100")  # type: ignore[arg-type]
     plan = estimate(model, layout, node)
     parts = {key: answer.value for key, answer in plan.answers.items() if key.startswith("time.part.")}
     around = [parts.pop(f"time.part.{name}", 0.0) for name in ("data parallel", "optimizer", "stragglers")]
@@ -193,6 +222,14 @@ def test_the_schedule_as_text_and_as_a_picture() -> None:
     assert legend.startswith("forward 0-9, backward a-j by microbatch, idle . (25% of ")
     page = render_page(plan)
     assert page.count("<title>forward of microbatch") == page.count("<title>backward of microbatch") == 6
+    zero = estimate(model, Layout(pp=2, global_batch=3, schedule="zero-bubble"), Node("dgx-h100"))
+    first, second, legend = schedule_text(zero, width=60).splitlines()
+    assert (
+        "".join(dict.fromkeys(first[9:])) == "01.aA2bBcC"
+        and "".join(dict.fromkeys(second[9:])) == ".0a1bA2cBC"
+    )
+    assert "backward a-j, of weights A-J, by microbatch" in legend
+    assert render_page(zero).count("<title>gradients of weights of microbatch") == 6
     long = estimate(model, Layout(pp=2, global_batch=4096), Node("dgx-h100"))
     assert "500 of 4096 microbatches" in schedule_text(long) and len(render_page(long)) < 1_000_000
     flat = estimate(model, Layout(), Node("dgx-h100"))

@@ -138,7 +138,9 @@ def _training_parts(
     model: Transformer, layout: Layout, stage: int, parameters: RankParameters
 ) -> dict[str, float]:
     """Memory that is in use from the first forward to the last backward pass."""
-    layers = schedule.layers_in_flight(model.layers, layout.pp, layout.vpp, stage, layout.microbatches)
+    layers = schedule.layers_in_flight(
+        model.layers, layout.pp, layout.vpp, stage, layout.microbatches, layout.schedule
+    )
     share = _moe_share(model, layout, stage)
     again = layout.recomputed_share(schedule.stage_layers(model, layout.pp, layout.vpp)[stage].total)
     per_layer = (1 - share) * activations.layer_bytes(model, layout, recomputed=again)
@@ -199,7 +201,7 @@ def _between_stages(model: Transformer, layout: Layout, stage: int) -> float:
     tokens = (
         layout.microbatch * layout.tokens(model) / layout.cp / (layout.tp if layout.sequence_parallel else 1)
     )
-    in_flight = schedule.in_flight(layout.pp, layout.microbatches, stage, layout.vpp)
+    in_flight = schedule.in_flight(layout.pp, layout.microbatches, stage, layout.vpp, layout.schedule)
     return tokens * model.hidden * layout.residual_bytes * (in_flight + layout.microbatches * layout.vpp)
 
 
@@ -265,7 +267,7 @@ def _buckets(layout: Layout, parameters: RankParameters) -> float:
 
 def _step_temporaries(parameters: RankParameters, layout: Layout) -> float:
     """A foreach optimizer needs a temporary copy of the weights that it updates; one that updates in place does not."""
-    if layout.optimizer in ("adamw-fused", "adamw8bit"):
+    if layout.optimizer in ("adamw-fused", "adamw8bit", "adamw-bf16"):
         return 0.0
     numbers = layout.element_bytes
     return updated(parameters, layout) * (numbers.master or numbers.weight)

@@ -1,6 +1,6 @@
 """The pipeline schedule: the layers of a rank, its microbatches in flight, and its idle time.
 
-The schedule is 1F1B, interleaved if a rank has several chunks. The tests simulate it event by event.
+The schedule is 1F1B, interleaved if a rank has several chunks, or zero-bubble. The tests simulate it event by event.
 """
 
 from __future__ import annotations
@@ -11,15 +11,20 @@ from typing import NamedTuple
 from headway.plan.model.transformer import Transformer
 
 
-def in_flight(pp: int, microbatches: int, stage: int, vpp: int = 1) -> int:
+def in_flight(pp: int, microbatches: int, stage: int, vpp: int = 1, schedule: str = "1f1b") -> int:
     """The maximum number of chunk activations that a rank keeps (of `vpp` chunks and `microbatches` each).
 
     1F1B warms up with p - stage forward passes, but at most one per microbatch: a minimum, not a maximum.
     Interleaved: Narayanan et al. 2021, section 2.2; on stage 0 that is Korthikanti's L(1 + (p-1)/(pv)).
+    Zero-bubble: a later stage delays gradients of weights, for which it keeps as many as the first one.
 
+    >>> in_flight(4, 8, 3, schedule="zero-bubble")
+    4
     >>> in_flight(4, 8, 0), in_flight(4, 8, 3), in_flight(4, 2, 0), in_flight(4, 8, 0, vpp=2)
     (4, 1, 2, 11)
     """
+    if schedule == "zero-bubble":
+        return min(microbatches, pp)
     if vpp == 1:
         return min(microbatches, pp - stage)
     warmup = 2 * (pp - stage - 1) + (vpp - 1) * pp
@@ -47,20 +52,33 @@ def largest_chunk(layers: int, pp: int, vpp: int, stage: int) -> float:
     return max(chunks) / max(1, sum(chunks))
 
 
-BUBBLE_SHARE = {"1f1b": 1.0, "zero-bubble": 1 / 3}
-"""Idle time of a schedule with the memory of 1F1B over that of 1F1B. Zero-bubble: gradients of weights, a third of the
-work, fill the rest (Qi et al. 2023, ZB-H1)."""
+WEIGHT_SHARE = 1 / 3
+"""Gradients of weights over all work of a microbatch, which a zero-bubble schedule computes when it would idle."""
+
+
+def bubble_share(schedule: str, pp: int, microbatches: int) -> float:
+    """Idle time of a schedule over that of 1F1B.
+
+    Zero-bubble: gradients of weights fill the rest (Qi et al. 2023, ZB-H1). With fewer microbatches than stages there
+    are not enough of them.
+
+    >>> bubble_share("1f1b", 4, 8), bubble_share("zero-bubble", 4, 8), bubble_share("zero-bubble", 4, 1)
+    (1.0, 0.3333333333333333, 0.6666666666666666)
+    """
+    if schedule == "1f1b" or pp == 1:
+        return 1.0
+    return WEIGHT_SHARE * (pp - 1 + max(0, pp - microbatches)) / (pp - 1)
 
 
 def bubble_fraction(pp: int, microbatches: int, vpp: int = 1, schedule: str = "1f1b") -> float:
-    """Idle time over ideal time (SC21, section 2.2): (p - 1) / (v m), a third of it with a zero-bubble schedule.
+    """Idle time over ideal time (SC21, section 2.2): (p - 1) / (v m), less with a zero-bubble schedule.
 
     >>> bubble_fraction(1, 8), bubble_fraction(4, 8), bubble_fraction(4, 8, 2)
     (0.0, 0.375, 0.1875)
     >>> bubble_fraction(4, 8, schedule="zero-bubble")
     0.125
     """
-    return BUBBLE_SHARE[schedule] * (pp - 1) / (vpp * microbatches)
+    return bubble_share(schedule, pp, microbatches) * (pp - 1) / (vpp * microbatches)
 
 
 @lru_cache(maxsize=4096)
@@ -119,7 +137,9 @@ def distinct_stages(model: Transformer, pp: int, vpp: int = 1) -> tuple[int, ...
     return tuple(sorted({0, pp - 1, *kinds.values()}))
 
 
-def layers_in_flight(layers: int, pp: int, vpp: int, stage: int, microbatches: int) -> float:
+def layers_in_flight(
+    layers: int, pp: int, vpp: int, stage: int, microbatches: int, schedule: str = "1f1b"
+) -> float:
     """Layer activations that a rank keeps at its peak."""
     chunks = chunk_layers(layers, pp, vpp)[stage]
-    return in_flight(pp, microbatches, stage, vpp) * sum(chunks) / vpp
+    return in_flight(pp, microbatches, stage, vpp, schedule) * sum(chunks) / vpp

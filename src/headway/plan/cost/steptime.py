@@ -7,7 +7,7 @@ from functools import lru_cache
 from math import log, sqrt
 
 from headway.plan.cost import collectives, compute
-from headway.plan.cost.schedule import BUBBLE_SHARE, chunk_runs, stage_layers
+from headway.plan.cost.schedule import bubble_share, chunk_runs, stage_layers
 from headway.plan.cost.states import RankParameters, on_rank, updated
 from headway.plan.machine.calibration import Calibration
 from headway.plan.machine.hardware import Device, Node
@@ -61,7 +61,7 @@ def step_time(model: Transformer, layout: Layout, node: Node, constants: Calibra
     stages = _stage_seconds(model, layout, node, constants, work)
     slowest, m, v = max(stages), layout.microbatches, layout.vpp
     parts = _busy_parts(model, layout, node, constants, work, stages.index(slowest))
-    parts["pipeline bubble"] = BUBBLE_SHARE[layout.schedule] * (sum(stages) - slowest) / v
+    parts["pipeline bubble"] = bubble_share(layout.schedule, layout.pp, m) * (sum(stages) - slowest) / v
     parts["data parallel"] = _data_parallel(model, layout, node, constants, busy=m * slowest)
     parts["optimizer"] = _optimizer(model, layout, node.device, constants)
     parts["stragglers"] = sum(parts.values()) * straggling(layout.gpus, constants)

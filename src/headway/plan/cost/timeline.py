@@ -8,12 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-Direction = Literal["forward", "backward"]
+from headway.plan.cost.schedule import WEIGHT_SHARE
+
+Direction = Literal["forward", "backward", "weights"]
 _Turn = tuple[Direction, int, int]  # direction, microbatch, chunk of the rank
 
 
 class StagePass(NamedTuple):
-    """A forward or backward pass of one microbatch through one chunk of a rank's layers."""
+    """A forward or backward pass of one microbatch through one chunk of a rank's layers.
+
+    In a zero-bubble schedule `backward` has the gradients of inputs, and `weights` those of weights.
+    """
 
     rank: int
     direction: Direction
@@ -23,8 +28,12 @@ class StagePass(NamedTuple):
     end_s: float
 
 
-def play_schedule(stages: Sequence[tuple[float, float]], microbatches: int, vpp: int = 1) -> list[StagePass]:
-    """Plays 1F1B, interleaved with several chunks. `stages`: seconds of all chunks of a rank, forward and backward.
+def play_schedule(
+    stages: Sequence[tuple[float, float]], microbatches: int, vpp: int = 1, schedule: str = "1f1b"
+) -> list[StagePass]:
+    """Plays 1F1B, interleaved with several chunks, or zero-bubble.
+
+    `stages`: seconds of all chunks of a rank, forward and backward.
 
     A rank works in a fixed order, and begins each pass as soon as the passes before it have ended.
 
@@ -32,7 +41,13 @@ def play_schedule(stages: Sequence[tuple[float, float]], microbatches: int, vpp:
     [(0, 'forward', 0.0, 1.0), (1, 'forward', 1.0, 2.0), (1, 'backward', 2.0, 4.0), (0, 'backward', 4.0, 6.0)]
     """
     pp = len(stages)
-    waiting = [list(reversed(rank_order(pp, microbatches, rank, vpp))) for rank in range(pp)]
+    zero = schedule == "zero-bubble"
+    seconds = [_pass_seconds(*stage, vpp=vpp, zero_bubble=zero) for stage in stages]
+    orders = [
+        zero_bubble_order(pp, microbatches, rank) if zero else rank_order(pp, microbatches, rank, vpp)
+        for rank in range(pp)
+    ]
+    waiting = [list(reversed(order)) for order in orders]
     clock = [0.0] * pp
     ended: dict[tuple[Direction, int, int], float] = {}
     found: list[StagePass] = []
@@ -47,7 +62,7 @@ def play_schedule(stages: Sequence[tuple[float, float]], microbatches: int, vpp:
                     break
                 turns.pop()
                 start = max(clock[rank], ended[needed] if needed else 0.0)
-                clock[rank] = start + stages[rank][direction == "backward"] / vpp
+                clock[rank] = start + seconds[rank][direction]
                 ended[direction, microbatch, depth] = clock[rank]
                 found.append(StagePass(rank, direction, microbatch, chunk, start, clock[rank]))
         assert len(found) > before, "the schedule deadlocks"
@@ -65,6 +80,23 @@ def rank_order(pp: int, microbatches: int, rank: int, vpp: int = 1) -> list[_Tur
     return [*forward[:warmup], *in_turn, *backward[total - warmup :]]
 
 
+def zero_bubble_order(pp: int, microbatches: int, rank: int) -> list[_Turn]:
+    """The passes of one rank in ZB-H1 (Qi et al. 2023): as 1F1B, gradients of weights `rank` microbatches later."""
+    found: list[_Turn] = []
+    for turn in rank_order(pp, microbatches, rank):
+        found.append(turn)
+        direction, microbatch, _ = turn
+        if direction == "backward" and microbatch >= rank:
+            found.append(("weights", microbatch - rank, 0))
+    return found + [("weights", left, 0) for left in range(max(0, microbatches - rank), microbatches)]
+
+
+def _pass_seconds(forward: float, backward: float, *, vpp: int, zero_bubble: bool) -> dict[Direction, float]:
+    """Seconds of each pass through one chunk."""
+    weights = WEIGHT_SHARE * (forward + backward) if zero_bubble else 0.0
+    return {"forward": forward / vpp, "backward": (backward - weights) / vpp, "weights": weights}
+
+
 def _turn(direction: Direction, index: int, pp: int, vpp: int) -> _Turn:
     """With chunks, groups of pp microbatches pass chunk after chunk, backward from the last one."""
     group, inside = divmod(index, pp * vpp)
@@ -74,6 +106,8 @@ def _turn(direction: Direction, index: int, pp: int, vpp: int) -> _Turn:
 
 def _needed(direction: Direction, microbatch: int, depth: int, depths: int) -> _Turn | None:
     """The pass whose result this one needs; its third number is the depth in the model."""
+    if direction == "weights":
+        return None  # its rank's own backward pass, which is before it in the order
     if direction == "forward":
         return ("forward", microbatch, depth - 1) if depth else None
     return ("backward", microbatch, depth + 1) if depth + 1 < depths else ("forward", microbatch, depth)

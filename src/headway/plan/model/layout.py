@@ -17,7 +17,7 @@ MOST_GPUS = 10_000_000
 """The largest clusters have some 100,000."""
 PrecisionName = Literal["bf16", "zero16", "amp", "fp32", "pure-bf16", "fp8", "amp-fp8"]
 OptimizerName = Literal[
-    "adamw", "adamw-fused", "adamw-foreach", "adamw8bit", "sgd", "sgd-momentum", "lion", "muon"
+    "adamw", "adamw-fused", "adamw-foreach", "adamw8bit", "adamw-bf16", "sgd", "sgd-momentum", "lion", "muon"
 ]
 
 
@@ -51,6 +51,7 @@ OPTIMIZER_MOMENTS = {
     "adamw-fused": 2.0,
     "adamw-foreach": 2.0,
     "adamw8bit": 0.5,
+    "adamw-bf16": 1.0,
     "sgd": 0.0,
     "sgd-momentum": 1.0,
     "lion": 1.0,
@@ -110,8 +111,9 @@ class Layout:
     precision: PrecisionName = "bf16"
     """Bytes per parameter with Adam: bf16 and fp8 18 (Megatron), zero16, amp, amp-fp8 and fp32 16, pure-bf16 8."""
     optimizer: OptimizerName = "adamw"
-    """Moments: adamw 2, adamw8bit 2 in 8 bits, lion, muon and sgd-momentum 1, sgd none. adamw is torch's default on a
-    GPU, adamw-foreach, which needs a temporary copy of the weights; adamw-fused needs none."""
+    """Moments: adamw 2, adamw8bit 2 in 8 bits, adamw-bf16 2 in 16 bits (DeepSeek-V3), lion, muon and sgd-momentum 1,
+    sgd none. adamw is torch's default on a GPU, adamw-foreach, which needs a temporary copy of the weights; adamw-fused
+    needs none."""
     flash: bool = True
     """Fused attention: no score matrix in memory."""
     loss_chunks: int = 1

@@ -37,7 +37,7 @@ def model_answers(model: Transformer) -> Answers:
 def memory_answers(model: Transformer, layout: Layout, device: Device, ranks: list[RankMemory]) -> Answers:
     """Answers about memory: by part, by rank, and what the fullest rank needs."""
     full = max(ranks, key=lambda rank: rank.allocated)
-    in_flight = schedule.in_flight(layout.pp, layout.microbatches, full.stage, layout.vpp)
+    in_flight = schedule.in_flight(layout.pp, layout.microbatches, full.stage, layout.vpp, layout.schedule)
     allocated, (low, high) = full.allocated, memory.CLOSED_FORM_ERROR
     found = {
         "memory.state_bytes_per_parameter": exact(
@@ -47,7 +47,9 @@ def memory_answers(model: Transformer, layout: Layout, device: Device, ranks: li
             layer_bytes(model, layout), 0.9, 1.15, "bytes",
             formula="sum of the tensors that a layer saves per microbatch (Korthikanti 2022, eqs 1-6 where they apply)",
         ),
-        "memory.in_flight": exact(in_flight, formula="1F1B: min(m, p - stage); interleaved: 2(p-stage-1) + (v-1)p + 1"),
+        "memory.in_flight": exact(
+            in_flight, formula="1F1B: min(m, p - stage), zero-bubble: min(m, p); interleaved: 2(p-stage-1) + (v-1)p + 1"
+        ),
     }  # fmt: skip
     for name, size in full.parts.items():
         found[f"memory.part.{name}"] = approximate(size, low, high, "bytes", formula=_PART_FORMULAS[name])
@@ -125,7 +127,7 @@ def time_answers(
     found["time.bubble"] = exact(
         schedule.bubble_fraction(layout.pp, layout.microbatches, layout.vpp, layout.schedule), "share",
         formula="(p - 1)/(v m), idle over ideal time"
-        + (", of which a zero-bubble schedule leaves a third" if layout.schedule == "zero-bubble" else ""),
+        + (", of which zero-bubble leaves a third, more if m < p" if layout.schedule == "zero-bubble" else ""),
     )  # fmt: skip
     samples = layout.global_batch / seconds
     per_gpu = samples * sequence / layout.gpus

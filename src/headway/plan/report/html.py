@@ -50,7 +50,7 @@ def render_page(plan: Estimate) -> str:
         f"<p class='verdict {'yes' if plan.fits else 'no'}'>{escape(plan.verdict)}</p>",
         _memory(plan),
         _timeline(plan),
-        schedule_figure(plan, _WIDTH_PX, _COLORS[0], _COLORS[1]),
+        schedule_figure(plan, _WIDTH_PX, _COLORS),
         _scaling(plan),
         _remedies(plan),
         _answers(plan),

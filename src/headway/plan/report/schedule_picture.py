@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from headway.errors import UsageError
-from headway.plan.cost.timeline import StagePass, play_schedule
+from headway.plan.cost.timeline import Direction, StagePass, play_schedule
 from headway.plan.report.estimates import Estimate
 from headway.plan.report.quantity import format_value
 
-_FORWARD, _BACKWARD = "0123456789", "abcdefghij"
+_SIGNS: dict[Direction, str] = {"forward": "0123456789", "backward": "abcdefghij", "weights": "ABCDEFGHIJ"}
+_NAMES: dict[Direction, str] = {
+    "forward": "forward",
+    "backward": "backward",
+    "weights": "gradients of weights",
+}
 _MAX_PASSES = 2000
 _MAX_CHUNKS = 128
 _ROW_PX, _LABEL_PX, _READABLE_PX = 20, 70, 14
@@ -23,8 +28,6 @@ def schedule_passes(plan: Estimate) -> tuple[list[StagePass], int]:
         raise UsageError(
             "the plan has one pipeline stage, so there is no schedule to draw; expected pp of 2 or more"
         )
-    if layout["schedule"] != "1f1b":
-        raise UsageError(f"the schedule {layout['schedule']} is not drawn; expected 1f1b")
     pp, vpp = len(plan.stages), layout["vpp"]
     if pp * vpp > _MAX_CHUNKS:
         raise UsageError(
@@ -35,7 +38,8 @@ def schedule_passes(plan: Estimate) -> tuple[list[StagePass], int]:
         max(2, _MAX_PASSES // (2 * pp * pp * vpp)) * pp
     )  # whole groups of pp, as the interleaved schedule needs
     shown = min(microbatches, most)
-    return play_schedule([(s["forward_s"], s["backward_s"]) for s in plan.stages], shown, vpp), shown
+    stages = [(s["forward_s"], s["backward_s"]) for s in plan.stages]
+    return play_schedule(stages, shown, vpp, layout["schedule"]), shown
 
 
 def schedule_text(plan: Estimate, width: int = 100) -> str:
@@ -51,21 +55,26 @@ def schedule_text(plan: Estimate, width: int = 100) -> str:
     columns = max(20, width - 9)
     lines = [["."] * columns for _ in plan.stages]
     for each in passes:
-        sign = (_FORWARD if each.direction == "forward" else _BACKWARD)[each.microbatch % 10]
+        sign = _SIGNS[each.direction][each.microbatch % 10]
         first, last = (round(columns * at / end) for at in (each.start_s, each.end_s))
         lines[each.rank][first:last] = sign * (last - first)
     drawn = [f"rank {rank:<3} {''.join(line)}" for rank, line in enumerate(lines)]
     idle = 1 - sum(each.end_s - each.start_s for each in passes) / (end * len(plan.stages))
-    legend = f"forward 0-9, backward a-j by microbatch, idle . ({idle:.0%} of {format_value(end, 's')})"
+    weights = ", of weights A-J," if passes[-1].direction == "weights" else ""
+    legend = (
+        f"forward 0-9, backward a-j{weights} by microbatch, idle . ({idle:.0%} of {format_value(end, 's')})"
+    )
     return "\n".join([*drawn, f"{legend}{_left_out(plan, shown)}"])
 
 
-def schedule_figure(plan: Estimate, width: int, forward: str, backward: str) -> str:
-    """Draws a row per pipeline rank as SVG: forward and backward passes with their microbatch; empty without stages."""
+def schedule_figure(plan: Estimate, width: int, colors: Sequence[str]) -> str:
+    """Draws a row per pipeline rank as SVG: passes with their microbatch in three `colors`; empty without stages."""
     try:
         passes, shown = schedule_passes(plan)
     except UsageError:  # nothing to draw: a page shows the rest
         return ""
+    used = [direction for direction in _NAMES if any(each.direction == direction for each in passes)]
+    fills = dict(zip(_NAMES, colors, strict=False))
     end = max(each.end_s for each in passes)
     scale = (width - _LABEL_PX) / end
     rows = [
@@ -74,18 +83,18 @@ def schedule_figure(plan: Estimate, width: int, forward: str, backward: str) -> 
     for each in passes:
         x, wide = _LABEL_PX + each.start_s * scale, (each.end_s - each.start_s) * scale
         y = each.rank * _ROW_PX
-        told = f"{each.direction} of microbatch {each.microbatch}, chunk {each.chunk}"
+        told = f"{_NAMES[each.direction]} of microbatch {each.microbatch}, chunk {each.chunk}"
         rows.append(
             f"<rect x={x:.1f} y={y} width={max(0.2, wide - 0.6):.1f} height={_ROW_PX - 3} "
-            f"fill={forward if each.direction == 'forward' else backward}><title>{told}</title></rect>"
+            f"fill={fills[each.direction]}><title>{told}</title></rect>"
         )
         if wide >= _READABLE_PX:
             middle = x + wide / 2
             rows.append(f"<text x={middle:.1f} y={y + 13} text-anchor=middle>{each.microbatch}</text>")
     picture = f"<svg viewBox='0 0 {width} {len(plan.stages) * _ROW_PX}' role=img>{''.join(rows)}</svg>"
     keys = "".join(
-        f"<span class=item><span class=key style='background:{color}'></span>{name}</span> "
-        for name, color in (("forward", forward), ("backward", backward))
+        f"<span class=item><span class=key style='background:{fills[name]}'></span>{_NAMES[name]}</span> "
+        for name in used
     )
     legend = keys + escape(f"{format_value(end, 's')}{_left_out(plan, shown)}")
     return f"<h2>Pipeline schedule</h2><figure>{picture}<figcaption>{legend}</figcaption></figure>"
