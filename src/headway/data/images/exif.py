@@ -81,4 +81,7 @@ def turn(pixels: npt.NDArray[np.uint8], how: int) -> npt.NDArray[np.uint8]:
         pixels = pixels[::-1]
     if how in (2, 3, 6, 7):
         pixels = pixels[:, ::-1]
-    return np.ascontiguousarray(pixels)
+    if how == 1:
+        return pixels
+    # a reversed axis of one pixel passes for contiguous, except with torch
+    return np.array(pixels, order="C")
