@@ -83,6 +83,26 @@ def test_no_submodule_overwrites_a_public_name_of_its_package() -> None:
     assert clashes == []
 
 
+def test_a_sub_package_exports_what_somebody_imports_from_it() -> None:
+    """A second list of names that nobody reads is dead code. Those of `headway` and its rooms are the users'."""
+    imports = re.compile(r"from (headway(?:\.\w+){2,}) import (\([^)]*\)|[^\n]*)")
+    places = [
+        path for top in ("src", "tests", "benchmarks", "examples", "docs") for path in (ROOT / top).rglob("*")
+    ]
+    used: set[str] = set()
+    for path in places:
+        if path.suffix in (".py", ".md"):
+            for module, names in imports.findall(path.read_text()):
+                used |= {f"{module}.{name}" for name in re.findall(r"\w+", names)}
+    exported = {
+        ".".join(("headway", *package.relative_to(PACKAGE).parts, name))
+        for package in PACKAGES
+        if len(package.relative_to(PACKAGE).parts) > 1
+        for name in public_names(package)
+    }
+    assert sorted(exported - used) == []
+
+
 # --- nothing grows out of a reader's sight
 
 

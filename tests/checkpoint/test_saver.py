@@ -23,7 +23,7 @@ import headway
 from headway import checkpoint
 from headway.checkpoint import Saver
 from headway.checkpoint.write import writer_process
-from headway.dist.collective import from_root
+from headway.dist.collective.guard import from_root
 from headway.errors import BarrierTimeout, RunLocked, StorageError, UsageError
 from headway.run import Run
 from headway.system import retries

@@ -9,7 +9,7 @@ import pytest
 from waiting import check_duration
 
 import headway as hw
-from headway.dist.collective import from_root
+from headway.dist.collective.guard import from_root
 from headway.dist.failure.remote import RemoteTraceback
 from headway.errors import BarrierTimeout, UsageError
 from headway.testing import ranks

@@ -383,7 +383,7 @@ def test_copies_of_killed_ranks_are_cleared_away(tmp_path: Path, monkeypatch: py
     job = f"""
 import os
 from pathlib import Path
-from headway.data import cache
+from headway.data.cache import node_cache as cache
 copies = cache.CachedShards(cache.NodeCache(path={str(tmp_path)!r}, copy_local=True, min_age=0))
 copies.open(Path({str(tmp_path / "shards" / "shard-000000.tar")!r}))
 assert copies.counts["copied"] == 1

@@ -3,18 +3,3 @@
 `checks` has the verdicts, `probes` the facts behind them, `canary` the job that tests links. For several nodes of a
 cluster, `examination` is what its ranks do, `cluster` has the verdicts, `job` submits it. Imports no torch.
 """
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from headway import lazy
-
-if TYPE_CHECKING:
-    from headway.doctor.checks import (
-        CheckResult as CheckResult,
-        MachineReport as MachineReport,
-        examine as examine,
-    )
-
-__getattr__, __dir__, __all__ = lazy.exports(__name__)

@@ -14,8 +14,8 @@ from typing import cast, final
 
 from headway import schedulers
 from headway.dist import World
-from headway.dist.collective import from_root
-from headway.dist.failure import HEARTBEAT
+from headway.dist.collective.guard import from_root
+from headway.dist.failure.capture import HEARTBEAT
 from headway.dist.failure.record import FailureRecord
 from headway.dist.shared_run import at_failure, use_run, use_terminal
 from headway.errors import DONE, INTERRUPTED, HeadwayError, RunLocked, Stopped, StorageError

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 from headway import lazy
 
 if TYPE_CHECKING:
-    from headway.data.cache.node_cache import CachedShards as CachedShards, NodeCache as NodeCache
-    from headway.data.cache.prefetch import Prefetcher as Prefetcher
-    from headway.data.cache.staging import stage as stage
+    from headway.data.cache.node_cache import NodeCache as NodeCache
 
 __getattr__, __dir__, __all__ = lazy.exports(__name__)

@@ -9,7 +9,6 @@ from headway import lazy
 if TYPE_CHECKING:
     from headway.data.catalog.catalog import Catalog as Catalog, Dataset as Dataset
     from headway.data.catalog.shard_files import (
-        ShardSpec as ShardSpec,
         count_shards as count_shards,
         find_shards as find_shards,
         index as index,

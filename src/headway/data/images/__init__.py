@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from headway.data.images.rand_augment import RandAugment as RandAugment, TrivialAugment as TrivialAugment
     from headway.data.images.transforms import (
         CenterCrop as CenterCrop,
-        CropGroup as CropGroup,
         CropRecipe as CropRecipe,
         ImageTransform as ImageTransform,
         MultiCrop as MultiCrop,

@@ -12,10 +12,7 @@ from typing import TYPE_CHECKING
 from headway import lazy
 
 if TYPE_CHECKING:
-    from headway.data.order.batch_split import BatchSplit as BatchSplit
-    from headway.data.order.batching import EpochBatcher as EpochBatcher, Tail as Tail
     from headway.data.order.lookup import SampleLookup as SampleLookup, TraceableLoader as TraceableLoader
     from headway.data.order.order import Order as Order, Shuffle as Shuffle
-    from headway.data.order.timeline import Timeline as Timeline, WeightSegment as WeightSegment
 
 __getattr__, __dir__, __all__ = lazy.exports(__name__)

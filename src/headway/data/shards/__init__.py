@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from headway import lazy
 
 if TYPE_CHECKING:
-    from headway.data.shards.decode import Decoder as Decoder, decode_rgb as decode_rgb
+    from headway.data.shards.decode import decode_rgb as decode_rgb
     from headway.data.shards.packing import pack as pack
     from headway.data.shards.shard import Shard as Shard
     from headway.data.shards.tar import ShardLimits as ShardLimits

@@ -23,7 +23,7 @@ from headway.data.shards.indexes import indexed_count
 from headway.data.shards.shard import Shard, ShardIndex
 from headway.data.shards.tar import ShardLimits
 from headway.data.sources.mix import Mix
-from headway.dist import collective
+from headway.dist.collective.guard import from_root
 from headway.errors import BadShard, UsageError
 from headway.system.log import logger
 
@@ -66,7 +66,7 @@ def find_sources(
         ]
         return [(name, [str(path) for path in paths], counts) for name, paths, counts in found]
 
-    sources = collective.from_root(find) if shared else find()
+    sources = from_root(find) if shared else find()
     return [Source(name, [Path(path) for path in paths], counts) for name, paths, counts in sources]
 
 

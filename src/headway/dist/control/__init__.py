@@ -13,15 +13,11 @@ from typing import TYPE_CHECKING
 from headway import lazy
 
 if TYPE_CHECKING:
-    from headway.dist.control.agreement import Agreement as Agreement
-    from headway.dist.control.hub import Hub as Hub
-    from headway.dist.control.peer import Peer as Peer, connect_to_hub as connect_to_hub
     from headway.dist.control.signals import (
         STOP_REQUESTS as STOP_REQUESTS,
         block_signals as block_signals,
         end_by_own_signal as end_by_own_signal,
         ignore_signals as ignore_signals,
     )
-    from headway.dist.control.stop import handle_stop_signals as handle_stop_signals
 
 __getattr__, __dir__, __all__ = lazy.exports(__name__)

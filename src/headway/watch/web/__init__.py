@@ -15,6 +15,6 @@ from headway import lazy
 if TYPE_CHECKING:
     from headway.watch.web.app import make_app as make_app
     from headway.watch.web.run_library import RunLibrary as RunLibrary
-    from headway.watch.web.server import Address as Address, listen as listen, serve as serve
+    from headway.watch.web.server import listen as listen, serve as serve
 
 __getattr__, __dir__, __all__ = lazy.exports(__name__)
