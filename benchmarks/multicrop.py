@@ -45,6 +45,7 @@ from headway.dist.device import use_many_queues
 BATCH, QUALITY, WANTED_KB = 256, 80, 72
 DEVICE = torch.device("cuda", 0)
 AHEAD, WARM_UP = 4, 8  # batches: that are prefetched, and that come before the clock starts
+WARM_UP_S = 1.5  # at least: processes start
 
 
 def photo(height: int, width: int, seed: int) -> np.ndarray:
@@ -172,6 +173,13 @@ def take(batches: Iterator[Any], number: int) -> int:
     return sum(batch.global_crops.shape[1] for batch in islice(batches, number))
 
 
+def warm_up(batches: Iterator[Any]) -> None:
+    began = time.perf_counter()
+    take(batches, WARM_UP)
+    while time.perf_counter() - began < WARM_UP_S:
+        take(batches, 1)
+
+
 def kernel_times(photos: list[bytes]) -> dict[str, float]:
     """Milliseconds of the kernels of a batch, and of a copy of the bytes that they cannot avoid."""
     images = TorchvisionDecoder(photos).decode()
@@ -296,7 +304,7 @@ def main() -> None:
                 rates[name].append(timed(partial(repeat_decode, decoder, options.batches)))
             for name, contender in contenders.items():
                 batches = contender()
-                take(batches, WARM_UP)
+                warm_up(batches)
                 rates[name].append(timed(partial(take, batches, options.batches)))
                 batches.close()  # or what it prefetches would slow down the next one
             for name, peer in peers.items():

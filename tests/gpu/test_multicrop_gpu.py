@@ -189,3 +189,26 @@ def test_a_loader_gives_the_same_batches_as_on_the_cpu(tmp_path: Path) -> None:
     checked, _ = loaded(source, transform=CenterCrop(size=16, resize=16), device="cuda", shuffle=False)
     expected, _ = loaded(source, transform=CenterCrop(size=16, resize=16), shuffle=False)
     assert [b.labels.tolist() for b in checked] == [b.labels.tolist() for b in expected]
+
+
+def test_processes_that_read_change_nothing(tmp_path: Path) -> None:
+    photos = [simplejpeg.encode_jpeg(oracle.photo(90 + n, 120, seed=n)) for n in range(40)]
+    photos[7], photos[21] = photos[7][:-60], photos[21][:200]
+    pack(({"__key__": f"{n:02d}", "jpg": data, "cls": n} for n, data in enumerate(photos)), tmp_path)
+    how: dict[str, Any] = {"batch_size": 8, "transform": MultiCrop(), "device": "cuda", "max_bad": 1}
+    fast, plain = ShardLoader(tmp_path, **how), ShardLoader(tmp_path, **how)
+    pool = fast._reader._pool
+    assert pool is not None
+    where = [(0, 0, 0, n) for n in range(4)]
+    while (answer := pool.read(where, 60.0)) is None:
+        pass
+    assert torch.from_numpy(np.frombuffer(answer.memory, np.uint8)).is_pinned()
+    plain._reader._pool = None
+    for _ in range(2):
+        for found, expected in zip(fast, plain, strict=True):
+            assert [*found] == [*expected]
+            for name in found:
+                same = torch.equal if isinstance(found[name], torch.Tensor) else list.__eq__
+                assert same(found[name], expected[name]), name
+    assert {bad.key for bad in fast.bad} == {bad.key for bad in plain.bad} == {"07", "21"}
+    assert pool._idle, "they are still in use"

@@ -42,7 +42,7 @@ _NUMBERS = int, float
 _MIN_INT, _MAX_INT = -(2**63), 2**63 - 1
 _MAX_EXACT_FLOAT = 2**53  # up to which float64 has all whole numbers
 _SWITCH_S = 0.0001
-_GPU_READERS = 2  # threads
+_GPU_READERS = 3  # threads, each of which has a process read
 _SMALL_SAMPLE_S = 50e-6  # of a core's time
 _MAX_WAIT = 4  # times as long as threads that only wait for the interpreter
 
@@ -178,7 +178,7 @@ def _decode_on_gpu(batcher: GpuBatcher, reader: SampleReader, chunks: list[Chunk
 def reader_threads(threads: int | None, gpu: torch.device | None) -> int:
     """Returns how many threads read and decode: as many as this rank has CPUs, unless the user gave a number.
 
-    Those that only read, for a GPU, would wait for each other if there were more than a few.
+    Where a GPU decodes, each has a process read, and a few of those suffice.
     """
     if threads is not None:
         return threads

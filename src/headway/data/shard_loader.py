@@ -154,7 +154,7 @@ class ShardLoader:
             transform=self._transform,
             decoders=self._decoders,
             limits=self._limits,
-            on_gpu=self._gpu is not None,
+            gpu=self._gpu,
             joins=self._collate is None,
         )
         how = {"validates": not self._shuffle, "drops": self._tail == "drop"}
@@ -261,8 +261,11 @@ class ShardLoader:
     def _reads(self, locations: list[SampleLocation], *, alone: bool) -> list[Callable[[], Chunk]]:
         """Splits a batch into chunks: a few samples each, because tasks have a cost, but enough for all threads. One
         that reads alone has all samples."""
-        parts, memory = 2 * reader_threads(self._threads, self._gpu), self._reader.crop_memory(len(locations))
-        size = max(1, len(locations) if alone else min(_MAX_CHUNK_SAMPLES, len(locations) // parts))
+        threads, memory = reader_threads(self._threads, self._gpu), self._reader.crop_memory(len(locations))
+        if alone or self._gpu is not None:  # other processes read for a GPU, and a request has a cost, too
+            size = max(1, -(-len(locations) // (1 if alone else threads)))
+        else:
+            size = max(1, min(_MAX_CHUNK_SAMPLES, len(locations) // (2 * threads)))
         starts = range(0, len(locations) or 1, size)
         return [partial(self._reader.read, locations[at : at + size], at, memory) for at in starts]
 

@@ -21,7 +21,7 @@ from headway.system.log import logger
 
 T = TypeVar("T")
 
-WAITS_S = (0.1, 0.3, 0.9, 2.7, 8.1, 24.3)
+WAITS_S: tuple[float, ...] = (0.1, 0.3, 0.9, 2.7, 8.1, 24.3)
 """before each further try"""
 _STOPPING_WAIT_S = 1.0
 _NOTICE_PERIOD_S = 10.0

@@ -1,4 +1,4 @@
-"""The datasets of a mix, and their shards while they are open."""
+"""The datasets of a mix, their shards while they are open, and the processes that read them for a GPU."""
 
 from __future__ import annotations
 

@@ -119,12 +119,17 @@ class OpenShards:
     def __init__(
         self, sources: Sequence[Source], max_open: int, limits: ShardLimits, cache: CachedShards | None = None
     ) -> None:
-        self.sources, self._limits, self._cache = sources, limits, cache
+        self.sources, self.max_open, self.limits, self._cache = sources, max_open, limits, cache
         self._max_indexes = max(max_open, _MIN_OPEN_SHARDS)
         self._max_files = min(self._max_indexes, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._open: OrderedDict[tuple[int, int], _OpenShard] = OrderedDict()
         self._indexes: OrderedDict[tuple[int, int], ShardIndex] = OrderedDict()
         self._lock = threading.Lock()
+
+    @property
+    def cached(self) -> bool:
+        """Whether they are read from the node cache."""
+        return self._cache is not None
 
     def get(self, dataset: int, shard: int) -> Shard:
         """Returns a shard, opening it if it is not open. A damaged one raises `BadShard` each time."""
@@ -156,7 +161,7 @@ class OpenShards:
         if self._cache is not None:
             opened = self._cache.open(path, index)
         else:
-            opened = Shard.open(path, self._limits, index=index)
+            opened = Shard.open(path, self.limits, index=index)
         if len(opened) != count:
             raise UsageError(
                 f"{path} has {len(opened)} samples, but had {count} when the loader was created: it was replaced "

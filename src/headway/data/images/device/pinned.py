@@ -8,6 +8,7 @@ from typing import final
 import torch
 
 _BLOCK_BYTES = 2**23
+_PORTABLE = 1  # cudaHostRegisterPortable
 
 
 @final
@@ -29,3 +30,25 @@ class PinnedMemory(threading.local):
             self._rest = block.numpy().data
         piece, self._rest = self._rest[:count], self._rest[count:]
         return piece
+
+
+@final
+class HostPinning:
+    """Pins memory that somebody else has allocated, and shares with other processes, for a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def pin(self, address: int, count: int) -> None:
+        """Pins so many bytes; does nothing without CUDA."""
+        self._call("cudaHostRegister", address, count, _PORTABLE)
+
+    def unpin(self, address: int) -> None:
+        """Ends what `pin` began."""
+        self._call("cudaHostUnregister", address)
+
+    def _call(self, name: str, *arguments: int) -> None:
+        if torch.cuda.is_available():
+            with torch.cuda.device(self._device):  # not on the first, which a new thread has
+                runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+                torch.cuda.check_error(getattr(runtime, name)(*arguments))
