@@ -24,7 +24,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "plan"))
 
-from strangers import MODELS, NAMES
 from truth import h200_settings
 
 from headway.errors import HeadwayError
@@ -42,6 +41,8 @@ Events = list[tuple[int, int]]
 def settings(name: str) -> TraceSettings:
     if name == GPT2:
         return replace(h200_settings(0), batch_size=32)
+    from strangers import MODELS, NAMES  # imports torch
+
     stranger = MODELS[name]
     return TraceSettings(
         factory=f"{TESTS / 'strangers.py'}:make",
@@ -165,6 +166,8 @@ def explain_reserved(name: str) -> None:
 
 
 def main() -> None:
+    from strangers import NAMES
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -176,6 +176,12 @@ def test_cuda_graphs_of_a_layer_leave_the_launches_of_its_experts() -> None:
     assert took["none"].total > took["layers"].total > took["step"].total
     assert took["layers"].parts["launches"] == pytest.approx(0.2 * took["none"].parts["launches"])
     assert abs(took["layers"].total / row.seconds - 1) < 0.1 < took["none"].total / row.seconds - 1
+    notes = [
+        estimate(row.model, replace(row.layout, graphs=graphs), row.node).notes  # type: ignore[arg-type]
+        for graphs in ("none", "step")
+    ]
+    assert [sum("awaits the host" in note for note in each) for each in notes] == [1, 0]
+    assert any(note.endswith("layout.graphs: layers") for note in notes[0])
 
 
 def test_a_fused_dispatcher_sends_a_token_once_to_each_rank_and_node() -> None:

@@ -282,4 +282,11 @@ def _notes(layout: Layout, node: Node, found: dict[str, Quantity]) -> list[str]:
             f"the loader delivers {have} per node, a step needs {found['loader.needed_per_node']}: "
             "training will wait for data"
         )
+    waited = found["time.part.launches"].value if "time.part.launches" in found else 0.0
+    if waited > 0.05 * found["time.step"].value:
+        more = "step" if layout.graphs == "layers" else "layers"
+        notes.append(
+            f"{100 * waited / found['time.step'].value:.0f} % of the step awaits the host, which launches the kernels "
+            f"of experts; CUDA graphs save most of it: layout.graphs: {more}"
+        )
     return notes
