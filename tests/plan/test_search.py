@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from dataclasses import asdict, replace
 from itertools import product
@@ -195,6 +196,7 @@ def test_ten_thousand_layouts_take_seconds() -> None:
 
 def test_a_search_marks_what_train_can_run_and_makes_a_page() -> None:
     found = search(preset("gpt2"), DGX, gpus=8, global_batch=64, keep=1000)
+    assert found.best is not None
     marks = {row.layout.trainable for row in found.ranked}
     assert marks == {True, False}
     assert all(row.layout.pp == 1 for row in found.ranked if row.layout.trainable)
@@ -203,7 +205,10 @@ def test_a_search_marks_what_train_can_run_and_makes_a_page() -> None:
         3
     }  # train shards replicas of tensor-parallel groups
     page = render_search("gpt2", found)
-    assert page.count("<circle") >= len(found.pareto) and "<polyline" in page
+    assert page.count("r=4.5") == len(found.pareto) and "<polyline" in page
+    drawn = re.findall(r"<title>(.*?): ", page)
+    assert len(drawn) > 50 and set(drawn) <= {row.layout.describe() for row in found.every}
+    assert "class=name x" in page and page.count(found.best.layout.describe()) >= 2
 
 
 def test_a_search_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

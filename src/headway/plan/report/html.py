@@ -31,10 +31,13 @@ h1 { font-size: 1.4rem; margin-bottom: 0; } h2 { font-size: 1.05rem; margin: 2re
 .where, figcaption, .interval { color: var(--soft); } .verdict { font-size: 1.1rem; padding: .6rem .8rem;
   border-left: 5px solid; } .yes { border-color: #4a9d6f; } .no { border-color: #b5534f; }
 table { border-collapse: collapse; width: 100%; } td, th { text-align: left; padding: .2rem .6rem .2rem 0;
-  border-bottom: 1px solid var(--line); vertical-align: top; } td.number { text-align: right; white-space: nowrap; }
+  border-bottom: 1px solid var(--line); vertical-align: top; overflow-wrap: anywhere; }
+td.number { text-align: right; white-space: nowrap; }
 figure { margin: 0; } svg { width: 100%; height: auto; } svg text { fill: var(--ink); font-size: 12px; }
 .key { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .3em; }
-.item { white-space: nowrap; margin-right: 1em; } .interval { white-space: nowrap; }
+.item { white-space: nowrap; margin-right: 1em; } .answers { font-size: .85rem; } .answers td { min-width: 5.5em; }
+.answers td:first-child { min-width: 14em; }
+svg .name { paint-order: stroke; stroke: var(--paper); stroke-width: 4px; }
 """
 
 
@@ -70,6 +73,11 @@ def _memory(plan: Estimate) -> str:
     for index, rank in enumerate(ranks):
         rows.append(f"<text x=0 y={index * 34 + 21}>{escape(str(rank['rank']))}</text>")
         rows.append(_stack(_numbers(rank), names, index * 34 + 4, widest, "bytes"))
+        total = sum(_numbers(rank).values())
+        end = _LEFT_PX + (_WIDTH_PX - _LEFT_PX) * total / widest
+        inside = end > _WIDTH_PX - 80
+        place = f"x={end - 6 if inside else end + 6:.1f} y={index * 34 + 21}{' text-anchor=end' if inside else ''}"
+        rows.append(f"<text {place}>{escape(format_value(total, 'bytes'))}</text>")
     height = len(ranks) * 34 + 22
     if capacity:
         x = _LEFT_PX + (_WIDTH_PX - _LEFT_PX) * capacity / widest
@@ -168,7 +176,7 @@ def _answers(plan: Estimate) -> str:
             f"<td>{escape(answer.source)}</td></tr>"
         )
     head = "<tr><th>answer<th>value<th>interval<th>formula<th>source</tr>"
-    return f"<h2>All answers</h2><table>{head}{''.join(rows)}</table>"
+    return f"<h2>All answers</h2><table class=answers>{head}{''.join(rows)}</table>"
 
 
 def _parts(plan: Estimate, prefix: str) -> dict[str, float]:

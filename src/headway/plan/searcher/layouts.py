@@ -67,6 +67,8 @@ class SearchResult:
     """Bytes that the smallest layout needs."""
     capacity: float
     reasons: list[str]
+    every: list[Candidate]
+    """All that fit, in the order of `ranked`."""
 
     @property
     def best(self) -> Candidate | None:
@@ -135,6 +137,7 @@ def search(
         smallest=smallest,
         capacity=capacity,
         reasons=_reasons(model, node, gpus, global_batch, base, constants, fitting, against),
+        every=fitting,
     )
 
 
