@@ -10,19 +10,13 @@ from pathlib import Path
 
 import pytest
 import warm
+from page_blocks import titled
 
 from headway.cli import main
 
 ROOT = Path(__file__).parents[2]
 COMING_FROM = sorted(path for path in ROOT.glob("docs/coming-from/*.md") if path.stem != "index")
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *COMING_FROM]
-
-
-def titled(page: Path, title: str) -> str | None:
-    found = re.search(
-        rf'^```\w+ title="{re.escape(title)}"\n(.*?)^```', page.read_text(), re.MULTILINE | re.DOTALL
-    )
-    return found and found[1]
 
 
 SCRIPTS = [page for page in PAGES if titled(page, "train.py")]
