@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -201,14 +202,17 @@ def test_weights_may_be_set_from_another_thread(folder: Path) -> None:
 
     def meddle() -> None:
         for weight in range(1, 6):
-            time.sleep(0.02)
+            count = len(seen)
+            while len(seen) == count:
+                time.sleep(0.001)
             loader.set_weights({"a": 1, "b": weight})
 
-    thread = threading.Thread(target=meddle)
+    seen: list[Any] = []
+    thread, passes = threading.Thread(target=meddle), 0
     thread.start()
-    seen, passes = [], 0
     while thread.is_alive():
-        seen += [batch["txt"] for batch in loader]
+        for batch in loader:
+            seen.append(batch["txt"])
         passes += 1
     thread.join()
     again = ShardLoader(mix_of(folder, {"a": 1, "b": 1}), batch_size=2)

@@ -23,7 +23,7 @@ from headway.run import Run
 from headway.system import files
 
 FULL = f"[Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)}"
-STAGING = "headway: the step that copies data to the nodes "
+AGENT = "headway: the agent on "
 STORAGE = "headway: the run's storage failed; the output above says how"
 
 
@@ -83,7 +83,7 @@ def test_a_job_whose_agents_could_leave_no_record(
     assert epilogue.main(str(run.path), str(status)) == code
     lines = capsys.readouterr().err.splitlines()
     assert any("No space left on device" in line for line in lines[:-1])
-    said = {75: "headway: not queued again, as requeue is off", 74: STORAGE, 1: STAGING}
+    said = {75: "headway: not queued again, as requeue is off", 74: STORAGE, 1: AGENT}
     assert lines[-1].startswith(said.get(code, "headway: checkpoints exist")), lines
 
 

@@ -180,6 +180,7 @@ def _finish(
                 run.write_failure(record, instead=True)
     except StorageError as error:  # it may be the cause itself; the job ends by that, and not by this
         logger.error("%s", error)
+        record.pop("failure_file", None)  # there is none to read
     if code:
         print_last(summary(outcome, records.size * job.target.nproc_per_node))
     # an error of a rank comes again, and a node that is only slow to end is no reason to try

@@ -120,7 +120,7 @@ def count_repeated(attempts: Sequence[Mapping[str, Any]], ranges: Sequence[StepR
     """
     begins = [timestamp(each.get("started")) for each in attempts]
     count, reached, is_exact, is_reached_exact = 0, -1, True, True
-    for attempt, begin, end in zip(attempts, begins, [*begins[1:], math.inf], strict=True):
+    for attempt, (begin, end) in zip(attempts, pairwise([*begins, math.inf]), strict=True):
         first = min((each.first_step for each in ranges if begin <= each.first_time < end), default=None)
         last = max((each.last_step for each in ranges if begin <= each.last_time < end), default=0)
         started, ended = _step(attempt, "step_started"), _step(attempt, "step_ended")
