@@ -14,7 +14,7 @@ from torch import Tensor
 from toys import Batches, Classify, make_pipe
 
 from headway.errors import Stopped
-from headway.record.media import read_media
+from headway.record.media import read_histogram, read_media
 from headway.run import Run, find_latest
 from headway.testing import ranks
 from headway.train import Stage
@@ -182,3 +182,27 @@ def test_a_run_that_stopped_within_a_validation_repeats_its_media_and_keeps_them
     resumed = run(tmp_path / "stopped", Shows(), every="1 epoch")
     assert len(resumed.info()["attempts"]) == 2
     assert shown(resumed) == whole
+
+
+class Arranged(Stage):
+    def run_epoch(self) -> None:
+        for _ in self.batches("train"):
+            self.log_image("row", torch.zeros(4, 3, 8, 8), columns=4)
+            self.log_image("noise", torch.rand(3, 32, 32))
+            self.log_histogram("counts", torch.arange(10.0), bins=5)
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_options_of_what_is_logged_arrive(tmp_path: Path) -> None:
+    """Both those of a call and those of all calls: 20 images of noise have 60 kB, and 12 may stay."""
+    pytest.importorskip("PIL")
+    pipe = make_pipe(tmp_path)
+    pipe.register_dataset("train", Batches(20))
+    pipe.append_stage(Arranged(), max_epochs=1)
+    pipe.set_media(max_gb=12e-6, format="jpeg")
+    kept = read_media(made := pipe.run())
+    rows = [item for item in kept if item.name == "row"]
+    assert rows and {item.height for item in rows} == {8} and all(item.file.endswith(".jpg") for item in rows)
+    histogram = read_histogram(next(item.path(made) for item in kept if item.name == "counts"))
+    assert histogram is not None and len(histogram["counts"]) == 5
+    assert sum(item.bytes for item in kept) <= 12_000

@@ -186,9 +186,7 @@ def listen(launch: LaunchEnvironment) -> tuple[socket.socket, tuple[str, ...]]:
     return listen_on(launch.master or socket.gethostname())
 
 
-def listen_on(
-    name: str | None, *, port: int = 0, backlog: int = 4096
-) -> tuple[socket.socket, tuple[str, ...]]:
+def listen_on(name: str | None, *, backlog: int = 4096) -> tuple[socket.socket, tuple[str, ...]]:
     """Opens a port for other hosts, at one address if they know this host by `name` and that is one address of it.
 
     Else nobody knows on which of its networks they reach this host: the port is open on all, and one line says so.
@@ -200,9 +198,7 @@ def listen_on(
         return server, tuple(dict.fromkeys((name, address)))
     _report_open(name)
     if socket.has_dualstack_ipv6():
-        server = socket.create_server(
-            ("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
-        )
+        server = socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
     else:
         server = socket.create_server(("", 0), backlog=backlog)
     names = [name, socket.gethostname(), *_own_addresses(socket.AF_INET)]

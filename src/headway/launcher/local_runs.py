@@ -21,14 +21,7 @@ from headway.system.log import logger
 from headway.system.redact import REDACTED
 
 
-def run_sweep(
-    script: Script,
-    specs: Sequence[str],
-    *,
-    nproc: int = 1,
-    root: Path = Path("runs"),
-    name: str | None = None,
-) -> int:
+def run_sweep(script: Script, specs: Sequence[str], *, nproc: int = 1) -> int:
     """Runs a script once for each setting, each in its own run directory and all from one copy of the code.
 
     Returns the exit code of the first run that failed; Ctrl-C ends them all.
@@ -38,7 +31,7 @@ def run_sweep(
     """
     settings = sweep.grid(specs)
     check_nproc(nproc)
-    with prepare_runs(script, settings, root=root, name=name) as (runs, notes):
+    with prepare_runs(script, settings, root=Path("runs")) as (runs, notes):
         for note in notes:
             logger.info(note)
     failed = DONE

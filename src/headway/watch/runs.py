@@ -110,7 +110,6 @@ def select(
     states: Iterable[str] = (),
     name: str | None = None,
     most: int | None = None,
-    queue: Queue | None = None,
     warn: Callable[[str], object] = lambda _: None,
 ) -> list[RunSummary]:
     """Summarizes the runs under a root, the newest first, in these states and of this name.
@@ -125,7 +124,7 @@ def select(
     runs = runs_under(root, name=name, warn=warn)
     if not wanted:  # the order is known from the names: read only the newest
         runs = runs[:most]
-    found = summarize(runs, queue=queue, warn=warn)
+    found = summarize(runs, warn=warn)
     found = [each for each in found if not wanted or each.status.state in wanted]
     return found[:most]
 

@@ -39,9 +39,7 @@ class ClockOffset:
         return max(0.0, abs(self.offset_s) - self.error_s)
 
 
-def measure_clocks(
-    peers: Sequence[int], *, transport: Transport | None = None, clock: Callable[[], float] = time.time
-) -> list[ClockOffset]:
+def measure_clocks(peers: Sequence[int], *, clock: Callable[[], float] = time.time) -> list[ClockOffset]:
     """Compares the clocks of `peers`, ranks other than 0, with rank 0's, which gets the result. All ranks must call it.
 
     >>> measure_clocks([8, 16])  # on all ranks of three nodes with 8 each
@@ -49,8 +47,7 @@ def measure_clocks(
     """
     if not peers:
         return []
-    transport = ProcessGroupTransport() if transport is None else transport
-    rank = td.get_rank()
+    transport, rank = ProcessGroupTransport(), td.get_rank()
     if rank == 0:
         return [_ask(transport, peer, clock) for peer in peers]
     if rank in peers:
