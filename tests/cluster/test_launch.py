@@ -6,9 +6,12 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from waiting import wait_until
 
@@ -137,6 +140,42 @@ def test_data_is_staged_once_per_node_before_the_ranks_start(work: Any, tmp_path
     assert [result[1] for result in results] == ["data"] * 2
     assert {result[0] for result in results} == {str(path) for path in tmp_path.glob("disk-of-n*")}
     assert len(list(tmp_path.glob("disk-of-n*"))) == 2
+
+
+def prologue_on(node: int, run: Path) -> psutil.Process | None:
+    """The process that prepares a node of a run's job, once it has shown life."""
+    for process in psutil.process_iter() if [*run.glob(f"launch/*/prologue-{node:05d}.json")] else ():
+        with suppress(psutil.Error):  # it ends this moment
+            command = process.cmdline()
+            is_prologue = "headway.launcher.prologue" in command and str(run) in command[-1]
+            if is_prologue and process.environ().get("SLURM_NODEID") == str(node):
+                return process
+    return None
+
+
+@pytest.mark.skipif(os.environ.get("HEADWAY_FAULTS") != "full", reason="needs HEADWAY_FAULTS=full")
+def test_a_node_that_is_stopped_while_it_copies_is_lost_and_the_job_starts_again(
+    work: Any, cluster: Cluster, tmp_path: Path
+) -> None:
+    (tmp_path / "set").mkdir()
+    for number in range(3000):  # each is synced to the disk, so that copying takes a while
+        (tmp_path / "set" / str(number)).write_text(str(number))
+    (tmp_path / "set" / "x").write_text("data")
+    disk = f"{tmp_path}/disk-of-$SLURMD_NODENAME"
+    job = hw.launch(
+        work.reads, on=hw.Slurm(nodes=2, partition="low", pre=[str(tmp_path / "set")], pre_to=disk)
+    )
+    process = wait_until(partial(prologue_on, 1, job.run.path), "the second node copies", interval_s=0.01)
+    process.suspend()
+    wait_until(lambda: process.status() == psutil.STATUS_STOPPED, "its process is stopped")
+    assert len(list(tmp_path.glob("disk-of-*/set/*"))) < 6000, "it had copied everything"
+    number = int(summarize([job.run])[0].job or 0)
+    wait_until(
+        lambda: cluster.restarts(number) == 1, "the job is queued again", timeout_s=300, explain=job.log
+    )
+    assert not process.is_running()
+    assert [result[1] for result in job.results()] == ["data"] * 2
+    assert "is lost: it was silent while the nodes were prepared for the ranks" in job.log()
 
 
 def test_data_that_cannot_be_staged(work: Any, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch.utils import data as torch_data
 
 from headway.data import DataLoader, worker_init
 from headway.dist.failure.capture import hard_exit
+from headway.dist.failure.exit_deadline import EXIT_CODE
 from headway.system.log import logger
 
 
@@ -113,6 +114,7 @@ def test_a_rank_that_exits_at_once_removes_the_directory(
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     monkeypatch.setitem(config, "tempdir", str(tmp_path / "pymp-1"))
     if not (child := os.fork()):
+        EXIT_CODE.watch()  # as `init` does
         hard_exit(3)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
     assert not list(tmp_path.iterdir())

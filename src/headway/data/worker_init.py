@@ -36,7 +36,7 @@ _LOOK_S = 5.0
 """how often a loop that waits for a worker looks whether it is alive"""
 _SILENT_S = 60.0
 """how long a worker may take for a batch until it is named; then after twice that time, and so on"""
-_MAX_PATH_CHARS = 60
+_MAX_PATH_CHARS = 75
 """of a directory in which a socket can have a name: the whole path has at most 107"""
 
 

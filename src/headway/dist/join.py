@@ -29,7 +29,6 @@ from headway.dist.failure.exit_deadline import (
     end_daemonic_children,
     exit_within,
     limit_normal_exit,
-    remove_temp_dir,
 )
 from headway.dist.group import (
     RankGroup,
@@ -345,7 +344,6 @@ def _leave_by_os_exit(limit_s: float) -> None:
         if limit_s:
             exit_within(limit_s, HUNG_CODE)
         leave()
-        remove_temp_dir()
 
 
 def leave() -> None:

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, suppress
 from datetime import UTC, datetime
 from types import TracebackType
 
-from headway.dist.failure.exit_deadline import exit_within, remove_temp_dir
+from headway.dist.failure.exit_deadline import exit_within
 from headway.dist.failure.heartbeat import Heartbeat
 from headway.dist.failure.record import FailureRecord
 from headway.errors import INTERRUPTED, HeadwayError, RunLocked
@@ -107,5 +107,4 @@ def hard_exit(code: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # a closed pipe or stream
             stream.flush()
-    remove_temp_dir()
     os._exit(code)

@@ -143,6 +143,8 @@ class ExitCode:
             status = HUNG_CODE
             sys.excepthook(type(error), error, error.__traceback__)
         finally:
+            if os.getpid() == self._pid:
+                _remove_temp_dir()
             self._usual_os_exit(status)
 
     def _exit(self, status: str | int | None = None, /) -> NoReturn:
@@ -183,7 +185,6 @@ def _report_and_exit(code: int, why: str, seconds: float) -> None:
     os.write(2, text.encode())
     for child in _own_daemonic_children():
         child.kill()
-    remove_temp_dir()
     os._exit(code)
 
 
@@ -204,7 +205,7 @@ def describe_survivors() -> list[str]:
     return [*threads, *children, *place]
 
 
-def remove_temp_dir() -> None:
+def _remove_temp_dir() -> None:
     """Removes the directory in /tmp that multiprocessing has made for data workers: an `os._exit` would leave it."""
     directory = multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
     if directory is not None and multiprocessing.parent_process() is None:  # else it is that of the parent
