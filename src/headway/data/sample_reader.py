@@ -166,11 +166,11 @@ class SampleReader:
         self._reduces = crops is not None and crops.scaled_decode
         self._draws = crops if not self._reduces else None
         self._joins = crops if joins else None
-        self.pool = MemoryPool()
+        self.crop_pool = MemoryPool()
 
     def crop_memory(self, samples: int) -> CropMemory | None:
         """Returns memory for the crops of so many samples; None if those of each have memory of their own."""
-        return CropMemory(self._joins, samples, self.pool) if self._joins is not None else None
+        return CropMemory(self._joins, samples, self.crop_pool) if self._joins is not None else None
 
     def read(
         self, locations: Sequence[SampleLocation], first: int = 0, memory: CropMemory | None = None
@@ -298,8 +298,11 @@ class SampleReader:
                 chunk.substitutes.add(len(chunk.values))
             chunk.values.append(sample.value)
 
-    def _complete(self, sample: _ReadSample, chunk: Chunk) -> _ReadSample | None:
-        """Decodes and transforms a sample or, if that finds it bad, its substitute; None if it is left out."""
+    def _complete(self, sample: _ReadSample, chunk: Chunk, *, on_cpu: bool = False) -> _ReadSample | None:
+        """Decodes and transforms a sample or, if that finds it bad, its substitute; None if it is left out.
+
+        With `on_cpu`, an image that was set apart for the GPU is decoded here.
+        """
         while True:
             name = sample.value[KEY]
             try:
@@ -307,12 +310,14 @@ class SampleReader:
                     self._decode_reduced(sample)
                 self._decoder.finish(sample.late, sample.value)
                 if self._gpu_bytes:
-                    sample.value = self._for_gpu(sample)
+                    sample.value = self._for_gpu(sample) if IMAGE not in sample.value else sample.value
                 elif self._transform is not None:
                     began, size = time.perf_counter(), _bytes(sample.value)
                     sample.value = self._apply_transform(sample)
                     chunk.size += max(size, _bytes(sample.value))
                     chunk.transform_s += time.perf_counter() - began
+                if on_cpu:
+                    self._decode_encoded(sample.value)
             except (BadSample, BadShard) as error:
                 location = self._substitute(sample.location, name, error, sample.bad)
                 if location is None:
@@ -400,29 +405,20 @@ class SampleReader:
     def decode_on_cpu(self, chunk: Chunk, number: int) -> None:
         """Decodes the image of a sample that the GPU refused; replaces the sample, or leaves it out, if it is bad."""
         value = chunk.values[number]
-        bad, location = list[QuarantinedSample](), value[SAMPLES]
-        while True:
-            image = value[IMAGE]
-            try:
-                if isinstance(image, EncodedImage):
-                    pixels = decode({"jpg": image.data}, limits=self._limits)["jpg"]
-                    value[IMAGE] = turn(pixels, image.turn)
-            except BadSample as error:
-                found = self._substitute(location, value[KEY], error, bad)
-                sample = None if found is None else self._read_sample(found, bad, chunk)
-                if sample is None:
-                    break
-                finished = self._complete(sample, chunk)
-                assert finished is not None, "they are left out all or none"
-                value, location = finished.value, finished.location
-            else:
-                chunk.values[number] = value
-                if bad:
-                    chunk.substitutes.add(number)
-                    chunk.bad += bad
-                return
-        chunk.bad += bad
-        del chunk.values[number]
+        sample = self._complete(_ReadSample(value[SAMPLES], value, [], []), chunk, on_cpu=True)
+        if sample is None:
+            del chunk.values[number]
+            return
+        chunk.values[number] = sample.value
+        if sample.bad:
+            chunk.substitutes.add(number)
+            chunk.bad += sample.bad
+
+    def _decode_encoded(self, value: dict[str, Any]) -> None:
+        image = value[IMAGE]
+        if isinstance(image, EncodedImage):
+            pixels = decode({"jpg": image.data}, limits=self._limits)["jpg"]
+            value[IMAGE] = turn(pixels, image.turn)
 
     def _substitute(
         self, location: SampleLocation, name: str, error: HeadwayError, bad: list[QuarantinedSample]

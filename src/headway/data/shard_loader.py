@@ -196,7 +196,7 @@ class ShardLoader:
                 each.shutdown(wait=True)
             if prefetcher is not None:
                 prefetcher.stop()
-            self._reader.pool.clear()
+            self._reader.crop_pool.clear()
             self._counters.save_trace()
         if self._loops == number:
             self._label_watch.end_pass(self._order.names)

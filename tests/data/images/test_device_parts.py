@@ -11,7 +11,8 @@ import simplejpeg
 import torch
 from numpy.lib.stride_tricks import as_strided
 
-from headway.data import pack
+from headway.data import RandomResizedCrop, ShardLoader, pack
+from headway.data.images.batch import IMAGE, EncodedImage
 from headway.data.images.device.image_table import ImageTable
 from headway.data.images.device.pinned import PinnedMemory
 from headway.data.images.exif import turn
@@ -73,3 +74,31 @@ def test_hardware_queues_are_set_unless_the_user_has(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv(name)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert not use_many_queues() and name not in os.environ, "too late"
+
+
+def test_an_image_that_the_gpu_refuses_is_decoded_here_or_replaced_or_left_out(tmp_path: Path) -> None:
+    pixels = [np.full((16, 24, 3), 30 * number, np.uint8) for number in range(8)]
+    encoded = [simplejpeg.encode_jpeg(each, quality=95) for each in pixels]
+    at = encoded[3].index(b"\xff\xdb")
+    size = 2 + int.from_bytes(encoded[3][at + 2 : at + 4], "big")
+    encoded[3] = encoded[3][:at] + encoded[3][at + size :]  # its header is fine, but no decoder can decode it
+    pack(({"__key__": str(number), "jpg": data} for number, data in enumerate(encoded)), tmp_path)
+    for replaces in (True, False):
+        transform = RandomResizedCrop(8)
+        loader = ShardLoader(tmp_path, batch_size=8, shuffle=replaces, threads=1, transform=transform)
+        reader = loader._reader
+        reader._gpu_bytes, reader._begin, reader._draws = 1, reader._begin_for_gpu, None  # as with a GPU
+        chunk = reader.read([(0, 0, 0, number) for number in range(8)])
+        assert all(isinstance(value[IMAGE], EncodedImage) for value in chunk.values) and not chunk.bad
+        for number in (5, 3):  # the last first, as when a batch is made
+            reader.decode_on_cpu(chunk, number)
+        assert [sample.key for sample in chunk.bad] == ["3"]
+        names = [value["__key__"] for value in chunk.values]
+        assert len(names) == (8 if replaces else 7) and names[:3] == ["0", "1", "2"] and "3" not in names
+        assert chunk.substitutes == ({3} if replaces else set())
+        decoded = {
+            value["__key__"]: value[IMAGE] for value in chunk.values if type(value[IMAGE]) is np.ndarray
+        }
+        assert decoded.keys() == ({"5", names[3]} if replaces else {"5"})
+        for name, found in decoded.items():
+            assert np.abs(found.astype(int) - pixels[int(name)]).max() <= 2
