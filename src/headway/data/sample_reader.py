@@ -358,13 +358,13 @@ class SampleReader:
         size = plain_jpeg_size(late[1], self._limits)
         if size is None:
             return
-        how, key = orientation(late[1]) if transform.exif else 1, self._key(sample)
-        tables = draw_image(transform, key, *(size[::-1] if how >= 5 else size))
+        tag, key = orientation(late[1]) if transform.exif else 1, self._key(sample)
+        tables = draw_image(transform, key, *(size[::-1] if tag >= 5 else size))
         factor = largest_reduction(tables)
-        while how > 1 and (size[0] % factor or size[1] % factor):
+        while tag > 1 and (size[0] % factor or size[1] % factor):
             factor //= 2  # a last pixel that is not whole would come first
         sample.late.remove(late)
-        pixels = turn(decode_reduced(late[1], size, factor), how)
+        pixels = turn(decode_reduced(late[1], size, factor), tag)
         sample.value[late[0]] = DrawnImage(pixels, tables, key, factor)
 
     def _key(self, sample: _ReadSample) -> int:

@@ -141,8 +141,8 @@ class ShardLoader:
         counts = {name: given[name] for name in self._mix.weights}
         self._settings, self._order = settings, MixOrder(counts, settings, shuffle=self._shuffle)
         self._sources.sort(key=lambda source: self._order.names.index(source.name))
-        how: dict[str, Any] = {"shuffle": self._shuffle, "tail": self._tail, "steps": self._steps}
-        self._batcher = EpochBatcher(self._order.orders, self._split, **how)
+        options: dict[str, Any] = {"shuffle": self._shuffle, "tail": self._tail, "steps": self._steps}
+        self._batcher = EpochBatcher(self._order.orders, self._split, **options)
         max_open = sum(order.max_open_shards() for order in self._order.orders)
         self._shards = OpenShards(self._sources, max_open, self._limits, self._cache)
         self._reader = SampleReader(
@@ -157,8 +157,8 @@ class ShardLoader:
             gpu=self._gpu,
             joins=self._collate is None,
         )
-        how = {"validates": not self._shuffle, "drops": self._tail == "drop"}
-        self._assembler = make_assembler(self._reader, self._transform, self._collate, self._gpu, **how)
+        roles = {"validates": not self._shuffle, "drops": self._tail == "drop"}
+        self._assembler = make_assembler(self._reader, self._transform, self._collate, self._gpu, **roles)
 
     # --- iterating
 
@@ -213,7 +213,7 @@ class ShardLoader:
     ) -> Iterator[Any]:
         """Yields batches and prefetches the next ones; when weights change, prefetched batches are loaded again."""
         waiting: deque[PendingBatch] = deque()
-        timeline, largest, alone, feed = self._weights_over_time(), 0, False, self._feed
+        timeline, largest, one_thread, feed = self._weights_over_time(), 0, False, self._feed
         upcoming = self._rank_batches(timeline, self._position)
         self._prefetch_shards(timeline)
         while True:
@@ -228,8 +228,8 @@ class ShardLoader:
                 batch = next(upcoming, None)
                 if batch is None:
                     break
-                reads = self._reads(batch.locations, alone=alone)
-                chunks = [] if alone else [pool.submit(read) for read in reads]
+                reads = self._reads(batch.locations, one_thread=one_thread)
+                chunks = [] if one_thread else [pool.submit(read) for read in reads]
                 results = [chunk.result for chunk in chunks] or reads
                 gathered = gathering.submit(self._assembler.gather, results)
                 result = collating.submit(self._assembler.assemble, gathered, batch.padding, feed)
@@ -241,7 +241,7 @@ class ShardLoader:
             assembled = result.result()
             waited = Span("wait", threading.get_native_id(), began, time.perf_counter())
             largest = max(largest, sum(chunk.size for chunk in assembled.chunks))
-            alone = self._gpu is None and one_thread_suffices(assembled.chunks)
+            one_thread = self._gpu is None and one_thread_suffices(assembled.chunks)
             with self._position_lock:
                 if self._weights_over_time() is not timeline:
                     continue  # another thread has just changed weights: this batch is no longer the next
@@ -258,12 +258,14 @@ class ShardLoader:
                 staged = isinstance(assembled.value, StagedBatch)
                 yield assembled.value.hand_over() if staged else assembled.value
 
-    def _reads(self, locations: list[SampleLocation], *, alone: bool) -> list[Callable[[], Chunk]]:
+    def _reads(self, locations: list[SampleLocation], *, one_thread: bool) -> list[Callable[[], Chunk]]:
         """Splits a batch into chunks: a few samples each, because tasks have a cost, but enough for all threads. One
-        that reads alone has all samples."""
+        thread that reads by itself takes all samples."""
         threads, memory = reader_threads(self._threads, self._gpu), self._reader.crop_memory(len(locations))
-        if alone or self._gpu is not None:  # other processes read for a GPU, and a request has a cost, too
-            size = max(1, -(-len(locations) // (1 if alone else threads)))
+        if (
+            one_thread or self._gpu is not None
+        ):  # other processes read for a GPU, and a request has a cost, too
+            size = max(1, -(-len(locations) // (1 if one_thread else threads)))
         else:
             size = max(1, min(_MAX_CHUNK_SAMPLES, len(locations) // (2 * threads)))
         starts = range(0, len(locations) or 1, size)

@@ -69,19 +69,19 @@ def _from_tiff(tiff: bytes) -> int:
     return 1
 
 
-def turn(pixels: npt.NDArray[np.uint8], how: int) -> npt.NDArray[np.uint8]:
-    """Returns an image, height x width x 3, as its orientation says.
+def turn(pixels: npt.NDArray[np.uint8], tag: int) -> npt.NDArray[np.uint8]:
+    """Returns an image, height x width x 3, turned as its orientation, `tag`, says.
 
     >>> turn(np.arange(6, dtype=np.uint8).reshape(1, 2, 3), 6).shape
     (2, 1, 3)
     """
-    if how >= 5:
+    if tag >= 5:
         pixels = pixels.transpose(1, 0, 2)
-    if how in (3, 4, 7, 8):
+    if tag in (3, 4, 7, 8):
         pixels = pixels[::-1]
-    if how in (2, 3, 6, 7):
+    if tag in (2, 3, 6, 7):
         pixels = pixels[:, ::-1]
-    if how == 1:
+    if tag == 1:
         return pixels
     # a reversed axis of one pixel passes for contiguous, except with torch
     return np.array(pixels, order="C")
