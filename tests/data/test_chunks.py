@@ -96,6 +96,28 @@ def test_xarray_chunks_are_views_until_loaded() -> None:
     assert loaded["t"].values.tolist() == [0, 1, 2, 3]
 
 
+def test_every_option_of_the_order_arrives() -> None:
+    for how in (
+        {"shuffle": True, "seed": 7},
+        {"even_shards": False},
+        {"equal_chunks": False},
+        {"chunk_overlap": 2, "equal_chunks": False, "even_shards": False},
+    ):
+        expected = [
+            list(range(start, end))
+            for start, end in chunk_and_shard_indices(23, 3, rank=0, world_size=2, **how)
+        ]
+        assert expected != [[*range(i, i + 3)] for i in (0, 6, 12)], "what no option gives"
+        chunks = sharded_xr_dataset(series(23), "time", 3, rank=0, world_size=2, **how)
+        assert [chunk["t"].values.tolist() for chunk in chunks] == expected
+        if "seed" not in how:  # that of a dataset depends on the epoch, too
+            assert chunks_of(ShardedXrDataset(series(23), "time", 3, rank=0, world_size=2, **how)) == expected
+    seeds = [
+        ShardedXrDataset(series(23), "time", 3, shuffle=True, seed=n, rank=0, world_size=1) for n in (1, 2)
+    ]
+    assert chunks_of(seeds[0]) != chunks_of(seeds[1])
+
+
 def test_workers_share_the_chunks_of_their_rank_and_lose_none() -> None:
     dataset = ShardedXrDataset(series(21), "time", 3, rank=0, world_size=1)
     alone = chunks_of(dataset)
