@@ -257,13 +257,6 @@ class Transformer:
         return 4 * self.hidden if self.ffn is None else self.ffn
 
     @property
-    def attention_width(self) -> int:
-        """Heads times query width, as in the FLOPs of the scores; with MLA the mean of query and value width."""
-        if self.mla:
-            return self.heads * (self.dim + self.mla.v_dim) // 2
-        return self.heads * self.dim
-
-    @property
     def tokens_per_sample(self) -> int:
         return self.image.tokens if self.image else self.context
 
