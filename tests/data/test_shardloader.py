@@ -183,6 +183,8 @@ def test_weights_hold_from_the_very_next_batch(folder: Path) -> None:
     assert {text[0] for text in next(iterator)["txt"]} == {"b"}
     with pytest.raises(UsageError, match="'z' is not a valid dataset of the mix"):
         loader.set_weight("z", 1)
+    with pytest.raises(UsageError, match=r"go by the names .*: give {'a': 0, 'b': 1}, not \[0\.4, 0\.6\]"):
+        loader.set_weights([0.4, 0.6])  # type: ignore[arg-type]
 
 
 def test_a_schedule_is_the_same_change_at_its_step(folder: Path) -> None:

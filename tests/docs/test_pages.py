@@ -62,6 +62,13 @@ def headings(page: Path) -> set[str]:
 
 
 @each_page
+def test_lines_of_text_are_short(page: Path) -> None:
+    """Tables and blocks excepted: differences of pages can be read in a terminal."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert [line for line in prose.splitlines() if len(line) > 120 and not line.startswith("|")] == []
+
+
+@each_page
 def test_python_examples_parse_and_use_names_that_exist(page: Path) -> None:
     for code in blocks(page, "python"):
         tree = ast.parse(code)

@@ -28,6 +28,12 @@ _FIRST_MAX_INT64_SAMPLES = 2**36
 
 def apply_weights(weights: Mapping[str, float], changes: Mapping[str, float]) -> dict[str, float]:
     """Returns the weights after a change of some of them, whose names must be known."""
+    given: object = changes  # as in dino_loader, a list in the order of the datasets
+    if not isinstance(given, Mapping):
+        example = ", ".join(f"{name!r}: {weight:g}" for name, weight in weights.items())
+        raise UsageError(
+            f"weights go by the names of datasets, not by their order: give {{{example}}}, not {changes!r}"
+        )
     check_names(changes, weights)
     new = {**weights, **{name: float(weight) for name, weight in changes.items()}}
     to_whole_numbers(new)
