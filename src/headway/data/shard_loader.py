@@ -262,9 +262,7 @@ class ShardLoader:
         """Splits a batch into chunks: a few samples each, because tasks have a cost, but enough for all threads. One
         thread that reads by itself takes all samples."""
         threads, memory = reader_threads(self._threads, self._gpu), self._reader.crop_memory(len(locations))
-        if (
-            one_thread or self._gpu is not None
-        ):  # other processes read for a GPU, and a request has a cost, too
+        if one_thread or self._gpu is not None:  # processes read for a GPU, and a request has a cost, too
             size = max(1, -(-len(locations) // (1 if one_thread else threads)))
         else:
             size = max(1, min(_MAX_CHUNK_SAMPLES, len(locations) // (2 * threads)))
