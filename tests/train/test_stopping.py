@@ -30,6 +30,7 @@ from headway.errors import Stopped
 from headway.run import Run
 from headway.testing import ranks
 from headway.train import Callback, Pipeline, Stage
+from headway.train.resume import end_of_run
 from headway.train.resume.lead_time import LeadTime
 
 alone = pytest.mark.usefixtures("alone")
@@ -505,3 +506,13 @@ def test_ranks_under_headway_run_exit_with_75(tmp_path: Path) -> None:
     assert "stopped by SIGUSR1" in text and "Traceback" not in text and "failed" not in text, text
     (run,) = (tmp_path / "runs").iterdir()
     assert not (run / "failure.json").exists()
+
+
+def test_a_run_that_was_submitted_is_not_resumed_by_the_same_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run.create(tmp_path, name="digits", command=[])
+    monkeypatch.delenv("HEADWAY_RUN", raising=False)
+    assert end_of_run.resume_advice(run) == "the same command resumes"
+    monkeypatch.setenv("HEADWAY_RUN", str(run.path))
+    assert end_of_run.resume_advice(run).endswith(f"or by: headway resume {run.id}")

@@ -158,8 +158,8 @@ class Checkpointer:
     def finish(self) -> None:
         """Saves the last checkpoint of a run, and stops if that is due: the rest of the script may take long."""
         self._save_and_wait(None)
-        after = f"after the last step, {self.pipe.steps_done:,}"
-        end_of_run.stop_if_requested(self._heard, f"{after}, with a checkpoint: the same command resumes")
+        after = f"after the last step, {self.pipe.steps_done:,}, with a checkpoint"
+        end_of_run.stop_if_requested(self._heard, f"{after}: {end_of_run.resume_advice(self.pipe.directory)}")
         if self.pipe.world.is_root:
             end_of_run.note_script(self.pipe.directory, self._attempt)
 
@@ -281,7 +281,7 @@ class Checkpointer:
             raise
         except StorageError as error:
             raise StorageError(f"{stopped}, without a checkpoint of that step: {error}") from error
-        raise Stopped(f"{stopped}, with a checkpoint: the same command resumes")
+        raise Stopped(f"{stopped}, with a checkpoint: {end_of_run.resume_advice(self.pipe.directory)}")
 
     def _save_and_wait(self, stage: Stage | None) -> None:
         """Saves and waits until the checkpoint is complete; raises if that fails three times."""

@@ -15,6 +15,7 @@ from headway.dist.collective.exchange import FOREVER, RankExchange
 from headway.dist.group import current
 from headway.errors import HeadwayError, Stopped
 from headway.run import Run
+from headway.system import environment
 from headway.system.log import logger
 
 
@@ -52,3 +53,10 @@ def _note_end(run: Run, attempt: int) -> None:
         run.note_attempt(attempt, script_ended=True)
     except (OSError, HeadwayError) as error:  # the script has done its work
         logger.warning("%s; the same command restores %s instead of training a new run", error, run.id)
+
+
+def resume_advice(run: Run) -> str:
+    """Returns how a stopped run is resumed: what was submitted or launched makes a new run when it is called again."""
+    if environment.directory(environment.RUN) is None:
+        return "the same command resumes"
+    return f"it resumes when the job starts again, or by: headway resume {run.id}"
