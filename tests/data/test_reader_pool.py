@@ -262,9 +262,7 @@ def test_slots_are_used_again_when_nobody_looks_at_them() -> None:
 def started(shards: Path) -> Iterator[tuple[ShardLoader, SampleReader, SampleReader]]:
     loader = ShardLoader(shards, batch_size=60, collate_fn=len, max_bad=1)
     fast, plain = readers(loader)
-    assert fast._pool is not None
-    while fast._pool.read(batches(loader)[0], 60.0) is None:
-        pass
+    assert fast._pool is not None and fast._pool.read(batches(loader)[0]) is not None
     yield loader, fast, plain
 
 

@@ -1,6 +1,6 @@
 """`ReaderPool`: processes that read samples for this one, and the memory that they read them into.
 
-A process needs a second to start: until then, and if it ends or cannot be started, this process reads by itself.
+If one of them ends or cannot be started, this process reads by itself.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from headway.data.sources.reader_process import SLOT_BYTES, EncodedRow, ReaderSe
 from headway.dist.control.signals import block_signals
 from headway.system.log import logger
 
-_SLOTS = 128  # take memory when they are first used, and those with low numbers are used first
-_EXIT_WAIT_S = 5.0
+_SLOTS = 256  # take memory when they are first used, and those with low numbers are used first
+_START_WAIT_S, _EXIT_WAIT_S = 60.0, 5.0  # it takes about half a second
 _MODULE = "headway.data.sources.reader_process"
 
 
@@ -68,10 +68,10 @@ class SharedSlots:
             if not self._free:
                 return None
             slot = heapq.heappop(self._free)
-            address = self._memory.ctypes.data + slot * SLOT_BYTES
-            if address not in self._pinned:
-                self._pinning.pin(address, SLOT_BYTES)
-                self._pinned.add(address)
+        address = self._memory.ctypes.data + slot * SLOT_BYTES
+        if address not in self._pinned:
+            self._pinning.pin(address, SLOT_BYTES)
+            self._pinned.add(address)
         return slot
 
     def free(self, slot: int) -> None:
@@ -116,14 +116,13 @@ class _ReaderProcess:
         self._connection, self._ready = Connection(ours.detach()), False
         weakref.finalize(self, _end, self._process, self._connection)
 
-    def is_ready(self, timeout_s: float = 0.0) -> bool:
-        """Whether it has started. Raises EOFError if it has ended."""
-        if not self._ready and self._connection.poll(timeout_s):
+    def read(self, slot: int, locations: Sequence[tuple[int, int, int, int]]) -> list[EncodedRow | None]:
+        """Has samples read. Raises EOFError or OSError if it has ended, or does not start."""
+        if not self._ready:
+            if not self._connection.poll(_START_WAIT_S):
+                raise TimeoutError(f"it did not start in {_START_WAIT_S:.0f} s")
             self._connection.recv()
             self._ready = True
-        return self._ready
-
-    def read(self, slot: int, locations: Sequence[tuple[int, int, int, int]]) -> list[EncodedRow | None]:
         self._connection.send((slot, locations))
         rows: list[EncodedRow | None] = self._connection.recv()
         return rows
@@ -146,12 +145,12 @@ class ReaderPool:
         self._idle, self._lock, self._usable = list[_ReaderProcess](), threading.Lock(), True
         self._slots: SharedSlots | None = None
 
-    def read(self, locations: Sequence[tuple[int, int, int, int]], wait_s: float = 0.0) -> ReadAnswer | None:
-        """Has the first of some samples read; None if no process is ready within `wait_s`, or no slot is free."""
+    def read(self, locations: Sequence[tuple[int, int, int, int]]) -> ReadAnswer | None:
+        """Has the first of some samples read; None if no process can, or no slot is free."""
         process = slot = None
         try:
             process = self._take()
-            if process is None or not process.is_ready(wait_s) or (slot := self._shared().take()) is None:
+            if process is None or (slot := self._shared().take()) is None:
                 return None
             rows = process.read(slot, locations)
         except (EOFError, OSError) as error:

@@ -28,7 +28,7 @@ from headway.data.sources.open_shards import OpenShards, Source
 from headway.errors import HeadwayError
 from headway.system import retries
 
-SLOT_BYTES = 2**24
+SLOT_BYTES = 2**23
 """of the shared memory that one answer fills"""
 EncodedRow = tuple[str, dict[str, Any], int, int, int, int, int]
 """a sample: its key; its parts but the JPEG; where that begins and ends in the slot; its height and width; and the
