@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -14,6 +15,7 @@ import warm
 from headway.cli import plan as verb
 from headway.errors import HeadwayError, UsageError
 from headway.plan import Layout, Node, estimate, preset
+from headway.plan.input.plan_file import read_plan_file
 from headway.plan.machine.calibration import Calibration, load_calibration
 from headway.plan.report.html import render_page
 from headway.plan.report.saved_plan import read_saved_plan
@@ -73,8 +75,11 @@ def test_search(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan_file.write_text(GOOD.replace("h200-sxm8", "rtx-4090-1").replace("llama-3.1-8b", "llama-3.1-405b"))
     assert verb.main(["search", str(plan_file)]) == 3
     plan_file.write_text(GOOD.partition("search")[0])
-    with pytest.raises(UsageError, match="has no 'search'"):
-        verb.main(["search", str(plan_file)])
+    capsys.readouterr()
+    assert verb.main(["search", str(plan_file), "--json"]) == 0
+    ranked = [row["layout"] for row in json.loads(capsys.readouterr().out)["ranked"]]
+    gpus = {math.prod(layout.get(key, 1) for key in ("dp", "tp", "pp", "cp")) for layout in ranked}
+    assert gpus == {read_plan_file(plan_file).layout.gpus}, "without `search`, as many GPUs as the layout has"
 
 
 def test_presets_answer_without_torch() -> None:

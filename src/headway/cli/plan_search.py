@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -25,7 +25,7 @@ _YAML = (".yaml", ".yml")
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
-    """Best layouts of a model on a number of GPUs: those of a plan file's `search` section, or of a preset."""
+    """Best layouts of a model on a number of GPUs: those of a plan file's `search` or layout, or of a preset."""
 
     what: Annotated[str, Positional("FILE.yaml|PRESET|config.json")]
     """a plan file with a section `search`, a preset (headway plan list), or a model's config.json from the Hugging Face
@@ -52,16 +52,18 @@ class SearchOptions:
 
 def main(argv: list[str]) -> int:
     """Runs `headway plan search`."""
+    from headway.plan.input.plan_file import SearchSettings
     from headway.plan.report.tables import print_search
     from headway.plan.searcher.layouts import search
 
     options = parse(SearchOptions, _with_batch(argv), verb="plan search")
     plan = _search_plan(options, argv)
-    if plan.search is None:
-        raise UsageError(f"{options.what} has no 'search'; give search: {{gpus: N, global_batch: B}}")
+    layout = plan.layout  # without a section `search`, its GPUs and samples are arranged in another way
+    wanted = plan.search or SearchSettings(gpus=layout.gpus, global_batch=layout.global_batch)
+    plan = replace(plan, search=wanted)
     found = search(
-        plan.model, plan.node, gpus=plan.search.gpus, global_batch=plan.search.global_batch, base=plan.layout,
-        calibration=plan.calibration, keep=plan.search.keep, against=_given_layout(plan), trainable=options.trainable,
+        plan.model, plan.node, gpus=wanted.gpus, global_batch=wanted.global_batch, base=layout,
+        calibration=plan.calibration, keep=wanted.keep, against=_given_layout(plan), trainable=options.trainable,
     )  # fmt: skip
     if options.html is not None:
         from headway.plan.report.search_page import render_search
