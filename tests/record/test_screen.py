@@ -138,6 +138,12 @@ def test_described_from_a_real_run(run: Run, monkeypatch: pytest.MonkeyPatch) ->
     assert "canary" not in screen.render(shown, 200).plain
 
 
+def test_a_job_shows_the_script_and_not_the_path_of_its_copy(run: Run) -> None:
+    facts = {"attempt": 1, **diagnostics.collect(WORLD, run)}
+    facts["argv"] = ["/opt/bin/python3", f"{run.snapshot_dir}/src/train.py", "--lr", "0.1"]
+    assert screen.describe(run, WORLD, facts).command == "python3 src/train.py --lr 0.1"
+
+
 def test_paths_elsewhere_are_absolute_and_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run.create(tmp_path / "my runs", name="digits")
     (tmp_path / "here").mkdir()

@@ -51,7 +51,7 @@ def describe(run: Run, world: World, facts: Mapping[str, Any], *, config: object
         name=run.name,
         attempt=facts["attempt"],
         where=_where(world, facts["device"] or world.device.type),
-        command=shlex.join([Path(facts["argv"][0]).name, *facts["argv"][1:]]),
+        command=_command(facts["argv"], run),
         files=shlex.quote(_near(run.path)),
         log=f"tail -f {shlex.quote(_near(run.log_file(0)))}",
         versions=_versions(facts),
@@ -130,6 +130,12 @@ def _packed(settings: Sequence[str], room: int) -> list[str]:
         if len(lines) <= _CONFIG_LINES:
             break
     return lines
+
+
+def _command(argv: Sequence[str], run: Run) -> str:
+    """Returns a command as its user wrote it: a job runs a copy of the script, and the long path hides its options."""
+    program, *words = argv
+    return shlex.join([Path(program).name, *(word.removeprefix(f"{run.snapshot_dir}/") for word in words)])
 
 
 def _cut(text: str, room: int) -> str:
