@@ -120,7 +120,9 @@ def test_a_rank_that_exits_at_once_removes_the_directory(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_fork_server_that_a_loader_starts_blocks_no_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_server_that_a_loader_starts_outlives_signals_which_end_its_children(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Started(Exception):
         """Raised instead of starting workers, which would import torch."""
 
@@ -133,8 +135,11 @@ def test_a_fork_server_that_a_loader_starts_blocks_no_signal(monkeypatch: pytest
     monkeypatch.setattr(worker_init, "iter", start, raising=False)
     with pytest.raises(Started):
         list(DataLoader(Items(int), batch_size=2, num_workers=1, multiprocessing_context="forkserver"))
+    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    os.kill(server, signal.SIGUSR1)  # as SLURM sends it to every process of a step
     process = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(600,))
     process.start()
+    assert forkserver._forkserver._forkserver_pid == server  # type: ignore[attr-defined]
     process.terminate()
     process.join(60)
     try:

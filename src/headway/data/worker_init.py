@@ -16,7 +16,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import forkserver, queues, resource_tracker
+from multiprocessing import queues, resource_tracker
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any, final
@@ -28,6 +28,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils import data as torch_data
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from headway.dist.control import server_child
 from headway.dist.control.signals import block_signals, end_by_own_signal, ignore_signals
 from headway.system import environment
 from headway.system.log import logger
@@ -47,9 +48,10 @@ def open_workers(loader: torch_data.DataLoader[Any]) -> Iterator[Any]:
     _make_temp_dir()
     context = loader.multiprocessing_context or multiprocessing.get_context()
     if context.get_start_method() != "fork":
-        resource_tracker.ensure_running()  # it would unblock signals after its own start
+        with block_signals():  # in a block of its own: Python unblocks signals when it has started it
+            resource_tracker.ensure_running()
     if context.get_start_method() == "forkserver":
-        forkserver.ensure_running()  # processes of the user come from it, too, which have nothing blocked
+        server_child.preload()  # processes of the user come from it, too
     with block_signals():  # workers start with the signals blocked that are meant for the rank
         batches = iter(loader)
     assert isinstance(batches, _MultiProcessingDataLoaderIter)
@@ -156,6 +158,8 @@ def reseed(seed: int) -> None:
 @final
 class WorkerInit:
     """The `worker_init_fn` of torch's loader; an object, because workers that are not forks receive it by pickle."""
+
+    ignores_signals = True
 
     def __init__(self, user_init: Callable[[int], None] | None) -> None:
         self._user_init = user_init

@@ -37,6 +37,8 @@ FORWARDED_SIGNALS = (*STOP_SIGNALS, signal.SIGHUP)
 
 _END_WORKER = getattr(signal, "SIGRTMAX", signal.SIGKILL)
 """what a rank ends its workers with: no scheduler and no library sends it; macOS has no such signal"""
+BLOCKED_SIGNALS = {*STOP_SIGNALS, _END_WORKER}
+"""what waits until a process that starts can ignore it"""
 
 
 @contextmanager
@@ -45,7 +47,7 @@ def block_signals() -> Iterator[None]:
 
     A new interpreter needs a second until it can ignore a signal; until then the kernel keeps the signal pending.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, _END_WORKER})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
     try:
         yield
     finally:
@@ -69,7 +71,7 @@ def ignore_signals(worker: int = 0) -> None:  # noqa: ARG001 - torch calls a wor
     ) is not None:  # nothing else ends a worker whose rank was killed
         threading.Thread(target=_exit_with, args=(rank.sentinel,), name="headway worker", daemon=True).start()
     os.register_at_fork(after_in_child=_restore_defaults)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*STOP_SIGNALS, _END_WORKER})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
 
 
 def _ignore(number: int) -> None:

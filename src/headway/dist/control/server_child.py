@@ -1,0 +1,32 @@
+"""What multiprocessing's fork server imports if a loader starts it: its children start with no signal blocked.
+
+The server itself has stop signals blocked, or one that a scheduler sends to every process would end it, and torch would
+take all of its workers for dead. Data workers that ignore such signals unblock them themselves, once they do.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from multiprocessing import forkserver
+from multiprocessing.util import register_after_fork
+from typing import Any
+
+from headway.dist.control.signals import BLOCKED_SIGNALS
+
+
+def preload() -> None:
+    """Makes a fork server that is started from now on import this module, beside what it imports anyway."""
+    server: Any = forkserver._forkserver
+    if __name__ not in server._preload_modules:
+        server.set_forkserver_preload([*server._preload_modules, __name__])
+
+
+def _unblock(_: object) -> None:
+    process = multiprocessing.current_process()
+    arguments = process._args  # type: ignore[attr-defined]
+    if not any(getattr(type(each), "ignores_signals", False) for each in arguments):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
+
+
+register_after_fork(_unblock, _unblock)  # importing a module is all that can be asked of the server
