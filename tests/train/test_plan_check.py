@@ -74,6 +74,7 @@ def test_a_lie_is_found_and_the_truth_is_not(lie: bool, tmp_path: Path) -> None:
     assert json.loads((run / "plan.json").read_text())["title"] == "steady"
 
 
+@pytest.mark.usefixtures("alone")
 def test_plan_check_reads_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = train(tmp_path / "runs", write_plan(tmp_path / "plan.json", STEP_S / 50))
     assert cli.main(["check", str(run)]) == 1
@@ -210,6 +211,7 @@ def with_lock(samples: list[Any]) -> list[Any]:
     return [torch.stack([sample[0] for sample in samples]), threading.Lock()]
 
 
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("why", ["a batch cannot be sent", "the tracing process ended"])
 def test_a_step_that_cannot_be_traced_is_trained(
     why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
