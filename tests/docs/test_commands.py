@@ -43,11 +43,12 @@ NOT_RUN = {
     r".*(--model Qwen3-8B|--data era5\.zarr|imagenet shards|--nproc 8)": "data, a model or GPUs that are not here",
     r".* examples/imagenet/train\.py --data shards|headway data (check|bench) shards/train": "ImageNet",
     r"headway runs sync ": "a tracker; tests/record",
+    r"headway plan module |headway verify-resume .* --epochs": "a script of your own; tests/plan, tests/testing",
     r"headway data pack photos/": "photos of your own; tests/data",
     r"headway checkpoint export runs/(tune|finetune)": "a model with adapters; tests/train, examples/finetune",
 }
 COSTLY = re.compile(
-    r"headway (verify-resume|doctor|plan (module|measure|search deepseek)|run --(smoke|array)|run train|.* RUN$)"
+    r"headway (verify-resume|doctor|plan search deepseek|run --(smoke|array)|run train|.* RUN$)"
     r"|.*examples/|HEADWAY_"
 )
 """what `make test` leaves to HEADWAY_FAULTS=full, and tests of its own"""
