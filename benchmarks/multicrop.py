@@ -297,7 +297,9 @@ def main() -> None:
             "from memory": partial(from_memory, photos),
             "from shards": shards,
         }
-        peers = {"DALI": DaliMultiCrop(photos)} if find_spec("nvidia.dali") else {}
+        peers = {}
+        if find_spec("nvidia") and find_spec("nvidia.dali"):
+            peers = {"DALI, split": DaliMultiCrop(photos), "DALI": DaliMultiCrop(photos, split=False)}
         rates: dict[str, list[float]] = {name: [] for name in (*decoders, *contenders, *peers)}
         for _ in range(options.rounds):
             for name, decoder in decoders.items():

@@ -123,14 +123,19 @@ def calls(trace: Path) -> list[dict[str, Any]]:
     ]
 
 
-def check_steady(stage: Watched) -> None:
+def check_steady(stage: Watched, *, may_pin: int = 0) -> None:
+    """Nothing waits and nothing is allocated, but what torch's own thread may pin while its cache still fills."""
     found, main = calls(stage.trace), threading.get_native_id()
+    pinned = [each for each in found if each["name"] == "cudaHostAlloc" and each["tid"] != main]
+    assert len(pinned) <= may_pin
     assert any("Launch" in each["name"] for each in found), "the trace shows the calls of CUDA"
     steady = {
         "the thread that trains waits": [
             each["name"] for each in found if each["name"] in WAITS and each["tid"] == main
         ],
-        "allocations": [each["name"] for each in found if each["name"].startswith(ALLOCATIONS)],
+        "allocations": [
+            each["name"] for each in found if each["name"].startswith(ALLOCATIONS) and each not in pinned
+        ],
         "allocations, and bytes that torch holds": stage.grown,
     }
     assert steady == {
@@ -148,7 +153,8 @@ def test_batches_of_any_loader_make_nobody_wait(tmp_path: Path) -> None:
 def test_batches_of_workers_make_nobody_wait(tmp_path: Path) -> None:
     data = torch.utils.data.TensorDataset(torch.randn(4096, 3, 32, 32), torch.arange(4096))
     loader = hw.data.DataLoader(data, batch_size=64, shuffle=True, num_workers=2)
-    check_steady(train_on(loader, tmp_path))
+    # two tensors in each batch that may be on its way: two for each worker, one in the queue, two in training
+    check_steady(train_on(loader, tmp_path), may_pin=2 * 7)
     assert not loader._torch.pin_memory, "outside of the pipeline it is as it was"
 
 
