@@ -8,8 +8,9 @@ import gc
 import io
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -171,6 +172,23 @@ def test_samples_of_all_kinds_are_those_that_are_read_here(shards: Path, how: di
         assert_equal(fast.read(locations), plain.read(locations))
     assert sum(row is None for row in there.rows) > 40
     assert sum(row is not None for row in there.rows) > (0 if "decoders" in how else 60)
+
+
+@pytest.mark.usefixtures("small_slots")
+@pytest.mark.parametrize("substitute", [True, False])
+def test_time_is_counted_once_also_for_samples_that_a_process_declines(
+    shards: Path, substitute: bool
+) -> None:
+    loader = ShardLoader(shards, batch_size=60)
+    reader, _ = readers(loader, substitute=substitute)
+    assert reader._pool is not None
+    reader._pool = there = InProcess(reader._pool)  # type: ignore[assignment]
+    for locations in batches(loader):
+        began = time.perf_counter()
+        times = reader.read(locations).times
+        edges = [began, *chain.from_iterable(times), time.perf_counter()]
+        assert edges == sorted(edges), "spans of one thread do not overlap"
+    assert sum(row is None for row in there.rows) > 40
 
 
 def test_a_damaged_sample_is_left_to_this_process(shards: Path) -> None:

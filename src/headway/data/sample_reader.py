@@ -46,6 +46,8 @@ from headway.data.shards.decode import (
     decode,
     decode_reduced,
     decode_rgb,
+    image_name,
+    jpeg_name,
     plain_jpeg_size,
 )
 from headway.data.shards.label_order import LABEL
@@ -79,7 +81,6 @@ def checked_transform(transform: Transform | ImageTransform | None) -> Transform
 
 KEY = "__key__"
 """the part of a sample that has its name"""
-_JPEGS = ("jpg", "jpeg")
 _MAX_SUBSTITUTES = 8
 _READ_BYTES = 2**20  # that a thread reads before it decodes
 _MAX_SIDE_PIXELS = 2**31 - 1  # the tables of crops have 32 bits
@@ -219,8 +220,11 @@ class SampleReader:
             for location, row in zip(locations[done:], answer.rows, strict=False):
                 if row is not None:
                     self._add_encoded(chunk, location, row, answer.memory)
-                elif (sample := self._read_sample(location, [], chunk)) is not None:
-                    self._finish(chunk, [sample], time.perf_counter())
+                    continue
+                end = time.perf_counter()
+                chunk.times.append((began, read, end, end))
+                self._read_each([location], chunk, 0, None)  # which adds its own times
+                began = read = time.perf_counter()
             done, end = done + len(answer.rows), time.perf_counter()
             chunk.times.append((began, read, end, end))
         return done
@@ -266,8 +270,8 @@ class SampleReader:
 
     def _begin_for_gpu(self, parts: Mapping[str, memoryview]) -> tuple[dict[str, Any], list[LatePart]]:
         """Begins to decode a sample, except for an image that the GPU is to decode."""
-        name = _image_name(parts)
-        image = None if name not in _JPEGS or name in self._decoders else self._encoded(parts[name])
+        name = jpeg_name(parts, self._decoders)
+        image = None if name is None else self._encoded(parts[name])
         if name is None or image is None:
             return self._decoder.begin(parts)
         values, late = self._decoder.begin({part: data for part, data in parts.items() if part != name})
@@ -343,17 +347,17 @@ class SampleReader:
 
     def _jpeg_size(self, sample: _ReadSample) -> tuple[int, int] | None:
         """Returns height and width of the image of a sample, if it is a JPEG that any decoder can decode."""
-        name = _image_name(sample.value)
-        if name not in _JPEGS or name in self._decoders:
+        name = jpeg_name(sample.value, self._decoders)
+        if name is None:
             return None
         return next(plain_jpeg_size(data, self._limits) for part, data, _ in sample.late if part == name)
 
     def _decode_reduced(self, sample: _ReadSample) -> None:
         """Decodes the image of a sample at the smallest size that its crops allow, if it is a JPEG that can be."""
-        transform, name = self._transform, _image_name(sample.value)
+        transform, name = self._transform, jpeg_name(sample.value, self._decoders)
         assert isinstance(transform, ImageTransform)
         late = next((each for each in sample.late if each[0] == name), None)
-        if late is None or late[0] not in _JPEGS or late[0] in self._decoders:
+        if late is None:
             return
         size = plain_jpeg_size(late[1], self._limits)
         if size is None:
@@ -442,7 +446,7 @@ class SampleReader:
 def _take_image(transform: ImageTransform, sample: _ReadSample) -> Any:
     """Takes the image out of a sample: its pixels, turned if asked, or an `EncodedImage`."""
     value = sample.value
-    name = _image_name(value)
+    name = image_name(value)
     if name is None:
         raise BadSample(f"it has no image (a part called {', '.join(sorted(IMAGES))}) but {', '.join(value)}")
     image = value.pop(name)
@@ -457,11 +461,6 @@ def _take_image(transform: ImageTransform, sample: _ReadSample) -> Any:
             f"{long} x {short} pixels would be resized to {longest} in the long side: cut the image"
         )
     return image
-
-
-def _image_name(value: Mapping[str, Any]) -> str | None:
-    """Returns which part of a sample is its image: the first."""
-    return next((name for name in value if name in IMAGES), None)
 
 
 def _bytes(value: Any) -> int:

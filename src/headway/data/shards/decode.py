@@ -11,7 +11,7 @@ import io
 import json
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Container, Iterable, Mapping, Set
 from functools import cache, partial
 from importlib import import_module
 from tokenize import TokenError
@@ -172,6 +172,7 @@ _BROKEN += (EOFError, RecursionError, TokenError, struct.error, zlib.error)
 _MAX_REASON_CHARS = 200  # some libraries quote the whole file
 _REFUSED = {"pkl", "pickle", "pyd", "pth", "pt", "ckpt"}
 IMAGES = {"jpg", "jpeg", "png", "webp"}
+_JPEGS = ("jpg", "jpeg")
 
 
 def _array(data: memoryview) -> npt.NDArray[Any]:
@@ -206,7 +207,7 @@ def _image(kind: str, limits: ShardLimits) -> Callable[[memoryview], Decoder]:
     are."""
     by_pillow: Decoder = partial(_pillow, limits=limits, keep=kind == "png")
     simplejpeg = _simplejpeg()
-    if kind not in ("jpg", "jpeg") or simplejpeg is None:
+    if kind not in _JPEGS or simplejpeg is None:
         return lambda _: by_pillow
     by_simplejpeg: Decoder = partial(_jpeg, simplejpeg.decode_jpeg, by_pillow)
     sizes, unchecked = _HeaderCache(), min(limits.pixels, _SMALL_IMAGE_BYTES // _RGB)
@@ -281,6 +282,25 @@ def _simplejpeg() -> Any:
         return import_module("simplejpeg")
     except ModuleNotFoundError:
         return None
+
+
+def image_name(names: Iterable[str]) -> str | None:
+    """Returns which part of a sample is its image: the first.
+
+    >>> image_name(["cls", "png", "jpg"])
+    'png'
+    """
+    return next((name for name in names if name in IMAGES), None)
+
+
+def jpeg_name(names: Iterable[str], own: Container[str]) -> str | None:
+    """Returns which part of a sample is its image, if that is a JPEG and has no decoder of the user's `own`.
+
+    >>> jpeg_name(["cls", "jpg"], own=()), jpeg_name(["png", "jpg"], own=()), jpeg_name(["jpg"], own=("jpg",))
+    ('jpg', None, None)
+    """
+    name = image_name(names)
+    return name if name in _JPEGS and name not in own else None
 
 
 def plain_jpeg_size(data: memoryview, limits: ShardLimits) -> tuple[int, int] | None:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from headway.data.shards.decode import IMAGES, SampleDecoder, plain_jpeg_size
+from headway.data.shards.decode import SampleDecoder, jpeg_name, plain_jpeg_size
 from headway.data.shards.tar import ShardLimits
 from headway.data.sources.open_shards import OpenShards, Source
 from headway.errors import HeadwayError
@@ -33,8 +33,6 @@ SLOT_BYTES = 2**23
 EncodedRow = tuple[str, dict[str, Any], int, int, int, int, int]
 """a sample: its key; its parts but the JPEG; where that begins and ends in the slot; its height and width; and the
 bytes of all parts. A plain tuple, because one is made for each sample."""
-
-_JPEGS = ("jpg", "jpeg")
 
 
 class ReaderSettings(NamedTuple):
@@ -92,8 +90,8 @@ class SlotReader:
 
     def _read(self, dataset: int, shard: int, number: int) -> EncodedRow | None:
         key, parts = self._shards.get(dataset, shard).read(number, self._allocate)
-        name = next((name for name in parts if name in IMAGES), None)
-        if name not in _JPEGS or not self._decoded_there.isdisjoint(parts):
+        name = jpeg_name(parts, self._decoded_there)
+        if name is None or not self._decoded_there.isdisjoint(parts):
             return None
         image = parts[name]
         size = plain_jpeg_size(image, self._limits)
