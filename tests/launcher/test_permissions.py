@@ -316,7 +316,7 @@ def test_a_root_that_is_yet_to_be_made_is_refused_like_one_that_exists(tmp_path:
     facts: dict[str, Any] = {"name": "x", "config": {}, "world": {}, "environ": {}}
     shared = tmp_path / "shared"
     shared.mkdir()
-    for mode, refused in ((0o777, True), (0o1777, False), (0o775, False)):
+    for mode, refused in ((0o777, True), (0o1777, False), (0o755, False)):
         root = shared / f"runs-{mode:o}"
         shared.chmod(mode)
         if refused:
@@ -345,7 +345,9 @@ def test_refusals_give_advice_that_this_user_can_follow(
     me = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: me + 4242)
     monkeypatch.setattr(ownership, "uid_in", lambda _: me)  # also where the tests do not run as root
-    with pytest.raises(UsageError, match=r"by others .*: use a directory of your own, or ask its owner$"):
+    with pytest.raises(
+        UsageError, match=rf"by others .*: use a directory of your own, or ask \S+ to chmod \+t {shared}$"
+    ):
         ownership.check_root(shared)
 
 
@@ -355,3 +357,87 @@ def test_a_user_without_an_entry_has_a_group_of_its_own_number(monkeypatch: pyte
     assert ownership._is_private_group(424242) and not ownership._is_private_group(424243)
     monkeypatch.setattr(os, "getegid", lambda: 0)
     assert not ownership._is_private_group(0) and not ownership._is_private_group(424242)
+
+
+def parents_of_others(par: Path) -> Iterator[tuple[str, str]]:
+    """Makes a directory above a root one in which another user can rename it; yields what is said, and the remedy."""
+    for mode in (0o2775, 0o770):
+        os.chown(par, 0, NOBODY)
+        par.chmod(mode)
+        yield "can be written by others", f": chmod +t {par}"
+    for mode in (0o755, 0o1777):  # the sticky bit keeps out everybody but its owner
+        os.chown(par, NOBODY, NOBODY)
+        par.chmod(mode)
+        yield "belongs to another user, nobody", ": use a directory of your own, or run as nobody"
+    os.chown(par, 0, 0)
+    par.chmod(0o755)
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="only root can give directories away")
+def test_directories_above_the_root_belong_to_nobody_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever can rename the root puts one of his own in its place, after all checks."""
+    facts: dict[str, Any] = {"name": "x", "config": {}, "world": {}, "environ": {}}
+    par = tmp_path / "par"
+    (par / "deep").mkdir(parents=True)
+    run = Run.create(par / "deep" / "runs", name="x", command=["train"])
+    JobFile(program=Program(command=["train"]), target=Slurm()).write(run)
+    run.begin_attempt(world={})
+    (tmp_path / "link").symlink_to(run.path.parent)
+    uses: dict[str, Callable[[], object]] = {
+        "job": lambda: node.run_submitted(str(run.path)),
+        "submission": lambda: submit_script._check_root(run.path.parent),
+        "choice": lambda: choose(run.path.parent, resume="auto", **facts),
+        "a root to make": lambda: choose(par / "new", resume="auto", **facts),
+        "by a link": lambda: choose(tmp_path / "link", resume="auto", **facts),
+        "resume": lambda: choose(tmp_path, resume=run.path, **facts),
+        "staging": lambda: stage([Path(__file__)], par / "deep" / "staged"),
+    }
+    for said, remedy in parents_of_others(par):
+        for name, use in uses.items():
+            with pytest.raises(UsageError, match=said) as refused:
+                use()
+            assert str(refused.value).endswith(remedy), (name, str(refused.value))
+        assert private_directory(par / "deep") is None and said in caplog.text
+        assert not (par / "new").exists()
+    assert choose(run.path.parent, resume="auto", **facts).run == run
+    os.chown(par, 0, NOBODY)
+    par.chmod(0o1775)
+    assert choose(run.path.parent, resume="auto", **facts).run == run, (
+        "a project directory with the sticky bit"
+    )
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="only root can give directories away")
+def test_links_to_the_root_are_where_nobody_else_can_change_them(tmp_path: Path) -> None:
+    shared, mine = tmp_path / "shared", tmp_path / "mine"
+    for directory in (shared, mine):
+        directory.mkdir(mode=0o755)
+    (shared / "link").symlink_to("../mine/../mine")
+    (mine / "again").symlink_to(shared / "link")
+    for path in (shared / "link", mine / "again", mine / "again" / "new"):
+        ownership.check_root(path)
+        shared.chmod(0o777)
+        with pytest.raises(UsageError, match=f"{shared} can be written"):
+            ownership.check_root(path)
+        shared.chmod(0o1777)
+        ownership.check_root(path)
+        os.lchown(shared / "link", NOBODY, NOBODY)
+        with pytest.raises(UsageError, match=f"{shared}/link belongs to another user, nobody"):
+            ownership.check_root(path)
+        os.lchown(shared / "link", 0, 0)
+
+
+def test_in_a_container_without_root_the_directories_of_the_machine_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Apptainer maps one user: whatever belongs to root is shown as nobody's. The map is imitated."""
+    nobody = int(Path("/proc/sys/kernel/overflowuid").read_text())
+    read = Path.read_text
+    for mapped, unmapped in (("0 0 4294967295", False), ("1000 1000 1", True)):
+        monkeypatch.setattr(
+            Path, "read_text", lambda path, text=mapped: text if path.name == "uid_map" else read(path)
+        )
+        assert ownership._is_unmapped(nobody) is unmapped
+        assert not ownership._is_unmapped(1000)

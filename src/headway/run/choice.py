@@ -126,6 +126,7 @@ def _check_own(run: Run) -> None:
     """Raises `UsageError` if others could have written what a start of this run reads: a job checks the same."""
     with _only_warn_without_modes(run.path):
         Run(path=run.path.resolve(), id=run.id, name=run.name).check_private()
+        ownership.check_root(run.path)  # also the links that lead there
         if run.checkpoints_dir.exists():
             ownership.check_private(run.checkpoints_dir.resolve())  # it may be a link to another disk
 

@@ -69,19 +69,44 @@ def check_owner(path: Path) -> None:
 def check_root(path: Path) -> None:
     """Raises `UsageError` unless what this user puts into a directory stays what it is.
 
-    Others may write to the directory if it has the sticky bit: then only the owner of a file can rename it. Of the
-    directories above it, those that everybody can write to need that bit, too. Of one that is yet to be made,
-    only these are checked.
+    Others may write to the directory, and to those above it, if they have the sticky bit: then only the owner of a
+    file can rename it. All of them must be this user's or root's, whose owners can rename what they like; so must the
+    links that lead there. Of a directory that is yet to be made, only those above it are checked.
 
     >>> check_root(Path("/tmp"))
     """
-    path = path.resolve()
-    if os.path.lexists(path):
-        _check(path, path.lstat(), sticky=True)
-    for parent in filter(os.path.lexists, path.parents):
-        status = parent.lstat()
-        if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
-            raise _writable(parent, status, "+t")
+    real = path.resolve()
+    if os.path.lexists(real):
+        _check(real, real.lstat(), sticky=True)
+    _check_way(path.absolute())
+
+
+def _check_way(path: Path, followed: frozenset[Path] = frozenset()) -> None:
+    """Checks the directories above a path, and above each link on the way: any of them decides where the path leads."""
+    here = Path(path.anchor)
+    for name in path.parts[1:]:
+        if not os.path.lexists(here):
+            return
+        status = here.lstat()
+        if not _is_unmapped(status.st_uid):
+            _check(here, status, sticky=True)
+        here = here.parent if name == ".." else here / name
+        if here.is_symlink() and here not in followed:
+            check_owner(here)
+            _check_way(here.parent / here.readlink(), followed | {here})
+            here = here.resolve()
+
+
+def _is_unmapped(uid: int) -> bool:
+    """Whether a user of the machine has no number in this container: there root, too, is shown as nobody."""
+    try:
+        nobody = int(Path("/proc/sys/kernel/overflowuid").read_text())
+        ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    except (OSError, ValueError):  # not Linux
+        return False
+    return uid == nobody and not any(
+        int(first) <= uid < int(first) + int(count) for first, _, count in ranges
+    )
 
 
 def read_private(path: Path, *, secret: bool = False) -> bytes:
@@ -114,7 +139,7 @@ def _check_owner(path: Path, status: os.stat_result, advice: str | None = None) 
     if status.st_uid != uid_in(path if stat.S_ISDIR(status.st_mode) else path.parent):
         raise UsageError(
             f"{path} belongs to another user, {user(status.st_uid)}, who could have it run any code as "
-            f"{user(os.geteuid())}: {advice or 'use a directory of your own'}"
+            f"{user(os.geteuid())}: {advice or _own(status.st_uid)}"
         )
 
 
@@ -134,11 +159,21 @@ def _is_private_group(gid: int) -> bool:
 
 
 def _writable(path: Path, status: os.stat_result, mode: str, advice: str | None = None) -> UsageError:
-    if status.st_uid == os.geteuid():
-        advice = advice or f"chmod {mode} {shlex.quote(str(path))}"
+    remedy = f"chmod {mode} {shlex.quote(str(path))}"
+    if status.st_uid != os.geteuid():
+        remedy = f"use a directory of your own, or ask {user(status.st_uid)} to {remedy}"
     return UsageError(
         f"{path} can be written by others ({stat.filemode(status.st_mode)}), who could have it run any code as "
-        f"{user(os.geteuid())}: {advice or 'use a directory of your own, or ask its owner'}"
+        f"{user(os.geteuid())}: {advice or remedy}"
+    )
+
+
+def _own(uid: int) -> str:
+    """What to do about a directory of another user: root in a container sees those of the user who started it."""
+    return (
+        "use a directory of your own"
+        if os.geteuid()
+        else f"use a directory of your own, or run as {user(uid)}"
     )
 
 

@@ -100,6 +100,7 @@ def _target_directory(to: str | os.PathLike[str] | None) -> Path:
             files.make_dir(directory)
         # the ranks take what is there for the data of this user
         ownership.check_private(directory.resolve(), advice="give a directory of your own, like /tmp/$USER")
+        ownership.check_root(directory)
     except OSError as error:
         raise UsageError(
             f"{directory} cannot be used for staging: {error.strerror}"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import final
 
 from headway import schedulers
+from headway.errors import UsageError
 from headway.system import files, ownership
 from headway.system.limits import usable_cpus
 from headway.system.log import logger
@@ -111,6 +112,11 @@ def kernel_caches(local_rank: int, environ: Mapping[str, str]) -> dict[str, str]
 
 def private_directory(parent: Path) -> Path | None:
     """A directory that only we can write, or None: what is in it is executed, and others may write to /tmp."""
+    try:
+        ownership.check_root(parent)
+    except UsageError as error:
+        _warn_of_parent(str(error))
+        return None
     directory = parent / f"headway-{os.geteuid()}"
     try:
         files.make_dir(directory)
@@ -126,6 +132,11 @@ def private_directory(parent: Path) -> Path | None:
 
 
 @cache  # said once, and not for every rank and round
+def _warn_of_parent(why: str) -> None:
+    logger.warning("compiled kernels are cached where torch does, which is slower to start: %s", why)
+
+
+@cache
 def _warn_of_foreign(directory: Path, mode: str, uid: int) -> None:
     logger.warning(
         "%s is %s of %s and is not used, since what is in it would be executed: compiled kernels are cached where "
