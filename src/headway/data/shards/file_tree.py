@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
-from headway.data.shards.mds import is_mds, mds_sample, mds_shards, places
+from headway.data.shards.mds import MdsShard, is_mds, mds_sample, mds_shards, places
 from headway.errors import UsageError
 from headway.system.files import storage
 
@@ -27,7 +27,7 @@ def directory_samples(directory: Path, seed: int | None) -> tuple[Iterator[dict[
             f"{directory} is not a directory: give one with a directory of images for each class, or with files"
         )
     if is_mds(directory):
-        return _by_place(directory, seed), None
+        return _by_place(mds_shards(directory), seed), None
     with storage(f"list {directory}"):
         here = sorted(path for path in directory.iterdir() if not path.name.startswith("."))
     classes = [path for path in here if path.is_dir()]
@@ -82,14 +82,22 @@ def _class_key(number: int, name: str) -> str:
 def _by_name(files: list[Path], seed: int | None) -> Iterator[dict[str, Any]]:
     groups = ((key, list(parts)) for key, parts in groupby(sorted(files, key=_key), key=_key))
     for key, parts in shuffled(groups, seed):
-        yield {"__key__": key} | {path.name.partition(".")[2].lower(): path.read_bytes() for path in parts}
+        for path in parts:
+            if _extension(path).startswith("__"):
+                raise UsageError(
+                    f"the extension of {path} begins with two underscores, as metadata does: rename it"
+                )
+        yield {"__key__": key} | {_extension(path): path.read_bytes() for path in parts}
 
 
-def _by_place(directory: Path, seed: int | None) -> Iterator[dict[str, Any]]:
-    shards = mds_shards(directory)
+def _by_place(shards: Sequence[MdsShard], seed: int | None) -> Iterator[dict[str, Any]]:
     for shard, number in shuffled(places(shards), seed):
         yield mds_sample(shards, shard, number)
 
 
 def _key(path: Path) -> str:
     return path.name.partition(".")[0]
+
+
+def _extension(path: Path) -> str:
+    return path.name.partition(".")[2].lower()

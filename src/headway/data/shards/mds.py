@@ -7,6 +7,7 @@ columns that have no fixed one. Images, text and JSON keep their bytes; pickles 
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import numpy as np
 
 from headway.errors import UsageError
 from headway.system import files
+from headway.system.files import storage
 from headway.system.jsonlines import is_count, parse_json
 
 _INDEX = "index.json"
@@ -33,6 +35,7 @@ _EXTENSIONS = {
     "bytes": "bin",
 }
 """what a column becomes, by its encoding"""
+_BY_HAND = "iterate over the dataset with Streaming, and give hw.data.pack the samples"
 _ARRAY_TYPES = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32",
                 34: "float32", 64: "uint64", 65: "int64", 66: "float64"}  # fmt: skip
 """of arrays that say their type themselves"""
@@ -40,41 +43,41 @@ _ARRAY_TYPES = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16",
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class _MdsShard:
+class MdsShard:
+    """A shard whose table of samples matches the index."""
+
     path: Path
     samples: int
     names: Sequence[str]
     encodings: Sequence[str]
     sizes: Sequence[int | None]
+    parts: Sequence[str]
+    """what the columns are called in a sample that is packed"""
 
     @classmethod
-    def of(cls, directory: Path, facts: Any) -> _MdsShard:
+    def of(cls, directory: Path, facts: Any) -> MdsShard:
         try:
-            path = directory / Path(facts["raw_data"]["basename"]).name
-            shard = cls(
-                path=path,
-                samples=facts["samples"],
-                names=facts["column_names"],
-                encodings=facts["column_encodings"],
-                sizes=facts["column_sizes"],
-            )
+            name, samples = Path(facts["raw_data"]["basename"]), facts["samples"]
+            columns = facts["column_names"], facts["column_encodings"], facts["column_sizes"]
             packed = (facts.get("zip_data") or {}).get("basename")
         except (KeyError, TypeError, AttributeError) as error:
-            raise UsageError(
-                f"{directory / _INDEX} does not describe its shards as MDS does: {error!r}"
-            ) from error
-        for name, encoding in zip(shard.names, shard.encodings, strict=True):
-            if _kind(encoding) not in _EXTENSIONS:
-                raise UsageError(
-                    f"column {name!r} of {directory} is encoded as {encoding!r}, which is not read: iterate over the "
-                    "dataset with Streaming, and give hw.data.pack the samples"
-                )
+            raise _malformed(directory, repr(error)) from error
+        if facts.get("format") != "mds":
+            raise _malformed(directory, f"the format of {name} is {facts.get('format')!r}")
+        if not is_count(samples):
+            raise _malformed(directory, f"{name} has {samples!r} samples")
+        if name.is_absolute() or ".." in name.parts:
+            raise _malformed(directory, f"{name} is not a path below that directory")
+        _check_columns(directory, *columns)
+        path, parts = directory / name, _part_names(directory, *columns[:2])
         if not path.is_file():
             unpack = f"unpack {packed}, or copy the shard" if packed else "copy it"
             raise UsageError(f"{path} is missing: {unpack}, and pack again")
-        return shard
+        _check_table(path, samples)
+        names, encodings, sizes = columns
+        return cls(path=path, samples=samples, names=names, encodings=encodings, sizes=sizes, parts=parts)
 
-    def read(self, number: int) -> dict[str, bytes]:
+    def read(self, number: int) -> list[bytes]:
         """Returns the bytes of each column of a sample."""
         with self.path.open("rb") as file:
             file.seek(4 * (1 + number))
@@ -83,14 +86,70 @@ class _MdsShard:
             data = file.read(end - begin)
         free = sum(size is None for size in self.sizes)
         given = iter(np.frombuffer(data, "<u4", free).tolist())
-        at, found = 4 * free, {}
-        for name, size in zip(self.names, self.sizes, strict=True):
+        at, found = 4 * free, list[bytes]()
+        for size in self.sizes:
             length = next(given) if size is None else size
-            found[name] = data[at : at + length]
+            found.append(data[at : at + length])
             at += length
         if at != len(data):
             raise ValueError(f"it has {len(data)} bytes instead of {at}")
         return found
+
+
+def _malformed(directory: Path, what: str) -> UsageError:
+    return UsageError(f"{directory / _INDEX} does not describe its shards as MDS does: {what}")
+
+
+def _check_columns(directory: Path, names: Any, encodings: Any, sizes: Any) -> None:
+    columns = names, encodings, sizes
+    if not all(isinstance(each, list) for each in columns) or len({len(each) for each in columns}) > 1:
+        raise _malformed(
+            directory, "column_names, column_encodings and column_sizes are not lists of equal length"
+        )
+    for each in (*names, *encodings):
+        if not isinstance(each, str):
+            raise _malformed(directory, f"{each!r} in column_names or column_encodings is not text")
+    for size in sizes:
+        if size is not None and not is_count(size):
+            raise _malformed(directory, f"{size!r} in column_sizes is not a number of bytes")
+    for name, encoding in zip(names, encodings, strict=True):
+        if _kind(encoding) not in _EXTENSIONS:
+            raise UsageError(
+                f"column {name!r} of {directory} is encoded as {encoding!r}, which is not read: {_BY_HAND}"
+            )
+
+
+def _part_names(directory: Path, names: Sequence[str], encodings: Sequence[str]) -> list[str]:
+    """Names columns by their extensions; by NAME.EXTENSION if several have it.
+
+    Names that begin with two underscores are metadata in samples, and not packed: there, underscores are left out.
+    """
+    kinds = [_EXTENSIONS[_kind(encoding)] for encoding in encodings]
+    often, parts, owners = Counter(kinds), list[str](), dict[str, str]()
+    for name, kind in zip(names, kinds, strict=True):
+        own = name.strip("_") if name.startswith("__") else name
+        parts.append(kind if often[kind] == 1 else f"{own}.{kind}")
+        lower = parts[-1].lower()  # as readers know it
+        if lower in owners:
+            raise UsageError(
+                f"columns {owners[lower]!r} and {name!r} of {directory} would both be packed as {lower!r}: {_BY_HAND}"
+            )
+        owners[lower] = name
+    return parts
+
+
+def _check_table(path: Path, samples: int) -> None:
+    """Compares a shard's own table of samples with the index, and its end with the size of the file."""
+    with storage(f"read {path}"), path.open("rb") as file:
+        size, count = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(4), "little")
+        if count != samples:
+            raise UsageError(
+                f"{path} has {count} samples in {size} bytes, but {_INDEX} has {samples}: copy both again"
+            )
+        file.seek(4 * (1 + count))
+        end = int.from_bytes(file.read(4), "little")
+    if size != end or size < 4 * (2 + count):
+        raise UsageError(f"{path} has {size} bytes, but its table of samples ends at {end}: copy it again")
 
 
 def is_mds(directory: Path) -> bool:
@@ -109,37 +168,37 @@ def _index(directory: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def mds_shards(directory: Path) -> list[_MdsShard]:
+def mds_shards(directory: Path) -> list[MdsShard]:
     """Returns the shards of a dataset, whose samples `mds_sample` reads."""
     index = _index(directory)
     if index.get("version") != _VERSION:
         raise UsageError(f"{directory / _INDEX} has version {index.get('version')!r}: expected {_VERSION}")
-    shards = [_MdsShard.of(directory, each) for each in index["shards"]]
-    if any(not is_count(each.samples) or each.names != shards[0].names for each in shards):
-        raise UsageError(
-            f"{directory / _INDEX} has shards with other columns than its first one: pack them apart"
-        )
+    shards, paths = [MdsShard.of(directory, each) for each in index["shards"]], set[Path]()
+    for shard in shards:
+        if (shard.names, shard.parts) != (shards[0].names, shards[0].parts):
+            raise UsageError(
+                f"{directory / _INDEX} has shards with other columns than its first one: pack them apart"
+            )
+        if shard.path in paths:
+            raise UsageError(f"{directory / _INDEX} has {shard.path} twice: remove one of the two")
+        paths.add(shard.path)
     return shards
 
 
-def places(shards: Sequence[_MdsShard]) -> Iterator[tuple[int, int]]:
+def places(shards: Sequence[MdsShard]) -> Iterator[tuple[int, int]]:
     """Yields shard and number of each sample, in the order of the dataset."""
     for shard, each in enumerate(shards):
         for number in range(each.samples):
             yield shard, number
 
 
-def mds_sample(shards: Sequence[_MdsShard], shard: int, number: int) -> dict[str, Any]:
-    """Returns a sample as `pack` takes it. A column is named by its extension; by NAME.EXTENSION if several have it."""
+def mds_sample(shards: Sequence[MdsShard], shard: int, number: int) -> dict[str, Any]:
+    """Returns a sample as `pack` takes it."""
     source = shards[shard]
-    kinds = [_EXTENSIONS[_kind(encoding)] for encoding in source.encodings]
-    often = Counter(kinds)
     sample: dict[str, Any] = {"__key__": f"{shard:05d}-{number:06d}"}
     try:
-        columns = zip(source.read(number).items(), source.encodings, kinds, strict=True)
-        for (name, data), encoding, kind in columns:
-            part = kind if often[kind] == 1 else f"{name}.{kind}"
-            sample[part] = _value(encoding, data) if kind in ("cls", "npy") else data
+        for part, data, encoding in zip(source.parts, source.read(number), source.encodings, strict=True):
+            sample[part] = _value(encoding, data) if part.rpartition(".")[2] in ("cls", "npy") else data
     except (ValueError, IndexError, KeyError, TypeError) as error:
         raise UsageError(
             f"sample {number} of {source.path} is damaged: {error}; copy the shard again"

@@ -9,6 +9,7 @@ import tarfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from numbers import Integral
 from pathlib import Path
 from typing import IO, Any
@@ -66,6 +67,8 @@ def pack(
     if shuffle is None and not isinstance(source, str | Path):
         samples = _watched(samples, labels)
     with storage(f"write shards to {out}"):
+        if isinstance(source, str | Path):
+            samples = _some(samples, source)
         out.mkdir(parents=True, exist_ok=True)
         if classes is not None:
             (out / "classes.json").write_text(json.dumps(classes))
@@ -94,6 +97,15 @@ def _ordered(
             "shuffle what it is made from"
         )
     return shuffled(source, seed), None
+
+
+def _some(samples: Iterable[Mapping[str, Any]], source: str | Path) -> Iterator[Mapping[str, Any]]:
+    """Returns the samples of a directory; refuses one that has none."""
+    waiting = iter(samples)
+    first = next(waiting, None)
+    if first is None:
+        raise UsageError(f"{source} has no samples: give a directory with images, files or MDS shards")
+    return chain([first], waiting)
 
 
 def _watched(samples: Iterable[Mapping[str, Any]], labels: LabelOrder) -> Iterator[Mapping[str, Any]]:
@@ -161,8 +173,12 @@ def _member_bytes(sample: Mapping[str, Any]) -> tuple[SampleEntry, bytes]:
         )
     data, parts = bytearray(), []
     for extension, value in sample.items():
-        if extension.startswith("__"):
+        if _is_metadata(extension):
             continue
+        if extension.startswith("__"):
+            raise UsageError(
+                f"{extension!r} of sample {key!r} begins with two underscores, as metadata does: rename it"
+            )
         raw = _encoded(extension, value, key)
         info = tarfile.TarInfo(f"{key}.{extension}")
         info.size, info.mode = len(raw), 0o644
@@ -172,8 +188,13 @@ def _member_bytes(sample: Mapping[str, Any]) -> tuple[SampleEntry, bytes]:
     if not parts:
         raise UsageError(f"sample {key!r} has no parts: give at least one, such as txt=...")
     entry = SampleEntry(key, tuple(parts))
-    _check_found(entry, [extension for extension in sample if not extension.startswith("__")])
+    _check_found(entry, [extension for extension in sample if not _is_metadata(extension)])
     return entry, bytes(data)
+
+
+def _is_metadata(name: str) -> bool:
+    """Whether a name is not that of a part: `__key__`, or `__url__` of a sample that WebDataset has read."""
+    return name.startswith("__") and name.endswith("__")
 
 
 def _check_found(entry: SampleEntry, extensions: Sequence[str]) -> None:
