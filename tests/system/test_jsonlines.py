@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import random
 import stat
 import subprocess
 import sys
@@ -164,3 +165,21 @@ def test_a_tail_reads_a_large_file_in_parts_and_rows_longer_than_a_part(file: Pa
     while rows := tail.read(most_bytes=1000):
         parts.append([row["step"] for row in rows])
     assert [step for part in parts for step in part] == [1, 2, 1, 3] and len(parts) > 1
+
+
+def test_the_last_time_before_a_time_is_that_of_a_search_through_all_rows(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jsonlines, "_LAST_BYTES", 64)  # so that short files are bisected
+    draw = random.Random(7)
+    for count in (0, 1, 2, 7, 40, 200):
+        times, lines = [], []
+        for number in range(count):
+            times.append(100.0 + number // 2)
+            lines.append(json.dumps({"time": times[-1], "text": "x" * draw.choice((0, 5, 50, 500))}))
+            lines += draw.choice(([], [], ['{"time": 1'], ["", "{}"]))  # torn lines, and rows without a time
+        file.write_text("".join(f"{line}\n" for line in lines))
+        for before in (99.0, 100.0, 100.5, 101.0, 119.5, 150.0, math.inf):
+            expected = max((each for each in times if each < before), default=None)
+            assert jsonlines.last_time(file, before=before) == expected, (count, before)
+    assert jsonlines.last_time(file.with_name("none"), before=math.inf) is None

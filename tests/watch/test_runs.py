@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import shutil
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +23,7 @@ from headway.schedulers.base import Queue
 from headway.system.locks import ProcessIdentity
 from headway.watch import comparison as comparing, runs as listing
 from headway.watch.comparison import compare
+from headway.watch.report import account, render
 from headway.watch.view.run_view import RunView
 from headway.watch.web.blocks import to_json
 from headway.watch.web.run_library import RunLibrary
@@ -93,6 +95,37 @@ def test_the_time_of_attempts_that_were_killed_counts(run: Run) -> None:
     (row,) = listing.summarize([run], queue=NOBODY, heartbeat_wait_s=0.01)
     assert row.status.state != "running" and row.seconds == 30.0
     assert RunView(run).refresh().header.elapsed_s == 30.0
+
+
+def test_a_killed_attempt_counts_however_many_rows_follow_it(run: Run) -> None:
+    """Two attempts of 34 and 3,000 rows: the first one is far from the end of the file, in every place that counts."""
+    for _ in range(2):
+        run.begin_attempt(world={})
+    info, begin = run.info(), 1_800_000_000.0
+    first, second = info["attempts"]
+    first |= {"started": datetime.fromtimestamp(begin, UTC).isoformat(), "step_started": 0}
+    second |= {
+        "started": datetime.fromtimestamp(begin + 40, UTC).isoformat(),
+        "ended": datetime.fromtimestamp(begin + 44, UTC).isoformat(),
+        "step_started": 30,
+        "step_ended": 3030,
+    }
+    write_info(run.path, info)
+    row = {"stage": "a", "kind": "train", "metrics": {"train/loss": 1.0}}
+    first_rows = [row | {"time": begin + s / 4, "step": s, "seconds": {"compute": 0.2}} for s in range(1, 35)]
+    later = [
+        row | {"time": begin + 40 + s / 1000, "step": 30 + s, "seconds": {"compute": 0.001}}
+        for s in range(1, 3001)
+    ]
+    metrics(run, *first_rows, *later)
+    (summary,) = listing.summarize([run], queue=NOBODY, heartbeat_wait_s=0.01)
+    view = RunView(run, thorough=True)
+    snapshot = view.refresh()
+    times = account(view, snapshot, info["attempts"])
+    assert summary.seconds == snapshot.header.elapsed_s == times.total_s == 34 / 4 + 4
+    assert times.between_s == 40 - 34 / 4
+    assert times.repeated.count == 4 and times.parts["repeated"] == pytest.approx(4 * (6.8 + 3) / 3034)
+    assert re.search("its last row</td><td>0 to at least 34</td>", render(run))
 
 
 def test_a_run_that_cannot_be_read_is_named(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeGuard, final
+from typing import Any, BinaryIO, Self, TypeGuard, final
 
 from headway.system import files
 from headway.system.log import logger
@@ -145,6 +145,40 @@ def read_reversed(path: Path, *, limit_bytes: int = _LAST_BYTES) -> Iterator[Row
     except OSError:
         return
     yield from _parse(reversed(lines))
+
+
+def last_time(path: Path, *, before: float) -> float | None:
+    """Returns the newest time in a file whose rows are in the order of their times, before a time; None without one.
+
+    It finds the place by bisection, so a long file costs no more than a few reads.
+    """
+    try:
+        file = files.open_regular(path)
+    except OSError:
+        return None
+    with file:
+        low, high = 0, os.fstat(file.fileno()).st_size
+        while (
+            high - low > _LAST_BYTES
+        ):  # what begins at `low` or before it is early, what begins after `high` late
+            middle = (low + high) // 2
+            first = next(_times(file, middle, min(high, middle + _CHUNK_BYTES)), None)
+            if first is not None and first < before:
+                low = middle
+            else:
+                high = middle
+        return max((each for each in _times(file, low, high) if each < before), default=None)
+
+
+def _times(file: BinaryIO, begin: int, end: int) -> Iterator[float]:
+    """Yields the times of the rows that begin after the byte `begin`, or at 0, and not after `end`."""
+    file.seek(begin)
+    if begin:
+        file.readline(_CHUNK_BYTES)
+    while file.tell() <= end and (line := file.readline(_CHUNK_BYTES)):
+        for row in _parse((line,)):
+            if is_time(time := row.get("time")):
+                yield float(time)
 
 
 @final

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, final
 
@@ -176,7 +177,9 @@ def _summary(run: Run, queue: Queue, submitted: Mapping[str, Any]) -> RunSummary
         status=now,
         created=datetime.fromisoformat(info["created"]),
         started=_started(attempts, starts),
-        seconds=sum(_seconds(run, at, attempts, now) for at in range(len(attempts)))
+        seconds=sum(
+            end - begin for begin, end in attempt_spans(run, attempts, is_running=now.state == "running")
+        )
         + sum(_start_seconds(run, each, now) for each in starts),
         attempts=len(attempts) or len(starts),
         step=last.get("step"),
@@ -184,20 +187,6 @@ def _summary(run: Run, queue: Queue, submitted: Mapping[str, Any]) -> RunSummary
         sweep=sweep.member(run),
         metrics=last.get("metrics", {}),
     )
-
-
-def _seconds(run: Run, at: int, attempts: Sequence[Mapping[str, Any]], now: Status) -> float:
-    """Seconds of an attempt so far. One that was killed has no end: it counts up to its last row of metrics."""
-    begin = datetime.fromisoformat(attempts[at]["started"])
-    if attempts[at]["ended"]:
-        return (datetime.fromisoformat(attempts[at]["ended"]) - begin).total_seconds()
-    if at + 1 < len(attempts):
-        until = datetime.fromisoformat(attempts[at + 1]["started"]).timestamp()
-    elif now.state == "running":
-        return max(0.0, (datetime.now(UTC) - begin).total_seconds())
-    else:
-        until = math.inf
-    return max(0.0, last_row_time(run, before=until) - begin.timestamp())
 
 
 def _started(attempts: Sequence[Mapping[str, Any]], starts: Sequence[Start]) -> datetime | None:
@@ -214,10 +203,35 @@ def _start_seconds(run: Run, start: Start, now: Status) -> float:
     return max(0.0, until - start.began)
 
 
-def last_row_time(run: Run, *, before: float) -> float:
-    """Returns the time of the newest row of rank 0's metrics file before a time; 0 if there is none."""
-    times = (row.get("time") for row in jsonlines.read_reversed(run.metrics_file(0)))
-    return next((float(each) for each in times if is_time(each) and each < before), 0.0)
+def attempt_spans(
+    run: Run, attempts: Sequence[Mapping[str, Any]], *, is_running: bool
+) -> list[tuple[float, float]]:
+    """Begin and end of each attempt, in seconds since 1970. One that was killed ended with its last row of metrics.
+
+    The last attempt lasts until now if the run `is_running`.
+
+    >>> attempt_spans(run, run.info()["attempts"], is_running=False)
+    [(1794750478.6, 1794750489.2), (1794750516.6, 1794750519.3)]
+    """
+    begins = [timestamp(each.get("started")) for each in attempts]
+    spans = []
+    for attempt, (begin, following) in zip(attempts, pairwise([*begins, math.inf]), strict=True):
+        end = timestamp(attempt.get("ended"))
+        if not end and is_running and following == math.inf:
+            end = time.time()
+        elif not end:
+            end = jsonlines.last_time(run.metrics_file(0), before=following) or 0.0
+        spans.append((begin, max(begin, end)))
+    return spans
+
+
+def timestamp(text: object) -> float:
+    """Returns the seconds since 1970 of a time in run.json; 0 if it is not one."""
+    try:
+        found = datetime.fromisoformat(str(text)).timestamp()
+    except (ValueError, OverflowError):  # the year 1 has no time before it
+        return 0.0
+    return found if is_time(found) else 0.0
 
 
 def _job(submitted: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]]) -> str | None:

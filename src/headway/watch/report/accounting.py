@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,9 +11,9 @@ from typing import Any, final
 from headway.run import Run
 from headway.system.jsonlines import is_count
 from headway.system.text import plural
+from headway.watch.runs import attempt_spans, timestamp
 from headway.watch.view import RunView, Snapshot
 from headway.watch.view.metric_rows import StepRange
-from headway.watch.view.run_view import timestamp
 
 _TRAINING = ("compute", "optimizer")
 PARTS = {
@@ -34,11 +33,13 @@ PARTS = {
 class RepeatedSteps:
     """How many steps were trained again after restarts.
 
-    >>> str(RepeatedSteps(count=15, is_exact=False))
+    >>> str(RepeatedSteps(count=15, made=55, is_exact=False))
     'at least 15 steps repeated'
     """
 
     count: int
+    made: int
+    """steps of all attempts together, with those that were repeated"""
     is_exact: bool
     """False if nobody was left to record how far an attempt had come: its last log point is known, and not its steps
     after it"""
@@ -83,12 +84,13 @@ def account_run(run: Run) -> TimeAccount:
 
 def account(view: RunView, snapshot: Snapshot, attempts: Sequence[Mapping[str, Any]]) -> TimeAccount:
     """Accounts for the time of all attempts, from what rank 0 recorded. The view must be thorough."""
-    spans = [_span(each, snapshot) for each in attempts]
+    is_running = snapshot.header.state in ("running", "starting")
+    spans = attempt_spans(view.run, attempts, is_running=is_running)
     total = sum(end - begin for begin, end in spans)
     seconds = view.metrics.seconds
     trained = sum(seconds.get(phase, 0.0) for phase in _TRAINING)
     again = count_repeated(attempts, view.metrics.step_ranges)
-    repeated = min(trained, again.count * (snapshot.speed.step_median_s or 0.0))
+    repeated = trained * again.count / again.made if again.made else 0.0
     parts = {
         "training": trained - repeated,
         "repeated": repeated,
@@ -119,7 +121,7 @@ def count_repeated(attempts: Sequence[Mapping[str, Any]], ranges: Sequence[StepR
     Both are in run.json. Where they are not, log points say the least that it can be.
     """
     begins = [timestamp(each.get("started")) for each in attempts]
-    count, reached, is_exact, is_reached_exact = 0, -1, True, True
+    count, made, reached, is_exact, is_reached_exact = 0, 0, -1, True, True
     for attempt, (begin, end) in zip(attempts, pairwise([*begins, math.inf]), strict=True):
         first = min((each.first_step for each in ranges if begin <= each.first_time < end), default=None)
         last = max((each.last_step for each in ranges if begin <= each.last_time < end), default=0)
@@ -129,27 +131,16 @@ def count_repeated(attempts: Sequence[Mapping[str, Any]], ranges: Sequence[StepR
         begun = started if started is not None else (first or 1) - 1
         stopped = ended if ended is not None else max(begun, last)
         count += max(0, min(stopped, reached) - begun)
+        made += max(0, stopped - begun)
         if reached >= 0:  # not the first
             is_exact &= started is not None and is_reached_exact and (ended is not None or stopped >= reached)
         reached, is_reached_exact = max(reached, stopped), is_reached_exact and ended is not None
-    return RepeatedSteps(count=count, is_exact=is_exact)
+    return RepeatedSteps(count=count, made=made, is_exact=is_exact)
 
 
 def _step(attempt: Mapping[str, Any], name: str) -> int | None:
     step = attempt.get(name)
     return step if is_count(step) else None
-
-
-def _span(attempt: Mapping[str, Any], snapshot: Snapshot) -> tuple[float, float]:
-    """Begin and end of an attempt; one that was killed ended with its last row, as far as that is known."""
-    begin = timestamp(attempt.get("started"))
-    if attempt.get("ended"):
-        return begin, max(begin, timestamp(attempt["ended"]))
-    is_last = attempt.get("number") == snapshot.header.attempts
-    if is_last and snapshot.header.state in ("running", "starting"):
-        return begin, max(begin, time.time())
-    times = [series.times[-1] for series in snapshot.curves.values() if series.times] if is_last else []
-    return begin, max([begin, *times])
 
 
 def _world_size(attempt: Mapping[str, Any]) -> int:

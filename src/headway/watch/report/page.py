@@ -17,8 +17,8 @@ from headway.system.text import format_bytes, format_duration, plural
 from headway.watch.comparison import Better, better_of
 from headway.watch.report.accounting import PARTS, TimeAccount, account
 from headway.watch.report.figures import curves, stacked
+from headway.watch.runs import attempt_spans
 from headway.watch.view import RunView, Snapshot
-from headway.watch.view.run_view import timestamp
 from headway.watch.view.series import Series
 from headway.watch.view.source import clean, clean_indented, last_lines, newest_object, read_text
 
@@ -80,7 +80,7 @@ def render(run: Run, *, price: float | None = None) -> str:
         _curves(snapshot.curves),
         _times(times),
         _plan(snapshot.plan),
-        _attempts(attempts),
+        _attempts(view, snapshot, attempts),
         _ranks(snapshot),
         _devices(snapshot),
         _messages(snapshot),
@@ -233,27 +233,35 @@ def _plan(plan: Sequence[PlanComparison]) -> str:
 # --- tables
 
 
-def _attempts(attempts: Sequence[Mapping[str, Any]]) -> str:
-    rows = [
-        (
-            escape(clean(each.get("number", ""), 20)),
-            escape(clean(each.get("status", ""), 40)),
-            _moment(timestamp(each.get("started"))),
-            _moment(timestamp(each["ended"])) if each.get("ended") else "",
-            escape(
-                f"{each.get('step_started', '')} to {each.get('step_ended', '')}"
-                if "step_started" in each
-                else ""
-            ),
-            escape(clean(each.get("host", ""), 60)),
+def _attempts(view: RunView, snapshot: Snapshot, attempts: Sequence[Mapping[str, Any]]) -> str:
+    is_running = snapshot.header.state in ("running", "starting")
+    spans = attempt_spans(view.run, attempts, is_running=is_running)
+    rows = []
+    for at, (each, (begin, end)) in enumerate(zip(attempts, spans, strict=True), 1):
+        logged = [part.last_step for part in view.metrics.step_ranges if begin <= part.last_time <= end]
+        ended = _moment(end) if each.get("ended") else f"{_moment(end)}, its last row"
+        rows.append(
+            (
+                escape(clean(each.get("number", ""), 20)),
+                escape(clean(each.get("status", ""), 40)),
+                _moment(begin),
+                "" if is_running and at == len(attempts) else ended,
+                escape(_steps(each, logged)),
+                escape(clean(each.get("host", ""), 60)),
+            )
         )
-        for each in attempts
-    ]
-    return (
-        f"<h2>Attempts</h2>{_table(('', 'status', 'started', 'ended', 'steps', 'host'), rows)}"
-        if rows
-        else ""
-    )
+    columns = ("", "status", "started", "ended", "steps", "host")
+    return f"<h2>Attempts</h2>{_table(columns, rows)}" if rows else ""
+
+
+def _steps(attempt: Mapping[str, Any], logged: Sequence[int]) -> str:
+    """The steps of an attempt. One that was killed came to its last log point, or further."""
+    if "step_started" not in attempt:
+        return ""
+    first = clean(attempt["step_started"], 20)
+    if "step_ended" in attempt:
+        return f"{first} to {clean(attempt['step_ended'], 20)}"
+    return f"{first} to at least {max(logged)}" if logged else f"from {first}"
 
 
 def _ranks(snapshot: Snapshot) -> str:

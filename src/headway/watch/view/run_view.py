@@ -8,8 +8,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from itertools import pairwise
 from math import inf
 from pathlib import Path
 from typing import Any, final
@@ -21,7 +19,7 @@ from headway.run import Run, lock
 from headway.run.status import Status, status
 from headway.schedulers.base import JobIds, Queue
 from headway.system.jsonlines import is_count, is_number, is_time
-from headway.watch.runs import last_row_time
+from headway.watch.runs import attempt_spans, timestamp
 from headway.watch.view.metric_rows import MetricRows
 from headway.watch.view.ranks import RankTable
 from headway.watch.view.snapshot import Failure, Header, Message, RankRow, Safety, Snapshot, Speed
@@ -110,7 +108,7 @@ class RunView:
         world_size = _positive(world.get("world_size"))
         if len(attempts) != self._attempts:
             self._attempts = len(attempts)
-            self._earlier_s = _earlier_s(self.run, attempts)
+            self._earlier_s = _total_s(attempt_spans(self.run, attempts, is_running=True)[:-1])
             self.metrics.forget_pace()
             self.metrics.worlds = [_world(each) for each in attempts]
         self.metrics.refresh()
@@ -235,7 +233,7 @@ class RunView:
             began=timestamp(attempts[0].get("started") if attempts else None)
             or timestamp(info.get("created")),
             elapsed_s=self._earlier_s
-            + (_elapsed_s(attempts[-1], now, self.metrics.last) if attempts else 0.0),
+            + _total_s(attempt_spans(self.run, attempts[-1:], is_running=now.state == "running")),
             eta_s=(end - step) * pace if running and end and step is not None and pace else None,
             silent_s=self._silent_s() if running else None,
             attempts=len(attempts),
@@ -327,15 +325,6 @@ def _message(row: Row) -> Message:
     )
 
 
-def timestamp(text: object) -> float:
-    """Returns the seconds since 1970 of a time in run.json; 0 if it is not one."""
-    try:
-        found = datetime.fromisoformat(str(text)).timestamp()
-    except (ValueError, OverflowError):  # the year 1 has no time before it
-        return 0.0
-    return found if is_time(found) else 0.0
-
-
 def _positive(value: object) -> int:
     """Returns a number of ranks or nodes; 1 if it is not one."""
     return value if is_count(value) and value > 0 else 1
@@ -349,24 +338,8 @@ def _world(attempt: Row) -> tuple[float, int]:
     )
 
 
-def _earlier_s(run: Run, attempts: list[Row]) -> float:
-    """Seconds of all attempts but the last. Those that were killed count up to their last row of metrics."""
-    total = 0.0
-    for attempt, following in pairwise(attempts):
-        end = timestamp(attempt.get("ended"))
-        end = end or last_row_time(run, before=timestamp(following.get("started")))
-        total += max(0.0, end - timestamp(attempt.get("started")))
-    return total
-
-
-def _elapsed_s(attempt: Row, now: Status, last: Row) -> float:
-    """Seconds of an attempt so far. Of one that was killed, up to its last row if that is known."""
-    begin = timestamp(attempt.get("started"))
-    if attempt.get("ended"):
-        return max(0.0, timestamp(attempt["ended"]) - begin)
-    if now.state == "running":
-        return max(0.0, time.time() - begin)
-    return max(0.0, float(last.get("time", 0.0)) - begin)
+def _total_s(spans: Sequence[tuple[float, float]]) -> float:
+    return sum(end - begin for begin, end in spans)
 
 
 def _left_s(ends: object, now: Status) -> float | None:
