@@ -293,6 +293,8 @@ def test_ranks_examine_their_node_and_leave_one_file(tmp_path: Path) -> None:
         "run write",
         "run read",
     } <= set(lines)
+    of_a_machine = {check.name for check in checks.examine(root=tmp_path, canary=False).checks}
+    assert of_a_machine - {check.name for check in checks.launchers()} <= set(lines)
     assert "No such file" in lines["data read"]["detail"]
     assert [check["name"] for check in facts["checks"] if check["verdict"] == "bad"] == ["data read"]
     [node] = facts["nodes"]  # both ranks are on this one

@@ -64,9 +64,6 @@ class ProcessScheduler(Scheduler):
     def script(self, request: JobRequest) -> str:
         return json.dumps(asdict(request) | {"after": None}, default=str)
 
-    def step_command(self, request: JobRequest) -> list[str]:  # noqa: ARG002
-        return []
-
     def submit(self, request: JobRequest, script: Path) -> JobIds:  # noqa: ARG002
         ids = self._ids(str(1 + len(list(queue_directory().iterdir()))))
         directory = queue_directory() / ids.job_id

@@ -1,9 +1,9 @@
 """`ShardLoader`: batches from tar shards, in an exact order and exact proportions, at the speed of the decoder.
 
-A few threads read and decode; decoders release the interpreter lock, and nothing is copied between processes. What
-they load is computed from the position: a `Timeline` decides on the dataset, an `Order` on the sample, and the samples
-of a batch are split between ranks by lane, so that a node reads few shards. The position and the changes of weights
-are the whole state.
+A few threads read and decode; decoders release the interpreter lock. Where a GPU decodes, processes read for the
+threads, into memory that they share, so that nothing is copied between them. What they load is computed from the
+position: a `Timeline` decides on the dataset, an `Order` on the sample, and the samples of a batch are split between
+ranks by lane, so that a node reads few shards. The position and the changes of weights are the whole state.
 """
 
 from __future__ import annotations

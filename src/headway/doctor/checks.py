@@ -1,6 +1,6 @@
 """Checks whether this machine is fit to train. Each check has a verdict and, unless it is ok, advice.
 
-A check is a function from facts to a `CheckResult`; `examine` collects the facts, most of them with
+A check is a function from facts to a `CheckResult`; `examine_node` and `examine` collect the facts, most of them with
 `headway.doctor.probes`. It also works on a machine on which torch cannot be imported.
 """
 
@@ -10,7 +10,7 @@ import os
 import resource
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from headway.dist.topology.nvml import Driver
 
 Verdict = Literal["ok", "warn", "bad"]
+SEVERITY: Mapping[Verdict, int] = {"ok": 0, "warn": 1, "bad": 2}
 
 _GIB = 2**30
 _OPEN_FILES_MIN = 4096
@@ -67,8 +68,7 @@ class MachineReport:
     @property
     def verdict(self) -> Verdict:
         """The worst verdict of all checks."""
-        found = {check.verdict for check in self.checks}
-        return "bad" if "bad" in found else "warn" if "warn" in found else "ok"
+        return worst(check.verdict for check in self.checks)
 
     def to_dict(self) -> dict[str, object]:
         """Returns plain values for JSON."""
@@ -77,6 +77,20 @@ class MachineReport:
 
 def examine(*, root: Path, canary: bool = True) -> MachineReport:
     """Runs all checks. `root` is where runs will be written; `canary` starts ranks that test their links."""
+    checks, topology = examine_node(root)
+    checks += launchers()
+    if canary and topology is not None:
+        checks.append(interconnect(probes.visible_gpus(len(topology.gpus), os.environ)))
+    return MachineReport(host=os.uname().nodename, checks=checks, topology=topology)
+
+
+def examine_node(
+    root: Path, samples: Sequence[Mapping[str, Any]] | None = None
+) -> tuple[list[CheckResult], Topology | None]:
+    """Runs the checks of `headway doctor` that each node of a job runs, too; `samples` are of GPUs under load.
+
+    Also returns the topology, None if torch cannot be imported.
+    """
     required = probes.required_versions()
     checks = [python(sys.version_info[:3]), packages(required, probes.installed_versions(required))]
     topology: Topology | None = None
@@ -89,11 +103,17 @@ def examine(*, root: Path, canary: bool = True) -> MachineReport:
         from headway.dist.topology.nvml import read_driver
 
         topology = detect()
-        checks += machine(topology, read_driver())
-    checks += [*system(), *run_root(root), *launchers()]
-    if canary and topology is not None:
-        checks.append(interconnect(probes.visible_gpus(len(topology.gpus), os.environ)))
-    return MachineReport(host=os.uname().nodename, checks=checks, topology=topology)
+        checks += machine(topology, read_driver(), samples)
+    return [*checks, *system(), *run_root(root)], topology
+
+
+def worst(verdicts: Iterable[Verdict]) -> Verdict:
+    """Returns the worst of some verdicts; "ok" if there are none.
+
+    >>> worst(["ok", "bad", "warn"])
+    'bad'
+    """
+    return max(verdicts, key=SEVERITY.__getitem__, default="ok")
 
 
 def line(check: CheckResult) -> str:

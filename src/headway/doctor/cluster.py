@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any, final
 
-from headway.doctor.checks import CheckResult, Verdict, bad, ok, warn
+from headway.doctor.checks import SEVERITY, CheckResult, Verdict, bad, ok, warn, worst
 from headway.system.text import plural, shorten_list
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ _SLOW_DISK = 50.0
 """MB/s below which checkpoints hold up a run"""
 _SKEW_S = 1.0
 _NAMED = 4
-_ORDER: Mapping[Verdict, int] = {"ok": 0, "warn": 1, "bad": 2}
 _MUST_AGREE = ("headway", "torch", "CUDA", "NCCL")
 """ranks with different ones fail when they join, or exchange what the other does not understand"""
 
@@ -61,7 +60,7 @@ class ClusterReport:
     @property
     def verdict(self) -> Verdict:
         """The worst verdict of all checks."""
-        return max((check.verdict for check in self.checks), key=_ORDER.__getitem__, default="ok")
+        return worst(check.verdict for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values for JSON."""
@@ -98,16 +97,16 @@ def combine(found: Mapping[str, CheckResult]) -> CheckResult:
     >>> combine({"n1": ok("CPUs", "64"), "n2": ok("CPUs", "64")}).detail
     '64'
     """
-    worst = max(found.values(), key=lambda check: _ORDER[check.verdict])
-    hosts = [host for host, check in found.items() if check.verdict == worst.verdict]
+    first = max(found.values(), key=lambda check: SEVERITY[check.verdict])
+    hosts = [host for host, check in found.items() if check.verdict == first.verdict]
     details = {check.detail for check in found.values()}
-    if worst.verdict == "ok" or len(details) == 1:
+    if first.verdict == "ok" or len(details) == 1:
         same = len(details) == 1
-        detail = worst.detail if same else f"{worst.detail} (on {hosts[0]}; ok on all {len(found)} nodes)"
-        return CheckResult(name=worst.name, verdict=worst.verdict, detail=detail, advice=worst.advice)
+        detail = first.detail if same else f"{first.detail} (on {hosts[0]}; ok on all {len(found)} nodes)"
+        return CheckResult(name=first.name, verdict=first.verdict, detail=detail, advice=first.advice)
     detail = "; ".join(f"{host}: {found[host].detail}" for host in hosts[:_NAMED])
     more = f"; and on {plural(len(hosts) - _NAMED, 'more node')}" if len(hosts) > _NAMED else ""
-    return CheckResult(name=worst.name, verdict=worst.verdict, detail=detail + more, advice=worst.advice)
+    return CheckResult(name=first.name, verdict=first.verdict, detail=detail + more, advice=first.advice)
 
 
 def versions(found: Mapping[str, Mapping[str, str]]) -> CheckResult:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import headway
 from headway.doctor import checks, probes
-from headway.doctor.checks import CheckResult
 from headway.doctor.cluster import ClusterReport, NodeReport, judge
 from headway.doctor.storage import TransferRate, time_read, time_write
 from headway.system import files
@@ -100,16 +99,7 @@ def is_used(gpu: Mapping[str, Any], used: Collection[str]) -> bool:
 def _node_report(
     world: World, root: Path, rates: dict[str, float | str], gpus: Sequence[dict[str, Any]]
 ) -> NodeReport:
-    from headway.dist.topology.machine import detect
-    from headway.dist.topology.nvml import read_driver
-
-    required = probes.required_versions()
-    found: list[CheckResult] = [
-        checks.packages(required, probes.installed_versions(required)),
-        *checks.machine(detect(), read_driver(), gpus),
-        *checks.system(),
-        *checks.run_root(root),
-    ]
+    found, _ = checks.examine_node(root, gpus)
     return NodeReport(host=world.host, versions=own_versions(), checks=found, rates=rates, gpus=gpus)
 
 

@@ -85,12 +85,12 @@ def main(path: str, status: str, pid: str | None = None, *agents: str) -> int:
             def ended_by_others() -> bool:  # asked once: between SIGTERM and SIGKILL there is little time
                 return _ended_by_others(run, job, os.environ)
 
-            def is_cancelled() -> bool:
+            def left_to_scheduler() -> bool:
                 return bool(signals) and ended_by_others()
 
-            if is_cancelled():
+            if left_to_scheduler():
                 return TERMINATED
-            return _finish(run, job, records, end, is_cancelled, staging=staging)
+            return _finish(run, job, records, end, left_to_scheduler, staging=staging)
         except HeadwayError as error:
             logger.error(error)
             return error.exit_code
@@ -151,7 +151,7 @@ def _finish(
     job: JobFile,
     records: LaunchRecords,
     end: StepEnd,
-    is_cancelled: Callable[[], bool],
+    left_to_scheduler: Callable[[], bool],
     *,
     staging: bool,
 ) -> int:
@@ -188,7 +188,7 @@ def _finish(
     lost_node = is_crash(outcome) and (kind == "lost" or (lost and kind == "vanished"))
     is_over = code not in (Stopped.exit_code, TERMINATED) and not lost_node
     then = ""
-    if not is_over and not is_cancelled():
+    if not is_over and not left_to_scheduler():
         then = _why_hopeless(run, job) or requeue(run, job, os.environ)
         logger.info(then)
     if job.target.alert:

@@ -205,7 +205,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def node(self, environ: Mapping[str, str]) -> AllocatedNode | None:
-        """The node on which a process runs that `step_command` has started; None for other processes."""
+        """The node on which a process of the job's step runs; None for other processes."""
 
     def node_count(self, environ: Mapping[str, str]) -> int | None:  # noqa: ARG002
         """Returns how many nodes the job of this environment was given; None if it has as many as it asked for."""
@@ -236,10 +236,6 @@ class Scheduler(ABC):
     @abstractmethod
     def script(self, request: JobRequest) -> str:
         """The text of the job's script: a pure function of the request."""
-
-    @abstractmethod
-    def step_command(self, request: JobRequest) -> list[str]:
-        """The words that stand before a command in the script to run it once on each node."""
 
     @abstractmethod
     def submit(self, request: JobRequest, script: Path) -> JobIds:

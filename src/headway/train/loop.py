@@ -1,4 +1,4 @@
-"""The training loop, all of it. `Pipeline.run` calls it; your step is at most four calls below that.
+"""The training loop, all of it. `Pipeline.run` calls it; your step is at most five calls below that.
 
 for _ in epochs(stage):             # hooks, set_epoch, the epoch's metrics
     for _ in train(stage):          # steps; pauses where a validation is due

@@ -212,9 +212,9 @@ class Pipeline(EvaluationMethods, TrackerMethods):
     ) -> None:
         """Adds a stage, which ends after `max_epochs` epochs or `max_steps` steps, whichever is first."""
         check_stage(stage, name, self.stages)
-        state = stage._loop
-        state.name = name or state.name
-        state.set_limits(max_epochs=max_epochs, max_steps=max_steps)
+        loop_state = stage._loop
+        loop_state.name = name or loop_state.name
+        loop_state.set_limits(max_epochs=max_epochs, max_steps=max_steps)
         vars(stage)["pipe"] = self
         self.stages.append(stage)
 

@@ -14,7 +14,7 @@ from headway.schedulers.base import AllocatedNode, EndedBy, Health, JobIds, JobR
 from headway.schedulers.slurm import queue as slurm_queue
 from headway.schedulers.slurm.client import SlurmAnswer, SlurmClient
 from headway.schedulers.slurm.refusals import partition_option, refusal
-from headway.schedulers.slurm.script import job_script, options, step_command, submit_options
+from headway.schedulers.slurm.script import job_script, options, submit_options
 from headway.schedulers.slurm.time_limit import parse_time_limit
 from headway.system.log import logger
 from headway.system.text import format_duration
@@ -130,9 +130,6 @@ class SlurmScheduler(Scheduler):
 
     def script(self, request: JobRequest) -> str:
         return job_script(request)
-
-    def step_command(self, request: JobRequest) -> list[str]:
-        return step_command(request)
 
     def submit(self, request: JobRequest, script: Path) -> JobIds:
         return self._submit(request, script, None)

@@ -286,7 +286,7 @@ class Checkpointer:
     def _save_and_wait(self, stage: Stage | None) -> None:
         """Saves and waits until the checkpoint is complete; raises if that fails three times."""
         self._begin_save(stage)
-        self._settle()
+        self._wait_for_pending()
         for pause_s in (*_RETRY_PAUSES_S, None):
             try:
                 self._write(scheduled=False)
@@ -302,7 +302,7 @@ class Checkpointer:
         scheduled = self.due
         self._begin_save(stage)
         if not self._is_saved():
-            self._settle()
+            self._wait_for_pending()
             try:
                 self._write(scheduled=scheduled)
             except StorageError as error:
@@ -323,7 +323,7 @@ class Checkpointer:
         """Whether a save of this state was begun, and has not failed as far as all ranks know."""
         return self._last_save.step == self.pipe.steps_done and not self._last_save.failed
 
-    def _settle(self) -> None:
+    def _wait_for_pending(self) -> None:
         """Waits for the save in the background, and reports it if it has failed."""
         try:
             self.saver.wait()
@@ -375,15 +375,13 @@ class Checkpointer:
         shared = best | {"seed": torch.initial_seed(), "fingerprints": self._fingerprints}
         shared |= {"datasets": facts["shared"], "adapters": state.adapters(pipe)}
         shared["adapter_names"] = state.adapter_names(pipe)
-        at, values = self._values
-        scalars = {name: value for name, value in values.items() if isinstance(value, float | int)}
         if pipe._media and self._before_validation is None:  # a resumed run repeats the whole validation
             pipe._media.save_point(pipe.steps_done)
         self.saver.save(
             state.contribution(pipe, state.gather(pipe) | {"run": shared}),
             step=pipe.steps_done,
             local=facts["local"],
-            metrics=scalars if at == pipe.steps_done else {},
+            metrics=self._scalars_of_step(),
             before_write=pipe._media.flush_before(pipe.steps_done) if pipe._media else None,
         )
         self.collect_finished()
@@ -415,11 +413,15 @@ class Checkpointer:
         }
         return {"shared": shared, "local": local}
 
+    def _scalars_of_step(self) -> dict[str, float]:
+        """Returns the numbers among the metrics that were recorded at this step."""
+        at, values = self._values
+        known = values if at == self.pipe.steps_done else {}
+        return {name: value for name, value in known.items() if isinstance(value, float | int)}
+
     def _update_best(self) -> None:
         """Requests a save if the newest metrics are the best so far."""
-        at, values = self._values
-        scalars = {name: value for name, value in values.items() if isinstance(value, float | int)}
-        better = self.settings.better(scalars, self._best) if at == self.pipe.steps_done else None
+        better = self.settings.better(self._scalars_of_step(), self._best)
         if better is not None:
             self._best, self.due = better, True
 
