@@ -12,12 +12,12 @@ from PIL import Image, ImageEnhance, ImageOps
 
 from headway.data import BlockMasks, MultiCrop, RandAugment, RandomResizedCrop, TrivialAugment
 from headway.data.images.batch import Batch
-from headway.data.images.cpu import crop_image
 from headway.data.images.rand_augment import _table
 from headway.errors import UsageError
 
 sys.path.insert(0, str(Path(__file__).parent))
 import oracle
+from one_image import crop_image
 
 NEAREST, AFFINE = Image.Resampling.NEAREST, Image.Transform.AFFINE
 # Pillow's own operations, in the order of torchvision's table, with its ranges at the largest magnitude

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from headway.data import CenterCrop, MultiCrop, RandomResizedCrop
 from headway.data.images import CropRecipe
-from headway.data.images.cpu import crop_image, draw_groups, largest_value, normalization, resize
+from headway.data.images.cpu import draw_groups, largest_value, normalization, resize
 from headway.data.images.device.availability import usable_gpu
 from headway.data.images.draws import draw_crops
 from headway.data.images.fp8 import Fp8Scaling
@@ -22,6 +22,7 @@ from headway.errors import UsageError
 
 sys.path.insert(0, str(Path(__file__).parent))
 import oracle
+from one_image import crop_image
 
 KEYS = np.arange(1, 400, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 

@@ -16,13 +16,13 @@ import torch
 from PIL import Image
 
 from headway.data import Batch, CenterCrop, MultiCrop, RandomResizedCrop, ShardLoader, pack, sample_reader
-from headway.data.images.cpu import crop_image
 from headway.data.images.device.availability import missing_for_gpu
 from headway.data.images.exif import orientation, turn
 from headway.errors import UsageError
 
 sys.path.insert(0, str(Path(__file__).parent))
 import oracle
+from one_image import crop_image
 
 SMALL = MultiCrop(global_size=24, local_size=12, n_local=3, output="fp32")
 

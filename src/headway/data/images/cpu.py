@@ -51,11 +51,6 @@ def draw_groups(transform: ImageTransform, keys: UInts, sizes: Ints) -> list[Cro
     return found
 
 
-def crop_image(transform: ImageTransform, pixels: Pixels, key: int) -> dict[str, Tensor]:
-    """Returns the crops of one image by the names of their groups, each crops x 3 x size x size."""
-    return cut_crops(transform, DrawnImage(pixels, draw_image(transform, key, *pixels.shape[:2]), key))
-
-
 class DrawnImage(NamedTuple):
     """An image whose crops are drawn."""
 
@@ -87,7 +82,10 @@ def largest_reduction(tables: list[CropTable]) -> int:
 def cut_crops(
     transform: ImageTransform, image: DrawnImage, into: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Returns the crops of one image whose parameters are drawn, in the memory of `into` if that is given."""
+    """Returns the crops of one image by the names of their groups, each crops x 3 x size x size.
+
+    They are in the memory of `into`, if that is given.
+    """
     pixels, tables, number = image.pixels, image.tables, 0
     if not pixels.flags.writeable:
         pixels = pixels.copy()  # torch takes no others
