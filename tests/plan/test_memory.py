@@ -322,3 +322,28 @@ def test_a_cpu_has_no_cuda_context() -> None:
     for least in ("low", "value", "high"):
         assert getattr(gpu, least) - getattr(cpu, least) == pytest.approx(767 * 2**20)
     assert "context" in gpu.formula and "context" not in cpu.formula
+
+
+@pytest.mark.parametrize("precision", ["bf16", "amp", "pure-bf16"])
+def test_moments_of_their_own_width_have_it_in_every_precision(precision: str) -> None:
+    """bitsandbytes keeps two moments of a byte each, DeepSeek-V3 two of two bytes, whatever the weights are in."""
+    for optimizer, moments in (("adamw8bit", 2), ("adamw-bf16", 4), ("sgd", 0)):
+        layout = Layout(precision=precision, optimizer=optimizer)  # type: ignore[arg-type]
+        parameters = on_rank(preset("gpt2"), layout, 0)
+        per_parameter = model_states(parameters, layout).optimizer / (parameters.shared + parameters.experts)
+        assert per_parameter == pytest.approx(layout.element_bytes.master + moments)
+
+
+@pytest.mark.parametrize(
+    ("name", "dp", "ep"), [("llama-3.1-8b", 1, 1), ("mixtral-8x7b", 8, 8), ("mixtral-8x7b", 8, 4)]
+)
+def test_what_nothing_shards_is_not_kept_twice(name: str, dp: int, ep: int) -> None:
+    """One replica, or each expert on one rank: ZeRO 2 has no full gradients beside those that it would scatter."""
+    needed = {}
+    for vpp, zero in product((1, 2), range(4)):
+        layout = Layout(pp=2, vpp=vpp, dp=dp, ep=ep, zero=zero, global_batch=8 * dp, sequence=4096)
+        needed[vpp, zero] = rank_memory(preset(name), layout, 0).allocated
+        if ep == dp:
+            assert needed[vpp, zero] <= needed[vpp, max(0, zero - 1)] * (1 if zero < 3 else 1.02)
+    if dp == 1:
+        assert len({needed[2, zero] for zero in range(4)}) == 1

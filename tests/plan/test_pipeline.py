@@ -7,8 +7,15 @@ from itertools import accumulate, groupby, pairwise, product
 import pytest
 
 from headway.errors import UsageError
-from headway.plan import Layout, Node, Transformer, estimate
-from headway.plan.cost.schedule import bubble_fraction, chunk_layers, chunk_runs, in_flight, layers_in_flight
+from headway.plan import Layout, Node, Transformer, estimate, preset
+from headway.plan.cost.schedule import (
+    bubble_fraction,
+    chunk_layers,
+    chunk_runs,
+    in_flight,
+    layers_in_flight,
+    weights_owed,
+)
 from headway.plan.cost.timeline import play_schedule
 from headway.plan.report.html import render_page
 from headway.plan.report.schedule_picture import schedule_passes, schedule_text
@@ -190,6 +197,43 @@ def test_zero_bubble_equals_the_played_schedule(p: int) -> None:
             for each in mine:
                 needs = _needs_zero_bubble(rank, each.direction, each.microbatch, p)
                 assert all(ended[need] <= each.start_s for need in needs)
+
+
+@pytest.mark.parametrize("p", [2, 5, 8])
+def test_what_is_recomputed_must_be_kept_for_gradients_of_weights_that_are_delayed(p: int) -> None:
+    """A microbatch takes the share `kept` of its memory until its backward pass, and all of it until the gradients of
+    its weights: played with what `weights_owed` allows, no rank holds more than it is planned to."""
+    for m, kept in product(range(1, 3 * p + 1), (1.0, 0.9, 2 / 3, 0.5, 0.4, 0.25, 0.1)):
+        owed = [weights_owed(p, m, rank, kept) for rank in range(p)]
+        passes = play_schedule([(1, 2)] * p, m, schedule="zero-bubble", owed=owed)
+        assert max(each.end_s for each in passes) == pytest.approx(
+            3 * m * (1 + bubble_fraction(p, m, schedule="zero-bubble", kept=kept))
+        )
+        for rank in range(p):
+            mine = sorted((each for each in passes if each.rank == rank), key=lambda each: each.start_s)
+            after_backward = 1 - kept if owed[rank] else -kept  # a rank that owes nothing splits no pass
+            change = {"forward": kept, "backward": after_backward, "weights": -1}
+            held = max(accumulate(change[each.direction] for each in mine))
+            assert held <= kept * in_flight(p, m, rank, schedule="zero-bubble") + 1e-9
+
+
+def test_zero_bubble_gains_nothing_where_everything_is_recomputed() -> None:
+    """The input of a layer is a sixteenth of what its gradients of weights need: eight ranks have no memory to delay
+    even one."""
+    model, node = preset("llama-3.1-70b"), Node("dgx-h100")
+    told = {}
+    for schedule, recompute in product(("1f1b", "zero-bubble"), ("none", "modules", "full")):
+        layout = Layout(
+            tp=8, pp=8, dp=2, sequence_parallel=True, zero=1, global_batch=64, schedule=schedule, recompute=recompute
+        )  # type: ignore[arg-type]  # fmt: skip
+        plan = estimate(model, layout, node)
+        told[schedule, recompute] = plan.answers["time.bubble"].value
+        split = any(each.direction == "weights" for each in schedule_passes(plan)[0])
+        assert split == (schedule == "zero-bubble" and recompute != "full")
+    once = told["1f1b", "none"]
+    assert told["zero-bubble", "none"] == pytest.approx(once / 3)
+    assert once / 3 < told["zero-bubble", "modules"] < once * 2 / 3
+    assert told["zero-bubble", "full"] == pytest.approx(once)
 
 
 def _needs_zero_bubble(rank: int, direction: str, microbatch: int, p: int) -> list[tuple[int, str, int]]:

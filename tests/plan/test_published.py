@@ -256,7 +256,8 @@ def test_tokens_that_are_sent_while_another_microbatch_is_computed_cost_a_fifth(
         step_time(row.model, replace(row.layout, ep_overlap=overlap), row.node, used).parts["expert parallel"]
         for overlap in (True, False)
     )
-    assert hidden == pytest.approx(0.2 * exposed)
+    beside = 1 - 1 / row.layout.microbatches  # the first forward and the last backward have no other
+    assert hidden == pytest.approx((1 - 0.8 * beside) * exposed)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

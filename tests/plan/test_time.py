@@ -172,3 +172,41 @@ def test_memory_that_zero_2_saves_is_paid_with_time(overlap: bool) -> None:
             for stage in (1, 2)
         )
         assert first == second if m == 1 else first < second
+
+
+def _parts(node: str = "dgx-h100", **keys: object) -> dict[str, float]:
+    machine = Node(node)
+    layout = Layout(sequence=4096, **keys)  # type: ignore[arg-type]
+    return step_time(preset("mixtral-8x7b"), layout, machine, default_calibration(machine.device)).parts
+
+
+def test_a_layer_that_is_computed_again_sends_its_tokens_again() -> None:
+    keys = {"dp": 32, "ep": 8, "zero": 1, "global_batch": 256}
+    once = _parts(**keys)["expert parallel"]
+    assert _parts(**keys, recompute="full")["expert parallel"] == pytest.approx(1.5 * once)
+    some = _parts(**keys, recompute="full", recompute_layers=8)["expert parallel"]  # of 32
+    assert some == pytest.approx((0.25 * 1.5 + 0.75) * once)
+    for recompute in ("modules", "sac"):
+        assert _parts(**keys, recompute=recompute)["expert parallel"] == pytest.approx(once)
+
+
+def test_one_microbatch_has_no_other_to_hide_its_tokens_behind() -> None:
+    def hidden(microbatches: int) -> float:
+        keys = {"dp": 32, "ep": 8, "zero": 1, "global_batch": 32 * microbatches}
+        shown, all_of_it = (_parts(**keys, ep_overlap=on)["expert parallel"] for on in (True, False))
+        return 1 - shown / all_of_it
+
+    assert hidden(1) == 0
+    assert hidden(2) == pytest.approx(0.4) and hidden(100) == pytest.approx(0.8, rel=0.02)
+
+
+@pytest.mark.parametrize(("shard", "ep"), [(8, 8), (8, 4), (16, 8), (4, 8)])
+def test_replicas_reduce_the_experts_that_their_shards_do_not_split(shard: int, ep: int) -> None:
+    """No step is faster than the bytes of its gradients over the network between the replicas of each expert."""
+    node, model = Node("h200-sxm8"), preset("mixtral-8x7b")
+    layout = Layout(dp=64, ep=ep, zero=3, shard=shard, sequence=4096, global_batch=64)
+    sharded = max(1, shard // ep)
+    replicas = 64 // (ep * sharded)
+    sent = 2 * (replicas - 1) / replicas * 4 * on_rank(model, layout, 0).experts / sharded
+    floor = sent / (node.inter_bytes_per_s / node.gpus)
+    assert _parts("h200-sxm8", dp=64, ep=ep, zero=3, shard=shard, global_batch=64)["data parallel"] > floor

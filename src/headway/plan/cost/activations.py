@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from headway.plan.cost.schedule import stage_layers
 from headway.plan.model.layout import Layout
 from headway.plan.model.transformer import Transformer
 
@@ -145,6 +146,23 @@ def layer_bytes(model: Transformer, layout: Layout, *, moe: bool = False, recomp
     if recomputed == 1:
         return own
     return recomputed * own + (1 - recomputed) * _layer_bytes(model, layout, "none", moe)
+
+
+def kept_share(model: Transformer, layout: Layout) -> float:
+    """Bytes that a microbatch in flight keeps over those if nothing were recomputed, on the last stage.
+
+    It is asked of a zero-bubble schedule, whose last stage owes the most gradients of weights; of others it is 1.
+    """
+    if layout.recompute == "none" or layout.schedule == "1f1b":
+        return 1.0
+    layers = stage_layers(model, layout.pp, layout.vpp)[-1]
+    again = layout.recomputed_share(layers.total)
+    kept = whole = 0.0
+    for count, moe in ((layers.dense, False), (layers.mixture, True)):
+        if count:
+            kept += count * layer_bytes(model, layout, moe=moe, recomputed=again)
+            whole += count * _layer_bytes(model, layout, "none", moe)
+    return kept / whole if whole else 1.0
 
 
 def working_set(model: Transformer, layout: Layout, *, moe: bool = False) -> float:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from headway.plan.cost import activations, schedule
-from headway.plan.cost.states import RankParameters, model_states, on_rank, updated
+from headway.plan.cost.states import RankParameters, expert_shards, model_states, on_rank, updated
 from headway.plan.machine.hardware import GIB, Device
 from headway.plan.model.layout import Layout
 from headway.plan.model.transformer import Transformer
@@ -124,10 +124,18 @@ def _accumulated_gradients(
     late = layout.zero == 3 and not layout.reshard
     if layout.microbatches == 1 or not (late or (layout.zero == 2 and in_turn)):
         return 0.0
-    outer = parameters.outer
-    layers = parameters.shared + parameters.experts - outer
+    if layout.shards == 1:
+        return 0.0  # they are full anyway
+    outer, share = parameters.outer, 1.0
     if in_turn:
-        layers *= schedule.largest_chunk(model.layers, layout.pp, layout.vpp, stage)
+        share = schedule.largest_chunk(model.layers, layout.pp, layout.vpp, stage)
+    layers = share * (parameters.shared - outer)
+    if expert_shards(layout) > 1:
+        layers += share * parameters.experts
+    elif layout.zero == 3:
+        layers += (
+            parameters.experts
+        )  # those that nothing shards; with ZeRO 2 they are among the sharded gradients
     if stage == 0 and not layout.megatron:
         # until then each of torch's tensor-parallel ranks has a sum for the full vocabulary (traced)
         outer += model.vocab * model.hidden * (1 - 1 / layout.tp)
@@ -187,7 +195,7 @@ def _backward_parts(
     working = max(dense, activations.working_set(model, layout, moe=True)) if share else dense
     whole = layout.megatron and layout.zero == 2 and layout.vpp > 1  # scattered from where they accumulate
     copied = layout.zero > 1 and layout.shards > 1 and not whole
-    scattered = layout.element_bytes.gradient * parameters.layer if copied else 0.0
+    scattered = layout.element_bytes.gradient * _sharded_layer(layout, parameters) if copied else 0.0
     return {
         "recomputed layer": working * (COMPILED_RATIO if layout.compiled else 1.0),
         "gradients on their way": scattered,
@@ -250,9 +258,14 @@ def _gathered(layout: Layout, parameters: RankParameters) -> float:
     """FSDP gathers embedding and head, the layer in use and the next one; at most all weights."""
     if layout.zero < 3 or layout.shards == 1:
         return 0.0
-    total = parameters.shared + parameters.experts
-    units = parameters.outer + 2 * parameters.layer
+    total = parameters.shared + (parameters.experts if expert_shards(layout) > 1 else 0.0)
+    units = parameters.outer + 2 * _sharded_layer(layout, parameters)
     return layout.element_bytes.activation * (min(total, units) if layout.reshard else total)
+
+
+def _sharded_layer(layout: Layout, parameters: RankParameters) -> float:
+    """Parameters of a layer that ZeRO shards: not experts of which each is on one rank of the shards."""
+    return parameters.layer - (parameters.layer_experts if expert_shards(layout) == 1 else 0.0)
 
 
 def _buckets(layout: Layout, parameters: RankParameters) -> float:

@@ -56,21 +56,42 @@ WEIGHT_SHARE = 1 / 3
 """Gradients of weights over all work of a microbatch, which a zero-bubble schedule computes when it would idle."""
 
 
-def bubble_share(schedule: str, pp: int, microbatches: int) -> float:
+def weights_owed(pp: int, microbatches: int, stage: int, kept: float = 1.0) -> int:
+    """Microbatches of which a zero-bubble rank may owe the gradients of weights after a backward pass.
+
+    They need inputs and output gradients of all products: as many bytes as are saved if nothing is recomputed, of which
+    a microbatch in flight has the share `kept`. A rank that recomputes owes what its free memory holds; with none, each
+    layer's gradients of weights follow those of its inputs, as in 1F1B.
+
+    >>> [weights_owed(4, 8, stage) for stage in range(4)], [weights_owed(4, 8, stage, 0.5) for stage in range(4)]
+    ([1, 2, 3, 4], [0, 1, 1, 2])
+    """
+    if kept == 1:
+        return min(microbatches, stage + 1)
+    others = in_flight(pp, microbatches, stage) - 1
+    return int(kept * (min(microbatches, pp) - others) + 1e-9)
+
+
+def bubble_share(schedule: str, pp: int, microbatches: int, kept: float = 1.0) -> float:
     """Idle time of a schedule over that of 1F1B.
 
-    Zero-bubble: gradients of weights fill the rest (Qi et al. 2023, ZB-H1). With fewer microbatches than stages there
-    are not enough of them.
+    Zero-bubble: gradients of weights fill the rest (Qi et al. 2023, ZB-H1), as many as the last rank can owe. The next
+    rank waits for those that cannot be owed at all.
 
     >>> bubble_share("1f1b", 4, 8), bubble_share("zero-bubble", 4, 8), bubble_share("zero-bubble", 4, 1)
     (1.0, 0.3333333333333333, 0.6666666666666666)
+    >>> bubble_share("zero-bubble", 4, 8, kept=0.1)
+    1.0
     """
     if schedule == "1f1b" or pp == 1:
         return 1.0
-    return WEIGHT_SHARE * (pp - 1 + max(0, pp - microbatches)) / (pp - 1)
+    owed = [weights_owed(pp, microbatches, stage, kept) for stage in range(1, pp)]
+    return WEIGHT_SHARE * (2 * pp - 1 - max(1, owed[-1]) + owed.count(0)) / (pp - 1)
 
 
-def bubble_fraction(pp: int, microbatches: int, vpp: int = 1, schedule: str = "1f1b") -> float:
+def bubble_fraction(
+    pp: int, microbatches: int, vpp: int = 1, schedule: str = "1f1b", kept: float = 1.0
+) -> float:
     """Idle time over ideal time (SC21, section 2.2): (p - 1) / (v m), less with a zero-bubble schedule.
 
     >>> bubble_fraction(1, 8), bubble_fraction(4, 8), bubble_fraction(4, 8, 2)
@@ -78,7 +99,7 @@ def bubble_fraction(pp: int, microbatches: int, vpp: int = 1, schedule: str = "1
     >>> bubble_fraction(4, 8, schedule="zero-bubble")
     0.125
     """
-    return bubble_share(schedule, pp, microbatches) * (pp - 1) / (vpp * microbatches)
+    return bubble_share(schedule, pp, microbatches, kept) * (pp - 1) / (vpp * microbatches)
 
 
 @lru_cache(maxsize=4096)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from headway.plan.cost.schedule import stage_layers
-from headway.plan.model.layout import OPTIMIZER_MOMENTS, Layout
+from headway.plan.model.layout import Layout
 from headway.plan.model.transformer import Transformer
 
 
@@ -17,6 +17,8 @@ class RankParameters:
     shared: float
     experts: float
     layer: float
+    layer_experts: float
+    """Those of `layer` that are routed experts."""
     outer: float
     """Parameters of embedding and head: FSDP's outermost unit."""
 
@@ -71,9 +73,13 @@ def _on_rank(model: Transformer, tp: int, pp: int, vpp: int, experts_over: int, 
     embedding = _embedding_on_rank(model, tp) if stage == 0 else 0.0
     head = _head_on_rank(model, tp, pp) if stage == pp - 1 else 0.0
     shared = dense * layers.dense + mixture * layers.mixture + embedding + head + _encoder_on_rank(model, tp)
-    layer = max(dense, mixture + (experts if layers.mixture else 0.0))
+    routed = experts if layers.mixture and mixture + experts > dense else 0.0
     return RankParameters(
-        shared=shared, experts=experts * layers.mixture, layer=layer, outer=embedding + head
+        shared=shared,
+        experts=experts * layers.mixture,
+        layer=max(dense, mixture + routed),
+        layer_experts=routed,
+        outer=embedding + head,
     )
 
 
@@ -122,7 +128,7 @@ def model_states(parameters: RankParameters, layout: Layout) -> ModelStates:
             return per_parameter * (parameters.shared + parameters.experts)
         return per_parameter * (parameters.shared / shards + parameters.experts / apart)
 
-    optimizer = over(numbers.master + OPTIMIZER_MOMENTS[layout.optimizer] * numbers.moment, 1)
+    optimizer = over(numbers.master + layout.moment_bytes, 1)
     return ModelStates(
         weights=over(numbers.weight, 3),
         gradients=over(numbers.gradient, 2),
@@ -133,5 +139,4 @@ def model_states(parameters: RankParameters, layout: Layout) -> ModelStates:
 def bytes_per_parameter(layout: Layout) -> float:
     """Bytes of unsharded states per parameter: 18 with Megatron's bf16 Adam, 16 with ZeRO's or fp32."""
     numbers = layout.element_bytes
-    moments = OPTIMIZER_MOMENTS[layout.optimizer] * numbers.moment
-    return numbers.weight + numbers.gradient + numbers.master + moments
+    return numbers.weight + numbers.gradient + numbers.master + layout.moment_bytes

@@ -7,11 +7,12 @@ from functools import lru_cache
 from math import log, sqrt
 
 from headway.plan.cost import collectives, compute
+from headway.plan.cost.activations import kept_share
 from headway.plan.cost.schedule import bubble_share, chunk_runs, stage_layers
-from headway.plan.cost.states import RankParameters, on_rank, updated
+from headway.plan.cost.states import RankParameters, expert_shards, on_rank, updated
 from headway.plan.machine.calibration import Calibration
 from headway.plan.machine.hardware import Device, Node
-from headway.plan.model.layout import OPTIMIZER_MOMENTS, Layout
+from headway.plan.model.layout import Layout
 from headway.plan.model.transformer import Transformer
 
 
@@ -61,7 +62,8 @@ def step_time(model: Transformer, layout: Layout, node: Node, constants: Calibra
     stages = _stage_seconds(model, layout, node, constants, work)
     slowest, m, v = max(stages), layout.microbatches, layout.vpp
     parts = _busy_parts(model, layout, node, constants, work, stages.index(slowest))
-    parts["pipeline bubble"] = bubble_share(layout.schedule, layout.pp, m) * (sum(stages) - slowest) / v
+    idle = bubble_share(layout.schedule, layout.pp, m, kept_share(model, layout))
+    parts["pipeline bubble"] = idle * (sum(stages) - slowest) / v
     parts["data parallel"] = _data_parallel(model, layout, node, constants, busy=m * slowest)
     parts["optimizer"] = _optimizer(model, layout, node.device, constants)
     parts["stragglers"] = sum(parts.values()) * straggling(layout.gpus, constants)
@@ -245,9 +247,10 @@ MERGE_BYTES = 12
 def _expert_parallel(
     model: Transformer, layout: Layout, node: Node, constants: Calibration, computed: float
 ) -> float:
-    """Tokens are sent to their experts and back, forward and backward: four all-to-alls.
+    """Tokens are sent to their experts and back, forward and backward, and once more when the forward is repeated.
 
-    With `ep_overlap`, another microbatch's layer is `computed` meanwhile, and slowed by what it hides.
+    With `ep_overlap`, another microbatch's layer is `computed` meanwhile, and slowed by what it hides. The forward of
+    the first microbatch and the backward of the last have no other beside them.
     """
     if layout.ep == 1 or model.moe is None:
         return 0.0
@@ -259,8 +262,10 @@ def _expert_parallel(
         # a token for several experts of one rank, or of one node, is sent there once
         inside, abroad = (_distinct(model.moe.top_k, places) for places in (ranks.size, ranks.nodes))
         inside *= FUSED_COST
-    total = 4 * collectives.all_to_all(ranks, size * model.moe.top_k, inside=inside, abroad=abroad)
-    hidden = min(total, computed) if layout.ep_overlap else 0.0
+    passes = 6 if layout.recompute == "full" else 4
+    total = passes * collectives.all_to_all(ranks, size * model.moe.top_k, inside=inside, abroad=abroad)
+    beside = (layout.microbatches - 1) / layout.microbatches if layout.ep_overlap else 0.0
+    hidden = beside * min(total, computed)
     return total - hidden + OVERLAP_COST * hidden
 
 
@@ -304,7 +309,7 @@ def _data_parallel(
     units = stage_layers(model, layout.pp, layout.vpp)[0].total + 1 if layout.zero == 3 else 1
     reduce = _over_shards(parameters, gradient, layout, node, constants, units)
     gather = _over_shards(parameters, width, layout, node, constants, units)
-    besides = _replica_reduce(layout, node, constants, count * gradient)
+    besides = _replica_reduce(parameters, layout, node, constants)
     besides += _unit_copies(count, layout, node.device, constants)
     if layout.zero == 3:
         times = m if layout.reshard else 1
@@ -361,20 +366,27 @@ def _unit_copies(count: float, layout: Layout, device: Device, constants: Calibr
     return moved / compute.stream_bytes_per_s(device, constants)
 
 
-def _replica_reduce(layout: Layout, node: Node, constants: Calibration, gradients: float) -> float:
-    """With hybrid sharding, gradient shards are also reduced between the replicas."""
-    replicas = layout.dp // (layout.shard or layout.dp)
-    if replicas == 1:
+def _replica_reduce(parameters: RankParameters, layout: Layout, node: Node, constants: Calibration) -> float:
+    """With hybrid sharding, gradient shards are also reduced between the replicas: experts have fewer shards."""
+    if layout.shard in (None, layout.dp):
         return 0.0
-    ranks = collectives.strided_group(replicas, layout.shards * layout.tp, node, constants)
-    return collectives.all_reduce(ranks, gradients / layout.shards)
+    ranks, gradient = layout.dp * layout.cp * layout.tp, layout.element_bytes.gradient
+
+    def between(count: float, shards: int, ways: int) -> float:
+        group = collectives.strided_group(ranks // (shards * ways), shards * ways, node, constants)
+        return collectives.all_reduce(group, count * gradient / shards)
+
+    ways = layout.ep * layout.expert_ways
+    return between(parameters.shared, layout.shards, layout.tp) + between(
+        parameters.experts, int(expert_shards(layout)), ways
+    )
 
 
 def _optimizer(model: Transformer, layout: Layout, device: Device, constants: Calibration) -> float:
     """Weights, gradients and moments are read and written once."""
     count = updated(on_rank(model, layout, 0), layout)
-    numbers, moments = layout.element_bytes, OPTIMIZER_MOMENTS[layout.optimizer]
-    state = numbers.master + moments * numbers.moment
+    numbers = layout.element_bytes
+    state = numbers.master + layout.moment_bytes
     traffic = count * (2 * state + 2 * numbers.weight + numbers.gradient)
     if layout.offload:
         return traffic / (device.pcie_GBps * 1e9)

@@ -29,11 +29,16 @@ class StagePass(NamedTuple):
 
 
 def play_schedule(
-    stages: Sequence[tuple[float, float]], microbatches: int, vpp: int = 1, schedule: str = "1f1b"
+    stages: Sequence[tuple[float, float]],
+    microbatches: int,
+    vpp: int = 1,
+    schedule: str = "1f1b",
+    owed: Sequence[int] | None = None,
 ) -> list[StagePass]:
     """Plays 1F1B, interleaved with several chunks, or zero-bubble.
 
-    `stages`: seconds of all chunks of a rank, forward and backward.
+    `stages`: seconds of all chunks of a rank, forward and backward. `owed`: of how many microbatches each rank of a
+    zero-bubble schedule may owe the gradients of weights (`schedule.weights_owed`).
 
     A rank works in a fixed order, and begins each pass as soon as the passes before it have ended.
 
@@ -41,11 +46,13 @@ def play_schedule(
     [(0, 'forward', 0.0, 1.0), (1, 'forward', 1.0, 2.0), (1, 'backward', 2.0, 4.0), (0, 'backward', 4.0, 6.0)]
     """
     pp = len(stages)
-    zero = schedule == "zero-bubble"
-    seconds = [_pass_seconds(*stage, vpp=vpp, zero_bubble=zero) for stage in stages]
+    most = [0] * pp if schedule == "1f1b" else owed or range(1, pp + 1)
+    seconds = [
+        _pass_seconds(*stage, vpp=vpp, split=some > 0) for stage, some in zip(stages, most, strict=True)
+    ]
     orders = [
-        zero_bubble_order(pp, microbatches, rank) if zero else rank_order(pp, microbatches, rank, vpp)
-        for rank in range(pp)
+        zero_bubble_order(pp, microbatches, rank, some) if some else rank_order(pp, microbatches, rank, vpp)
+        for rank, some in enumerate(most)
     ]
     waiting = [list(reversed(order)) for order in orders]
     clock = [0.0] * pp
@@ -80,20 +87,21 @@ def rank_order(pp: int, microbatches: int, rank: int, vpp: int = 1) -> list[_Tur
     return [*forward[:warmup], *in_turn, *backward[total - warmup :]]
 
 
-def zero_bubble_order(pp: int, microbatches: int, rank: int) -> list[_Turn]:
-    """The passes of one rank in ZB-H1 (Qi et al. 2023): as 1F1B, gradients of weights `rank` microbatches later."""
+def zero_bubble_order(pp: int, microbatches: int, rank: int, owed: int) -> list[_Turn]:
+    """The passes of one rank in ZB-H1 (Qi et al. 2023): as 1F1B, gradients of weights `owed` - 1 microbatches later."""
     found: list[_Turn] = []
+    later = owed - 1
     for turn in rank_order(pp, microbatches, rank):
         found.append(turn)
         direction, microbatch, _ = turn
-        if direction == "backward" and microbatch >= rank:
-            found.append(("weights", microbatch - rank, 0))
-    return found + [("weights", left, 0) for left in range(max(0, microbatches - rank), microbatches)]
+        if direction == "backward" and microbatch >= later:
+            found.append(("weights", microbatch - later, 0))
+    return found + [("weights", left, 0) for left in range(max(0, microbatches - later), microbatches)]
 
 
-def _pass_seconds(forward: float, backward: float, *, vpp: int, zero_bubble: bool) -> dict[Direction, float]:
+def _pass_seconds(forward: float, backward: float, *, vpp: int, split: bool) -> dict[Direction, float]:
     """Seconds of each pass through one chunk."""
-    weights = WEIGHT_SHARE * (forward + backward) if zero_bubble else 0.0
+    weights = WEIGHT_SHARE * (forward + backward) if split else 0.0
     return {"forward": forward / vpp, "backward": (backward - weights) / vpp, "weights": weights}
 
 

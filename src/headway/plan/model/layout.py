@@ -47,16 +47,18 @@ PRECISIONS: dict[str, PrecisionBytes] = {
     "amp-fp8": PrecisionBytes(4, 4, 0, 4, 2, 4, "as amp, with fp8 matrix products (torchao, torchtitan)"),
 }
 OPTIMIZER_MOMENTS = {
-    "adamw": 2.0,
-    "adamw-fused": 2.0,
-    "adamw-foreach": 2.0,
-    "adamw8bit": 0.5,
-    "adamw-bf16": 1.0,
-    "sgd": 0.0,
-    "sgd-momentum": 1.0,
-    "lion": 1.0,
-    "muon": 1.0,
+    "adamw": 2,
+    "adamw-fused": 2,
+    "adamw-foreach": 2,
+    "adamw8bit": 2,
+    "adamw-bf16": 2,
+    "sgd": 0,
+    "sgd-momentum": 1,
+    "lion": 1,
+    "muon": 1,
 }
+OPTIMIZER_MOMENT_BYTES = {"adamw8bit": 1, "adamw-bf16": 2}
+"""Bytes of one moment of optimizers whose moments do not have those of the precision."""
 
 
 def most_chunks(model: Transformer, vpp: int) -> int:
@@ -223,6 +225,12 @@ class Layout:
     def element_bytes(self) -> PrecisionBytes:
         """Bytes per weight, gradient, master copy, moment and activation."""
         return PRECISIONS[self.precision]
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes per parameter of all moments of the optimizer."""
+        each = OPTIMIZER_MOMENT_BYTES.get(self.optimizer, self.element_bytes.moment)
+        return OPTIMIZER_MOMENTS[self.optimizer] * each
 
     @property
     def megatron(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headway.plan.cost import flops, memory, schedule, states
-from headway.plan.cost.activations import layer_bytes
+from headway.plan.cost.activations import kept_share, layer_bytes
 from headway.plan.cost.memory import RankMemory
 from headway.plan.cost.steptime import StepTime
 from headway.plan.machine.hardware import Device, Node
@@ -106,6 +106,18 @@ _TIME_FORMULAS = {
 }
 
 
+def _bubble(model: Transformer, layout: Layout) -> Quantity:
+    formula = "(p - 1)/(v m), idle over ideal time"
+    if layout.schedule == "zero-bubble":
+        formula += (
+            ", of which zero-bubble leaves a third; more if m < p, or if layers recompute: then fewer gradients of "
+            "weights can be delayed in the same memory"
+        )
+    kept = kept_share(model, layout)
+    idle = schedule.bubble_fraction(layout.pp, layout.microbatches, layout.vpp, layout.schedule, kept)
+    return exact(idle, "share", formula=formula)
+
+
 def time_answers(
     model: Transformer, layout: Layout, node: Node, bounds: TimeBounds, step: StepTime
 ) -> Answers:
@@ -124,11 +136,7 @@ def time_answers(
     found["time.microbatches"] = exact(
         layout.microbatches, formula="global batch / (dp x microbatch), per pipeline and step"
     )
-    found["time.bubble"] = exact(
-        schedule.bubble_fraction(layout.pp, layout.microbatches, layout.vpp, layout.schedule), "share",
-        formula="(p - 1)/(v m), idle over ideal time"
-        + (", of which zero-bubble leaves a third, more if m < p" if layout.schedule == "zero-bubble" else ""),
-    )  # fmt: skip
+    found["time.bubble"] = _bubble(model, layout)
     samples = layout.global_batch / seconds
     per_gpu = samples * sequence / layout.gpus
     found["rate.samples"] = approximate(

@@ -9,7 +9,9 @@ from pathlib import Path
 from headway.errors import DOES_NOT_FIT, DONE, UsageError, unknown_name
 from headway.plan import checks
 from headway.plan.cost import compute, memory
+from headway.plan.cost.activations import kept_share
 from headway.plan.cost.economy import Workload
+from headway.plan.cost.schedule import weights_owed
 from headway.plan.cost.steptime import stage_passes, step_time
 from headway.plan.machine.calibration import Calibration
 from headway.plan.machine.efficiency import scoped_calibration
@@ -39,7 +41,8 @@ class Estimate:
     ranks: list[dict[str, object]] = field(default_factory=list)
     """Bytes by part on the first, middle and last pipeline rank, and on each with other layers."""
     stages: list[dict[str, float]] = field(default_factory=list)
-    """Seconds of one microbatch on each pipeline rank: `forward_s` and `backward_s`."""
+    """Seconds of one microbatch on each pipeline rank: `forward_s` and `backward_s`; of a zero-bubble schedule also
+    `weights_owed`, the microbatches whose gradients of weights it may delay."""
     remedies: list[Remedy] = field(default_factory=list)
     products: list[dict[str, object]] = field(default_factory=list)
     """The matrix products of a layer with their rooflines."""
@@ -157,10 +160,7 @@ def estimate(
         fits=fits,
         verdict=verdict(needed, capacity, ways),
         ranks=[{"rank": _rank_name(rank.stage, layout), **rank.parts} for rank in ranks],
-        stages=[
-            {"forward_s": forward, "backward_s": backward}
-            for forward, backward in stage_passes(model, layout, node, constants)
-        ],
+        stages=_stages(model, layout, node, constants),
         remedies=ways,
         products=product_table(model, layout, node, constants),
         scaling=scaling_table(model, layout, node, constants),
@@ -168,6 +168,16 @@ def estimate(
         inputs={"model": asdict(model), "layout": asdict(layout), "hardware": node.to_dict()},
         notes=notes + bound_notes(bounds, step) + _notes(layout, node, found),
     )
+
+
+def _stages(model: Transformer, layout: Layout, node: Node, constants: Calibration) -> list[dict[str, float]]:
+    passes = stage_passes(model, layout, node, constants)
+    stages: list[dict[str, float]] = [{"forward_s": seconds, "backward_s": back} for seconds, back in passes]
+    if layout.schedule == "zero-bubble":
+        kept = kept_share(model, layout)
+        for rank, stage in enumerate(stages):
+            stage["weights_owed"] = weights_owed(layout.pp, layout.microbatches, rank, kept)
+    return stages
 
 
 def _rank_name(stage: int, layout: Layout) -> str:

@@ -39,7 +39,9 @@ def schedule_passes(plan: Estimate) -> tuple[list[StagePass], int]:
     )  # whole groups of pp, as the interleaved schedule needs
     shown = min(microbatches, most)
     stages = [(s["forward_s"], s["backward_s"]) for s in plan.stages]
-    return play_schedule(stages, shown, vpp, layout["schedule"]), shown
+    # plans that were saved before these were told delay all that they can
+    owed = [int(s["weights_owed"]) for s in plan.stages if "weights_owed" in s]
+    return play_schedule(stages, shown, vpp, layout["schedule"], owed), shown
 
 
 def schedule_text(plan: Estimate, width: int = 100) -> str:
@@ -60,7 +62,7 @@ def schedule_text(plan: Estimate, width: int = 100) -> str:
         lines[each.rank][first:last] = sign * (last - first)
     drawn = [f"rank {rank:<3} {''.join(line)}" for rank, line in enumerate(lines)]
     idle = 1 - sum(each.end_s - each.start_s for each in passes) / (end * len(plan.stages))
-    weights = ", of weights A-J," if passes[-1].direction == "weights" else ""
+    weights = ", of weights A-J," if any(each.direction == "weights" for each in passes) else ""
     legend = (
         f"forward 0-9, backward a-j{weights} by microbatch, idle . ({idle:.0%} of {format_value(end, 's')})"
     )
