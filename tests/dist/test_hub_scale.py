@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import resource
 import selectors
 import socket
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
 from headway.dist import join as join_module
 from headway.dist.control import hang_watch
 from headway.dist.control.hub import Hub
+from headway.dist.control.strangers import Strangers
 from headway.dist.group import RankGroup
 from headway.dist.roster import RankInfo
 from headway.errors import UsageError
@@ -115,14 +119,74 @@ def test_each_rank_may_open_a_file_for_each_rank(monkeypatch: pytest.MonkeyPatch
         join(0, 1000)
         join(7, 1000)
     unlimited = resource.RLIM_INFINITY
-    assert made == [(3128, 4096), (1128, 4096), (3128, unlimited), (1128, unlimited)]
+    assert made == [(4096, 4096), (4096, 4096), (65536, unlimited), (65536, unlimited)]
+    made.clear()
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, unlimited))
+    join(0, 30_000)
+    assert made == [(90_128, unlimited)]
+    made.clear()
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     with pytest.raises(
         UsageError, match=r"rank 0 needs 12,416 open files for 4,096 ranks, and the limit is 4,096"
     ):
         join(0, 4096)
     join(7, 4096)
-    assert made[4:] == [(4096, 4096)]
+    assert made == [(4096, 4096)]
+
+
+def test_idle_connections_of_others_are_few_and_ranks_join_beside_them(benchmark: ModuleType) -> None:
+    """Everybody can connect to the port. Seen red with 300 files held for as many strangers."""
+    idle: list[socket.socket] = []
+
+    def connect_idle(hub: Hub) -> None:
+        address = hub._listener.getsockname()
+        idle.extend(socket.create_connection(address, timeout=20) for _ in range(300))
+
+    simulated = benchmark.SimulatedRanks(4, 2, prepare=connect_idle)
+    try:
+        simulated.join()
+        wait_until(lambda: len(simulated.hub._selector.get_map() or ()) <= 128 + 4, "the oldest are closed")
+        assert sum(map(is_closed, idle)) >= 300 - 128
+        simulated.fail()
+    finally:
+        simulated.close()
+        for each in idle:
+            each.close()
+
+
+def is_closed(sock: socket.socket) -> bool:
+    """Whether the other end has closed a connection, on which it had sent its random number."""
+    sock.setblocking(False)
+    try:
+        while sock.recv(4096):
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        pass
+    return True
+
+
+def test_strangers_that_are_silent_or_take_the_last_file_are_let_go() -> None:
+    class Full:
+        def accept(self) -> Any:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    full: Any = Full()
+    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as stack:
+        patient, hasty = Strangers(expected=2), Strangers(expected=2, patience_s=0.0)
+        for strangers in (patient, hasty):
+            for _ in range(4):
+                stack.enter_context(socket.create_connection(listener.getsockname()))
+                channel = strangers.accept(listener, b"k" * 32)
+                assert channel is not None
+                stack.callback(channel.close)
+        strangers.trust(channel)
+        assert len(hasty.overdue()) == 3, "one has shown that it knows the key"
+        assert patient.overdue() == hasty.overdue() == []
+        assert patient.accept(full, b"k" * 32) is None
+        assert len(patient.overdue()) == 3, "half of them, and one"
+        assert patient.overdue() == []
 
 
 def test_a_hang_goes_through_the_ranks_once_all_have_replied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -21,8 +27,9 @@ from waiting import wait_until
 
 from headway.data import pack
 from headway.data.cache import node_cache
+from headway.dist.failure import heartbeat
 from headway.errors import RankFailure
-from headway.launcher import epilogue
+from headway.launcher import epilogue, step
 from headway.launcher.agent import environment, team as teams
 from headway.launcher.agent.agent import Agent
 from headway.launcher.agent.environment import cpu_shares, kernel_caches, private_directory, split_cpus
@@ -119,6 +126,63 @@ def test_the_script_reads_the_last_round(tmp_path: Path, monkeypatch: pytest.Mon
     assert outcome(143)["exit_code"] == 75, "there is a checkpoint"
 
 
+class StaleDirectory:
+    """A directory of a network file system whose first lists, opens and reads fail, as those of NFS do for a while."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._directory = str(directory)
+        self.failures = 0
+        for name in ("listdir", "scandir", "open"):
+            monkeypatch.setattr(os, name, partial(self._call, getattr(os, name)))
+
+    def _call(self, function: Callable[..., Any], path: Any, *args: Any, **options: Any) -> Any:
+        if self.failures and str(path).startswith(self._directory):
+            self.failures -= 1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return function(path, *args, **options)
+
+
+def test_a_launch_directory_that_cannot_be_read_for_a_moment_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = tmp_path / "5-0"
+    agents = [Team(launch, number=number, size=2) for number in range(2)]
+    _gather(agents, [1, 1])
+    for each in agents:
+        each.begin_round(3)
+    records, stale = LaunchRecords(launch, size=2), StaleDirectory(launch, monkeypatch)
+    agents[0].conclude({"exit_code": 75, "record": None})
+    for agent in agents:
+        agent.mark_ended(75)
+    assert records.missing() == () and records.last_round.name == "round-3"
+    stale.failures = 1000
+    assert agents[1].outcome() is None, "it is not known yet"
+    monkeypatch.setattr(agents[1], "_watch", SimpleNamespace(silent=lambda: [0], forget=lambda _: None))
+    assert agents[1].loss() is None, "it may have ended"
+    assert records.outcome() is None and records.missing() == (0, 1) and records.last_round.name == "round-3"
+    with pytest.raises(RankFailure, match=r"waiting for roster\.json in \S+ \(Stale file handle\); check"):
+        agents[1]._wait(launch / "roster.json", time.monotonic())
+    stale.failures = 8
+    assert read_outcome(records, StepEnd(status=75))["exit_code"] == 75
+    assert stale.failures == 0 and agents[1].outcome() == {"exit_code": 75, "record": None}
+    monkeypatch.setattr(epilogue, "_TROUBLE_S", 0.0)
+    stale.failures = 1000
+    error = read_outcome(records, StepEnd(status=1))["record"]["error"]
+    assert error.endswith(f"({launch} cannot be read: [Errno 116] Stale file handle: '{launch}')"), error
+
+
+def test_a_step_outlives_a_launch_directory_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stale = StaleDirectory(tmp_path, monkeypatch)
+    monkeypatch.setattr(step, "_READ_S", 0.0)
+    stale.failures = 6
+    ends: list[int | None] = [None, None, None, 75]
+    waited = step.Step(1, LaunchRecords(tmp_path, size=1))
+    monkeypatch.setattr(waited, "_poll", lambda: ends.pop(0))
+    assert waited.wait() == StepEnd(status=75)
+
+
 # ---- a node that is lost
 
 
@@ -176,6 +240,38 @@ def test_agents_of_a_suspended_job_do_not_miss_each_other(monkeypatch: pytest.Mo
     finally:
         for agent in agents:
             agent.close()
+
+
+def test_idle_connections_of_others_take_no_files_from_an_agent() -> None:
+    """Everybody can connect to agent 0. Seen red with 300 files held for as many strangers."""
+    agents = [TeamWatch(number, size=2, host="127.0.0.1", beat_s=0.05, silent_s=60.0) for number in (0, 1)]
+    address = agents[0].address
+    assert address is not None
+    with ExitStack() as stack:
+        for agent in agents:
+            stack.callback(agent.close)
+        agents[0].start(address)
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        for _ in range(300):
+            stack.enter_context(socket.create_connection((address.hosts[-1], address.port), timeout=20))
+        agents[1].start(address)
+        wait_until(lambda: all(agent._heard for agent in agents), "they have heard each other")
+        wait_until(
+            lambda: len(list(Path("/proc/self/fd").iterdir())) <= before + 300 + 128 + 8,
+            "the oldest are closed",
+        )
+
+
+def test_an_agent_that_cannot_open_a_file_does_not_know_of_its_ranks_for_now(tmp_path: Path) -> None:
+    heartbeat.heartbeat_file(tmp_path, 0).write_bytes(b"")
+    team = Team(tmp_path, number=0, size=2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        beat, outcome = heartbeat.read(tmp_path, 0), team.outcome()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert beat is None and outcome is None
 
 
 @pytest.mark.parametrize("lost", [0, 2])

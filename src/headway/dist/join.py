@@ -57,6 +57,7 @@ from headway.dist.topology import machine
 from headway.dist.topology.nccl import nccl_settings, read_conf
 from headway.errors import RankFailure, UsageError
 from headway.system.environment import HEARTBEAT as HEARTBEAT_VARIABLE, directory, watchdog_s
+from headway.system.limits import raise_open_files
 from headway.system.log import install_handler, logger
 from headway.system.text import shorten_list
 
@@ -230,17 +231,14 @@ def _open_hub(group: RankGroup, rendezvous: Rendezvous, timeout: float) -> None:
 
 def _allow_open_files(launch: LaunchEnvironment) -> None:
     """Raises the limit of this process: gloo keeps a connection per rank; on rank 0 the hub and the store, too."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = (1 if launch.rank else 3) * launch.world_size + _OTHER_FILES
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        if launch.rank == 0:
-            raise UsageError(
-                f"rank 0 needs {needed:,} open files for {launch.world_size:,} ranks, and the limit is {hard:,} "
-                f"(ulimit -Hn); raise it in the job script or ask your administrators"
-            )
-        needed = hard  # with NCCL, the other ranks may do with fewer
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    if hard != resource.RLIM_INFINITY and hard < needed and launch.rank == 0:
+        raise UsageError(
+            f"rank 0 needs {needed:,} open files for {launch.world_size:,} ranks, and the limit is {hard:,} "
+            f"(ulimit -Hn); raise it in the job script or ask your administrators"
+        )  # with NCCL, the other ranks may do with fewer
+    raise_open_files(needed)
 
 
 def _export_address(group: RankGroup, host: str, port: int) -> None:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 LOOPBACK = ("127.0.0.1", "::1")
+_BACKLOG = 4096
+"""how many connections may wait until they are accepted: thousands of ranks join at once"""
 """addresses that every host has, and that mean no other host"""
 
 
@@ -182,11 +184,11 @@ def _mpi_launch_id() -> str:
 def listen(launch: LaunchEnvironment) -> tuple[socket.socket, tuple[str, ...]]:
     """Opens a port that the kernel picks; returns it, and the names under which other hosts may reach it."""
     if launch.local_world_size == launch.world_size:
-        return socket.create_server(("127.0.0.1", 0), backlog=1024), ("127.0.0.1",)
+        return socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG), ("127.0.0.1",)
     return listen_on(launch.master or socket.gethostname())
 
 
-def listen_on(name: str | None, *, backlog: int = 4096) -> tuple[socket.socket, tuple[str, ...]]:
+def listen_on(name: str | None) -> tuple[socket.socket, tuple[str, ...]]:
     """Opens a port for other hosts, at one address if they know this host by `name` and that is one address of it.
 
     Else nobody knows on which of its networks they reach this host: the port is open on all, and one line says so.
@@ -194,13 +196,13 @@ def listen_on(name: str | None, *, backlog: int = 4096) -> tuple[socket.socket, 
     address = own_address(name) if name else None
     if name and address and address not in LOOPBACK:  # other hosts cannot mean the loopback
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        server = socket.create_server((address, 0), family=family, backlog=backlog)
+        server = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
         return server, tuple(dict.fromkeys((name, address)))
     _report_open(name)
     if socket.has_dualstack_ipv6():
-        server = socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+        server = socket.create_server(("", 0), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
     else:
-        server = socket.create_server(("", 0), backlog=backlog)
+        server = socket.create_server(("", 0), backlog=_BACKLOG)
     names = [name, socket.gethostname(), *_own_addresses(socket.AF_INET)]
     return server, tuple(dict.fromkeys(name for name in names if name))
 

@@ -55,6 +55,8 @@ _TIMED_OUT = (
 )
 _SETTLE_S = 3.0
 """how long a network file system may hide the last record of an agent"""
+_TROUBLE_S = 30.0
+"""how long it may refuse to be read at all"""
 _ALERT_S = 10.0
 """how long the end of a job waits for the alert about it"""
 _CLOCK_S = 30.0
@@ -264,8 +266,11 @@ def read_outcome(records: LaunchRecords, end: StepEnd, *, staging: bool = False)
         hosts = ", ".join(records.host(number) for number in end.lost)
         error = f"{hosts} is lost: it was silent while the nodes were prepared for the ranks"
         return {"exit_code": 1, "record": {"kind": "lost", "host": hosts, "error": error, "exit_code": 1}}
-    if end.status is not None and not end.lost and records.ends():
-        records.settle(_SETTLE_S)
+    if end.status is not None and not end.lost:
+        if records.missing() and records.trouble:
+            records.settle(_TROUBLE_S)
+        elif records.ends():
+            records.settle(_SETTLE_S)
     outcome: Outcome = records.outcome() or {"exit_code": 0, "record": None}
     ends, status = records.ends(), end.status
     code = outcome["exit_code"] or max(ends.values(), default=0)
@@ -328,7 +333,8 @@ def _without_record(
             f"ended without a record; the exit status of its step is {status}, and the output above says more"
         )
     known = {"rank": None, "pid": None, "step": None, **(record or {}), "hint": None}
-    error = f"the agent on {hosts} {how}"
+    trouble = f" ({records.directory} cannot be read: {records.trouble})" if records.trouble else ""
+    error = f"the agent on {hosts} {how}{trouble}"
     return {
         "exit_code": 1,
         "record": {**known, "kind": "agent", "host": hosts, "error": error, "exit_code": 1},

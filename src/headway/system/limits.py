@@ -7,6 +7,7 @@ visible. Functions with a `root` read the kernel's files under that directory.
 from __future__ import annotations
 
 import os
+import resource
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from typing import NamedTuple, final
 _NO_LIMIT = 1 << 60
 """version 1 of control groups writes "no limit" as a number beyond this"""
 _ROOT = Path("/")
+_MANY_FILES = 1 << 16
 
 
 @final
@@ -35,6 +37,19 @@ class MemoryLimit(NamedTuple):
 
     limit: int
     free: int
+
+
+def raise_open_files(least: int = 0) -> None:
+    """Raises this process's own limit of open files to the one that it may have; so do the processes that it starts.
+
+    Where there is hardly a limit, 65,536 or `least` are enough: some programs go through all that they may have.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max(least, _MANY_FILES)
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def resource_limits(root: Path = _ROOT) -> ResourceLimits:

@@ -157,7 +157,10 @@ def connect_to_hub(
     pause_s = 0.01
     trouble = "it has not published its address"
     while (left := deadline - time.monotonic()) > 0:
-        address = rendezvous.find()
+        try:
+            address = rendezvous.find()
+        except OSError as error:  # a file system that many nodes share fails now and then
+            address, trouble = None, f"its address cannot be read ({error})"
         for host in address.hosts if address else ():
             assert address is not None
             try:

@@ -8,6 +8,7 @@ stacks of all threads to stderr if nothing else has noticed that the rank makes 
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import math
 import mmap
@@ -184,10 +185,12 @@ class Heartbeat:
 
 
 def read(directory: Path, rank: int) -> HeartbeatReading | None:
-    """Reads the heartbeat of a rank; None while it has none."""
+    """Reads the heartbeat of a rank; None while it has none, or while this process cannot open another file."""
     try:
         data = heartbeat_file(directory, rank).read_bytes()
-    except FileNotFoundError:
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.EMFILE, errno.ENFILE):
+            raise
         return None
     version, pid, there, step, moved, limit = _FIXED.unpack_from(data.ljust(_FILE_BYTES, b"\0"))
     if version != _VERSION:

@@ -35,6 +35,7 @@ from headway.launcher.agent.team import Outcome, Team
 from headway.launcher.agent.watchdog import Watchdog, with_run
 from headway.run import Run
 from headway.system import environment, files
+from headway.system.limits import raise_open_files
 from headway.system.log import logger, print_last
 
 _POLL_S = 0.02
@@ -108,6 +109,7 @@ class Agent:
         self._repeat: tuple[int, float] | None = None  # a stop request, and when it is next repeated
 
     def run(self) -> int:
+        raise_open_files()
         with scratch_directory() as directory:  # nobody else may read it: it holds the control channel's key
             return self._run_in(directory)
 

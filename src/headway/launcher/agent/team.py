@@ -66,6 +66,7 @@ class Team:
         self._round = 0
         self._members: list[dict[str, Any]] = []
         self._watch: TeamWatch | None = None
+        self._trouble: OSError | None = None  # why the last read failed
         self.is_silent = False
         """whether a record of this agent could not be written: the other agents and the job do not know of its end"""
 
@@ -121,6 +122,8 @@ class Team:
             assert self._watch is not None
             if self._read(self._ended_file(number)) is not None:
                 self._watch.forget(number)
+                continue
+            if self._trouble is not None:  # it may have ended in peace
                 continue
             host = self._members[number]["host"]
             return {
@@ -242,9 +245,10 @@ class Team:
             time.sleep(_POLL_S)
 
     def _absent(self, name: str) -> RankFailure:
+        trouble = f" ({self._trouble.strerror or self._trouble})" if self._trouble else ""
         return RankFailure(
             f"agent {self.number} of {self.size} on {socket.gethostname()} timed out waiting for {name} "
-            f"in {self.directory}; check that all nodes started, and that they share this directory"
+            f"in {self.directory}{trouble}; check that all nodes started, and that they share this directory"
         )
 
     def _agent_file(self, number: int) -> Path:
@@ -270,12 +274,18 @@ class Team:
             self.is_silent = True
 
     def _read(self, path: Path) -> dict[str, Any] | None:
-        with suppress(FileNotFoundError):
+        """Reads a record of another agent; None while it is not there, or cannot be read for now."""
+        self._trouble = None
+        try:
             # listing the directory makes a network file system look again for a file that was not there before
             list(path.parent.iterdir())
             found: dict[str, Any] = json.loads(ownership.read_private(path))
             return found
-        return None
+        except FileNotFoundError:
+            return None
+        except OSError as error:  # whoever polls tries again
+            self._trouble = error
+            return None
 
 
 @final
@@ -288,24 +298,37 @@ class LaunchRecords:
 
     def __init__(self, directory: Path, *, size: int) -> None:
         self.directory, self.size = directory, size
+        self._last_round = directory / "round-0"
+        self.trouble: OSError | None = None
+        """why the last look at the directory failed: what is there is not known for now"""
 
     @property
     def last_round(self) -> Path:
-        rounds = [path for path in self.directory.glob("round-*") if re.fullmatch(r"round-\d+", path.name)]
-        return max(
-            rounds, key=lambda path: int(path.name.partition("-")[2]), default=self.directory / "round-0"
-        )
+        numbers = [int(name[6:]) for name in self._names(self.directory) if re.fullmatch(r"round-\d+", name)]
+        if numbers:
+            self._last_round = self.directory / f"round-{max(numbers)}"
+        return self._last_round
 
     def outcome(self) -> Outcome | None:
         """The record of the first agent to fail or stop in the last round."""
         return read_json(self.last_round / "outcome.json")
 
+    def _names(self, directory: Path) -> list[str]:
+        """What is in a directory, as far as that is known."""
+        self.trouble = None
+        try:
+            return [path.name for path in directory.iterdir()]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            self.trouble = error
+            return []
+
     def ends(self) -> dict[int, int]:
         """The exit codes of the agents that have recorded their end, by number."""
-        found = {path: read_json(path) for path in self.last_round.glob("ended-*.json")}
-        return {
-            int(path.stem.partition("-")[2]): facts["exit_code"] for path, facts in found.items() if facts
-        }
+        last = self.last_round
+        found = {number: read_json(last / _ended_name(number)) for number in range(self.size)}
+        return {number: facts["exit_code"] for number, facts in found.items() if facts}
 
     def failure(self) -> FailureRecord | None:
         """What the ranks of the last round have agreed on as the first cause of their end."""
@@ -329,7 +352,9 @@ class LaunchRecords:
 
     def missing(self) -> tuple[int, ...]:
         """The agents that have not recorded their end."""
-        ended = {path.name for path in self.last_round.glob("ended-*.json")}
+        last, trouble = self.last_round, self.trouble
+        ended = set(self._names(last))
+        self.trouble = self.trouble or trouble
         return tuple(number for number in range(self.size) if _ended_name(number) not in ended)
 
     def host(self, number: int) -> str:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import final
 
 from headway.dist.control.channel import Channel, UntrustedPeer, connect
+from headway.dist.control.strangers import Strangers
 from headway.dist.rendezvous import HubAddress, listen_on
 from headway.launcher.agent.standstill import Standstill
 
@@ -41,13 +42,14 @@ class TeamWatch:
         self._number, self._size = number, size
         self._beat_s, self._silent_s = beat_s, silent_s
         self._heard: dict[int, float] = {}  # agent -> when it was last heard
+        self._strangers = Strangers(expected=size)
         self._standstill = Standstill(longest_s=silent_s / 2)
         self._ended = threading.Event()
         self._listener: socket.socket | None = None
         self.address: HubAddress | None = None
         """where agent 0 listens"""
         if number == 0:
-            self._listener, hosts = listen_on(host, backlog=size)
+            self._listener, hosts = listen_on(host)
             port = self._listener.getsockname()[1]
             self.address = HubAddress(hosts=hosts, port=port, key=secrets.token_bytes(32))
 
@@ -105,22 +107,23 @@ class TeamWatch:
                     if found.fileobj is listener:
                         self._accept(listener, selector, key)
                     elif not self._answer(found.data):
-                        selector.unregister(found.fileobj)
-                        found.data.close()
+                        self._drop(found.data, selector)
+                for stranger in self._strangers.overdue():
+                    self._drop(stranger, selector)
             for found in list(selector.get_map().values()):
                 if isinstance(found.data, Channel):
                     found.data.close()
 
     def _accept(self, listener: socket.socket, selector: selectors.BaseSelector, key: bytes) -> None:
-        try:
-            sock, _ = listener.accept()
-        except OSError:  # gone already
-            return
-        try:
-            sock.settimeout(self._beat_s)
-            selector.register(sock, selectors.EVENT_READ, Channel(sock, key, is_client=False))
-        except OSError:
-            sock.close()
+        channel = self._strangers.accept(listener, key)
+        if channel is not None:
+            channel.socket.settimeout(self._beat_s)
+            selector.register(channel.socket, selectors.EVENT_READ, channel)
+
+    def _drop(self, channel: Channel, selector: selectors.BaseSelector) -> None:
+        selector.unregister(channel.socket)
+        self._strangers.trust(channel)
+        channel.close()
 
     def _answer(self, channel: Channel) -> bool:
         """Replies to what an agent has sent; returns whether it is still there."""
@@ -128,6 +131,7 @@ class TeamWatch:
             chunk = channel.socket.recv(65536)
             channel.feed(chunk)
             for message in channel.messages():
+                self._strangers.trust(channel)
                 self._heard[int(message["agent"])] = time.monotonic()
                 channel.send({"agent": 0})
         except (OSError, UntrustedPeer):
