@@ -6,8 +6,9 @@ The stream and its events need a GPU: tests/gpu/test_feed_gpu.py.
 from __future__ import annotations
 
 import threading
-from collections import namedtuple
-from collections.abc import Iterator
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -22,10 +23,11 @@ from headway.data.feed.nested import find_tensors, map_tensors
 from headway.data.feed.pinned_ring import RingSlot, size_in_slot
 from headway.data.images.batch import Batch
 from headway.train import batches
-from headway.train.batches import moving
+from headway.train.batches import moving, to_device
 
 Pair = namedtuple("Pair", "image label")
 CUDA = torch.device("cuda")
+META = partial(torch.Tensor.to, device="meta")
 
 
 class FeedOnCpu:
@@ -58,6 +60,58 @@ def test_tensors_are_found_in_any_nesting_and_containers_keep_their_types() -> N
     assert all(bool((each == 2).all()) for each in find_tensors(doubled))
     assert type(doubled["a"]) is Pair and doubled["a"].label[0] == "name"
     assert type(doubled["b"][0]) is Batch and doubled["b"][1:] == (None, 7)
+
+
+class ReadOnly(Mapping[str, Any]):
+    def __init__(self, parts: Mapping[str, Any]) -> None:
+        self.parts = parts
+
+    def __getitem__(self, name: str) -> Any:
+        return self.parts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.parts)
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+
+class Named(ReadOnly):
+    def __init__(self, **parts: Any) -> None:
+        super().__init__(parts)
+
+
+class Frozen(dict[str, Any]):
+    def __setitem__(self, name: str, part: Any) -> None:
+        raise TypeError("it cannot be changed")
+
+
+class Triple(Pair):
+    """A named tuple's subclass, which has its fields from there."""
+
+
+@dataclass
+class Record:
+    x: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "move", [partial(to_device, device=torch.device("meta")), partial(map_tensors, function=META)]
+)
+def test_batches_of_any_type_are_moved_and_left_as_they_were(move: Callable[[Any], Any]) -> None:
+    parts = {"x": torch.ones(2), "name": "a"}
+    extended = UserDict(parts)
+    extended.source = "web"  # type: ignore[attr-defined]
+    for batch in (defaultdict(list, parts), OrderedDict(parts), extended, ReadOnly(parts), Frozen(parts)):
+        moved: Any = move(batch)
+        assert type(moved) is type(batch) and {**moved} == {"x": moved["x"], "name": "a"}
+        assert moved["x"].is_meta and batch["x"] is parts["x"] and not parts["x"].is_meta
+    assert move(defaultdict(list, parts)).default_factory is list and move(extended).source == "web"
+    assert type(move(Named(**parts))) is dict, "which cannot be made from its parts"
+    triple = move(Triple(parts["x"], 3))
+    assert type(triple) is Triple and triple.image.is_meta and triple.label == 3
+    record = Record(parts["x"])
+    assert move(record) is record, "an object of one's own is the step's to move"
 
 
 def test_shards_are_fed_by_the_threads_of_the_loader_and_the_position_is_what_was_consumed(
@@ -100,13 +154,26 @@ def test_both_loaders_can_be_fed_and_workers_then_pin() -> None:
 
 def test_batches_in_memory_are_copied_by_a_thread_of_the_feed_in_order(feed: FeedOnCpu) -> None:
     loader = [{"x": torch.tensor([number])} for number in range(7)]
-    loader += [loader[0], loader[0]]
+    loader += [loader[0], loader[1]]
     with moving(loader, CUDA) as mover:
         found = [int(mover.move(batch)["x"]) for batch in mover.read(iter(loader))]
-        assert found == [1000, 1001, 1002, 1003, 1004, 1005, 1006, 1000, 1000]
+        assert found == [1000, 1001, 1002, 1003, 1004, 1005, 1006, 1000, 1001]
         assert feed.threads == ["headway feed"] * 9
         assert int(mover.move(loader[1])["x"]) == 1001 and feed.threads[9] == "MainThread"  # once more
     assert not running("headway feed")
+
+
+@pytest.mark.parametrize("buffers", [1, 2, 3])
+def test_a_buffer_that_the_loop_refills_is_not_copied_before_that(buffers: int, feed: FeedOnCpu) -> None:
+    memory = [torch.tensor([number]) for number in range(buffers)]
+    loader = [(memory[number % buffers], number) for number in range(9)]
+    found = list[int]()
+    with moving(loader, CUDA) as mover:
+        for batch in mover.read(iter(loader)):
+            found.append(int(mover.move(batch)[0]))
+            batch[0].add_(buffers)  # for the next time that it comes
+    assert found == [1000 + number for number in range(9)]
+    assert feed.threads.count("headway feed") == (9 if buffers == 3 else buffers)
 
 
 @pytest.mark.parametrize("taken", range(4))

@@ -6,20 +6,27 @@ import cProfile
 import errno
 import gc
 import io
+import json
 import os
+import re
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain, islice
+from multiprocessing import Pipe
 from pathlib import Path
 from shutil import copytree
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import simplejpeg
 import torch
 from PIL import Image
+from waiting import EXIT_LIMIT_S
 
 from headway.data import MultiCrop, ShardLoader, pack
 from headway.data.images.batch import IMAGE, SAMPLES, EncodedImage
@@ -28,7 +35,7 @@ from headway.data.shards.checksums import checksum_path
 from headway.data.shards.shard import Shard
 from headway.data.sources import reader_pool, reader_process
 from headway.data.sources.reader_pool import ReadAnswer, ReaderPool, SharedSlots
-from headway.data.sources.reader_process import ReaderSettings, SlotReader
+from headway.data.sources.reader_process import ReaderSettings, SlotReader, send_rows
 from headway.errors import StorageError
 from headway.system import retries
 
@@ -274,6 +281,52 @@ def test_slots_are_used_again_when_nobody_looks_at_them() -> None:
     del slots
     gc.collect()
     assert not pinning.pinned
+
+
+@pytest.mark.usefixtures("small_slots")
+def test_memory_that_cannot_be_pinned_is_used_as_it_is(messages: list[str]) -> None:
+    class Limited(Pinning):
+        def pin(self, address: int, count: int) -> None:
+            if self.pinned:
+                raise RuntimeError("out of memory")
+            super().pin(address, count)
+
+    pinning = Limited()
+    slots = SharedSlots(pinning)
+    assert [slots.take() for _ in range(4)] == [0, 1, 2, 3]
+    assert len(messages) == 1 and "cannot be pinned (out of memory)" in messages[0]
+    del slots
+    gc.collect()
+    assert not pinning.pinned, "and only what was pinned is released"
+
+
+def test_json_that_is_nested_too_deeply_for_pickle_is_left_to_this_process() -> None:
+    deep = json.loads("[" * 800 + "]" * 800)
+    good = ("a", {"json": [[1]]}, 0, 1, 2, 3, 4)
+    here, there = Pipe()
+    with here, there:
+        send_rows(there, [good, ("b", {"json": deep}, 0, 1, 2, 3, 4), None])
+        assert here.recv() == [good, None, None]
+
+
+def test_a_process_that_is_stopped_is_not_awaited_forever(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, messages: list[str]
+) -> None:
+    stub = tmp_path / "python"  # says that it is ready, and is stopped
+    stub.write_text("#!/bin/bash\nprintf '\\0\\0\\0\\4\\200\\4N.' >&$4\nkill -STOP $$\n")
+    stub.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stub))
+    monkeypatch.setattr(reader_pool, "_ANSWER_WAIT_S", 0.2)
+    loader = ShardLoader(shards, batch_size=60)
+    fast, plain = readers(loader)
+    locations = batches(loader)[0]
+    assert_equal(fast.read(locations), plain.read(locations))
+    assert fast._pool is not None and fast._pool.read(locations) is None
+    (message,) = messages
+    found = re.search(r"\(process (\d+) did not answer in 0\.2 s\); they are read by threads", message)
+    assert found is not None
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(int(found[1])).wait(EXIT_LIMIT_S)  # it was killed
 
 
 @pytest.fixture

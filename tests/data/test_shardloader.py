@@ -594,8 +594,25 @@ def test_braces_are_those_of_webdataset(
     ):
         wanted = sorted(path for each in braceexpand(text) for path in Path().glob(each))
         assert find_shards("train", text) == wanted and len(wanted) > 1
-    (tmp_path / "x{1..2}.tar").touch()
-    assert find_shards("train", tmp_path / "x{1..2}.tar") == [tmp_path / "x{1..2}.tar"], "a file of that name"
+    for path in (tmp_path / "x{1..2}.tar", tmp_path / "x::y.tar"):
+        path.touch()
+        assert find_shards("train", path) == [path] == find_shards("train", [path]), "a file of that name"
+
+
+def test_a_list_may_have_patterns_and_joined_paths_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    found = find_shards("train", ["b/shard0-000000.tar", "a/shard{0..1}-000000.tar", "b/*1-*.tar"])
+    assert [*map(str, found)] == [
+        f"{name}-000000.tar" for name in ("b/shard0", "a/shard0", "a/shard1", "b/shard1")
+    ]
+    with pytest.raises(UsageError, match=r"no shards found at 'a/\*\.tgz'"):
+        find_shards("train", ["b/shard0-000000.tar", "a/*.tgz"])
+    with pytest.raises(
+        UsageError, match=r"'a/\{x,y\}\.tar::b\.tar' joins paths by '::', .* give a list of them"
+    ):
+        find_shards("train", "a/{x,y}.tar::b.tar")
 
 
 def test_a_folder_of_folders_is_no_dataset_and_says_which_are(

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from headway.data import DataLoader
 from headway.data.feed.device_feed import DeviceFeed, FeedableLoader, check_device, shared_feed
-from headway.data.feed.nested import find_tensors, like
+from headway.data.feed.nested import find_tensors, like, like_mapping
 from headway.data.feed.staging_thread import StagingThread
 from headway.data.worker_init import WorkerInit, open_workers
 from headway.errors import UsageError
@@ -232,7 +232,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
         check_device(batch, device)
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
-        return type(batch)({key: to_device(part, device) for key, part in batch.items()})  # type: ignore[call-arg]
+        return like_mapping(batch, {key: to_device(part, device) for key, part in batch.items()})
     return batch
 
 

@@ -29,20 +29,24 @@ _BRACES = re.compile(r"{([^{}]*)}")
 _NUMBER_RANGE = re.compile(r"([0-9]{1,18})\.\.([0-9]{1,18})")
 
 ShardSpec = str | Path | Sequence[str | Path]
-"""where shards are: a directory, a pattern, a list of files, or a name in the catalog"""
+"""where shards are: a directory, a pattern, a list of files or patterns, or a name in the catalog"""
 
 
 def find_shards(name: str, spec: ShardSpec, catalog: Catalog | None = None) -> list[Path]:
     """Finds the shards of a dataset, at least one; `name` is the dataset's in error messages."""
     text = str(spec)
     if not isinstance(spec, str | Path):
-        paths = [Path(path) for path in spec]
+        paths = [path for each in spec for path in _listed(name, Path(each))]
     elif "://" in text or text.startswith("pipe:"):
         raise UsageError(
             f"dataset {name!r}: {text!r} is not a path; shards are read from file systems: mount or copy them first"
         )
     elif text.count("**") > 1:  # time grows exponentially with them, and files are found several times
         raise UsageError(f"dataset {name!r}: {text!r} has '**' more than once; give it once, or a list")
+    elif "::" in text and not retry(f"look at {text}", Path(text).exists):
+        raise UsageError(
+            f"dataset {name!r}: {text!r} joins paths by '::', as WebDataset does; give a list of them"
+        )
     elif retry(f"look at {text}", Path(spec).is_dir):
         paths = _matching(Path(spec), "*.tar")
     elif "{" in text and not retry(f"look at {text}", Path(text).exists):
@@ -57,6 +61,14 @@ def find_shards(name: str, spec: ShardSpec, catalog: Catalog | None = None) -> l
         hint = _suggestion(text) if isinstance(spec, str | Path) else _GIVE_SHARDS
         raise UsageError(f"dataset {name!r}: no shards found at {text!r}; {hint}")
     return paths
+
+
+def _listed(name: str, path: Path) -> list[Path]:
+    """Returns what stands in a list: a file, or the files of a pattern."""
+    is_pattern = "{" in str(path) or has_magic(str(path))
+    if is_pattern and not retry(f"look at {path}", path.exists):
+        return find_shards(name, path)
+    return [path]
 
 
 def _expand_braces(name: str, text: str) -> Iterator[str]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from copy import copy
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +22,7 @@ def map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(batch, tuple | list):
         return like(batch, [map_tensors(part, function) for part in batch])
     if isinstance(batch, Mapping):
-        return type(batch)({name: map_tensors(part, function) for name, part in batch.items()})  # type: ignore[call-arg]
+        return like_mapping(batch, {name: map_tensors(part, function) for name, part in batch.items()})
     return batch
 
 
@@ -33,6 +36,27 @@ def find_tensors(batch: Any) -> Iterator[Tensor]:
 
 
 def like(batch: tuple[Any, ...] | list[Any], parts: list[Any]) -> Any:
-    """Returns the parts in a container of the batch's type; a named tuple takes its parts as separate arguments."""
-    named = isinstance(batch, tuple) and "_fields" in type(batch).__dict__
-    return type(batch)(*parts) if named else type(batch)(parts)
+    """Returns the parts in a container of the batch's type."""
+    make = getattr(type(batch), "_make", type(batch))  # of named tuples
+    return make(parts)
+
+
+def like_mapping(batch: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:
+    """Returns the parts in a mapping of the batch's type; in a dict if no such mapping can be made.
+
+    A copy keeps what else the batch has, such as the factory of a defaultdict. It is changed only where it surely has
+    items of its own.
+    """
+    kind: Any = type(batch)
+    if kind is dict:
+        return parts
+    if isinstance(batch, dict | UserDict):
+        with suppress(TypeError):  # it may refuse to be changed
+            made = copy(batch)
+            for name, part in parts.items():
+                made[name] = part
+            return made
+    try:
+        return kind(parts)
+    except TypeError:
+        return parts

@@ -10,14 +10,18 @@ from queue import Empty, Queue
 from typing import Any, NamedTuple, final
 
 from headway.data.feed.device_feed import DeviceFeed, StagedBatch
+from headway.data.feed.nested import find_tensors
+
+_AHEAD = 2  # batches
 
 
 class _Item(NamedTuple):
-    """A batch and its copy; or what ended the source."""
+    """A batch and its copy, if there is one; or, as the last, what ended the source."""
 
     batch: Any = None
     staged: StagedBatch | None = None
-    end: BaseException | None = None
+    is_last: bool = False
+    error: BaseException | None = None
 
 
 @final
@@ -25,7 +29,8 @@ class StagingThread:
     """Stages two batches ahead of training.
 
     Only for batches that exist: a loader that makes them may save its position, or draw from the random numbers of the
-    model, and must not be asked before its batch is needed.
+    model, and must not be asked before its batch is needed. A batch with a tensor of the two before it is copied when
+    it is asked for: it may be one buffer, which the loop refills.
 
         with closing(StagingThread(feed)) as thread:
             for batch in thread.stage_ahead(batches):
@@ -34,10 +39,8 @@ class StagingThread:
 
     def __init__(self, feed: DeviceFeed) -> None:
         self._feed, self._stopped = feed, threading.Event()
-        self._items: Queue[_Item] = Queue(maxsize=1)  # a second batch waits to be put into it
-        self._staged: defaultdict[int, deque[StagedBatch]] = defaultdict(
-            deque
-        )  # a batch may come several times
+        self._items: Queue[_Item] = Queue(maxsize=_AHEAD - 1)  # a second batch waits to be put into it
+        self._staged = defaultdict[int, deque[StagedBatch | None]](deque)  # a batch may come several times
         self._thread: threading.Thread | None = None
 
     def stage_ahead(self, batches: Iterable[Any]) -> Iterator[Any]:
@@ -46,17 +49,18 @@ class StagingThread:
         self._thread.start()
         while True:
             item = self._items.get()
-            if item.staged is None:
-                if item.end is not None:
-                    raise item.end
+            if item.is_last:
+                if item.error is not None:
+                    raise item.error
                 return
             self._staged[id(item.batch)].append(item.staged)
             yield item.batch
 
     def move(self, batch: Any) -> Any:
         """Returns a batch on the device, for the current stream; one that is asked for again is copied again."""
-        staged = self._staged.get(id(batch))
-        return staged.popleft().hand_over() if staged else self._feed.move(batch)
+        waiting = self._staged.get(id(batch))
+        staged = waiting.popleft() if waiting else None
+        return self._feed.move(batch) if staged is None else staged.hand_over()
 
     def close(self) -> None:
         """Ends the thread, and drops what was copied for later."""
@@ -68,14 +72,17 @@ class StagingThread:
         self._staged.clear()
 
     def _run(self, batches: Iterable[Any]) -> None:
+        before = deque[set[int]](maxlen=_AHEAD)
         try:
             for batch in batches:
-                staged = self._feed.stage(batch)
+                tensors = {id(tensor) for tensor in find_tensors(batch)}
+                staged = self._feed.stage(batch) if all(map(tensors.isdisjoint, before)) else None
+                before.append(tensors)
                 if self._stopped.is_set():
                     return
                 self._items.put(_Item(batch, staged))
                 if self._stopped.is_set():
                     return
-            self._items.put(_Item())
+            self._items.put(_Item(is_last=True))
         except BaseException as error:  # noqa: BLE001 (raised by the loop that waits for this batch)
-            self._items.put(_Item(end=error))
+            self._items.put(_Item(is_last=True, error=error))

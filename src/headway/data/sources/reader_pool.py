@@ -9,6 +9,7 @@ import heapq
 import mmap
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -25,7 +26,7 @@ from headway.dist.control.signals import block_signals
 from headway.system.log import logger
 
 _SLOTS = 256  # take memory when they are first used, and those with low numbers are used first
-_START_WAIT_S, _EXIT_WAIT_S = 60.0, 5.0  # it takes about half a second
+_ANSWER_WAIT_S, _EXIT_WAIT_S = 60.0, 5.0  # it starts in about half a second
 _MODULE = "headway.data.sources.reader_process"
 
 
@@ -57,7 +58,7 @@ class SharedSlots:
         os.ftruncate(self.descriptor, _SLOTS * SLOT_BYTES)
         self._memory = np.frombuffer(mmap.mmap(self.descriptor, _SLOTS * SLOT_BYTES), np.uint8)
         self._pinning, self._pinned, self._free = pinning, set[int](), list(range(_SLOTS))
-        self._lock, self._returned = threading.Lock(), deque[int]()
+        self._lock, self._returned, self._pins = threading.Lock(), deque[int](), True
         weakref.finalize(self, _release, self.descriptor, self._memory, self._pinned, pinning).atexit = False
 
     def take(self) -> int | None:
@@ -69,10 +70,22 @@ class SharedSlots:
                 return None
             slot = heapq.heappop(self._free)
         address = self._memory.ctypes.data + slot * SLOT_BYTES
-        if address not in self._pinned:
-            self._pinning.pin(address, SLOT_BYTES)
-            self._pinned.add(address)
+        if self._pins and address not in self._pinned:
+            self._pin(address)
         return slot
+
+    def _pin(self, address: int) -> None:
+        try:
+            self._pinning.pin(address, SLOT_BYTES)
+        except RuntimeError as error:  # of CUDA, where memory that is locked has a limit
+            with self._lock:
+                said, self._pins = not self._pins, False
+            if not said:
+                logger.warning(
+                    f"memory for samples cannot be pinned ({error}); a GPU decodes them more slowly"
+                )
+        else:
+            self._pinned.add(address)
 
     def free(self, slot: int) -> None:
         """Allows a slot to be used again. Without the lock: the collector may call this while a thread holds it."""
@@ -98,6 +111,8 @@ class _ReaderProcess:
 
     def __init__(self, settings: str, memory: int) -> None:
         ours, theirs = socket.socketpair()
+        limit = struct.pack("ll", int(_ANSWER_WAIT_S), int(_ANSWER_WAIT_S % 1 * 1e6))  # a timeval
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         given = os.memfd_create("headway settings")
         try:
             with open(given, "w", closefd=False) as file:
@@ -117,14 +132,17 @@ class _ReaderProcess:
         weakref.finalize(self, _end, self._process, self._connection)
 
     def read(self, slot: int, locations: Sequence[tuple[int, int, int, int]]) -> list[EncodedRow | None]:
-        """Has samples read. Raises EOFError or OSError if it has ended, or does not start."""
-        if not self._ready:
-            if not self._connection.poll(_START_WAIT_S):
-                raise TimeoutError(f"it did not start in {_START_WAIT_S:.0f} s")
-            self._connection.recv()
-            self._ready = True
-        self._connection.send((slot, locations))
-        rows: list[EncodedRow | None] = self._connection.recv()
+        """Has samples read. Raises EOFError or OSError if it has ended, or does not answer."""
+        try:
+            if not self._ready:
+                self._connection.recv()
+                self._ready = True
+            self._connection.send((slot, locations))
+            rows: list[EncodedRow | None] = self._connection.recv()
+        except BlockingIOError as error:
+            self._process.kill()  # also if it is stopped
+            waited = f"process {self._process.pid} did not answer in {_ANSWER_WAIT_S:g} s"
+            raise TimeoutError(waited) from error
         return rows
 
 
@@ -154,9 +172,7 @@ class ReaderPool:
                 return None
             rows = process.read(slot, locations)
         except (EOFError, OSError) as error:
-            self._give_up(error)
-            if slot is not None:
-                self._shared().free(slot)
+            self._give_up(error)  # and no slot is used again: the process may still write to its own
             process = None
             return None
         finally:

@@ -12,6 +12,7 @@ import gc
 import json
 import mmap
 import os
+import pickle
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -115,6 +116,22 @@ def _address(data: memoryview) -> int:
     return found
 
 
+def send_rows(rank: Connection, rows: Sequence[EncodedRow | None]) -> None:
+    """Sends what was read; leaves those samples to the rank whose JSON is nested more deeply than pickle can follow."""
+    try:
+        rank.send(rows)
+    except RecursionError:  # before anything is sent
+        rank.send([row if _is_flat(row) else None for row in rows])
+
+
+def _is_flat(row: EncodedRow | None) -> bool:
+    try:
+        pickle.dumps(row)
+    except RecursionError:
+        return False
+    return True
+
+
 def main() -> None:
     """Answers a rank until that ends. The arguments are the descriptors of the connection, settings and memory.
 
@@ -129,7 +146,7 @@ def main() -> None:
     with suppress(EOFError, ConnectionError), Connection(connection) as rank:  # the rank has ended
         rank.send(None)
         while True:
-            rank.send(reader.read(*rank.recv()))
+            send_rows(rank, reader.read(*rank.recv()))
 
 
 if __name__ == "__main__":
