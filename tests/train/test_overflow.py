@@ -220,7 +220,10 @@ def test_learning_rates_are_recorded_by_optimizer_and_group(tmp_path: Path) -> N
     pipe = Pipeline(name="toy", root=tmp_path)
     net = make_net()
     pipe.register_model("net", net)
-    groups = [{"params": net.first.parameters(), "lr": 0.1}, {"params": net.last.parameters(), "lr": 0.2}]
+    groups = [
+        {"params": net.first.parameters(), "lr": 0.1},
+        {"params": net.last.parameters(), "lr": torch.tensor(0.2)},
+    ]
     pipe.register_optimizer("sgd", torch.optim.SGD(groups, lr=0.1), scheduler=warm_up)
     pipe.register_dataset("train", Batches(4))
 
@@ -230,7 +233,7 @@ def test_learning_rates_are_recorded_by_optimizer_and_group(tmp_path: Path) -> N
 
     pipe.append_stage(Plain(log_every=1, on_nan="skip"), max_epochs=1)
     pipe.run()
-    warm = [min(1.0, (step + 1) / 50) for step in (1, 2, 3, 4)]
+    warm = [min(1.0, step / 50) for step in (1, 2, 3, 4)]  # as the step of that row used it
     for number, lr in enumerate((0.1, 0.2)):
         rates = [value for _, value in pipe.history.points(f"lr/sgd/{number}")]
         assert rates == pytest.approx([lr * each for each in warm])

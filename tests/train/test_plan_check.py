@@ -166,7 +166,13 @@ def traced_pipe(root: Path, width: int, rows: int, collate_fn: Any = None) -> Pi
 def test_a_plan_is_traced_from_the_registered_model(tmp_path: Path) -> None:
     home = calibrate(tmp_path / f"home-{hw.rank()}", kernel_s=1e-3, memory_GB=20)
     pipe = traced_pipe(tmp_path / "runs", 32, 4)
-    pipe.append_stage(UntilCompared(log_every=1), max_epochs=10_000)
+    # a log point before the first batch of training
+    pipe.register_dataset(
+        "val", hw.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(2, 32)), batch_size=1)
+    )
+    pipe.append_stage(
+        UntilCompared(log_every=1, val_at_start=True, val_every="1000 epochs"), max_epochs=10_000
+    )
     with mock.patch.dict(os.environ, home):
         found = pipe.run()
     if not hw.is_root():

@@ -377,7 +377,8 @@ class LoopState:
         if self.steps_done != self.logged_at:
             log_bad(self.quarantining, self.meter)
             for name, optimizer in self.stepped_optimizers().items():
-                log_learning_rates(name, optimizer, self.meter)
+                schedule = self.pipe._schedules.get(name)
+                log_learning_rates(name, optimizer, self.meter, used=schedule.used if schedule else ())
 
     def stepped_optimizers(self) -> Mapping[str, Optimizer]:
         """Returns the optimizers whose learning rates are logged, by name."""

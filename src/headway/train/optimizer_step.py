@@ -247,7 +247,7 @@ class OptimizerStep:
 def followers_of(pipe: Pipeline, optimizers: Sequence[Optimizer]) -> list[Callable[[], object]]:
     """Returns what to call after the optimizers step: their schedulers and the averages of their models."""
     schedulers = [
-        schedule.scheduler.step
+        schedule.step
         for optimizer in optimizers
         for schedule in pipe._schedules.values()
         if schedule.every == "step" and schedule.optimizer is optimizer

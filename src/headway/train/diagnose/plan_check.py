@@ -81,9 +81,14 @@ class PlanCheck(Callback):
         """Takes the plan from the process that traces the step, if it is done."""
         if self._trace is None or stage is not stage.pipe.stages[0]:
             return
+        state = stage._loop
+        if state.batch is None or not (
+            state.in_step or state.steps_done > state.logged_at or self._trace.asked
+        ):
+            return  # a validation at the start comes before any batch of training
         trace, self._trace = self._trace, None
         try:
-            trace.ask(stage._loop.batch)
+            trace.ask(state.batch)
             self.plan = trace.answer(wait_s=wait_s)
         except HeadwayError as error:
             logger.warning("the run has no plan: %s", error, extra={"event": "plan"})

@@ -53,7 +53,7 @@ class ForkedTrace:
     """Traces the step of a stage in a forked process: as it is, with smaller batches, and with checkpointed blocks."""
 
     def __init__(self, stage: TrainValStage) -> None:
-        self._stage, self._asked = stage, False
+        self._stage, self.asked = stage, False
         self._settings = TraceSettings(
             factory=f"stage:{stage.name}",
             precision="amp" if stage._loop.precision.autocast is not None else "fp32",
@@ -70,9 +70,9 @@ class ForkedTrace:
 
     def ask(self, batch: Any) -> None:
         """Sends the shapes of a batch, once; what else a batch may hold must not end the training."""
-        if self._asked:
+        if self.asked:
             return
-        self._asked = True
+        self.asked = True
         try:
             self._connection.send(tree_map(_describe, batch))
         except OSError:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, final
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
@@ -25,6 +26,15 @@ class Schedule:
     optimizer: Optimizer
     every: Literal["step", "epoch"]
     monitor: str | None
+    used: list[float | Tensor | None] = field(default_factory=list, init=False)
+    """the learning rate of each parameter group in the last step, if the scheduler steps after each"""
+
+    def step(self) -> None:
+        """Steps the scheduler after a step, whose learning rates are remembered for the next log point."""
+        rates = [group.get("lr") for group in self.optimizer.param_groups]
+        # a scheduler changes the rates that are tensors in place
+        self.used[:] = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
+        self.scheduler.step()
 
     def end_epoch(self, values: Mapping[str, Any]) -> None:
         """Steps a scheduler that steps after each epoch; one that needs a metric, if the epoch has it."""
