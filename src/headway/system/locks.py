@@ -173,8 +173,11 @@ def block_forks() -> Iterator[None]:
     `subprocess.Popen` waits for the end of a pipe that closes when the program runs. A data worker that is forked in
     between keeps a copy of that pipe open, so that Popen would return when the worker ends, and not before.
 
+    >>> import subprocess
     >>> with block_forks():
     ...     process = subprocess.Popen(["true"])
+    >>> process.wait()
+    0
     """
     _hook_forks()
     with _forks:
