@@ -206,7 +206,20 @@ def test_a_file_that_cannot_be_written_is_one_sentence(flag: str, tmp_path: Path
 
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "llama-3.1-405b"])
 def test_tables_fit_into_eighty_columns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    verb.main(["preset", name, "--tp", "8", "--dp", "64", "--global-batch", "64", "--no-flash"])
+    verb.main(
+        [
+            "preset",
+            name,
+            "--tp",
+            "8",
+            "--dp",
+            "64",
+            "--global-batch",
+            "64",
+            "--no-flash",
+            "--sequence-parallel",
+        ]
+    )
     table = capsys.readouterr().out.partition("Matrix products")[2]
     assert "head" in table and "\u2026" not in table
 
@@ -301,7 +314,8 @@ def test_flags_override_the_plan_file_of_a_search(
     plan_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A file and a flag give what the file with the flag's value gives, also if the value is the default."""
-    plan_file.write_text(GOOD.replace("llama-3.1-8b", "gpt2").replace("h200-sxm8", "dgx-h100"))
+    small = GOOD.replace("llama-3.1-8b", "{preset: gpt2, context: 8192}")
+    plan_file.write_text(small.replace("h200-sxm8", "dgx-h100"))
     flags = [
         "--gpus",
         "8",
@@ -315,7 +329,7 @@ def test_flags_override_the_plan_file_of_a_search(
     ]
     assert verb.main(["search", str(plan_file), *flags, "--price-per-hour=10", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    same = GOOD.replace("llama-3.1-8b", "gpt2").replace("precision: amp", "precision: bf16, overlap: false")
+    same = small.replace("precision: amp", "precision: bf16, overlap: false")
     same = same.replace("gpus: 16, global_batch: 64", "gpus: 8, global_batch: 32")
     plan_file.write_text(same.replace("hour: 30", "hour: 10"))
     assert verb.main(["search", str(plan_file), "--json"]) == 0
@@ -376,3 +390,24 @@ def test_a_search_takes_a_config_and_only_what_train_can_run(
     assert some["ranked"][0]["step_s"] >= every["ranked"][0]["step_s"]
     assert verb.main(["preset", str(config), "--node", "dgx-h100", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["model"]["hidden"] == 1024
+
+
+def test_more_samples_than_the_devices_can_do_are_doubted(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [
+        "preset",
+        "llama-3.1-8b",
+        "--node",
+        "h200-sxm8",
+        "--dp",
+        "8",
+        "--zero",
+        "3",
+        "--global-batch",
+        "8",
+        "--sps",
+    ]
+    for rate, doubted in (("5", False), ("500", True)):
+        assert verb.main([*argv, rate, "--json"]) == 0
+        told = capsys.readouterr()
+        assert json.loads(told.out)["rate.tokens"] > 0
+        assert (f"--sps {rate} is " in told.err and "of what the devices can do" in told.err) == doubted

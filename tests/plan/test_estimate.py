@@ -272,6 +272,31 @@ def test_a_saved_plan_has_its_layout_and_emits_its_job(tmp_path: Path) -> None:
     assert plan.answers["time.microbatches"].value == 1
 
 
+@pytest.mark.parametrize(
+    ("keys", "nodes", "each"),
+    [
+        ({"dp": 12}, 2, 6),
+        ({"dp": 20}, 4, 5),
+        ({"dp": 3, "tp": 4}, 3, 4),
+        ({"dp": 4}, 1, 4),
+        (
+            {"dp": 11},
+            0,
+            "11 GPUs in groups of tp 1 are on no equal number of GPUs of nodes of 8; plan .*, such as 16",
+        ),
+        ({"dp": 3, "tp": 6}, 3, 6),
+    ],
+)
+def test_a_job_has_as_many_ranks_as_its_plan(keys: dict[str, int], nodes: int, each: int | str) -> None:
+    model = preset("gpt2")
+    plan = estimate(model, Layout(global_batch=keys["dp"], **keys), H200)  # type: ignore[arg-type]
+    if isinstance(each, str):
+        with pytest.raises(UsageError, match=each):
+            plan.submit_line()
+    else:
+        assert plan.submit_line() == f"headway submit --nodes {nodes} --gpus-per-node {each} train.py"
+
+
 def test_samples_per_second_of_a_run_become_its_utilization() -> None:
     """torchtitan's 5,762 tokens/s a GPU of Llama 3.1 8B are 33.7 % of an H100, attention counted in full."""
     plan = estimate(LLAMA, replace(FSDP, microbatch=2, global_batch=16), Node("dgx-h100"))

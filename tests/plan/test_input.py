@@ -72,6 +72,30 @@ GOOD = {"model": "gpt2", "node": "h200-sxm8", "layout": {"global_batch": 8}}
         ({"layout": {"pp": 13, "global_batch": 13}}, r"layout.pp x vpp is 13, more than model.layers \(12\)"),
         ({"layout": {"ep": 2, "dp": 2, "global_batch": 2}}, "the model has no experts; valid: 1"),
         ({"layout": {"cp": 3}}, r"layout.cp is 3, which does not divide layout.sequence \(1024\)"),
+        (
+            {"layout": {"cp": 4, "sequence": 1020}},
+            r"layout.sequence is 1020, which is not a multiple of 2 x cp \(8\)",
+        ),
+        (
+            {"layout": {"sequence": 4096}},
+            "layout.sequence is 4096, but the model has learned 1024 positions; valid: at most 1024",
+        ),
+        (
+            {"layout": {"sequence": 4096}, "model": "vit-b-16"},
+            "layout.sequence is 4096, but the model reads images of 197 tokens; leave it out",
+        ),
+        (
+            {"layout": {"precision": "fp8"}, "node": "dgx-a100"},
+            "layout.precision is fp8, but a100-sxm-80 has no peak rate in fp8; use bf16 or amp",
+        ),
+        (
+            {"layout": {"tp": 2}, "model": "mixtral-8x7b"},
+            "layout.tp is 2 without sequence_parallel, which Megatron refuses for models with experts",
+        ),
+        (
+            {"layout": {"recompute_layers": 5}},
+            "layout.recompute_layers is 5, but layout.recompute is none; choose what these layers recompute",
+        ),
         ({"layout": []}, r"layout is \[\]; expected a mapping"),
         ({"job": {"tokens": -1}}, "job.tokens is -1; expected a number above 0"),
         ({"job": {"tokens": "many"}}, "job.tokens is 'many'"),

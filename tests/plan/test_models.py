@@ -377,6 +377,15 @@ def test_a_zero_in_a_config_is_a_sentence(kind: str, key: str, tmp_path: Path) -
         _read({**config, key: 0}, tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen2", "mistral"])
+def test_a_window_that_cannot_be_is_a_sentence_in_every_family(kind: str, tmp_path: Path) -> None:
+    """Also in those that do not use it: qwen2 without `use_sliding_window`."""
+    config = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4,
+              "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 128, "model_type": kind}  # fmt: skip
+    with pytest.raises(UsageError, match=r"sliding_window is -4; expected an integer of at least 0"):
+        _read({**config, "sliding_window": -4}, tmp_path)
+
+
 def test_dense_layers_between_those_with_experts_are_counted(tmp_path: Path) -> None:
     """Qwen3-MoE with experts in every other layer: as transformers 5.22.2 counts it."""
     config = {"model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 32,

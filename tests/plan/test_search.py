@@ -178,7 +178,7 @@ TIGHT = _with_memory(7 * 2**30)
 
 def test_only_as_many_layers_recompute_as_must() -> None:
     """GPT-2 on GPUs of 7 GiB: with any number of recomputed layers, brute force finds nothing faster that is safe."""
-    model, base = preset("gpt2"), Layout(sequence=2048, optimizer="adamw-fused")
+    model, base = replace(preset("gpt2"), context=2048), Layout(sequence=2048, optimizer="adamw-fused")
     constants, capacity = default_calibration(TIGHT.device), TIGHT.device.memory_bytes
     found = search(model, TIGHT, gpus=2, global_batch=16, base=base, keep=5000)
     best = found.best

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -370,6 +371,13 @@ def _print(plan: Estimate, options: OutputOptions) -> int:
             if options.json
             else "\n".join(f"{k} = {v:.4g}" for k, v in reached.items())
         )
+        used = min((share for key, share in reached.items() if key.startswith("mfu")), default=0.0)
+        if used > 1:
+            print(
+                f"--sps {options.sps:g} is {used:.0%} of what the devices can do; "
+                "expected samples per second of all GPUs together, and the model and node that ran",
+                file=sys.stderr,
+            )
     elif options.timeline:
         from headway.plan.report.schedule_picture import schedule_text
 

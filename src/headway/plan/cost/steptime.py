@@ -121,7 +121,8 @@ def _stage_work(model: Transformer, layout: Layout, node: Node, constants: Calib
     if layout.recompute_layers is None:
         plain = own
     else:
-        plain = _layer_costs(model, replace(layout, recompute="none"), node, constants)
+        saving = replace(layout, recompute="none", recompute_layers=None)
+        plain = _layer_costs(model, saving, node, constants)
     work: list[_Work] = []
     for stage in stage_layers(model, layout.pp, layout.vpp):
         share = layout.recomputed_share(stage.total)
@@ -141,7 +142,8 @@ def _encoder_work(
     cost = _layer_cost(stack, inside, node, constants, moe=False)
     share = layout.recomputed_share(stack.layers)
     if share < 1:
-        plain = _layer_cost(stack, replace(inside, recompute="none"), node, constants, moe=False)
+        saving = replace(inside, recompute="none", recompute_layers=None)
+        plain = _layer_cost(stack, saving, node, constants, moe=False)
         cost = cost.mixed(plain, share)
     return [(stack.layers, cost)]
 

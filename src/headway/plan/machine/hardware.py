@@ -86,6 +86,14 @@ class Device:
         """Dense 16-bit FLOP/s: the denominator of every MFU."""
         return (self.bf16 or self.fp16 or 0.0) * 1e12
 
+    def check_precision(self, precision: str) -> None:
+        """Refuses products in 8 bits on a device without units for them."""
+        if precision in FP8 and not self.fp8:
+            raise UsageError(
+                f"layout.precision is {precision}, but {self.name} has no peak rate in fp8; use bf16 or amp, or give "
+                "device.fp8 in TFLOP/s"
+            )
+
     def precision_peak(self, precision: str) -> float:
         """Dense FLOP/s of the data sheet in the precision of the matrix products."""
         return self.fp8 * 1e12 if precision in FP8 and self.fp8 else self.peak_flops

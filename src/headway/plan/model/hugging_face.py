@@ -25,6 +25,9 @@ def from_hf_config(path: str | Path) -> Transformer:
     kind = data.get("model_type")
     checks.require_choice(f"{file}: model_type", kind, tuple(_READERS))
     config = HubConfig(data, str(file))
+    config.number(
+        "sliding_window", 0, at_least=0
+    )  # families that do not use it may have it, but not any value
     model = _READERS[str(kind)](config)
     extra = model.layer_extra + _switched_biases(config, str(kind), model)
     return replace(model, layer_extra=extra, name=file.parent.name or str(kind))

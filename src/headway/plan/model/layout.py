@@ -164,6 +164,11 @@ class Layout:
         checks.require_choice("layout.graphs", self.graphs, ("none", "layers", "step"))
         checks.require_choice("layout.precision", self.precision, tuple(PRECISIONS))
         checks.require_choice("layout.optimizer", self.optimizer, tuple(OPTIMIZER_MOMENTS))
+        if self.recompute_layers is not None and self.recompute == "none":
+            raise UsageError(
+                f"layout.recompute_layers is {self.recompute_layers}, but layout.recompute is none; "
+                "choose what these layers recompute: selective, modules, sac or full"
+            )
         self._check_batch()
 
     def _check_batch(self) -> None:
@@ -268,9 +273,33 @@ class Layout:
             raise UsageError(f"layout.ep is {self.ep}, but the model has no experts; valid: 1")
         if model.moe:
             checks.require_divisor("layout.ep", self.ep, "model.moe.experts", model.moe.experts)
+            if self.tp > 1 and self.megatron and not self.sequence_parallel:
+                raise UsageError(
+                    f"layout.tp is {self.tp} without sequence_parallel, which Megatron refuses for models with "
+                    "experts; set sequence_parallel, or tp 1"
+                )
+        self._check_sequence(model)
+
+    def _check_sequence(self, model: Transformer) -> None:
         sequence = self.tokens(model)
+        if model.image:
+            if self.sequence is not None:
+                raise UsageError(
+                    f"layout.sequence is {self.sequence}, but the model reads images of {sequence} tokens; "
+                    "leave it out, or set model.image.size"
+                )
+        elif model.position == "learned" and sequence > model.context:
+            raise UsageError(
+                f"layout.sequence is {sequence}, but the model has learned {model.context} positions; "
+                f"valid: at most {model.context}, or set model.context"
+            )
         if self.cp > 1:
             checks.require_divisor("layout.cp", self.cp, "layout.sequence", sequence)
+        if self.cp > 1 and sequence % (2 * self.cp):
+            raise UsageError(
+                f"layout.sequence is {sequence}, which is not a multiple of 2 x cp ({2 * self.cp}): each rank has an "
+                "early and a late part; choose another sequence or cp"
+            )
         if self.sequence_parallel:
             checks.require_divisor(
                 "layout.tp", self.tp, "layout.sequence / cp (sequence_parallel)", sequence // self.cp

@@ -109,13 +109,27 @@ class Estimate:
                 "the plan of a traced module has no layout; plan a file or a preset to emit a job"
             )
         gpus = layout["dp"] * layout["tp"] * layout["pp"] * layout["cp"]
-        each = min(gpus, node["gpus"])
+        each = _gpus_per_node(gpus, layout["tp"], node["gpus"])
         script = "train.py" if saved is None else f"train.py  # with pipe.enable_plan({str(saved)!r})"
-        return f"headway submit --nodes {-(-gpus // each)} --gpus-per-node {each} {script}"
+        return f"headway submit --nodes {gpus // each} --gpus-per-node {each} {script}"
 
     def save(self, path: str | Path) -> None:
         """Writes plan.json."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+
+def _gpus_per_node(gpus: int, tp: int, most: int) -> int:
+    """The most GPUs of a node that give exactly `gpus` on equal nodes, with whole tensor-parallel groups."""
+    if gpus <= most:
+        return gpus
+    whole = tp if tp <= most else 1
+    equal = [each for each in range(whole, most + 1, whole) if gpus % each == 0 and (each > 1 or most == 1)]
+    if not equal:
+        raise UsageError(
+            f"{gpus} GPUs in groups of tp {tp} are on no equal number of GPUs of nodes of {most}; "
+            f"plan a multiple of {most}, such as {-(-gpus // most) * most}"
+        )
+    return equal[-1]
 
 
 def estimate(
@@ -136,6 +150,7 @@ def estimate(
     workload = workload or Workload()
     constants, notes = scoped_calibration(calibration, node.device)
     layout.check_model(model)
+    node.device.check_precision(layout.precision)
     stages = memory.representative_stages(model, layout)
     ranks = [memory.rank_memory(model, layout, stage) for stage in stages]
     step = step_time(model, layout, node, constants)

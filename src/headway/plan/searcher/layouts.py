@@ -112,6 +112,8 @@ def search(
     checks.require_int("gpus", gpus, at_most=MOST_GPUS)
     checks.require_int("global_batch", global_batch)
     base, (constants, _) = _without_degrees(base or Layout()), scoped_calibration(calibration, node.device)
+    base.check_model(model)
+    node.device.check_precision(base.precision)
     _check_size(model, node, gpus, global_batch, base)
     capacity = node.device.memory_bytes
     tried, smallest, fitting, recomputing = 0, float("inf"), list[Candidate](), list[Candidate]()
@@ -278,6 +280,8 @@ def _choices(
         if global_batch % dp:
             continue
         sequence_parallel = tp > 1 and sequence // cp % tp == 0
+        if model.moe and base.megatron and tp > 1 and not sequence_parallel:
+            continue  # Layout.check_model refuses it
         for vpp, schedule in _schedules(model, pp):
             for zero in (0,) if dp * cp == 1 else (0, 1, 2, 3):
                 for ep, expert_tp in _experts(model, dp * cp * tp, node, tp):
@@ -301,7 +305,11 @@ def _degrees(model: Transformer, node: Node, gpus: int, sequence: int) -> Iterat
             for cp in _divisors(gpus // tp // pp):
                 # with fewer than a few thousand tokens per rank, context parallelism is only overhead
                 if cp > 1 and (
-                    model.image or model.encoder or cp & (cp - 1) or sequence % cp or sequence // cp < 4096
+                    model.image
+                    or model.encoder
+                    or cp & (cp - 1)
+                    or sequence % (2 * cp)
+                    or sequence // cp < 4096
                 ):
                     continue
                 yield tp, pp, cp, gpus // tp // pp // cp
