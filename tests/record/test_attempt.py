@@ -9,16 +9,18 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import warm
 
-from headway import dist
+from headway import dist, schedulers
 from headway.dist import World, group
 from headway.errors import NoValidCheckpoint, RunLocked, Stopped, StorageError
 from headway.record import recording
-from headway.run import Run
+from headway.run import Run, runs_under
+from headway.run.status import status
 from headway.system import files
 
 Lines = Callable[..., list[str]]
@@ -186,6 +188,39 @@ def launch(run: Run, launcher: Sequence[str], *arguments: str) -> subprocess.Com
         timeout=100,
         env={**os.environ, "MY_TOKEN": "canary-environment", "OMP_NUM_THREADS": "1"},
     )
+
+
+OWN_LOOP = """
+import sys, time
+import headway as hw
+world = hw.init(device="cpu")
+run = hw.dist.open_run(sys.argv[1], name="own", resume="auto")
+with hw.record.recording(run, world) as attempt:
+    if world.rank and attempt.attempt == 1:
+        latest = time.monotonic() + 1.0
+        while run.info()["attempts"][0]["status"] == "running" and time.monotonic() < latest:
+            time.sleep(0.01)
+        raise RuntimeError("one batch more than rank 0 has")
+if attempt.attempt == 2:
+    raise RuntimeError("no space for the export")
+"""
+
+
+def test_an_attempt_is_done_when_all_ranks_and_resumed_until_the_script_has_ended(tmp_path: Path) -> None:
+    """The same command, three times: a rank fails while rank 0 is done; the script fails afterwards; all is well."""
+    script = tmp_path / "own.py"
+    script.write_text(OWN_LOOP)
+    ends = []
+    for _ in range(3):
+        command = [sys.executable, "-m", *AGENT, str(script), str(tmp_path / "runs")]
+        ended = warm.run(command, capture_output=True, text=True, timeout=100)
+        (run,) = runs_under(tmp_path / "runs")
+        last = run.info()["attempts"][-1]
+        shown = status(run, schedulers.queue([])).state
+        ends.append((ended.returncode, last["status"], last.get("script_ended"), shown))
+        if len(ends) == 1:
+            assert last["why"] == "rank 1: RuntimeError: one batch more than rank 0 has", ended.stderr
+    assert ends == [(1, "failed", None, "failed"), (1, "done", False, "failed"), (0, "done", True, "done")]
 
 
 def every_file(run: Run) -> str:

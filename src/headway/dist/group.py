@@ -70,6 +70,8 @@ class RankGroup:
             launch, sys.__excepthook__ if sys.excepthook is _excepthook else sys.excepthook
         )
         self.opened_runs: set[Path] = set()
+        self.reopened_runs: set[Path] = set()
+        """those of `open_run` that the same command opens again until its script has ended"""
         self.at_clean_exit: list[Callable[[], object]] = []
         """what to call when this rank leaves without an error and, on rank 0, all others have left"""
         self.raised = False  # an exception that nothing caught

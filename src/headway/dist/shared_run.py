@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from headway.dist.collective.guard import from_root
 from headway.dist.failure.capture import HEARTBEAT
 from headway.dist.failure.record import FailureRecord
 from headway.dist.group import current, is_initialized, world
+from headway.errors import HeadwayError
 from headway.run import Run
 from headway.run.choice import NEW, Choice, choose
 from headway.system.log import logger
@@ -22,12 +26,15 @@ def open_run(
     """Makes a run directory on rank 0 and opens it on all ranks. Failures are recorded there from now on.
 
     With `resume="auto"` it is the newest unfinished run of this name and with this config, if there is one; with
-    "must" there has to be one; a path is the run directory to resume. What was saved there is the caller's to load. If
+    "must" there has to be one; a path is the run directory to resume. What was saved there is the caller's to load. A
+    run that is done counts as unfinished while the script that trained it has not ended without an error. If
     HEADWAY_RUN names a run directory, as it does in a job that `headway submit` made, it is that one.
 
     >>> run = headway.dist.open_run("runs", name="digits", config={"lr": 3e-4}, resume="auto")
     """
     choice = choose_run(root, name=name, config=config, resume=resume)
+    if resume != "never":
+        current().reopened_runs.add(choice.run.path)
     if choice.why != NEW and world().is_root:
         logger.info("training in %s: %s", choice.run.id, choice.why)
     return choice.run
@@ -57,6 +64,33 @@ def choose_run(root: str | Path, *, name: str, config: object, resume: str | Pat
     current().opened_runs.add(run.path)
     parent = None if chosen["parent"] is None else Path(chosen["parent"])
     return Choice(run=run, why=chosen["why"], finished=chosen["finished"], parent=parent)
+
+
+def note_script(run: Run, attempt: int | None = None) -> None:
+    """Notes in a run that is finished, or about to be, that its script has not ended, and when it has.
+
+    A script that is killed in between, while it tests or exports its model, is to find this run again, and not to
+    train another one. `attempt` is the one that finishes it; None if an earlier one has.
+    """
+    if hasattr(sys, "ps1"):  # a notebook or a prompt: what follows is not known, and no command repeats it
+        return
+    if not is_initialized():  # the script has left the ranks already: nobody would note its end
+        return
+    if (
+        multiprocessing.parent_process() is not None
+    ):  # not the script itself, and forked, it ends without `atexit`
+        return
+    number = len(run.info()["attempts"]) if attempt is None else attempt
+    if attempt is not None:
+        run.note_attempt(number, script_ended=False)
+    current().at_clean_exit.append(partial(_note_end, run, number))
+
+
+def _note_end(run: Run, attempt: int) -> None:
+    try:
+        run.note_attempt(attempt, script_ended=True)
+    except (OSError, HeadwayError) as error:  # the script has done its work
+        logger.warning("%s; the same command restores %s instead of training a new run", error, run.id)
 
 
 def use_run(run: Run | None) -> None:

@@ -14,10 +14,12 @@ from typing import cast, final
 
 from headway import schedulers
 from headway.dist import World
+from headway.dist.collective.exchange import FOREVER, RankExchange
 from headway.dist.collective.guard import from_root
 from headway.dist.failure.capture import HEARTBEAT
 from headway.dist.failure.record import FailureRecord
-from headway.dist.shared_run import at_failure, use_run, use_terminal
+from headway.dist.group import current
+from headway.dist.shared_run import at_failure, note_script, use_run, use_terminal
 from headway.errors import DONE, INTERRUPTED, HeadwayError, RunLocked, Stopped, StorageError
 from headway.record import diagnostics, screen
 from headway.record.devices import sampling_devices
@@ -54,7 +56,8 @@ def recording(run: Run, world: World, *, config: object = None) -> Iterator[Reco
     """Records what happens in the block as the run's next attempt. Call it on all ranks.
 
     The root holds the run's lock, writes diagnostics, prints the start-up screen, and at the end writes to `run.json`
-    how the attempt ended. The output of every rank goes to its log. Nothing stays installed afterwards.
+    how the attempt ended: it is done when all ranks have left the block. The output of every rank goes to its log.
+    Nothing stays installed afterwards.
 
         with recording(run, world, config={"lr": 3e-4}):
             train()
@@ -62,7 +65,8 @@ def recording(run: Run, world: World, *, config: object = None) -> Iterator[Reco
     lock: RunLock | None = None
     events: EventLog | None = None  # rank 0's; it records the end of the attempt, too
     facts: diagnostics.Facts = {}
-    began = time.monotonic()
+    began, group = time.monotonic(), current()
+    group.trained = False
     with ExitStack() as stack:
 
         def begin() -> tuple[int, int]:
@@ -82,6 +86,7 @@ def recording(run: Run, world: World, *, config: object = None) -> Iterator[Reco
             raise
         run = run.held_as(owner)
         use_run(run)
+        stack.enter_context(_root_leaves_last())
         log = stack.enter_context(rank_log(run, rank=world.rank, attempt=number))
         if world.rank == 0:
             screen.show(screen.describe(run, world, facts, config=config))
@@ -94,8 +99,30 @@ def recording(run: Run, world: World, *, config: object = None) -> Iterator[Reco
         if world.local_rank == 0:
             stack.enter_context(sampling_devices(run, host=world.host))
         yield Recording(run=run, attempt=number, log=log, lock=lock, events=events)
+    group.trained = True
     if world.is_root and time.monotonic() - began >= _REPORT_AFTER_S:
         write_report(run)
+
+
+@contextmanager
+def _root_leaves_last() -> Iterator[None]:
+    """Keeps the root here until all ranks have left the block: one that fails meanwhile fails the attempt.
+
+    The others do not wait, so that a rank that needs one which has ended its script notices at once.
+    """
+    limit_s = HEARTBEAT.period or FOREVER.total_seconds()  # that of the exit of a rank
+    exchange = RankExchange("end the attempt", channel="recording", timeout_s=limit_s)
+    pid = os.getpid()
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as caught:
+        error = caught
+        raise
+    finally:
+        # a rank that has failed says so to the hub; a forked child is none
+        if ending(error)[0] == "done" and os.getpid() == pid:
+            exchange.arrive()
 
 
 def write_report(run: Run) -> None:
@@ -133,6 +160,7 @@ def ending(error: BaseException | None) -> tuple[str, int]:
 def _numbered(run: Run, world: World) -> Iterator[tuple[int, EventLog]]:
     """Begins the next attempt, and records how the block ends, in run.json and as an event."""
     number, pid = run.begin_attempt(world=world), os.getpid()
+    reopens = run.path in current().reopened_runs  # the checkpoints of a pipeline see to it themselves
     error: BaseException | None = None
     lock, ended = threading.Lock(), False
 
@@ -143,6 +171,8 @@ def _numbered(run: Run, world: World) -> Iterator[tuple[int, EventLog]]:
         nonlocal ended
         with lock:
             if not ended:
+                if status == "done" and reopens:
+                    note_script(run, number)
                 run.end_attempt(number, status=status, exit_code=code, why=why, step=last_step)
                 if run.is_ours():
                     events.write(cast(EventKind, status), text, exit_code=code, **facts)

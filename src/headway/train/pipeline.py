@@ -290,7 +290,7 @@ class Pipeline(EvaluationMethods, TrackerMethods):
             # weights from repeated batches are useless: real and fake runs never resume each other
             name, resume = f"{name[:59]}-fake", "never" if resume == "never" else "auto"
         choice = choose_run(self._root, name=name, config=self.config, resume=resume)
-        self._run, current().trained = choice.run, False
+        self._run = choice.run
         if choice.finished and self._checkpointer:  # what follows in the script gets what the run has made
             self._run_hook("pre_run", self)  # it may register what is restored
             self._checkpointer.restore_finished(choice)
@@ -321,7 +321,6 @@ class Pipeline(EvaluationMethods, TrackerMethods):
             self._run_hook("post_run", self)
         if self._checkpointer:
             self._checkpointer.leave()
-        current().trained = True
         return choice.run
 
     @contextmanager

@@ -115,6 +115,13 @@ class RankExchange:
         """Runs `work` on rank 0 when all ranks are here, and returns its result on every rank."""
         return self.round(lambda: None, lambda results: [work()] * len(results), undo)
 
+    def arrive(self) -> None:
+        """Says that this rank is here; rank 0 waits until all others have said so, and they wait for nobody."""
+        if self.rank:
+            self._store.set(f"from/{self.rank}", json.dumps({}))
+        else:
+            self._collect({other: f"from/{other}" for other in range(1, self.size)}, self.timeout_s)
+
     def publish(self, value: object = None, *, error: BaseException | None = None, readers: int) -> None:
         """Leaves a value, or an exception to raise, for `readers` other ranks to `read`. Does not wait for them."""
         if readers:

@@ -25,6 +25,7 @@ from headway.dist.control import stop
 from headway.dist.control.agreement import Agreement
 from headway.dist.group import current
 from headway.dist.seeding import derive_seed
+from headway.dist.shared_run import note_script
 from headway.errors import NoValidCheckpoint, RunLocked, Stopped, StorageError, UsageError
 from headway.record import Recording
 from headway.run.choice import NEW, Choice
@@ -144,7 +145,7 @@ class Checkpointer:
             f"{loaded.step:,} are restored, and nothing is trained"
         )
         if self.pipe.world.is_root:
-            end_of_run.note_script(choice.run)
+            note_script(choice.run)
 
     def _load(self, choice: Choice) -> checkpoint.LoadedCheckpoint | None:
         try:
@@ -161,7 +162,7 @@ class Checkpointer:
         after = f"after the last step, {self.pipe.steps_done:,}, with a checkpoint"
         end_of_run.stop_if_requested(self._heard, f"{after}: {end_of_run.resume_advice(self.pipe.directory)}")
         if self.pipe.world.is_root:
-            end_of_run.note_script(self.pipe.directory, self._attempt)
+            note_script(self.pipe.directory, self._attempt)
 
     def leave(self) -> None:
         """Stops after the end of the run, if that was requested while it ended: before the rest of the script."""
