@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -71,6 +72,42 @@ def test_a_worker_that_gives_nothing_is_named_with_its_stack(
     assert all(line.startswith(f"data worker 0 (pid {pid}, ") for line in handler.lines), handler.lines
     assert "has given no batch for 0 s; its stack follows" in handler.lines[0]
     assert "wait_for_release" in capfd.readouterr().err
+
+
+class Resume(logging.Handler):
+    """Keeps warnings, and does what is said about a worker that is stopped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines = list[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+        if found := re.search(r"pid (\d+), stopped", self.lines[-1]):
+            os.kill(int(found[1]), signal.SIGCONT)
+
+
+def test_a_worker_that_is_stopped_is_named_with_what_resumes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop_once() -> int:
+        if not (tmp_path / "stopped").exists():
+            (tmp_path / "stopped").touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return os.getpid()
+
+    monkeypatch.setattr(worker_init, "_LOOK_S", 0.05)
+    monkeypatch.setattr(worker_init, "_SILENT_S", 0.2)
+    handler = Resume()
+    logger.addHandler(handler)
+    try:
+        batches = list(load(stop_once))
+    finally:
+        logger.removeHandler(handler)
+    pid = batches[0][0]
+    (line,) = [line for line in handler.lines if "stopped" in line]
+    said = rf"data worker 0 \(pid {pid}, stopped\) has given no batch for \d+ s; kill -CONT {pid} resumes it"
+    assert re.fullmatch(said, line), line
 
 
 def test_a_batch_that_cannot_be_sent_is_an_error() -> None:

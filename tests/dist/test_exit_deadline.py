@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import warm
 from waiting import EXIT_LIMIT_S, wait_until
 
 import headway as hw
@@ -115,6 +117,35 @@ def test_a_script_that_has_ended_exits(hang: str, end: str, code: int, said: str
     start = "headway: the script of rank 0 has ended, but the process did not exit within 0.3 s; "
     assert done.returncode == code, done.stderr
     assert done.stderr == "" if said is None else start + said in done.stderr
+
+
+LATE = """
+import atexit, sys, time
+import headway as hw
+world = hw.init(device="cpu")
+hw.dist.set_phase("export", step=9)
+if world.rank and sys.argv[1] == "script":
+    time.sleep(60)
+elif world.rank:
+    atexit.register(time.sleep, 60)
+"""
+
+
+def test_rank_0_that_waits_for_others_at_its_end_names_them(tmp_path: Path) -> None:
+    """Whether they are still in their script, or end themselves because their exit takes too long."""
+    script = tmp_path / "late.py"
+    script.write_text(LATE)
+    said = {}
+    for where in ("script", "exit"):
+        command = [sys.executable, "-m", "headway", "run", "--nproc", "2", str(script), where]
+        environ = os.environ | {"HEADWAY_WATCHDOG": "0.5"}
+        ended = warm.run(command, capture_output=True, text=True, timeout=100, env=environ)
+        said[where] = ended.stderr
+        assert ended.returncode == 1 and "of rank 0 has ended, but" not in ended.stderr, ended.stderr
+        assert "rank 0 of 2" not in ended.stderr and "rank 1 of 2 on " in ended.stderr, ended.stderr
+    late = r"and rank 1 of 2 on \S+ \(pid \d+\) has not left within 0.5 s, in export at step 9"
+    assert re.search(f"the script of rank 0 has ended, {late}", said["script"]), said["script"]
+    assert f'File "{script}", line 7 in <module>' in said["script"], "where it is"
 
 
 def test_a_code_that_the_script_catches_is_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

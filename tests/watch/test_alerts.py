@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -200,6 +202,30 @@ def test_a_command_gets_the_alert_on_its_input_and_no_shell_reads_it(
         monkeypatch.setenv("HEADWAY_ALERT_COMMAND", command)
         monkeypatch.setattr(alerts, "_COMMAND_S", 0.2 if command == "sleep 60" else 30.0)
         assert problem in AlertChannels.from_environment().send(hostile)[0]
+
+
+def test_a_command_gets_the_end_of_its_input_though_a_process_was_forked_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a data worker is, by the training thread: it has copies of all files that are open then."""
+    forked: list[int] = []
+
+    class Forking(subprocess.Popen[Any]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            if not (pid := os.fork()):
+                signal.pause()
+            forked.append(pid)
+
+    monkeypatch.setattr(subprocess, "Popen", Forking)
+    alert = Alert.of(make_run(tmp_path), "failed", attempts=1, why="x" * 200_000)
+    try:
+        assert AlertChannels(command=("tee", str(tmp_path / "got"))).send(alert) == []
+    finally:
+        for pid in forked:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    assert (tmp_path / "got").read_text().startswith(f"{alert.sentence}\n\nrun directory: ") and forked
 
 
 def test_the_address_is_a_secret(hook: Hook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

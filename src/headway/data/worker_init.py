@@ -1,6 +1,7 @@
 """How data workers start, and what they do first: ignore signals, and draw random numbers that belong to the sample.
 
-A worker that gives nothing for a minute is named in the log, with its stack; a batch that it cannot send is an error.
+A worker that gives nothing for a minute is named in the log, with its stack or what resumes it. A batch that it cannot
+send is an error.
 """
 
 from __future__ import annotations
@@ -98,16 +99,17 @@ class _SilenceWatch:
     def _report(self, batches: Any, waited: float) -> None:
         number = batches._task_info.get(batches._rcvd_idx, (0,))[0]  # the first, while persistent ones resume
         pid = batches._workers[number].pid
+        state = _describe_state(pid)
+        asks = state != psutil.STATUS_STOPPED and _writes_stack(pid)
+        then = "; its stack follows" if asks else ""
+        if state == psutil.STATUS_STOPPED:  # it would write its stack when it goes on
+            then = f"; kill -CONT {pid} resumes it"
         logger.warning(
-            "data worker %d (pid %d, %s) has given no batch for %.0f s%s",
-            number,
-            pid,
-            _describe_state(pid),
-            waited,
-            "; its stack follows" if (asks := _writes_stack(pid)) else "",
+            "data worker %d (pid %d, %s) has given no batch for %.0f s%s", number, pid, state, waited, then
         )
-        with suppress(ProcessLookupError):  # it has just ended, and torch raises that
-            os.kill(pid, signal.SIGQUIT if asks else 0)
+        if asks:
+            with suppress(ProcessLookupError):  # it has just ended, and torch raises that
+                os.kill(pid, signal.SIGQUIT)
 
 
 def _describe_state(pid: int) -> str:

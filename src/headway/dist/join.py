@@ -65,6 +65,8 @@ _OTHER_FILES = 128
 """open files of a rank beside its connections: libraries, logs, pipes"""
 _LEAVE_TIMEOUT_S = 2.0
 """how long a rank waits at its end for the others to end, too"""
+_OVERDUE_S = 2.0
+"""how much longer rank 0 waits at its end for a rank that ends itself because its own exit takes too long"""
 
 
 def init(*, device: str = "auto", setup_timeout: float = 300.0, step_timeout: float = 1800.0) -> World:
@@ -108,7 +110,8 @@ def init(*, device: str = "auto", setup_timeout: float = 300.0, step_timeout: fl
     atexit.register(leave)  # runs first
     EXIT_CODE.watch(partial(_leave_by_os_exit, period_s))
     if period_s:
-        limit_normal_exit(f"the script of rank {group.launch.rank} has ended", period_s)
+        why = f"the script of rank {group.launch.rank} has ended"
+        limit_normal_exit(why, period_s, partial(_others_are_late, group, period_s))
     if group.launch.rank == 0:
         logger.info("launched by: %s", _launched_by(group.world, placement))
     return group.world
@@ -344,6 +347,15 @@ def _leave_by_os_exit(limit_s: float) -> None:
         leave()
 
 
+def _others_are_late(group: RankGroup, limit_s: float) -> bool:
+    """Whether rank 0 has not exited only because others have not left. These are named, and all ranks end."""
+    if group.hub is None or group.peer is None or not group.hub.is_awaited or group.hub.all_left.is_set():
+        return False
+    if not group.hub.all_left.wait(_OVERDUE_S):
+        group.peer.report_overdue(limit_s)
+    return True
+
+
 def leave() -> None:
     """Leaves the group and restores what `init` set. Called at exit; rank 0 waits until all others have left.
 
@@ -357,6 +369,8 @@ def leave() -> None:
     if group is None:
         return
     HEARTBEAT.stop()
+    if group.hub is not None:
+        group.hub.is_awaited = True
     if group.peer is not None:
         group.peer.leave(_LEAVE_TIMEOUT_S)
     if c10d.is_initialized():

@@ -13,6 +13,7 @@ import shlex
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -216,10 +217,13 @@ def _call(command: tuple[str, ...], alert: Alert) -> str | None:
     words = [word.replace("{subject}", alert.sentence) for word in command]
     text = f"{alert.sentence}\n\nrun directory: {alert.path}\nmore: headway watch {alert.path}\n"
     try:
-        with block_forks():  # the training thread may start data workers meanwhile
+        # the training thread may start data workers meanwhile: they would keep a pipe open, which then has no end
+        with tempfile.TemporaryFile() as message, block_forks():
+            message.write(text.encode())
+            message.seek(0)
             process = subprocess.Popen(
                 words,
-                stdin=subprocess.PIPE,
+                stdin=message,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the process that watches
@@ -227,7 +231,7 @@ def _call(command: tuple[str, ...], alert: Alert) -> str | None:
     except OSError as error:
         return error.strerror
     try:
-        process.communicate(text.encode(), timeout=_COMMAND_S)
+        process.wait(timeout=_COMMAND_S)
     except subprocess.TimeoutExpired:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -4,8 +4,10 @@ While rank 0 makes progress, nothing is asked. Once it has made none for half of
 status requests; a thread of each rank replies, whatever its main thread waits for. It is a hang when every rank has
 exceeded its own limit or does not reply. Ranks report ages in seconds, so no clocks are compared.
 
+When the script of rank 0 has ended and other ranks do not leave in time, rank 0 has the hub ask where they are.
+
     hub -> rank    status_request (with or without stacks), ack
-    rank -> hub    status, ping
+    rank -> hub    status, ping, overdue
 """
 
 from __future__ import annotations
@@ -100,9 +102,13 @@ class HangWatch:
     _since: float | None = None
     _stacks_since: float | None = None
     _asked: float = 0.0
+    _overdue_s: float | None = None
+    """how long rank 0 has waited in vain for the others to leave"""
 
     def timeout_s(self) -> float | None:
         """Returns the seconds until `check` has something to do; None if there is nothing to watch."""
+        if self._overdue_s is not None:
+            return 0.1
         if not self.heartbeat.period:
             return None
         interval = check_interval_s(self.heartbeat)
@@ -114,12 +120,19 @@ class HangWatch:
         if self._stacks_since is not None:
             self._fresh.add(rank)
 
+    def ask_absent(self, limit_s: float) -> None:
+        """Asks the ranks that have not left within `limit_s` where they are; `check` returns the record of it."""
+        self._overdue_s, self._stacks_since, self._fresh = limit_s, time.monotonic(), set()
+        self.request_status(True)
+
     def check(self, present: Present, count: int, world_size: int) -> FailureRecord | None:
         """Asks the ranks if there is reason to; returns the record of a hang.
 
         `present` returns the ranks that have not left, and `count` is how many these are. The hub calls this after each
         message, so that ranks are gone through only when all have replied.
         """
+        if self._overdue_s is not None:
+            return self._check_absent(present, count, world_size)
         limit = self.heartbeat.limit
         if not self.heartbeat.period or self.heartbeat.age < limit / 2 or limit == math.inf:
             self._replies, self._since, self._stacks_since = {}, None, None
@@ -148,11 +161,21 @@ class HangWatch:
         makes_progress = any(not self._replies[rank].is_over_limit for rank in self._fresh)
         if makes_progress or now - self._since < self.heartbeat.limit / 2:
             return None  # a rank works, or none had the time to reply: ask again
-        return hang.make_record([self._status(info, present[0], silent) for info in present], world_size)
+        return hang.make_record([self._status(info, silent) for info in present], world_size)
 
-    def _status(self, info: RankInfo, root: RankInfo, silent: Collection[int]) -> RankStatus:
+    def _check_absent(self, present: Present, count: int, world_size: int) -> FailureRecord | None:
+        assert self._overdue_s is not None and self._stacks_since is not None
+        if len(self._fresh) < count and time.monotonic() - self._stacks_since < _STACKS_TIMEOUT_S:
+            return None
+        absent = present()
+        silent = [info.rank for info in absent if info.rank not in self._fresh]
+        statuses = [self._status(info, silent) for info in absent]
+        return hang.make_overdue_record(statuses, world_size, self._overdue_s)
+
+    def _status(self, info: RankInfo, silent: Collection[int]) -> RankStatus:
         if info.rank in silent:
-            return _silent_status(info, same_host=info.host == root.host, age=self.heartbeat.age)
+            same_host = info.host == socket.gethostname()  # the hub's is that of rank 0
+            return _silent_status(info, same_host=same_host, age=self.heartbeat.age)
         reply = self._replies[info.rank]
         return RankStatus(
             rank=info.rank,

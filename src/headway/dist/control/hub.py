@@ -6,7 +6,7 @@ one place, so the first cause is a fact and not a race, and all ranks get the sa
 
 With thousands of ranks the hub handles thousands of messages, so that none of them may take a walk over all ranks.
 
-    rank -> hub    hello, failed, goodbye; status, ping (see `hang_watch`); request, next_point (see `agreement`)
+    rank -> hub    hello, failed, goodbye; status, ping, overdue (see `hang_watch`); request, next_point (`agreement`)
     hub -> rank    ack or refused, welcome, abort or farewell; status_request, ack; next_point, decision
 """
 
@@ -75,6 +75,8 @@ class Hub(threading.Thread):
         self._next_notice = time.monotonic() + _NOTICE_EVERY_S
         self._hang_watch = HangWatch(heartbeat=heartbeat or Heartbeat(), request_status=self._request_status)
         self.all_left = threading.Event()
+        self.is_awaited = False
+        """whether rank 0 has nothing left to do but to wait until all have left"""
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
 
@@ -170,6 +172,8 @@ class Hub(threading.Thread):
         elif message["type"] == "status":
             assert connection.rank is not None
             self._hang_watch.observe(connection.rank, message)
+        elif message["type"] == "overdue":
+            self._hang_watch.ask_absent(message["limit_s"])
         elif message["type"] == "ping":
             connection.channel.send({"type": "ack"})
 

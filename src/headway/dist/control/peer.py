@@ -75,6 +75,10 @@ class Peer:
         """Reports that this rank failed. The hub's abort arrives at what `listen` was given."""
         self._send({"type": "failed", "record": record})
 
+    def report_overdue(self, limit_s: float) -> None:
+        """Reports that others have not left within `limit_s`. The hub names them, and ends all ranks."""
+        self._send({"type": "overdue", "limit_s": limit_s})
+
     def request(self, subject: str, why: str) -> None:
         """Requests that all ranks stop or save; the point at which they do arrives at the agreement on it."""
         number = self.agreements[subject].round

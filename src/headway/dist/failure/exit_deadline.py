@@ -71,22 +71,35 @@ class _TimerSpec(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_long) for name in ("every_s", "every_ns", "first_s", "first_ns"))
 
 
-def limit_exit(code: int, why: str, *, seconds: float = EXIT_S, finalize_s: float = _REPORT_S) -> None:
+def limit_exit(
+    code: int,
+    why: str,
+    *,
+    seconds: float = EXIT_S,
+    finalize_s: float = _REPORT_S,
+    others_are_late: Callable[[], bool] = lambda: False,
+) -> None:
     """Lets the exit of this process, which begins now, take at most `seconds`; then names what is alive and exits.
 
     Call it when the exit code is known and nothing can keep the process from exiting. With `python -i` it does not.
-    Once its threads and hooks have ended, the interpreter has `finalize_s` more.
+    Once its threads and hooks have ended, the interpreter has `finalize_s` more. So it has if `others_are_late` returns
+    that this process only waits for others, and has seen to it that these are ended.
     """
     if sys.flags.inspect:
         return
-    watch = threading.Timer(seconds, _report_and_exit, [code, why, seconds])
+
+    def end() -> None:
+        if not others_are_late():
+            _report_and_exit(code, why, seconds)
+
+    watch = threading.Timer(seconds, end)
     watch.name, watch.daemon = "headway exit", True
     watch.start()
     # from C, since no thread of Python runs once the interpreter is being finalized
     exit_within(seconds + finalize_s, code)
 
 
-def limit_normal_exit(why: str, seconds: float) -> None:
+def limit_normal_exit(why: str, seconds: float, others_are_late: Callable[[], bool] = lambda: False) -> None:
     """Lets the exit of this process take at most `seconds` when its script ends, by itself or by `sys.exit`.
 
     A thread that never ends, or a hook of `atexit`, is a hang like any other: the process exits with code 1, or with
@@ -96,7 +109,13 @@ def limit_normal_exit(why: str, seconds: float) -> None:
 
     def begin() -> None:
         if os.getpid() == rank:  # a forked child is another process
-            limit_exit(EXIT_CODE.given or HUNG_CODE, why, seconds=seconds, finalize_s=_FINALIZE_S)
+            limit_exit(
+                EXIT_CODE.given or HUNG_CODE,
+                why,
+                seconds=seconds,
+                finalize_s=_FINALIZE_S,
+                others_are_late=others_are_late,
+            )
 
     # called when the main thread is done, before Python waits for the other threads
     threading._register_atexit(begin)  # type: ignore[attr-defined]

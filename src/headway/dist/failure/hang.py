@@ -98,6 +98,17 @@ def _works(one: RankStatus) -> bool:
 def make_record(statuses: Sequence[RankStatus], world_size: int) -> FailureRecord:
     """Returns the record of a hang."""
     suspected = suspects(statuses)
+    return _record(statuses, suspected, _sentence(statuses, suspected, world_size))
+
+
+def make_overdue_record(absent: Sequence[RankStatus], world_size: int, limit_s: float) -> FailureRecord:
+    """Returns the record of ranks that have not left their group, though rank 0 has waited so long for them."""
+    who, has = _who(absent, world_size), _plural(absent, "has", "have")
+    ended = f"the script of rank 0 has ended, and {who} {has} not left within {limit_s:g} s"
+    return _record(absent, absent, f"{ended}{_place(absent[0])}")
+
+
+def _record(statuses: Sequence[RankStatus], suspected: Sequence[RankStatus], error: str) -> FailureRecord:
     first = (suspected or statuses)[0]
     return {
         "kind": "hang",
@@ -106,7 +117,7 @@ def make_record(statuses: Sequence[RankStatus], world_size: int) -> FailureRecor
         "pid": first.pid,
         "phase": first.phase,
         "step": first.step,
-        "error": _sentence(statuses, suspected, world_size),
+        "error": error,
         "traceback": _report(statuses),
         "sentence": None,
         "suspects": [one.rank for one in suspected],
@@ -125,14 +136,22 @@ def _sentence(statuses: Sequence[RankStatus], suspected: Sequence[RankStatus], w
         return f"{stalled}: {ranks} of {world_size} {_plural(statuses, 'is', 'are')} in the same place"
     waiting = [one.rank for one in statuses if one not in suspected]
     first = suspected[0]
-    who = f"{format_ranks(one.rank for one in suspected)} of {world_size}"
-    who += f" on {first.host} (pid {first.pid})" if len(suspected) == 1 else ""
+    who = _who(suspected, world_size)
     what = _DESCRIPTIONS.get(first.condition) or _fault(suspected)
-    place = f", in {first.phase}" if first.phase else ""
-    place += f" at step {first.step}" if first.step is not None else ""
     verb = "waits" if len(waiting) == 1 else "wait"
     wait = f"; {format_ranks(waiting)} {verb} for {_plural(suspected, 'it', 'them')}"
-    return f"{stalled}: {who} {what}{place}{wait}"
+    return f"{stalled}: {who} {what}{_place(first)}{wait}"
+
+
+def _who(suspected: Sequence[RankStatus], world_size: int) -> str:
+    first = suspected[0]
+    one = f" on {first.host} (pid {first.pid})" if len(suspected) == 1 else ""
+    return f"{format_ranks(one.rank for one in suspected)} of {world_size}{one}"
+
+
+def _place(one: RankStatus) -> str:
+    place = f", in {one.phase}" if one.phase else ""
+    return place + (f" at step {one.step}" if one.step is not None else "")
 
 
 def _fault(suspected: Sequence[RankStatus]) -> str:
@@ -157,8 +176,7 @@ def _report(statuses: Sequence[RankStatus]) -> str:
 
 def _describe(one: RankStatus) -> str:
     text = f" {_DESCRIPTIONS[one.condition]}" if one.condition != "answers" else ""
-    text += f", in {one.phase}" if one.phase else ""
-    text += f" at step {one.step}" if one.step is not None else ""
+    text += _place(one)
     text += f", epoch {one.ended_epoch} ended" if one.ended_epoch is not None else ""
     text += f", in collective {one.collectives}" if one.collectives is not None else ""
     stack = trim_stack(one.stack)
