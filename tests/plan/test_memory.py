@@ -347,3 +347,14 @@ def test_what_nothing_shards_is_not_kept_twice(name: str, dp: int, ep: int) -> N
             assert needed[vpp, zero] <= needed[vpp, max(0, zero - 1)] * (1 if zero < 3 else 1.02)
     if dp == 1:
         assert len({needed[2, zero] for zero in range(4)}) == 1
+
+
+def test_ranks_that_split_an_expert_keep_each_others_tokens() -> None:
+    """Mixtral on four ranks: one that has whole experts keeps a quarter of all copies of tokens, else all."""
+    model = preset("mixtral-8x7b")
+    whole = Layout(tp=4, expert_tp=1, sequence_parallel=True, sequence=4096)
+    split = replace(whole, expert_tp=None)
+    more = layer_bytes(model, split, moe=True) - layer_bytes(model, whole, moe=True)
+    assert more == pytest.approx(
+        2 * (2 * 4096 * 4096) * (1 - 1 / 4)
+    )  # two bytes of two copies of 4096 x 4096

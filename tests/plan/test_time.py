@@ -210,3 +210,19 @@ def test_replicas_reduce_the_experts_that_their_shards_do_not_split(shard: int, 
     sent = 2 * (replicas - 1) / replicas * 4 * on_rank(model, layout, 0).experts / sharded
     floor = sent / (node.inter_bytes_per_s / node.gpus)
     assert _parts("h200-sxm8", dp=64, ep=ep, zero=3, shard=shard, global_batch=64)["data parallel"] > floor
+
+
+def test_tensor_parallelism_sends_what_experts_need() -> None:
+    """Whole experts: only attention sends. Split ones: Megatron gathers both copies of a token, torch the token. Shared
+    experts send as a dense layer does."""
+    keys = {"tp": 4, "dp": 16, "ep": 8, "zero": 1, "global_batch": 256, "sequence_parallel": True}
+    whole, split = (_parts(**keys, expert_tp=ways)["tensor parallel"] for ways in (1, None))
+    assert 2.7 * whole < split < 3 * whole  # one message of twice the bytes has less latency
+    torchs = _parts(**keys, precision="amp")["tensor parallel"]
+    assert torchs == pytest.approx(2 * _parts(**keys, precision="amp", expert_tp=1)["tensor parallel"])
+    model, used = preset("mixtral-8x7b"), default_calibration(DGX.device)
+    assert model.moe is not None
+    shared = replace(model, moe=replace(model.moe, shared_ffn=1024))
+    layout = Layout(sequence=4096, expert_tp=1, **keys)  # type: ignore[arg-type]
+    alone, both = (step_time(each, layout, DGX, used).parts["tensor parallel"] for each in (model, shared))
+    assert both == pytest.approx(2 * alone)

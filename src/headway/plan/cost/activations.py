@@ -129,6 +129,8 @@ def _feedforward(model: Transformer, layout: Layout, *, moe: bool) -> list[Saved
     width = routed * model.moe.ffn + model.moe.shared_ffn
     # tokens sent to the experts and back; Megatron's experts weight their outputs before they leave (weighted_swiglu)
     copies = _input_bytes(layout) if layout.megatron else 2 * act
+    if layout.sequence_parallel and layout.megatron:
+        copies *= layout.expert_ways  # ranks that split an expert have gathered each other's tokens
     return [
         SavedTensor("experts", before * width, False),
         SavedTensor("activated", after * width, False, cheap=True),
@@ -181,7 +183,7 @@ _per_token: dict[tuple[object, ...], _PerToken] = {}
 def _layer_bytes(model: Transformer, layout: Layout, recompute: str, moe: bool) -> float:
     sequence = layout.tokens(model)
     key = (model, recompute, moe, layout.tp > model.kv and layout.tp, sequence, layout.precision, layout.flash,
-           layout.zero == 3)  # fmt: skip
+           layout.zero == 3, moe and layout.sequence_parallel and layout.expert_ways)  # fmt: skip
     if key not in _per_token:
         _per_token[key] = _saved_per_token(model, layout, recompute, moe)
     always, replicated, split = _per_token[key]

@@ -187,7 +187,7 @@ def _layer_cost(
         attention=forward.attention + backward.attention,
         elementwise=forward.elementwise + backward.elementwise,
         recompute=recomputed.total,
-        tensor_parallel=_tensor_parallel(model, layout, node, constants),
+        tensor_parallel=_tensor_parallel(model, layout, node, constants, moe=moe),
         context_parallel=_context_parallel(
             model, layout, node, constants, forward.attention, recomputed.attention
         ),
@@ -198,18 +198,46 @@ def _layer_cost(
     )
 
 
-def _tensor_parallel(model: Transformer, layout: Layout, node: Node, constants: Calibration) -> float:
-    """Two all-reduces forward, two backward, two more when the forward is repeated (SC21, section 3.2)."""
+def _tensor_parallel(
+    model: Transformer, layout: Layout, node: Node, constants: Calibration, *, moe: bool
+) -> float:
+    """Two all-reduces forward, two backward, two more when the forward is repeated (SC21, section 3.2).
+
+    Of each two one is that of attention, the other that of the feed-forward layer, or of its experts.
+    """
     if layout.tp == 1:
         return 0.0
     ranks = collectives.axis_group("tp", layout, node, constants)
     size = (
         layout.microbatch * layout.tokens(model) / layout.cp * model.hidden * layout.element_bytes.activation
     )
-    passes = 6 if layout.recompute == "full" else 4
     # a reduce-scatter and an all-gather move what an all-reduce moves (Korthikanti, section 4.2.2)
+    once = collectives.all_reduce(ranks, size)
+    wide = _over_experts(model, layout, node, constants, size) if moe else once
+    passes = 3 if layout.recompute == "full" else 2
     exposed = 1 - TP_HIDDEN if layout.tp_overlap else 1.0
-    return exposed * passes * collectives.all_reduce(ranks, size)
+    return exposed * passes * (once + wide)
+
+
+def _over_experts(
+    model: Transformer, layout: Layout, node: Node, constants: Calibration, size: float
+) -> float:
+    """Seconds of one pass to gather the tokens of experts that are split, and to reduce their results.
+
+    Megatron's dispatcher gathers each token once for each of its experts, torch once. Shared experts are split by tp;
+    whole experts are not.
+    """
+    assert model.moe is not None
+    ranks = collectives.axis_group("tp", layout, node, constants)
+    shared = collectives.all_reduce(ranks, size) if model.moe.shared_ffn else 0.0
+    ways = layout.expert_ways
+    if ways == 1:
+        return shared
+    if not layout.megatron:
+        return collectives.all_reduce(ranks, size)
+    split = collectives.strided_group(ways, 1, node, constants)
+    copies = model.moe.top_k * model.moe.capacity * ways / layout.tp
+    return shared + collectives.all_reduce(split, copies * size)
 
 
 TP_HIDDEN = 0.45
