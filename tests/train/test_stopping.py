@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from waiting import exit_in_time, wait_until
 
 import headway as hw
+from headway.dist.collective.exchange import FOREVER, RankExchange
 from headway.dist.control import stop
 from headway.dist.control.signals import STOP_SIGNALS
 from headway.dist.group import current
@@ -238,6 +239,33 @@ def test_a_signal_after_the_last_step(where: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["save", "post_run"])
 def test_a_signal_to_one_rank_after_the_last_step(where: str, tmp_path: Path) -> None:
     stop_at_the_end(tmp_path, where, (1,))
+
+
+@ranks(2)
+def test_a_rank_may_be_busy_after_the_last_step_for_any_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for longer than a rank may make no progress; the run is done when it is through."""
+    seen: list[str] = []
+    limits: list[float] = []
+    arrive = RankExchange.arrive
+
+    class Busy(Callback):
+        def post_run(self, pipe: Pipeline) -> None:
+            if hw.rank():
+                time.sleep(0.3)
+                seen.append(pipe.directory.info()["attempts"][0]["status"])
+
+    def note_limit(exchange: RankExchange) -> None:
+        limits.append(exchange.timeout_s)
+        arrive(exchange)
+
+    monkeypatch.setattr(RankExchange, "arrive", note_limit)
+    pipe = make(tmp_path, Traced(), every="1h", max_epochs=1)
+    pipe.add_callback(Busy())
+    pipe.run()
+    assert seen == ["running"] * hw.rank()
+    assert limits[0] == FOREVER.total_seconds(), "only then are ranks to leave in bounded time"
 
 
 class Alone(Stage):

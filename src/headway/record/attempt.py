@@ -111,7 +111,7 @@ def _root_leaves_last() -> Iterator[None]:
     The others do not wait, so that a rank that needs one which has ended its script notices at once.
     """
     limit_s = HEARTBEAT.period or FOREVER.total_seconds()  # that of the exit of a rank
-    exchange = RankExchange("end the attempt", channel="recording", timeout_s=limit_s)
+    exchange = RankExchange("leave hw.record.recording", channel="recording", timeout_s=limit_s)
     pid = os.getpid()
     error: BaseException | None = None
     try:

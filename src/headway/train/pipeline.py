@@ -60,6 +60,7 @@ from headway.train.model.parallel import Blocks, Compile, Parallel, RegisteredMo
 from headway.train.model.schedules import Schedule, SchedulerLike, make_schedule
 from headway.train.resume import state
 from headway.train.resume.checkpointer import Checkpointer
+from headway.train.resume.end_of_run import wait_for_others
 from headway.train.resume.ledger_writer import LedgerWriter
 from headway.train.resume.state import StatefulObject
 from headway.train.settings import CheckpointOptions, checkpoint_settings
@@ -345,6 +346,7 @@ class Pipeline(EvaluationMethods, TrackerMethods):
                 stack.enter_context(self._checkpointer.saving(recording))
             yield
             dist.set_phase("done")
+            wait_for_others()
 
     @contextmanager
     def _running_stage(self, stage: Stage) -> Iterator[None]:

@@ -25,6 +25,11 @@ def stop_if_requested(heard: Sequence[str], where: str) -> None:
         raise Stopped(f"stopped by {why} {where}")
 
 
+def wait_for_others() -> None:
+    """Keeps rank 0 in a run until all ranks are through with `post_run`, in which one may be busy for any time."""
+    RankExchange("end the run", channel="post_run", timeout_s=FOREVER.total_seconds()).arrive()
+
+
 def resume_advice(run: Run) -> str:
     """Returns how a stopped run is resumed: what was submitted or launched makes a new run when it is called again."""
     if environment.directory(environment.RUN) is None:
