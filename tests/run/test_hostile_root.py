@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -10,10 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from headway import cli
 from headway.errors import StorageError, UnreadableRun, UsageError
-from headway.run import Run
+from headway.run import Run, find_latest, find_runs, runs_under
 from headway.run.choice import choose
+from headway.run.status import record_end
 from headway.system import files, jsonlines, ownership
+from headway.system.log import logger
 from headway.watch import runs as watched
 
 pytestmark = pytest.mark.timeout(60)  # a pipe that is opened blocks for ever
@@ -198,3 +202,61 @@ def test_where_no_modes_are_kept_there_is_only_a_warning(
     assert started(tmp_path, run, "auto") == run
     assert f"chmod +t {tmp_path}; training continues, since this file system keeps no modes" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == [run.id], "no trial is left"
+
+
+EVIL = "\x1b]0;owned\x07\x1b[2J\u202e"
+
+
+def test_text_of_a_run_cannot_command_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run.create(tmp_path, name="a", config={"lr": 1})
+    run.end_attempt(run.begin_attempt(world={}), status="failed", exit_code=1)
+    record_end(run, 1, error=f"out of luck{EVIL}\nheadway: all is well")
+    for name, job in (("b", f"7{EVIL}"), (f"c{EVIL}", "8")):
+        path = tmp_path / f"{name}-2026.11.16-03.30-aaaa"
+        shutil.copytree(run.path, path)
+        info = json.loads(run.info_file.read_text()) | {"id": f"{name}-1", "name": name}
+        (path / "run.json").write_text(json.dumps(info))
+        (path / "submitted.json").write_text(json.dumps({"scheduler": "slurm", "job_id": job}))
+    damaged = tmp_path / f"d{EVIL}\nheadway: all is well"
+    damaged.mkdir()
+    (damaged / "run.json").write_text("{")
+    for arguments in (
+        ["runs"],
+        ["watch", "nothing"],
+        ["report", f"no{EVIL}"],
+        ["runs", "rm", "b-2026", "--dry-run"],
+        ["runs", "rm", f"c{EVIL}", "--dry-run"],
+    ):
+        cli.main([*arguments, "--root", str(tmp_path)])
+        out, err = capsys.readouterr()
+        said = out + err
+        assert said and not any(c in said for c in "\x1b\x07\u202e"), (arguments, said)
+        assert "\nheadway: all is well" not in said
+    logger.warning("%s is damaged", damaged)
+    assert "\x1b" not in capsys.readouterr().err, "neither can what a training prints of its root"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_runs_of_others_are_not_the_newest_and_do_not_take_ids(tmp_path: Path) -> None:
+    mine = Run.create(tmp_path, name="a", config={"lr": 1})
+    theirs = tmp_path / f"a-2099.01.01-00.00-{mine.id[-4:]}"
+    shutil.copytree(mine.path, theirs)
+    facts = json.loads(mine.info_file.read_text())
+    (theirs / "run.json").write_text(json.dumps(facts | {"created": "2099-01-01T00:00:00+00:00"}))
+    assert {run.id for run in runs_under(tmp_path)} == {mine.id, theirs.name}, "an id is a directory's name"
+    newest = find_latest(tmp_path)
+    assert newest is not None and newest.path == theirs, "while it is of the same user"
+    shutil.chown(theirs, NOBODY, NOBODY)
+    (theirs / "submitted.json").write_text('{"scheduler": "evil:Scheduler", "job_id": "7"}')
+    said: list[str] = []
+    assert len(watched.select(tmp_path, warn=said.append)) == 2
+    assert not said, "no advice to load what others name"
+    assert find_latest(tmp_path) == find_latest(tmp_path, name="a") == mine
+    assert find_runs(mine.id[-4:], tmp_path) == find_runs("a-", tmp_path) == [mine]
+    assert watched.newest_run(tmp_path) == watched.resolve([mine.id], tmp_path) == [mine]
+    assert [run.path for run in find_runs("a-2099", tmp_path)] == [theirs], "who names it gets it"
+    assert find_runs(str(theirs), tmp_path)[0].path == theirs
+    shutil.rmtree(mine.path)
+    assert find_latest(tmp_path) is None

@@ -313,6 +313,9 @@ def test_the_queue_is_asked_once_and_the_accounts_for_what_it_has_forgotten() ->
     assert "--jobs=10,9" in client.asked[1]
     assert queue.find(job("12")) == JobStatus(state="queued", why="Priority"), "squeue knows best"
     assert queue.find(job("9")) == JobStatus(state="cancelled")
+    forged, client = scheduler((0, "", ""), (0, "", ""))
+    forged.queue([job(name) for name in ("8_1", "9", "1,2", "7;8", "--uid=0", "", "9 -a", "\u0664")])
+    assert [word for word in client.asked[1] if "jobs" in word] == ["--jobs=8,9"], "only ids of jobs"
     silent, _ = scheduler((1, "", "slurm_load_jobs error: Unable to contact\n"))
     assert silent.queue([job("9")]).note == "slurm_load_jobs error: Unable to contact"
 

@@ -12,7 +12,7 @@ from importlib import import_module
 
 import headway
 from headway.errors import DONE, INTERRUPTED, HeadwayError
-from headway.system.log import install_handler
+from headway.system.log import escape_controls, install_handler
 
 VERBS = {
     "agent": "start the ranks of this node; srun and mpirun call it, one per node",
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # here, where a closed pipe can still be caught
         return code
     except HeadwayError as error:
-        print(f"headway: {error}", file=sys.stderr)
+        print(f"headway: {escape_controls(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED

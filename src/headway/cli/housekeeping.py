@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headway.cli.parser import Parser
+from headway.cli.screen import safe
 from headway.errors import DONE, UsageError
 from headway.record.sinks import replay
 from headway.run import Run
@@ -25,7 +26,7 @@ def remove_runs(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     for run in _agreed(options.runs, options.root, "remove", yes=options.yes, dry_run=options.dry_run):
         remove(run)
-        print(f"removed {run.path}")
+        print(safe(f"removed {run.path}"))
     return DONE
 
 
@@ -39,7 +40,7 @@ def archive_runs(argv: list[str]) -> int:
     parser.add_argument("--to", metavar="DIR", help="where to (default: archive/ beside the run)")
     options = parser.parse_args(argv)
     for run in _agreed(options.runs, options.root, "archive", yes=options.yes, dry_run=options.dry_run):
-        print(archive(run, Path(options.to) if options.to else None))
+        print(safe(str(archive(run, Path(options.to) if options.to else None))))
     return DONE
 
 
@@ -65,7 +66,7 @@ def sync_runs(argv: list[str]) -> int:
     else:
         for run, sinks in fed.items():
             for name, complete in sinks.items():
-                print(f"{run}: {name} has {'all rows' if complete else 'not taken all rows'}")
+                print(safe(f"{run}: {name} has {'all rows' if complete else 'not taken all rows'}"))
     return DONE if all(all(sinks.values()) for sinks in fed.values()) else 1
 
 
@@ -84,7 +85,7 @@ def _agreed(places: Sequence[str], root: str, what: str, *, yes: bool, dry_run: 
         check_idle(run)
     sizes = [size_of(run) for run in runs]
     for run, size in zip(runs, sizes, strict=True):
-        print(f"{format_bytes(size):>10}  {run.path}")
+        print(safe(f"{format_bytes(size):>10}  {run.path}"))
     if dry_run:
         return []
     if not yes:

@@ -6,6 +6,7 @@ import shlex
 import sys
 
 from headway.cli.parser import Parser, positive
+from headway.cli.screen import safe
 from headway.errors import DONE, UsageError
 from headway.launcher.job import Job
 from headway.launcher.local_runs import local_command, resume_here
@@ -55,7 +56,7 @@ def main(argv: list[str]) -> int:
     command, nproc = local_command(run)
     nproc = options.nproc or nproc
     if options.dry_run:
-        print(f"would start on {nproc} processes: {shlex.join(command)}")
+        print(safe(f"would start on {nproc} processes: {shlex.join(command)}"))
         return DONE
     return resume_here(run, command, nproc)
 

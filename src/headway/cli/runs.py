@@ -17,14 +17,14 @@ from rich.text import Text
 
 from headway.cli import housekeeping, samples
 from headway.cli.parser import Parser, Verb, natural
-from headway.cli.screen import ago, console, number, state_style
+from headway.cli.screen import ago, console, number, state_style, warn
 from headway.errors import DONE, UsageError
 from headway.launcher.sweep import label
 from headway.run.rebuild import describe, rebuild
 from headway.run.status import State
-from headway.system.log import logger
 from headway.system.text import format_duration
 from headway.watch.runs import RunSummary, select
+from headway.watch.view.source import clean
 
 _WATCH_S = 2.0
 _EXAMPLES = """\
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
 
     def find() -> list[RunSummary]:
         most = options.most or None
-        return select(options.root, states=options.state, name=options.name, most=most, warn=logger.warning)
+        return select(options.root, states=options.state, name=options.name, most=most, warn=warn)
 
     if options.json:
         print(json.dumps([row.to_dict() for row in find()], indent=2))
@@ -127,7 +127,7 @@ def _show(rows: Sequence[RunSummary], root: str, screen: Console) -> None:
         line.stylize(state_style(row.status.state), begin, begin + widths[1])
         screen.print(line, no_wrap=True, overflow="ignore", crop=False)
         if more := "; ".join(filter(None, (row.sweep and label(row.sweep.settings), row.status.why))):
-            screen.print(Text(f"    {more}", "dim"), no_wrap=True, overflow="ellipsis")
+            screen.print(Text(f"    {clean(more)}", "dim"), no_wrap=True, overflow="ellipsis")
     counts = Counter(row.status.state for row in rows)
     screen.print(Text(", ".join(f"{count} {state}" for state, count in counts.items()), "dim"))
 
@@ -136,7 +136,7 @@ _HEAD = ("run", "state", "step", "time", "job", "made", "tries")
 
 
 def _cells(row: RunSummary, now: datetime) -> tuple[str, ...]:
-    return (
+    cells = (
         row.run.id,
         row.status.state,
         number(row.step),
@@ -145,6 +145,7 @@ def _cells(row: RunSummary, now: datetime) -> tuple[str, ...]:
         ago(row.created, now),
         str(row.attempts),
     )
+    return tuple(clean(cell, 120) for cell in cells)  # runs of others are listed, too
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> Text:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from headway.cli.parser import Parser, positive
+from headway.cli.screen import safe
 from headway.errors import DONE
 from headway.watch.runs import resolve
 from headway.watch.samples import samples_of
@@ -33,6 +34,6 @@ def main(argv: list[str]) -> int:
     if options.json:
         print(json.dumps(found.to_dict(), indent=2))
     else:
-        print(found.row.describe())
-        print("\n".join(found.samples))
+        print(safe(found.row.describe()))
+        print("\n".join(map(safe, found.samples)))
     return DONE

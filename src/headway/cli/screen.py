@@ -10,6 +10,7 @@ from datetime import datetime
 from rich.console import Console
 from rich.table import Table
 
+from headway.system.log import logger
 from headway.system.text import TIME_UNITS
 
 _COLORS = {
@@ -62,6 +63,11 @@ def number(value: float | str | None) -> str:
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def warn(text: str) -> None:
+    """Prints a warning about files that others may have made, as one line that is harmless for a terminal."""
+    logger.warning("%s", safe(text))
 
 
 def safe(text: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from headway.cli.parser import Parser
-from headway.cli.screen import console
+from headway.cli.screen import console, safe, warn
 from headway.errors import DONE, UsageError
 from headway.record.alerts import EVENTS, AlertChannels, AlertSender, alert_events
 from headway.run import Run, has_info, runs_under
@@ -93,7 +93,7 @@ def _follow(run: Run, options: argparse.Namespace) -> None:
     print("alerts go on for all runs of the root: Ctrl-C ends them", flush=True)
     while True:
         for each in _running(options):
-            print(f"now {each.id}", flush=True)
+            print(safe(f"now {each.id}"), flush=True)
             follow(RunView(each), lambda line: print(line, flush=True))
         _pause()
 
@@ -117,7 +117,7 @@ def find_runs(place: str | None, root: str) -> Sequence[Run]:
     directory = root if place is None else place
     if not Path(directory).is_dir():
         raise UsageError(f"there is no directory {str(directory)!r}; give a run or the directory of the runs")
-    runs = runs_under(directory, warn=logger.warning)
+    runs = runs_under(directory, warn=warn)
     if not runs:
         raise UsageError(f"there is no run in {directory}; start one: headway run train.py")
     return sorted(runs, key=_is_idle)

@@ -10,6 +10,7 @@ from headway.run.directory import (
     Run as Run,
     find_latest as find_latest,
     find_runs as find_runs,
+    own_runs as own_runs,
     runs_under as runs_under,
 )
 from headway.run.info import has_info as has_info

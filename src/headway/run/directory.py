@@ -359,14 +359,18 @@ class Run(RunPaths):
 def find_latest(root: str | os.PathLike[str] = "runs", *, name: str | None = None) -> Run | None:
     """Returns the run that was created last under `root`, of that name if one is given; None if there is none.
 
+    Runs of other users in a shared root do not count: open one of them by its path, with `hw.Run.open`.
+
     run = hw.find_latest("runs", name="digits")
     loaded = hw.checkpoint.load_latest(run) if run else None
     """
-    return next(iter(runs_under(root, name=name)), None)
+    return next(iter(own_runs(runs_under(root, name=name))), None)
 
 
 def find_runs(place: str, root: str | os.PathLike[str] = "runs") -> list[Run]:
     """Returns the run at a path; else those under `root` whose id begins with the text or ends with it.
+
+    If some of these are this user's, those of others do not count.
 
     >>> find_runs("x7k2")  # doctest: +SKIP
     [Run(path=PosixPath('/home/me/runs/digits-2026.11.15-14.30-x7k2'), ...)]
@@ -375,7 +379,19 @@ def find_runs(place: str, root: str | os.PathLike[str] = "runs") -> list[Run]:
         return []
     if has_info(Path(place)):
         return [Run.open(place)]
-    return [run for run in runs_under(root) if run.id.startswith(place) or run.id.endswith(f"-{place}")]
+    found = [run for run in runs_under(root) if run.id.startswith(place) or run.id.endswith(f"-{place}")]
+    return own_runs(found) or found
+
+
+def own_runs(runs: Sequence[Run]) -> list[Run]:
+    """Those that this user or root has made: others may give runs what names and times they like."""
+    uids = {os.geteuid(), 0}
+    owners = {
+        run.path: run.path.lstat().st_uid for run in runs if os.path.lexists(run.path)
+    }  # it may be removed
+    if not uids.issuperset(owners.values()):
+        uids.add(ownership.uid_in(runs[0].path.parent))
+    return [run for run in runs if owners.get(run.path) in uids]
 
 
 def runs_under(
@@ -410,6 +426,6 @@ def runs_under(
                 warn(str(error))
             continue
         if name in (None, info["name"]):
-            run = Run(path=path.absolute(), id=info["id"], name=info["name"])
+            run = Run(path=path.absolute(), id=path.name, name=info["name"])  # run.json could name any id
             found.append((info["created"], run))
     return [run for _, run in sorted(found, key=lambda pair: (pair[0], pair[1].id), reverse=True)]

@@ -31,7 +31,9 @@ def load(name: str) -> Scheduler:
     """
     module, _, attribute = _SHIPPED.get(name, name).partition(":")
     if name not in _SHIPPED and module not in sys.modules and os.environ.get(SCHEDULER) != name:
-        raise UsageError(f"the scheduler {name!r:.80} is not loaded; to use it, set {SCHEDULER}={name:.80}")
+        raise UsageError(
+            f"the scheduler {name!r:.80} is not loaded; if it is your own, set {SCHEDULER}={name:.80}"
+        )
     try:
         found = getattr(import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:

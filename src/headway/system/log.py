@@ -23,7 +23,16 @@ class StderrHandler(logging.Handler):
     """Prints messages to what `sys.stderr` is at that moment: a rank log may have replaced it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print_last(f"headway: {self.format(record)}\n")
+        print_last(f"headway: {escape_controls(self.format(record))}\n")
+
+
+def escape_controls(text: str) -> str:
+    """Escapes what a terminal would act on, but line ends and tabs: names of files may be those of another user.
+
+    >>> escape_controls("runs/a\\x1b[2J\\nnext")
+    'runs/a\\\\x1b[2J\\nnext'
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def print_last(text: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any, final
 from headway import schedulers
 from headway.errors import HeadwayError, UsageError
 from headway.launcher import sweep
-from headway.run import Run, find_runs, lock, runs_under
+from headway.run import Run, find_runs, lock, own_runs, runs_under
 from headway.run.info import DAMAGED, read_json
 from headway.run.starts import Start, last_output, read_starts
 from headway.run.status import Status, status
@@ -87,7 +87,11 @@ def summarize(
     """
     submitted = [read_json(run.submission_file) or {} for run in runs]
     if queue is None:
-        queue = schedulers.queue(map(JobIds.from_submission, submitted))
+        own = {
+            run.path for run in own_runs(runs)
+        }  # the queue is this user's, and others write what they like
+        mine = (facts for run, facts in zip(runs, submitted, strict=True) if run.path in own)
+        queue = schedulers.queue(map(JobIds.from_submission, mine))
     if queue.note:
         warn(f"{queue.note}; the states below are from the run directories alone")
     found = []
@@ -145,7 +149,7 @@ def newest_run(root: str | os.PathLike[str] = "runs") -> list[Run]:
     """Returns the newest run under `root`, alone; an error that says how to start one if there is none."""
     if not (runs := runs_under(root)):
         raise UsageError(f"there is no run in {root}; start one: headway run train.py")
-    return runs[:1]
+    return (own_runs(runs) or runs)[:1]
 
 
 def _resolve_one(place: str, root: str | os.PathLike[str]) -> list[Run]:
@@ -162,7 +166,10 @@ def _resolve_one(place: str, root: str | os.PathLike[str]) -> list[Run]:
     member = sweep.member(first)
     if member is None or member.sweep != first.id:
         return [first]
-    members = [(found, run) for run in runs_under(first.path.parent) if (found := sweep.member(run))]
+    beside = runs_under(first.path.parent)
+    if own_runs([first]):
+        beside = own_runs(beside)  # others may say that theirs are of this sweep
+    members = [(found, run) for run in beside if (found := sweep.member(run))]
     return [run for found, run in sorted(members, key=lambda pair: pair[0].index) if found.sweep == first.id]
 
 

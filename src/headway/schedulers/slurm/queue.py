@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 
@@ -34,6 +35,7 @@ _WHY = {
     "COMPLETED": "",
     "CANCELLED": "",
 }
+_JOB = re.compile(r"[0-9]+([_+][0-9]+)?")
 _SUSPENDED = ("SUSPENDED", "STOPPED")
 _WITHOUT_PROCESSES = (
     "BOOT_FAIL",
@@ -88,7 +90,10 @@ def ask_queue(client: SlurmClient, jobs: Iterable[JobIds]) -> Queue:
     complaint = answer.err.strip().splitlines()
     note = complaint[0] if answer.code and complaint else None
     statuses = dict(_parse(answer.out))
-    missing = sorted({ids.job_id for ids in jobs if ("slurm", ids.number) not in statuses})
+    unknown = {ids.job_id for ids in jobs if ("slurm", ids.number) not in statuses}
+    missing = sorted(
+        filter(_JOB.fullmatch, unknown)
+    )  # others may have written what they like into their runs
     if missing:  # where SLURM keeps no accounts, nothing is added
         history = client.run("sacct", "-nPX", f"--jobs={','.join(missing)}", "--format=JobID,State,Reason")
         statuses = {**dict(_parse(history.out)), **statuses}

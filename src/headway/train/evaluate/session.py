@@ -19,7 +19,7 @@ from headway.checkpoint.weights.readers import read_stamps
 from headway.dist.collective.guard import from_root
 from headway.dist.shared_run import open_run
 from headway.errors import UsageError, unknown_name
-from headway.run import Run, check_name, find_runs, runs_under
+from headway.run import Run, check_name, find_runs, own_runs, runs_under
 from headway.run.info import newest_step
 from headway.system import files
 from headway.system.jsonlines import JsonLinesWriter
@@ -129,7 +129,7 @@ def _choose_run(pipe: Pipeline, given: Run | str | Path | None, weights: EvalWei
         return _opened(Path(path))
 
     def find() -> str | None:
-        for run in runs_under(pipe._root, name=pipe.name):
+        for run in own_runs(runs_under(pipe._root, name=pipe.name)):
             if not _is_of_run(weights) or newest_step(run.path) is not None:
                 return str(run.path)
         return None
