@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from toys import BATCH, Batches, Classify, by_hand, make_net, make_pipe, warm_up
+from toys import BATCH, Batches, Classify, by_hand, make_net, make_pipe, sgd_of_groups, warm_up
 
 import headway as hw
 from headway.testing import ranks
@@ -24,6 +24,7 @@ CASES = {
     "scheduler": ({}, {"scheduler": warm_up}, {"scheduler": warm_up}),
     "ema": ({}, {"ema": 0.99}, {"decay": 0.99}),
     "clipping": ({"gradient_clip": 0.5}, {}, {"clip": 0.5}),
+    "groups": ({"gradient_clip": 0.5}, {"optimizer": sgd_of_groups}, {"clip": 0.5, "make": sgd_of_groups}),
     "all": (
         {"accumulate": 4, "precision": "bf16", "gradient_clip": 0.5},
         {"scheduler": warm_up, "ema": 0.99},

@@ -45,6 +45,13 @@ def sgd(parameters: Any) -> Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
+def sgd_of_groups(parameters: Any) -> Optimizer:
+    """Matrices first, then the rest: another order than the model's."""
+    every = list(parameters)
+    groups = [[p for p in every if p.ndim > 1], [p for p in every if p.ndim < 2]]
+    return torch.optim.SGD([{"params": group} for group in groups], lr=0.05, momentum=0.9)
+
+
 def warm_up(optimizer: Optimizer) -> LambdaLR:
     return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50))
 
@@ -102,11 +109,12 @@ def by_hand(
     scheduler: Callable[[Optimizer], LambdaLR] | None = None,
     decay: float | None = None,
     clip: float | None = None,
+    make: Callable[[Any], Optimizer] = sgd,
 ) -> tuple[list[float], list[Tensor]]:
     """The losses of all batches, and the averaged weights."""
     world = hw.world_size() if hw.dist.is_initialized() else 1
     model: Any = DistributedDataParallel(net) if world > 1 else net
-    optimizer = sgd(net.parameters())
+    optimizer = make(net.parameters())
     schedule = scheduler(optimizer) if scheduler else None
     average = [p.detach().clone() for p in net.parameters()]
     losses = []

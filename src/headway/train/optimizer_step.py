@@ -33,6 +33,7 @@ class OptimizerStep:
         self._state = state
         self.skipped_in_a_row = 0
         self._updates: list[Callable[[], object]] | None = None
+        self._ordered: dict[tuple[tuple[int, int], ...], list[nn.Parameter]] = {}  # by groups of parameters
         self._shares: Sequence[Tensor | float] = ()  # of the batches of this step, if they have no weights
         # of this rank's batches so far, if gradients are divided at the end
         self._weight: Tensor | None = None
@@ -43,6 +44,7 @@ class OptimizerStep:
     def begin_epoch(self) -> None:
         """Finds out once per epoch what does not depend on the step."""
         self._updates = self._fixed_updates()
+        self._ordered.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the steps skipped in a row, and the unit of weights in fp16, on which overflows depend."""
@@ -139,7 +141,18 @@ class OptimizerStep:
     def parameters(self) -> list[nn.Parameter]:
         """Returns all parameters that this stage's optimizers step and that have a gradient."""
         groups = [group for optimizer in self._state.stage.optimizers() for group in optimizer.param_groups]
-        return [p for group in groups for p in group["params"] if p.grad is not None]
+        key = tuple(
+            (id(group), len(group["params"])) for group in groups
+        )  # hooks may add groups and parameters
+        if key not in self._ordered:
+            self._ordered[key] = self._in_order_of_models([p for group in groups for p in group["params"]])
+        return [p for p in self._ordered[key] if p.grad is not None]
+
+    def _in_order_of_models(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Sorts parameters as `model.parameters()` has them: the last bit of their norm depends on the order."""
+        models = [model.bare for model in self._state.pipe.registered_models.values()]
+        places = {id(p): place for place, p in enumerate(p for model in models for p in model.parameters())}
+        return sorted(parameters, key=lambda p: places.get(id(p), len(places)))
 
     def apply_update(self) -> bool:
         """Clips gradients and steps optimizers, schedulers and averages; returns False if it skips the step."""
