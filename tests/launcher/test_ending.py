@@ -88,6 +88,19 @@ def test_an_agent_knows_what_its_rank_died_of(run: Run, tmp_path: Path) -> None:
     assert (left["error"], left["exit_code"]) == ("exited with code 86 while the others still worked", 86)
 
 
+@pytest.mark.parametrize(
+    ("status", "cause"),
+    [
+        (-9, "was killed by SIGKILL (kill -9, or the out-of-memory killer: see dmesg)"),
+        (-11, "crashed in native code (SIGSEGV): its own output, above, says why"),
+        (3, "exited with code 3: its own output, above, says why"),
+    ],
+)
+def test_only_a_process_that_ended_itself_has_said_why(status: int, cause: str, tmp_path: Path) -> None:
+    found = first_failure(tmp_path / "none.json", {1: status}, {1: 5})
+    assert summary({"exit_code": 1, "record": found}, 2).splitlines()[0].endswith(cause)
+
+
 def test_what_an_agent_finds_counts_unless_the_ranks_were_faster(run: Run, tmp_path: Path) -> None:
     record_failure(hang(run), tmp_path / "failure.json")
     assert json.loads(run.failure_file.read_text()) == hang(run)

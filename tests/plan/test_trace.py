@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
@@ -24,6 +25,7 @@ import headway as hw
 from headway.errors import UsageError
 from headway.plan.tracer import request
 from headway.plan.tracer.process import memory_meter, recurrent
+from headway.plan.tracer.process.user_code import UserCodeError, load_function
 from headway.plan.tracer.request import trace_module, trace_modules
 from headway.plan.tracer.result import TraceResult, extrapolate_depth
 from headway.plan.tracer.settings import TraceSettings
@@ -305,6 +307,19 @@ def test_a_module_without_a_loss_is_noted() -> None:
 def test_references_that_lead_nowhere(factory: str, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         hw.plan.trace(factory)
+
+
+def test_a_script_that_ends_while_it_is_loaded_needs_a_main_guard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "unguarded.py"
+    script.write_text("import argparse\nargparse.ArgumentParser().parse_args(['/tmp/trace'])\n")
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.setattr("sys.modules", {**sys.modules})
+    with pytest.raises(
+        UserCodeError, match=r"ended with code 2 before its function 'make_model' could be called.*__main__"
+    ):
+        load_function(f"{script}:make_model")
 
 
 def test_functions_must_be_found_again() -> None:

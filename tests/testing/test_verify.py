@@ -157,7 +157,9 @@ def test_the_last_checkpoints_are_compared(tmp_path: Path) -> None:
 def test_a_script_that_keeps_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--nproc", "1", "--other-nproc", "2", "--at", "first-epoch", "--json", "--keep", str(tmp_path)]
     assert main(["verify-resume", *options, script(tmp_path, workers=1)]) == 0
-    report = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    assert "; 5 starts left, none much longer: at most about " in printed.err
+    report = json.loads(printed.out)
     assert report["ok"] and report["steps"] == 16
     same, other, end = report["verdicts"]
     assert (same["ranks_after"], same["killed_at"], same["resumed_from"], same["repeated"]) == (1, 5, 4, 1)

@@ -24,6 +24,7 @@ from headway.system.locks import ProcessIdentity
 from headway.watch import comparison as comparing, runs as listing
 from headway.watch.comparison import compare
 from headway.watch.report import account, render
+from headway.watch.terminal.screen import layout
 from headway.watch.view.run_view import RunView
 from headway.watch.web.blocks import to_json
 from headway.watch.web.run_library import RunLibrary
@@ -123,6 +124,7 @@ def test_a_killed_attempt_counts_however_many_rows_follow_it(run: Run) -> None:
     snapshot = view.refresh()
     times = account(view, snapshot, info["attempts"])
     assert summary.seconds == snapshot.header.elapsed_s == times.total_s == 34 / 4 + 4
+    assert any("elapsed 12s in 2 attempts" in line.plain for line in layout(snapshot, 80, 24, None))
     assert times.between_s == 40 - 34 / 4
     assert times.repeated.count == 4 and times.parts["repeated"] == pytest.approx(4 * (6.8 + 3) / 3034)
     assert re.search("its last row</td><td>0 to at least 34</td>", render(run))
@@ -183,6 +185,9 @@ def test_the_table_and_its_filters(
     assert main(["runs", "--state", "queued"]) == 0 and capsys.readouterr().out == "no such runs in runs\n"
     assert main(["runs", "--root", "nowhere"]) == 2
     assert "there is no directory 'nowhere'" in capsys.readouterr().err
+    assert main(["runs", "show", "x7k2"]) == 2
+    assert "'show' is not a verb of headway runs" in (said := capsys.readouterr().err)
+    assert said.endswith("to see one run: headway watch RUN\n")
 
 
 @pytest.fixture

@@ -33,6 +33,7 @@ examples:
   headway runs --state failed lost        what went wrong
   headway runs --name digits -n 100 --root /scratch/me/runs
   headway runs --json
+  headway watch RUN, report RUN           one run, live or when it is over; or as a page
   headway runs samples RUN --step 37      which samples were in a step
   headway runs --watch                    the same, up to date, until Ctrl-C
   headway runs rm RUN, archive RUN        remove it, or pack it into a tar file; asks first
@@ -47,6 +48,11 @@ that did not end is lost: it was killed. A stopped run has a checkpoint: start i
 def main(argv: list[str]) -> int:
     if argv[:1] and argv[0] in VERBS:
         return VERBS[argv[0]](argv[1:])
+    if argv[:1] and not argv[0].startswith("-"):
+        raise UsageError(
+            f"{argv[0]!r} is not a verb of headway runs, which has {', '.join(VERBS)}; to see one run: "
+            "headway watch RUN"
+        )
     parser = Parser(
         "runs", "Lists runs, the newest first: queued, running, done, stopped, failed, and why.", _EXAMPLES
     )

@@ -27,7 +27,7 @@ from headway.record import ledger
 from headway.record.ledger import LedgerContents, LedgerRow
 from headway.run import Run
 from headway.system import environment
-from headway.system.text import plural
+from headway.system.text import format_duration, plural
 from headway.testing import faults
 
 _LONGEST_TIMEOUT_S = 1e9
@@ -149,9 +149,17 @@ def verify_resume(
         trial = _Trial(script=str(script), args=list(args), directory=directory, timeout=timeout)
         progress(f"an uninterrupted run on {plural(nproc, 'rank')}")
         golden = trial.run_uninterrupted(nproc)
+        took_s = time.monotonic() - start
+        chosen = [each for each in points(golden) if each.name in at]
+        resumed_on = [nproc] if other_nproc is None else [nproc, other_nproc]
+        left = 2 * len(chosen) * len(resumed_on) + 1  # killed and resumed, and started again
+        progress(
+            f"it took {format_duration(took_s)}; {plural(left, 'start')} left, none much longer: at most about "
+            f"{format_duration(left * took_s)}"
+        )
         verdicts = []
-        for after in [nproc] if other_nproc is None else [nproc, other_nproc]:
-            for point in (each for each in points(golden) if each.name in at):
+        for after in resumed_on:
+            for point in chosen:
                 progress(
                     f"killed {POINTS[point.name]}, at step {point.step}, then on {plural(after, 'rank')}"
                 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,6 +35,8 @@ _NOT_CRASHES = {
     TERMINATED: "stopped by SIGTERM",
 }
 """exit codes that need no failure report, each with its sentence"""
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM)
+"""signals that others send: the output of the process cannot say why"""
 _TAIL_LINES, _TAIL_BYTES = 8, 8192
 
 
@@ -91,7 +94,7 @@ def first_failure(path: Path, ended: Mapping[int, int], pids: Mapping[int, int])
         "host": socket.gethostname(),
         "pid": pids[rank],
         "error": describe_exit_status(status),
-        "hint": "its own output, above, says why",
+        "hint": None if -status in _FROM_OUTSIDE else "its own output, above, says why",
         "exit_code": status if status in _NOT_CRASHES else 1,
     }
 

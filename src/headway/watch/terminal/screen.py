@@ -114,6 +114,7 @@ def _progress(header: Header, width: int) -> Text:
         return Text("no step yet" if header.state in ("starting", "running") else "", "dim")
     text = f"step {header.step:,}" + (f" of {header.total_steps:,}" if header.total_steps else "")
     after = f"elapsed {format_duration(header.elapsed_s)}"
+    after += f" in {header.attempts} attempts" if header.attempts > 1 else ""
     if header.eta_s is not None:
         after = f"ETA {format_duration(header.eta_s)} · {after}"
     progress = header.progress

@@ -18,7 +18,13 @@ class UserCodeError(Exception):
 def load_function(reference: str) -> Callable[..., Any]:
     """Loads the function that a reference names."""
     place, _, name = reference.rpartition(":")
-    found: Any = _module(place)
+    try:
+        found: Any = _module(place)
+    except SystemExit as error:
+        raise UserCodeError(
+            f"{place} ended with code {error.code} before its function {name!r} could be called: loading a file "
+            'executes it, so put what parses arguments and trains under if __name__ == "__main__":'
+        ) from error
     for part in name.split("."):
         if part not in dir(found):
             raise UserCodeError(

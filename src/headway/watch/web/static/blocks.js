@@ -57,7 +57,8 @@ export function header(head, hasFailure) {
 
 function progress(head) {
   const steps = head.step === null ? "no step yet" : `step ${count(head.step)}${head.total_steps ? ` of ${count(head.total_steps)}` : ""}`;
-  const times = [head.eta_s === null ? null : `ETA ${duration(head.eta_s)}`, `elapsed ${duration(head.elapsed_s)}`];
+  const attempts = head.attempts > 1 ? ` in ${head.attempts} attempts` : "";
+  const times = [head.eta_s === null ? null : `ETA ${duration(head.eta_s)}`, `elapsed ${duration(head.elapsed_s)}${attempts}`];
   return h(
     "div",
     { class: "progress" },
