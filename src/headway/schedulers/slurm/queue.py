@@ -91,9 +91,8 @@ def ask_queue(client: SlurmClient, jobs: Iterable[JobIds]) -> Queue:
     note = complaint[0] if answer.code and complaint else None
     statuses = dict(_parse(answer.out))
     unknown = {ids.job_id for ids in jobs if ("slurm", ids.number) not in statuses}
-    missing = sorted(
-        filter(_JOB.fullmatch, unknown)
-    )  # others may have written what they like into their runs
+    # others may have written what they like into their runs
+    missing = sorted(filter(_JOB.fullmatch, unknown))
     if missing:  # where SLURM keeps no accounts, nothing is added
         history = client.run("sacct", "-nPX", f"--jobs={','.join(missing)}", "--format=JobID,State,Reason")
         statuses = {**dict(_parse(history.out)), **statuses}
