@@ -52,6 +52,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prologue, "stage", ran)
     monkeypatch.setattr(epilogue, "read_outcome", ran)
     monkeypatch.setattr(worker, "_prepare_process", ran)
+    monkeypatch.setattr(ownership, "_CONTAINER_MARKS", ())  # root in a container is trusting
 
 
 @pytest.fixture
@@ -407,6 +408,23 @@ def test_directories_above_the_root_belong_to_nobody_else(
     assert choose(run.path.parent, resume="auto", **facts).run == run, (
         "a project directory with the sticky bit"
     )
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="only root can give directories away")
+def test_root_in_a_container_uses_the_mounted_directory_of_the_user_who_started_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mount = tmp_path / "workspace"
+    mount.mkdir()
+    os.chown(mount, NOBODY, NOBODY)
+    mount.chmod(0o775)
+    with pytest.raises(UsageError, match="belongs to another user"):
+        ownership.check_root(mount / "runs")
+    monkeypatch.setattr(ownership, "_CONTAINER_MARKS", (tmp_path,))
+    ownership.check_root(mount / "runs")
+    mount.chmod(0o777)
+    with pytest.raises(UsageError, match="can be written by others"):
+        ownership.check_root(mount / "runs")
 
 
 @pytest.mark.skipif(not IS_ROOT, reason="only root can give directories away")

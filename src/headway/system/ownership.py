@@ -19,6 +19,9 @@ from pathlib import Path
 from headway.errors import UsageError
 from headway.system import files
 
+_CONTAINER_MARKS = (Path("/.dockerenv"), Path("/run/.containerenv"))
+"""what Docker and Podman put into a container"""
+
 
 def uid_in(directory: Path) -> int:
     """Returns the owner of what this process writes into a directory: a mount may map users, as root_squash does."""
@@ -87,14 +90,26 @@ def _check_way(path: Path, followed: frozenset[Path] = frozenset()) -> None:
     for name in path.parts[1:]:
         if not os.path.lexists(here):
             return
-        status = here.lstat()
-        if not _is_unmapped(status.st_uid):
-            _check(here, status, sticky=True)
+        _check_above(here, here.lstat())
         here = here.parent if name == ".." else here / name
         if here.is_symlink() and here not in followed:
-            check_owner(here)
+            if not _is_mounted(here.lstat().st_uid):
+                check_owner(here)
             _check_way(here.parent / here.readlink(), followed | {here})
             here = here.resolve()
+
+
+def _check_above(path: Path, status: os.stat_result) -> None:
+    if _is_mounted(status.st_uid):
+        if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+            raise _writable(path, status, "+t")
+    elif not _is_unmapped(status.st_uid):
+        _check(path, status, sticky=True)
+
+
+def _is_mounted(uid: int) -> bool:
+    """Whether a directory's owner is taken for the user who started this container, and is its root by that."""
+    return uid != 0 and os.geteuid() == 0 and any(mark.exists() for mark in _CONTAINER_MARKS)
 
 
 def _is_unmapped(uid: int) -> bool:
