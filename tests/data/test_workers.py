@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -142,6 +143,10 @@ def test_workers_share_a_directory_that_goes_with_the_agent(
     monkeypatch.setenv("HEADWAY_HEARTBEAT", str(tmp_path / "gone"))
     (own,) = {str(each) for batch in loader for each in batch}
     assert Path(own) == Path(util.get_temp_dir()) and not Path(own).is_relative_to(tmp_path)
+    shutil.rmtree(own)  # as programs do that clean /tmp
+    (again,) = {str(each) for batch in loader for each in batch}
+    assert again != own and Path(again).is_dir()
+    Path(own).mkdir()  # Python removes it at the end of the process
 
 
 def test_a_rank_that_exits_at_once_removes_the_directory(

@@ -66,9 +66,12 @@ def open_workers(loader: torch_data.DataLoader[Any]) -> Iterator[Any]:
 def _make_temp_dir() -> None:
     """Makes the directory for the sockets of all workers, in which torch sends batches, before each makes its own.
 
-    One that was killed would leave its directory behind. This one is removed with the rank, or with its node agent.
+    One that was killed would leave its directory behind. This one is removed with the rank, or with its node agent;
+    where something else has removed it, as programs do that clean /tmp, it is made again.
     """
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    if "tempdir" in config and not Path(config["tempdir"]).is_dir():
+        del config["tempdir"]
     agent = environment.directory(environment.HEARTBEAT)
     if "tempdir" not in config and agent and agent.is_dir() and len(str(agent)) < _MAX_PATH_CHARS:
         config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir=agent)
