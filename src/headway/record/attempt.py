@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import cast, final
@@ -86,7 +86,7 @@ def recording(run: Run, world: World, *, config: object = None) -> Iterator[Reco
             raise
         run = run.held_as(owner)
         use_run(run)
-        stack.enter_context(_root_leaves_last())
+        stack.push(_root_leaves_last())
         log = stack.enter_context(rank_log(run, rank=world.rank, attempt=number))
         if world.rank == 0:
             screen.show(screen.describe(run, world, facts, config=config))
@@ -104,25 +104,21 @@ def recording(run: Run, world: World, *, config: object = None) -> Iterator[Reco
         write_report(run)
 
 
-@contextmanager
-def _root_leaves_last() -> Iterator[None]:
-    """Keeps the root here until all ranks have left the block: one that fails meanwhile fails the attempt.
+def _root_leaves_last() -> Callable[[object, BaseException | None, object], None]:
+    """Returns the `__exit__` of a block that the root leaves last: a rank that fails meanwhile fails the attempt.
 
     The others do not wait, so that a rank that needs one which has ended its script notices at once.
     """
     limit_s = HEARTBEAT.period or FOREVER.total_seconds()  # that of the exit of a rank
     exchange = RankExchange("leave hw.record.recording", channel="recording", timeout_s=limit_s)
     pid = os.getpid()
-    error: BaseException | None = None
-    try:
-        yield
-    except BaseException as caught:
-        error = caught
-        raise
-    finally:
+
+    def leave(_kind: object, error: BaseException | None, _trace: object) -> None:
         # a rank that has failed says so to the hub; a forked child is none
         if ending(error)[0] == "done" and os.getpid() == pid:
             exchange.arrive()
+
+    return leave
 
 
 def write_report(run: Run) -> None:
