@@ -81,6 +81,31 @@ def test_sys_exit_of_one_rank_is_told(rank: int) -> None:
     assert status == 1
     assert f"rank {rank} of 4" in text[text.rindex("headway: ") :], text
     assert "ended early" in text
+    assert text.count("in all_reduce") == 1, "where the rank that still needed it was"
+
+
+UPLOADS = """
+import time
+import headway as hw
+from headway.dist.group import current
+world = hw.init()
+def upload():
+    while len(current().hub._left) < 1: time.sleep(0.01)
+    raise ConnectionRefusedError(111, "Connection refused")
+if world.is_root:
+    upload()
+"""
+
+
+def test_an_error_at_the_end_of_the_script_is_its_ranks_own(tmp_path: Path) -> None:
+    """The others have left, and it looks like a lost connection; but no collective has raised it."""
+    (tmp_path / "uploads.py").write_text(UPLOADS)
+    command = [*RUN[:-1], "2", str(tmp_path / "uploads.py")]
+    done = warm.run(command, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 1
+    last = done.stderr[done.stderr.rindex("headway: ") :]
+    assert "rank 0 of 2" in last and "in upload" in last, done.stderr
+    assert "ConnectionRefusedError: [Errno 111] Connection refused" in last, done.stderr
 
 
 @pytest.mark.parametrize("how", ["raise", "kill9", "exit0"])

@@ -163,8 +163,12 @@ def test_limits(heart: Heartbeat, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_period_nothing_is_watched(heart: Heartbeat, tmp_path: Path) -> None:
     heart.watch(0.0, directory=tmp_path)
-    heart.move("train", 1)
-    assert heart.limit == math.inf and heartbeat.read(tmp_path, 0) is None
+    heart.set_run(Path("/runs/a"), owner=3)
+    for step in range(9):
+        heart.move("train", step)
+    assert heart.limit == math.inf and Watchdog(tmp_path, ranks=[0], world_size=1).tick() is None
+    beat = heartbeat.read(tmp_path, 0)
+    assert beat is not None and (beat.run, beat.owner, beat.step) == ("/runs/a", 3, 8), "the agent needs it"
 
 
 def test_the_pulse_is_seen_from_outside(heart: Heartbeat, tmp_path: Path) -> None:

@@ -298,9 +298,19 @@ def test_which_gpu_is_mine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("error", "echo"),
     [
-        (RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:47"), True),
-        (RuntimeError("Connection reset by peer"), True),
-        (ConnectionResetError(104, "Connection reset by peer"), True),
+        (
+            RuntimeError("[/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:47"),
+            True,
+        ),
+        (
+            torch.distributed.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed."),
+            True,
+        ),
+        (torch.distributed.DistNetworkError("Broken pipe"), True),
+        (torch.distributed.DistStoreError("wrong key"), False),
+        (RuntimeError("the upload failed: Connection reset by peer"), False),
+        (ConnectionRefusedError(111, "Connection refused"), False),
+        (ConnectionResetError(104, "Connection reset by peer"), False),
         (RuntimeError("NCCL error: remote process exited or there was a network error"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("Connection closed by peer"), False),

@@ -280,13 +280,15 @@ def test_what_was_told_to_stop_is_not_started_again(supervised: Supervised, tmp_
     assert len(list(tmp_path.glob("start-*"))) == 1
 
 
+@pytest.mark.parametrize("period_s", ["60.0", "0.0"])
 def test_a_restart_goes_on_in_the_run_that_the_ranks_have_made(
-    supervised: Supervised, tmp_path: Path
+    period_s: str, supervised: Supervised, tmp_path: Path
 ) -> None:
-    """The agent knows of it by their heartbeat alone."""
+    """The agent knows of it by their heartbeat alone, also where that is not checked for hangs."""
     says = 'Path(f"start-{starts}").write_text(os.environ.get("HEADWAY_RUN", "none"))\nsys.exit(starts < 1)'
     around = {name: value for name, value in os.environ.items() if name != "HEADWAY_RUN"}
-    assert supervised(CRASHES + BEATS + says, environ=around, max_restarts=3) == 0
+    beats = BEATS.replace("60.0", period_s)
+    assert supervised(CRASHES + beats + says, environ=around, max_restarts=3) == 0
     said = [(tmp_path / f"start-{number}").read_text() for number in range(2)]
     assert said == ["none", str(tmp_path / "run-0")]
 

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 LOOPBACK = ("127.0.0.1", "::1")
+"""addresses that every host has, and that mean no other host"""
 _BACKLOG = 4096
 """how many connections may wait until they are accepted: thousands of ranks join at once"""
-"""addresses that every host has, and that mean no other host"""
 
 
 @dataclass(frozen=True, kw_only=True)

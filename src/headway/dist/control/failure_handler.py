@@ -62,8 +62,6 @@ class FailureHandler:
             self._exit_alone(record, error, trace)
             return
         limit_exit(record["exit_code"], f"rank {self._launch.rank} has failed")
-        if self.terminal is not None:  # stderr is a log file, which keeps this rank's own traceback
-            sys.stderr.write(record["traceback"])
         self.peer.report_failure(record)
         time.sleep(_ABORT_TIMEOUT_S)  # the hub's abort ends this process from another thread: see `on_abort`
         capture.hard_exit(record["exit_code"])

@@ -252,7 +252,10 @@ class Hub(threading.Thread):
             self._echo_deadline = time.monotonic() + _ECHO_GRACE_S
 
     def _attribute_to_early_leaver(self, record: FailureRecord) -> FailureRecord:
-        """Explains a lost connection although no rank failed: a script ended while another rank still needed it."""
+        """Explains a lost connection although no rank failed: a script ended while another rank still needed it.
+
+        The traceback is that of the waiting rank, and shows what it needed the other for.
+        """
         if not self._left:
             return record
         early = self._ranks[min(self._left)]
@@ -261,6 +264,7 @@ class Hub(threading.Thread):
             "kind": "left",
             "error": f"ended early (it returned, or called sys.exit) while {waiting}",
             "hint": None,
+            "traceback": record["traceback"],
         }
 
     def _broadcast_abort(self, record: FailureRecord) -> None:

@@ -1,7 +1,7 @@
 """What is recorded about an uncaught exception, and how to exit from a process that may be stuck.
 
-An error that only follows from another rank's exit, such as "connection reset by peer", is marked as an echo and never
-counts as the cause.
+An error that only follows from another rank's exit, such as "connection reset by peer" in a collective, is marked as an
+echo and never counts as the cause.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _LOST_PEER = re.compile(
     r"failed to (recv|send)|recvvalue failed|sendbytes failed",
     re.IGNORECASE,
 )
-
+_PROCESS_GROUP = re.compile(r"/gloo/|\bNCCL\b|\bc10d\b")
+"""in the text of plain RuntimeErrors of torch's process group: gloo's begin with the file and line that raised them"""
 
 HEARTBEAT = Heartbeat()
 """what this rank is doing; the training loop updates it at every step"""
@@ -94,11 +95,12 @@ def _is_unread() -> bool:
 
 
 def is_echo(error: BaseException) -> bool:
-    """Returns whether this error only shows that another rank has exited."""
-    network = isinstance(error, (RuntimeError, ConnectionError, TimeoutError)) and not isinstance(
-        error, HeadwayError
-    )
-    return network and (isinstance(error, ConnectionError) or _LOST_PEER.search(str(error)) is not None)
+    """Returns whether this error only shows that another rank has exited: the process group has lost its connection.
+
+    A lost connection of anything else, such as an upload, is an error of this rank, whatever the others do.
+    """
+    of_group = type(error).__module__ == "torch.distributed" or _PROCESS_GROUP.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and of_group and _LOST_PEER.search(str(error)) is not None
 
 
 def hard_exit(code: int) -> None:

@@ -93,9 +93,12 @@ class Heartbeat:
         return time.monotonic() - self.moved
 
     def watch(self, period: float, *, rank: int = 0, directory: Path | None = None) -> None:
-        """Sets how many seconds this rank may go without progress; 0 switches the check off."""
+        """Sets how many seconds this rank may go without progress; 0 switches the check off.
+
+        The agent reads the heartbeat in `directory` in any case: it learns there what the ranks do, and in which run.
+        """
         self.period = period
-        if period and directory is not None:
+        if directory is not None:
             self._stack = files.open_private(
                 stack_file(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND
             )

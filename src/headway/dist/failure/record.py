@@ -11,9 +11,9 @@ from headway.run.status import NOT_OF_A_RANK
 
 FailureRecord = dict[str, Any]
 """kind (exception, interrupted, vanished, left, hang; lost: a whole node; agent, step: what had started the ranks),
-rank, host, pid, phase, step, error, traceback, sentence, exit_code, locked_out (the run is another process's), output
-(native code crashed: the end of the rank's log). The agent's copy also has failure_file and owner, the number of the
-lock that the rank's attempt holds on the run"""
+rank, host, pid, phase, step, error, traceback (left: that of the rank which still waited), sentence, exit_code,
+locked_out (the run is another process's), output (native code crashed: the end of the rank's log). The agent's copy
+also has failure_file and owner, the number of the lock that the rank's attempt holds on the run"""
 _NATIVE_CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
 
 
@@ -36,7 +36,8 @@ def format_cause(record: Mapping[str, Any], world_size: int, where: Path | str |
     else:
         hint = f": {record['hint']}" if record.get("hint") else ""
         text = f"headway: {who} {record['error']}{doing}{hint}\n"
-        text += f"\n{record['output']}\n" if record.get("output") else ""
+        for more in (record.get("output"), record.get("traceback")):
+            text += f"\n{str(more).rstrip()}\n" if more else ""
     return text + (f"record: {where}\n" if where is not None else "")
 
 
